@@ -1,0 +1,157 @@
+"""The agent: action selection, a batch of columns at a time. No torch here."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+
+from penstock.agents.shared_parameters import SharedParameters
+from penstock.buffers.named import NamedArrays
+from penstock.errors import ConfigError, SamplerStateError
+
+__all__ = ["Agent", "AgentStep"]
+
+_Self = TypeVar("_Self", bound="Agent")
+
+
+class AgentStep(NamedTuple):
+    """What `Agent.step` returns."""
+
+    action: Any  #: `[B, ...]`, one action per column, in the structure of the action space
+    agent_info: Any = NamedArrays()  #: arrays `[B, ...]` to record beside the action, by name
+
+
+class Agent(ABC):
+    """Chooses actions for a batch of environments, its columns.
+
+    Subclasses override `step`, and `value` if they can bootstrap. Inputs are numpy arrays (or
+    `NamedArrays` for Dict and Tuple spaces) with leading dimension `[B]`; outputs may be numpy arrays
+    or CPU tensors. An agent keeps no reference to its inputs: the memory is written again.
+
+    The object that the caller holds is the learner's. Each worker samples with a copy of it
+    (`worker_copy`) that has its own per-column state, and evaluates with another, so evaluation never
+    disturbs training. What the copies share are the parameters, as of the last `sync_shared_memory`.
+    """
+
+    #: True if actions depend on earlier inputs. `value` is then asked for while the column's state is
+    #: that of its time step, with all columns at once; otherwise once a batch, for any number of rows.
+    recurrent = False
+
+    observation_space: gym.Space[Any]
+    action_space: gym.Space[Any]
+    _audiences: tuple[SharedParameters, ...] | None = None  # the learner's: one per sampler
+    _followed: SharedParameters | None = None  # a worker copy's
+    _version = 0
+
+    # ---- life ------------------------------------------------------------------------------
+
+    def initialize(
+        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
+    ) -> None:
+        """Take the spaces; raise `SpaceError` for those that the agent cannot handle. Called once, by
+        the sampler, in the main process. `seed` fixes the initial parameters that the agent makes."""
+        self.observation_space, self.action_space = observation_space, action_space
+
+    def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
+        """Take one random stream per column. An agent that draws column b's noise from `rngs[b]`
+        alone gives the same trajectories however the columns are spread over workers."""
+
+    def reset(self) -> None:
+        """Forget the state of every column."""
+
+    def reset_one(self, column: int) -> None:
+        """Forget the state of one column, whose episode has ended."""
+
+    # ---- acting ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
+        """Actions for `observation` `[B, ...]`. `prev_action` and `prev_reward` are zero at the first
+        step of an episode."""
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
+        """Estimated values `[B]` of `observation`. Must leave the columns' state as it is."""
+        raise ConfigError(
+            f"{type(self).__name__} has no value(): override it, or initialize the sampler with bootstrap_value=False"
+        )
+
+    # ---- modes -----------------------------------------------------------------------------
+
+    def train_mode(self, itr: int) -> None:
+        """The learner is about to train. Called by the user's code."""
+
+    def sample_mode(self, itr: int) -> None:
+        """A batch of samples is about to be collected."""
+
+    def eval_mode(self, itr: int) -> None:
+        """An evaluation is about to run."""
+
+    # ---- parameters ------------------------------------------------------------------------
+
+    def read_parameters(self) -> Mapping[str, npt.NDArray[Any]]:
+        """The learner's current parameters by name, as CPU arrays; the names and shapes never change."""
+        return {}
+
+    def write_parameters(self, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Set this copy's parameters from arrays as `read_parameters` gives them (copy, do not keep)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to save: the parameters by name."""
+        return {name: value.copy() for name, value in self.read_parameters().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave. Call `sync_shared_memory` for the workers to see it."""
+        self.write_parameters(state)
+
+    def sync_shared_memory(self) -> None:
+        """Publish the learner's parameters; workers act on them from their next batch on."""
+        if self._audiences is None:
+            raise SamplerStateError("this agent belongs to no sampler yet: call sampler.initialize(agent) first")
+        if self._audiences:
+            parameters = self.read_parameters()
+            for audience in self._audiences:
+                audience.publish(parameters)
+
+    # ---- copies, made by the sampler -------------------------------------------------------
+
+    def share_memory(self, *, shared: bool) -> SharedParameters:
+        """Allocate shared parameters for one more sampler, publish to it, and return them."""
+        parameters = self.read_parameters()
+        audience = SharedParameters(parameters, shared=shared)
+        audience.publish(parameters)
+        self._audiences = (*(self._audiences or ()), audience)
+        return audience
+
+    def unshare_memory(self, audience: SharedParameters) -> None:
+        """Publish to this sampler no longer."""
+        self._audiences = tuple(other for other in self._audiences or () if other is not audience)
+        audience.memory.close()
+
+    def worker_copy(self: _Self) -> _Self:
+        """A copy to sample with in a worker: parameters of its own, on the CPU, nothing shared yet."""
+        twin = copy.copy(self)
+        twin._audiences = None
+        return twin
+
+    def attach(self, parameters: SharedParameters) -> None:
+        """Follow the shared parameters, as a worker's copy."""
+        self._followed = parameters
+
+    def pull_shared_memory(self) -> None:
+        """Take over the newest published parameters, if they are newer than this copy's."""
+        if self._followed is not None and self._followed.version != self._version:
+            parameters, self._version = self._followed.read()
+            self.write_parameters(parameters)
+
+    def column_copy(self: _Self, rngs: Sequence[np.random.Generator]) -> _Self:
+        """A copy with state of its own for `len(rngs)` columns, and the same parameters."""
+        twin = copy.copy(self)
+        twin.seed_columns(rngs)
+        twin.reset()
+        return twin

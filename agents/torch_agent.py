@@ -1,0 +1,127 @@
+"""The base of agents whose policy is a `torch.nn.Module`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from penstock.agents.base import Agent
+from penstock.buffers.named import map_leaves
+from penstock.errors import ConfigError
+
+__all__ = ["TorchAgent"]
+
+_Self = TypeVar("_Self", bound="TorchAgent")
+
+
+class TorchAgent(Agent):
+    """Holds a model and moves its parameters to and from shared memory; subclasses override `step`.
+
+    `model` is an `nn.Module`, or a callable that builds one: without arguments, or with
+    `observation_space` and `action_space` where its signature names them. A model built here, under a
+    sampler seed, starts from the same weights every time, and torch's own generator is left alone.
+
+    The module's `forward` takes `(observation)`, or `(observation, prev_action, prev_reward)` if it has
+    three parameters or more.
+    """
+
+    model: nn.Module
+
+    def __init__(self, model: nn.Module | Callable[..., nn.Module]) -> None:
+        if not (isinstance(model, nn.Module) or callable(model)):
+            raise ConfigError(f"model must be an nn.Module or a callable that builds one, got {type(model).__name__}")
+        self._model_source = model
+
+    def initialize(
+        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
+    ) -> None:
+        super().initialize(observation_space, action_space, seed=seed)
+        self.model = self._build_model(seed)
+        parameters = inspect.signature(self.model.forward).parameters
+        positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._takes_previous = len(positional) >= 3
+        floats = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+        self._float_dtype = next(floats, torch.float32)
+
+    def _build_model(self, seed: int | None) -> nn.Module:
+        source = self._model_source
+        if isinstance(source, nn.Module):
+            return source
+        names = inspect.signature(source).parameters
+        offered = {"observation_space": self.observation_space, "action_space": self.action_space}
+        arguments = {name: space for name, space in offered.items() if name in names}
+        with torch.random.fork_rng(devices=[], enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            model = source(**arguments)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"the model factory must return an nn.Module, got {type(model).__name__}")
+        return model
+
+    def forward(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
+        """The model's output for numpy inputs `[B, ...]`, on this copy's device, without gradients.
+
+        Floating-point inputs are cast to the dtype of the model's parameters; integers stay.
+        """
+        with torch.inference_mode():
+            if self._takes_previous:
+                return self.model(self._tensor(observation), self._tensor(prev_action), self._tensor(prev_reward))
+            return self.model(self._tensor(observation))
+
+    def _tensor(self, value: Any) -> Any:
+        return map_leaves(self._leaf_tensor, value)
+
+    def _leaf_tensor(self, leaf: npt.NDArray[Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(leaf)
+        return tensor.to(self._float_dtype) if tensor.is_floating_point() else tensor
+
+    # ---- modes -----------------------------------------------------------------------------
+
+    def train_mode(self, itr: int) -> None:
+        self.model.train()
+
+    def sample_mode(self, itr: int) -> None:
+        self.model.eval()
+
+    def eval_mode(self, itr: int) -> None:
+        self.model.eval()
+
+    # ---- parameters ------------------------------------------------------------------------
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        # Buffers too: running statistics are as much a part of the policy as weights. Not the
+        # state_dict, which leaves out buffers that are not persistent.
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+
+    def read_parameters(self) -> Mapping[str, npt.NDArray[Any]]:
+        return {name: _bits(tensor.detach().cpu()).numpy() for name, tensor in self._tensors().items()}
+
+    def write_parameters(self, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
+        with torch.no_grad():
+            for name, tensor in self._tensors().items():
+                _bits(tensor).copy_(torch.from_numpy(parameters[name]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.model.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state)
+
+    def worker_copy(self: _Self) -> _Self:
+        twin = super().worker_copy()
+        twin.model = copy.deepcopy(self.model).cpu()
+        twin._model_source = nn.Identity  # the factory may be anything; the worker has no need of it
+        return twin
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """numpy has no bfloat16: such tensors cross as the integers that their bits spell."""
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor

@@ -1,0 +1,239 @@
+"""The shared words: what the main process tells the workers, and each worker's progress row.
+
+Every word has one writer. Plain loads and stores of aligned 8-byte words are atomic on the platforms
+that Python runs on, so nobody ever needs a lock to read one.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.buffers.named import NamedArrays
+from penstock.buffers.shared import ArraySpec, NamedMemory
+
+__all__ = ["ControlBlock", "Phase", "Progress", "ProgressSnapshot", "StopCollecting"]
+
+
+class Phase(enum.IntEnum):
+    """What a worker is doing."""
+
+    STARTING = 0
+    BUILDING = 1
+    RESETTING = 2
+    DECORRELATING = 3
+    WAITING = 4
+    ACTING = 5
+    STEPPING = 6
+    HANDING_OVER = 7
+    CLOSING = 8
+    CLOSED = 9
+
+
+class StopCollecting(Exception):
+    """Raised inside a collector when the sampler is shutting down in the middle of a batch."""
+
+
+# Words written by the main process, for all workers ...
+_QUIT, _DO_EVAL, _STOP_EVAL, _ITR = range(4)
+# ... and by each worker, in a row of its own.
+_PHASE, _T, _ENV_RANK, _HEARTBEAT, _BEGUN, _ARRIVED, _TRAJECTORIES, _BATCHES = range(8)
+_STEPPING, _ACTING, _RESETTING, _WAITING, _STEPS = range(8, 13)
+_ROW = 16  # 128 bytes: no two workers write to one cache line, nor to one pair that is fetched together
+
+
+class ControlBlock:
+    """`quit`, `do_eval`, `stop_eval`, `itr`, one `opened` count per worker, the progress rows, and the
+    time stamps of the last batch. Written by the main process, except for the rows."""
+
+    def __init__(self, n_workers: int, batch_T: int, *, shared: bool) -> None:
+        int64 = np.dtype(np.int64)
+        specs = NamedArrays(
+            words=ArraySpec((_ROW,), int64),
+            opened=ArraySpec((n_workers,), int64),
+            progress=ArraySpec((n_workers, _ROW), int64),
+            timeline=ArraySpec((n_workers, 2 * batch_T + 1), np.dtype(np.float64)),
+        )
+        self.memory = NamedMemory(specs, shared=shared, purpose="the control block")
+
+    @property
+    def quit(self) -> bool:
+        """True tells the workers to close their environments and end."""
+        return bool(self.memory.arrays.words[_QUIT])
+
+    @quit.setter
+    def quit(self, value: bool) -> None:
+        self.memory.arrays.words[_QUIT] = value
+
+    @property
+    def do_eval(self) -> bool:
+        """True while the gates open for an evaluation, False for a training batch."""
+        return bool(self.memory.arrays.words[_DO_EVAL])
+
+    @do_eval.setter
+    def do_eval(self, value: bool) -> None:
+        self.memory.arrays.words[_DO_EVAL] = value
+
+    @property
+    def stop_eval(self) -> bool:
+        """True ends the running evaluation at the next step: enough trajectories have finished."""
+        return bool(self.memory.arrays.words[_STOP_EVAL])
+
+    @stop_eval.setter
+    def stop_eval(self, value: bool) -> None:
+        self.memory.arrays.words[_STOP_EVAL] = value
+
+    @property
+    def itr(self) -> int:
+        """The caller's iteration count, of the batch that is running or was last run."""
+        return int(self.memory.arrays.words[_ITR])
+
+    @itr.setter
+    def itr(self, value: int) -> None:
+        self.memory.arrays.words[_ITR] = value
+
+    def opened(self, worker_rank: int) -> int:
+        """How often the main process has opened this worker's gate."""
+        return int(self.memory.arrays.opened[worker_rank])
+
+    def open(self, worker_rank: int) -> None:
+        """Count one more opening of this worker's gate."""
+        self.memory.arrays.opened[worker_rank] += 1
+
+    def progress(self, worker_rank: int) -> Progress:
+        """The writing end of one worker's row; only that worker may use it."""
+        return Progress(self, worker_rank)
+
+    def arrived(self, worker_rank: int) -> int:
+        """How many gate openings this worker has answered."""
+        return int(self.memory.arrays.progress[worker_rank, _ARRIVED])
+
+    def trajectories(self, worker_rank: int) -> int:
+        """How many trajectories this worker has finished since its gate was last opened."""
+        row = self.memory.arrays.progress[worker_rank]
+        # Until the worker has taken notice of the opening, the count is that of the batch before.
+        return int(row[_TRAJECTORIES]) if row[_BEGUN] == self.opened(worker_rank) else 0
+
+    def snapshot(self, worker_rank: int) -> ProgressSnapshot:
+        """A readable copy of one progress row."""
+        row = self.memory.arrays.progress[worker_rank].tolist()
+        seconds = [row[word] * 1e-9 for word in (_STEPPING, _ACTING, _RESETTING, _WAITING)]
+        return ProgressSnapshot(
+            Phase(row[_PHASE]), row[_T], row[_ENV_RANK], row[_HEARTBEAT] * 1e-9, row[_BATCHES], row[_STEPS], *seconds
+        )
+
+    def timeline(self, worker_rank: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        """Time stamps of the worker's last batch, `[2 T + 1]` seconds of `time.monotonic`: row t began
+        acting at `[2 t]` and stepping at `[2 t + 1]`; the last entry is the end."""
+        stamps: np.ndarray[tuple[int, ...], np.dtype[np.float64]] = self.memory.arrays.timeline[worker_rank]
+        return stamps
+
+
+@dataclass(frozen=True)
+class ProgressSnapshot:
+    """One worker's progress row. `heartbeat` is `time.monotonic` seconds; the other times are totals
+    in seconds since the sampler was initialized; `steps` counts environment steps."""
+
+    phase: Phase
+    t: int
+    env_rank: int
+    heartbeat: float
+    batches: int
+    steps: int
+    stepping: float
+    acting: float
+    resetting: float
+    waiting: float
+
+
+class Progress:
+    """The row that one worker writes: where it is, that it lives, and where its time went.
+
+    `words[Progress.ENV_RANK] = rank` is what a collector's inner loop writes, once per environment
+    step; a `memoryview` item costs 30 ns where a numpy one costs 50.
+    """
+
+    PHASE, ENV_RANK = _PHASE, _ENV_RANK
+
+    def __init__(self, control: ControlBlock, worker_rank: int) -> None:
+        self._control = control
+        self._main = memoryview(control.memory.arrays.words)
+        self.words = memoryview(control.memory.arrays.progress[worker_rank])
+        self._stamps = memoryview(control.timeline(worker_rank))
+
+    def enter(self, phase: Phase) -> None:
+        """Note a change of phase; counts as a sign of life."""
+        self.words[_PHASE] = phase
+        self.words[_HEARTBEAT] = time.monotonic_ns()
+
+    def at_env(self, env_rank: int) -> None:
+        """Note which environment is being worked on."""
+        self.words[_ENV_RANK] = env_rank
+
+    def begin_acting(self, t: int) -> None:
+        """Row t of a batch begins. Raises `StopCollecting` once the sampler is shutting down."""
+        self._stamps[2 * t] = self.begin_row(t)
+
+    def begin_stepping(self, t: int) -> None:
+        """The agent has acted on row t of a batch; the environments are about to step."""
+        self.words[_PHASE] = Phase.STEPPING
+        self._stamps[2 * t + 1] = time.monotonic()
+
+    def begin_row(self, t: int) -> float:
+        """As `begin_acting`, outside a batch: nothing is stamped. Returns `time.monotonic()`."""
+        now = time.monotonic()
+        words = self.words
+        words[_PHASE] = Phase.ACTING
+        words[_T] = t
+        words[_HEARTBEAT] = int(now * 1e9)
+        if self._main[_QUIT]:
+            raise StopCollecting
+        return now
+
+    def end_batch(self, batch_T: int, n_columns: int) -> None:
+        """A training batch of `batch_T` rows is complete: add its times to the totals."""
+        self._stamps[2 * batch_T] = time.monotonic()
+        spans = np.diff(np.asarray(self._stamps)[: 2 * batch_T + 1])
+        self.words[_ACTING] += int(spans[0::2].sum() * 1e9)
+        self.words[_STEPPING] += int(spans[1::2].sum() * 1e9)
+        self.words[_BATCHES] += 1
+        self.words[_STEPS] += batch_T * n_columns
+
+    def add_resetting(self, seconds: float) -> None:
+        """Add time spent in `env.reset`; within a batch it is part of the stepping time too."""
+        self.words[_RESETTING] += int(seconds * 1e9)
+
+    def add_waiting(self, seconds: float) -> None:
+        """Add time spent at barrier_in."""
+        self.words[_WAITING] += int(seconds * 1e9)
+
+    def begin(self) -> None:
+        """Take notice of the gate's opening: what is counted from here on belongs to it."""
+        self.words[_TRAJECTORIES] = 0
+        self.words[_BEGUN] = self.arrived + 1
+
+    @property
+    def trajectories(self) -> int:
+        """Finished trajectories of this batch: the number that is promised to the main process."""
+        return self.words[_TRAJECTORIES]
+
+    @trajectories.setter
+    def trajectories(self, value: int) -> None:
+        self.words[_TRAJECTORIES] = value
+
+    @property
+    def stop_eval(self) -> bool:
+        """The main process has seen enough trajectories of the running evaluation."""
+        return bool(self._main[_STOP_EVAL])
+
+    @property
+    def arrived(self) -> int:
+        """The last gate opening that this worker has answered."""
+        return self.words[_ARRIVED]
+
+    @arrived.setter
+    def arrived(self, value: int) -> None:
+        self.words[_ARRIVED] = value

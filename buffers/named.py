@@ -1,0 +1,192 @@
+"""NamedArrays: a nested, named bundle of arrays that is indexed, assigned and copied as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+__all__ = ["NamedArrays", "as_named", "map_leaves"]
+
+_Self = TypeVar("_Self", bound="NamedArrays")
+
+
+class NamedArrays:
+    """A fixed set of named fields, each an array or a further `NamedArrays`.
+
+    Like a named tuple, fields are read as attributes (`x.reward`), unpack in order (`a, b = x`) and
+    cannot be rebound. Unlike one, an index goes to every array at once: `x[3]`, `x[:, 1:4]`,
+    `x[mask]` return the same structure of views, and `x[3] = y` writes every field. A string index
+    picks a field: `x["position"]`. Fields of a Tuple space are called `_0`, `_1`, …, the names that
+    `collections.namedtuple(rename=True)` gives.
+
+    Leaves may be numpy arrays or torch tensors; `torch()` and `numpy()` convert without copying.
+    """
+
+    __slots__ = ("_values",)
+    _values: dict[str, Any]
+
+    def __init__(self, values: Mapping[str, Any] | None = None, /, **fields: Any) -> None:
+        object.__setattr__(self, "_values", {**(values or {}), **fields})
+
+    # ---- fields ----------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # copy, pickle and numpy probe for dunder protocols
+        try:
+            return self._values[name]
+        except KeyError:
+            raise AttributeError(
+                f"{type(self).__name__} has no field {name!r}; it has {', '.join(self._values) or 'none'}"
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"field {name!r} cannot be rebound; write into it: x.{name}[...] = value")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values.values())
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._values]
+
+    def keys(self) -> tuple[str, ...]:
+        """The field names, in order."""
+        return tuple(self._values)
+
+    def values(self) -> tuple[Any, ...]:
+        """The field values, in order."""
+        return tuple(self._values.values())
+
+    def items(self) -> tuple[tuple[str, Any], ...]:
+        """Pairs of field name and value, in order."""
+        return tuple(self._values.items())
+
+    def leaves(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
+        """Every array below this node with its dotted path, depth first."""
+        for name, value in self._values.items():
+            if isinstance(value, NamedArrays):
+                yield from value.leaves(f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", value
+
+    # ---- all fields at once ----------------------------------------------------------------
+
+    def map(self: _Self, fn: Callable[[Any], Any]) -> _Self:
+        """The same structure with `fn` applied to every array."""
+        return self._rebuild({name: map_leaves(fn, value) for name, value in self._values.items()})
+
+    def _rebuild(self: _Self, values: dict[str, Any]) -> _Self:
+        new = object.__new__(type(self))
+        object.__setattr__(new, "_values", values)
+        return new
+
+    def _field_index(self, name: str, loc: Any) -> Any:
+        """The part of the index `loc` that applies to field `name` (all of it, unless overridden)."""
+        return loc
+
+    def __getitem__(self: _Self, loc: Any) -> Any:
+        if isinstance(loc, str):
+            if loc in self._values:
+                return self._values[loc]
+            raise KeyError(f"no field {loc!r}; there are {', '.join(self._values) or 'none'}")
+        return self._rebuild({n: v[self._field_index(n, loc)] for n, v in self._values.items()})
+
+    def __setitem__(self, loc: Any, value: Any) -> None:
+        """Write into every field: `value` has the same fields, or is one thing for all of them."""
+        if isinstance(loc, str):
+            self[loc][...] = value
+            return
+        parts = _parts(self, value)
+        for name, field in self._values.items():
+            field[self._field_index(name, loc)] = value if parts is None else parts[name]
+
+    def copy(self: _Self) -> _Self:
+        """The same structure in memory of its own (`ndarray.copy` / `Tensor.clone` of every leaf)."""
+        return self.map(lambda leaf: leaf.copy() if hasattr(leaf, "copy") else leaf.clone())
+
+    def __copy__(self: _Self) -> _Self:
+        return self._rebuild(dict(self._values))
+
+    def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
+        return self.copy()
+
+    def torch(self: _Self) -> _Self:
+        """The same memory as torch tensors; nothing is copied."""
+        import torch  # imported here so that processes which never ask for tensors never pay for torch
+
+        return self.map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else torch.from_numpy(leaf))
+
+    def numpy(self: _Self) -> _Self:
+        """The same memory as numpy arrays; nothing is copied. Tensors must be on the CPU."""
+        return self.map(lambda leaf: leaf.numpy() if hasattr(leaf, "numpy") else leaf)
+
+    # ---- the rest of a well-behaved object -------------------------------------------------
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (type(self), dict(self._values))
+
+    def __repr__(self) -> str:
+        return "\n".join(self._lines(0))
+
+    def _lines(self, depth: int) -> list[str]:
+        lines = [f"{type(self).__name__}("]
+        pad = "  " * (depth + 1)
+        for name, value in self._values.items():
+            if isinstance(value, NamedArrays):
+                head, *rest = value._lines(depth + 1)
+                lines += [f"{pad}{name}={head}", *rest]
+            else:
+                shape = getattr(value, "shape", None)
+                what = repr(value) if shape is None else f"{list(shape)} {value.dtype}"
+                lines.append(f"{pad}{name}: {what}")
+        return [*lines, "  " * depth + ")"] if len(lines) > 1 else [lines[0] + ")"]
+
+
+def _unpickle(cls: type[_Self], values: dict[str, Any]) -> _Self:
+    new = object.__new__(cls)
+    object.__setattr__(new, "_values", values)
+    return new
+
+
+def _parts(node: NamedArrays, value: Any) -> Mapping[str, Any] | None:
+    """`value` split over the fields of `node`; None if it is one thing for all fields."""
+    if isinstance(value, NamedArrays):
+        parts: Mapping[str, Any] = value._values
+    elif isinstance(value, Mapping):
+        parts = value
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        parts = value._asdict()
+    elif isinstance(value, tuple):
+        parts = {f"_{i}": part for i, part in enumerate(value)}
+    else:
+        return None
+    if parts.keys() != node._values.keys():
+        raise ValueError(f"fields do not match: writing {sorted(parts)} into {sorted(node._values)}")
+    return parts
+
+
+def as_named(value: Any) -> Any:
+    """Mappings, named tuples and tuples become `NamedArrays`, at any depth; leaves stay as they are."""
+    if isinstance(value, NamedArrays):
+        return value
+    if isinstance(value, Mapping):
+        return NamedArrays({str(k): as_named(v) for k, v in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return NamedArrays({k: as_named(v) for k, v in value._asdict().items()})
+    if isinstance(value, tuple):
+        return NamedArrays({f"_{i}": as_named(v) for i, v in enumerate(value)})
+    return value
+
+
+def map_leaves(fn: Callable[[Any], Any], value: Any) -> Any:
+    """`fn` of every leaf of `value`, which is a `NamedArrays` or a single leaf."""
+    return value.map(fn) if isinstance(value, NamedArrays) else fn(value)

@@ -1,0 +1,172 @@
+"""The samples buffer: one batch of samples `[T, B]`, and what the user and a collector see of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.buffers.shared import ArraySpec, NamedMemory
+
+__all__ = ["AgentSamples", "BatchColumns", "EnvSamples", "Samples", "SamplesBuffer", "SampleSpec"]
+
+
+class EnvSamples(NamedArrays):
+    """What the environments reported. Every field is `[T, B, ...]`."""
+
+    __slots__ = ()
+    observation: Any  #: what the agent acted on at step t
+    reward: Any  #: float32, for the action taken at t
+    prev_reward: Any  #: `reward` one step earlier; row 0 is the last row of the batch before
+    terminated: Any  #: bool, Gymnasium's
+    truncated: Any  #: bool, Gymnasium's
+    done: Any  #: bool, terminated or truncated
+    valid: Any  #: bool, False where a parked environment recorded nothing
+    final_obs: Any  #: the true last observation where `done`, zero elsewhere
+
+
+class AgentSamples(NamedArrays):
+    """What the agent did. Fields are `[T, B, ...]`, except `bootstrap_value`, which is `[B]`."""
+
+    __slots__ = ()
+    action: Any  #: the action taken at t
+    prev_action: Any  #: `action` one step earlier; row 0 is the last row of the batch before
+    agent_info: Any  #: what `agent.step` reported beside the action
+    bootstrap_value: Any  #: `[B]`, value of the observation that follows the last step
+    final_value: Any  #: value of `final_obs` where truncated and not terminated, zero elsewhere
+
+    def _field_index(self, name: str, loc: Any) -> Any:
+        if name != "bootstrap_value":
+            return loc
+        # It has no time dimension: only the index behind the first applies to it.
+        return loc[1:] if isinstance(loc, tuple) and Ellipsis not in loc else ...
+
+
+class Samples(NamedArrays):
+    """One batch: `samples.env`, `samples.agent`. An index goes to all fields: `samples[t0:t1, 3]`.
+
+    The arrays are views of the buffer that the workers write into, and are overwritten by the next
+    batch: `samples.copy()` keeps one.
+    """
+
+    __slots__ = ()
+    env: EnvSamples
+    agent: AgentSamples
+
+
+@dataclass(frozen=True)
+class SampleSpec:
+    """Examples of one environment's data at one step, from which the buffer takes shapes and dtypes."""
+
+    observation: Any
+    action: Any
+    agent_info: NamedArrays
+    bootstrap_value: bool = False
+    final_obs: bool = True
+
+
+class SamplesBuffer:
+    """Storage for one batch of `batch_T` steps of `batch_B` environments.
+
+    Observation, action and reward have a row more than the batch has steps: `prev_action[t]` and
+    `action[t]` are rows t and t + 1 of the same array, and row `batch_T` of the observations is what
+    the next batch starts from. `samples` is the public view.
+    """
+
+    def __init__(self, spec: SampleSpec, batch_T: int, batch_B: int, *, shared: bool) -> None:
+        def rows(n: int, example: Any) -> Any:
+            return map_leaves(lambda leaf: ArraySpec.like(leaf, n, batch_B), example)
+
+        flags = ArraySpec((batch_T, batch_B), np.dtype(np.bool_))
+        value = np.zeros((), np.float32)
+        fields: dict[str, Any] = {
+            "observation": rows(batch_T + 1, spec.observation),
+            "action": rows(batch_T + 1, spec.action),
+            "reward": rows(batch_T + 1, value),
+            "terminated": flags,
+            "truncated": flags,
+            "done": flags,
+            "valid": flags,
+            "agent_info": rows(batch_T, spec.agent_info),
+        }
+        if spec.final_obs:
+            fields["final_obs"] = rows(batch_T, spec.observation)
+        if spec.bootstrap_value:
+            fields["bootstrap_value"] = ArraySpec((batch_B,), value.dtype)
+            fields["final_value"] = rows(batch_T, value)
+        self.memory = NamedMemory(
+            NamedArrays(fields), shared=shared, purpose=f"a samples buffer of batch_T={batch_T}, batch_B={batch_B}"
+        )
+        self.memory.arrays.valid[...] = True
+        self.samples = _public_view(self.memory.arrays, batch_T)
+
+    def columns(self, columns: slice) -> BatchColumns:
+        """The slice of the buffer that one worker writes."""
+        return BatchColumns(self.memory.arrays, columns)
+
+
+def _public_view(arrays: NamedArrays, batch_T: int) -> Samples:
+    def first(value: Any) -> Any:
+        return value[:batch_T]
+
+    env = {
+        "observation": first(arrays.observation),
+        "reward": arrays.reward[1:],
+        "prev_reward": first(arrays.reward),
+        "terminated": arrays.terminated,
+        "truncated": arrays.truncated,
+        "done": arrays.done,
+        "valid": arrays.valid,
+    }
+    agent = {
+        "action": arrays.action[1:],
+        "prev_action": first(arrays.action),
+        "agent_info": arrays.agent_info,
+    }
+    if "final_obs" in arrays:
+        env["final_obs"] = arrays.final_obs
+    for name in ("bootstrap_value", "final_value"):
+        if name in arrays:
+            agent[name] = arrays[name]
+    return Samples(env=EnvSamples(env), agent=AgentSamples(agent))
+
+
+class BatchColumns:
+    """One worker's columns of the samples buffer, as a collector writes them.
+
+    `observation`, `action` and `reward` have `batch_T + 1` rows (see `SamplesBuffer`): the collector
+    reads `observation[t]`, and writes `action[t + 1]`, `reward[t + 1]` and `observation[t + 1]`.
+    """
+
+    def __init__(self, arrays: NamedArrays, columns: slice) -> None:
+        def own(name: str) -> Any:
+            return arrays[name][:, columns] if name in arrays else None
+
+        self.observation = own("observation")
+        self.action = own("action")
+        self.reward = own("reward")
+        self.terminated = own("terminated")
+        self.truncated = own("truncated")
+        self.done = own("done")
+        self.valid = own("valid")
+        self.agent_info = own("agent_info")
+        self.final_obs = own("final_obs")
+        self.final_value = own("final_value")
+        self.bootstrap_value = arrays.bootstrap_value[columns] if "bootstrap_value" in arrays else None
+        self.batch_T, self.n_columns = self.done.shape
+
+    def begin_batch(self) -> None:
+        """Carry the last row over to the first and clear what is only written at episode ends."""
+        last = self.batch_T
+        for field in (self.observation, self.action, self.reward):
+            field[0] = field[last]
+        if self.final_obs is not None:
+            # Cleared where it was written, which is at few steps of few environments.
+            t, b = np.nonzero(self.done)
+            if t.size:
+                self.final_obs[t, b] = 0
+        for flags in (self.terminated, self.truncated, self.done, self.final_value):
+            if flags is not None:
+                flags[...] = 0

@@ -1,0 +1,133 @@
+"""The trajectory queue: finished trajectory infos on their way from the workers to the main process.
+
+Exact by construction: a worker counts what it hands over and publishes the count before it answers
+the gate, and the main process then takes that many. Two carriers, one queue:
+
+- records of the stock `TrajInfo` go through a ring per worker in shared memory, as long as there are
+  environment steps between two gates; at most one trajectory ends per step, so it cannot overflow;
+- a subclass's own objects go through a pipe per worker, as frames of pickled attributes. The main
+  process drains the pipes while it waits, so that a worker never blocks on a full one for long.
+
+There is no lock: each ring and each pipe has one writer, and a worker that dies takes nothing along.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+
+from penstock.buffers.descriptors import InheritedFd
+from penstock.buffers.named import NamedArrays
+from penstock.buffers.shared import ArraySpec, NamedMemory
+
+__all__ = ["RECORD", "Frame", "ObjectPipe", "RecordRings", "TrajectoryCountError"]
+
+#: One finished trajectory of the stock TrajInfo: where it ended, and its four figures.
+RECORD = np.dtype(
+    [
+        ("t", np.int64),
+        ("env_rank", np.int64),
+        ("Length", np.int64),
+        ("Return", np.float64),
+        ("NonzeroRewards", np.int64),
+        ("DiscountedReturn", np.float64),
+    ]
+)
+
+#: A subclass's object on its way: t, env_rank, the instance's attributes.
+Frame = tuple[int, int, dict[str, Any]]
+
+_HEAD = struct.Struct("=q")
+
+
+class TrajectoryCountError(RuntimeError):
+    """A worker delivered another number of trajectories than it promised; a defect of penstock."""
+
+
+class RecordRings:
+    """One record array per worker, as long as the most steps it makes between two gates."""
+
+    def __init__(self, capacities: Sequence[int], *, shared: bool) -> None:
+        specs = NamedArrays({f"worker_{i}": ArraySpec((n,), RECORD) for i, n in enumerate(capacities)})
+        self.memory = NamedMemory(specs, shared=shared, purpose="the trajectory queue")
+
+    def put(self, worker_rank: int, start: int, records: npt.NDArray[Any]) -> None:
+        """Worker: write `records` behind the `start` that were put in this batch before."""
+        self.memory.arrays[f"worker_{worker_rank}"][start : start + len(records)] = records
+
+    def take(self, promised: Sequence[int]) -> npt.NDArray[Any]:
+        """Main process: a copy of what the workers promised, ordered by t, then env_rank."""
+        rings = self.memory.arrays.values()
+        records = np.concatenate([ring[:n] for ring, n in zip(rings, promised, strict=True)])
+        return records[np.lexsort((records["env_rank"], records["t"]))]
+
+
+class ObjectPipe:
+    """A pipe from one worker to the main process for trajectory infos with attributes of their own."""
+
+    def __init__(self) -> None:
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        self.reader, self.writer = InheritedFd(read), InheritedFd(write)
+        self._received = bytearray()
+
+    def put(self, frames: Sequence[Frame]) -> None:
+        """Worker: write every frame; blocks while the pipe is full and the main process drains it."""
+        for frame in frames:
+            try:
+                body = pickle.dumps(frame, pickle.HIGHEST_PROTOCOL)
+            except Exception:  # a class or function defined in the user's script: goes by value
+                body = cloudpickle.dumps(frame)
+            view = memoryview(_HEAD.pack(len(body)) + body)
+            while view:
+                view = view[os.write(self.writer.fd, view) :]
+
+    def drain(self) -> None:
+        """Main process: read what has arrived, without waiting."""
+        while True:
+            try:
+                chunk = os.read(self.reader.fd, 1 << 16)
+            except BlockingIOError:
+                return
+            if not chunk:
+                return
+            self._received += chunk
+
+    def take(self, promised: int) -> list[Frame]:
+        """Main process: the frames of this batch; all of them were written before the gate."""
+        self.drain()
+        frames: list[Frame] = []
+        at = 0
+        received = bytes(self._received)
+        while len(received) - at >= _HEAD.size:
+            (size,) = _HEAD.unpack_from(received, at)
+            if len(received) - at - _HEAD.size < size:
+                break
+            at += _HEAD.size
+            frames.append(pickle.loads(received[at : at + size]))
+            at += size
+        if len(frames) != promised or at != len(received):
+            raise TrajectoryCountError(
+                f"{len(frames)} trajectories arrived of {promised} promised, with {len(received) - at} bytes left over"
+            )
+        self._received.clear()
+        return frames
+
+    def close(self) -> None:
+        """Close both ends in this process."""
+        self.reader.close()
+        self.writer.close()
+
+    def __getstate__(self) -> InheritedFd:
+        return self.writer  # only the writing end crosses to the worker
+
+    def __setstate__(self, writer: InheritedFd) -> None:
+        self.reader, self.writer = InheritedFd(-1), writer
+        self._received = bytearray()

@@ -1,0 +1,21 @@
+"""The loop over time inside a worker: what is collected, and how a trajectory is accounted for."""
+
+from penstock.collectors.base import Collector, CollectorParts
+from penstock.collectors.columns import EnvColumns
+from penstock.collectors.evaluation import BaseEvalCollector, EvalCollector, EvalCollectorParts
+from penstock.collectors.reset import ResetCollector
+from penstock.collectors.tracking import Tracker, make_tracker
+from penstock.collectors.traj_info import TrajInfo
+
+__all__ = [
+    "BaseEvalCollector",
+    "Collector",
+    "CollectorParts",
+    "EnvColumns",
+    "EvalCollector",
+    "EvalCollectorParts",
+    "ResetCollector",
+    "Tracker",
+    "TrajInfo",
+    "make_tracker",
+]

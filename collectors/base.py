@@ -1,0 +1,113 @@
+"""The collector: the loop over time inside a worker. Subclass it to sample in your own way."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.agents.base import Agent
+from penstock.buffers.control import Phase, Progress
+from penstock.buffers.named import map_leaves
+from penstock.buffers.samples import BatchColumns
+from penstock.collectors.columns import EnvColumns
+from penstock.collectors.decorrelation import decorrelate
+from penstock.collectors.finals import FinalObservations
+from penstock.collectors.tracking import Tracker
+from penstock.envs.seeding import ColumnStreams, Purpose
+
+__all__ = ["Collector", "CollectorParts"]
+
+
+@dataclass(frozen=True)
+class CollectorParts:
+    """What a worker gives its collector; everything concerns this worker's columns alone."""
+
+    envs: EnvColumns  #: the environments
+    agent: Agent  #: a copy with state for these columns
+    samples: BatchColumns  #: where to write; `[T, B]` and, for some fields, `[T + 1, B]`
+    tracker: Tracker  #: follows trajectories and hands the finished ones over
+    progress: Progress  #: shared row: phase, t, env_rank, sign of life
+    streams: ColumnStreams  #: seeds and random streams of these columns
+    max_decorrelation_steps: int  #: random steps before the first batch, at most
+
+
+class Collector(ABC):
+    """Collects one batch after another from a worker's environments.
+
+    Subclasses override `collect_batch`. The hooks around it have defaults: `start_envs` resets and
+    decorrelates, `start_agent` resets the agent, `reset_if_needed` does nothing and runs while the
+    learner trains.
+    """
+
+    #: True resets an environment at once and goes on recording; False parks it until the batch ends.
+    mid_batch_reset = True
+
+    def __init__(self, parts: CollectorParts) -> None:
+        self.envs, self.agent, self.samples = parts.envs, parts.agent, parts.samples
+        self.tracker, self.progress = parts.tracker, parts.progress
+        self.batch_T = parts.samples.batch_T
+        self._streams, self._max_decorrelation_steps = parts.streams, parts.max_decorrelation_steps
+        self.finals = FinalObservations(parts.samples, parts.agent)
+        # The agent's inputs beside the observation. Not views of the batch: these are zeroed when an
+        # episode starts, where the batch keeps the last action of the episode before.
+        self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), parts.samples.action)
+        self.prev_reward = np.zeros_like(parts.samples.reward[0])
+
+    def start_envs(self) -> None:
+        """Reset every environment and put it out of phase with the others. Runs once."""
+        self.envs.reset_all(self._streams.env_seeds(Purpose.TRAIN))
+        self.tracker.restart()
+        self.progress.enter(Phase.DECORRELATING)
+        self.tracker.set_agent_info(map_leaves(lambda leaf: np.zeros_like(leaf[0]), self.samples.agent_info))
+        decorrelate(
+            self.envs,
+            self.tracker,
+            self._streams.rngs(Purpose.DECORRELATE),
+            self._max_decorrelation_steps,
+            self.prev_action,
+            self.prev_reward,
+        )
+        # The first batch begins by carrying these rows over, as every later one does.
+        self.envs.write(self.samples.observation[self.batch_T], self.prev_reward)
+        self.samples.action[self.batch_T] = self.prev_action
+        self.samples.reward[self.batch_T] = self.prev_reward
+
+    def start_agent(self) -> None:
+        """Prepare the agent for the first batch. Runs once, after `start_envs`."""
+        self.agent.reset()
+
+    def reset_if_needed(self, itr: int) -> None:
+        """Runs before the gate of batch `itr`, while the learner trains. Must not touch the samples."""
+
+    @abstractmethod
+    def collect_batch(self, itr: int) -> None:
+        """Fill `self.samples` with `batch_T` steps and hand over the trajectories that finish."""
+
+    # ---- pieces for collect_batch ----------------------------------------------------------
+
+    def begin_batch(self, itr: int) -> None:
+        """Carry the last row over to the first and put the agent into sample mode."""
+        self.samples.begin_batch()
+        self.agent.sample_mode(itr)
+
+    def end_batch(self) -> None:
+        """All rows are written: value what is to be valued and hand the finished trajectories over."""
+        samples, progress = self.samples, self.progress
+        progress.end_batch(self.batch_T, samples.n_columns)
+        if samples.bootstrap_value is not None:
+            last = samples.observation[self.batch_T]
+            samples.bootstrap_value[...] = self.agent.value(last, self.prev_action, self.prev_reward)
+        self.finals.end_batch()
+        progress.enter(Phase.HANDING_OVER)
+        progress.trajectories = self.tracker.end_rows(samples.reward[1:], samples.done)
+
+    def reset_column(self, column: int) -> Any:
+        """Column's episode has ended: reset its environment, its agent state and its previous action.
+        Returns the new first observation. The caller zeroes `prev_reward` once the row is complete."""
+        observation = self.envs.reset_one(column)
+        self.agent.reset_one(column)
+        self.prev_action[column] = 0
+        return observation

@@ -1,0 +1,103 @@
+"""One worker's environments, stepped a row at a time: the innermost loop of penstock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium as gym
+
+from penstock.buffers.control import Phase, Progress
+from penstock.collectors.tracking import StepHook
+from penstock.envs.rows import action_splitter, row_writer
+from penstock.errors import SpaceError
+
+__all__ = ["DoneHook", "EnvColumns"]
+
+#: Called when column b's episode ends: (b, final observation, reward, terminated, truncated). Returns
+#: the observation that the column goes on with.
+DoneHook = Callable[[int, Any, float, bool, bool], Any]
+
+
+class EnvColumns:
+    """The environments of some columns, with their current observations.
+
+    `step` advances all by one time step. What happens at an episode's end is the caller's to decide,
+    through the `DoneHook`.
+    """
+
+    def __init__(self, envs: Sequence[gym.Env[Any, Any]], env_ranks: range, progress: Progress) -> None:
+        self.envs, self.env_ranks, self._progress = envs, env_ranks, progress
+        self._write_observations = row_writer(envs[0].observation_space)
+        self.split_actions = action_splitter(envs[0].action_space)
+        self._steps = [env.step for env in envs]
+        self.observations: list[Any] = [None] * len(envs)
+        self.rewards: list[Any] = [0.0] * len(envs)
+
+    def __len__(self) -> int:
+        return len(self.envs)
+
+    def reset_one(self, column: int, seed: int | None = None) -> Any:
+        """Reset one environment and return its first observation."""
+        began = time.monotonic()
+        self._progress.at_env(self.env_ranks[column])
+        self._progress.enter(Phase.RESETTING)
+        result = self.envs[column].reset(seed=seed)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise SpaceError(f"env.reset must return (observation, info), got {type(result).__name__}")
+        self.observations[column] = result[0]
+        self._progress.add_resetting(time.monotonic() - began)
+        return result[0]
+
+    def reset_all(self, seeds: Sequence[int | None]) -> None:
+        """Reset every environment, with its seed where one is given."""
+        for column, seed in enumerate(seeds):
+            self.reset_one(column, seed)
+
+    def step(self, action_row: Any, on_done: DoneHook, on_step: StepHook | None = None) -> None:
+        """Step every environment with its action. `observations` and `rewards` then hold the results.
+
+        This loop is what penstock adds to `env.step`, so it does nothing per environment that can be
+        done per row: values are gathered in lists and written by `write`.
+        """
+        observations, rewards = self.observations, self.rewards
+        words, env_rank_word, phase_word = self._progress.words, Progress.ENV_RANK, Progress.PHASE
+        env_rank = self.env_ranks.start
+        actions = self.split_actions(action_row)
+        for b, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
+            words[env_rank_word] = env_rank + b
+            observation, reward, terminated, truncated, info = step(action)
+            if on_step is not None:
+                on_step(b, observations[b], action, reward, terminated, truncated, info)
+            if terminated or truncated:
+                observation = on_done(b, observation, reward, terminated, truncated)
+                words[phase_word] = Phase.STEPPING  # the hook may have noted a reset
+            observations[b] = observation
+            rewards[b] = reward
+
+    def write(self, observation_row: Any, reward_row: Any) -> None:
+        """Write the current observations and rewards into their rows of the samples buffer.
+
+        Raises `SpaceError` naming field, environment, expected and given shape if one does not fit.
+        """
+        try:
+            self._write_observations(observation_row, self.observations)
+            reward_row[...] = self.rewards
+        except SpaceError as error:
+            raise SpaceError(f"{error} (columns count from env_rank {self.env_ranks.start})") from None
+        except (ValueError, TypeError) as error:
+            for b, reward in enumerate(self.rewards):
+                if getattr(reward, "shape", ()) != () or not _is_number(reward):
+                    raise SpaceError(
+                        f"the reward of env_rank {self.env_ranks[b]} must be a single number, got {reward!r}"
+                    ) from error
+            raise
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,49 @@
+"""Decorrelation: random steps before the first batch, so that environments are out of phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.agents.drawing import draw
+from penstock.collectors.columns import EnvColumns
+from penstock.collectors.tracking import Tracker
+
+__all__ = ["decorrelate"]
+
+
+def decorrelate(
+    envs: EnvColumns,
+    tracker: Tracker,
+    rngs: Sequence[np.random.Generator],
+    max_steps: int,
+    prev_action: Any,
+    prev_reward: npt.NDArray[Any],
+) -> None:
+    """Step environment b by between 0 and `max_steps` random actions; number and actions from `rngs[b]`.
+
+    Writes `prev_action` and `prev_reward` `[B]` as the agent is to find them. A trajectory that is
+    running at the end counts these steps; one that finishes here was never sampled and is dropped.
+    """
+    for b, rng in enumerate(rngs):
+        n = int(rng.integers(0, max_steps + 1))
+        env = envs.envs[b]
+        rows = draw(env.action_space, rng, n)
+        rewards: list[float] = []
+        for action in envs.split_actions(rows):
+            before = envs.observations[b]
+            envs.observations[b], reward, terminated, truncated, info = env.step(action)
+            if tracker.on_step is not None:
+                tracker.on_step(b, before, action, reward, terminated, truncated, info)
+            rewards.append(float(reward))
+            if terminated or truncated:
+                tracker.drop(b)
+                rewards.clear()
+                envs.reset_one(b)
+        tracker.preload(b, rewards)
+        if rewards:
+            prev_action[b] = rows[n - 1]
+            prev_reward[b] = rewards[-1]

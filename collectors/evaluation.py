@@ -1,0 +1,120 @@
+"""EvalCollector: runs evaluation environments, records nothing but finished trajectories."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.agents.base import Agent
+from penstock.buffers.control import Phase, Progress
+from penstock.collectors.columns import EnvColumns
+from penstock.collectors.tracking import Tracker
+from penstock.envs.seeding import ColumnStreams, Purpose
+
+__all__ = ["BaseEvalCollector", "EvalCollector", "EvalCollectorParts"]
+
+_CHUNK = 128  # rows between two hand-overs of finished trajectories
+
+
+@dataclass(frozen=True)
+class EvalCollectorParts:
+    """What a worker gives its evaluation collector; everything concerns this worker's columns alone."""
+
+    envs: EnvColumns  #: the evaluation environments
+    agent: Agent  #: a copy of the agent with state for these columns
+    tracker: Tracker  #: follows trajectories and hands the finished ones over
+    progress: Progress  #: shared row: phase, t, env_rank, sign of life
+    streams: ColumnStreams  #: seeds and random streams of these columns
+    max_T: int  #: time steps of one evaluation at most
+    observation: Any  #: zeroed scratch `[B, ...]`, as the samples record observations
+    action: Any  #: zeroed scratch `[B, ...]`, as the samples record actions
+    agent_info: Any  #: zeroed scratch `[B, ...]`, as the samples record agent_info
+
+
+class BaseEvalCollector(ABC):
+    """Runs one evaluation after another. Subclasses override `collect_evaluation`."""
+
+    def __init__(self, parts: EvalCollectorParts) -> None:
+        self.envs, self.agent, self.tracker, self.progress = parts.envs, parts.agent, parts.tracker, parts.progress
+        self.streams, self.max_T = parts.streams, parts.max_T
+        self.observation, self.prev_action, self.agent_info = parts.observation, parts.action, parts.agent_info
+        self.prev_reward = np.zeros(len(parts.envs), np.float32)
+        self._n_evaluations = 0
+
+    def begin_evaluation(self, itr: int) -> None:
+        """Reset and seed environments and agent anew, so that where the last evaluation was stopped
+        does not show in this one."""
+        key = self._n_evaluations
+        self._n_evaluations += 1
+        self.envs.reset_all(self.streams.env_seeds(Purpose.EVAL, key))
+        self.agent.seed_columns(self.streams.rngs(Purpose.EVAL_ACTION, key))
+        self.agent.reset()
+        self.agent.eval_mode(itr)
+        self.tracker.restart()
+        self.prev_action[...] = 0
+        self.prev_reward[...] = 0
+
+    @abstractmethod
+    def collect_evaluation(self, itr: int) -> None:
+        """Run the agent and hand finished trajectories over; `progress.trajectories` counts them."""
+
+
+class EvalCollector(BaseEvalCollector):
+    """Every environment runs for `max_T` steps, resetting as it goes, until `stop_eval` is seen.
+
+    Trajectories that are unfinished at the end are dropped.
+    """
+
+    def __init__(self, parts: EvalCollectorParts) -> None:
+        super().__init__(parts)
+        self._reward = np.zeros((_CHUNK, len(parts.envs)), np.float32)
+        self._done = np.zeros((_CHUNK, len(parts.envs)), np.bool_)
+        self._t = self._row = 0
+
+    def collect_evaluation(self, itr: int) -> None:
+        self.begin_evaluation(itr)
+        self.envs.write(self.observation, self.prev_reward)
+        handed_over = 0
+        for first_t in range(0, self.max_T, _CHUNK):
+            wanted = min(_CHUNK, self.max_T - first_t)
+            self._done[...] = False
+            n = self._run_rows(first_t, wanted)
+            if n:
+                handed_over += self.tracker.end_rows(self._reward[:n], self._done[:n], first_t)
+            if n < wanted:
+                break
+        self.progress.enter(Phase.HANDING_OVER)
+        self.progress.trajectories = handed_over
+
+    def _run_rows(self, first_t: int, n_rows: int) -> int:
+        """Step all environments `n_rows` times, or until `stop_eval`; returns how often."""
+        envs, agent, tracker, progress = self.envs, self.agent, self.tracker, self.progress
+        prev_action, prev_reward = self.prev_action, self.prev_reward
+        for row in range(n_rows):
+            self._t, self._row = first_t + row, row
+            progress.begin_row(self._t)
+            if progress.stop_eval:
+                return row
+            step = agent.step(self.observation, prev_action, prev_reward)
+            prev_action[...] = step.action
+            if tracker.on_step is not None:
+                self.agent_info[...] = step.agent_info
+                tracker.set_agent_info(self.agent_info)
+            progress.enter(Phase.STEPPING)
+            envs.step(prev_action, self._on_done, tracker.on_step)
+            envs.write(self.observation, self._reward[row])
+            prev_reward[...] = self._reward[row]
+            prev_reward[self._done[row]] = 0
+        return n_rows
+
+    def _on_done(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
+        self._done[self._row, column] = True
+        self.tracker.on_done(self._t, column, observation)
+        self.progress.trajectories += 1  # the main process counts along, to stop in time
+        first_observation = self.envs.reset_one(column)
+        self.agent.reset_one(column)
+        self.prev_action[column] = 0
+        return first_observation

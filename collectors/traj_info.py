@@ -1,0 +1,61 @@
+"""TrajInfo: the record of one finished trajectory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["TrajInfo"]
+
+
+class TrajInfo:
+    """Length, Return, NonzeroRewards and DiscountedReturn of one trajectory.
+
+    Subclasses add attributes in `__init__`, override `step`, which is called once per environment step,
+    and `terminate`, called once when the trajectory has ended; both call their `super()`. Constants
+    come through `sampler.initialize(..., traj_info_kwargs={...})` as arguments of `__init__`.
+    Attributes without a leading underscore are the record; everything in the instance's `__dict__`
+    travels from the worker to the main process and must pickle.
+
+    This class itself is never stepped: as long as it is not subclassed, its figures are computed from
+    the recorded rewards, once per batch.
+    """
+
+    def __init__(self, discount: float = 1.0) -> None:
+        self.Length = 0
+        self.Return = 0.0
+        self.NonzeroRewards = 0
+        self.DiscountedReturn = 0.0
+        self._discount = discount
+        self._weight = 1.0
+
+    def step(
+        self,
+        observation: Any,
+        action: Any,
+        reward: float,
+        terminated: bool,
+        truncated: bool,
+        agent_info: Any,
+        env_info: dict[str, Any],
+    ) -> None:
+        """Account for one step: the `observation` acted on, the action, and what the environment
+        returned for it. `observation` and `action` are the environment's own objects."""
+        self.Length += 1
+        self.Return += float(reward)
+        self.NonzeroRewards += reward != 0
+        self.DiscountedReturn += self._weight * float(reward)
+        self._weight *= self._discount
+
+    def terminate(self, final_observation: Any) -> None:
+        """The trajectory has ended with `final_observation`."""
+
+    @classmethod
+    def restore(cls, attributes: dict[str, Any]) -> TrajInfo:
+        """The instance whose attributes a worker has sent; `__init__` does not run again."""
+        info = cls.__new__(cls)
+        vars(info).update(attributes)
+        return info
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if not k.startswith("_"))
+        return f"{type(self).__name__}({fields})"

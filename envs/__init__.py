@@ -1,0 +1,26 @@
+"""The environment side: spaces to examples, rows to environments and back, seeding, factories, toys."""
+
+from penstock.envs.examples import example_of, observation_example
+from penstock.envs.factory import EnvFactory, EnvFn, build_example_env, env_factories
+from penstock.envs.rows import action_splitter, row_writer
+from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed, stream
+from penstock.envs.toy import CountingEnv, CrashingEnv, NestedEnv, SlowEnv
+
+__all__ = [
+    "ColumnStreams",
+    "CountingEnv",
+    "CrashingEnv",
+    "EnvFactory",
+    "EnvFn",
+    "NestedEnv",
+    "Purpose",
+    "SlowEnv",
+    "action_splitter",
+    "build_example_env",
+    "env_factories",
+    "example_of",
+    "fresh_seed",
+    "observation_example",
+    "row_writer",
+    "stream",
+]

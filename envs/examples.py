@@ -1,0 +1,52 @@
+"""From spaces to examples: the structure, shape and dtype in which a space's elements are recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+
+from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.errors import SpaceError
+
+__all__ = ["example_of", "observation_example"]
+
+_REMEDIES = {
+    spaces.Text: "encode the text as a fixed-size Box or MultiDiscrete with gymnasium.wrappers.TransformObservation",
+    spaces.Sequence: "pad the sequence to a fixed length with gymnasium.wrappers.TransformObservation",
+    spaces.Graph: "pad nodes and edges to a fixed number with gymnasium.wrappers.TransformObservation",
+    spaces.OneOf: "flatten it with gymnasium.wrappers.FlattenObservation",
+}
+
+
+def example_of(space: gym.Space[Any], name: str = "observation") -> Any:
+    """A zeroed element of `space` as it is recorded: an array for Box, Discrete, MultiDiscrete and
+    MultiBinary; `NamedArrays` for Dict (its keys) and Tuple (`_0`, `_1`, …), nested like the space.
+
+    Raises `SpaceError` for spaces without a fixed shape, naming the wrapper that helps.
+    """
+    if isinstance(space, spaces.Dict):
+        return NamedArrays({str(key): example_of(sub, f"{name}[{key!r}]") for key, sub in space.items()})
+    if isinstance(space, spaces.Tuple):
+        return NamedArrays({f"_{i}": example_of(sub, f"{name}[{i}]") for i, sub in enumerate(space)})
+    if isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
+        return np.zeros(space.shape, space.dtype)
+    remedy = next((text for cls, text in _REMEDIES.items() if isinstance(space, cls)), None)
+    if remedy is None:
+        raise SpaceError(
+            f"{name} has a space of type {type(space).__name__}, which penstock does not know: "
+            "wrap the environment so that it is built of Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple"
+        )
+    raise SpaceError(f"{name} has a {type(space).__name__} space, whose elements have no fixed shape: {remedy}")
+
+
+def observation_example(space: gym.Space[Any], float_dtype: npt.DTypeLike | None = None) -> Any:
+    """As `example_of`; floating-point leaves get `float_dtype` if it is given, else keep the space's."""
+    example = example_of(space)
+    if float_dtype is None:
+        return example
+    wanted = np.dtype(float_dtype)
+    return map_leaves(lambda leaf: leaf.astype(wanted) if leaf.dtype.kind == "f" else leaf, example)

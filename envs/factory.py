@@ -1,0 +1,105 @@
+"""From what the user gives as `env_fn` to one picklable factory per environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium as gym
+
+from penstock.errors import ConfigError
+
+__all__ = ["EnvFactory", "EnvFn", "build_example_env", "env_factories"]
+
+EnvFn = Callable[..., gym.Env[Any, Any]] | str | Sequence[Callable[..., gym.Env[Any, Any]]]
+
+
+@dataclass(frozen=True)
+class EnvFactory:
+    """Builds one environment: `fn(**kwargs)`, checked to be a `gymnasium.Env`."""
+
+    fn: Callable[..., gym.Env[Any, Any]]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> gym.Env[Any, Any]:
+        env = self.fn(**self.kwargs)
+        if not isinstance(env, gym.Env):
+            raise ConfigError(
+                f"env_fn must return a gymnasium.Env, got {type(env).__module__}.{type(env).__qualname__}"
+                + (": convert an old gym environment with shimmy" if hasattr(env, "step") else "")
+            )
+        return env
+
+
+def env_factories(
+    env_fn: EnvFn, env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, n_envs: int, what: str = "env_fn"
+) -> tuple[EnvFactory, ...]:
+    """One factory per environment, `n_envs` of them.
+
+    `env_fn` is a callable, an environment id, or a list of `n_envs` callables; `env_kwargs` is one dict
+    for all or a list of `n_envs` dicts. Raises `ConfigError` if it is neither or the counts differ.
+    """
+    fns: list[Callable[..., gym.Env[Any, Any]]]
+    if isinstance(env_fn, str):
+        fns = [_maker(env_fn)] * n_envs
+    elif callable(env_fn):
+        fns = [env_fn] * n_envs
+    elif isinstance(env_fn, Sequence) and all(callable(fn) for fn in env_fn):
+        fns = list(env_fn)
+    else:
+        raise ConfigError(
+            f"{what} must be a callable, an environment id or a list of callables, got {_describe(env_fn)}: "
+            "pass the function that builds the environment, for example functools.partial(gym.make, 'CartPole-v1')"
+        )
+    if len(fns) != n_envs:
+        raise ConfigError(f"{what} is a list of {len(fns)} callables for {n_envs} environments: give one for each")
+    if env_kwargs is None or isinstance(env_kwargs, Mapping):
+        kwargs: list[Mapping[str, Any]] = [dict(env_kwargs or {})] * n_envs
+    else:
+        kwargs = [dict(each) for each in env_kwargs]
+    if len(kwargs) != n_envs:
+        raise ConfigError(f"env_kwargs is a list of {len(kwargs)} dicts for {n_envs} environments: give one for each")
+    return tuple(EnvFactory(fn, kw) for fn, kw in zip(fns, kwargs, strict=True))
+
+
+def _maker(env_id: str) -> Callable[..., gym.Env[Any, Any]]:
+    try:
+        spec = gym.spec(env_id)
+    except gym.error.Error as error:
+        raise ConfigError(f"env_fn={env_id!r} is not a registered environment id: {error}") from error
+    # The spec travels, not the id: an environment registered in the user's script is unknown to the workers.
+    return _MakeFromSpec(spec)
+
+
+@dataclass(frozen=True)
+class _MakeFromSpec:
+    spec: Any
+
+    def __call__(self, **kwargs: Any) -> gym.Env[Any, Any]:
+        return gym.make(self.spec, **kwargs)
+
+
+def build_example_env(factory: EnvFactory) -> gym.Env[Any, Any]:
+    """Build the environment that the main process reads the spaces from, and no more.
+
+    Raises `ConfigError` with the factory's own exception as its cause.
+    """
+    try:
+        env = factory()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"env_fn raised {type(error).__name__} while the main process built an example environment: {error}"
+        ) from error
+    for name in ("observation_space", "action_space"):
+        space = getattr(env, name, None)
+        if not isinstance(space, gym.Space):
+            raise ConfigError(f"the environment's {name} must be a gymnasium space, got {_describe(space)}")
+    return env
+
+
+def _describe(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

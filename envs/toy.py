@@ -1,0 +1,136 @@
+"""Toy environments with known answers, for tests, benchmarks and trying a sampler out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+__all__ = ["CountingEnv", "CrashingEnv", "NestedEnv", "SlowEnv"]
+
+
+class CountingEnv(gym.Env[Any, Any]):
+    """Counts its steps: the observation is (episode, step within it), the reward `reward_scale * step`.
+
+    An episode ends after `length` steps, by termination or, with `truncate=True`, by truncation. Nothing
+    is random: each recorded cell can be worked out by hand.
+    """
+
+    def __init__(
+        self, length: int = 5, truncate: bool = False, reward_scale: float = 1.0, dtype: Any = np.float32
+    ) -> None:
+        self.observation_space = spaces.Box(0, 2**20, (2,), dtype)
+        self.action_space = spaces.Discrete(3)
+        self.length, self.truncate, self.reward_scale = length, truncate, reward_scale
+        self.episode, self.count = -1, 0
+
+    def _observation(self) -> Any:
+        return np.array([self.episode, self.count], self.observation_space.dtype)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.episode += 1
+        self.count = 0
+        return self._observation(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.count += 1
+        over = self.count >= self.length
+        reward = self.reward_scale * self.count
+        return self._observation(), reward, over and not self.truncate, over and self.truncate, {"count": self.count}
+
+
+class NestedEnv(gym.Env[Any, Any]):
+    """A Dict observation with a Tuple inside and a Dict action; observations echo the last action."""
+
+    def __init__(self, length: int = 7) -> None:
+        self.observation_space = spaces.Dict(
+            {
+                "position": spaces.Box(-1, 1, (3,), np.float64),
+                "camera": spaces.Box(0, 255, (4, 4, 1), np.uint8),
+                "goal": spaces.Tuple((spaces.Discrete(4, start=1), spaces.MultiBinary(3))),
+            }
+        )
+        self.action_space = spaces.Dict(
+            {"move": spaces.Box(-1, 1, (3,), np.float32), "mode": spaces.MultiDiscrete([2, 3])}
+        )
+        self.length = length
+        self.count = 0
+
+    def _observation(self, move: Any, mode: Any) -> Any:
+        return {
+            "position": np.asarray(move, np.float64),
+            "camera": np.full((4, 4, 1), self.count, np.uint8),
+            "goal": (1 + self.count % 4, np.array([mode[0], mode[1] % 2, 1], np.int8)),
+        }
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.count = 0
+        return self._observation(self.np_random.uniform(-1, 1, 3), (0, 0)), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.count += 1
+        observation = self._observation(action["move"], action["mode"])
+        return observation, float(np.sum(action["move"])), self.count >= self.length, False, {}
+
+
+class SlowEnv(CountingEnv):
+    """A `CountingEnv` whose every step sleeps `seconds`, as an environment waiting for a game does."""
+
+    def __init__(self, seconds: float = 0.001, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.seconds = seconds
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(self.seconds)
+        return super().step(action)
+
+
+class CrashingEnv(CountingEnv):
+    """A `CountingEnv` that fails at its `at`-th call of `where`.
+
+    `where` is "init", "reset", "step" or "close"; `how` is "raise", "kill" (SIGKILL), "exit"
+    (`os._exit(0)`) or "hang". `spare_pid` is a process that is never harmed: the main process, where
+    only the spaces are read.
+    """
+
+    def __init__(
+        self, where: str = "step", how: str = "raise", at: int = 1, spare_pid: int | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.where, self.how, self.spare_pid = where, how, spare_pid
+        self.calls_left = at
+        self._maybe("init")
+
+    def _maybe(self, where: str) -> None:
+        if where != self.where or os.getpid() == self.spare_pid:
+            return
+        self.calls_left -= 1
+        if self.calls_left > 0:
+            return
+        if self.how == "raise":
+            raise ValueError(f"CrashingEnv was told to raise in {where}")
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "exit":
+            os._exit(0)
+        while True:  # "hang"
+            time.sleep(3600)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._maybe("reset")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._maybe("step")
+        return super().step(action)
+
+    def close(self) -> None:
+        self._maybe("close")
+        super().close()

@@ -1,0 +1,35 @@
+"""Pinning this process to CPUs, and the number of threads of its numerical libraries."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import psutil
+
+__all__ = ["limit_threads", "pin", "usable_cpus"]
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+def usable_cpus() -> tuple[int, ...]:
+    """The CPUs that this process may run on; empty where the system cannot tell (macOS)."""
+    process = psutil.Process()
+    return tuple(sorted(process.cpu_affinity())) if hasattr(process, "cpu_affinity") else ()
+
+
+def pin(cpus: Sequence[int]) -> None:
+    """Run on `cpus` only, from now on."""
+    psutil.Process().cpu_affinity(list(cpus))
+    actual = usable_cpus()
+    if set(actual) != set(cpus):
+        raise OSError(f"pinning to CPUs {sorted(cpus)} gave {list(actual)}")
+
+
+def limit_threads(n: int) -> None:
+    """Let libraries loaded from here on use `n` threads, and torch if it is loaded already."""
+    for variable in _THREAD_VARIABLES:
+        os.environ[variable] = str(n)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(n)

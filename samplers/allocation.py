@@ -1,0 +1,195 @@
+"""What `initialize` works out before any worker exists: spaces, examples, memory, plans, the job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.agents import Agent, SharedParameters
+from penstock.buffers import ControlBlock, NamedArrays, RecordRings, SamplesBuffer, SampleSpec, as_named
+from penstock.buffers.named import map_leaves
+from penstock.collectors import TrajInfo
+from penstock.envs import (
+    ColumnStreams,
+    EnvFactory,
+    Purpose,
+    build_example_env,
+    env_factories,
+    example_of,
+    observation_example,
+)
+from penstock.errors import ConfigError, PenstockError, SpaceError
+from penstock.samplers.config import SamplerConfig
+from penstock.samplers.plan import WorkerPlan, eval_max_T
+from penstock.samplers.worker import Job, SharedState
+
+__all__ = ["Allocation", "allocate"]
+
+_TRIAL_COLUMNS = 2  # how many columns the agent is tried on; more than one, so that a lost dimension shows
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The memory and the work orders of one sampler."""
+
+    buffer: SamplesBuffer
+    control: ControlBlock
+    rings: RecordRings
+    parameters: SharedParameters
+    job: Job
+
+    @property
+    def state(self) -> SharedState:
+        """What of it a worker sees."""
+        return SharedState(self.control, self.buffer.memory, self.rings, self.parameters)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        parts = (self.buffer.memory, self.control.memory, self.rings.memory, self.parameters.memory)
+        return sum(memory.nbytes for memory in parts)
+
+    def close(self) -> None:
+        """Give descriptors back. Arrays stay valid as long as the user holds views of them."""
+        for memory in (self.buffer.memory, self.control.memory, self.rings.memory):
+            memory.close()
+
+
+def allocate(
+    config: SamplerConfig,
+    plans: Sequence[WorkerPlan],
+    agent: Agent,
+    *,
+    seed: int,
+    bootstrap_value: bool,
+    traj_info_kwargs: Mapping[str, Any] | None,
+    shared: bool,
+) -> Allocation:
+    """Read the spaces, initialize the agent, try it on an example, and allocate everything.
+
+    Raises `ConfigError` or `SpaceError`; nothing is left allocated then but the agent's model.
+    """
+    train = env_factories(config.env_fn, config.env_kwargs, config.batch_B)
+    eval_kwargs = _eval_kwargs(config)
+    evals = env_factories(_eval_fn(config), eval_kwargs, config.eval_n_envs) if config.eval_n_envs else ()
+    _prepare_agent(agent, train[0], seed)
+    traj_kwargs = dict(traj_info_kwargs or {})
+    _check_traj_info(config.traj_info_cls, traj_kwargs)
+    worker_agent = agent.worker_copy()
+    spec = _try_agent(worker_agent, config, bootstrap_value)
+    max_T = eval_max_T(config.eval_max_steps, config.eval_n_envs)
+    # Objects of a TrajInfo subclass do not use the rings.
+    stock = config.traj_info_cls is TrajInfo
+    capacities = [plan.capacity(config.batch_T, max_T) if stock else 1 for plan in plans]
+    job = Job(
+        env_factories=train,
+        eval_env_factories=evals,
+        agent=worker_agent,
+        collector_cls=config.collector_cls,
+        eval_collector_cls=config.eval_collector_cls,
+        traj_info_cls=config.traj_info_cls,
+        traj_info_kwargs=traj_kwargs,
+        max_decorrelation_steps=config.max_decorrelation_steps,
+        eval_max_T=max_T,
+        seed=seed,
+    )
+    return Allocation(
+        buffer=SamplesBuffer(spec, config.batch_T, config.batch_B, shared=shared),
+        control=ControlBlock(len(plans), config.batch_T, shared=shared),
+        rings=RecordRings(capacities, shared=shared),
+        parameters=agent.share_memory(shared=shared),
+        job=job,
+    )
+
+
+def _eval_fn(config: SamplerConfig) -> Any:
+    """A list of functions is one per training environment; the first stands for evaluation."""
+    is_list = not isinstance(config.env_fn, str) and not callable(config.env_fn)
+    return config.env_fn[0] if is_list and config.env_fn else config.env_fn  # type: ignore[index]
+
+
+def _eval_kwargs(config: SamplerConfig) -> Any:
+    if config.eval_env_kwargs is not None:
+        return config.eval_env_kwargs
+    if config.env_kwargs is None or isinstance(config.env_kwargs, Mapping):
+        return config.env_kwargs
+    return config.env_kwargs[0] if config.env_kwargs else None
+
+
+def _prepare_agent(agent: Agent, factory: EnvFactory, seed: int) -> None:
+    if not isinstance(agent, Agent):
+        raise ConfigError(
+            f"agent must be a penstock Agent, got {type(agent).__name__}: wrap a model, for example "
+            "CategoricalPgAgent(model), or subclass penstock.Agent"
+        )
+    env = build_example_env(factory)
+    try:
+        observation_space, action_space = env.observation_space, env.action_space
+    finally:
+        env.close()
+    example_of(observation_space, "observation")
+    example_of(action_space, "action")
+    if getattr(agent, "observation_space", None) is None:
+        model_seed = ColumnStreams(seed, range(1)).env_seeds(Purpose.MODEL)[0]
+        agent.initialize(observation_space, action_space, seed=model_seed)
+    elif (agent.observation_space, agent.action_space) != (observation_space, action_space):
+        raise SpaceError(
+            f"the agent was initialized for {agent.observation_space} and {agent.action_space}, the environment "
+            f"has {observation_space} and {action_space}: make a new agent"
+        )
+
+
+def _check_traj_info(cls: type[TrajInfo], kwargs: Mapping[str, Any]) -> None:
+    try:
+        cls(**kwargs)
+    except Exception as error:
+        raise ConfigError(f"{cls.__name__}(**traj_info_kwargs) raised {type(error).__name__}: {error}") from error
+
+
+def _try_agent(agent: Agent, config: SamplerConfig, bootstrap_value: bool) -> SampleSpec:
+    """Step the agent once on zeros, to learn what it reports and to catch misfits before workers start."""
+    observation = observation_example(agent.observation_space, config.observation_dtype)
+    action = example_of(agent.action_space, "action")
+
+    def columns(example: Any) -> Any:
+        return map_leaves(lambda leaf: np.zeros((_TRIAL_COLUMNS, *leaf.shape), leaf.dtype), example)
+
+    inputs = columns(observation), columns(action), np.zeros(_TRIAL_COLUMNS, np.float32)
+    rngs = ColumnStreams(0, range(_TRIAL_COLUMNS)).rngs(Purpose.ACTION)
+    try:
+        trial = agent.column_copy(rngs)
+        trial.sample_mode(0)
+        step = trial.step(*inputs)
+        value = np.asarray(trial.value(*inputs)) if bootstrap_value else None
+    except PenstockError:
+        raise
+    except Exception as error:
+        shapes = inputs[0] if isinstance(inputs[0], NamedArrays) else inputs[0].shape
+        raise SpaceError(
+            f"{type(agent).__name__} failed on example observations of shape {shapes}: {type(error).__name__}: {error}"
+        ) from error
+    _check_columns("action", as_named(step.action), columns(action))
+    if value is not None and value.shape != (_TRIAL_COLUMNS,):
+        raise SpaceError(f"agent.value must return one value per column: shape [B], got {list(value.shape)} for B=2")
+    agent_info = as_named(step.agent_info).map(np.asarray)
+    for name, leaf in agent_info.leaves():
+        if leaf.ndim == 0 or leaf.shape[0] != _TRIAL_COLUMNS or leaf.dtype == object:
+            raise SpaceError(f"agent_info.{name} must be a numeric array [B, ...], got {list(leaf.shape)} {leaf.dtype}")
+    return SampleSpec(
+        observation, action, agent_info.map(lambda leaf: leaf[0]), bootstrap_value, config.record_final_obs
+    )
+
+
+def _check_columns(what: str, given: Any, expected: Any) -> None:
+    def shapes(value: Any) -> dict[str, tuple[int, ...]]:
+        named = value if isinstance(value, NamedArrays) else NamedArrays({what: value})
+        return {name: tuple(np.shape(leaf)) for name, leaf in named.leaves()}
+
+    if shapes(given) != shapes(expected):
+        raise SpaceError(
+            f"agent.step must return an {what} per column: for B={_TRIAL_COLUMNS} the shapes are "
+            f"{shapes(expected)}, got {shapes(given)}"
+        )

@@ -1,0 +1,389 @@
+"""The sampler: what the user holds. States, calls and their order; subclasses supply the workers."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.util import Finalize
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+
+from penstock.agents import Agent
+from penstock.buffers import Samples
+from penstock.buffers.trajectory_queue import Frame
+from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, ResetCollector, TrajInfo
+from penstock.envs import EnvFn, fresh_seed
+from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError, SamplerStateError
+from penstock.samplers.allocation import Allocation, allocate
+from penstock.samplers.config import EnvKwargs, SamplerConfig
+from penstock.samplers.plan import Affinity, WorkerPlan
+from penstock.samplers.stats import SamplerStats, worker_stats
+
+__all__ = ["Sampler", "SamplerState", "Team"]
+
+_Self = TypeVar("_Self", bound="Sampler")
+_EVAL_LOOK_AGAIN_SECONDS = 0.005  # how soon a running evaluation is stopped once enough have finished
+
+
+class SamplerState(enum.Enum):
+    """Where a sampler is in its life. The value names the call that is expected next."""
+
+    CREATED = "initialize"
+    READY = "start_samples, obtain_samples or evaluate_agent"
+    SAMPLING = "wait_samples"
+    BROKEN = "shutdown"
+    CLOSED = "none"
+
+
+class Team(Protocol):
+    """The workers of a sampler, wherever they run."""
+
+    def open_gates(self) -> None:
+        """Let all workers begin what the control block says."""
+
+    def wait_out(
+        self,
+        occasion: str,
+        progress_limit: float | None = None,
+        on_wake: Callable[[], None] | None = None,
+        look_again: float = 1.0,
+    ) -> None:
+        """Wait until all workers have finished it; raise `SamplerBrokenError` if one fails."""
+
+    def take_frames(self, promised: Sequence[int]) -> list[Frame]:
+        """What trajectory infos of the user's own class have arrived: `promised[i]` of worker i."""
+
+    def close(self, *, broken: bool = False) -> None:
+        """End all workers. Never raises."""
+
+
+class Sampler(ABC):
+    """Samples batches `[batch_T, batch_B]` from `batch_B` environments.
+
+    Args:
+        env_fn: a callable that returns a `gymnasium.Env`, an environment id, or a list of `batch_B`
+            callables. Lambdas and closures are fine. It is called once more in the main process, to read
+            the spaces.
+        env_kwargs: arguments for `env_fn`: one dict, or a list of `batch_B` dicts.
+        batch_T: time steps per batch.
+        batch_B: environments per batch.
+        n_workers: worker processes; by default one per CPU of this process's mask. Never more than
+            `batch_B`. `SerialSampler` has one worker whatever is given.
+        collector_cls: the `Collector` subclass that runs in the workers.
+        max_decorrelation_steps: each environment makes between 0 and this many random steps before
+            the first batch.
+        traj_info_cls: `TrajInfo` or a subclass of it.
+        eval_n_envs: evaluation environments, in the same workers; 0 for none.
+        eval_max_steps: steps of one evaluation at most, all its environments together.
+        eval_max_trajectories: an evaluation also ends soon after this many have finished; the infos
+            returned may be a few more.
+        eval_env_kwargs: as `env_kwargs`, for the evaluation environments; by default the same.
+        eval_collector_cls: the `BaseEvalCollector` subclass that evaluates.
+        start_method: "forkserver", "spawn" or "fork".
+        step_timeout: seconds that a worker may go without progress (an environment step, a reset, an
+            agent step) before `WorkerTimeoutError`; None waits for ever, as long as the worker lives.
+        start_timeout: the same, while environments are built and reset for the first time.
+        observation_dtype: record floating-point observations in this dtype (say, `np.float32`) instead
+            of that of the space.
+        record_final_obs: whether to record the last observation of each episode (`env.final_obs`),
+            which takes as much memory as the observations.
+
+    Raises `ConfigError` for arguments that cannot work.
+    """
+
+    def __init__(
+        self,
+        env_fn: EnvFn,
+        *,
+        env_kwargs: EnvKwargs = None,
+        batch_T: int,
+        batch_B: int,
+        n_workers: int | None = None,
+        collector_cls: type[Collector] = ResetCollector,
+        max_decorrelation_steps: int = 100,
+        traj_info_cls: type[TrajInfo] = TrajInfo,
+        eval_n_envs: int = 0,
+        eval_max_steps: int = 10_000,
+        eval_max_trajectories: int | None = None,
+        eval_env_kwargs: EnvKwargs = None,
+        eval_collector_cls: type[BaseEvalCollector] = EvalCollector,
+        start_method: str = "forkserver",
+        step_timeout: float | None = None,
+        start_timeout: float = 120.0,
+        observation_dtype: npt.DTypeLike | None = None,
+        record_final_obs: bool = True,
+    ) -> None:
+        self._state = SamplerState.CREATED  # first: repr and shutdown work even if the rest fails
+        self._running_call: str | None = None
+        self._call_lock = threading.Lock()
+        self._error: SamplerBrokenError | None = None
+        arguments = {name: value for name, value in locals().items() if name in SamplerConfig.__dataclass_fields__}
+        self.config = SamplerConfig(**arguments)
+        self.batch_T, self.batch_B = int(batch_T), int(batch_B)
+        #: The seed in use, for the record where none was given.
+        self.seed: int | None = None
+        self._plans: tuple[WorkerPlan, ...] = ()
+
+    # ---- for subclasses --------------------------------------------------------------------
+
+    #: Whether workers are other processes, so that memory must be shared.
+    _shared_memory = True
+
+    @abstractmethod
+    def _make_plans(self, affinity: Affinity, rank: int) -> tuple[WorkerPlan, ...]:
+        """Divide the environments among workers."""
+
+    @abstractmethod
+    def _make_team(self, allocation: Allocation) -> Team:
+        """Start the workers; `wait_out` for their start-up follows."""
+
+    # ---- initialize ------------------------------------------------------------------------
+
+    def initialize(
+        self,
+        agent: Agent,
+        *,
+        seed: int | None = None,
+        affinity: Affinity | Sequence[int | Sequence[int]] | None = None,
+        bootstrap_value: bool = False,
+        traj_info_kwargs: Mapping[str, Any] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> Samples:
+        """Allocate the samples buffer, start the workers and wait until all are ready.
+
+        Args:
+            agent: initialized here from the environment's spaces, unless it already was.
+            seed: fixes every random stream; None takes a fresh one (see `sampler.seed`).
+            affinity: CPUs per worker, or an `Affinity`. None pins worker i to the i-th CPU of this
+                process's own mask.
+            bootstrap_value: record `agent.bootstrap_value` and `agent.final_value`.
+            traj_info_kwargs: arguments of `traj_info_cls`, for example `{"discount": 0.99}`.
+            rank, world_size: this sampler's index among several on many machines, and their number;
+                `env_rank` is `rank * batch_B + b`.
+
+        Returns an example of every recorded field, without the leading dimensions.
+
+        Raises `ConfigError`, `SpaceError`, or a `SamplerBrokenError` if a worker fails to start.
+        """
+        with self._call("initialize", SamplerState.CREATED):
+            if not 0 <= rank < world_size:
+                raise ConfigError(f"rank must be in range(world_size), got rank={rank}, world_size={world_size}")
+            if seed is not None and (not hasattr(seed, "__index__") or seed < 0):
+                raise ConfigError(f"seed must be a non-negative integer or None, got {seed!r}")
+            if not isinstance(affinity, Affinity):
+                affinity = Affinity(cpus=affinity)
+            self.seed = fresh_seed() if seed is None else int(seed)
+            self._plans = self._make_plans(affinity, rank)
+            self._agent = agent
+            self._allocation = allocation = allocate(
+                self.config,
+                self._plans,
+                agent,
+                seed=self.seed,
+                bootstrap_value=bootstrap_value,
+                traj_info_kwargs=traj_info_kwargs,
+                shared=self._shared_memory,
+            )
+            self.observation_space: gym.Space[Any] = agent.observation_space
+            self.action_space: gym.Space[Any] = agent.action_space
+            #: The same memory as the torch views that `obtain_samples` returns, as numpy arrays.
+            self.samples_np: Samples = allocation.buffer.samples
+            self._samples = self.samples_np.torch()
+            try:
+                self._team = self._make_team(allocation)
+                # Runs when this object is collected and at exit, before multiprocessing joins children.
+                self._finalizer = Finalize(self, _close, (self._team, allocation), exitpriority=100)
+                self._wait("start-up", self.config.start_timeout)
+            except SamplerBrokenError:
+                raise
+            except BaseException:
+                self._give_back()
+                raise
+            self._state = SamplerState.READY
+            return self.samples_np[0, 0].copy()
+
+    # ---- sampling --------------------------------------------------------------------------
+
+    def obtain_samples(self, itr: int) -> tuple[Samples, list[TrajInfo]]:
+        """Collect one batch.
+
+        The samples are views of shared memory: THE NEXT BATCH OVERWRITES THEM. `samples.copy()` keeps
+        one. Returns torch tensors `[batch_T, batch_B, ...]` and the trajectories that finished in this
+        batch, ordered by time step, then env_rank.
+
+        Raises a `SamplerBrokenError` if a worker fails; the sampler is of no further use then.
+        """
+        with self._call("obtain_samples", SamplerState.READY):
+            self._start(itr)
+            return self._finish()
+
+    def start_samples(self, itr: int) -> None:
+        """Begin a batch and return; `wait_samples` gives it. The samples are being overwritten from now on."""
+        with self._call("start_samples", SamplerState.READY):
+            self._start(itr)
+
+    def wait_samples(self) -> tuple[Samples, list[TrajInfo]]:
+        """Wait for the batch that `start_samples` began; returns as `obtain_samples` does."""
+        with self._call("wait_samples", SamplerState.SAMPLING):
+            return self._finish()
+
+    def _start(self, itr: int) -> None:
+        control = self._allocation.control
+        control.itr, control.do_eval = itr, False
+        self._state = SamplerState.SAMPLING
+        self._team.open_gates()
+
+    def _finish(self) -> tuple[Samples, list[TrajInfo]]:
+        itr = self._allocation.control.itr
+        self._wait(f"itr={itr}", self.config.step_timeout)
+        self._state = SamplerState.READY
+        return self._samples, self._take_traj_infos()
+
+    def evaluate_agent(self, itr: int) -> list[TrajInfo]:
+        """Run the agent in the evaluation environments and return the trajectories that finished.
+
+        Training is not disturbed: environments, agent state and random streams are separate.
+        """
+        with self._call("evaluate_agent", SamplerState.READY):
+            if not self.config.eval_n_envs:
+                raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
+            control, limit = self._allocation.control, self.config.eval_max_trajectories
+            control.itr, control.do_eval, control.stop_eval = itr, True, False
+
+            def stop_if_enough() -> None:
+                if limit is not None and sum(map(control.trajectories, range(len(self._plans)))) >= limit:
+                    control.stop_eval = True
+
+            self._team.open_gates()
+            look_again = {"look_again": _EVAL_LOOK_AGAIN_SECONDS} if limit is not None else {}
+            self._wait(f"evaluation, itr={itr}", self.config.step_timeout, stop_if_enough, **look_again)
+            return self._take_traj_infos()
+
+    def _wait(
+        self,
+        occasion: str,
+        progress_limit: float | None,
+        on_wake: Callable[[], None] | None = None,
+        **look_again: float,
+    ) -> None:
+        try:
+            self._team.wait_out(occasion, progress_limit, on_wake, **look_again)
+        except SamplerBrokenError as error:
+            self._error = error
+            self._state = SamplerState.BROKEN
+            self._team.close(broken=True)
+            self._give_back()
+            raise
+
+    def _take_traj_infos(self) -> list[TrajInfo]:
+        control, cls = self._allocation.control, self.config.traj_info_cls
+        promised = [control.trajectories(plan.worker_rank) for plan in self._plans]
+        if cls is TrajInfo:
+            records = self._allocation.rings.take(promised)
+            names = records.dtype.names[2:]  # type: ignore[index]
+            return [cls.restore(dict(zip(names, row[2:], strict=True))) for row in records.tolist()]
+        frames = sorted(self._team.take_frames(promised), key=lambda frame: frame[:2])
+        return [cls.restore(attributes) for _, _, attributes in frames]
+
+    # ---- looking at it ---------------------------------------------------------------------
+
+    @property
+    def state(self) -> SamplerState:
+        """Where the sampler is in its life."""
+        return self._state
+
+    @property
+    def n_workers(self) -> int:
+        """Workers in use; 0 before `initialize`."""
+        return len(self._plans)
+
+    def stats(self) -> SamplerStats:
+        """Where the workers' time went since `initialize`."""
+        self._require_initialized("stats")
+        control = self._allocation.control
+        return SamplerStats(tuple(worker_stats(plan, control) for plan in self._plans), self._allocation.nbytes)
+
+    def timeline(self) -> npt.NDArray[np.float64]:
+        """Time stamps of the last batch `[n_workers, 2 * batch_T + 1]`, in `time.monotonic` seconds: row t
+        of a worker began acting at `[2 * t]` and stepping at `[2 * t + 1]`; the last entry is the end."""
+        self._require_initialized("timeline")
+        return np.stack([self._allocation.control.timeline(plan.worker_rank) for plan in self._plans])
+
+    def _require_initialized(self, call: str) -> None:
+        if "_allocation" not in vars(self):
+            raise SamplerStateError(f"{call} was called before initialize: call sampler.initialize(agent) first")
+
+    def __repr__(self) -> str:
+        name, state = type(self).__name__, self._state.name.lower()
+        if "config" not in vars(self):
+            return f"<{name} {state}>"
+        size = f"batch_T={self.batch_T}, batch_B={self.batch_B}"
+        if not self._plans:
+            return f"<{name} {state}: {size}>"
+        workers = ", ".join(f"worker {p.worker_rank}: {len(p.columns)}+{len(p.eval_columns)}" for p in self._plans)
+        return f"<{name} {state}: {size}, seed={self.seed}; environments (train+eval) per {workers}>"
+
+    # ---- the end ---------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End the workers and give everything back. Never raises; again, or from any thread, is harmless.
+
+        The last samples stay readable. A worker that does not end within about two seconds is killed
+        and named in a `RuntimeWarning`.
+        """
+        if self._state is not SamplerState.BROKEN:
+            self._state = SamplerState.CLOSED
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if "_allocation" in vars(self):
+            self._agent.unshare_memory(self._allocation.parameters)
+            self._allocation.close()
+        if "_finalizer" in vars(self):
+            self._finalizer()
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # ---- the order of calls ----------------------------------------------------------------
+
+    @contextmanager
+    def _call(self, name: str, *expected: SamplerState) -> Iterator[None]:
+        if not self._call_lock.acquire(blocking=False):
+            raise SamplerStateError(
+                f"{name} was called while {self._running_call} is running in another thread: one call at a time"
+            )
+        try:
+            self._running_call = name
+            self._check_state(name, expected)
+            yield
+        finally:
+            self._running_call = None
+            self._call_lock.release()
+
+    def _check_state(self, name: str, expected: Sequence[SamplerState]) -> None:
+        if self._state in expected:
+            return
+        if self._error is not None:  # the same error as ever, with a traceback of its own
+            raise type(self._error)(*self._error.args) from self._error.__cause__
+        if self._state is SamplerState.CLOSED:
+            raise SamplerClosedError(f"{name} was called after shutdown: make a new sampler")
+        raise SamplerStateError(f"{name} was called out of order: the call expected now is {self._state.value}")
+
+
+def _close(team: Team, allocation: Allocation) -> None:
+    team.close()
+    allocation.close()

@@ -1,0 +1,70 @@
+"""What a sampler is constructed with, checked once and frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+from penstock.collectors import BaseEvalCollector, Collector, TrajInfo
+from penstock.envs import EnvFn
+from penstock.errors import ConfigError
+from penstock.samplers.launch import START_METHODS
+
+__all__ = ["EnvKwargs", "SamplerConfig"]
+
+EnvKwargs = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerConfig:
+    """The arguments of a sampler's constructor; `Sampler` documents them."""
+
+    env_fn: EnvFn
+    env_kwargs: EnvKwargs
+    batch_T: int
+    batch_B: int
+    n_workers: int | None
+    collector_cls: type[Collector]
+    max_decorrelation_steps: int
+    traj_info_cls: type[TrajInfo]
+    eval_n_envs: int
+    eval_max_steps: int
+    eval_max_trajectories: int | None
+    eval_env_kwargs: EnvKwargs
+    eval_collector_cls: type[BaseEvalCollector]
+    start_method: str
+    step_timeout: float | None
+    start_timeout: float
+    observation_dtype: npt.DTypeLike | None
+    record_final_obs: bool
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_T", 1), ("batch_B", 1), ("max_decorrelation_steps", 0), ("eval_n_envs", 0)):
+            self._check_int(name, least)
+        for name in ("n_workers", "eval_max_trajectories"):
+            if getattr(self, name) is not None:
+                self._check_int(name, 1)
+        if self.eval_n_envs:
+            self._check_int("eval_max_steps", self.eval_n_envs)
+        for name in ("step_timeout", "start_timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+                raise ConfigError(f"{name} must be a positive number of seconds, got {seconds!r}")
+        if self.start_method not in START_METHODS:
+            raise ConfigError(f"start_method must be one of {', '.join(START_METHODS)}, got {self.start_method!r}")
+        for name, base in (
+            ("collector_cls", Collector),
+            ("eval_collector_cls", BaseEvalCollector),
+            ("traj_info_cls", TrajInfo),
+        ):
+            cls = getattr(self, name)
+            if not (isinstance(cls, type) and issubclass(cls, base)):
+                raise ConfigError(f"{name} must be a subclass of {base.__name__} (the class itself), got {cls!r}")
+
+    def _check_int(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+            raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")

@@ -1,0 +1,126 @@
+"""barrier_in and barrier_out, hub and spoke: one gate per worker, opened and watched by the main process.
+
+A gate is two counts in shared memory, each with one writer, and a wake-up for each direction:
+
+    main process                                   worker
+    open():   opened += 1, wake the worker   -->   wait_in(): until opened > arrived     (barrier_in)
+    arrived:  arrived == opened              <--   arrive():  arrived += 1, wake main    (barrier_out)
+
+The counts are the truth; a wake-up only says "look again", so a stray or doubled one does no harm, and
+neither side can be wedged by the other's death: there is no lock to die with. Start-up is opening number
+one, which no one waits for: the worker arrives once when it is ready.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from typing import Any
+
+from penstock.buffers.control import ControlBlock, Progress
+from penstock.buffers.descriptors import InheritedFd
+
+__all__ = ["Gate", "MainProcessGone", "WakeUp"]
+
+_SPIN_SECONDS = 50e-6  # about what a wake-up across cores costs
+_LOOK_AGAIN_MS = 1000
+
+
+class MainProcessGone(Exception):
+    """The main process has died; the worker has no reason to live."""
+
+
+class WakeUp:
+    """Wakes a process that polls `fileno()`: an eventfd, or a pipe where there is none."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "eventfd"):
+            self._read = self._write = InheritedFd(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        else:
+            read, write = os.pipe()
+            os.set_blocking(read, False)
+            os.set_blocking(write, False)
+            self._read, self._write = InheritedFd(read), InheritedFd(write)
+
+    def fileno(self) -> int:
+        return self._read.fd
+
+    def notify(self) -> None:
+        """Wake the other side. Many at once are one."""
+        try:
+            os.write(self._write.fd, b"\1\0\0\0\0\0\0\0")
+        except BlockingIOError:
+            pass  # full: the other side has more than enough to wake it
+
+    def clear(self) -> None:
+        """Forget the wake-ups that have come."""
+        try:
+            while len(os.read(self._read.fd, 4096)) == 4096:
+                pass
+        except BlockingIOError:
+            pass  # none had come
+
+    def close(self) -> None:
+        self._read.close()
+        self._write.close()
+
+
+class Gate:
+    """One worker's gate; see the module's first lines. Pickles to that worker while it is started."""
+
+    def __init__(self, control: ControlBlock, worker_rank: int, *, spin: bool) -> None:
+        self._control, self._rank = control, worker_rank
+        self._spin_seconds = _SPIN_SECONDS if spin else 0.0
+        self._go, self._done = WakeUp(), WakeUp()
+
+    # ---- main process ----------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Let the worker through barrier_in."""
+        self._control.open(self._rank)
+        self._go.notify()
+
+    @property
+    def arrived(self) -> bool:
+        """The worker has answered the last opening: it stands at barrier_out."""
+        return self._control.arrived(self._rank) == self._control.opened(self._rank)
+
+    def fileno(self) -> int:
+        """Polled by the main process; readable when the worker may have arrived."""
+        return self._done.fileno()
+
+    def clear(self) -> None:
+        """Main process: forget the worker's wake-ups, before looking at `arrived`."""
+        self._done.clear()
+
+    def close(self) -> None:
+        self._go.close()
+        self._done.close()
+
+    # ---- worker ----------------------------------------------------------------------------
+
+    def wait_in(self, progress: Progress, main_process: Any) -> None:
+        """Wait for the next opening. Raises `MainProcessGone` if `main_process` (a pidfd, or None where
+        the watchdog alone looks after it) becomes readable."""
+        began = time.monotonic()
+        wanted = progress.arrived + 1
+        # Spinning wins where a core is free for it, and loses badly where processes share one.
+        while time.monotonic() - began < self._spin_seconds:
+            if self._control.opened(self._rank) >= wanted:
+                break
+        poll = select.poll()
+        poll.register(self._go.fileno(), select.POLLIN)
+        if main_process is not None:
+            poll.register(main_process.fileno(), select.POLLIN)
+        while self._control.opened(self._rank) < wanted:
+            for fd, _ in poll.poll(_LOOK_AGAIN_MS):
+                if fd != self._go.fileno():
+                    raise MainProcessGone
+            self._go.clear()
+        progress.add_waiting(time.monotonic() - began)
+
+    def arrive(self, progress: Progress) -> None:
+        """Answer the opening."""
+        progress.arrived += 1
+        self._done.notify()

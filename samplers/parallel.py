@@ -1,0 +1,45 @@
+"""ParallelSampler: worker processes that act and step for themselves, between two gates per batch."""
+
+from __future__ import annotations
+
+import logging
+
+from penstock.samplers.affinity import usable_cpus
+from penstock.samplers.allocation import Allocation
+from penstock.samplers.base import Sampler, Team
+from penstock.samplers.crew import Crew
+from penstock.samplers.plan import Affinity, WorkerPlan, assign_cpus, make_plans, n_workers_default
+
+__all__ = ["ParallelSampler"]
+
+_log = logging.getLogger("penstock")
+
+
+class ParallelSampler(Sampler):
+    """Each worker holds a copy of the agent and a share of the environments.
+
+    It writes its columns of the batch straight into shared memory; between two batches it stands at
+    barrier_in, having reset what needed resetting while the learner trained. Use it when the policy is
+    small enough to run on a CPU core; it is the fastest sampler then.
+    """
+
+    def _make_plans(self, affinity: Affinity, rank: int) -> tuple[WorkerPlan, ...]:
+        mask = usable_cpus()
+        asked = self.config.n_workers
+        n_workers = n_workers_default(asked, self.batch_B, mask)
+        if asked is not None and asked > n_workers:
+            _log.warning("n_workers=%d for batch_B=%d environments: %d are enough", asked, self.batch_B, n_workers)
+        cpus = assign_cpus(affinity, n_workers, mask)
+        return make_plans(
+            self.batch_B, self.config.eval_n_envs, cpus, torch_threads=affinity.torch_threads, rank=rank
+        )
+
+    def _make_team(self, allocation: Allocation) -> Team:
+        return Crew(
+            self._plans,
+            allocation.job,
+            allocation.state,
+            start_method=self.config.start_method,
+            # A waiting worker may spin only where the main process has a core to itself.
+            spin=len(usable_cpus()) > len(self._plans),
+        )

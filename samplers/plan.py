@@ -1,0 +1,116 @@
+"""All column arithmetic: which worker owns which environments, CPUs and evaluation environments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.errors import ConfigError
+
+__all__ = ["Affinity", "WorkerPlan", "assign_cpus", "make_plans", "split"]
+
+
+@dataclass(frozen=True)
+class Affinity:
+    """Where workers run.
+
+    `cpus`: one entry per worker, each a CPU number or several; None takes the CPUs of this process's
+    own mask in turn. `pin=False` leaves workers wherever the system puts them. `torch_threads` is the
+    number of threads that torch, OpenMP and MKL use in each worker.
+    """
+
+    cpus: Sequence[int | Sequence[int]] | None = None
+    pin: bool = True
+    torch_threads: int = 1
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What one worker owns. Ranges count within this sampler; `env_ranks` across all machines."""
+
+    worker_rank: int
+    columns: range  #: its columns of the samples buffer
+    env_ranks: range  #: the global indices of the environments in those columns
+    eval_columns: range  #: its evaluation environments
+    eval_env_ranks: range  #: their global indices
+    cpus: tuple[int, ...]  #: CPUs to run on; empty: not pinned
+    torch_threads: int
+
+    def capacity(self, batch_T: int, eval_max_T: int) -> int:
+        """The most trajectories that can end between two gates: one per environment step."""
+        return max(batch_T * len(self.columns), eval_max_T * len(self.eval_columns), 1)
+
+
+def split(n: int, parts: int) -> list[range]:
+    """`range(n)` in `parts` consecutive ranges whose lengths differ by one at most, longest first."""
+    size, longer = divmod(n, parts)
+    bounds = [i * size + min(i, longer) for i in range(parts + 1)]
+    return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def eval_max_T(eval_max_steps: int, eval_n_envs: int) -> int:
+    """Time steps per evaluation so that all environments together make `eval_max_steps` at most, and
+    at least one each."""
+    return max(1, eval_max_steps // eval_n_envs) if eval_n_envs else 0
+
+
+def make_plans(
+    batch_B: int,
+    eval_n_envs: int,
+    cpus: Sequence[tuple[int, ...]],
+    *,
+    torch_threads: int = 1,
+    rank: int = 0,
+) -> tuple[WorkerPlan, ...]:
+    """One plan per entry of `cpus`. `rank` is this sampler's among several on many machines."""
+    n_workers = len(cpus)
+    plans = []
+    for worker_rank, (columns, evals) in enumerate(
+        zip(split(batch_B, n_workers), split(eval_n_envs, n_workers), strict=True)
+    ):
+        first, first_eval = rank * batch_B, rank * eval_n_envs
+        plans.append(
+            WorkerPlan(
+                worker_rank,
+                columns,
+                range(first + columns.start, first + columns.stop),
+                evals,
+                range(first_eval + evals.start, first_eval + evals.stop),
+                cpus[worker_rank],
+                torch_threads,
+            )
+        )
+    return tuple(plans)
+
+
+def assign_cpus(affinity: Affinity, n_workers: int, mask: Sequence[int]) -> list[tuple[int, ...]]:
+    """The CPUs of every worker. `mask`: the CPUs that this process may use, empty if unknown.
+
+    Raises `ConfigError` for a wrong number of entries or a CPU outside the mask.
+    """
+    if affinity.torch_threads < 1:
+        raise ConfigError(f"torch_threads must be at least 1, got {affinity.torch_threads}")
+    if affinity.cpus is None:
+        pin = affinity.pin and len(mask) > 0
+        return [(mask[i % len(mask)],) if pin else () for i in range(n_workers)]
+    if not affinity.pin:
+        raise ConfigError("affinity gives cpus and pin=False at once: leave one out")
+    entries = [(entry,) if isinstance(entry, int) else tuple(entry) for entry in affinity.cpus]
+    if len(entries) != n_workers:
+        raise ConfigError(f"affinity lists CPUs for {len(entries)} workers, there are {n_workers}: give one entry each")
+    for i, entry in enumerate(entries):
+        # The system would quietly drop what is not allowed and pin to the rest.
+        outside = sorted(set(entry) - set(mask))
+        if not entry or outside:
+            raise ConfigError(
+                f"affinity pins worker {i} to CPUs {list(entry)}"
+                + (f", of which {outside} are not among those this process may use: {list(mask)}" if entry else "")
+            )
+    return entries
+
+
+def n_workers_default(n_workers: int | None, batch_B: int, mask: Sequence[int]) -> int:
+    """The number of workers: as asked, else one per usable CPU, and never more than environments."""
+    return max(1, min(n_workers or len(mask) or 1, batch_B))
+
+

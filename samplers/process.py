@@ -1,0 +1,126 @@
+"""The life of a worker process, from its first instruction to its last."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.buffers.control import Phase, StopCollecting
+from penstock.buffers.descriptors import InheritedFd
+from penstock.buffers.trajectory_queue import ObjectPipe
+from penstock.samplers.affinity import limit_threads, pin
+from penstock.samplers.gates import Gate, MainProcessGone
+from penstock.samplers.plan import WorkerPlan
+from penstock.samplers.reports import ReportBoard
+from penstock.samplers.worker import SharedState, Worker
+
+__all__ = ["WorkerSetup", "worker_main"]
+
+_PR_SET_PDEATHSIG = 1
+_PARENT_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """All that a worker process is started with. Descriptors travel in it, so it pickles only then."""
+
+    plan: WorkerPlan
+    job: bytes  #: a cloudpickled `Job`
+    state: SharedState
+    gate: Gate
+    reports: ReportBoard
+    pipe: ObjectPipe
+    main_process: InheritedFd | None  #: a pidfd of the main process, where there is such a thing
+    environ: Mapping[str, str]  #: the environment variables to run with
+    die_with_parent: bool  #: whether the death of the starting process or thread is the main process's
+
+
+def worker_main(setup: WorkerSetup) -> None:
+    """Entry point of a worker process. Never returns: environments may have left threads and exit
+    handlers behind that would keep an ordinary exit waiting."""
+    code = 1
+    progress = setup.state.control.progress(setup.plan.worker_rank)
+    try:
+        _detach(setup)
+        _serve(setup)
+        code = 0
+    except MainProcessGone:
+        pass
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too: nobody else would hear of them
+        # Written with the phase still that of the failure: the main process quotes both.
+        setup.reports.write(setup.plan.worker_rank, error)
+    else:
+        progress.enter(Phase.CLOSED)
+    with contextlib.suppress(OSError, ValueError):  # a closed or broken stream must not keep us
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _serve(setup: WorkerSetup) -> None:
+    gate, control = setup.gate, setup.state.control
+    worker = Worker(setup.plan, pickle.loads(setup.job), setup.state, setup.pipe)
+    progress = worker.progress
+    limit_threads(setup.plan.torch_threads)  # again: unpickling the job may have loaded torch
+    try:
+        while True:
+            progress.enter(Phase.WAITING)
+            gate.arrive(progress)
+            worker.collector.reset_if_needed(control.itr + 1)
+            progress.enter(Phase.WAITING)
+            gate.wait_in(progress, setup.main_process)
+            if control.quit:
+                break
+            worker.run(control.itr, control.do_eval)
+    except StopCollecting:
+        pass
+    worker.close()
+
+
+def _detach(setup: WorkerSetup) -> None:
+    """Make this process the worker's own: group, signals, fate, CPUs, variables."""
+    os.setpgid(0, 0)  # Ctrl-C goes to the main process alone; our own children can be killed with us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if setup.die_with_parent and sys.platform == "linux":
+        # Kills us even while C code holds the interpreter lock, which the watchdog thread cannot.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_watch_main_process, args=(setup.main_process,), name="watchdog", daemon=True).start()
+    os.environ.clear()
+    os.environ.update(setup.environ)
+    limit_threads(setup.plan.torch_threads)
+    if setup.plan.cpus:
+        pin(setup.plan.cpus)
+
+
+def _watch_main_process(main_process: InheritedFd | None) -> None:
+    """Kill this process and its group as soon as the main process is gone."""
+    if main_process is not None:
+        poll = select.poll()
+        poll.register(main_process.fileno(), select.POLLIN)
+        while not poll.poll(60_000):
+            pass
+    else:
+        parent = multiprocessing.parent_process()
+        parent_pid = os.getppid()
+        while parent is not None and os.getppid() == parent_pid:
+            parent.join(_PARENT_POLL_SECONDS)
+            if not parent.is_alive():
+                break
+    _kill_own_group()
+
+
+def _kill_own_group() -> Any:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(1)

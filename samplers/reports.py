@@ -1,0 +1,103 @@
+"""What a worker says about its own failure: written into shared memory, read when it is dead."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.buffers.named import NamedArrays
+from penstock.buffers.shared import ArraySpec, NamedMemory
+
+__all__ = ["RemoteTraceback", "Report", "ReportBoard"]
+
+_TEXT_BYTES = 48 * 1024
+_EXCEPTION_BYTES = 16 * 1024
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception in a worker, as text: the cause of what the main process raises."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One worker's account: its traceback, and the exception itself if it could be pickled."""
+
+    text: str
+    exception: BaseException | None
+
+    @property
+    def headline(self) -> str:
+        """The last line of the traceback: type and message."""
+        lines = [line for line in self.text.splitlines() if line.strip()]
+        return lines[-1] if lines else "no message"
+
+    def as_cause(self) -> BaseException:
+        """The exception with the remote traceback as its own cause, or the traceback alone."""
+        remote = RemoteTraceback(self.text)
+        if self.exception is None:
+            return remote
+        self.exception.__cause__ = remote
+        return self.exception
+
+
+class ReportBoard:
+    """A fixed-size area per worker: an exception of any size, kind or malice fits or is cut."""
+
+    def __init__(self, n_workers: int, *, shared: bool) -> None:
+        byte = np.dtype(np.uint8)
+        specs = NamedArrays(
+            sizes=ArraySpec((n_workers, 2), np.dtype(np.int64)),
+            text=ArraySpec((n_workers, _TEXT_BYTES), byte),
+            exception=ArraySpec((n_workers, _EXCEPTION_BYTES), byte),
+        )
+        self.memory = NamedMemory(specs, shared=shared, purpose="the workers' failure reports")
+
+    def write(self, worker_rank: int, error: BaseException) -> None:
+        """Worker: leave an account of `error`."""
+        areas = self.memory.arrays
+        text = _format(error).encode(errors="replace")
+        if len(text) > _TEXT_BYTES:  # the innermost frames and the message stand at the end
+            text = b"[...]\n" + text[6 - _TEXT_BYTES :]
+        pickled = _pickle(error)
+        areas.text[worker_rank, : len(text)] = np.frombuffer(text, np.uint8)
+        areas.exception[worker_rank, : len(pickled)] = np.frombuffer(pickled, np.uint8)
+        areas.sizes[worker_rank] = len(text), len(pickled)  # last: sizes say that the rest is complete
+
+    def read(self, worker_rank: int) -> Report | None:
+        """Main process: the account of a worker that is dead, if it left one."""
+        areas = self.memory.arrays
+        n_text, n_pickled = areas.sizes[worker_rank].tolist()
+        if not n_text:
+            return None
+        text = areas.text[worker_rank, :n_text].tobytes().decode(errors="replace")
+        exception = None
+        if n_pickled:
+            try:
+                exception = pickle.loads(areas.exception[worker_rank, :n_pickled].tobytes())
+            except Exception:  # a class that only the worker can build: the text has it all the same
+                exception = None
+        return Report(text, exception if isinstance(exception, BaseException) else None)
+
+
+def _format(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception as second:  # an exception whose own __str__ or __repr__ raises
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        return f"{frames}{type(error).__qualname__}: (its message could not be formatted: {type(second).__name__})"
+
+
+def _pickle(error: BaseException) -> bytes:
+    try:
+        pickled = pickle.dumps(error)
+        if len(pickled) <= _EXCEPTION_BYTES and type(pickle.loads(pickled)) is type(error):
+            return pickled
+    except Exception:  # many exceptions cannot be pickled or rebuilt; the text stands for them
+        pass
+    return b""

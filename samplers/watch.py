@@ -1,0 +1,74 @@
+"""One wait over everything that can happen to workers: an arrival, a message, a death."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from penstock.buffers.descriptors import InheritedFd
+from penstock.buffers.trajectory_queue import ObjectPipe
+from penstock.samplers.gates import Gate
+
+__all__ = ["DeathWatch", "Events", "Watch"]
+
+
+class DeathWatch:
+    """Readable when a process has ended.
+
+    A pidfd where there is one: it reacts within a millisecond. `Process.sentinel` is a pipe whose other
+    end the process's own children may hold open long after its death; it is the fallback.
+    """
+
+    def __init__(self, process: Any) -> None:
+        self._pidfd: InheritedFd | None = None
+        if hasattr(os, "pidfd_open"):
+            try:
+                self._pidfd = InheritedFd(os.pidfd_open(process.pid))
+            except OSError:  # an old kernel, or the process is gone and reaped already: the sentinel tells
+                self._pidfd = None
+        self._sentinel = process.sentinel
+
+    def fileno(self) -> int:
+        return self._sentinel if self._pidfd is None else self._pidfd.fd
+
+    def close(self) -> None:
+        if self._pidfd is not None:
+            self._pidfd.close()
+
+
+class Events(NamedTuple):
+    """Indices of the workers that something happened to."""
+
+    woken: list[int]
+    dead: list[int]
+
+
+class Watch:
+    """Polls gates, pipes and deaths of all workers at once."""
+
+    def __init__(
+        self, gates: Sequence[Gate], pipes: Sequence[ObjectPipe], deaths: Sequence[DeathWatch]
+    ) -> None:
+        self._gates, self._pipes = gates, pipes
+        self._poll = select.poll()
+        self._what: dict[int, tuple[str, int]] = {}
+        for kind, things in (("gate", gates), ("pipe", [pipe.reader for pipe in pipes]), ("death", deaths)):
+            for i, thing in enumerate(things):  # type: ignore[arg-type]
+                self._poll.register(thing.fileno(), select.POLLIN)
+                self._what[thing.fileno()] = kind, i
+
+    def wait(self, seconds: float) -> Events:
+        """Wait until something happens, `seconds` at most. Messages are read, wake-ups cleared."""
+        woken, dead = [], []
+        for fd, _ in self._poll.poll(max(0, round(seconds * 1000))):
+            kind, i = self._what[fd]
+            if kind == "gate":
+                self._gates[i].clear()
+                woken.append(i)
+            elif kind == "pipe":
+                self._pipes[i].drain()
+            else:
+                dead.append(i)
+        return Events(woken, dead)

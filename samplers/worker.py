@@ -1,0 +1,181 @@
+"""The worker: one share of the environments with its collectors, in whatever process it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+
+from penstock.agents.base import Agent
+from penstock.agents.shared_parameters import SharedParameters
+from penstock.buffers.control import ControlBlock, Phase
+from penstock.buffers.named import map_leaves
+from penstock.buffers.samples import BatchColumns
+from penstock.buffers.shared import NamedMemory
+from penstock.buffers.trajectory_queue import Frame, RecordRings
+from penstock.collectors.base import Collector, CollectorParts
+from penstock.collectors.columns import EnvColumns
+from penstock.collectors.evaluation import BaseEvalCollector, EvalCollectorParts
+from penstock.collectors.tracking import Tracker, make_tracker
+from penstock.collectors.traj_info import TrajInfo
+from penstock.envs.factory import EnvFactory
+from penstock.envs.seeding import ColumnStreams, Purpose
+from penstock.errors import SpaceError
+from penstock.samplers.plan import WorkerPlan
+
+__all__ = ["FrameQueue", "Job", "SharedState", "Worker"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker is to do. Travels by cloudpickle: user classes and closures included."""
+
+    env_factories: Sequence[EnvFactory]  #: `[batch_B]`, all columns
+    eval_env_factories: Sequence[EnvFactory]  #: `[eval_n_envs]`
+    agent: Agent
+    collector_cls: type[Collector]
+    eval_collector_cls: type[BaseEvalCollector]
+    traj_info_cls: type[TrajInfo]
+    traj_info_kwargs: Mapping[str, Any]
+    max_decorrelation_steps: int
+    eval_max_T: int
+    seed: int
+
+    def share(self, plan: WorkerPlan) -> Job:
+        """The same job with only the factories of `plan`'s columns."""
+        factories = {
+            "env_factories": [self.env_factories[b] for b in plan.columns],
+            "eval_env_factories": [self.eval_env_factories[b] for b in plan.eval_columns],
+        }
+        return Job(**{**vars(self), **factories})
+
+
+class FrameQueue(Protocol):
+    """Where a worker puts trajectory infos that have attributes of their own."""
+
+    def put(self, frames: Sequence[Frame]) -> None:
+        """Hand `frames` over."""
+
+
+@dataclass(frozen=True)
+class SharedState:
+    """The memory that a worker writes into and reads from."""
+
+    control: ControlBlock
+    samples: NamedMemory
+    rings: RecordRings
+    parameters: SharedParameters
+
+
+class Worker:
+    """Builds a plan's environments and collectors, then runs batches and evaluations on demand."""
+
+    def __init__(self, plan: WorkerPlan, job: Job, state: SharedState, frames: FrameQueue) -> None:
+        self._plan, self._job, self._rings = plan, job, state.rings
+        self._frames = frames
+        self._records_put = 0
+        self.progress = state.control.progress(plan.worker_rank)
+        self._agent = job.agent
+        self._agent.attach(state.parameters)
+        self._agent.pull_shared_memory()
+        self._built: list[tuple[int, gym.Env[Any, Any]]] = []
+        arrays = state.samples.arrays
+        self.collector = self._build_collector(
+            BatchColumns(arrays, slice(plan.columns.start, plan.columns.stop)),
+        )
+        self._eval_collector = self._build_eval_collector(arrays) if len(plan.eval_columns) else None
+
+    # ---- building --------------------------------------------------------------------------
+
+    def _build_envs(self, factories: Sequence[EnvFactory], env_ranks: range) -> EnvColumns:
+        envs = []
+        self.progress.enter(Phase.BUILDING)
+        for factory, env_rank in zip(factories, env_ranks, strict=True):
+            self.progress.at_env(env_rank)
+            env = factory()
+            self._built.append((env_rank, env))
+            for name in ("observation_space", "action_space"):
+                if getattr(env, name) != getattr(self._agent, name):
+                    raise SpaceError(
+                        f"the {name} of env_rank {env_rank} is {getattr(env, name)}, that of the example "
+                        f"environment is {getattr(self._agent, name)}: all environments must have the same spaces"
+                    )
+            envs.append(env)
+        return EnvColumns(envs, env_ranks, self.progress)
+
+    def _tracker(self, env_ranks: range) -> Tracker:
+        job = self._job
+        return make_tracker(job.traj_info_cls, job.traj_info_kwargs, env_ranks, self._put_records, self._frames.put)
+
+    def _build_collector(self, samples: BatchColumns) -> Collector:
+        job, env_ranks = self._job, self._plan.env_ranks
+        streams = ColumnStreams(job.seed, env_ranks)
+        collector = job.collector_cls(
+            CollectorParts(
+                envs=self._build_envs(job.env_factories, env_ranks),
+                agent=self._agent.column_copy(streams.rngs(Purpose.ACTION)),
+                samples=samples,
+                tracker=self._tracker(env_ranks),
+                progress=self.progress,
+                streams=streams,
+                max_decorrelation_steps=job.max_decorrelation_steps,
+            )
+        )
+        collector.start_envs()
+        collector.start_agent()
+        return collector
+
+    def _build_eval_collector(self, arrays: Any) -> BaseEvalCollector:
+        job, env_ranks = self._job, self._plan.eval_env_ranks
+
+        def scratch(field: Any) -> Any:
+            return map_leaves(lambda leaf: np.zeros((len(env_ranks), *leaf.shape[2:]), leaf.dtype), field)
+
+        streams = ColumnStreams(job.seed, env_ranks)
+        return job.eval_collector_cls(
+            EvalCollectorParts(
+                envs=self._build_envs(job.eval_env_factories, env_ranks),
+                agent=self._agent.column_copy(streams.rngs(Purpose.EVAL_ACTION)),
+                tracker=self._tracker(env_ranks),
+                progress=self.progress,
+                streams=streams,
+                max_T=job.eval_max_T,
+                observation=scratch(arrays.observation),
+                action=scratch(arrays.action),
+                agent_info=scratch(arrays.agent_info),
+            )
+        )
+
+    # ---- working ---------------------------------------------------------------------------
+
+    def run(self, itr: int, do_eval: bool) -> None:
+        """One batch, or one evaluation, with the newest parameters."""
+        self._records_put = 0
+        self.progress.begin()
+        self._agent.pull_shared_memory()
+        if not do_eval:
+            self.collector.collect_batch(itr)
+        elif self._eval_collector is not None:
+            self._eval_collector.collect_evaluation(itr)
+
+    def _put_records(self, records: Any) -> None:
+        self._rings.put(self._plan.worker_rank, self._records_put, records)
+        self._records_put += len(records)
+
+    def close(self) -> None:
+        """Close every environment that was built; the first exception is raised when all have had their turn."""
+        failed: tuple[int, Exception] | None = None
+        self.progress.enter(Phase.CLOSING)
+        while self._built:
+            env_rank, env = self._built.pop()
+            self.progress.at_env(env_rank)
+            try:
+                env.close()
+            except Exception as error:
+                failed = failed or (env_rank, error)
+        if failed is not None:
+            self.progress.at_env(failed[0])
+            raise failed[1]

@@ -1,0 +1,63 @@
+"""Build script: metadata, and the map from the rooms at the top level to the `penstock` package."""
+
+from pathlib import Path
+
+from setuptools import setup
+
+HERE = Path(__file__).parent
+ROOMS = ("buffers", "envs", "agents", "collectors", "samplers")
+
+# src/penstock/ holds relative links to the rooms. A checkout made without symbolic links has text
+# files there instead; then each room is mapped from the top level. Everything still installs below
+# `penstock`, so nobody's site-packages ever gains a package called `agents` or `buffers`.
+package_dir = {"": "src"}
+for room in ROOMS:
+    if not (HERE / "src" / "penstock" / room).is_dir():
+        package_dir[f"penstock.{room}"] = room
+
+BENCH = ["rich>=13", "matplotlib>=3.7"]
+DEV = [
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "hypothesis>=6.100",
+    "ruff>=0.8",
+    "mypy>=1.13",
+    "import-linter>=2.1",
+    "pre-commit>=3.5",
+    "types-psutil",
+    "setuptools>=68",
+    "wheel",
+    "build>=1.2",
+]
+
+setup(
+    name="penstock",
+    version="0.1.0",
+    description="Sample reinforcement-learning environments in parallel, straight into shared memory.",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    package_dir=package_dir,
+    packages=["penstock", *(f"penstock.{room}" for room in ROOMS)],
+    package_data={"penstock": ["py.typed"]},
+    zip_safe=False,
+    install_requires=[
+        "numpy>=1.24",
+        "torch>=2.1",
+        "psutil>=5.9",
+        "fasteners>=0.18",
+        "cloudpickle>=2.2",
+        "gymnasium>=1.0",
+    ],
+    extras_require={"bench": BENCH, "dev": DEV + BENCH},
+    entry_points={"console_scripts": ["penstock = penstock.__main__:main"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

@@ -1,0 +1,76 @@
+"""penstock: sample reinforcement-learning environments in parallel, straight into shared memory."""
+
+from typing import TYPE_CHECKING, Any
+
+from penstock import errors
+from penstock.agents import Agent, AgentStep, RandomAgent
+from penstock.buffers import NamedArrays, Samples
+from penstock.collectors import (
+    BaseEvalCollector,
+    Collector,
+    CollectorParts,
+    EvalCollector,
+    EvalCollectorParts,
+    ResetCollector,
+    TrajInfo,
+)
+from penstock.errors import (
+    ConfigError,
+    PenstockError,
+    SamplerBrokenError,
+    SamplerClosedError,
+    SamplerStateError,
+    SpaceError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+)
+from penstock.samplers import Affinity, ParallelSampler, Sampler, SamplerState, SamplerStats, SerialSampler, WorkerStats
+
+if TYPE_CHECKING:
+    from penstock.agents import CategoricalPgAgent, TorchAgent
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Affinity",
+    "Agent",
+    "AgentStep",
+    "BaseEvalCollector",
+    "CategoricalPgAgent",
+    "Collector",
+    "CollectorParts",
+    "ConfigError",
+    "EvalCollector",
+    "EvalCollectorParts",
+    "NamedArrays",
+    "ParallelSampler",
+    "PenstockError",
+    "RandomAgent",
+    "ResetCollector",
+    "Sampler",
+    "SamplerBrokenError",
+    "SamplerClosedError",
+    "SamplerState",
+    "SamplerStateError",
+    "SamplerStats",
+    "Samples",
+    "SerialSampler",
+    "SpaceError",
+    "TorchAgent",
+    "TrajInfo",
+    "WorkerDiedError",
+    "WorkerError",
+    "WorkerStats",
+    "WorkerTimeoutError",
+    "errors",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # What needs torch is imported on first use: workers and scripts without a model never pay for it.
+    if name in ("CategoricalPgAgent", "TorchAgent"):
+        from penstock import agents
+
+        return getattr(agents, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,62 @@
+"""The exception tree: every error that penstock raises on purpose, and who is at fault.
+
+    PenstockError
+    ├── ConfigError (ValueError)          the caller's arguments, or this machine's limits
+    ├── SpaceError (ValueError)           a space, or data that does not fit its space
+    └── SamplerStateError (RuntimeError)  the order of the caller's calls
+        ├── SamplerClosedError            ... a call after shutdown
+        └── SamplerBrokenError            a worker; once broken, a sampler always gives the same error
+            ├── WorkerError               an exception in the worker: environment, collector or agent
+            ├── WorkerDiedError           the worker process ended without an exception
+            └── WorkerTimeoutError        a worker made no progress for longer than its limit
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "PenstockError",
+    "SamplerBrokenError",
+    "SamplerClosedError",
+    "SamplerStateError",
+    "SpaceError",
+    "WorkerDiedError",
+    "WorkerError",
+    "WorkerTimeoutError",
+]
+
+
+class PenstockError(Exception):
+    """Base of every error that penstock raises on purpose."""
+
+
+class ConfigError(PenstockError, ValueError):
+    """An argument is wrong, or this machine cannot give what the arguments ask for."""
+
+
+class SpaceError(PenstockError, ValueError):
+    """A space cannot be recorded, or data does not fit the space that was declared for it."""
+
+
+class SamplerStateError(PenstockError, RuntimeError):
+    """A call came out of order; the message says which call was expected."""
+
+
+class SamplerClosedError(SamplerStateError):
+    """A call came after `shutdown()`."""
+
+
+class SamplerBrokenError(SamplerStateError):
+    """A worker failed. The sampler is broken for good and gives this same error on every call."""
+
+
+class WorkerError(SamplerBrokenError):
+    """An environment, collector or agent raised inside a worker; `__cause__` carries its traceback."""
+
+
+class WorkerDiedError(SamplerBrokenError):
+    """A worker process ended without raising: killed, out of memory, a segmentation fault, or an exit."""
+
+
+class WorkerTimeoutError(SamplerBrokenError):
+    """A worker made no progress for longer than `step_timeout` or `start_timeout` allows."""
