@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.named import NamedArrays
-from penstock.errors import ConfigError, SamplerStateError
+from penstock.errors import ConfigError, SamplerStateError, SpaceError
 
 __all__ = ["Agent", "AgentStep"]
 
@@ -49,6 +49,8 @@ class Agent(ABC):
     _followed: SharedParameters | None = None  # a worker copy's
     _version = 0
 
+    _initialized = False
+
     # ---- life ------------------------------------------------------------------------------
 
     def initialize(
@@ -57,6 +59,19 @@ class Agent(ABC):
         """Take the spaces; raise `SpaceError` for those that the agent cannot handle. Called once, by
         the sampler, in the main process. `seed` fixes the initial parameters that the agent makes."""
         self.observation_space, self.action_space = observation_space, action_space
+
+    def ensure_initialized(
+        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], seed: int | None
+    ) -> None:
+        """`initialize`, unless an earlier sampler has done it; raise `SpaceError` if for other spaces."""
+        if not self._initialized:
+            self.initialize(observation_space, action_space, seed=seed)
+            self._initialized = True
+        elif (self.observation_space, self.action_space) != (observation_space, action_space):
+            raise SpaceError(
+                f"the agent was initialized for {self.observation_space} and {self.action_space}, the environment "
+                f"has {observation_space} and {action_space}: make a new agent"
+            )
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
         """Take one random stream per column. An agent that draws column b's noise from `rngs[b]`

@@ -41,7 +41,8 @@ def draw(space: gym.Space[Any], rng: np.random.Generator, n: int) -> Any:
 def _draw_box(space: spaces.Box, rng: np.random.Generator, n: int) -> Any:
     shape = (n, *space.shape)
     if space.dtype.kind in "iu":
-        return rng.integers(space.low, space.high, size=shape, dtype=space.dtype.type, endpoint=True)
+        low, high, dtype = (np.asarray(space.low), np.asarray(space.high), space.dtype)
+        return rng.integers(low, high, size=shape, dtype=dtype, endpoint=True)  # type: ignore[arg-type]
     below, above = space.bounded_below, space.bounded_above
     low = np.where(below, space.low, 0.0).astype(np.float64)
     high = np.where(above, space.high, 0.0).astype(np.float64)

@@ -33,4 +33,3 @@ class RandomAgent(Agent):
 
     def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
         return np.zeros(len(prev_reward), np.float32)
-

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
@@ -162,7 +163,8 @@ class Progress:
         self._control = control
         self._main = memoryview(control.memory.arrays.words)
         self.words = memoryview(control.memory.arrays.progress[worker_rank])
-        self._stamps = memoryview(control.timeline(worker_rank))
+        # Typed as Any: memoryview's annotations know of integer items only.
+        self._stamps: Any = memoryview(cast(Any, control.timeline(worker_rank)))
 
     def enter(self, phase: Phase) -> None:
         """Note a change of phase; counts as a sign of life."""

@@ -10,7 +10,7 @@ import numpy as np
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.shared import ArraySpec, NamedMemory
 
-__all__ = ["AgentSamples", "BatchColumns", "EnvSamples", "Samples", "SamplesBuffer", "SampleSpec"]
+__all__ = ["AgentSamples", "BatchColumns", "EnvSamples", "SampleSpec", "Samples", "SamplesBuffer"]
 
 
 class EnvSamples(NamedArrays):

@@ -10,6 +10,7 @@ import math
 import mmap
 import multiprocessing
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ class SharedBlock:
         self._descriptor: InheritedFd | None = None
         if hasattr(os, "memfd_create"):
             self._descriptor = InheritedFd(_allocate_memfd(self.nbytes, purpose))
-            self._buffer: Any = mmap.mmap(self._descriptor.fd, self.nbytes)
+            self._buffer: Any = _map(self._descriptor.fd, self.nbytes)
         else:  # not Linux: the standard library's own anonymous arena
             self._buffer = multiprocessing.get_context("spawn").RawArray("b", self.nbytes)
 
@@ -60,7 +61,13 @@ class SharedBlock:
     def __setstate__(self, state: tuple[int, Any]) -> None:
         self.nbytes, handle = state
         self._descriptor = handle if isinstance(handle, InheritedFd) else None
-        self._buffer = handle if self._descriptor is None else mmap.mmap(self._descriptor.fd, self.nbytes)
+        self._buffer = handle if self._descriptor is None else _map(self._descriptor.fd, self.nbytes)
+
+
+def _map(fd: int, nbytes: int) -> mmap.mmap:
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(fd, nbytes, trackfd=False)
+    return mmap.mmap(fd, nbytes)  # keeps a duplicate of the descriptor as long as the mapping lives
 
 
 def _allocate_memfd(nbytes: int, purpose: str) -> int:

@@ -60,7 +60,6 @@ class Collector(ABC):
         """Reset every environment and put it out of phase with the others. Runs once."""
         self.envs.reset_all(self._streams.env_seeds(Purpose.TRAIN))
         self.tracker.restart()
-        self.progress.enter(Phase.DECORRELATING)
         self.tracker.set_agent_info(map_leaves(lambda leaf: np.zeros_like(leaf[0]), self.samples.agent_info))
         decorrelate(
             self.envs,

@@ -17,7 +17,7 @@ __all__ = ["DoneHook", "EnvColumns"]
 
 #: Called when column b's episode ends: (b, final observation, reward, terminated, truncated). Returns
 #: the observation that the column goes on with.
-DoneHook = Callable[[int, Any, float, bool, bool], Any]
+DoneHook = Callable[[int, Any, Any, bool, bool], Any]
 
 
 class EnvColumns:
@@ -38,11 +38,15 @@ class EnvColumns:
     def __len__(self) -> int:
         return len(self.envs)
 
+    def enter(self, phase: Phase, column: int) -> None:
+        """Note in the progress row what is about to be done with one environment."""
+        self._progress.at_env(self.env_ranks[column])
+        self._progress.enter(phase)
+
     def reset_one(self, column: int, seed: int | None = None) -> Any:
         """Reset one environment and return its first observation."""
         began = time.monotonic()
-        self._progress.at_env(self.env_ranks[column])
-        self._progress.enter(Phase.RESETTING)
+        self.enter(Phase.RESETTING, column)
         result = self.envs[column].reset(seed=seed)
         if not isinstance(result, tuple) or len(result) != 2:
             raise SpaceError(f"env.reset must return (observation, info), got {type(result).__name__}")

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.agents.drawing import draw
+from penstock.buffers.control import Phase
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.tracking import Tracker
 
@@ -33,6 +34,7 @@ def decorrelate(
         env = envs.envs[b]
         rows = draw(env.action_space, rng, n)
         rewards: list[float] = []
+        envs.enter(Phase.DECORRELATING, b)
         for action in envs.split_actions(rows):
             before = envs.observations[b]
             envs.observations[b], reward, terminated, truncated, info = env.step(action)
@@ -43,6 +45,7 @@ def decorrelate(
                 tracker.drop(b)
                 rewards.clear()
                 envs.reset_one(b)
+                envs.enter(Phase.DECORRELATING, b)
         tracker.preload(b, rewards)
         if rewards:
             prev_action[b] = rows[n - 1]

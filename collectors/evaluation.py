@@ -29,6 +29,7 @@ class EvalCollectorParts:
     progress: Progress  #: shared row: phase, t, env_rank, sign of life
     streams: ColumnStreams  #: seeds and random streams of these columns
     max_T: int  #: time steps of one evaluation at most
+    max_trajectories: int | None  #: enough for the whole evaluation, all workers together
     observation: Any  #: zeroed scratch `[B, ...]`, as the samples record observations
     action: Any  #: zeroed scratch `[B, ...]`, as the samples record actions
     agent_info: Any  #: zeroed scratch `[B, ...]`, as the samples record agent_info
@@ -40,6 +41,7 @@ class BaseEvalCollector(ABC):
     def __init__(self, parts: EvalCollectorParts) -> None:
         self.envs, self.agent, self.tracker, self.progress = parts.envs, parts.agent, parts.tracker, parts.progress
         self.streams, self.max_T = parts.streams, parts.max_T
+        self._enough = float("inf") if parts.max_trajectories is None else parts.max_trajectories
         self.observation, self.prev_action, self.agent_info = parts.observation, parts.action, parts.agent_info
         self.prev_reward = np.zeros(len(parts.envs), np.float32)
         self._n_evaluations = 0
@@ -57,13 +59,18 @@ class BaseEvalCollector(ABC):
         self.prev_action[...] = 0
         self.prev_reward[...] = 0
 
+    @property
+    def is_enough(self) -> bool:
+        """Whether to end now: the main process says so, or this worker alone has finished enough."""
+        return self.progress.stop_eval or self.progress.trajectories >= self._enough
+
     @abstractmethod
     def collect_evaluation(self, itr: int) -> None:
         """Run the agent and hand finished trajectories over; `progress.trajectories` counts them."""
 
 
 class EvalCollector(BaseEvalCollector):
-    """Every environment runs for `max_T` steps, resetting as it goes, until `stop_eval` is seen.
+    """Every environment runs for `max_T` steps, resetting as it goes, or until that is enough.
 
     Trajectories that are unfinished at the end are dropped.
     """
@@ -90,13 +97,13 @@ class EvalCollector(BaseEvalCollector):
         self.progress.trajectories = handed_over
 
     def _run_rows(self, first_t: int, n_rows: int) -> int:
-        """Step all environments `n_rows` times, or until `stop_eval`; returns how often."""
+        """Step all environments `n_rows` times, or until that is enough; returns how often."""
         envs, agent, tracker, progress = self.envs, self.agent, self.tracker, self.progress
         prev_action, prev_reward = self.prev_action, self.prev_reward
         for row in range(n_rows):
             self._t, self._row = first_t + row, row
             progress.begin_row(self._t)
-            if progress.stop_eval:
+            if self.is_enough:
                 return row
             step = agent.step(self.observation, prev_action, prev_reward)
             prev_action[...] = step.action

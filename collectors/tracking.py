@@ -15,7 +15,7 @@ __all__ = ["BatchTracker", "ObjectTracker", "StepHook", "Tracker", "make_tracker
 
 #: Called for column b after each environment step: (b, observation acted on, action, reward,
 #: terminated, truncated, info).
-StepHook = Callable[[int, Any, Any, float, bool, bool, dict[str, Any]], None]
+StepHook = Callable[[int, Any, Any, Any, bool, bool, dict[str, Any]], None]
 
 
 class Tracker(Protocol):
@@ -64,9 +64,7 @@ class BatchTracker:
 
     on_step: StepHook | None = None
 
-    def __init__(
-        self, env_ranks: range, put: Callable[[npt.NDArray[Any]], None], discount: float = 1.0
-    ) -> None:
+    def __init__(self, env_ranks: range, put: Callable[[npt.NDArray[Any]], None], discount: float = 1.0) -> None:
         self._env_ranks = np.asarray(env_ranks)
         self._put = put
         self._discount = discount
@@ -125,7 +123,7 @@ class BatchTracker:
         last = ends == n_rows - 1
         self._carry[column[last]] = segments[last]
         self._carry[column[last & finished]] = 0
-        return segments[finished]
+        return np.asarray(segments[finished])
 
 
 class ObjectTracker:
@@ -138,7 +136,7 @@ class ObjectTracker:
         env_ranks: range,
         put: Callable[[Sequence[Frame]], None],
     ) -> None:
-        self._make = lambda: cls(**kwargs)
+        self._cls, self._kwargs = cls, kwargs
         self._env_ranks = env_ranks
         self._put = put
         self._agent_info: Any = None
@@ -147,10 +145,10 @@ class ObjectTracker:
         self.restart()
 
     def restart(self) -> None:
-        self._running = [self._make() for _ in self._env_ranks]
+        self._running = [self._cls(**self._kwargs) for _ in self._env_ranks]
 
     def drop(self, column: int) -> None:
-        self._running[column] = self._make()
+        self._running[column] = self._cls(**self._kwargs)
 
     def preload(self, column: int, rewards: Sequence[float]) -> None:
         """Not needed: `on_step` has seen them."""
@@ -167,7 +165,7 @@ class ObjectTracker:
         info = self._running[column]
         info.terminate(final_observation)
         self._finished.append((t, self._env_ranks[column], vars(info)))
-        self._running[column] = self._make()
+        self._running[column] = self._cls(**self._kwargs)
 
     def end_rows(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int = 0) -> int:
         finished, self._finished = self._finished, []

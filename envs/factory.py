@@ -46,7 +46,7 @@ def env_factories(
     elif callable(env_fn):
         fns = [env_fn] * n_envs
     elif isinstance(env_fn, Sequence) and all(callable(fn) for fn in env_fn):
-        fns = list(env_fn)
+        fns = [fn for fn in env_fn if callable(fn)]
     else:
         raise ConfigError(
             f"{what} must be a callable, an environment id or a list of callables, got {_describe(env_fn)}: "

@@ -28,6 +28,7 @@ def row_writer(space: gym.Space[Any], name: str = "observation") -> RowWriter:
     not fit. Values are cast within their kind (float64 to float32), never from float to integer.
     """
     if isinstance(space, spaces.Dict):
+        parts: list[tuple[str, Any, RowWriter]]
         parts = [(str(key), key, row_writer(sub, f"{name}[{key!r}]")) for key, sub in space.items()]
         return _structure_writer(parts, name)
     if isinstance(space, spaces.Tuple):
@@ -132,5 +133,5 @@ def action_splitter(space: gym.Space[Any]) -> Splitter:
         members = [(f"_{i}", action_splitter(sub)) for i, sub in enumerate(space)]
         return lambda row: list(zip(*(split(row[field]) for field, split in members), strict=True))
     if isinstance(space, spaces.Discrete):
-        return lambda row: row.tolist()  # type: ignore[no-any-return]
+        return lambda row: row.tolist()
     return lambda row: list(row.copy())

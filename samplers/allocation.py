@@ -83,7 +83,7 @@ def allocate(
     max_T = eval_max_T(config.eval_max_steps, config.eval_n_envs)
     # Objects of a TrajInfo subclass do not use the rings.
     stock = config.traj_info_cls is TrajInfo
-    capacities = [plan.capacity(config.batch_T, max_T) if stock else 1 for plan in plans]
+    capacities = [plan.capacity(config.batch_T, max_T, config.eval_max_trajectories) if stock else 1 for plan in plans]
     job = Job(
         env_factories=train,
         eval_env_factories=evals,
@@ -94,6 +94,7 @@ def allocate(
         traj_info_kwargs=traj_kwargs,
         max_decorrelation_steps=config.max_decorrelation_steps,
         eval_max_T=max_T,
+        eval_max_trajectories=config.eval_max_trajectories,
         seed=seed,
     )
     return Allocation(
@@ -132,14 +133,8 @@ def _prepare_agent(agent: Agent, factory: EnvFactory, seed: int) -> None:
         env.close()
     example_of(observation_space, "observation")
     example_of(action_space, "action")
-    if getattr(agent, "observation_space", None) is None:
-        model_seed = ColumnStreams(seed, range(1)).env_seeds(Purpose.MODEL)[0]
-        agent.initialize(observation_space, action_space, seed=model_seed)
-    elif (agent.observation_space, agent.action_space) != (observation_space, action_space):
-        raise SpaceError(
-            f"the agent was initialized for {agent.observation_space} and {agent.action_space}, the environment "
-            f"has {observation_space} and {action_space}: make a new agent"
-        )
+    model_seed = ColumnStreams(seed, range(1)).env_seeds(Purpose.MODEL)[0]
+    agent.ensure_initialized(observation_space, action_space, model_seed)
 
 
 def _check_traj_info(cls: type[TrajInfo], kwargs: Mapping[str, Any]) -> None:

@@ -205,10 +205,13 @@ class Sampler(ABC):
             except SamplerBrokenError:
                 raise
             except BaseException:
+                if "_team" in vars(self):
+                    self._team.close(broken=True)
                 self._give_back()
                 raise
             self._state = SamplerState.READY
-            return self.samples_np[0, 0].copy()
+            example: Samples = self.samples_np[0, 0].copy()
+            return example
 
     # ---- sampling --------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from penstock.samplers.worker import Job, SharedState
 __all__ = ["Crew"]
 
 _LOOK_AGAIN_SECONDS = 1.0  # nothing depends on it: all that matters wakes the watch
-_GATHER_SECONDS = 0.02  # after a death, for others that came of the same cause
+_GATHER_SECONDS = 0.005  # after a death, for others that come of the same cause
 _ASK_SECONDS = 1.5  # for workers to end their step and close their environments
 _ASK_BROKEN_SECONDS = 0.3  # the same after a failure, when the user waits for the error
 _TERMINATE_SECONDS = 0.3
@@ -59,9 +59,7 @@ class Crew:
             jobs = [pickle_job(job.share(plan)) for plan in plans]  # all, before the first process starts
             for plan, pickled in zip(plans, jobs, strict=True):
                 self._start(plan, pickled, state, start_method, spin)
-            self._watch = Watch(
-                [m.gate for m in self._members], self.pipes, [m.death for m in self._members]
-            )
+            self._watch = Watch([m.gate for m in self._members], self.pipes, [m.death for m in self._members])
         except BaseException:
             self.close()
             raise
@@ -142,8 +140,9 @@ class Crew:
 
     def _failure(self, dead: Iterable[int], occasion: str) -> SamplerBrokenError:
         found = set(dead)
-        while more := set(self._watch.wait(_GATHER_SECONDS).dead) - found:
-            found |= more
+        rest = [i for i in range(len(self._members)) if i not in found]
+        alive = self._await_deaths([self._members[i] for i in rest], _GATHER_SECONDS)
+        found |= {i for i in rest if self._members[i] not in alive}
         casualties, others = [], []
         for i, member in enumerate(self._members):
             witness = self._witness(member)

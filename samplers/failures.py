@@ -88,7 +88,9 @@ def worker_failure(dead: Sequence[Casualty], others: Sequence[Witness], occasion
     return error
 
 
-def worker_timeout(hung: Sequence[Witness], everyone: Sequence[Witness], limit: float, occasion: str) -> WorkerTimeoutError:
+def worker_timeout(
+    hung: Sequence[Witness], everyone: Sequence[Witness], limit: float, occasion: str
+) -> WorkerTimeoutError:
     """The error for workers that made no progress for `limit` seconds."""
     now = time.monotonic()
     lines = [f"{witness} made no progress for {limit:g} s while {witness.doing} ({occasion})" for witness in hung]

@@ -32,7 +32,7 @@ _start_lock = threading.Lock()
 def pickle_job(job: Job) -> bytes:
     """The job for a worker. Raises `ConfigError` naming the argument that cannot be pickled."""
     try:
-        return cloudpickle.dumps(job)
+        return bytes(cloudpickle.dumps(job))
     except Exception as error:  # pickling runs the user's code: anything may come
         for name, value in vars(job).items():
             try:
@@ -40,7 +40,7 @@ def pickle_job(job: Job) -> bytes:
             except Exception as cause:
                 raise ConfigError(
                     f"{_ARGUMENT_NAMES.get(name, name)} cannot be pickled for the workers: {cause}. Build such "
-                    "objects inside the function instead of closing over them, or use SerialSampler, which pickles nothing"
+                    "objects inside the function instead of closing over them; SerialSampler pickles nothing"
                 ) from cause
         raise ConfigError(f"the workers' job cannot be pickled: {error}") from error
 

@@ -30,9 +30,7 @@ class ParallelSampler(Sampler):
         if asked is not None and asked > n_workers:
             _log.warning("n_workers=%d for batch_B=%d environments: %d are enough", asked, self.batch_B, n_workers)
         cpus = assign_cpus(affinity, n_workers, mask)
-        return make_plans(
-            self.batch_B, self.config.eval_n_envs, cpus, torch_threads=affinity.torch_threads, rank=rank
-        )
+        return make_plans(self.batch_B, self.config.eval_n_envs, cpus, torch_threads=affinity.torch_threads, rank=rank)
 
     def _make_team(self, allocation: Allocation) -> Team:
         return Crew(

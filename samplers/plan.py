@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from penstock.errors import ConfigError
 
@@ -36,16 +37,21 @@ class WorkerPlan:
     cpus: tuple[int, ...]  #: CPUs to run on; empty: not pinned
     torch_threads: int
 
-    def capacity(self, batch_T: int, eval_max_T: int) -> int:
-        """The most trajectories that can end between two gates: one per environment step."""
-        return max(batch_T * len(self.columns), eval_max_T * len(self.eval_columns), 1)
+    def capacity(self, batch_T: int, eval_max_T: int, eval_max_trajectories: int | None) -> int:
+        """The most trajectories that can end between two gates: one per environment step; and in an
+        evaluation, those of one row more than are wanted."""
+        n_evals = len(self.eval_columns)
+        evaluation = eval_max_T * n_evals
+        if eval_max_trajectories is not None:
+            evaluation = min(evaluation, eval_max_trajectories + n_evals)
+        return max(batch_T * len(self.columns), evaluation, 1)
 
 
 def split(n: int, parts: int) -> list[range]:
     """`range(n)` in `parts` consecutive ranges whose lengths differ by one at most, longest first."""
     size, longer = divmod(n, parts)
     bounds = [i * size + min(i, longer) for i in range(parts + 1)]
-    return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(bounds)]
 
 
 def eval_max_T(eval_max_steps: int, eval_n_envs: int) -> int:
@@ -112,5 +118,3 @@ def assign_cpus(affinity: Affinity, n_workers: int, mask: Sequence[int]) -> list
 def n_workers_default(n_workers: int | None, batch_B: int, mask: Sequence[int]) -> int:
     """The number of workers: as asked, else one per usable CPU, and never more than environments."""
     return max(1, min(n_workers or len(mask) or 1, batch_B))
-
-

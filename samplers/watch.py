@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.trajectory_queue import ObjectPipe
 from penstock.samplers.gates import Gate
 
 __all__ = ["DeathWatch", "Events", "Watch"]
+
+
+class HasFileno(Protocol):
+    """Anything that can be polled."""
+
+    def fileno(self) -> int:
+        """The descriptor to poll."""
 
 
 class DeathWatch:
@@ -48,14 +55,17 @@ class Events(NamedTuple):
 class Watch:
     """Polls gates, pipes and deaths of all workers at once."""
 
-    def __init__(
-        self, gates: Sequence[Gate], pipes: Sequence[ObjectPipe], deaths: Sequence[DeathWatch]
-    ) -> None:
+    def __init__(self, gates: Sequence[Gate], pipes: Sequence[ObjectPipe], deaths: Sequence[DeathWatch]) -> None:
         self._gates, self._pipes = gates, pipes
         self._poll = select.poll()
         self._what: dict[int, tuple[str, int]] = {}
-        for kind, things in (("gate", gates), ("pipe", [pipe.reader for pipe in pipes]), ("death", deaths)):
-            for i, thing in enumerate(things):  # type: ignore[arg-type]
+        watched: dict[str, Sequence[HasFileno]] = {
+            "gate": gates,
+            "pipe": [pipe.reader for pipe in pipes],
+            "death": deaths,
+        }
+        for kind, things in watched.items():
+            for i, thing in enumerate(things):
                 self._poll.register(thing.fileno(), select.POLLIN)
                 self._what[thing.fileno()] = kind, i
 

@@ -42,6 +42,7 @@ class Job:
     traj_info_kwargs: Mapping[str, Any]
     max_decorrelation_steps: int
     eval_max_T: int
+    eval_max_trajectories: int | None
     seed: int
 
     def share(self, plan: WorkerPlan) -> Job:
@@ -143,6 +144,7 @@ class Worker:
                 progress=self.progress,
                 streams=streams,
                 max_T=job.eval_max_T,
+                max_trajectories=job.eval_max_trajectories,
                 observation=scratch(arrays.observation),
                 action=scratch(arrays.action),
                 agent_info=scratch(arrays.agent_info),

@@ -1,0 +1,274 @@
+"""Throughput on CartPole-v1: how close do the samplers come to a bare loop?
+
+The ceiling is what the machine could do if sampling cost nothing: one process per worker, pinned to the
+same CPU, stepping the same environments with the same policy and recording nothing. Ceiling and samplers
+run in one session, in turns of a few seconds in random order, and are compared turn by turn.
+
+    python benchmarks/throughput.py --json throughput.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from penstock import Agent, CategoricalPgAgent, ParallelSampler, RandomAgent, Sampler, SerialSampler
+from penstock.samplers.affinity import limit_threads, pin, usable_cpus
+from penstock.samplers.plan import split
+
+
+class ActorCritic(nn.Module):
+    """The 64-64 MLP of the field's CartPole examples."""
+
+    def __init__(self, observation_space: gym.Space[Any], action_space: gym.spaces.Discrete) -> None:
+        super().__init__()
+        (n_inputs,) = observation_space.shape or (1,)
+        self.body = nn.Sequential(nn.Linear(n_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+        self.policy = nn.Linear(64, int(action_space.n))
+        self.value = nn.Linear(64, 1)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.body(observation)
+        return self.policy(features), self.value(features).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the benchmark."""
+
+    agent: str  # "mlp" or "random"
+    batch_B: int = 32
+    batch_T: int = 128
+    n_workers: int = 2
+
+    def make_agent(self) -> Agent:
+        return CategoricalPgAgent(ActorCritic) if self.agent == "mlp" else RandomAgent()
+
+
+ENV = partial(gym.make, "CartPole-v1")
+
+
+# ---- the ceiling -------------------------------------------------------------------------------
+
+
+def _bare_process(pipe: Any, n_envs: int, cpu: int | None, setting: Setting) -> None:
+    """Step `n_envs` environments for as many seconds as the pipe says; answer with the steps made."""
+    if cpu is not None:
+        pin([cpu])
+    limit_threads(1)
+    envs = [ENV() for _ in range(n_envs)]
+    agent = setting.make_agent()
+    agent.initialize(envs[0].observation_space, envs[0].action_space, seed=0)
+    agent.seed_columns([np.random.default_rng(i) for i in range(n_envs)])
+    agent.sample_mode(0)
+    observation = np.stack([env.reset(seed=i)[0] for i, env in enumerate(envs)])
+    prev_action, prev_reward = np.zeros(n_envs, np.int64), np.zeros(n_envs, np.float32)
+    run = _bare_loop_seeing if setting.agent == "mlp" else _bare_loop_blind
+    while (seconds := pipe.recv()) is not None:
+        pipe.send(run(envs, agent, (observation, prev_action, prev_reward), seconds))
+
+
+def _bare_loop_seeing(envs: Sequence[gym.Env[Any, Any]], agent: Agent, inputs: tuple[Any, ...], seconds: float) -> int:
+    observation = inputs[0]
+    steps = [env.step for env in envs]
+    rows, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        actions = agent.step(*inputs).action.tolist()
+        for b, (step, action) in enumerate(zip(steps, actions, strict=True)):
+            seen, _, terminated, truncated, _ = step(action)
+            if terminated or truncated:
+                seen, _ = envs[b].reset()
+            observation[b] = seen
+        rows += 1
+    return rows * len(envs)
+
+
+def _bare_loop_blind(envs: Sequence[gym.Env[Any, Any]], agent: Agent, inputs: tuple[Any, ...], seconds: float) -> int:
+    """For a policy that does not look: observations are not even kept."""
+    steps = [env.step for env in envs]
+    rows, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        actions = agent.step(*inputs).action.tolist()
+        for b, (step, action) in enumerate(zip(steps, actions, strict=True)):
+            _, _, terminated, truncated, _ = step(action)
+            if terminated or truncated:
+                envs[b].reset()
+        rows += 1
+    return rows * len(envs)
+
+
+class Ceiling:
+    """The bare processes, waiting to be run."""
+
+    def __init__(self, setting: Setting) -> None:
+        cpus = usable_cpus()
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for i, columns in enumerate(split(setting.batch_B, setting.n_workers)):
+            here, there = context.Pipe()
+            cpu = cpus[i % len(cpus)] if cpus else None
+            process = context.Process(target=_bare_process, args=(there, len(columns), cpu, setting), daemon=True)
+            process.start()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def run(self, seconds: float) -> float:
+        """Environment steps per second, all processes together."""
+        began = time.monotonic()
+        for pipe in self._pipes:
+            pipe.send(seconds)
+        steps = sum(pipe.recv() for pipe in self._pipes)
+        return steps / (time.monotonic() - began)
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(5)
+
+
+# ---- the samplers ------------------------------------------------------------------------------
+
+
+class Sampling:
+    """A sampler, initialized and waiting to be run."""
+
+    def __init__(self, cls: type[Sampler], setting: Setting) -> None:
+        self.sampler = cls(ENV, batch_T=setting.batch_T, batch_B=setting.batch_B, n_workers=setting.n_workers)
+        self.sampler.initialize(setting.make_agent(), seed=0, bootstrap_value=setting.agent == "mlp")
+        self._batch_steps = setting.batch_T * setting.batch_B
+        self._itr = 0
+
+    def run(self, seconds: float) -> float:
+        """Environment steps per second over whole batches."""
+        began, batches = time.monotonic(), 0
+        while time.monotonic() - began < seconds:
+            self.sampler.obtain_samples(self._itr)
+            self._itr += 1
+            batches += 1
+        return batches * self._batch_steps / (time.monotonic() - began)
+
+    def close(self) -> None:
+        self.sampler.shutdown()
+
+
+def measure(
+    setting: Setting, seconds: float, repeats: int, serial: bool = True, say: Callable[[str], None] = print
+) -> dict[str, list[float]]:
+    """Steps per second, `repeats` figures for "ceiling", "ParallelSampler" and, if `serial`, "SerialSampler"."""
+    contestants: dict[str, Ceiling | Sampling] = {"ceiling": Ceiling(setting)}
+    try:
+        contestants["ParallelSampler"] = Sampling(ParallelSampler, setting)
+        if serial:
+            contestants["SerialSampler"] = Sampling(SerialSampler, setting)
+        for contestant in contestants.values():
+            contestant.run(seconds / 4)  # warm-up
+        figures: dict[str, list[float]] = {name: [] for name in contestants}
+        for repeat in range(repeats):
+            order = list(contestants)
+            random.shuffle(order)
+            for name in order:
+                figures[name].append(contestants[name].run(seconds))
+            say(f"  {setting.agent}: turn {repeat + 1} of {repeats}")
+        return figures
+    finally:
+        for contestant in contestants.values():
+            contestant.close()
+
+
+def measure_pair(
+    batch_B: int, batch_T: int, n_workers: int, seconds: float = 2.0, repeats: int = 3
+) -> dict[str, list[float]]:
+    """`measure` for the MLP policy, ceiling and ParallelSampler alone, without a word."""
+    setting = Setting("mlp", batch_B, batch_T, n_workers)
+    return measure(setting, seconds, repeats, serial=False, say=lambda text: None)
+
+
+# ---- the table ---------------------------------------------------------------------------------
+
+
+def summarize(setting: Setting, figures: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """One row per contestant: steps/s, share of the ceiling turn by turn, cost per step beyond it."""
+    rows = []
+    for name, rates in figures.items():
+        shares = [rate / ceiling for rate, ceiling in zip(rates, figures["ceiling"], strict=True)]
+        workers = 1 if name == "SerialSampler" else setting.n_workers
+        # The serial sampler has one core where the ceiling has all, so its share is of one core's ceiling.
+        shares = [share * setting.n_workers / workers for share in shares]
+        cost = [workers * (1 / r - 1 / (r / s)) * 1e6 for r, s in zip(rates, shares, strict=True)]
+        rows.append(
+            {
+                "agent": setting.agent,
+                "who": name,
+                "steps_per_s": _spread(rates),
+                "share_of_ceiling": _spread(shares),
+                "framework_us_per_step": _spread(cost),
+            }
+        )
+    return rows
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
+    table = Table(title=title, caption="median (minimum to maximum); share and cost are taken turn by turn")
+    for heading in ("policy", "", "steps/s", "share of the ceiling", "cost beyond it, µs a step"):
+        table.add_column(heading, justify="left" if heading in ("policy", "") else "right")
+    for row in rows:
+        rate, share, cost = (row[key] for key in ("steps_per_s", "share_of_ceiling", "framework_us_per_step"))
+        table.add_row(
+            row["agent"],
+            row["who"],
+            f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})",
+            f"{share['median']:.1%} ({share['min']:.1%} to {share['max']:.1%})",
+            f"{cost['median']:.2f} ({cost['min']:.2f} to {cost['max']:.2f})",
+        )
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--agents", nargs="+", default=["mlp", "random"], choices=["mlp", "random"])
+    parser.add_argument("--batch-B", type=int, default=32)
+    parser.add_argument("--batch-T", type=int, default=128)
+    parser.add_argument("--n-workers", type=int, default=max(1, len(usable_cpus())))
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of one turn")
+    parser.add_argument("--repeats", type=int, default=7, help="turns of each contestant, at least 5 to be quoted")
+    parser.add_argument("--json", help="write settings, machine and all figures to this file")
+    args = parser.parse_args()
+
+    results, rows = [], []
+    for agent in args.agents:
+        setting = Setting(agent, args.batch_B, args.batch_T, args.n_workers)
+        figures = measure(setting, args.seconds, args.repeats)
+        results.append({"setting": asdict(setting), "steps_per_s": figures})
+        rows += summarize(setting, figures)
+    print_table(rows, f"CartPole-v1, B={args.batch_B}, T={args.batch_T}, {args.n_workers} workers")
+    if args.json:
+        machine = {"cpus": len(usable_cpus()), "platform": platform.platform(), "python": platform.python_version()}
+        versions = {"numpy": np.__version__, "torch": torch.__version__, "gymnasium": gym.__version__}
+        content = {"machine": machine, "versions": versions, "seconds": args.seconds, "results": results, "table": rows}
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

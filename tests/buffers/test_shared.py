@@ -1,0 +1,305 @@
+"""Shared memory: what one process writes the other sees, nothing is copied, nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import math
+import multiprocessing
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import context, reduction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from penstock.buffers import ArraySpec, NamedArrays, NamedMemory, SharedBlock, memory_limits
+from penstock.errors import ConfigError
+
+MIB = 2**20
+
+
+def specs_of(*shapes: tuple[int, ...], dtype: Any = np.float64) -> NamedArrays:
+    return NamedArrays({f"a{i}": ArraySpec(shape, np.dtype(dtype)) for i, shape in enumerate(shapes)})
+
+
+def descriptors() -> dict[int, str]:
+    """The open descriptors of this process and what they lead to, less the one that lists them."""
+    gc.collect()
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+    return found
+
+
+@contextmanager
+def opened(memory: Any) -> Iterator[Any]:
+    try:
+        yield memory
+    finally:
+        memory.close()
+
+
+# ---- across processes --------------------------------------------------------------------------
+
+#: What the child does. `exec` is found by every child, whereas a function of a test module is not.
+CHILD = """
+cells, word = memory.arrays.cells, memory.arrays.nested.word
+conn.send(int(cells[0]))    # written before the process was started
+conn.recv()
+cells[2] = cells[1]         # written while it ran
+word[...] = 7
+"""
+
+
+def check_sharing(method: str, memory: NamedMemory) -> None:
+    ctx = multiprocessing.get_context(method)
+    cells, word = memory.arrays.cells, memory.arrays.nested.word
+    ours, theirs = ctx.Pipe()
+    cells[0] = 11
+    child = ctx.Process(target=exec, args=(CHILD, {"memory": memory, "conn": theirs}), daemon=True)
+    try:
+        child.start()
+        theirs.close()
+        assert ours.poll(60), "the child has not started"
+        assert ours.recv() == 11
+        cells[1] = 22
+        ours.send(None)
+        child.join(60)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+        child.join()
+        child.close()
+        ours.close()
+    assert cells.tolist() == [11, 22, 22, 0]
+    assert word == 7
+
+
+SPECS = NamedArrays(
+    cells=ArraySpec((4,), np.dtype(np.int64)), nested=NamedArrays(word=ArraySpec((), np.dtype(np.float32)))
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Pythons that warn wherever threads run
+def test_parent_and_child_write_and_see_the_same_cells(start_method: str) -> None:
+    with opened(NamedMemory(SPECS, shared=True, purpose="a test")) as memory:
+        check_sharing(start_method, memory)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_without_memfd_parent_and_child_share_all_the_same(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    before = descriptors()
+    with opened(NamedMemory(SPECS, shared=True, purpose="a test")) as memory:
+        assert not [link for fd, link in descriptors().items() if fd not in before and "memfd" in link]
+        assert not memory.arrays.cells.any()
+        check_sharing(method, memory)
+
+
+class Starting:
+    """Stands for the process that is being started, so that pickling takes place as it does then."""
+
+    DupFd = staticmethod(lambda fd: Duplicate(fd))
+
+    def duplicate_for_child(self, fd: int) -> int:
+        return os.dup(fd)
+
+
+class Duplicate:
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def detach(self) -> int:
+        return self.fd
+
+
+@pytest.fixture
+def starting() -> Iterator[None]:
+    context.set_spawning_popen(Starting())
+    yield
+    context.set_spawning_popen(None)
+
+
+@pytest.mark.usefixtures("starting")
+@pytest.mark.parametrize("fallback", [False, True])
+def test_the_layout_crosses_to_a_worker_and_the_contents_do_not(
+    monkeypatch: pytest.MonkeyPatch, fallback: bool
+) -> None:
+    if fallback:
+        monkeypatch.delattr(os, "memfd_create")
+    with opened(NamedMemory(specs_of((MIB,), (3, 4)), shared=True, purpose="a test")) as memory:
+        pickled = reduction.ForkingPickler.dumps(memory)
+        assert len(pickled) < 2000
+        twin = pickle.loads(pickled)
+        memory.arrays.a1[2, 3] = 5
+        assert twin.arrays.a1[2, 3] == 5
+        twin.arrays.a0[-1] = 6
+        assert memory.arrays.a0[-1] == 6
+        assert twin.nbytes == memory.nbytes
+
+
+@pytest.mark.usefixtures("starting")
+def test_a_worker_needs_no_descriptor_besides_its_mapping() -> None:
+    with opened(NamedMemory(specs_of((4,)), shared=True, purpose="a test")) as memory:
+        before = descriptors()
+        twin = pickle.loads(reduction.ForkingPickler.dumps(memory))
+        assert len(descriptors()) - len(before) == 1  # a mapping keeps a duplicate of its own
+        assert twin.arrays.a0.tolist() == [0] * 4
+
+
+def test_memory_of_this_process_alone_refuses_to_travel() -> None:
+    memory = NamedMemory(specs_of((4,)), shared=False, purpose="a test")
+    with pytest.raises(TypeError, match="allocate them with shared=True"):
+        pickle.dumps(memory)
+
+
+# ---- layout ------------------------------------------------------------------------------------
+
+array_specs = st.builds(
+    ArraySpec,
+    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5),
+    st.sampled_from([np.bool_, np.uint8, np.int64, np.float16, np.float32, [("t", "i8"), ("x", "u1")]]).map(np.dtype),
+)
+spec_trees = st.dictionaries(
+    st.sampled_from("abcdef"),
+    st.one_of(array_specs, st.dictionaries(st.sampled_from("uvw"), array_specs, min_size=1).map(NamedArrays)),
+    min_size=1,
+).map(NamedArrays)
+
+
+@settings(max_examples=60, deadline=None)
+@given(spec_trees, st.booleans())
+def test_arrays_are_zeroed_apart_and_as_specified(specs: NamedArrays, shared: bool) -> None:
+    with opened(NamedMemory(specs, shared=shared, purpose="a test")) as memory:
+        arrays = [array for _, array in memory.arrays.leaves()]
+        assert [name for name, _ in memory.arrays.leaves()] == [name for name, _ in specs.leaves()]
+        assert [(a.shape, a.dtype) for a in arrays] == [(spec.shape, spec.dtype) for _, spec in specs.leaves()]
+        assert all(not array.view(np.uint8).any() for array in map(np.atleast_1d, arrays) if array.size)
+        for number, array in enumerate(arrays, 1):
+            array[...] = np.full(array.nbytes, number, np.uint8).view(array.dtype).reshape(array.shape)
+        for number, array in enumerate(arrays, 1):
+            assert set(array.tobytes()) <= {number}
+        assert memory.nbytes >= sum(array.nbytes for array in arrays)
+
+
+@settings(max_examples=30, deadline=None)
+@given(spec_trees)
+def test_no_two_shared_arrays_share_a_cache_line(specs: NamedArrays) -> None:
+    with opened(NamedMemory(specs, shared=True, purpose="a test")) as memory:
+        assert all(array.ctypes.data % 64 == 0 for _, array in memory.arrays.leaves() if array.size)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_arrays_at_all_are_fine(shared: bool) -> None:
+    with opened(NamedMemory(NamedArrays(), shared=shared, purpose="a test")) as memory:
+        assert (memory.nbytes, len(memory.arrays)) == (0, 0)
+
+
+@given(hnp.array_shapes(min_dims=0, max_dims=3), hnp.array_shapes(min_dims=0, max_dims=2))
+def test_a_spec_is_taken_from_an_example_behind_leading_dimensions(
+    shape: tuple[int, ...], leading: tuple[int, ...]
+) -> None:
+    spec = ArraySpec.like(np.zeros(shape, np.float16), *leading)
+    assert (spec.shape, spec.dtype) == ((*leading, *shape), np.float16)
+    assert spec.nbytes == 2 * math.prod(leading) * math.prod(shape)
+
+
+@pytest.mark.parametrize(("example", "dtype"), [(1.5, np.float64), ([True, False], np.bool_), (np.uint8(3), np.uint8)])
+def test_a_spec_is_taken_from_anything_like_an_array(example: Any, dtype: Any) -> None:
+    assert ArraySpec.like(example) == ArraySpec(np.shape(example), np.dtype(dtype))
+
+
+# ---- allocation --------------------------------------------------------------------------------
+
+
+def test_a_block_is_anonymous_and_its_pages_are_taken_at_once() -> None:
+    before = descriptors()
+    with opened(SharedBlock(3 * MIB)):
+        new = {fd: link for fd, link in descriptors().items() if fd not in before}
+        assert new
+        assert all(link.startswith("/memfd:penstock") for link in new.values())
+        assert all(os.fstat(fd).st_blocks * 512 >= 3 * MIB for fd in new)
+        assert not any(os.get_inheritable(fd) for fd in new)
+
+
+def test_a_block_of_no_bytes_can_be_had() -> None:
+    with opened(SharedBlock(0)) as block:
+        assert block.array(0, (0, 3), np.float32).shape == (0, 3)
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_too_large_a_block_is_refused_before_anything_is_allocated(
+    monkeypatch: pytest.MonkeyPatch, fallback: bool
+) -> None:
+    monkeypatch.setattr(memory_limits, "free_memory", lambda: MIB)
+    if fallback:
+        monkeypatch.delattr(os, "memfd_create")
+        monkeypatch.setattr("multiprocessing.sharedctypes.RawArray", None)
+    else:
+        monkeypatch.setattr(os, "memfd_create", None)
+    with pytest.raises(ConfigError, match=r"a large buffer needs 3\.0 MiB .* 1\.0 MiB are free"):
+        NamedMemory(specs_of((3 * MIB,), dtype=np.uint8), shared=True, purpose="a large buffer")
+
+
+def test_memory_that_runs_out_all_the_same_is_a_clear_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = descriptors()
+    with pytest.raises(ConfigError, match="a large buffer needs 1,048,576 bytes .* No space left") as caught:
+        SharedBlock(MIB, "a large buffer")
+    assert isinstance(caught.value.__cause__, OSError)
+    assert descriptors() == before
+
+
+# ---- the end -----------------------------------------------------------------------------------
+
+
+def test_views_outlive_closing_and_keep_the_contents() -> None:
+    memory = NamedMemory(specs_of((4,)), shared=True, purpose="a test")
+    memory.arrays.a0[1] = 3
+    memory.close()
+    memory.arrays.a0[2] = 4
+    assert memory.arrays.a0.tolist() == [0, 3, 4, 0]
+
+
+def test_closing_twice_is_harmless() -> None:
+    memory = NamedMemory(specs_of((4,)), shared=True, purpose="a test")
+    memory.close()
+    other = os.memfd_create("test")  # takes the number that was freed
+    try:
+        memory.close()
+        os.fstat(other)
+    finally:
+        os.close(other)
+
+
+def test_closing_and_dropping_the_views_gives_every_descriptor_back() -> None:
+    before = descriptors()
+    memories = [NamedMemory(specs_of((100,), (3, 3)), shared=True, purpose="a test") for _ in range(5)]
+    assert len(descriptors()) > len(before)
+    for memory in memories:
+        memory.close()
+    del memory, memories
+    assert descriptors() == before
+
+
+def test_dropping_without_closing_gives_every_descriptor_back() -> None:
+    before = descriptors()
+    NamedMemory(specs_of((100,)), shared=True, purpose="a test")
+    left = {fd: link for fd, link in descriptors().items() if fd not in before}
+    for fd in left:
+        os.close(fd)
+    assert left == {}

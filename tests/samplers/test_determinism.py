@@ -1,0 +1,167 @@
+"""One seed, one batch: however the environments are spread over processes, evaluation or not."""
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from penstock import CategoricalPgAgent, ParallelSampler, RandomAgent, Sampler, SerialSampler, TrajInfo
+from penstock.envs import NestedEnv
+
+CARTPOLE = partial(gym.make, "CartPole-v1")
+PENDULUM = partial(gym.make, "Pendulum-v1", max_episode_steps=30)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 32), nn.Tanh())
+        self.policy, self.critic = nn.Linear(32, 2), nn.Linear(32, 1)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.body(observation)
+        return self.policy(features), self.critic(features)
+
+
+def run(
+    cls: type[Sampler], env_fn: Any, make_agent: Any, *, iterations: int = 5, evaluate: bool = False, **kwargs: Any
+) -> tuple[list[Any], list[list[dict[str, Any]]]]:
+    """The batches (as copies) and the trajectory infos of some iterations."""
+    batches, infos = [], []
+    with cls(env_fn, batch_T=40, batch_B=7, eval_n_envs=3, eval_max_steps=150, **kwargs) as sampler:
+        sampler.initialize(make_agent(), seed=11, bootstrap_value=True)
+        for itr in range(iterations):
+            if evaluate and itr % 2:
+                assert sampler.evaluate_agent(itr)
+            _, traj_infos = sampler.obtain_samples(itr)
+            batches.append(sampler.samples_np.copy())
+            infos.append([vars(info) for info in traj_infos])
+    return batches, infos
+
+
+def assert_same(a: tuple[list[Any], Any], b: tuple[list[Any], Any]) -> None:
+    for itr, (x, y) in enumerate(zip(a[0], b[0], strict=True)):
+        for (name, left), (_, right) in zip(x.leaves(), y.leaves(), strict=True):
+            np.testing.assert_array_equal(left, right, err_msg=f"{name}, itr {itr}")
+    assert a[1] == b[1]
+
+
+@pytest.mark.parametrize("env_fn", [CARTPOLE, PENDULUM, NestedEnv], ids=["cartpole", "pendulum", "nested"])
+@pytest.mark.parametrize("evaluate", [False, True], ids=["plain", "evaluating"])
+def test_the_random_agent_gives_bit_identical_batches_with_any_number_of_workers(env_fn: Any, evaluate: bool) -> None:
+    reference = run(SerialSampler, env_fn, RandomAgent)
+    assert any(batch.env.done.any() for batch in reference[0])
+    for n_workers in (1, 2, 3, 5):
+        assert_same(reference, run(ParallelSampler, env_fn, RandomAgent, n_workers=n_workers, evaluate=evaluate))
+
+
+def test_every_start_method_gives_the_same(start_method: str) -> None:
+    reference = run(SerialSampler, CARTPOLE, RandomAgent, iterations=2)
+    assert_same(
+        reference, run(ParallelSampler, CARTPOLE, RandomAgent, iterations=2, n_workers=2, start_method=start_method)
+    )
+
+
+def test_two_runs_of_one_configuration_with_a_policy_are_identical() -> None:
+    first = run(ParallelSampler, CARTPOLE, lambda: CategoricalPgAgent(Model), n_workers=2)
+    second = run(ParallelSampler, CARTPOLE, lambda: CategoricalPgAgent(Model), n_workers=2, evaluate=True)
+    assert_same(first, second)
+
+
+def test_a_policy_acts_alike_in_serial_and_in_parallel() -> None:
+    # In float64 the last bit, in which matrix products of other batch shapes may differ, decides nothing.
+    def agent() -> CategoricalPgAgent:
+        return CategoricalPgAgent(lambda: Model().double())
+
+    serial = run(SerialSampler, CARTPOLE, agent)
+    for n_workers in (1, 2, 3):
+        parallel = run(ParallelSampler, CARTPOLE, agent, n_workers=n_workers)
+        for x, y in zip(serial[0], parallel[0], strict=True):
+            np.testing.assert_array_equal(x.agent.action, y.agent.action)
+            np.testing.assert_array_equal(x.env.observation, y.env.observation)
+            np.testing.assert_allclose(x.agent.agent_info.value, y.agent.agent_info.value, rtol=1e-6)
+        assert serial[1] == parallel[1]
+
+
+def test_evaluations_are_the_same_with_any_number_of_workers() -> None:
+    def evaluate(cls: type[Sampler], **kwargs: Any) -> list[list[dict[str, Any]]]:
+        with cls(CARTPOLE, batch_T=4, batch_B=5, eval_n_envs=4, eval_max_steps=400, **kwargs) as sampler:
+            sampler.initialize(RandomAgent(), seed=3)
+            return [[vars(info) for info in sampler.evaluate_agent(itr)] for itr in range(3)]
+
+    reference = evaluate(SerialSampler)
+    assert all(reference)
+    assert reference[0] != reference[1], "each evaluation has streams of its own"
+    for n_workers in (1, 2, 5):
+        assert evaluate(ParallelSampler, n_workers=n_workers) == reference
+
+
+def test_an_evaluation_cut_short_does_not_change_the_next() -> None:
+    def second_evaluation(limit: int | None) -> list[dict[str, Any]]:
+        with ParallelSampler(
+            CARTPOLE, batch_T=4, batch_B=2, eval_n_envs=2, eval_max_steps=2000, eval_max_trajectories=limit
+        ) as sampler:
+            sampler.initialize(RandomAgent(), seed=3)
+            sampler.evaluate_agent(0)
+            return [vars(info) for info in sampler.evaluate_agent(1)]
+
+    full, cut = second_evaluation(None), second_evaluation(5)
+    assert 5 <= len(cut) <= len(full)
+    for info in cut:
+        full.remove(info)  # each is one of the full evaluation's
+
+
+def test_another_seed_gives_other_batches_and_no_seed_a_fresh_one() -> None:
+    def first_batch(seed: int | None) -> tuple[Any, int | None]:
+        with SerialSampler(CARTPOLE, batch_T=20, batch_B=3) as sampler:
+            sampler.initialize(RandomAgent(), seed=seed)
+            sampler.obtain_samples(0)
+            return sampler.samples_np.copy(), sampler.seed
+
+    zero, _ = first_batch(0)
+    one, _ = first_batch(1)
+    fresh, seed = first_batch(None)
+    again, _ = first_batch(seed)
+    assert not np.array_equal(zero.env.observation, one.env.observation)
+    np.testing.assert_array_equal(fresh.env.observation, again.env.observation)
+
+
+def test_machines_of_one_run_share_no_stream() -> None:
+    observations = []
+    for rank in range(2):
+        with SerialSampler(CARTPOLE, batch_T=1, batch_B=4, max_decorrelation_steps=0) as sampler:
+            sampler.initialize(RandomAgent(), seed=5, rank=rank, world_size=2)
+            sampler.obtain_samples(0)
+            observations.append(sampler.samples_np.env.observation[0].copy())
+    rows = np.concatenate(observations)
+    assert len(np.unique(rows, axis=0)) == 8
+
+
+def test_the_unsynchronized_learner_does_not_show_in_either_sampler() -> None:
+    for cls in (SerialSampler, ParallelSampler):
+        agent = CategoricalPgAgent(Model)
+        with cls(CARTPOLE, batch_T=10, batch_B=2) as sampler:
+            sampler.initialize(agent, seed=0)
+            sampler.obtain_samples(0)
+            before = sampler.samples_np.agent.agent_info.value.copy()
+            with torch.no_grad():
+                agent.model.critic.bias += 100.0
+            sampler.obtain_samples(1)
+            assert sampler.samples_np.agent.agent_info.value.max() < before.max() + 50
+            agent.sync_shared_memory()
+            sampler.obtain_samples(2)
+            assert sampler.samples_np.agent.agent_info.value.min() > 50
+
+
+def test_trajectory_infos_come_in_a_fixed_order() -> None:
+    class Where(TrajInfo):
+        pass
+
+    stock = run(ParallelSampler, CARTPOLE, RandomAgent, n_workers=3, iterations=3)[1]
+    own = run(ParallelSampler, CARTPOLE, RandomAgent, n_workers=2, iterations=3, traj_info_cls=Where)[1]
+    public = [[{k: v for k, v in info.items() if not k.startswith("_")} for info in infos] for infos in own]
+    assert public == stock

@@ -1,0 +1,145 @@
+"""However the main process ends, no worker outlives it."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+HEAD = """
+import os, sys, time, signal
+from penstock import ParallelSampler, RandomAgent
+from penstock.envs import CountingEnv, SlowEnv
+def start(env=CountingEnv, **kwargs):
+    sampler = ParallelSampler(env, batch_T=50, batch_B=2, n_workers=2, start_method=METHOD, **kwargs)
+    sampler.initialize(RandomAgent())
+    sampler.obtain_samples(0)
+    print(*sampler._team.pids, flush=True)
+    return sampler
+"""
+
+
+def launch(tmp_path: Path, method: str, body: str) -> "subprocess.Popen[str]":
+    """Run a script that prints its workers' process ids in its first line."""
+    script = tmp_path / "script.py"
+    # At the script's top level, without a __main__ guard: the workers must not run it again.
+    script.write_text(f"METHOD = {method!r}\n{HEAD}\n{textwrap.dedent(body)}")
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def workers_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.stderr.read() if process.stderr else ""
+    return [psutil.Process(int(pid)) for pid in line.split()]
+
+
+def assert_gone(workers: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(workers, timeout=2)
+    assert not alive
+
+
+@pytest.mark.parametrize(
+    "ending",
+    ["", "sampler.start_samples(1)", "del sampler", "raise SystemExit(3)", "1 / 0"],
+    ids=["forgotten", "in a batch", "deleted", "exit", "exception"],
+)
+def test_a_forgotten_shutdown_leaves_no_process(tmp_path: Path, ending: str, start_method: str) -> None:
+    process = launch(tmp_path, start_method, f"sampler = start()\n{ending}")
+    workers = workers_of(process)
+    _, stderr = process.communicate(timeout=30)
+    assert_gone(workers)
+    if "1 / 0" in ending:
+        assert stderr.count("Traceback") == 1
+    else:
+        assert stderr == ""
+    assert process.returncode == {"raise SystemExit(3)": 3, "1 / 0": 1}.get(ending, 0)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_workers_die_with_a_killed_main_process(tmp_path: Path, sig: signal.Signals, start_method: str) -> None:
+    body = """
+    sampler = start(SlowEnv, env_kwargs={"seconds": 0.001})
+    while True:
+        sampler.obtain_samples(1)
+    """
+    process = launch(tmp_path, start_method, body)
+    workers = workers_of(process)
+    process.send_signal(sig)
+    process.communicate(timeout=30)
+    assert process.returncode == -sig
+    assert_gone(workers)
+
+
+@pytest.mark.parametrize("where", ["training", "sampling", "starting"])
+def test_ctrl_c_gives_one_traceback_and_leaves_no_process(tmp_path: Path, where: str, start_method: str) -> None:
+    bodies = {
+        "training": "sampler = start()\nprint(flush=True)\ntime.sleep(60)",
+        "sampling": """
+            sampler = start(SlowEnv, env_kwargs={"seconds": 0.001})
+            print(flush=True)
+            while True:
+                sampler.obtain_samples(1)
+            """,
+        "starting": """
+            class Slow(CountingEnv):
+                def reset(self, **kwargs):
+                    print(os.getpid(), flush=True)
+                    time.sleep(60)
+            ParallelSampler(Slow, batch_T=50, batch_B=1, start_method=METHOD).initialize(RandomAgent())
+            """,
+    }
+    process = launch(tmp_path, start_method, bodies[where])
+    workers = workers_of(process)
+    if where != "starting":
+        assert process.stdout is not None
+        process.stdout.readline()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
+    _, stderr = process.communicate(timeout=30)
+    assert_gone(workers)
+    assert process.returncode == -signal.SIGINT
+    assert stderr.count("Traceback") == 1, stderr
+    assert stderr.strip().endswith("KeyboardInterrupt")
+
+
+def test_a_batch_survives_a_keyboard_interrupt_of_the_wait() -> None:
+    import threading
+
+    from penstock import ParallelSampler, RandomAgent, SamplerState
+    from penstock.envs import SlowEnv
+
+    with ParallelSampler(SlowEnv, env_kwargs={"seconds": 0.01}, batch_T=60, batch_B=1, n_workers=1) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.start_samples(0)
+        timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            sampler.wait_samples()
+        timer.join()
+        assert sampler.state is SamplerState.SAMPLING
+        samples, _ = sampler.wait_samples()
+        assert (samples.env.reward > 0).all()
+
+
+def test_a_fork_of_the_main_process_owns_nothing() -> None:
+    from penstock import ParallelSampler, RandomAgent
+    from penstock.envs import CountingEnv
+
+    with ParallelSampler(CountingEnv, batch_T=4, batch_B=1) as sampler:
+        sampler.initialize(RandomAgent())
+        child = os.fork()
+        if child == 0:
+            sampler.shutdown()
+            os._exit(0)
+        os.waitpid(child, 0)
+        sampler.obtain_samples(0)

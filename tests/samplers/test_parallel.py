@@ -1,0 +1,366 @@
+"""What ParallelSampler promises beside determinism: exact accounting, uneven shares, pinning, parameters."""
+
+import os
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from penstock import (
+    Affinity,
+    AgentStep,
+    CategoricalPgAgent,
+    ConfigError,
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SerialSampler,
+    TrajInfo,
+)
+from penstock.envs import CountingEnv
+from penstock.samplers.affinity import usable_cpus
+
+both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+
+
+class OwnTrajInfo(TrajInfo):
+    """With attributes of its own, a constant, and a payload that fills pipes."""
+
+    def __init__(self, discount: float = 1.0, bonus: float = 0.0, payload: int = 0) -> None:
+        super().__init__(discount)
+        self.Bonus = bonus
+        self.actions: list[int] = []
+        self.payload = bytes(payload)
+        self.final: Any = None
+
+    def step(self, observation: Any, action: Any, reward: float, *rest: Any) -> None:
+        super().step(observation, action, reward, *rest)
+        self.actions.append(action)
+
+    def terminate(self, final_observation: Any) -> None:
+        self.final = final_observation.copy()
+
+
+@both
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, OwnTrajInfo])
+def test_every_one_step_episode_is_delivered_in_its_batch(cls: type[Sampler], traj_info_cls: type[TrajInfo]) -> None:
+    T, B = 2000, 3
+    with cls(
+        CountingEnv, env_kwargs={"length": 1}, batch_T=T, batch_B=B, n_workers=2, traj_info_cls=traj_info_cls
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(3):
+            samples, infos = sampler.obtain_samples(itr)
+            assert samples.env.done.all()
+            assert len(infos) == T * B
+            assert {(info.Length, info.Return) for info in infos} == {(1, 1.0)}
+
+
+@settings(max_examples=8, deadline=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), T=st.integers(1, 30), n_workers=st.integers(1, 4))
+def test_as_many_infos_as_dones_with_any_episode_lengths(lengths: list[int], T: int, n_workers: int) -> None:
+    env_kwargs = [{"length": n} for n in lengths]
+    with ParallelSampler(
+        CountingEnv,
+        env_kwargs=env_kwargs,
+        batch_T=T,
+        batch_B=len(lengths),
+        n_workers=n_workers,
+        start_method="fork",
+        max_decorrelation_steps=5,
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(4):
+            samples, infos = sampler.obtain_samples(itr)
+            assert len(infos) == int(samples.env.done.sum())
+            t, b = np.nonzero(sampler.samples_np.env.done)
+            assert [info.Length for info in infos] == [lengths[column] for column in b]
+            assert all(info.Return == sum(range(1, info.Length + 1)) for info in infos)
+
+
+def test_a_subclass_keeps_constants_attributes_and_class(start_method: str) -> None:
+    with ParallelSampler(
+        CountingEnv,
+        batch_T=10,
+        batch_B=3,
+        n_workers=2,
+        start_method=start_method,
+        max_decorrelation_steps=0,
+        traj_info_cls=OwnTrajInfo,
+    ) as sampler:
+        sampler.initialize(
+            RandomAgent(), seed=0, traj_info_kwargs={"discount": 0.5, "bonus": 2.5, "payload": 300_000}
+        )
+        samples, infos = sampler.obtain_samples(0)
+        assert len(infos) == 6
+        for info in infos:
+            assert type(info) is OwnTrajInfo
+            assert info.Bonus == 2.5
+            assert info.DiscountedReturn == 1 + 2 / 2 + 3 / 4 + 4 / 8 + 5 / 16
+            assert len(info.payload) == 300_000
+            assert info.final.tolist()[1] == 5
+        # Ordered by time step, then env_rank: first the three that ended at t=4.
+        for b, info in enumerate(infos[:3]):
+            assert info.actions == samples.agent.action[:5, b].tolist()
+
+
+@both
+def test_discount_is_a_constant_of_the_stock_info(cls: type[Sampler]) -> None:
+    with cls(CountingEnv, batch_T=7, batch_B=1, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), traj_info_kwargs={"discount": 0.5})
+        infos = [info for itr in range(5) for info in sampler.obtain_samples(itr)[1]]
+        assert len(infos) == 7
+        for info in infos:  # batches of 7 steps cut episodes of 5 at every place
+            assert info.DiscountedReturn == pytest.approx(1 + 2 / 2 + 3 / 4 + 4 / 8 + 5 / 16)
+
+
+def test_more_workers_than_environments_and_uneven_shares() -> None:
+    with ParallelSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=5) as sampler:
+        sampler.initialize(RandomAgent())
+        assert sampler.n_workers == 2
+        sampler.obtain_samples(0)
+    with ParallelSampler(
+        CountingEnv, batch_T=2, batch_B=5, n_workers=3, eval_n_envs=1, eval_max_steps=11
+    ) as sampler:
+        sampler.initialize(RandomAgent())
+        assert [len(w.env_ranks) for w in sampler.stats().workers] == [2, 2, 1]
+        assert len(sampler.evaluate_agent(0)) == 2  # two of the three workers have nothing to evaluate
+        sampler.obtain_samples(0)
+
+
+class WhereEnv(CountingEnv):
+    """Shows in its reward on which CPU, and in its observation with how many threads, it runs."""
+
+    def step(self, action: Any) -> Any:
+        observation, _, *rest = super().step(action)
+        (cpu,) = psutil.Process().cpu_affinity()
+        observation[:] = torch.get_num_threads(), int(os.environ["OMP_NUM_THREADS"])
+        return observation, float(cpu), *rest
+
+
+def test_workers_run_where_the_mask_or_the_caller_says(start_method: str) -> None:
+    cpus = usable_cpus()
+
+    def places(affinity: Any) -> tuple[list[float], set[float]]:
+        with ParallelSampler(
+            WhereEnv, batch_T=1, batch_B=3, n_workers=3, start_method=start_method, max_decorrelation_steps=0
+        ) as sampler:
+            sampler.initialize(RandomAgent(), affinity=affinity)
+            sampler.obtain_samples(0)
+            samples, _ = sampler.obtain_samples(1)
+            return samples.env.reward[0].tolist(), set(samples.env.observation.unique().tolist())
+
+    assert places(None) == ([cpus[i % len(cpus)] for i in range(3)], {1.0})
+    last = cpus[-1]
+    assert places(Affinity(cpus=[last, last, last], torch_threads=2)) == ([last] * 3, {2.0})
+
+
+def test_the_main_process_is_not_pinned() -> None:
+    before = usable_cpus()
+    with ParallelSampler(CountingEnv, batch_T=1, batch_B=2) as sampler:
+        sampler.initialize(RandomAgent())
+    assert usable_cpus() == before
+
+
+class Revealing(nn.Module):
+    """All parameters are published equal; the value shows whether a worker ever sees them mixed."""
+
+    def __init__(self, n: int = 200_000) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(n))
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        spread = self.weight.max() - self.weight.min()
+        logits = spread.expand(len(observation), 3)
+        return logits, self.weight.mean().expand(len(observation))
+
+
+def test_a_worker_never_acts_on_half_written_parameters() -> None:
+    agent = CategoricalPgAgent(Revealing)
+    with ParallelSampler(CountingEnv, batch_T=1, batch_B=2, n_workers=2) as sampler:
+        sampler.initialize(agent, seed=0)
+        version = 0
+        for itr in range(60):
+            sampler.start_samples(itr)
+            for _ in range(5):  # publish while the workers read
+                version += 1
+                with torch.no_grad():
+                    agent.model.weight.fill_(float(version))
+                agent.sync_shared_memory()
+            samples, _ = sampler.wait_samples()
+            # log(1/3): the logits are equal; and the weights were all of one whole version.
+            assert torch.allclose(samples.agent.agent_info.log_prob, torch.tensor(1 / 3).log())
+            values = samples.agent.agent_info.value
+            assert torch.equal(values, values.round())
+
+
+@both
+def test_one_agent_may_serve_two_samplers(cls: type[Sampler]) -> None:
+    agent = CategoricalPgAgent(partial(Revealing, 10))
+    with cls(CountingEnv, batch_T=1, batch_B=1) as first, cls(CountingEnv, batch_T=1, batch_B=1) as second:
+        first.initialize(agent)
+        second.initialize(agent)
+        with torch.no_grad():
+            agent.model.weight.fill_(4.0)
+        agent.sync_shared_memory()
+        for sampler in (first, second):
+            assert float(sampler.obtain_samples(0)[0].agent.agent_info.value) == 4.0
+    agent.sync_shared_memory()  # with no one left to hear it
+
+
+@both
+def test_start_and_wait_are_the_two_halves_of_obtain(cls: type[Sampler]) -> None:
+    def run(halves: bool) -> Any:
+        with cls("CartPole-v1", batch_T=20, batch_B=3) as sampler:
+            sampler.initialize(RandomAgent(), seed=2)
+            for itr in range(3):
+                if halves:
+                    sampler.start_samples(itr)
+                    sampler.wait_samples()
+                else:
+                    sampler.obtain_samples(itr)
+            return sampler.samples_np.copy()
+
+    np.testing.assert_array_equal(run(True).env.observation, run(False).env.observation)
+
+
+@both
+def test_samples_are_views_of_one_memory_and_a_copy_is_not(cls: type[Sampler]) -> None:
+    with cls(CountingEnv, batch_T=3, batch_B=2) as sampler:
+        example = sampler.initialize(RandomAgent(), bootstrap_value=True)
+        samples, _ = sampler.obtain_samples(0)
+        kept = samples.copy()
+        assert samples.env.observation.data_ptr() == sampler.samples_np.env.observation.ctypes.data
+        assert sampler.obtain_samples(1)[0] is samples
+        assert not torch.equal(kept.env.observation, samples.env.observation)
+        recorded = {name for name, _ in samples.leaves()}
+        assert {name for name, _ in example.leaves()} == recorded
+        assert example.env.observation.shape == (2,)
+        assert example.agent.bootstrap_value.shape == ()
+
+
+@both
+def test_evaluation_is_bounded_by_steps_and_by_trajectories(cls: type[Sampler]) -> None:
+    def evaluate(**kwargs: Any) -> list[TrajInfo]:
+        with cls(CountingEnv, batch_T=2, batch_B=2, eval_n_envs=3, **kwargs) as sampler:
+            sampler.initialize(RandomAgent())
+            return sampler.evaluate_agent(0)
+
+    assert len(evaluate(eval_max_steps=3 * 50)) == 30  # episodes of 5 steps
+    few = evaluate(eval_max_steps=3_000_000_000, eval_max_trajectories=10)
+    # A worker stops by itself at 10, whatever the others have; all three environments may end together.
+    assert 10 <= len(few) <= 3 * 12
+
+
+def test_stats_add_up() -> None:
+    with ParallelSampler(CountingEnv, batch_T=50, batch_B=4, n_workers=2) as sampler:
+        sampler.initialize(RandomAgent())
+        for itr in range(3):
+            sampler.obtain_samples(itr)
+        stats = sampler.stats()
+        timeline = sampler.timeline()
+    assert [w.steps for w in stats.workers] == [300, 300]
+    assert [w.batches for w in stats.workers] == [3, 3]
+    for worker in stats.workers:
+        assert min(worker.stepping, worker.acting, worker.resetting, worker.waiting) > 0
+        assert worker.resetting < worker.stepping
+    assert stats.bytes_shared > sampler.samples_np.env.observation.nbytes
+    assert timeline.shape == (2, 101)
+    assert (np.diff(timeline, axis=1) >= 0).all()
+
+
+def test_workers_see_todays_environment_variables(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Variables(CountingEnv):
+        def step(self, action: Any) -> Any:
+            observation, _, *rest = super().step(action)
+            return observation, float(os.environ["PENSTOCK_TEST"] + str(len(os.environ.get("OMPI_RANK", "")))), *rest
+
+    monkeypatch.setenv("PENSTOCK_TEST", "7")
+    monkeypatch.setenv("OMPI_RANK", "1")  # MPI variables are hidden, so that nothing takes a worker for a rank
+    with ParallelSampler(Variables, batch_T=1, batch_B=1, start_method=start_method) as sampler:
+        sampler.initialize(RandomAgent())
+        assert float(sampler.obtain_samples(0)[0].env.reward) == 70
+    assert os.environ["OMPI_RANK"] == "1"
+
+
+@both
+def test_an_id_and_a_registration_in_this_process_are_enough(cls: type[Sampler]) -> None:
+    gym.register("PenstockCounting-v0", entry_point=CountingEnv, disable_env_checker=True)
+    try:
+        with cls("PenstockCounting-v0", env_kwargs={"length": 2}, batch_T=4, batch_B=2) as sampler:
+            sampler.initialize(RandomAgent())
+            assert len(sampler.obtain_samples(0)[1]) == 4
+    finally:
+        gym.registry.pop("PenstockCounting-v0")
+
+
+@both
+def test_a_list_of_callables_gives_each_column_its_own_environment(cls: type[Sampler]) -> None:
+    fns = [partial(CountingEnv, length=n) for n in (1, 2, 4)]
+    with cls(fns, batch_T=4, batch_B=3, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent())
+        assert sampler.obtain_samples(0)[0].env.done.sum(0).tolist() == [4, 2, 1]
+
+
+def test_columns_must_share_their_spaces() -> None:
+    fns = [CountingEnv, partial(CountingEnv, dtype=np.float64)]
+    with (
+        ParallelSampler(fns, batch_T=4, batch_B=2) as sampler,
+        pytest.raises(Exception, match="observation_space of env_rank 1 is .*float64.*same spaces"),
+    ):
+        sampler.initialize(RandomAgent())
+
+
+@both
+def test_float64_observations_stay_unless_asked(cls: type[Sampler]) -> None:
+    for dtype, recorded in ((None, torch.float64), (np.float32, torch.float32)):
+        with cls(
+            partial(CountingEnv, dtype=np.float64), batch_T=2, batch_B=1, observation_dtype=dtype
+        ) as sampler:
+            sampler.initialize(RandomAgent())
+            assert sampler.obtain_samples(0)[0].env.observation.dtype is recorded
+
+
+@both
+def test_final_observations_can_be_left_out(cls: type[Sampler]) -> None:
+    with cls(CountingEnv, batch_T=2, batch_B=1, record_final_obs=False) as sampler:
+        sampler.initialize(RandomAgent())
+        samples, _ = sampler.obtain_samples(0)
+        with pytest.raises(AttributeError, match="no field 'final_obs'; it has observation"):
+            _ = samples.env.final_obs
+
+
+class Fickle(RandomAgent):
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        action, info = super().step(observation, prev_action, prev_reward)
+        return AgentStep(action[:1] if observation.max() > 3 else action, info)
+
+
+class Misshapen(CountingEnv):
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        return observation[:1] if self.count == 3 else observation, *rest
+
+
+@both
+def test_an_observation_of_the_wrong_shape_is_named(cls: type[Sampler]) -> None:
+    from penstock import WorkerError
+
+    envs = [CountingEnv, CountingEnv, Misshapen]
+    with cls(envs, batch_T=8, batch_B=3, n_workers=2, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent())
+        with pytest.raises(WorkerError, match=r"SpaceError: observation of column \d must have shape \(2,\), got \(1,\)"):
+            sampler.obtain_samples(0)
+
+
+def test_memory_beyond_the_limit_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.buffers.memory_limits.free_memory", lambda: 10_000)
+    with ParallelSampler(CountingEnv, batch_T=1000, batch_B=8) as sampler, pytest.raises(ConfigError, match="MiB are free"):
+        sampler.initialize(RandomAgent())

@@ -1,0 +1,75 @@
+"""Column arithmetic: every environment has exactly one worker, whatever the counts."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import ConfigError
+from penstock.samplers.plan import Affinity, assign_cpus, eval_max_T, make_plans, n_workers_default, split
+
+counts = st.integers(1, 200)
+
+
+@given(n=st.integers(0, 500), parts=counts)
+def test_split_covers_everything_once_and_evenly(n: int, parts: int) -> None:
+    ranges = split(n, parts)
+    assert [i for r in ranges for i in r] == list(range(n))
+    lengths = [len(r) for r in ranges]
+    assert len(ranges) == parts
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@given(batch_B=counts, eval_n_envs=st.integers(0, 50), n_workers=counts, rank=st.integers(0, 5))
+def test_env_ranks_are_unique_across_workers_and_machines(
+    batch_B: int, eval_n_envs: int, n_workers: int, rank: int
+) -> None:
+    cpus = [()] * min(n_workers, batch_B)
+    here = make_plans(batch_B, eval_n_envs, cpus, rank=rank)
+    next_machine = make_plans(batch_B, eval_n_envs, cpus, rank=rank + 1)
+    ranks = [r for plan in here + next_machine for r in plan.env_ranks]
+    assert ranks == list(range(rank * batch_B, (rank + 2) * batch_B))
+    evals = [r for plan in here for r in plan.eval_env_ranks]
+    assert evals == list(range(rank * eval_n_envs, (rank + 1) * eval_n_envs))
+    assert all(len(plan.columns) for plan in here)
+
+
+@given(batch_B=counts, n_workers=st.none() | counts, cpus=st.integers(0, 64))
+def test_there_are_never_more_workers_than_environments(batch_B: int, n_workers: int | None, cpus: int) -> None:
+    n = n_workers_default(n_workers, batch_B, range(cpus))
+    assert 1 <= n <= batch_B
+    if n_workers is not None:
+        assert n == min(n_workers, batch_B)
+
+
+@given(steps=st.integers(1, 10_000), n=st.integers(1, 100))
+def test_an_evaluation_makes_no_more_steps_than_allowed_unless_that_is_less_than_one_each(steps: int, n: int) -> None:
+    assert 1 <= eval_max_T(steps, n) <= max(1, steps // n)
+
+
+def test_workers_take_the_cpus_of_the_mask_in_turn() -> None:
+    assert assign_cpus(Affinity(), 5, (2, 7)) == [(2,), (7,), (2,), (7,), (2,)]
+
+
+def test_explicit_cpus_are_honoured() -> None:
+    assert assign_cpus(Affinity(cpus=[7, [2, 7]]), 2, (2, 7)) == [(7,), (2, 7)]
+
+
+def test_pinning_can_be_left_out() -> None:
+    assert assign_cpus(Affinity(pin=False), 2, (2, 7)) == [(), ()]
+    assert assign_cpus(Affinity(), 2, ()) == [(), ()]  # a system that cannot tell
+
+
+@pytest.mark.parametrize(
+    ("affinity", "message"),
+    [
+        (Affinity(cpus=[0, 99]), r"worker 1 to CPUs \[99\], of which \[99\] are not among"),
+        (Affinity(cpus=[0]), "for 1 workers, there are 2"),
+        (Affinity(cpus=[0, []]), r"worker 1 to CPUs \[\]"),
+        (Affinity(cpus=[0, 1], pin=False), "leave one out"),
+        (Affinity(torch_threads=0), "torch_threads must be at least 1"),
+    ],
+)
+def test_wrong_affinity_is_a_clear_error(affinity: Affinity, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        assign_cpus(affinity, 2, (0, 1))

@@ -1,0 +1,291 @@
+"""Bad arguments and calls out of order: one clear line each, and nothing left running."""
+
+import threading
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from penstock import (
+    Agent,
+    AgentStep,
+    CategoricalPgAgent,
+    ConfigError,
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SamplerClosedError,
+    SamplerState,
+    SamplerStateError,
+    SerialSampler,
+    SpaceError,
+    TrajInfo,
+)
+from penstock.envs import CountingEnv
+
+both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+
+
+def make(cls: type[Sampler] = SerialSampler, env_fn: Any = CountingEnv, **kwargs: Any) -> Sampler:
+    return cls(env_fn, **{"batch_T": 4, "batch_B": 3, "n_workers": 2, **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_T": 0}, "batch_T must be an integer of at least 1, got 0"),
+        ({"batch_T": 2.5}, "batch_T must be an integer of at least 1, got 2.5"),
+        ({"batch_B": -1}, "batch_B must be"),
+        ({"batch_B": True}, "batch_B must be"),
+        ({"n_workers": 0}, "n_workers must be"),
+        ({"max_decorrelation_steps": -1}, "max_decorrelation_steps must be"),
+        ({"eval_n_envs": -1}, "eval_n_envs must be"),
+        ({"eval_n_envs": 4, "eval_max_steps": 3}, "eval_max_steps must be an integer of at least 4"),
+        ({"eval_n_envs": 4, "eval_max_trajectories": 0}, "eval_max_trajectories must be"),
+        ({"start_method": "thread"}, "start_method must be one of fork, forkserver, spawn"),
+        ({"step_timeout": 0}, "step_timeout must be a positive number"),
+        ({"collector_cls": CountingEnv}, "collector_cls must be a subclass of Collector"),
+        ({"traj_info_cls": TrajInfo()}, "traj_info_cls must be a subclass of TrajInfo"),
+    ],
+)
+def test_constructor_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        make(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+class OldGymEnv:
+    def reset(self) -> None: ...
+    def step(self, action: int) -> None: ...
+
+
+class TextEnv(CountingEnv):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Text(10)
+
+
+def raising_factory() -> gym.Env[Any, Any]:
+    raise FileNotFoundError("no such game")
+
+
+@both
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"env_fn": OldGymEnv}, ConfigError, "must return a gymnasium.Env, got .*OldGymEnv.*shimmy"),
+        ({"env_fn": 7}, ConfigError, "env_fn must be a callable, an environment id or a list"),
+        ({"env_fn": "NoSuchEnv-v0"}, ConfigError, "'NoSuchEnv-v0' is not a registered environment id"),
+        ({"env_fn": [CountingEnv]}, ConfigError, "a list of 1 callables for 3 environments"),
+        ({"env_kwargs": [{}, {}]}, ConfigError, "a list of 2 dicts for 3 environments"),
+        ({"env_fn": raising_factory}, ConfigError, "raised FileNotFoundError .* no such game"),
+        ({"env_kwargs": {"no_such": 1}}, ConfigError, "raised TypeError"),
+        ({"env_fn": TextEnv}, SpaceError, "Text space.*TransformObservation"),
+    ],
+)
+def test_bad_environments_are_refused_before_any_worker_starts(
+    cls: type[Sampler], arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with make(cls, **arguments) as sampler, pytest.raises(error, match=message) as caught:
+        sampler.initialize(RandomAgent())
+    assert "\n" not in str(caught.value)
+
+
+class WrongCount(RandomAgent):
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        return AgentStep(np.zeros(5, np.int64))
+
+
+class NoBatch(RandomAgent):
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        return AgentStep(super().step(observation, prev_action, prev_reward).action, {"scalar": 1.0})
+
+
+class NoValue(Agent):
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        return AgentStep(np.zeros(len(prev_reward), np.int64))
+
+
+@both
+@pytest.mark.parametrize(
+    ("agent", "error", "message"),
+    [
+        (nn.Linear(2, 2), ConfigError, r"must be a penstock Agent, got Linear.*CategoricalPgAgent\(model\)"),
+        (WrongCount(), SpaceError, "one action|an action per column"),
+        (NoBatch(), SpaceError, "agent_info.scalar must be a numeric array"),
+        (NoValue(), ConfigError, r"NoValue has no value\(\)"),
+        (CategoricalPgAgent(nn.Linear(9, 3)), SpaceError, "failed on example observations of shape"),
+        (CategoricalPgAgent(nn.Linear(2, 3)), SpaceError, r"must return a tuple \(logits, value\)"),
+        (CategoricalPgAgent(lambda: "model"), ConfigError, "must return an nn.Module"),
+    ],
+)
+def test_bad_agents_are_refused_before_any_worker_starts(
+    cls: type[Sampler], agent: Any, error: type[Exception], message: str
+) -> None:
+    with make(cls) as sampler, pytest.raises(error, match=message) as caught:
+        sampler.initialize(agent, bootstrap_value=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_agent_on_the_wrong_space_is_refused() -> None:
+    pendulum = make(env_fn=partial(gym.make, "Pendulum-v1"))
+    with pendulum, pytest.raises(SpaceError, match="needs a Discrete action space, the environment has Box"):
+        pendulum.initialize(CategoricalPgAgent(nn.Linear(3, 2)))
+    agent = RandomAgent()
+    with make() as first, make(env_fn="CartPole-v1") as second:
+        first.initialize(agent)
+        with pytest.raises(SpaceError, match="the agent was initialized for"):
+            second.initialize(agent)
+
+
+def test_what_cannot_be_pickled_is_named() -> None:
+    lock = threading.Lock()
+
+    def factory() -> gym.Env[Any, Any]:
+        return CountingEnv(length=5 if lock else 6)
+
+    with (
+        make(ParallelSampler, env_fn=factory) as sampler,
+        pytest.raises(ConfigError, match="env_fn .* cannot be pickled") as caught,
+    ):
+        sampler.initialize(RandomAgent())
+    assert "\n" not in str(caught.value)
+    with make(SerialSampler, env_fn=factory) as sampler:
+        sampler.initialize(RandomAgent())  # pickles nothing
+        sampler.obtain_samples(0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": -1}, "seed must be"),
+        ({"seed": 0.5}, "seed must be"),
+        ({"rank": 2, "world_size": 2}, r"rank must be in range\(world_size\)"),
+        ({"affinity": [0, 10_000]}, r"\[10000\] are not among"),
+        ({"traj_info_kwargs": {"gamma": 1}}, r"TrajInfo\(\*\*traj_info_kwargs\) raised TypeError"),
+    ],
+)
+def test_initialize_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
+    with make(ParallelSampler) as sampler, pytest.raises(ConfigError, match=message):
+        sampler.initialize(RandomAgent(), **arguments)
+
+
+def test_a_failed_initialize_can_be_tried_again() -> None:
+    with make(ParallelSampler) as sampler:
+        with pytest.raises(ConfigError):
+            sampler.initialize(RandomAgent(), seed=-1)
+        sampler.initialize(RandomAgent(), seed=1)
+        sampler.obtain_samples(0)
+
+
+def test_too_large_a_batch_names_needed_and_free_memory() -> None:
+    with make(ParallelSampler, batch_T=10**10) as sampler, pytest.raises(ConfigError) as caught:
+        sampler.initialize(RandomAgent())
+    assert "needs" in str(caught.value)
+    assert "MiB are free" in str(caught.value)
+
+
+CALLS = {
+    "initialize": lambda s: s.initialize(RandomAgent()),
+    "obtain_samples": lambda s: s.obtain_samples(0),
+    "start_samples": lambda s: s.start_samples(0),
+    "wait_samples": lambda s: s.wait_samples(),
+    "evaluate_agent": lambda s: s.evaluate_agent(0),
+}
+
+
+@both
+def test_calls_out_of_order_name_the_expected_call(cls: type[Sampler]) -> None:
+    def refused(sampler: Sampler, allowed: set[str], expected: str, error: type[Exception] = SamplerStateError) -> None:
+        for name in CALLS.keys() - allowed:
+            with pytest.raises(error, match=f"{name} was called.*{expected}"):
+                CALLS[name](sampler)
+
+    sampler = make(cls, eval_n_envs=1, eval_max_steps=10)
+    refused(sampler, {"initialize"}, "initialize")
+    for look in (sampler.stats, sampler.timeline):
+        with pytest.raises(SamplerStateError, match=r"call sampler.initialize\(agent\) first"):
+            look()
+    sampler.initialize(RandomAgent())
+    refused(sampler, {"obtain_samples", "start_samples", "evaluate_agent"}, "start_samples, obtain_samples or evaluate")
+    sampler.start_samples(0)
+    refused(sampler, {"wait_samples"}, "wait_samples")
+    sampler.wait_samples()
+    sampler.obtain_samples(1)
+    sampler.shutdown()
+    refused(sampler, set(), "after shutdown", SamplerClosedError)
+    assert sampler.state is SamplerState.CLOSED
+
+
+@both
+def test_evaluation_without_evaluation_environments_says_so(cls: type[Sampler]) -> None:
+    with make(cls) as sampler:
+        sampler.initialize(RandomAgent())
+        with pytest.raises(ConfigError, match="eval_n_envs"):
+            sampler.evaluate_agent(0)
+        sampler.obtain_samples(0)
+
+
+def test_two_calls_at_once_are_refused() -> None:
+    class Blocking(CountingEnv):
+        entered, leave = threading.Event(), threading.Event()
+
+        def step(self, action: Any) -> Any:
+            self.entered.set()
+            self.leave.wait(20)
+            return super().step(action)
+
+    with make(SerialSampler, env_fn=Blocking, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent())
+        thread = threading.Thread(target=sampler.obtain_samples, args=(0,))
+        thread.start()
+        assert Blocking.entered.wait(20)
+        with pytest.raises(SamplerStateError, match="while obtain_samples is running in another thread"):
+            sampler.obtain_samples(1)
+        Blocking.leave.set()
+        thread.join(20)
+
+
+@both
+def test_shutdown_is_idempotent_and_allowed_in_every_state(cls: type[Sampler]) -> None:
+    make(cls).shutdown()
+    sampler = make(cls)
+    sampler.initialize(RandomAgent())
+    samples, _ = sampler.obtain_samples(0)
+    sampler.start_samples(1)
+    sampler.shutdown()
+    sampler.shutdown()
+    assert samples.env.observation.shape == (4, 3, 2), "the last samples stay readable"
+    assert torch.isfinite(samples.env.observation).all()
+
+
+def test_shutdown_from_another_thread_ends_a_waiting_call() -> None:
+    class Endless(CountingEnv):
+        def step(self, action: Any) -> Any:
+            threading.Event().wait(60)
+
+    sampler = make(ParallelSampler, env_fn=Endless, max_decorrelation_steps=0)
+    sampler.initialize(RandomAgent())
+    sampler.start_samples(0)
+    timer = threading.Timer(0.2, lambda: pytest.warns(RuntimeWarning, sampler.shutdown))
+    timer.start()
+    with pytest.raises(SamplerClosedError, match="shut down by another thread"):
+        sampler.wait_samples()
+    timer.join(20)
+
+
+@both
+def test_repr_shows_state_and_workers(cls: type[Sampler]) -> None:
+    sampler = make(cls, eval_n_envs=1, eval_max_steps=10)
+    assert repr(sampler) == f"<{cls.__name__} created: batch_T=4, batch_B=3>"
+    sampler.initialize(RandomAgent(), seed=8)
+    assert "ready" in repr(sampler)
+    assert "seed=8" in repr(sampler)
+    assert "worker 0: " in repr(sampler)
+    sampler.shutdown()
+    assert "closed" in repr(sampler)
