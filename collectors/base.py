@@ -49,7 +49,7 @@ class Collector(ABC):
         self.envs, self.agent, self.samples = parts.envs, parts.agent, parts.samples
         self.tracker, self.progress = parts.tracker, parts.progress
         self.batch_T = parts.samples.batch_T
-        self._streams, self._max_decorrelation_steps = parts.streams, parts.max_decorrelation_steps
+        self.streams, self._max_decorrelation_steps = parts.streams, parts.max_decorrelation_steps
         self.finals = FinalObservations(parts.samples, parts.agent)
         # The agent's inputs beside the observation. Not views of the batch: these are zeroed when an
         # episode starts, where the batch keeps the last action of the episode before.
@@ -58,19 +58,19 @@ class Collector(ABC):
 
     def start_envs(self) -> None:
         """Reset every environment and put it out of phase with the others. Runs once."""
-        self.envs.reset_all(self._streams.env_seeds(Purpose.TRAIN))
+        self.envs.reset_all(self.streams.env_seeds(Purpose.TRAIN))
         self.tracker.restart()
         self.tracker.set_agent_info(map_leaves(lambda leaf: np.zeros_like(leaf[0]), self.samples.agent_info))
         decorrelate(
             self.envs,
             self.tracker,
-            self._streams.rngs(Purpose.DECORRELATE),
+            self.streams.rngs(Purpose.DECORRELATE),
             self._max_decorrelation_steps,
             self.prev_action,
             self.prev_reward,
         )
         # The first batch begins by carrying these rows over, as every later one does.
-        self.envs.write(self.samples.observation[self.batch_T], self.prev_reward)
+        self.envs.write_observations(self.samples.observation[self.batch_T])
         self.samples.action[self.batch_T] = self.prev_action
         self.samples.reward[self.batch_T] = self.prev_reward
 
@@ -78,8 +78,8 @@ class Collector(ABC):
         """Prepare the agent for the first batch. Runs once, after `start_envs`."""
         self.agent.reset()
 
-    def reset_if_needed(self, itr: int) -> None:
-        """Runs before the gate of batch `itr`, while the learner trains. Must not touch the samples."""
+    def reset_if_needed(self) -> None:
+        """Runs after every batch and evaluation, while the learner trains. Must not touch the samples."""
 
     @abstractmethod
     def collect_batch(self, itr: int) -> None:
@@ -91,6 +91,20 @@ class Collector(ABC):
         """Carry the last row over to the first and put the agent into sample mode."""
         self.samples.begin_batch()
         self.agent.sample_mode(itr)
+
+    def act(self, t: int) -> None:
+        """Row t, first half: the agent acts on `observation[t]`; action and agent_info are recorded.
+
+        `prev_action` then holds the actions that the environments are to take.
+        """
+        self.progress.begin_acting(t)
+        samples = self.samples
+        action, agent_info = self.agent.step(samples.observation[t], self.prev_action, self.prev_reward)
+        samples.action[t + 1] = action
+        samples.agent_info[t] = agent_info
+        self.prev_action[...] = samples.action[t + 1]
+        if self.tracker.on_step is not None:
+            self.tracker.set_agent_info(samples.agent_info[t])
 
     def end_batch(self) -> None:
         """All rows are written: value what is to be valued and hand the finished trajectories over."""

@@ -80,19 +80,26 @@ class EnvColumns:
             observations[b] = observation
             rewards[b] = reward
 
-    def write(self, observation_row: Any, reward_row: Any) -> None:
-        """Write the current observations and rewards into their rows of the samples buffer.
+    def write_observations(self, row: Any) -> None:
+        """Write the current observations into their row of the samples buffer.
 
-        Raises `SpaceError` naming field, environment, expected and given shape if one does not fit.
+        Raises `SpaceError` naming field, column, expected and given shape if one does not fit.
         """
         try:
-            self._write_observations(observation_row, self.observations)
-            reward_row[...] = self.rewards
+            self._write_observations(row, self.observations)
         except SpaceError as error:
             raise SpaceError(f"{error} (columns count from env_rank {self.env_ranks.start})") from None
+
+    def write_rewards(self, row: Any) -> None:
+        """Write the rewards of the last step into their row of the samples buffer.
+
+        Raises `SpaceError` naming the environment whose reward is not a single number.
+        """
+        try:
+            row[...] = self.rewards
         except (ValueError, TypeError) as error:
             for b, reward in enumerate(self.rewards):
-                if getattr(reward, "shape", ()) != () or not _is_number(reward):
+                if not _is_number(reward):
                     raise SpaceError(
                         f"the reward of env_rank {self.env_ranks[b]} must be a single number, got {reward!r}"
                     ) from error
@@ -101,7 +108,6 @@ class EnvColumns:
 
 def _is_number(value: Any) -> bool:
     try:
-        float(value)
+        return getattr(value, "shape", ()) == () and isinstance(float(value), float)
     except (TypeError, ValueError):
         return False
-    return True

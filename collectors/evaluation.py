@@ -83,7 +83,7 @@ class EvalCollector(BaseEvalCollector):
 
     def collect_evaluation(self, itr: int) -> None:
         self.begin_evaluation(itr)
-        self.envs.write(self.observation, self.prev_reward)
+        self.envs.write_observations(self.observation)
         handed_over = 0
         for first_t in range(0, self.max_T, _CHUNK):
             wanted = min(_CHUNK, self.max_T - first_t)
@@ -112,7 +112,8 @@ class EvalCollector(BaseEvalCollector):
                 tracker.set_agent_info(self.agent_info)
             progress.enter(Phase.STEPPING)
             envs.step(prev_action, self._on_done, tracker.on_step)
-            envs.write(self.observation, self._reward[row])
+            envs.write_observations(self.observation)
+            envs.write_rewards(self._reward[row])
             prev_reward[...] = self._reward[row]
             prev_reward[self._done[row]] = 0
         return n_rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.collectors.base import Collector
+from penstock.collectors.base import Collector, CollectorParts
 
 __all__ = ["ResetCollector"]
 
@@ -14,38 +14,30 @@ class ResetCollector(Collector):
 
     mid_batch_reset = True
 
-    def collect_batch(self, itr: int) -> None:
-        # Bound once: the loop below runs once per time step, `envs.step` once per environment step.
-        samples, agent, envs, progress = self.samples, self.agent, self.envs, self.progress
-        observation, action, reward = samples.observation, samples.action, samples.reward
-        prev_action, prev_reward = self.prev_action, self.prev_reward
-        on_done, on_step = self._on_done, self.tracker.on_step
-        ended = self._ended
-
-        self.begin_batch(itr)
-        for t in range(self.batch_T):
-            progress.begin_acting(t)
-            step = agent.step(observation[t], prev_action, prev_reward)
-            action[t + 1] = step.action
-            samples.agent_info[t] = step.agent_info
-            prev_action[...] = action[t + 1]
-            if on_step is not None:
-                self.tracker.set_agent_info(samples.agent_info[t])
-
-            progress.begin_stepping(t)
-            self._t = t
-            envs.step(prev_action, on_done, on_step)
-            envs.write(observation[t + 1], reward[t + 1])
-            prev_reward[...] = reward[t + 1]
-            if ended:
-                prev_reward[ended] = 0
-                ended.clear()
-        self.end_batch()
-
-    def start_agent(self) -> None:
-        super().start_agent()
+    def __init__(self, parts: CollectorParts) -> None:
+        super().__init__(parts)
         self._t = 0
         self._ended: list[int] = []  # columns whose episode ended in the current row
+
+    def collect_batch(self, itr: int) -> None:
+        self.begin_batch(itr)
+        for t in range(self.batch_T):
+            self.act(t)
+            self.step_envs(t)
+        self.end_batch()
+
+    def step_envs(self, t: int) -> None:
+        """Row t, second half: every environment takes its action, and what follows is recorded."""
+        self.progress.begin_stepping(t)
+        self._t = t
+        self.envs.step(self.prev_action, self._on_done, self.tracker.on_step)
+        self.envs.write_observations(self.samples.observation[t + 1])
+        reward = self.samples.reward[t + 1]
+        self.envs.write_rewards(reward)
+        self.prev_reward[...] = reward
+        if self._ended:
+            self.prev_reward[self._ended] = 0
+            self._ended.clear()
 
     def _on_done(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
         """Record the end of column's episode and start the next one."""

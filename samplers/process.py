@@ -76,7 +76,7 @@ def _serve(setup: WorkerSetup) -> None:
         while True:
             progress.enter(Phase.WAITING)
             gate.arrive(progress)
-            worker.collector.reset_if_needed(control.itr + 1)
+            worker.collector.reset_if_needed()
             progress.enter(Phase.WAITING)
             gate.wait_in(progress, setup.main_process)
             if control.quit:

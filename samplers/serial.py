@@ -58,7 +58,7 @@ class _InProcess:
         control.open(rank)
         with self._catching(f"itr={control.itr}"):
             assert self._worker is not None  # start-up would have failed
-            self._worker.collector.reset_if_needed(control.itr)
+            self._worker.collector.reset_if_needed()
             self._worker.run(control.itr, control.do_eval)
             self._worker.progress.arrived += 1
 

@@ -1,0 +1,227 @@
+"""ResetCollector against a plain loop, field by field, one environment at a time."""
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import Agent, AgentStep, ParallelSampler, ResetCollector, SerialSampler, TrajInfo
+from penstock.agents import draw
+from penstock.envs import CountingEnv, Purpose
+from penstock.envs.seeding import ColumnStreams, stream
+
+SEED = 4
+
+
+class Attentive(Agent):
+    """Everything it does depends on all that it is given, so a wrong input shows in the batch.
+
+    With `recurrent`, it also counts its steps since the last `reset_one` of the column.
+    """
+
+    def __init__(self, recurrent: bool = False) -> None:
+        self.recurrent = recurrent
+
+    def seed_columns(self, rngs: Any) -> None:
+        self.rngs = list(rngs)
+        self.age = np.zeros(len(self.rngs), np.int64)
+
+    def reset(self) -> None:
+        self.age[:] = 0
+
+    def reset_one(self, column: int) -> None:
+        self.age[column] = 0
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        noise = np.array([rng.integers(0, 100) for rng in self.rngs])
+        mixed = (observation.sum(1) * 7 + prev_action * 3 + prev_reward + noise + self.age).astype(np.int64)
+        info = {"value": self.value(observation, prev_action, prev_reward), "age": self.age.copy()}
+        self.age += 1
+        return AgentStep(mixed % self.action_space.n, info)
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        state = self.age if self.recurrent else 0
+        return (observation.sum(1) + prev_action / 10 + prev_reward / 100 + state * 1000).astype(np.float32)
+
+
+class Jumpy(CountingEnv):
+    """Rewards depend on the action; ends by termination or truncation, or both, at random lengths."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        observation, info = super().reset(seed=seed)
+        self.length = int(self.np_random.integers(1, 9))
+        self.kind = int(self.np_random.integers(0, 3))
+        return observation, info
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = super().step(action)
+        over = terminated or truncated
+        return observation, reward + action, over and self.kind != 1, over and self.kind != 0, info
+
+
+def reference(env_fn: Any, agent: Agent, b: int, T: int, iterations: int, warm_up: int) -> list[dict[str, Any]]:
+    """One environment, one step at a time, everything written down; a list of batches of lists."""
+    env = env_fn()
+    streams = ColumnStreams(SEED, range(b, b + 1))
+    agent.initialize(env.observation_space, env.action_space)
+    agent.seed_columns(streams.rngs(Purpose.ACTION))
+    observation, _ = env.reset(seed=streams.env_seeds(Purpose.TRAIN)[0])
+    prev_action, prev_reward, episode = 0, 0.0, []
+    rng = stream(SEED, Purpose.DECORRELATE, b)
+    for action in draw(env.action_space, rng, int(rng.integers(0, warm_up + 1))).tolist():
+        observation, prev_reward, terminated, truncated, _ = env.step(action)
+        prev_action = action
+        episode.append(prev_reward)
+        if terminated or truncated:
+            observation, prev_action, prev_reward, episode = env.reset()[0], 0, 0.0, []
+    recorded_action, recorded_reward = prev_action, prev_reward
+
+    def ask(method: Any, seen: Any) -> Any:
+        return method(np.array([seen]), np.array([prev_action]), np.array([prev_reward], np.float32))
+
+    batches = []
+    for _ in range(iterations):
+        rows: dict[str, Any] = {"infos": []}
+
+        def write(**fields: Any) -> None:
+            for name, value in fields.items():
+                rows.setdefault(name, []).append(value)  # noqa: B023
+
+        for t in range(T):
+            write(observation=observation, prev_action=recorded_action, prev_reward=recorded_reward)
+            step = ask(agent.step, observation)
+            action = int(step.action[0])
+            observation, reward, terminated, truncated, _ = env.step(action)
+            done = terminated or truncated
+            recorded_action, recorded_reward, prev_action, prev_reward = action, reward, action, reward
+            episode.append(reward)
+            final_obs, final_value = np.zeros_like(observation), 0.0
+            if done:
+                final_obs = observation
+                final_value = float(ask(agent.value, observation)[0]) if truncated and not terminated else 0.0
+                rows["infos"].append((t, b, len(episode), sum(episode)))
+                agent.reset_one(0)
+                observation, prev_action, prev_reward, episode = env.reset()[0], 0, 0.0, []
+            write(action=action, reward=reward, terminated=terminated, truncated=truncated, done=done, valid=True)
+            write(final_obs=final_obs, final_value=final_value)
+            write(value=step.agent_info["value"][0], age=step.agent_info["age"][0])
+        rows["bootstrap_value"] = float(ask(agent.value, observation)[0])
+        batches.append(rows)
+    return batches
+
+
+def compare(cls: Any, env_fn: Any, recurrent: bool, T: int, B: int, iterations: int, warm_up: int, **kwargs: Any) -> None:
+    expected = [reference(env_fn, Attentive(recurrent), b, T, iterations, warm_up) for b in range(B)]
+    with cls(env_fn, batch_T=T, batch_B=B, max_decorrelation_steps=warm_up, **kwargs) as sampler:
+        sampler.initialize(Attentive(recurrent), seed=SEED, bootstrap_value=True)
+        for itr in range(iterations):
+            samples, infos = sampler.obtain_samples(itr)
+            env, agent = sampler.samples_np.env, sampler.samples_np.agent
+            fields = {**dict(env.items()), **dict(agent.items()), **dict(agent.agent_info.items())}
+            for b in range(B):
+                wanted = expected[b][itr]
+                for name in wanted.keys() - {"infos", "bootstrap_value"}:
+                    np.testing.assert_array_equal(fields[name][:, b], np.array(wanted[name], fields[name].dtype), name)
+                assert agent.bootstrap_value[b] == np.float32(wanted["bootstrap_value"])
+            finished = sorted(row for column in expected for row in column[itr]["infos"])
+            assert [(i.Length, i.Return) for i in infos] == [row[2:] for row in finished]
+            assert len(fields) == len(wanted) - 1 + 1, "every field of the batch is compared"  # agent_info, infos
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@settings(max_examples=15, deadline=None)
+@given(T=st.integers(1, 20), B=st.integers(1, 4), warm_up=st.integers(0, 12))
+def test_every_field_equals_a_plain_loop(recurrent: bool, T: int, B: int, warm_up: int) -> None:
+    compare(SerialSampler, Jumpy, recurrent, T, B, iterations=4, warm_up=warm_up)
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_the_same_in_processes(recurrent: bool) -> None:
+    compare(ParallelSampler, Jumpy, recurrent, T=13, B=5, iterations=5, warm_up=10, n_workers=3)
+
+
+def test_a_real_environment_with_a_time_limit() -> None:
+    env_fn = partial(gym.make, "CartPole-v1", max_episode_steps=11)
+    with SerialSampler(env_fn, batch_T=200, batch_B=3) as sampler:
+        sampler.initialize(Attentive(), seed=SEED, bootstrap_value=True)
+        sampler.obtain_samples(0)
+        env, agent = sampler.samples_np.env, sampler.samples_np.agent
+    only_truncated = env.truncated & ~env.terminated
+    assert only_truncated.any()
+    assert (env.terminated & ~env.truncated).any()
+    assert ((agent.final_value != 0) == only_truncated).all()
+    assert (np.any(env.final_obs != 0, axis=-1) == env.done).all()
+
+
+class Short(ResetCollector):
+    """A collector of a user's own: leaves a mark in each batch, and uses the hooks."""
+
+    def start_agent(self) -> None:
+        super().start_agent()
+        self.resets = 0
+
+    def reset_if_needed(self) -> None:
+        self.resets += 1
+
+    def collect_batch(self, itr: int) -> None:
+        super().collect_batch(itr)
+        self.samples.reward[1:] = 100 * itr + self.resets
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_a_custom_collector_runs_with_its_hooks(cls: Any) -> None:
+    with cls(CountingEnv, batch_T=3, batch_B=2, collector_cls=Short) as sampler:
+        sampler.initialize(Attentive())
+        for resets, itr in enumerate((5, 6, 9), start=1):
+            samples, _ = sampler.obtain_samples(itr)
+            assert (samples.env.reward == 100 * itr + resets).all()
+
+
+def test_an_environment_may_keep_and_change_what_it_is_given() -> None:
+    class Possessive(gym.Env[Any, Any]):
+        observation_space = gym.spaces.Box(-9, 9, (2,))
+        action_space = gym.spaces.Box(-1, 1, (2,))
+
+        def __init__(self) -> None:
+            self.buffer = np.zeros(2, np.float32)
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            return self.buffer, {}
+
+        def step(self, action: Any) -> Any:
+            self.buffer[:] = action  # one buffer for all observations
+            action[:] = 99.0  # and no respect for the caller's
+            return self.buffer, 0.0, False, False, {}
+
+    from penstock import RandomAgent
+
+    with SerialSampler(Possessive, batch_T=6, batch_B=2, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        assert samples.agent.action.abs().max() <= 1
+        np.testing.assert_array_equal(samples.env.observation[1:], samples.agent.action[:-1])
+
+
+def test_a_traj_info_sees_what_the_agent_reported_and_the_environment_returned() -> None:
+    class Seen(TrajInfo):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps: list[Any] = []
+
+        def step(self, observation: Any, action: Any, reward: Any, *rest: Any) -> None:
+            terminated, truncated, agent_info, env_info = rest
+            self.steps.append((float(observation[1]), action, reward, terminated, float(agent_info.value), env_info))
+
+    with SerialSampler(
+        CountingEnv, batch_T=5, batch_B=1, traj_info_cls=Seen, max_decorrelation_steps=0
+    ) as sampler:
+        sampler.initialize(Attentive(), seed=0)
+        samples, (info,) = sampler.obtain_samples(0)
+    assert info.steps == [
+        (t, int(samples.agent.action[t]), t + 1, t == 4, float(samples.agent.agent_info.value[t]), {"count": t + 1})
+        for t in range(5)
+    ]

@@ -1,0 +1,126 @@
+"""The code in README and docs, run as it is written there."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from penstock import CategoricalPgAgent, ParallelSampler, RandomAgent, SerialSampler
+from penstock.envs import CountingEnv
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def blocks(name: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def definitions(name: str) -> dict[str, Any]:
+    """All that the document's blocks define, one after the other in one module."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}  # as in a script: classes travel by value
+    for block in blocks(name):
+        exec(compile(block, name, "exec"), namespace)
+    return namespace
+
+
+class MyModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 16), nn.Tanh())
+        self.policy, self.critic = nn.Linear(16, 2), nn.Linear(16, 1)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.body(observation)
+        return self.policy(features), self.critic(features)
+
+
+def test_the_readme_example_runs_as_written() -> None:
+    example = blocks("README.md")[0]
+    assert len(example.strip().splitlines()) <= 16
+    trained = []
+    namespace: dict[str, Any] = {"MyModel": MyModel, "train": lambda model, samples: trained.append(samples)}
+    exec(compile(example, "README.md", "exec"), namespace)
+    assert len(trained) == 100
+    assert namespace["eval_infos"]
+    assert namespace["samples"].env.observation.shape == (128, 32, 4)
+
+
+def test_the_sticky_collector_of_the_readme() -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(blocks("README.md")[1], "README.md", "exec"), namespace)
+    with ParallelSampler(
+        CountingEnv, batch_T=40, batch_B=8, n_workers=2, collector_cls=namespace["StickyCollector"]
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        done_before = torch.cat([torch.ones(1, 8, dtype=torch.bool), samples.env.done[:-1]])
+        t, b = torch.meshgrid(torch.arange(40), torch.arange(8) % 4, indexing="ij")
+        stuck = (b == t % 4) & ~done_before
+        assert torch.equal(samples.agent.action[stuck], samples.agent.prev_action[stuck])
+
+
+def test_a_collector_from_nothing() -> None:
+    cls = definitions("docs/extending.md")["FreshStartCollector"]
+    assert len(blocks("docs/extending.md")[0].splitlines()) <= 36
+    with ParallelSampler(CountingEnv, batch_T=7, batch_B=3, collector_cls=cls) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(3):
+            samples, infos = sampler.obtain_samples(itr)
+            assert samples.env.observation[:, :, 1].tolist() == [[t % 5] * 3 for t in range(7)]
+            assert [info.Length for info in infos] == [5, 5, 5]
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_the_tabular_agent(cls: Any) -> None:
+    agent = definitions("docs/extending.md")["TabularAgent"]()
+    with cls("FrozenLake-v1", batch_T=30, batch_B=4, n_workers=2) as sampler:
+        sampler.initialize(agent, seed=0, bootstrap_value=True)
+        sampler.obtain_samples(0)
+        agent.table[:, 3] = 9.0
+        agent.sync_shared_memory()
+        samples, _ = sampler.obtain_samples(1)
+        greedy = ~samples.agent.agent_info.explored
+        assert (samples.agent.action[greedy] == 3).all()
+        assert (samples.agent.bootstrap_value == 9).all()
+
+
+def test_the_trajectory_info() -> None:
+    cls = definitions("docs/extending.md")["LivesTrajInfo"]
+    with ParallelSampler(
+        CountingEnv, batch_T=10, batch_B=1, traj_info_cls=cls, max_decorrelation_steps=0
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=0, traj_info_kwargs={"scale": 2.0})
+        samples, infos = sampler.obtain_samples(0)
+        assert [info.Seconds for info in infos] == [2 * int((samples.agent.action[i : i + 5] == 1).sum()) for i in (0, 5)]
+        assert all(info.LastObservation.tolist()[1] == 5 for info in infos)
+        assert "Seconds" in repr(infos[0])
+        assert "_scale" not in repr(infos[0])
+
+
+def test_the_evaluation_of_one_episode_each() -> None:
+    cls = definitions("docs/extending.md")["FirstEpisodeEval"]
+    env_kwargs = [{"length": n} for n in (2, 9, 4)]
+    with ParallelSampler(
+        CountingEnv,
+        batch_T=2,
+        batch_B=2,
+        eval_n_envs=3,
+        eval_env_kwargs=env_kwargs,
+        eval_max_steps=90,
+        eval_collector_cls=cls,
+    ) as sampler:
+        sampler.initialize(RandomAgent())
+        for itr in range(2):
+            assert sorted(info.Length for info in sampler.evaluate_agent(itr)) == [2, 4, 9]
+
+
+def test_every_link_between_documents_leads_somewhere() -> None:
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+    for document in documents:
+        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name} links to {target}"

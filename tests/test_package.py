@@ -1,0 +1,117 @@
+"""How penstock installs: one top-level package, from every kind of source, links or not."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("buffers", "envs", "agents", "collectors", "samplers")
+SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "src", *ROOMS)
+
+SAMPLE = """
+import penstock
+from penstock import ParallelSampler, RandomAgent
+for method in ("fork", "forkserver", "spawn"):
+    with ParallelSampler("CartPole-v1", batch_T=5, batch_B=2, n_workers=2, start_method=method) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.obtain_samples(0)
+print(penstock.__file__)
+"""
+
+
+def run(*command: object, cwd: Path, **env: str) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=110, env={**os.environ, **env}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def checkout(target: Path, *, links: bool) -> Path:
+    """A copy of the sources, with the links to the rooms, or with what git leaves where links are off."""
+    target.mkdir()
+    for name in SOURCES:
+        source = ROOT / name
+        if source.is_dir():
+            ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            shutil.copytree(source, target / name, symlinks=True, ignore=ignore)
+        else:
+            shutil.copy(source, target / name)
+    for room in ROOMS:
+        link = target / "src" / "penstock" / room
+        assert link.is_symlink()
+        if not links:
+            content = str(link.readlink())
+            link.unlink()
+            link.write_text(content)
+    return target
+
+
+def build_wheel(source: Path, out: Path) -> Path:
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", out, source, cwd=out.parent)
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def modules(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def expected_modules() -> set[str]:
+    names = {f"penstock/{path.name}" for path in (ROOT / "src" / "penstock").glob("*.py")} | {"penstock/py.typed"}
+    return names | {f"penstock/{room}/{path.name}" for room in ROOMS for path in (ROOT / room).glob("*.py")}
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["with links", "without links"])
+def test_a_wheel_holds_penstock_and_nothing_else(tmp_path: Path, links: bool) -> None:
+    wheel = build_wheel(checkout(tmp_path / "checkout", links=links), tmp_path / "wheels")
+    assert modules(wheel) == expected_modules()
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+        (record,) = [name for name in archive.namelist() if name.endswith("top_level.txt")]
+        assert archive.read(record).decode().split() == ["penstock"]
+    assert str(site) in run(sys.executable, "-c", SAMPLE, cwd=tmp_path, PYTHONPATH=str(site))
+
+
+def test_a_wheel_built_from_an_sdist_is_the_same(tmp_path: Path) -> None:
+    source = checkout(tmp_path / "checkout", links=True)
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "-o", tmp_path / "sdist", cwd=source)
+    (sdist,) = (tmp_path / "sdist").glob("*.tar.gz")
+    assert modules(build_wheel(sdist, tmp_path / "wheels")) == expected_modules()
+
+
+def test_a_checkout_works_uninstalled(tmp_path: Path) -> None:
+    source = checkout(tmp_path / "checkout", links=True)
+    assert str(source) in run(sys.executable, "-c", SAMPLE, cwd=tmp_path, PYTHONPATH=str(source / "src"))
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["with links", "without links"])
+def test_an_editable_install_works(tmp_path: Path, links: bool) -> None:
+    source = checkout(tmp_path / "checkout", links=links)
+    # A virtual environment with everything that is installed here, except for penstock itself.
+    run(sys.executable, "-m", "venv", "--without-pip", "venv", cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
+    for folder in (Path(path) for path in sys.path if path.endswith("site-packages")):
+        for entry in folder.iterdir():
+            if "penstock" not in entry.name and not (site / entry.name).exists():
+                (site / entry.name).symlink_to(entry)
+    install = ["-m", "pip", "--python", python, "install", "--no-deps", "--no-build-isolation", "-e", source]
+    run(sys.executable, *install, cwd=tmp_path)
+    assert str(source) in run(python, "-c", SAMPLE, cwd=tmp_path)
+    top_level = {path.name for path in site.iterdir()} & set(ROOMS)
+    assert not top_level
+
+
+def test_the_installed_package_is_what_is_tested() -> None:
+    top_level = Path(penstock.__file__).parent.parent
+    assert not any((top_level / room / "__init__.py").exists() for room in ROOMS)
