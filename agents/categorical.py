@@ -62,11 +62,13 @@ class CategoricalPgAgent(TorchAgent):
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         logits, value = self._logits_and_value(observation, prev_action, prev_reward)
         # Sampled in numpy: on a row of a few columns a torch operator costs two to three times as much.
-        shifted = logits - logits.max(axis=1, keepdims=True)
+        largest = logits.max(axis=1, keepdims=True)
+        if not np.isfinite(largest).all():  # NaN, inf, or no action that is possible at all
+            bad = logits[~np.isfinite(largest[:, 0])][0]
+            raise FloatingPointError(f"the model gave logits that are not finite: {bad}")
+        shifted = logits - largest
         cumulative = np.exp(shifted).cumsum(axis=1)
         total = cumulative[:, -1]
-        if not np.isfinite(total).all():
-            raise FloatingPointError(f"the model gave logits that are not finite: {logits[~np.isfinite(total)][0]}")
         if self._greedy:
             index = logits.argmax(axis=1)
         else:

@@ -27,7 +27,7 @@ def draw(space: gym.Space[Any], rng: np.random.Generator, n: int) -> Any:
     if isinstance(space, spaces.Discrete):
         return rng.integers(space.start, space.start + space.n, size=n, dtype=np.int64).astype(space.dtype)
     if isinstance(space, spaces.MultiDiscrete):
-        return (rng.random((n, *space.nvec.shape)) * space.nvec + space.start).astype(space.dtype)
+        return rng.integers(space.start, space.start + space.nvec, size=(n, *space.nvec.shape)).astype(space.dtype)
     if isinstance(space, spaces.MultiBinary):
         return rng.integers(0, 2, size=(n, *space.shape), dtype=np.int8)
     if isinstance(space, spaces.Box):
@@ -40,12 +40,17 @@ def draw(space: gym.Space[Any], rng: np.random.Generator, n: int) -> Any:
 
 def _draw_box(space: spaces.Box, rng: np.random.Generator, n: int) -> Any:
     shape = (n, *space.shape)
-    if space.dtype.kind in "iu":
-        low, high, dtype = (np.asarray(space.low), np.asarray(space.high), space.dtype)
-        return rng.integers(low, high, size=shape, dtype=dtype, endpoint=True)  # type: ignore[arg-type]
+    integral = space.dtype.kind in "iub"
     below, above = space.bounded_below, space.bounded_above
-    low = np.where(below, space.low, 0.0).astype(np.float64)
-    high = np.where(above, space.high, 0.0).astype(np.float64)
+    if integral and bool((below & above).all()):  # exact over the whole of any integer type
+        low, high = (
+            np.asarray(bound).astype(np.uint8) if space.dtype.kind == "b" else bound for bound in _bounds(space)
+        )
+        drawn = rng.integers(low, high, size=shape, dtype=low.dtype, endpoint=True)
+        return drawn.astype(space.dtype)
+    low, high = (
+        np.where(mask, bound, 0).astype(np.float64) for mask, bound in zip((below, above), _bounds(space), strict=True)
+    )
     # All kinds are drawn for every element: the stream then advances by the same amount whatever the
     # bounds, and the choice is one `select` instead of a loop over masks.
     values = np.select(
@@ -53,4 +58,10 @@ def _draw_box(space: spaces.Box, rng: np.random.Generator, n: int) -> Any:
         [low + rng.random(shape) * (high - low), low + rng.exponential(size=shape), high - rng.exponential(size=shape)],
         rng.normal(size=shape),
     )
+    if integral:
+        values = np.floor(values)
     return np.clip(values.astype(space.dtype), space.low, space.high)
+
+
+def _bounds(space: spaces.Box) -> tuple[Any, Any]:
+    return np.asarray(space.low), np.asarray(space.high)

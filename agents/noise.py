@@ -26,7 +26,7 @@ class ColumnNoise:
         self._chunk: Any = None
 
     def next_row(self) -> Any:
-        """The next row. It is a view that later rows do not touch, as long as 128 of them."""
+        """The next row; it stays as it is, whatever is drawn later."""
         if self._at == _CHUNK:
             self._fill()
         row = self._chunk[self._at]
@@ -35,10 +35,7 @@ class ColumnNoise:
 
     def _fill(self) -> None:
         columns = [self._draw(rng, _CHUNK) for rng in self._rngs]
-        if self._chunk is None:
-            self._chunk = map_leaves(
-                lambda leaf: np.empty((_CHUNK, len(columns), *leaf.shape[1:]), leaf.dtype), columns[0]
-            )
+        self._chunk = map_leaves(lambda leaf: np.empty((_CHUNK, len(columns), *leaf.shape[1:]), leaf.dtype), columns[0])
         for b, column in enumerate(columns):
             self._chunk[:, b] = column
         self._at = 0

@@ -21,8 +21,8 @@ class SharedParameters:
     """One writer (the learner), any number of readers (the workers), no lock.
 
     Version v lives in slot v % 2, so readers of the newest version are left alone while the next one
-    is written. A reader that was overtaken twice finds the slot's sequence changed and reads again. The
-    sequence is odd while its slot is being written.
+    is written. A slot's stamp is 2 v when it holds version v, and odd while it is being written: a reader
+    that was overtaken finds another stamp than it expects, and reads again.
     """
 
     def __init__(self, parameters: Mapping[str, npt.NDArray[Any]], *, shared: bool) -> None:
@@ -30,7 +30,7 @@ class SharedParameters:
         slot = NamedArrays({f"p{i}": ArraySpec.like(value) for i, value in enumerate(parameters.values())})
         word = np.dtype(np.int64)
         specs = NamedArrays(
-            version=ArraySpec((1,), word), sequence=ArraySpec((2,), word), slots=NamedArrays(s0=slot, s1=slot)
+            version=ArraySpec((1,), word), stamps=ArraySpec((2,), word), slots=NamedArrays(s0=slot, s1=slot)
         )
         self.memory = NamedMemory(specs, shared=shared, purpose="the agent's shared parameters")
 
@@ -48,13 +48,17 @@ class SharedParameters:
                 f"{sorted(set(parameters) ^ set(self._names))[:5]} differ; initialize a new sampler for a new model"
             )
         version = self.version + 1
-        slot = version % 2
-        arrays.sequence[slot] += 1
-        for target, (name, value) in zip(arrays.slots.values()[slot].values(), parameters.items(), strict=True):
-            if target.shape != value.shape:
-                raise ConfigError(f"parameter {name} has shape {value.shape}, was initialized with {target.shape}")
+        fields = arrays.slots.values()[version % 2].values()
+        for target, (name, value) in zip(fields, parameters.items(), strict=True):
+            if (target.shape, target.dtype) != (value.shape, value.dtype):
+                raise ConfigError(
+                    f"parameter {name} has shape {value.shape} and dtype {value.dtype}, it was initialized with "
+                    f"{target.shape} and {target.dtype}: initialize a new sampler for a new model"
+                )
+        arrays.stamps[version % 2] = 2 * version - 1
+        for target, value in zip(fields, parameters.values(), strict=True):
             target[...] = value
-        arrays.sequence[slot] += 1
+        arrays.stamps[version % 2] = 2 * version
         arrays.version[0] = version
 
     def read(self) -> tuple[dict[str, npt.NDArray[Any]], int]:
@@ -62,9 +66,7 @@ class SharedParameters:
         arrays = self.memory.arrays
         for _ in range(_RETRIES):
             version = self.version
-            slot = version % 2
-            before = int(arrays.sequence[slot])
-            values = [field.copy() for field in arrays.slots.values()[slot].values()]
-            if before % 2 == 0 and int(arrays.sequence[slot]) == before:
+            values = [field.copy() for field in arrays.slots.values()[version % 2].values()]
+            if int(arrays.stamps[version % 2]) == 2 * version:
                 return dict(zip(self._names, values, strict=True)), version
         raise RuntimeError(f"parameters were overwritten during each of {_RETRIES} reads: publish less often")

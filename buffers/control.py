@@ -166,10 +166,12 @@ class Progress:
         # Typed as Any: memoryview's annotations know of integer items only.
         self._stamps: Any = memoryview(cast(Any, control.timeline(worker_rank)))
 
-    def enter(self, phase: Phase) -> None:
-        """Note a change of phase; counts as a sign of life."""
+    def enter(self, phase: Phase) -> int:
+        """Note a change of phase, and a sign of life; returns `time.monotonic_ns()`."""
+        now = time.monotonic_ns()
         self.words[_PHASE] = phase
-        self.words[_HEARTBEAT] = time.monotonic_ns()
+        self.words[_HEARTBEAT] = now
+        return now
 
     def at_env(self, env_rank: int) -> None:
         """Note which environment is being worked on."""
@@ -204,9 +206,9 @@ class Progress:
         self.words[_BATCHES] += 1
         self.words[_STEPS] += batch_T * n_columns
 
-    def add_resetting(self, seconds: float) -> None:
+    def add_resetting_since(self, began_ns: int) -> None:
         """Add time spent in `env.reset`; within a batch it is part of the stepping time too."""
-        self.words[_RESETTING] += int(seconds * 1e9)
+        self.words[_RESETTING] += time.monotonic_ns() - began_ns
 
     def add_waiting(self, seconds: float) -> None:
         """Add time spent at barrier_in."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from multiprocessing import reduction
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 __all__ = ["InheritedFd"]
@@ -27,7 +28,12 @@ class InheritedFd:
         if fd >= 0:
             os.close(fd)
 
+    def __del__(self) -> None:
+        self.close()
+
     def __reduce__(self) -> tuple[Any, ...]:
+        if get_spawning_popen() is None:  # DupFd would quietly start a server thread instead
+            raise TypeError("a descriptor can be pickled only to a process that is being started")
         return _rebuild, (reduction.DupFd(self.fd),)
 
 

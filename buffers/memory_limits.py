@@ -61,5 +61,5 @@ def _headroom(folder: Path, limit_name: str, usage_name: str) -> int | None:
     if limit == "max":
         return None
     # File cache counts as usage but is given back under pressure.
-    cache = int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))
+    cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))  # v1 gives subtrees apart
     return max(0, int(limit) - usage + cache)

@@ -177,7 +177,7 @@ def _parts(node: NamedArrays, value: Any) -> Mapping[str, Any] | None:
 def as_named(value: Any) -> Any:
     """Mappings, named tuples and tuples become `NamedArrays`, at any depth; leaves stay as they are."""
     if isinstance(value, NamedArrays):
-        return value
+        return value.map(as_named)
     if isinstance(value, Mapping):
         return NamedArrays({str(k): as_named(v) for k, v in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_asdict"):

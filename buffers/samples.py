@@ -41,7 +41,8 @@ class AgentSamples(NamedArrays):
         if name != "bootstrap_value":
             return loc
         # It has no time dimension: only the index behind the first applies to it.
-        return loc[1:] if isinstance(loc, tuple) and Ellipsis not in loc else ...
+        has_columns = isinstance(loc, tuple) and len(loc) > 0 and loc[0] is not Ellipsis
+        return loc[1:] if has_columns else ...
 
 
 class Samples(NamedArrays):

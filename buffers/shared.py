@@ -24,7 +24,7 @@ from penstock.errors import ConfigError
 
 __all__ = ["ArraySpec", "NamedMemory", "SharedBlock"]
 
-_CACHE_LINE = 64  # arrays start on lines of their own, so that neighbours never share one
+_ALIGNMENT = 128  # two cache lines, which are fetched together: neighbours never share a pair
 
 
 class SharedBlock:
@@ -127,7 +127,7 @@ class NamedMemory:
             self._block.close()
 
     def _place(self, spec: ArraySpec) -> ArraySpec:
-        offset = -(-self._end // _CACHE_LINE) * _CACHE_LINE
+        offset = -(-self._end // _ALIGNMENT) * _ALIGNMENT
         self._end = offset + spec.nbytes
         return ArraySpec(spec.shape, spec.dtype, offset)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,20 +37,19 @@ class EnvColumns:
     def __len__(self) -> int:
         return len(self.envs)
 
-    def enter(self, phase: Phase, column: int) -> None:
-        """Note in the progress row what is about to be done with one environment."""
+    def enter(self, phase: Phase, column: int) -> int:
+        """Note in the progress row what is about to be done with one environment; returns the time."""
         self._progress.at_env(self.env_ranks[column])
-        self._progress.enter(phase)
+        return self._progress.enter(phase)
 
     def reset_one(self, column: int, seed: int | None = None) -> Any:
         """Reset one environment and return its first observation."""
-        began = time.monotonic()
-        self.enter(Phase.RESETTING, column)
+        began = self.enter(Phase.RESETTING, column)
         result = self.envs[column].reset(seed=seed)
         if not isinstance(result, tuple) or len(result) != 2:
             raise SpaceError(f"env.reset must return (observation, info), got {type(result).__name__}")
         self.observations[column] = result[0]
-        self._progress.add_resetting(time.monotonic() - began)
+        self._progress.add_resetting_since(began)
         return result[0]
 
     def reset_all(self, seeds: Sequence[int | None]) -> None:

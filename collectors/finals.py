@@ -25,12 +25,18 @@ class FinalObservations:
     def __init__(self, samples: BatchColumns, agent: Agent) -> None:
         self._samples, self._agent = samples, agent
         self._write = row_writer(agent.observation_space)
+        plain = isinstance(samples.observation, np.ndarray) and samples.observation.dtype.kind == "f"
+        self._plain_shape = samples.observation.shape[2:] if plain else None
         self._pending: list[tuple[int, int, Any]] = []  # t, column, observation
 
     def record(self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> None:
         """Column's episode has ended at step t with `observation`. Call before anything is reset."""
         samples = self._samples
-        if samples.final_obs is not None:
+        if samples.final_obs is None:
+            pass
+        elif type(observation) is np.ndarray and observation.shape == self._plain_shape:
+            samples.final_obs[t, column] = observation  # a third of the cost of the checked way
+        else:
             self._write(samples.final_obs[t, column : column + 1], [observation])
         if samples.final_value is None or terminated or not truncated:
             return

@@ -35,9 +35,9 @@ class ResetCollector(Collector):
         reward = self.samples.reward[t + 1]
         self.envs.write_rewards(reward)
         self.prev_reward[...] = reward
-        if self._ended:
-            self.prev_reward[self._ended] = 0
-            self._ended.clear()
+        for column in self._ended:
+            self.prev_reward[column] = 0
+        self._ended.clear()
 
     def _on_done(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
         """Record the end of column's episode and start the next one."""

@@ -42,7 +42,7 @@ class TrajInfo:
         returned for it. `observation` and `action` are the environment's own objects."""
         self.Length += 1
         self.Return += float(reward)
-        self.NonzeroRewards += reward != 0
+        self.NonzeroRewards += int(reward != 0)
         self.DiscountedReturn += self._weight * float(reward)
         self._weight *= self._discount
 

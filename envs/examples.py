@@ -29,7 +29,10 @@ def example_of(space: gym.Space[Any], name: str = "observation") -> Any:
     Raises `SpaceError` for spaces without a fixed shape, naming the wrapper that helps.
     """
     if isinstance(space, spaces.Dict):
-        return NamedArrays({str(key): example_of(sub, f"{name}[{key!r}]") for key, sub in space.items()})
+        fields = {str(key): example_of(sub, f"{name}[{key!r}]") for key, sub in space.items()}
+        if len(fields) < len(space.spaces):
+            raise SpaceError(f"{name} has keys that are the same as text: {list(space.keys())}; rename one")
+        return NamedArrays(fields)
     if isinstance(space, spaces.Tuple):
         return NamedArrays({f"_{i}": example_of(sub, f"{name}[{i}]") for i, sub in enumerate(space)})
     if isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):

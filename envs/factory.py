@@ -56,8 +56,10 @@ def env_factories(
         raise ConfigError(f"{what} is a list of {len(fns)} callables for {n_envs} environments: give one for each")
     if env_kwargs is None or isinstance(env_kwargs, Mapping):
         kwargs: list[Mapping[str, Any]] = [dict(env_kwargs or {})] * n_envs
-    else:
+    elif isinstance(env_kwargs, Sequence) and all(isinstance(each, Mapping) for each in env_kwargs):
         kwargs = [dict(each) for each in env_kwargs]
+    else:
+        raise ConfigError(f"env_kwargs must be a dict or a list of dicts, got {_describe(env_kwargs)}")
     if len(kwargs) != n_envs:
         raise ConfigError(f"env_kwargs is a list of {len(kwargs)} dicts for {n_envs} environments: give one for each")
     return tuple(EnvFactory(fn, kw) for fn, kw in zip(fns, kwargs, strict=True))
@@ -96,6 +98,7 @@ def build_example_env(factory: EnvFactory) -> gym.Env[Any, Any]:
     for name in ("observation_space", "action_space"):
         space = getattr(env, name, None)
         if not isinstance(space, gym.Space):
+            env.close()
             raise ConfigError(f"the environment's {name} must be a gymnasium space, got {_describe(space)}")
     return env
 

@@ -7,7 +7,7 @@ nested space then costs per row and leaf, not per environment.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -43,12 +43,19 @@ def row_writer(space: gym.Space[Any], name: str = "observation") -> RowWriter:
             for value in values:
                 if value.shape != shape:
                     raise ValueError
-            # One C loop for the row; it also refuses a float where the space promised an integer.
-            np.concatenate(values, out=row.reshape(-1, *shape[1:]))
+            if not row.flags.c_contiguous:
+                raise ValueError  # its reshape would be a copy
+            # One C loop for the row.
+            np.concatenate(values, out=row.reshape(-1, *shape[1:]), casting=_casting(row.dtype))
         except (ValueError, TypeError, AttributeError):
             _write_each(row, values, name)
 
     return write
+
+
+def _casting(target: np.dtype[Any]) -> Literal["safe", "same_kind"]:
+    """A float may lose precision on its way into the batch; an integer may not lose its value."""
+    return "same_kind" if target.kind == "f" else "safe"
 
 
 def _structure_writer(parts: Sequence[tuple[str, Any, RowWriter]], name: str) -> RowWriter:
@@ -79,7 +86,7 @@ def _has_all(value: Any, keys: Sequence[Any]) -> bool:
 def _write_scalars(row: Any, values: Sequence[Any], name: str) -> None:
     try:
         array = np.asarray(values)
-        if array.shape == row.shape and np.can_cast(array.dtype, row.dtype, "same_kind"):
+        if array.shape == row.shape and np.can_cast(array.dtype, row.dtype, _casting(row.dtype)):
             row[...] = array
             return
     except (ValueError, TypeError):
@@ -100,15 +107,15 @@ def _write_each(row: Any, values: Sequence[Any], name: str) -> None:
                 f"{name} of column {column} must have shape {row.shape[1:]}, got {array.shape}: "
                 "the environment's declared space and what it returns differ"
             )
-        # A Python int is welcome where the space says uint8 or float; a float is not where it says int.
         target = row.dtype
-        fits = np.can_cast(array.dtype, target, "same_kind") or (
+        fits = np.can_cast(array.dtype, target, _casting(target)) or (
             array.dtype.kind in "iu" and target.kind in "iu" and _in_range(array, target)
         )
         if not fits:
             raise SpaceError(
-                f"{name} of column {column} must have dtype {target}, got {array.dtype}: "
-                "the environment's declared space and what it returns differ"
+                f"{name} of column {column} must have dtype {target}, got {array.dtype}"
+                + (f" with values from {array.min()} to {array.max()}" if array.dtype.kind in "iu" else "")
+                + ": the environment's declared space and what it returns differ"
             )
         row[column] = array
 
@@ -134,4 +141,6 @@ def action_splitter(space: gym.Space[Any]) -> Splitter:
         return lambda row: list(zip(*(split(row[field]) for field, split in members), strict=True))
     if isinstance(space, spaces.Discrete):
         return lambda row: row.tolist()
+    if isinstance(space, spaces.Box) and space.shape == ():
+        return lambda row: [row[b : b + 1].reshape(()).copy() for b in range(len(row))]
     return lambda row: list(row.copy())

@@ -65,7 +65,7 @@ class NestedEnv(gym.Env[Any, Any]):
     def _observation(self, move: Any, mode: Any) -> Any:
         return {
             "position": np.asarray(move, np.float64),
-            "camera": np.full((4, 4, 1), self.count, np.uint8),
+            "camera": np.full((4, 4, 1), self.count % 256, np.uint8),
             "goal": (1 + self.count % 4, np.array([mode[0], mode[1] % 2, 1], np.int8)),
         }
 

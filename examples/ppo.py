@@ -1,180 +1,210 @@
-"""PPO on CartPole-v1 in one file, read from top to bottom. Sampling is penstock's, the rest is yours to change.
+"""PPO in one file, on CartPole-v1 unless told otherwise. penstock samples; the rest is yours to change.
 
     python examples/ppo.py --out runs/cartpole
 
-Stops as soon as two evaluations in a row reach the goal, and exits with status 1 if that never happens.
-Evaluations act greedily: they measure the policy that would be deployed, training returns the one that explores.
+Stops once two evaluations in a row reach the goal, and exits with status 1 if that does not happen in time.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import sys
 import time
+from collections import deque
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
-from torch.distributions import Categorical
 from torch.nn.functional import mse_loss
 
-from penstock import CategoricalPgAgent, ParallelSampler, Samples, TrajInfo
+from penstock import CategoricalPgAgent, ParallelSampler, Samples
 
 
 @dataclass(frozen=True)
 class Config:
-    """Every field is a command line option: `--batch-T 64`."""
+    """Each of these is an option of the command line too: `--batch-T 64`."""
 
-    out: str = "runs/cartpole"  #: folder for progress.csv, timeline.npz and summary.json
+    out: str = "runs/cartpole"  # folder for progress.csv, timeline.npz and summary.json
     env_id: str = "CartPole-v1"
-    goal: float = 475.0  #: mean evaluation return that counts as solved
-    seed: int = 0  #: fixes environments, action noise, initial weights and the order of minibatches
-    total_steps: int = 400_000  #: environment steps to take at most
-    time_limit: float = 85.0  #: seconds to train at most
-    n_workers: int = 0  #: worker processes; 0 for one per CPU
-    batch_T: int = 64  #: time steps per batch
-    batch_B: int = 32  #: environments
-    eval_every: int = 5  #: iterations between two evaluations
+    seed: int = 0
+    goal: float = 475.0  # mean return of an evaluation that counts as solved
+    total_steps: int = 300_000  # environment steps at most
+    time_limit: float = 80.0  # seconds at most
+    n_workers: int = 0  # 0: one per CPU
+    batch_T: int = 128
+    batch_B: int = 32
+    eval_every: int = 2  # iterations
     eval_n_envs: int = 8
-    eval_max_steps: int = 16_000  #: four full episodes of 500 steps per environment
-    learning_rate: float = 1e-3  #: falls linearly to zero at `total_steps`
+    # Only finished episodes count. Room for four of the longest (500 steps) in each environment: an evaluation cut
+    # shorter would drop long episodes and keep short ones.
+    eval_max_steps: int = 8 * 4 * 500
+    learning_rate: float = 1e-3  # at first; falls linearly to zero at total_steps
     discount: float = 0.98
     gae_lambda: float = 0.9
-    epochs: int = 8  #: passes over each batch
-    minibatch_size: int = 512
+    epochs: int = 8  # passes over each batch
+    minibatches: int = 8
     clip: float = 0.2
     value_weight: float = 0.5
-    entropy_weight: float = 0.0
     max_grad_norm: float = 0.5
+
+
+# Of progress.csv. `seconds` counts from the first batch; those of sampling and training are the iteration's own.
+COLUMNS = "itr", "steps", "seconds", "train_return_mean", "eval_return_mean", "sampling_seconds", "training_seconds"
 
 
 def parse_config() -> Config:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for field in fields(Config):
-        option = "--" + field.name.replace("_", "-")
-        parser.add_argument(option, type=type(field.default), default=field.default, help=f"default: {field.default}")
+        name, default = field.name.replace("_", "-"), field.default
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
     return Config(**vars(parser.parse_args()))
 
 
 class ActorCritic(nn.Module):
-    """Two 64-64 networks. Built by the agent, which names the spaces that the constructor asks for."""
+    """Two 64-64 networks: in a shared one, the large errors of early values drown the policy's gradient."""
 
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.spaces.Discrete) -> None:
         super().__init__()
+        n_inputs, n_actions = observation_space.shape[0], int(action_space.n)
+
+        def linear(n_in: int, n_out: int, gain: float = 2**0.5) -> nn.Linear:
+            layer = nn.Linear(n_in, n_out)
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+            return layer
 
         def mlp(n_out: int, gain: float) -> nn.Sequential:
-            sizes, gains = (observation_space.shape[0], 64, 64, n_out), (2**0.5, 2**0.5, gain)
-            layers: list[nn.Module] = []
-            for n_in, n_next, layer_gain in zip(sizes, sizes[1:], gains, strict=False):
-                linear = nn.Linear(n_in, n_next)
-                nn.init.orthogonal_(linear.weight, layer_gain)
-                nn.init.zeros_(linear.bias)
-                layers += [linear, nn.Tanh()]
-            return nn.Sequential(*layers[:-1])
+            hidden = linear(n_inputs, 64), nn.Tanh(), linear(64, 64), nn.Tanh()
+            return nn.Sequential(*hidden, linear(64, n_out, gain))
 
-        self.policy = mlp(int(action_space.n), gain=0.01)  # begins with all actions equally likely
-        self.critic = mlp(1, gain=1.0)
+        self.policy = mlp(n_actions, gain=0.01)  # small: at first, all actions are about equally likely
+        self.value = mlp(1, gain=1.0)
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        return self.policy(observation), self.critic(observation).squeeze(-1)
+        return self.policy(observation), self.value(observation).squeeze(-1)
 
 
 def advantages(samples: Samples, cfg: Config) -> Tensor:
     """Generalized advantage estimates `[T, B]`."""
     env, agent = samples.env, samples.agent
     value = agent.agent_info.value
-    following = torch.cat([value[1:], agent.bootstrap_value[None]])
-    # An episode's last step is not followed by the next row, which belongs to the next episode. Where time ran out the
-    # pole still stood, so what follows is worth `final_value`; where it fell, nothing is, and `final_value` is zero.
-    following = torch.where(env.done, agent.final_value, following)
-    delta = env.reward + cfg.discount * following - value
+    next_value = torch.cat([value[1:], agent.bootstrap_value[None]])
+    # Where an episode ends, the next row belongs to another one. If only its time was up, the episode would have gone
+    # on to earn final_value; if the pole fell, it would have earned nothing, and final_value is zero there.
+    next_value = torch.where(env.done, agent.final_value, next_value)
+    delta = env.reward + cfg.discount * next_value - value
     decay = cfg.discount * cfg.gae_lambda * ~env.done
-    advantage = torch.empty_like(delta)
-    carried = torch.zeros_like(delta[0])
+    advantage, later = torch.empty_like(delta), torch.zeros_like(delta[0])
     for t in reversed(range(len(delta))):
-        advantage[t] = carried = delta[t] + decay[t] * carried
+        advantage[t] = later = delta[t] + decay[t] * later
     return advantage
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
-    """Several epochs of minibatch updates with PPO's clipped objective."""
-    advantage = advantages(samples, cfg)
-    target = advantage + samples.agent.agent_info.value
-    # [T, B, ...] to [T * B, ...]: still the workers' memory, nothing is copied.
-    observation, action, old_log_prob, advantage, target = (
-        x.flatten(0, 1)
-        for x in (
-            samples.env.observation, samples.agent.action, samples.agent.agent_info.log_prob, advantage, target,
-        )
-    )
+    """Several epochs of minibatches with PPO's clipped objective."""
+    env, agent, advantage = samples.env, samples.agent, advantages(samples, cfg)
+    columns = env.observation, agent.action, agent.agent_info.log_prob, advantage, advantage + agent.agent_info.value
+    # From [T, B, ...] to [T * B, ...]. Samples stay in the memory that the workers wrote them to: nothing is copied.
+    rows = [column.flatten(0, 1) for column in columns]
     for _ in range(cfg.epochs):
-        for i in torch.randperm(len(action)).split(cfg.minibatch_size):
-            logits, value = model(observation[i])
-            policy = Categorical(logits=logits)
-            ratio = (policy.log_prob(action[i]) - old_log_prob[i]).exp()
-            weight = (advantage[i] - advantage[i].mean()) / (advantage[i].std() + 1e-8)
-            gain = torch.min(ratio * weight, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * weight).mean()
-            loss = (
-                cfg.value_weight * mse_loss(value, target[i]) - gain - cfg.entropy_weight * policy.entropy().mean()
-            )
+        for index in torch.randperm(cfg.batch_T * cfg.batch_B).chunk(cfg.minibatches):
+            observation, action, old_log_prob, weight, target = (row[index] for row in rows)
+            logits, value = model(observation)
+            log_prob = logits.log_softmax(1).gather(1, action[:, None]).squeeze(1)
+            ratio = (log_prob - old_log_prob).exp()
+            weight = (weight - weight.mean()) / (weight.std() + 1e-8)
+            objective = torch.min(ratio * weight, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * weight).mean()
             optimizer.zero_grad()
-            loss.backward()
+            (cfg.value_weight * mse_loss(value, target) - objective).backward()
             nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
             optimizer.step()
 
 
-def mean_return(infos: list[TrajInfo]) -> float:
-    return float(np.mean([info.Return for info in infos])) if infos else float("nan")
+def mean(returns: Collection[float]) -> float:
+    return sum(returns) / len(returns) if returns else float("nan")
 
 
-def main(cfg: Config) -> bool:
-    """Train until the goal is reached; returns whether it was."""
-    torch.manual_seed(cfg.seed)
-    torch.set_num_threads(1)
-    agent = CategoricalPgAgent(ActorCritic, greedy_eval=True)
+def main(cfg: Config) -> dict[str, Any]:
+    """Train until the goal or a limit is reached. Returns what it writes to summary.json."""
+    began = time.monotonic()
+    torch.manual_seed(cfg.seed)  # for the order of minibatches; all else hangs on the sampler's seed
+    torch.set_num_threads(1)  # networks as small as these gain nothing from a second thread
+    # Evaluation draws its actions as training does, so that both returns are those of the same policy.
+    agent = CategoricalPgAgent(ActorCritic, greedy_eval=False)
+    sampler = ParallelSampler(
+        cfg.env_id,
+        batch_T=cfg.batch_T,
+        batch_B=cfg.batch_B,
+        n_workers=cfg.n_workers or None,
+        eval_n_envs=cfg.eval_n_envs,
+        eval_max_steps=cfg.eval_max_steps,
+    )
     out = Path(cfg.out)
     out.mkdir(parents=True, exist_ok=True)
-    console = Console()
-    start = time.monotonic()
-    with ParallelSampler(
-        partial(gym.make, cfg.env_id), batch_T=cfg.batch_T, batch_B=cfg.batch_B, n_workers=cfg.n_workers or None,
-        eval_n_envs=cfg.eval_n_envs, eval_max_steps=cfg.eval_max_steps,
-    ) as sampler:
+    numbers = "train {task.fields[train]:.0f}  eval {task.fields[eval]:.0f}  {task.fields[rate]:,.0f} steps/s"
+    bar = Progress("{task.description}", BarColumn(24), TextColumn(numbers), TimeElapsedColumn())
+    with sampler, bar, (out / "progress.csv").open("w", newline="", buffering=1) as file:
         sampler.initialize(agent, seed=cfg.seed, bootstrap_value=True)
         optimizer = torch.optim.Adam(agent.model.parameters(), lr=cfg.learning_rate, eps=1e-5)
-        steps=0; itr=0; good=0; ts=tt=te=0.0
-        print("init", time.monotonic()-start)
-        hist=[]
-        while steps < cfg.total_steps and time.monotonic()-start < cfg.time_limit:
-            a=time.monotonic()
-            samples, infos = sampler.obtain_samples(itr)
-            b=time.monotonic()
+        task = bar.add_task(cfg.env_id, total=cfg.total_steps, train=mean(()), eval=mean(()), rate=0.0)
+        log = csv.writer(file)
+        log.writerow(COLUMNS)
+        recent: deque[float] = deque(maxlen=cfg.batch_B)  # returns of the last training episodes, one per environment
+        evals: list[float] = []
+        spent = np.zeros(2)  # seconds sampling and training
+        steps, reached, loop_began = 0, False, time.monotonic()
+
+        for itr in itertools.count():
+            sampling_began = time.monotonic()
+            samples, traj_infos = sampler.obtain_samples(itr)
+            training_began = time.monotonic()
             optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - steps / cfg.total_steps)
             train(agent.model, optimizer, samples, cfg)
-            agent.sync_shared_memory()
-            c=time.monotonic()
-            steps += cfg.batch_T*cfg.batch_B
-            ts+=b-a; tt+=c-b
-            itr+=1
-            if itr % cfg.eval_every == 0:
-                d=time.monotonic()
-                e = sampler.evaluate_agent(itr)
-                te+=time.monotonic()-d
-                r=mean_return(e)
-                hist.append((steps, round(mean_return(infos)), round(r)))
-                good = good+1 if r>=cfg.goal else 0
-                if good==2: break
-        print(f"seed {cfg.seed} ok {good==2} secs {time.monotonic()-start:.1f} steps {steps} ts {ts:.2f} tt {tt:.2f} te {te:.2f} sps {steps/ts:.0f}", hist[-8:], flush=True)
-    return good==2
+            agent.sync_shared_memory()  # the workers act on the new parameters from here on
+            times = sampling_began, training_began, time.monotonic()
+
+            steps += cfg.batch_T * cfg.batch_B
+            recent.extend(info.Return for info in traj_infos)
+            if evaluated := itr % cfg.eval_every == 0:
+                evals.append(mean([info.Return for info in sampler.evaluate_agent(itr)]))
+                reached = len(evals) >= 2 and min(evals[-2:]) >= cfg.goal
+            seconds = time.monotonic() - loop_began
+            log.writerow([itr, steps, seconds, mean(recent), evals[-1] if evaluated else "", *np.diff(times)])
+            spent += np.diff(times)
+            bar.update(task, completed=steps, train=mean(recent), eval=mean(evals[-1:]), rate=steps / seconds)
+            if reached or steps >= cfg.total_steps or time.monotonic() - began > cfg.time_limit:
+                break
+
+        np.savez(out / "timeline.npz", workers=sampler.timeline(), sampling=times[:2], training=times[1:])
+        summary: dict[str, Any] = {
+            "config": asdict(cfg),
+            "goal_reached": reached,
+            "eval_return_mean": mean(evals[-1:]),
+            "total_steps": steps,
+            "seconds": time.monotonic() - began,
+            "steps_per_second": steps / seconds,
+            "sampling_steps_per_second": steps / spent[0],
+            "sampling_seconds": spent[0],
+            "training_seconds": spent[1],
+            **asdict(sampler.stats()),
+        }
+    (out / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n")
+    return summary
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main(parse_config()) else 1)
+    config = parse_config()
+    result = main(config)
+    line = "mean evaluation return {eval_return_mean:.0f} after {total_steps:,} steps, {seconds:.1f} s".format(**result)
+    if not result["goal_reached"]:
+        sys.exit(f"goal of {config.goal:g} missed: {line}")
+    print(f"goal of {config.goal:g} reached: {line}")

@@ -157,10 +157,11 @@ class Worker:
         """One batch, or one evaluation, with the newest parameters."""
         self._records_put = 0
         self.progress.begin()
-        self._agent.pull_shared_memory()
         if not do_eval:
+            self.collector.agent.pull_shared_memory()
             self.collector.collect_batch(itr)
         elif self._eval_collector is not None:
+            self._eval_collector.agent.pull_shared_memory()
             self._eval_collector.collect_evaluation(itr)
 
     def _put_records(self, records: Any) -> None:

@@ -30,7 +30,7 @@ def test_close_closes_the_descriptor_once() -> None:
 def test_pickling_fails_unless_a_process_is_being_started(dumps: object) -> None:
     owner = InheritedFd(os.memfd_create("test"))
     try:
-        with pytest.raises(Exception, match="start|spawn|inherit"):
+        with pytest.raises(Exception, match=r"start|spawn|inherit"):
             dumps(owner)  # type: ignore[operator]
     finally:
         owner.close()

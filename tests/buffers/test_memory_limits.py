@@ -157,9 +157,7 @@ def test_the_check_passes_up_to_the_last_free_byte(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("needed", "free"), [(1536 * MIB, 20 * MIB), (2 * MIB, 3 * MIB // 2), (5000 * MIB, 0)])
-def test_the_error_names_purpose_needed_and_free_size(
-    monkeypatch: pytest.MonkeyPatch, needed: int, free: int
-) -> None:
+def test_the_error_names_purpose_needed_and_free_size(monkeypatch: pytest.MonkeyPatch, needed: int, free: int) -> None:
     monkeypatch.setattr(memory_limits, "free_memory", lambda: free)
     with pytest.raises(ConfigError, match=r"^the replay of a test needs .* batch_T or batch_B") as caught:
         check_memory(needed, "the replay of a test")

@@ -305,7 +305,9 @@ def test_as_named_converts_below_named_arrays_too() -> None:
     assert dict(as_named(NamedArrays(dist={"mean": 1, "scale": 2})).leaves()) == {"dist.mean": 1, "dist.scale": 2}
 
 
-@pytest.mark.parametrize("leaf", [np.zeros(2), [1, 2], 3.0, "text", torch.zeros(2)], ids=lambda leaf: type(leaf).__name__)
+@pytest.mark.parametrize(
+    "leaf", [np.zeros(2), [1, 2], 3.0, "text", torch.zeros(2)], ids=lambda leaf: type(leaf).__name__
+)
 def test_as_named_leaves_leaves_as_they_are(leaf: Any) -> None:
     assert as_named(leaf) is leaf
 

@@ -107,21 +107,23 @@ def test_without_memfd_parent_and_child_share_all_the_same(monkeypatch: pytest.M
         check_sharing(method, memory)
 
 
-class Starting:
-    """Stands for the process that is being started, so that pickling takes place as it does then."""
-
-    DupFd = staticmethod(lambda fd: Duplicate(fd))
-
-    def duplicate_for_child(self, fd: int) -> int:
-        return os.dup(fd)
-
-
 class Duplicate:
+    """What crosses in place of a descriptor."""
+
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
     def detach(self) -> int:
         return self.fd
+
+
+class Starting:
+    """Stands for the process that is being started, so that pickling takes place as it does then."""
+
+    DupFd = Duplicate
+
+    def duplicate_for_child(self, fd: int) -> int:
+        return os.dup(fd)
 
 
 @pytest.fixture
@@ -258,7 +260,7 @@ def test_memory_that_runs_out_all_the_same_is_a_clear_error_and_leaves_nothing(m
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     before = descriptors()
-    with pytest.raises(ConfigError, match="a large buffer needs 1,048,576 bytes .* No space left") as caught:
+    with pytest.raises(ConfigError, match=r"a large buffer needs 1,048,576 bytes .* No space left") as caught:
         SharedBlock(MIB, "a large buffer")
     assert isinstance(caught.value.__cause__, OSError)
     assert descriptors() == before

@@ -1,0 +1,184 @@
+"""Report on a run of examples/ppo.py: how well it learned, how fast it sampled, where the workers' time went.
+
+    python benchmarks/report.py runs/cartpole
+
+Writes learning_curve.png and timeline.png beside what it reads, and measures the ceiling on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+from rich.console import Console
+from rich.table import Table
+from throughput import measure_pair
+
+matplotlib.use("Agg")  # before pyplot: there may be no screen
+from matplotlib import pyplot as plt
+
+# Okabe and Ito's colours, which most colour-blind readers can tell apart.
+TRAIN_RETURN, EVAL_RETURN = "#56B4E9", "#0072B2"
+SPANS = {
+    "sampling": "#BBBBBB",
+    "training": "#E69F00",
+    "collecting": "#009E73",
+    "acting": "#D55E00",
+    "stepping": "#56B4E9",
+}
+ZOOM_ROWS = 12  # the timeline's last panel ends when the first worker has made so many time steps
+STYLE = {
+    "figure.dpi": 150,
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": "#E5E5E5",
+    "legend.frameon": False,
+}
+
+# ---- figures -----------------------------------------------------------------------------------
+
+
+def plot_learning_curve(run_dir: Path, summary: dict[str, Any]) -> None:
+    progress = np.atleast_1d(np.genfromtxt(run_dir / "progress.csv", delimiter=",", names=True))
+    config = summary["config"]
+    evaluated = np.isfinite(progress["eval_return_mean"])  # the cell is empty where no evaluation followed
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.axhline(config["goal"], color="#555555", linestyle="--", linewidth=1)
+    axes.annotate(f"goal {config['goal']:g}", (0, config["goal"]), (4, 4), textcoords="offset points", color="#555555")
+    axes.plot(
+        progress["steps"],
+        progress["train_return_mean"],
+        color=TRAIN_RETURN,
+        label=f"training, last {config['batch_B']} episodes",
+    )
+    axes.plot(
+        progress["steps"][evaluated],
+        progress["eval_return_mean"][evaluated],
+        color=EVAL_RETURN,
+        marker="o",
+        markersize=4,
+        label="evaluation",
+    )
+    axes.set(xlabel="environment steps", ylabel="mean return", xlim=(0, None))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x else "0")
+    axes.set_title(f"PPO on {config['env_id']}, seed {config['seed']}")
+    axes.grid()
+    axes.legend(loc="lower right")
+    figure.savefig(run_dir / "learning_curve.png")
+    plt.close(figure)
+
+
+def plot_timeline(run_dir: Path) -> None:
+    """The last iteration, its batch, and how the batch began. Gaps in a worker's lane are waiting."""
+    with np.load(run_dir / "timeline.npz") as file:
+        origin = file["sampling"][0]
+        workers, sampling, training = ((file[name] - origin) * 1e3 for name in ("workers", "sampling", "training"))
+    rows = min(ZOOM_ROWS, workers.shape[1] // 2)
+    figure, panels = plt.subplots(3, 1, figsize=(10, 3.2 + 1.1 * len(workers)), layout="constrained")
+    for axes in panels:
+        _draw_span(axes, 0, "sampling", sampling)
+        _draw_span(axes, 0, "training", training)
+        for lane, stamps in enumerate(workers, start=1):
+            if axes is panels[0]:  # rows would be thinner than the eye can tell apart
+                _draw_span(axes, lane, "collecting", stamps[[0, -1]])
+            else:
+                _draw_span(axes, lane, "acting", stamps[:-1])
+                _draw_span(axes, lane, "stepping", stamps[1:])
+        axes.set_yticks(range(len(workers) + 1), ["main process", *(f"worker {i}" for i in range(len(workers)))])
+        axes.set_ylim(len(workers) + 0.6, -0.6)
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+        axes.grid(axis="x")
+    panels[0].set(xlim=(0, training[1]), title="The last iteration (gaps are waiting)")
+    panels[1].set(xlim=(0, sampling[1]), title="Its batch")
+    panels[2].set(xlim=(0, workers[:, 2 * rows].min()), title="The beginning of it", xlabel="milliseconds")
+    handles = [Patch(color=colour, label=name) for name, colour in SPANS.items()]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+    figure.savefig(run_dir / "timeline.png")
+    plt.close(figure)
+
+
+def _draw_span(axes: Axes, lane: int, name: str, stamps: npt.NDArray[np.float64]) -> None:
+    """Bars from `stamps[0]` to `stamps[1]`, `stamps[2]` to `stamps[3]`, and so on."""
+    bars = [(begin, end - begin) for begin, end in stamps.reshape(-1, 2)]
+    axes.broken_barh(bars, (lane - 0.35, 0.7), color=SPANS[name], linewidth=0)
+
+
+# ---- text --------------------------------------------------------------------------------------
+
+
+def print_report(console: Console, summary: dict[str, Any], rates: dict[str, list[float]] | None) -> None:
+    config = summary["config"]
+    verdict = "[green]reached[/]" if summary["goal_reached"] else "[red]missed[/]"
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(
+        "goal", f"{verdict}: mean evaluation return {summary['eval_return_mean']:.0f}, goal {config['goal']:g}"
+    )
+    grid.add_row(
+        "effort", f"{summary['total_steps']:,} steps in {summary['seconds']:.1f} s, workers' start-up included"
+    )
+    grid.add_row("sampling", f"{summary['sampling_steps_per_second']:,.0f} steps/s")
+    grid.add_row("overall", f"{summary['steps_per_second']:,.0f} steps/s, with training and evaluation")
+    if rates is not None:
+        pairs = zip(rates["ParallelSampler"], rates["ceiling"], strict=True)
+        turns = sorted((own / bare, own, bare) for own, bare in pairs)
+        spread = f"{turns[0][0]:.1%} to {turns[-1][0]:.1%} in {len(turns)} turns"
+        share, own, bare = turns[len(turns) // 2]
+        grid.add_row("share", f"{share:.1%} of the ceiling ({spread})")
+        grid.add_row("", f"{own:,.0f} of {bare:,.0f} steps/s, nobody training")
+    console.print(f"\n[bold]PPO on {config['env_id']}, seed {config['seed']}", grid, "", sep="\n", highlight=False)
+
+
+def measure_rates(console: Console, summary: dict[str, Any], seconds: float) -> dict[str, list[float]]:
+    """Sampler and ceiling in turns, now: figures from different minutes would not bear comparison."""
+    config = summary["config"]
+    with console.status("measuring the ceiling"):
+        return measure_pair(config["batch_B"], config["batch_T"], len(summary["workers"]), seconds=seconds)
+
+
+def print_workers(console: Console, summary: dict[str, Any]) -> None:
+    table = Table(
+        title="seconds per worker",
+        title_justify="left",
+        caption="resetting within a batch is part of stepping; waiting is for the learner, or for other workers",
+        caption_justify="left",
+    )
+    for heading in ("worker", "CPUs", "steps", "acting", "stepping", "resetting", "waiting"):
+        table.add_column(heading, justify="right")
+    for worker in summary["workers"]:
+        times = (f"{worker[name]:.2f}" for name in ("acting", "stepping", "resetting", "waiting"))
+        cpus = ", ".join(map(str, worker["cpus"])) or "any"
+        table.add_row(str(worker["worker_rank"]), cpus, f"{worker['steps']:,}", *times)
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", type=Path, help="the folder that examples/ppo.py wrote to with --out")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds per turn of measuring; 0 leaves it out")
+    arguments = parser.parse_args()
+    run_dir: Path = arguments.run_dir
+    summary = json.loads((run_dir / "summary.json").read_text())
+    console = Console()
+    rates = measure_rates(console, summary, arguments.seconds) if arguments.seconds > 0 else None
+    print_report(console, summary, rates)
+    print_workers(console, summary)
+    with plt.rc_context(STYLE):  # type: ignore[arg-type]
+        plot_learning_curve(run_dir, summary)
+        plot_timeline(run_dir)
+    console.print(f"see {run_dir / 'learning_curve.png'} and {run_dir / 'timeline.png'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""The agent's life beside acting: parameters that travel, copies that do not disturb one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from penstock import agents
+from penstock.agents import Agent, AgentStep
+from penstock.buffers import NamedArrays
+from penstock.errors import ConfigError, SamplerStateError, SpaceError
+
+OBSERVATIONS, ACTIONS = spaces.Box(0, 1, (2,)), spaces.Discrete(3)
+
+
+class Tabular(Agent):
+    """Has one array of parameters and counts the steps of its columns."""
+
+    def __init__(self) -> None:
+        self.table = np.zeros(3)
+        self.seeded = 0
+
+    def initialize(self, observation_space: Any, action_space: Any, *, seed: int | None = None) -> None:
+        super().initialize(observation_space, action_space, seed=seed)
+        self.seeded += 1
+
+    def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
+        self.rngs = rngs
+
+    def reset(self) -> None:
+        self.steps = np.zeros(len(self.rngs), int)
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        self.steps += 1
+        return AgentStep(self.steps.copy())
+
+    def read_parameters(self) -> Mapping[str, Any]:
+        return {"table": self.table}
+
+    def write_parameters(self, parameters: Mapping[str, Any]) -> None:
+        self.table = parameters["table"].copy()
+
+    def worker_copy(self) -> Tabular:
+        twin = super().worker_copy()
+        twin.table = self.table.copy()
+        return twin
+
+
+@pytest.fixture
+def learner() -> Iterator[Tabular]:
+    agent = Tabular()
+    agent.initialize(OBSERVATIONS, ACTIONS)
+    yield agent
+    for audience in agent._audiences or ():
+        agent.unshare_memory(audience)
+
+
+def generators(n: int) -> list[np.random.Generator]:
+    return [np.random.default_rng(i) for i in range(n)]
+
+
+def test_an_agent_step_reports_nothing_unless_told() -> None:
+    step = AgentStep(np.zeros(2))
+    assert isinstance(step.agent_info, NamedArrays)
+    assert len(step.agent_info) == 0
+
+
+def test_an_agent_without_a_value_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"Tabular has no value\(\): override it, or .*bootstrap_value=False"):
+        Tabular().value(None, None, np.zeros(2, np.float32))
+
+
+def test_step_must_be_overridden() -> None:
+    with pytest.raises(TypeError, match="step"):
+        Agent()  # type: ignore[abstract]
+
+
+def test_unknown_names_of_the_package_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="NoSuchAgent"):
+        _ = agents.NoSuchAgent
+
+
+@pytest.mark.parametrize("name", agents.__all__)
+def test_every_public_name_can_be_had(name: str) -> None:
+    assert getattr(agents, name).__name__ == name
+
+
+# ---- initialization ----------------------------------------------------------------------------
+
+
+def test_an_agent_is_initialized_once_for_any_number_of_samplers() -> None:
+    agent = Tabular()
+    for _ in range(3):
+        agent.ensure_initialized(OBSERVATIONS, ACTIONS, seed=1)
+    assert agent.seeded == 1
+    assert (agent.observation_space, agent.action_space) == (OBSERVATIONS, ACTIONS)
+
+
+@pytest.mark.parametrize("other", [(OBSERVATIONS, spaces.Discrete(4)), (spaces.Box(0, 2, (2,)), ACTIONS)], ids=str)
+def test_another_samplers_other_spaces_are_refused_with_both(other: Any) -> None:
+    agent = Tabular()
+    agent.ensure_initialized(OBSERVATIONS, ACTIONS, seed=1)
+    with pytest.raises(SpaceError, match=r"the agent was initialized for .* the environment has"):
+        agent.ensure_initialized(*other, seed=1)
+
+
+# ---- parameters --------------------------------------------------------------------------------
+
+
+def test_publishing_before_there_is_a_sampler_says_what_was_expected(learner: Tabular) -> None:
+    with pytest.raises(SamplerStateError, match=r"call sampler.initialize"):
+        learner.sync_shared_memory()
+
+
+def test_sharing_publishes_what_there_is(learner: Tabular) -> None:
+    learner.table[...] = 4
+    audience = learner.share_memory(shared=False)
+    parameters, version = audience.read()
+    assert (parameters["table"].tolist(), version) == ([4, 4, 4], 1)
+
+
+def test_publishing_reaches_every_sampler(learner: Tabular) -> None:
+    audiences = [learner.share_memory(shared=shared) for shared in (False, True)]
+    learner.table[...] = 5
+    learner.sync_shared_memory()
+    assert [audience.read()[0]["table"].tolist() for audience in audiences] == [[5, 5, 5]] * 2
+
+
+def test_a_sampler_that_is_gone_is_published_to_no_longer(learner: Tabular) -> None:
+    gone, there = learner.share_memory(shared=False), learner.share_memory(shared=False)
+    learner.unshare_memory(gone)
+    learner.sync_shared_memory()
+    assert (gone.version, there.version) == (1, 2)
+    learner.unshare_memory(there)
+    learner.sync_shared_memory()  # to nobody, as any agent does whose samplers are closed
+    assert there.version == 2
+
+
+def test_saved_state_is_a_copy_and_can_be_restored(learner: Tabular) -> None:
+    learner.table[...] = 1
+    state = learner.state_dict()
+    learner.table[...] = 2
+    learner.load_state_dict(state)
+    assert learner.table.tolist() == [1, 1, 1]
+
+
+# ---- copies ------------------------------------------------------------------------------------
+
+
+def test_a_worker_sees_new_parameters_when_it_pulls_and_not_before(learner: Tabular) -> None:
+    audience, worker = learner.share_memory(shared=False), learner.worker_copy()
+    worker.attach(audience)
+    for value in (6, 7):
+        before = worker.table.tolist()
+        learner.table[...] = value
+        learner.sync_shared_memory()
+        assert worker.table.tolist() == before
+        worker.pull_shared_memory()
+        assert worker.table.tolist() == [value] * 3
+
+
+def test_a_worker_pulls_only_what_is_new(learner: Tabular) -> None:
+    audience, worker = learner.share_memory(shared=False), learner.worker_copy()
+    worker.attach(audience)
+    worker.pull_shared_memory()
+    worker.table[...] = -1  # would be overwritten by a second pull
+    worker.pull_shared_memory()
+    assert worker.table.tolist() == [-1] * 3
+
+
+def test_a_worker_that_follows_nothing_pulls_nothing(learner: Tabular) -> None:
+    worker = learner.worker_copy()
+    worker.pull_shared_memory()
+    assert worker.table.tolist() == [0] * 3
+
+
+def test_a_worker_copy_belongs_to_no_sampler(learner: Tabular) -> None:
+    learner.share_memory(shared=False)
+    with pytest.raises(SamplerStateError):
+        learner.worker_copy().sync_shared_memory()
+
+
+def test_column_copies_have_streams_and_state_of_their_own_and_the_same_parameters(learner: Tabular) -> None:
+    worker = learner.worker_copy()
+    rngs = generators(2), generators(3)
+    one, other = (worker.column_copy(each) for each in rngs)
+    one.step(None, None, None)
+    assert (one.rngs, other.rngs) == rngs
+    assert (one.steps.tolist(), other.steps.tolist()) == ([1, 1], [0, 0, 0])
+    assert one.table is other.table is worker.table
+    assert not hasattr(worker, "steps")

@@ -1,0 +1,169 @@
+"""Random elements of a space: inside it, as many as asked, and from the caller's stream alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.agents import draw
+from penstock.buffers import NamedArrays
+from penstock.envs import action_splitter
+from penstock.errors import SpaceError
+
+from ..envs.space_strategies import any_space, at, children, leaf_paths, path_name
+
+quick = settings(max_examples=80, deadline=None)
+seeds = st.integers(0, 2**32)
+counts = st.integers(0, 20)
+
+
+def leaves(drawn: Any) -> list[Any]:
+    return [leaf for _, leaf in drawn.leaves()] if isinstance(drawn, NamedArrays) else [drawn]
+
+
+def drawn_from(space: Any, n: int, seed: int = 0) -> Any:
+    return draw(space, np.random.default_rng(seed), n)
+
+
+def in_bounds(space: Any, values: Any) -> bool:
+    """Whether every element `[n, ...]` lies in the leaf space."""
+    if isinstance(space, spaces.Box):
+        return bool(((space.low <= values) & (values <= space.high)).all())
+    if isinstance(space, spaces.MultiBinary):
+        return bool(((values == 0) | (values == 1)).all())
+    count = space.nvec if isinstance(space, spaces.MultiDiscrete) else space.n
+    return bool(((space.start <= values) & (values < space.start + count)).all())
+
+
+@settings(max_examples=200, deadline=None)
+@given(any_space, st.integers(1, 50), seeds)
+def test_every_element_is_contained_in_the_space(space: Any, n: int, seed: int) -> None:
+    for (path, leaf_space), values in zip(leaf_paths(space), leaves(drawn_from(space, n, seed)), strict=True):
+        assert in_bounds(leaf_space, values), path_name(path, "drawn")
+
+
+@quick
+@given(any_space, seeds)
+def test_gymnasium_agrees_that_what_is_drawn_and_split_is_contained(space: Any, seed: int) -> None:
+    for action in action_splitter(space)(drawn_from(space, 5, seed)):
+        for path, leaf in leaf_paths(space):
+            value = at(action, path)
+            assert leaf.contains(value if isinstance(leaf, spaces.Discrete) else np.asarray(value))
+
+
+@quick
+@given(any_space, counts, seeds)
+def test_as_many_elements_as_asked_in_the_dtype_of_the_space(space: Any, n: int, seed: int) -> None:
+    for (_, leaf_space), values in zip(leaf_paths(space), leaves(drawn_from(space, n, seed)), strict=True):
+        assert (values.shape, values.dtype) == ((n, *leaf_space.shape), leaf_space.dtype)
+
+
+@quick
+@given(any_space, seeds)
+def test_fields_are_those_of_the_space(space: Any, seed: int) -> None:
+    def check(drawn: Any, space: Any) -> None:
+        below = children(space)
+        if below:
+            assert [*drawn.keys()] == [f"_{key}" if isinstance(space, spaces.Tuple) else str(key) for key, _ in below]
+            for value, (_, child) in zip(drawn, below, strict=True):
+                check(value, child)
+
+    check(drawn_from(space, 2, seed), space)
+
+
+@quick
+@given(any_space, counts, seeds)
+def test_the_same_stream_gives_the_same_draws_and_the_spaces_own_is_not_used(space: Any, n: int, seed: int) -> None:
+    one = leaves(drawn_from(space, n, seed))
+    space.seed(1)
+    for a, b in zip(one, leaves(drawn_from(space, n, seed)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_another_stream_gives_other_draws() -> None:
+    space = spaces.Box(0, 1, (3,))
+    assert not set(drawn_from(space, 10, seed=0).ravel()) & set(drawn_from(space, 10, seed=1).ravel())
+
+
+def test_the_stream_advances() -> None:
+    rng = np.random.default_rng(0)
+    space = spaces.Box(0, 1, (3,))
+    assert not set(draw(space, rng, 10).ravel()) & set(draw(space, rng, 10).ravel())
+
+
+# ---- distributions: as Gymnasium's `sample` ----------------------------------------------------
+
+N = 20_000
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Discrete(4),
+        spaces.Discrete(3, start=-1),
+        spaces.MultiDiscrete([4, 4]),
+        spaces.MultiDiscrete([3, 3], start=[-1, -3]),
+        spaces.MultiBinary(3),
+        spaces.Box(-2, 3, (2,), np.int64),
+        spaces.Box(0, 3, (), np.uint8),
+        spaces.Box(0, 1, (2,), np.bool_),
+    ],
+    ids=str,
+)
+def test_each_value_of_a_finite_space_is_as_likely_as_any(space: Any) -> None:
+    # One line per element of the shape: each has its own range.
+    draws = drawn_from(space, N).astype(np.int64).reshape(N, -1)
+    if isinstance(space, spaces.Box):
+        low, high = space.low.astype(np.int64).ravel(), space.high.astype(np.int64).ravel()
+    elif isinstance(space, spaces.MultiDiscrete):
+        low, high = space.start, space.start + space.nvec - 1
+    else:
+        start, n = (int(space.start), int(space.n)) if isinstance(space, spaces.Discrete) else (0, 2)
+        low, high = np.full(draws.shape[1], start), np.full(draws.shape[1], start + n - 1)
+    for column, first, last in zip(draws.T, low, high, strict=True):
+        values, frequencies = np.unique(column, return_counts=True)
+        assert values.tolist() == [*range(first, last + 1)]
+        p = 1 / len(values)
+        assert np.abs(frequencies / N - p).max() < 5 * np.sqrt(p * (1 - p) / N)
+
+
+INF = np.inf
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
+@pytest.mark.parametrize(
+    ("low", "high", "mean", "deviation"),
+    [(-2, 4, 1, 6 / np.sqrt(12)), (5, INF, 6, 1), (-INF, -5, -6, 1), (-INF, INF, 0, 1)],
+    ids=["uniform", "exponential above", "exponential below", "normal"],
+)
+def test_a_box_is_drawn_as_documented(low: float, high: float, mean: float, deviation: float, dtype: Any) -> None:
+    space = spaces.Box(low, high, (2,), dtype)
+    draws = drawn_from(space, N).astype(np.float64)
+    off = 0.6 if dtype is np.int64 else 0.05  # rounding to whole numbers shifts the mean by half
+    assert draws.mean() == pytest.approx(mean, abs=off)
+    assert draws.std() == pytest.approx(deviation, abs=off)
+
+
+def test_each_element_of_a_box_is_drawn_within_its_own_bounds() -> None:
+    space = spaces.Box(np.array([0, 10, -INF, 5], np.float32), np.array([1, 20, -5, INF], np.float32))
+    draws = drawn_from(space, 1000)
+    assert in_bounds(space, draws)
+    assert (draws.max(axis=0) - draws.min(axis=0) > 0.9).all()
+
+
+def test_the_whole_range_of_an_integer_is_drawn_from() -> None:
+    bounds = np.iinfo(np.int64)
+    draws = drawn_from(spaces.Box(bounds.min, bounds.max - 1, (), np.int64), 1000).astype(np.float64)
+    assert draws.min() < 0.9 * bounds.min
+    assert draws.max() > 0.9 * bounds.max
+
+
+@pytest.mark.parametrize("space", [spaces.Text(3), spaces.Dict({"a": spaces.Text(3)})], ids=str)
+def test_what_cannot_be_recorded_cannot_be_drawn(space: Any) -> None:
+    with pytest.raises(SpaceError, match="cannot draw from a Text space"):
+        drawn_from(space, 1)

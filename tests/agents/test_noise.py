@@ -1,0 +1,83 @@
+"""Column noise: what a column gets depends on its own stream and on how many rows have gone by."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.agents import ColumnNoise, noise
+from penstock.buffers import NamedArrays
+
+quick = settings(max_examples=15, deadline=None)
+
+
+def numbers(rng: np.random.Generator, n: int) -> Any:
+    return rng.random((n, 2))
+
+
+def nested(rng: np.random.Generator, n: int) -> Any:
+    return NamedArrays(a=rng.integers(0, 1000, n), b=NamedArrays(c=rng.random((n, 3))))
+
+
+def generators(columns: range) -> list[np.random.Generator]:
+    return [np.random.default_rng([5, column]) for column in columns]
+
+
+def rows_of(source: ColumnNoise, n: int) -> list[Any]:
+    return [source.next_row().copy() for _ in range(n)]
+
+
+def test_a_columns_rows_are_its_streams_numbers_in_order() -> None:
+    rows = np.stack(rows_of(ColumnNoise(generators(range(3)), numbers), 300))
+    for column, rng in enumerate(generators(range(3))):
+        np.testing.assert_array_equal(rows[:, column], numbers(rng, 300))
+
+
+@quick
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 300))
+def test_rows_do_not_depend_on_how_the_columns_are_split(widths: list[int], n: int) -> None:
+    bounds = np.cumsum([0, *widths]).tolist()
+    whole = np.stack(rows_of(ColumnNoise(generators(range(bounds[-1])), numbers), n))
+    parts = [np.stack(rows_of(ColumnNoise(generators(range(a, b)), numbers), n)) for a, b in pairwise(bounds)]
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_rows_do_not_depend_on_how_many_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    usual = np.stack(rows_of(ColumnNoise(generators(range(3)), numbers), 300))
+    monkeypatch.setattr(noise, "_CHUNK", chunk)
+    np.testing.assert_array_equal(np.stack(rows_of(ColumnNoise(generators(range(3)), numbers), 300)), usual)
+
+
+def test_nested_draws_give_nested_rows() -> None:
+    rows = rows_of(ColumnNoise(generators(range(2)), nested), 200)
+    for column, rng in enumerate(generators(range(2))):
+        # Drawn 128 at a time: one field's numbers before the other's.
+        expected = [nested(rng, 128), nested(rng, 128)]
+        for t, row in enumerate(rows):
+            drawn = expected[t // 128][t % 128]
+            assert row.a[column] == drawn.a
+            assert row.b.c[column].tolist() == drawn.b.c.tolist()
+
+
+@pytest.mark.parametrize("draw", [numbers, nested])
+def test_a_row_stays_as_it_was_while_the_next_128_are_drawn(draw: Any) -> None:
+    source = ColumnNoise(generators(range(2)), draw)
+    kept: list[tuple[Any, Any]] = []
+    for _ in range(400):
+        row = source.next_row()
+        kept = [*kept[-128:], (row, row.copy())]
+        for given_out, as_it_was in (kept[0], kept[-2] if len(kept) > 1 else kept[0]):
+            now, then = (x if isinstance(x, NamedArrays) else NamedArrays(x=x) for x in (given_out, as_it_was))
+            for (_, a), (_, b) in zip(now.leaves(), then.leaves(), strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+def test_columns_do_not_share_a_row() -> None:
+    row = ColumnNoise(generators(range(8)), numbers).next_row()
+    assert len(np.unique(row)) == row.size == 16

@@ -1,0 +1,294 @@
+"""Shared parameters: readers find whole versions, the newest first, however often the writer publishes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from penstock.agents import SharedParameters
+from penstock.buffers import ArraySpec, NamedArrays, NamedMemory
+from penstock.errors import ConfigError
+
+
+def constant(value: float, n_elements: int = 6) -> dict[str, Any]:
+    """Parameters all of whose elements are `value`: half of one version and half of another would show."""
+    return {
+        "weight": np.full((2, n_elements // 2), value, np.float64),
+        "bias": np.full(n_elements, value, np.float32),
+        "count": np.full((), value, np.int64),
+    }
+
+
+def values_of(parameters: dict[str, Any]) -> set[float]:
+    return {float(x) for array in parameters.values() for x in np.unique(array)}
+
+
+@pytest.fixture
+def shared() -> SharedParameters:
+    return SharedParameters(constant(0), shared=False)
+
+
+# ---- one process -------------------------------------------------------------------------------
+
+arrays = hnp.arrays(
+    st.sampled_from([np.float16, np.float32, np.int64, np.int16, np.bool_]),
+    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.dictionaries(st.sampled_from(["weight", "0.bias", "values", "running_mean"]), arrays), st.booleans())
+def test_what_is_published_is_read_by_name_shape_and_dtype(parameters: dict[str, Any], in_shared: bool) -> None:
+    shared = SharedParameters(parameters, shared=in_shared)
+    shared.publish(parameters)
+    read, version = shared.read()
+    assert version == 1
+    assert [*read] == [*parameters]
+    for name, value in parameters.items():
+        assert read[name].dtype == value.dtype
+        np.testing.assert_array_equal(read[name], value)
+    shared.memory.close()
+
+
+def test_versions_count_from_zero_and_each_read_gives_the_newest(shared: SharedParameters) -> None:
+    assert shared.version == 0
+    for version in range(1, 6):
+        shared.publish(constant(10 * version))
+        assert shared.version == version
+        for _ in range(2):
+            parameters, read_version = shared.read()
+            assert (values_of(parameters), read_version) == ({10 * version}, version)
+
+
+def test_what_was_read_is_private(shared: SharedParameters) -> None:
+    shared.publish(constant(1))
+    first, _ = shared.read()
+    first["bias"][...] = 9
+    second, _ = shared.read()
+    shared.publish(constant(2))
+    shared.publish(constant(3))
+    assert values_of(second) == {1}
+
+
+def test_what_was_published_may_be_changed_afterwards(shared: SharedParameters) -> None:
+    parameters = constant(1)
+    shared.publish(parameters)
+    parameters["weight"][...] = 5
+    assert values_of(shared.read()[0]) == {1}
+
+
+def renamed() -> dict[str, Any]:
+    return {f"new_{name}": value for name, value in constant(2).items()}
+
+
+def reshaped() -> dict[str, Any]:
+    return {**constant(2), "bias": np.zeros(7, np.float32)}
+
+
+def retyped() -> dict[str, Any]:
+    return {**constant(2), "bias": np.full(6, 0x4000, np.int16)}  # the bits of bfloat16, for instance
+
+
+def shortened() -> dict[str, Any]:
+    return {"weight": constant(2)["weight"]}
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [(renamed, "new_bias"), (shortened, "bias"), (reshaped, r"bias .*\(7,\).*\(6,\)"), (retyped, "bias")],
+)
+def test_other_parameters_than_at_first_are_refused_by_name(
+    shared: SharedParameters, make: Callable[[], dict[str, Any]], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        shared.publish(make())
+
+
+@pytest.mark.parametrize("make", [renamed, shortened, reshaped])
+def test_a_refused_publication_disturbs_neither_readers_nor_the_next_one(
+    shared: SharedParameters, make: Callable[[], dict[str, Any]]
+) -> None:
+    shared.publish(constant(1))
+    with pytest.raises(ConfigError):
+        shared.publish(make())
+    parameters, version = shared.read()
+    assert (values_of(parameters), version) == ({1}, 1)
+    shared.publish(constant(3))
+    parameters, version = shared.read()
+    assert (values_of(parameters), version) == ({3}, 2)
+
+
+# ---- a writer that overtakes a reader, made to happen ------------------------------------------
+
+
+class Interrupting(np.ndarray[Any, Any]):
+    """An array that runs `hook` when it has been copied: in the middle of a read."""
+
+    hook: Callable[[], None]
+
+    def copy(self, order: Any = "C") -> Any:
+        copied = np.asarray(self).copy(order)
+        type(self).hook()
+        return copied
+
+
+def interrupt_reads(shared: SharedParameters, hook: Callable[[], None], times: int) -> list[int]:
+    """Run `hook` in the middle of the next `times` attempts at reading; the list counts attempts."""
+    attempts: list[int] = []
+
+    def once() -> None:
+        attempts.append(len(attempts))
+        if len(attempts) <= times:
+            hook()
+
+    class Hooked(Interrupting):
+        hook = staticmethod(once)
+
+    def with_hook(slot: NamedArrays) -> NamedArrays:
+        # Between the first array and the last, so that either half may be of the wrong version.
+        return NamedArrays({name: leaf.view(Hooked) if name == "p1" else leaf for name, leaf in slot.items()})
+
+    plain = shared.memory.arrays
+    slots = NamedArrays({name: with_hook(slot) for name, slot in plain.slots.items()})
+    shared.memory.arrays = NamedArrays({**plain, "slots": slots})
+    return attempts
+
+
+class Writer:
+    """Publishes all-equal parameters whose value is their version."""
+
+    def __init__(self, shared: SharedParameters) -> None:
+        self._plain = SharedParameters.__new__(SharedParameters)
+        self._plain.__dict__.update(shared.__dict__)
+        self._plain.memory = NamedMemory.__new__(NamedMemory)
+        self._plain.memory.__dict__.update(shared.memory.__dict__)
+
+    def publish(self, times: int = 1) -> None:
+        for _ in range(times):
+            self._plain.publish(constant(self._plain.version + 1))
+
+
+def test_one_publication_during_a_read_leaves_the_reader_its_slot(shared: SharedParameters) -> None:
+    writer = Writer(shared)
+    writer.publish()
+    attempts = interrupt_reads(shared, writer.publish, times=1)
+    parameters, version = shared.read()
+    assert (values_of(parameters), version) == ({1}, 1)
+    assert len(attempts) == 1
+    assert shared.version == 2
+
+
+@pytest.mark.parametrize("overtaken", [2, 3, 4])
+@pytest.mark.parametrize("times", [1, 5])
+def test_a_reader_whose_slot_was_overwritten_reads_again(shared: SharedParameters, overtaken: int, times: int) -> None:
+    writer = Writer(shared)
+    writer.publish()
+    attempts = interrupt_reads(shared, lambda: writer.publish(overtaken), times)
+    parameters, version = shared.read()
+    assert len(attempts) == times + 1
+    assert (values_of(parameters), version) == ({shared.version}, shared.version)
+
+
+def test_a_reader_never_takes_a_slot_that_is_being_written(shared: SharedParameters) -> None:
+    writer = Writer(shared)
+    writer.publish(2)
+    stamps, slot = shared.memory.arrays.stamps, shared.version % 2
+    stamps[slot] = 2 * (shared.version + 2) - 1  # as a writer leaves it that has gone round and is at work
+    with pytest.raises(RuntimeError, match="publish less often"):
+        shared.read()
+    stamps[slot] = 2 * shared.version
+    assert values_of(shared.read()[0]) == {shared.version}
+
+
+def test_the_version_that_is_read_is_that_of_the_values(
+    shared: SharedParameters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer goes round twice between the reader's look at the version and its look at the slot."""
+    writer = Writer(shared)
+    writer.publish()
+    looks: list[int] = []
+
+    class Delayed(SharedParameters):
+        @property
+        def version(self) -> int:
+            seen = SharedParameters.version.fget(self)  # type: ignore[attr-defined]
+            looks.append(seen)
+            if len(looks) == 1:
+                writer.publish(2)
+            return int(seen)
+
+    shared.__class__ = Delayed
+    parameters, version = shared.read()
+    assert values_of(parameters) == {version}
+
+
+def test_a_reader_that_is_overtaken_for_ever_says_so(shared: SharedParameters) -> None:
+    writer = Writer(shared)
+    writer.publish()
+    interrupt_reads(shared, lambda: writer.publish(2), times=10**9)
+    with pytest.raises(RuntimeError, match="publish less often"):
+        shared.read()
+
+
+# ---- a real second process ---------------------------------------------------------------------
+
+READS, VERSIONS, ELEMENTS = 3000, 200, 20_000
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_no_read_is_torn_and_no_version_goes_back_while_another_process_publishes() -> None:
+    shared = SharedParameters(constant(0, ELEMENTS), shared=True)
+    stop = NamedMemory(NamedArrays(word=ArraySpec((), np.dtype(np.int64))), shared=True, purpose="a test")
+
+    def write() -> None:
+        while not stop.arrays.word:
+            shared.publish(constant(shared.version + 1, ELEMENTS))
+
+    child = multiprocessing.get_context("fork").Process(target=write, daemon=True)
+    child.start()
+    try:
+        versions: list[int] = []
+        last_value, deadline = 0.0, time.monotonic() + 60
+        while len(versions) < READS or len(set(versions)) < VERSIONS:
+            parameters, version = shared.read()
+            (value,) = values_of(parameters)  # all elements equal, or the read was torn
+            assert value >= last_value
+            last_value = value
+            versions.append(version)
+            assert time.monotonic() < deadline, f"{len(set(versions))} versions in {len(versions)} reads"
+        assert versions == sorted(versions)
+    finally:
+        stop.arrays.word[...] = 1
+        child.join(60)
+        child.kill()
+        child.join()
+        child.close()
+        shared.memory.close()
+        stop.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_parameters_cross_to_a_worker_however_it_is_started(start_method: str) -> None:
+    shared = SharedParameters(constant(0), shared=True)
+    shared.publish(constant(4))
+    check = (
+        "values, version = shared.read(); assert (values['bias'] == 4).all() and version == 1; shared.publish(values)"
+    )
+    child = multiprocessing.get_context(start_method).Process(target=exec, args=(check, {"shared": shared}))
+    child.start()
+    child.join(60)
+    exitcode = child.exitcode
+    child.kill()
+    child.join()
+    child.close()
+    shared.memory.close()
+    assert exitcode == 0
+    assert shared.version == 2

@@ -1,0 +1,211 @@
+"""The samples buffer: what a collector writes into its columns is what the user finds, row for row."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.buffers import AgentSamples, EnvSamples, NamedArrays, Samples, SamplesBuffer, SampleSpec
+from penstock.buffers.named import map_leaves
+
+T, B = 5, 4
+quick = settings(max_examples=30, deadline=None)
+
+OBSERVATION = NamedArrays(camera=np.zeros((2, 3), np.uint8), goal=NamedArrays(_0=np.zeros((), np.int64)))
+ACTION = np.zeros(2, np.float16)
+INFO = NamedArrays(log_prob=np.zeros((), np.float32), logits=np.zeros(6, np.float64))
+
+
+def buffer_of(T: int = T, B: int = B, shared: bool = False, **changes: Any) -> SamplesBuffer:
+    options = {"observation": OBSERVATION, "action": ACTION, "agent_info": INFO, "bootstrap_value": True, **changes}
+    return SamplesBuffer(SampleSpec(**options), T, B, shared=shared)
+
+
+def fill(value: Any, seed: int = 0) -> None:
+    """Put random bytes everywhere: whatever changes afterwards shows."""
+    rng = np.random.default_rng(seed)
+    for _, leaf in value.leaves() if isinstance(value, NamedArrays) else [("", value)]:
+        leaf[...] = rng.integers(1, 100, leaf.shape)
+
+
+def shapes(value: NamedArrays) -> dict[str, tuple[tuple[int, ...], Any]]:
+    return {name: (leaf.shape, leaf.dtype) for name, leaf in value.leaves()}
+
+
+# ---- the public view ---------------------------------------------------------------------------
+
+
+@quick
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_every_field_has_its_leading_dimensions_and_the_examples_dtype(n_T: int, n_B: int) -> None:
+    cells = (n_T, n_B)
+    assert shapes(buffer_of(n_T, n_B).samples) == {
+        "env.observation.camera": ((*cells, 2, 3), np.uint8),
+        "env.observation.goal._0": (cells, np.int64),
+        "env.reward": (cells, np.float32),
+        "env.prev_reward": (cells, np.float32),
+        "env.terminated": (cells, np.bool_),
+        "env.truncated": (cells, np.bool_),
+        "env.done": (cells, np.bool_),
+        "env.valid": (cells, np.bool_),
+        "env.final_obs.camera": ((*cells, 2, 3), np.uint8),
+        "env.final_obs.goal._0": (cells, np.int64),
+        "agent.action": ((*cells, 2), np.float16),
+        "agent.prev_action": ((*cells, 2), np.float16),
+        "agent.agent_info.log_prob": (cells, np.float32),
+        "agent.agent_info.logits": ((*cells, 6), np.float64),
+        "agent.bootstrap_value": ((n_B,), np.float32),
+        "agent.final_value": (cells, np.float32),
+    }
+
+
+def test_the_view_is_of_the_documented_classes() -> None:
+    samples = buffer_of().samples
+    assert [type(samples), type(samples.env), type(samples.agent)] == [Samples, EnvSamples, AgentSamples]
+
+
+def test_without_bootstrap_value_there_are_no_values() -> None:
+    buffer = buffer_of(bootstrap_value=False)
+    assert "bootstrap_value" not in buffer.samples.agent
+    assert "final_value" not in buffer.samples.agent
+    columns = buffer.columns(slice(0, B))
+    assert columns.bootstrap_value is None
+    assert columns.final_value is None
+
+
+def test_without_final_obs_there_are_no_final_observations() -> None:
+    buffer = buffer_of(final_obs=False)
+    assert "final_obs" not in buffer.samples.env
+    assert buffer.columns(slice(0, B)).final_obs is None
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_everything_starts_at_zero_and_valid(shared: bool) -> None:
+    buffer = buffer_of(shared=shared)
+    for name, leaf in buffer.samples.leaves():
+        assert (leaf == (name == "env.valid")).all(), name
+    buffer.memory.close()
+
+
+@pytest.mark.parametrize(("now", "before"), [("agent.action", "agent.prev_action"), ("env.reward", "env.prev_reward")])
+def test_prev_fields_are_the_same_memory_one_step_later(now: str, before: str) -> None:
+    samples = buffer_of().samples
+    fields = dict(samples.leaves())
+    fill(fields[now])
+    np.testing.assert_array_equal(fields[before][1:], fields[now][:-1])
+    assert not fields[before][0].any()
+
+
+@quick
+@given(st.slices(T), st.integers(0, B - 1))
+def test_one_index_goes_to_all_fields(t: slice, b: int) -> None:
+    samples = buffer_of().samples
+    fill(samples)
+    part = dict(samples[t, b].leaves())
+    for name, leaf in samples.leaves():
+        expected = leaf[b] if name == "agent.bootstrap_value" else leaf[t, b]
+        np.testing.assert_array_equal(part[name], expected, err_msg=name)
+
+
+def test_a_copy_survives_the_next_batch() -> None:
+    buffer = buffer_of()
+    fill(buffer.samples)
+    kept = buffer.samples.copy()
+    expected = [leaf.tolist() for _, leaf in buffer.samples.leaves()]
+    fill(buffer.samples, seed=1)
+    buffer.columns(slice(0, B)).begin_batch()
+    assert [leaf.tolist() for _, leaf in kept.leaves()] == expected
+
+
+def test_the_torch_view_shows_what_columns_write_later() -> None:
+    buffer = buffer_of()
+    tensors = buffer.samples.torch()
+    buffer.columns(slice(1, 2)).reward[3, 0] = 7
+    assert tensors.env.reward[2, 1] == 7
+
+
+def test_the_error_for_too_large_a_buffer_names_its_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.buffers.memory_limits.free_memory", lambda: 10)
+    with pytest.raises(ValueError, match="batch_T=5, batch_B=4 needs"):
+        buffer_of(shared=True)
+
+
+# ---- columns -----------------------------------------------------------------------------------
+
+
+@quick
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_columns_write_their_own_cells_and_no_others(widths: list[int]) -> None:
+    buffer = buffer_of(B=sum(widths))
+    bounds = np.cumsum([0, *widths])
+    for rank, (start, stop) in enumerate(pairwise(bounds)):
+        columns = buffer.columns(slice(int(start), int(stop)))
+        assert (columns.batch_T, columns.n_columns) == (T, stop - start)
+        for name in ("observation", "action", "reward", "final_obs", "final_value", "agent_info", "bootstrap_value"):
+            getattr(columns, name)[...] = rank
+    owner = np.repeat(np.arange(len(widths)), widths)
+    for name, leaf in buffer.samples.leaves():
+        if leaf.dtype != np.bool_ and not name.startswith(("env.prev", "agent.prev")):
+            column_axis = 0 if name == "agent.bootstrap_value" else 1
+            np.testing.assert_array_equal(np.moveaxis(leaf, column_axis, -1) - owner, 0, err_msg=name)
+
+
+def test_columns_have_a_row_more_than_the_batch_where_the_next_one_starts() -> None:
+    columns = buffer_of().columns(slice(0, B))
+    lengths = {name: map_leaves(len, getattr(columns, name)) for name in ("action", "reward", "done", "valid")}
+    assert lengths == {"action": T + 1, "reward": T + 1, "done": T, "valid": T}
+    assert {length for _, length in columns.observation.map(len).leaves()} == {T + 1}
+
+
+# ---- begin_batch -------------------------------------------------------------------------------
+
+
+def snapshot(buffer: SamplesBuffer) -> dict[str, Any]:
+    return {name: leaf.copy() for name, leaf in buffer.memory.arrays.leaves()}
+
+
+CARRIED = ("observation.camera", "observation.goal._0", "action", "reward")
+CLEARED = ("terminated", "truncated", "done", "final_value")
+
+
+@pytest.mark.parametrize("columns", [slice(0, B), slice(1, 3)])
+def test_begin_batch_carries_the_last_row_over_and_clears_the_flags_of_its_columns(columns: slice) -> None:
+    buffer = buffer_of()
+    fill(buffer.memory.arrays)
+    expected = snapshot(buffer)
+    for name in CARRIED:
+        expected[name][0, columns] = expected[name][T, columns]
+    for name in CLEARED:
+        expected[name][:, columns] = 0
+    for name in ("final_obs.camera", "final_obs.goal._0"):
+        expected[name][:, columns] = 0  # done everywhere, after fill
+    buffer.columns(columns).begin_batch()
+    for name, leaf in snapshot(buffer).items():
+        np.testing.assert_array_equal(leaf, expected[name], err_msg=name)
+
+
+@quick
+@given(st.lists(st.tuples(st.integers(0, T - 1), st.integers(0, B - 1))), st.booleans())
+def test_begin_batch_clears_final_obs_wherever_an_episode_ended(ends: list[tuple[int, int]], nested: bool) -> None:
+    buffer = buffer_of() if nested else buffer_of(observation=np.zeros(3, np.float32))
+    columns = buffer.columns(slice(0, B))
+    for t, b in ends:
+        columns.done[t, b] = True
+        columns.final_obs[t, b] = 9
+    columns.begin_batch()
+    assert not any(leaf.any() for _, leaf in NamedArrays(x=columns.final_obs).leaves())
+
+
+def test_begin_batch_without_optional_fields_carries_all_the_same() -> None:
+    buffer = buffer_of(bootstrap_value=False, final_obs=False)
+    columns = buffer.columns(slice(0, B))
+    columns.reward[T] = 3
+    columns.done[...] = True
+    columns.begin_batch()
+    assert (columns.reward[0] == 3).all()
+    assert not columns.done.any()

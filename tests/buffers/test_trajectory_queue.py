@@ -1,0 +1,251 @@
+"""The trajectory queue: what workers put is what the main process takes, each once, none lost."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.buffers import ObjectPipe, RecordRings
+from penstock.buffers.trajectory_queue import RECORD, TrajectoryCountError
+
+quick = settings(max_examples=30, deadline=None)
+
+# ---- records -----------------------------------------------------------------------------------
+
+
+def records_of(keys: list[tuple[int, int]], first: int = 0) -> Any:
+    """One record per (t, env_rank), told apart by Length."""
+    records = np.zeros(len(keys), RECORD)
+    for i, (t, env_rank) in enumerate(keys):
+        records[i] = (t, env_rank, first + i, 0.5 * i, i % 3, -0.25 * i)
+    return records
+
+
+worker_keys = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=8)
+
+
+@quick
+@given(st.lists(worker_keys, min_size=1, max_size=4), st.booleans())
+def test_records_come_out_ordered_by_time_then_environment(keys: list[list[tuple[int, int]]], shared: bool) -> None:
+    rings = RecordRings([len(k) + 2 for k in keys], shared=shared)
+    put = [records_of(k, first=100 * rank) for rank, k in enumerate(keys)]
+    for rank, records in enumerate(put):
+        rings.put(rank, 0, records)
+    taken = rings.take([len(k) for k in keys])
+    everything = [record for records in put for record in records.tolist()]
+    assert sorted(taken.tolist()) == sorted(everything)
+    assert [(t, env_rank) for t, env_rank, *_ in taken.tolist()] == sorted(key for k in keys for key in k)
+    rings.memory.close()
+
+
+def test_a_batchs_later_records_go_behind_its_earlier_ones() -> None:
+    rings = RecordRings([4], shared=False)
+    keys = [(0, 0), (1, 0), (2, 0), (3, 0)]
+    rings.put(0, 0, records_of(keys)[:3])
+    rings.put(0, 3, records_of(keys)[3:])
+    assert rings.take([4]).tolist() == records_of(keys).tolist()
+
+
+def test_what_was_not_promised_is_not_taken() -> None:
+    rings = RecordRings([3, 3], shared=False)
+    for rank in range(2):
+        rings.put(rank, 0, records_of([(0, rank), (1, rank), (2, rank)]))
+    assert rings.take([1, 2])["env_rank"].tolist() == [0, 1, 1]
+    assert rings.take([0, 0]).tolist() == []
+
+
+def test_taken_records_are_copies() -> None:
+    rings = RecordRings([2], shared=False)
+    rings.put(0, 0, records_of([(0, 0), (1, 1)]))
+    taken = rings.take([2])
+    rings.put(0, 0, records_of([(7, 7), (8, 8)]))
+    assert taken["t"].tolist() == [0, 1]
+
+
+def test_more_records_than_a_ring_holds_are_refused() -> None:
+    rings = RecordRings([2], shared=False)
+    with pytest.raises(ValueError, match="could not broadcast"):
+        rings.put(0, 1, records_of([(0, 0), (1, 1)]))
+
+
+@pytest.mark.parametrize("promised", [[1], [1, 1, 1]])
+def test_a_count_is_needed_from_every_worker(promised: list[int]) -> None:
+    with pytest.raises(ValueError, match="zip"):
+        RecordRings([2, 2], shared=False).take(promised)
+
+
+# ---- objects -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pipe() -> Iterator[ObjectPipe]:
+    pipe = ObjectPipe()
+    yield pipe
+    pipe.close()
+
+
+values = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(allow_nan=False),
+        st.text(max_size=20),
+        st.binary(max_size=50),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    max_leaves=6,
+)
+frame_lists = st.lists(
+    st.tuples(st.integers(0, 2**40), st.integers(0, 2**40), st.dictionaries(st.text(max_size=8), values, max_size=4)),
+    max_size=6,
+)
+
+
+@quick
+@given(st.lists(frame_lists, min_size=1, max_size=3))
+def test_frames_come_out_as_they_went_in_batch_after_batch(batches: list[Any]) -> None:
+    pipe = ObjectPipe()
+    try:
+        for frames in batches:
+            pipe.put(frames)
+            assert pipe.take(len(frames)) == frames
+        assert pipe.take(0) == []
+    finally:
+        pipe.close()
+
+
+@quick
+@given(frame_lists, st.data())
+def test_frames_survive_any_division_of_the_stream(frames: list[Any], data: st.DataObject) -> None:
+    source, target = ObjectPipe(), ObjectPipe()
+    try:
+        source.put(frames)
+        source.writer.close()
+        stream = b""
+        while chunk := os.read(source.reader.fd, 1 << 16):
+            stream += chunk
+        while stream:
+            size = data.draw(st.integers(1, len(stream)))
+            os.write(target.writer.fd, stream[:size])
+            target.drain()
+            stream = stream[size:]
+        assert target.take(len(frames)) == frames
+    finally:
+        source.close()
+        target.close()
+
+
+@pytest.mark.parametrize("size", [2**16 - 100, 2**16, 2**16 + 1, 3 * 2**20])
+def test_frames_larger_than_the_pipe_arrive_while_it_is_drained(pipe: ObjectPipe, size: int) -> None:
+    rng = np.random.default_rng(0)
+    frames = [(i, i, {"picture": rng.bytes(size)}) for i in range(3)]
+    done_reader, done_writer = os.pipe()
+
+    def write() -> None:
+        pipe.put(frames)
+        os.write(done_writer, b"!")
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    while done_reader not in select.select([pipe.reader.fileno(), done_reader], [], [], 60)[0]:
+        pipe.drain()
+    writer.join(60)
+    os.close(done_reader)
+    os.close(done_writer)
+    assert not writer.is_alive()
+    assert pipe.take(3) == frames
+
+
+def test_a_frame_that_the_system_takes_in_pieces_arrives_whole(
+    pipe: ObjectPipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    frames = [(1, 2, {"name": "x" * 50}), (3, 4, {})]
+    with monkeypatch.context() as patched:  # as a signal does that interrupts a large write
+        patched.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
+        pipe.put(frames)
+    assert pipe.take(2) == frames
+
+
+def test_draining_an_empty_pipe_returns_at_once(pipe: ObjectPipe) -> None:
+    pipe.drain()
+    assert pipe.take(0) == []
+
+
+def test_draining_after_the_writer_is_gone_keeps_what_it_wrote(pipe: ObjectPipe) -> None:
+    pipe.put([(1, 2, {"Length": 3})])
+    pipe.writer.close()
+    pipe.drain()
+    pipe.drain()
+    assert pipe.take(1) == [(1, 2, {"Length": 3})]
+
+
+def test_objects_that_only_cloudpickle_can_send_arrive(pipe: ObjectPipe) -> None:
+    class Local:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    step = 3
+    pipe.put([(0, 1, {"plain": 1}), (1, 1, {"local": Local(5), "function": lambda x: x + step})])
+    (_, _, first), (t, env_rank, second) = pipe.take(2)
+    assert first == {"plain": 1}
+    assert (t, env_rank, second["local"].value, second["function"](4)) == (1, 1, 5, 7)
+
+
+def test_an_object_that_nothing_can_send_is_an_error_for_the_worker(pipe: ObjectPipe) -> None:
+    with pytest.raises(TypeError, match="pickle"):
+        pipe.put([(0, 0, {"lock": threading.Lock()})])
+    assert pipe.take(0) == []
+
+
+@pytest.mark.parametrize("promised", [0, 1, 3])
+def test_another_number_than_promised_is_an_error_that_names_both(pipe: ObjectPipe, promised: int) -> None:
+    pipe.put([(0, 0, {}), (1, 0, {})])
+    with pytest.raises(TrajectoryCountError, match=f"2 trajectories arrived of {promised} promised, with 0 bytes"):
+        pipe.take(promised)
+
+
+@pytest.mark.parametrize("cut", [1, 9])  # inside the length, and inside the body
+def test_half_a_frame_is_an_error_that_names_the_bytes(pipe: ObjectPipe, cut: int) -> None:
+    other = ObjectPipe()
+    other.put([(0, 0, {"a": 1})])
+    stream = os.read(other.reader.fd, 1 << 16)
+    other.close()
+    os.write(pipe.writer.fd, stream + stream[:cut])
+    with pytest.raises(TrajectoryCountError, match=f"1 trajectories arrived of 1 promised, with {cut} bytes"):
+        pipe.take(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_only_the_writing_end_crosses_to_a_worker(pipe: ObjectPipe, start_method: str) -> None:
+    target = "pipe.put([(1, 2, {'Length': 3})]); assert fork or pipe.reader.fd == -1"
+    arguments = {"pipe": pipe, "fork": start_method == "fork"}
+    child = multiprocessing.get_context(start_method).Process(target=exec, args=(target, arguments))
+    child.start()
+    child.join(60)
+    exitcode = child.exitcode
+    child.kill()
+    child.join()
+    child.close()
+    assert exitcode == 0
+    assert pipe.take(1) == [(1, 2, {"Length": 3})]
+
+
+def test_closing_gives_both_descriptors_back_and_again_is_harmless() -> None:
+    pipe = ObjectPipe()
+    ends = pipe.reader.fd, pipe.writer.fd
+    pipe.close()
+    pipe.close()
+    for fd in ends:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)

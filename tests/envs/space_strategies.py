@@ -1,0 +1,122 @@
+"""Spaces of every kind that can be recorded, as hypothesis strategies, and their elements taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from penstock.buffers.named import map_leaves
+from penstock.envs import example_of
+
+#: Keys of a Dict space; names of methods and numbers are as good as any.
+KEYS = st.sampled_from(["position", "goal", "values", "copy", "a key", 3])
+
+shapes = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
+INTEGERS = (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64)
+
+
+@st.composite
+def float_boxes(draw: Any) -> spaces.Box:
+    dtype, shape = np.dtype(draw(st.sampled_from([np.float16, np.float32, np.float64]))), draw(shapes)
+    limits = hnp.arrays(dtype, shape, elements=st.floats(-1000, 1000, width=8 * dtype.itemsize))
+    one, other = draw(limits), draw(limits)
+    low, high = np.minimum(one, other), np.maximum(one, other)
+    open_below, open_above = draw(hnp.arrays(np.bool_, shape)), draw(hnp.arrays(np.bool_, shape))
+    return spaces.Box(
+        np.where(open_below, dtype.type(-np.inf), low), np.where(open_above, dtype.type(np.inf), high), dtype=dtype
+    )
+
+
+@st.composite
+def integer_boxes(draw: Any) -> spaces.Box:
+    dtype, shape = np.dtype(draw(st.sampled_from(INTEGERS))), draw(shapes)
+    bounds = np.iinfo(dtype)
+    # Not the whole of int64: gymnasium itself cannot sample there.
+    elements = st.integers(max(int(bounds.min), -(2**40)), min(int(bounds.max), 2**40))
+    one, other = draw(hnp.arrays(dtype, shape, elements=elements)), draw(hnp.arrays(dtype, shape, elements=elements))
+    return spaces.Box(np.minimum(one, other), np.maximum(one, other), dtype=dtype)
+
+
+pictures = st.builds(lambda shape: spaces.Box(0, 255, shape, np.uint8), shapes)
+flags = st.builds(lambda shape: spaces.Box(0, 1, shape, np.bool_), shapes)
+discretes = st.builds(lambda n, start: spaces.Discrete(n, start=start), st.integers(1, 1000), st.integers(-1000, 1000))
+multi_binaries = st.builds(
+    spaces.MultiBinary, st.one_of(st.integers(1, 4), hnp.array_shapes(min_dims=1, max_dims=2, max_side=3))
+)
+
+
+@st.composite
+def multi_discretes(draw: Any) -> spaces.MultiDiscrete:
+    dtype, shape = draw(st.sampled_from([np.int64, np.int32, np.int8])), draw(hnp.array_shapes(max_dims=2, max_side=3))
+    nvec = draw(hnp.arrays(np.int64, shape, elements=st.integers(1, 20)))
+    start = draw(hnp.arrays(np.int64, shape, elements=st.integers(-30, 30)))
+    return spaces.MultiDiscrete(nvec, dtype, start=start)
+
+
+leaf_spaces = st.one_of(float_boxes(), integer_boxes(), pictures, flags, discretes, multi_binaries, multi_discretes())
+any_space = st.recursive(
+    leaf_spaces,
+    lambda inner: st.one_of(
+        st.dictionaries(KEYS, inner, min_size=1, max_size=3).map(spaces.Dict),
+        st.lists(inner, min_size=1, max_size=3).map(spaces.Tuple),
+    ),
+    max_leaves=5,
+)
+nested_spaces = any_space.filter(lambda space: isinstance(space, spaces.Dict | spaces.Tuple))
+
+
+def sample(space: Any, n: int, seed: int) -> list[Any]:
+    """`n` elements of `space`, as gymnasium samples them."""
+    space.seed(seed)
+    return [space.sample() for _ in range(n)]
+
+
+def empty_row(space: Any, n: int) -> Any:
+    """A row of a samples buffer for `n` environments."""
+    return map_leaves(lambda leaf: np.zeros((n, *leaf.shape), leaf.dtype), example_of(space))
+
+
+def children(space: Any) -> list[tuple[Any, Any]]:
+    """Keys and spaces directly below a Dict or Tuple space; none of a leaf."""
+    if isinstance(space, spaces.Dict):
+        return [*space.items()]
+    return [*enumerate(space.spaces)] if isinstance(space, spaces.Tuple) else []
+
+
+def nodes(space: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every space at and below `space` with the keys that lead there, depth first."""
+    yield path, space
+    for key, child in children(space):
+        yield from nodes(child, (*path, key))
+
+
+def at(element: Any, path: tuple[Any, ...]) -> Any:
+    """The part of `element` where the keys of `path` lead."""
+    for key in path:
+        element = element[key]
+    return element
+
+
+def replaced(element: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """`element` with another value where the keys of `path` lead."""
+    if not path:
+        return value
+    key, *rest = path
+    if isinstance(element, tuple):
+        return tuple(replaced(part, tuple(rest), value) if i == key else part for i, part in enumerate(element))
+    return {**element, key: replaced(element[key], tuple(rest), value)}
+
+
+def leaf_paths(space: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Every space below `space` that is neither Dict nor Tuple, with the keys that lead there, in order."""
+    return [(path, node) for path, node in nodes(space) if not isinstance(node, spaces.Dict | spaces.Tuple)]
+
+
+def path_name(path: tuple[Any, ...], root: str = "observation") -> str:
+    """How an error names the place where the keys of `path` lead."""
+    return root + "".join(f"[{key!r}]" for key in path)

@@ -1,0 +1,100 @@
+"""Examples of spaces: the structure, shapes and dtypes in which elements are recorded."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import given, settings
+
+from penstock.buffers import NamedArrays
+from penstock.envs import example_of, observation_example
+from penstock.errors import SpaceError
+
+from .space_strategies import any_space, children, leaf_paths
+
+quick = settings(max_examples=60, deadline=None)
+
+
+def leaves(example: Any) -> list[Any]:
+    return [leaf for _, leaf in example.leaves()] if isinstance(example, NamedArrays) else [example]
+
+
+@quick
+@given(any_space)
+def test_every_leaf_has_its_spaces_shape_and_dtype_and_is_zero(space: Any) -> None:
+    for leaf, (_, leaf_space) in zip(leaves(example_of(space)), leaf_paths(space), strict=True):
+        assert type(leaf) is np.ndarray
+        assert (leaf.shape, leaf.dtype) == (leaf_space.shape, leaf_space.dtype)
+        assert not leaf.any()
+
+
+@quick
+@given(any_space)
+def test_fields_are_the_keys_of_a_dict_and_the_numbered_members_of_a_tuple(space: Any) -> None:
+    def check(example: Any, space: Any) -> None:
+        below = children(space)
+        assert isinstance(example, NamedArrays) == bool(below)
+        if below:
+            assert [*example.keys()] == [f"_{key}" if isinstance(space, spaces.Tuple) else str(key) for key, _ in below]
+            for value, (_, child) in zip(example, below, strict=True):
+                check(value, child)
+
+    check(example_of(space), space)
+
+
+def test_keys_that_look_alike_are_refused() -> None:
+    box = spaces.Box(0, 1, (2,))
+    with pytest.raises(SpaceError, match="observation"):
+        example_of(spaces.Dict({1: box, "1": box}))
+
+
+class OwnSpace(gym.Space[Any]):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("space", "remedy"),
+    [
+        (spaces.Text(5), "encode the text .*TransformObservation"),
+        (spaces.Sequence(spaces.Discrete(3)), "pad the sequence .*TransformObservation"),
+        (spaces.Graph(spaces.Box(0, 1, (2,)), None), "pad nodes and edges .*TransformObservation"),
+        (spaces.OneOf([spaces.Discrete(2), spaces.Box(0, 1, (2,))]), "FlattenObservation"),
+        (OwnSpace(), "OwnSpace, which penstock does not know: wrap the environment .* Box, Discrete"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (lambda space: space, "sight"),
+        (lambda space: spaces.Dict({"a": spaces.Tuple([spaces.Discrete(2), space])}), "sight['a'][1]"),
+    ],
+    ids=["alone", "nested"],
+)
+def test_a_space_without_fixed_shape_is_refused_by_name_with_a_remedy(
+    space: Any, remedy: str, wrap: Any, name: str
+) -> None:
+    with pytest.raises(SpaceError, match=f"^{re.escape(name)} has a .*{remedy}"):
+        example_of(wrap(space), "sight")
+
+
+@quick
+@given(any_space)
+def test_a_float_dtype_replaces_those_of_floats_alone(space: Any) -> None:
+    plain, cast = leaves(example_of(space)), leaves(observation_example(space, np.float32))
+    for before, after in zip(plain, cast, strict=True):
+        assert after.shape == before.shape
+        assert after.dtype == (np.float32 if before.dtype.kind == "f" else before.dtype)
+
+
+@quick
+@given(any_space)
+def test_without_a_float_dtype_an_observation_is_recorded_as_its_space_says(space: Any) -> None:
+    assert [leaf.dtype for leaf in leaves(observation_example(space))] == [
+        leaf.dtype for leaf in leaves(example_of(space))
+    ]

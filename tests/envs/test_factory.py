@@ -1,0 +1,172 @@
+"""From `env_fn` to one factory per environment, and what is said of an `env_fn` that is none."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import pytest
+from gymnasium import spaces
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.envs import CountingEnv, EnvFactory, build_example_env, env_factories
+from penstock.errors import ConfigError
+
+
+def lengths(factories: tuple[EnvFactory, ...]) -> list[int]:
+    return [factory().unwrapped.length for factory in factories]
+
+
+# ---- env_factories -----------------------------------------------------------------------------
+
+
+@given(st.integers(0, 6))
+def test_one_callable_serves_all_environments(n: int) -> None:
+    factories = env_factories(partial(CountingEnv, length=3), None, n)
+    envs = [factory() for factory in factories]
+    assert [env.unwrapped.length for env in envs] == [3] * n
+    assert len(set(map(id, envs))) == n
+
+
+@given(st.lists(st.integers(1, 100), max_size=6))
+def test_a_list_gives_each_environment_its_callable(wanted: list[int]) -> None:
+    assert lengths(env_factories([partial(CountingEnv, length=n) for n in wanted], None, len(wanted))) == wanted
+
+
+@given(st.lists(st.integers(1, 100), max_size=6))
+def test_a_list_of_kwargs_gives_each_environment_its_own(wanted: list[int]) -> None:
+    assert lengths(env_factories(CountingEnv, [{"length": n} for n in wanted], len(wanted))) == wanted
+
+
+def test_one_dict_of_kwargs_serves_all_environments() -> None:
+    assert lengths(env_factories(CountingEnv, {"length": 9}, 2)) == [9, 9]
+
+
+def test_kwargs_changed_later_do_not_reach_the_factories() -> None:
+    kwargs = {"length": 9}
+    factories = env_factories(CountingEnv, kwargs, 1), env_factories(CountingEnv, [kwargs], 1)
+    kwargs["length"] = 1
+    assert [lengths(each) for each in factories] == [[9], [9]]
+
+
+def test_an_id_is_made_with_the_kwargs() -> None:
+    (factory,) = env_factories("CartPole-v1", {"max_episode_steps": 7}, 1)
+    env = factory()
+    assert env.spec.id == "CartPole-v1"
+    assert env.spec.max_episode_steps == 7
+    env.close()
+
+
+def test_an_id_registered_in_this_process_alone_travels() -> None:
+    gym.register("OnlyHere-v0", entry_point=CountingEnv, kwargs={"length": 4})
+    try:
+        pickled = cloudpickle.dumps(env_factories("OnlyHere-v0", None, 1))
+    finally:
+        del gym.registry["OnlyHere-v0"]
+    (factory,) = pickle.loads(pickled)
+    assert factory().unwrapped.length == 4
+
+
+@pytest.mark.parametrize("env_id", ["NoSuchEnvironment-v0", "CartPole-v99", "not an id", "", "no_such_module:Env-v0"])
+def test_an_unknown_id_is_named(env_id: str) -> None:
+    with pytest.raises(ConfigError, match=f"env_fn={env_id!r} is not a registered environment id"):
+        env_factories(env_id, None, 1)
+
+
+@pytest.mark.parametrize("env_fn", [None, 5, ["CartPole-v1"], [CountingEnv, None], {"a": 1}, CountingEnv()], ids=repr)
+def test_what_is_no_env_fn_is_shown_with_an_example_of_one(env_fn: Any) -> None:
+    with pytest.raises(ConfigError, match=r"eval_env_fn must be a callable.*, got .*functools.partial"):
+        env_factories(env_fn, None, 2, "eval_env_fn")
+
+
+def test_a_long_env_fn_is_shown_shortened() -> None:
+    with pytest.raises(ConfigError) as caught:
+        env_factories([0] * 10_000, None, 2)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_list_of_another_length_names_both_numbers() -> None:
+    with pytest.raises(ConfigError, match="env_fn is a list of 3 callables for 2 environments"):
+        env_factories([CountingEnv] * 3, None, 2)
+
+
+def test_kwargs_of_another_length_name_both_numbers() -> None:
+    with pytest.raises(ConfigError, match="env_kwargs is a list of 1 dicts for 2 environments"):
+        env_factories(CountingEnv, [{}], 2)
+
+
+@pytest.mark.parametrize("env_kwargs", [5, [1, 2], "ab"], ids=repr)
+def test_what_are_no_kwargs_is_a_config_error(env_kwargs: Any) -> None:
+    with pytest.raises(ConfigError, match="env_kwargs"):
+        env_factories(CountingEnv, env_kwargs, 2)
+
+
+# ---- building ----------------------------------------------------------------------------------
+
+
+def test_what_is_no_gymnasium_env_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"must return a gymnasium\.Env, got builtins\.dict$"):
+        EnvFactory(dict)()
+
+
+def test_an_old_gym_environment_is_pointed_to_shimmy() -> None:
+    class Old:
+        def step(self, action: Any) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"got .*Old: .*shimmy"):
+        EnvFactory(Old)()
+
+
+def test_the_example_environment_is_what_the_factory_builds() -> None:
+    env = CountingEnv()
+    assert build_example_env(EnvFactory(lambda: env)) is env
+
+
+def test_what_a_factory_raises_is_named_and_the_cause() -> None:
+    with pytest.raises(ConfigError, match="env_fn raised ZeroDivisionError while the main process") as caught:
+        build_example_env(EnvFactory(lambda: 1 / 0))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_wrong_keyword_is_an_error_that_names_it() -> None:
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'lenght'"):
+        build_example_env(EnvFactory(CountingEnv, {"lenght": 3}))
+
+
+def test_a_config_error_from_a_factory_stays_itself() -> None:
+    with pytest.raises(ConfigError, match=r"^env_fn must return a gymnasium\.Env"):
+        build_example_env(EnvFactory(dict))
+
+
+class Spaceless(CountingEnv):
+    """Without the space that `missing` names; knows whether it was closed."""
+
+    closed = False
+
+    def __init__(self, missing: str, value: Any) -> None:
+        super().__init__()
+        if value is None:
+            delattr(self, missing)
+        else:
+            setattr(self, missing, value)
+
+    def close(self) -> None:
+        Spaceless.closed = True
+
+
+@pytest.mark.parametrize("missing", ["observation_space", "action_space"])
+@pytest.mark.parametrize("value", [None, (3,), spaces.Discrete], ids=repr)
+def test_an_environment_without_a_space_is_refused_by_the_spaces_name(missing: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"the environment's {missing} must be a gymnasium space, got"):
+        build_example_env(EnvFactory(Spaceless, {"missing": missing, "value": value}))
+
+
+def test_an_environment_that_is_refused_is_closed() -> None:
+    Spaceless.closed = False
+    with pytest.raises(ConfigError):
+        build_example_env(EnvFactory(Spaceless, {"missing": "action_space", "value": None}))
+    assert Spaceless.closed

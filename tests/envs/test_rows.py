@@ -1,0 +1,229 @@
+"""Rows: what environments return is recorded exactly or refused by name, and actions come out as copies."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.buffers import NamedArrays
+from penstock.envs import action_splitter, row_writer
+from penstock.errors import SpaceError
+
+from .space_strategies import any_space, at, empty_row, leaf_paths, nested_spaces, nodes, path_name, replaced, sample
+
+quick = settings(max_examples=80, deadline=None)
+seeds = st.integers(0, 2**31 - 1)
+counts = st.integers(1, 5)
+
+
+def leaves(row: Any) -> list[Any]:
+    return [leaf for _, leaf in row.leaves()] if isinstance(row, NamedArrays) else [row]
+
+
+def assert_recorded(space: Any, row: Any, values: list[Any]) -> None:
+    for leaf, (path, _) in zip(leaves(row), leaf_paths(space), strict=True):
+        for column, value in enumerate(values):
+            np.testing.assert_array_equal(leaf[column], at(value, path), err_msg=path_name(path))
+
+
+# ---- writing -----------------------------------------------------------------------------------
+
+
+@quick
+@given(any_space, counts, seeds)
+def test_sampled_elements_are_recorded_exactly(space: Any, n: int, seed: int) -> None:
+    values, row = sample(space, n, seed), empty_row(space, n)
+    row_writer(space)(row, values)
+    assert_recorded(space, row, values)
+
+
+@quick
+@given(any_space, counts, seeds)
+def test_written_and_split_again_elements_are_what_they_were(space: Any, n: int, seed: int) -> None:
+    values, row = sample(space, n, seed), empty_row(space, n)
+    row_writer(space)(row, values)
+    actions = action_splitter(space)(row)
+    assert len(actions) == n
+    assert_recorded(space, row, actions)
+    assert all(space.contains(action) for action in actions)
+
+
+@quick
+@given(any_space, counts, seeds)
+def test_lists_and_numbers_are_recorded_like_arrays(space: Any, n: int, seed: int) -> None:
+    values, row = sample(space, n, seed), empty_row(space, n)
+    plain = values
+    for path, leaf in leaf_paths(space):
+        if 0 not in leaf.shape:  # an empty list has lost its dtype and inner dimensions
+            plain = [replaced(value, path, np.asarray(at(value, path)).tolist()) for value in plain]
+    row_writer(space)(row, plain)
+    assert_recorded(space, row, values)
+
+
+@quick
+@given(any_space, counts, seeds)
+def test_rows_in_memory_with_gaps_are_written_all_the_same(space: Any, n: int, seed: int) -> None:
+    values, wide = sample(space, n, seed), empty_row(space, 2 * n)
+    row = wide[::2]
+    row_writer(space)(row, values)
+    assert_recorded(space, row, values)
+    assert not any(leaf.any() for leaf in leaves(wide[1::2]))
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+@pytest.mark.parametrize(
+    ("given", "recorded"),
+    [(np.float64, np.float32), (np.float32, np.float16), (np.int64, np.float32), (np.int64, np.uint8), (np.bool_, int)],
+)
+def test_a_value_is_cast_to_the_dtype_that_is_recorded(shape: tuple[int, ...], given: Any, recorded: Any) -> None:
+    row = np.zeros((2, *shape), recorded)
+    values = [np.ones(shape, given), np.zeros(shape, given)]
+    row_writer(spaces.Box(0, 1, shape, recorded))(row, values)
+    np.testing.assert_array_equal(row, values)
+
+
+# ---- refusing ----------------------------------------------------------------------------------
+
+
+def check_refused(space: Any, values: list[Any], path: tuple[Any, ...], column: int, why: str) -> None:
+    message = f"{re.escape(path_name(path))} of column {column} {why}"
+    with pytest.raises(SpaceError, match=f"^{message}"):
+        row_writer(space)(empty_row(space, len(values)), values)
+
+
+@quick
+@given(any_space, counts, seeds, st.data())
+def test_a_wrong_shape_names_field_column_and_both_shapes(space: Any, n: int, seed: int, data: Any) -> None:
+    values, column = sample(space, n, seed), data.draw(st.integers(0, n - 1))
+    path, leaf = data.draw(st.sampled_from(leaf_paths(space)))
+    shape = data.draw(st.sampled_from([(*leaf.shape, 2), (1, *leaf.shape), (3, *leaf.shape[1:]), leaf.shape[1:]]))
+    if shape == leaf.shape:
+        shape = (*leaf.shape, 1)
+    values[column] = replaced(values[column], path, np.zeros(shape, leaf.dtype))
+    shapes = f"must have shape {re.escape(str(leaf.shape))}, got {re.escape(str(shape))}"
+    check_refused(space, values, path, column, shapes)
+
+
+@quick
+@given(any_space, counts, seeds, st.data())
+def test_a_wrong_dtype_names_field_column_and_both_dtypes(space: Any, n: int, seed: int, data: Any) -> None:
+    values, column = sample(space, n, seed), data.draw(st.integers(0, n - 1))
+    path, leaf = data.draw(st.sampled_from(leaf_paths(space)))
+    wrong = data.draw(st.sampled_from([np.complex64, "U3"] if leaf.dtype.kind == "f" else [np.float32, object, "U3"]))
+    value = np.zeros(leaf.shape, wrong)
+    values[column] = replaced(values[column], path, value)
+    check_refused(space, values, path, column, f"must have dtype {leaf.dtype}, got {value.dtype}")
+
+
+@quick
+@given(any_space, counts, seeds, st.data())
+def test_nothing_in_place_of_a_leaf_is_refused(space: Any, n: int, seed: int, data: Any) -> None:
+    values, column = sample(space, n, seed), data.draw(st.integers(0, n - 1))
+    path, _ = data.draw(st.sampled_from(leaf_paths(space)))
+    values[column] = replaced(values[column], path, None)
+    check_refused(space, values, path, column, "must have (shape|dtype)")
+
+
+@quick
+@given(any_space, counts, seeds, st.data())
+def test_a_ragged_value_names_field_and_column(space: Any, n: int, seed: int, data: Any) -> None:
+    values, column = sample(space, n, seed), data.draw(st.integers(0, n - 1))
+    path, _ = data.draw(st.sampled_from(leaf_paths(space)))
+    values[column] = replaced(values[column], path, [[1, 2], [3]])
+    check_refused(space, values, path, column, "is ragged")
+
+
+@quick
+@given(nested_spaces, counts, seeds, st.data())
+def test_a_missing_entry_names_field_column_and_the_entries_there_should_be(
+    space: Any, n: int, seed: int, data: Any
+) -> None:
+    values, column = sample(space, n, seed), data.draw(st.integers(0, n - 1))
+    path, node = data.draw(
+        st.sampled_from([node for node in nodes(space) if isinstance(node[1], spaces.Dict | spaces.Tuple)])
+    )
+    whole = at(values[column], path)
+    if isinstance(node, spaces.Dict):
+        gone = data.draw(st.sampled_from([*node.keys()]))
+        entries, part = [*node.keys()], {key: value for key, value in whole.items() if key != gone}
+    else:
+        entries, part = [*range(len(node.spaces))], whole[:-1]
+    values[column] = replaced(values[column], path, part)
+    check_refused(space, values, path, column, f"must have the entries {re.escape(str(entries))}, got")
+
+
+@pytest.mark.parametrize("value", [5, None, [], np.zeros(())], ids=repr)
+def test_something_else_than_a_dict_is_refused_by_name(value: Any) -> None:
+    space = spaces.Dict({"a": spaces.Dict({"b": spaces.Discrete(2)})})
+    check_refused(space, [{"a": {"b": 1}}, {"a": value}], ("a",), 1, r"must have the entries \['b'\], got")
+
+
+@pytest.mark.parametrize("shape", [(), (2,)], ids=["scalar", "array"])
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(np.uint8, 256), (np.uint8, -1), (np.int8, 128), (np.int8, -129), (np.int16, 2**15), (np.int32, 2**31)],
+)
+def test_an_integer_that_the_recorded_dtype_cannot_hold_is_refused(
+    shape: tuple[int, ...], dtype: Any, value: int
+) -> None:
+    values = [np.zeros(shape, np.int64), np.full(shape, value, np.int64)]
+    check_refused(spaces.Box(0, 1, shape, dtype), values, (), 1, "must")
+
+
+def test_the_first_column_that_does_not_fit_is_named() -> None:
+    values = [np.zeros(2), np.zeros(2), np.zeros(3), np.zeros(4)]
+    check_refused(spaces.Box(0, 1, (2,)), values, (), 2, "must have shape")
+
+
+def test_the_name_given_stands_in_the_error() -> None:
+    with pytest.raises(SpaceError, match=r"^final_obs\[0\] of column 0"):
+        row_writer(spaces.Tuple([spaces.Discrete(2)]), "final_obs")(NamedArrays(_0=np.zeros(1, int)), [(0.5,)])
+
+
+# ---- splitting ---------------------------------------------------------------------------------
+
+
+@quick
+@given(any_space, counts, seeds)
+def test_each_leaf_of_an_action_is_of_the_documented_type(space: Any, n: int, seed: int) -> None:
+    row = empty_row(space, n)
+    row_writer(space)(row, sample(space, n, seed))
+    kinds = {spaces.Dict: dict, spaces.Tuple: tuple, spaces.Discrete: int}
+    for action in action_splitter(space)(row):
+        for path, node in nodes(space):
+            assert type(at(action, path)) is kinds.get(type(node), np.ndarray), path_name(path, "action")
+            if isinstance(node, spaces.Dict):
+                assert [*at(action, path)] == [*node.keys()]
+
+
+@quick
+@given(any_space, counts, seeds)
+def test_an_action_that_its_environment_changes_leaves_the_batch_alone(space: Any, n: int, seed: int) -> None:
+    row = empty_row(space, n)
+    row_writer(space)(row, sample(space, n, seed))
+    before = [leaf.copy() for leaf in leaves(row)]
+    for action in action_splitter(space)(row):
+        for path, _ in leaf_paths(space):
+            if isinstance(at(action, path), np.ndarray):
+                at(action, path)[...] = 1 - at(action, path).astype(np.float64).astype(bool)
+    for leaf, expected in zip(leaves(row), before, strict=True):
+        np.testing.assert_array_equal(leaf, expected)
+
+
+@quick
+@given(any_space, counts, seeds)
+def test_an_action_that_its_environment_keeps_is_not_changed_by_the_next_batch(space: Any, n: int, seed: int) -> None:
+    values, row = sample(space, n, seed), empty_row(space, n)
+    row_writer(space)(row, values)
+    kept = action_splitter(space)(row)
+    for leaf in leaves(row):
+        leaf[...] = 0
+    for action, value in zip(kept, values, strict=True):
+        for path, _ in leaf_paths(space):
+            np.testing.assert_array_equal(at(action, path), at(value, path))

@@ -1,0 +1,153 @@
+"""The toy environments: what they return can be worked out by hand, and they fail when told to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+from gymnasium.wrappers import PassiveEnvChecker
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.envs import CountingEnv, CrashingEnv, NestedEnv, SlowEnv, toy
+
+quick = settings(max_examples=30, deadline=None)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the checker's advice on the shape of spaces
+def test_gymnasiums_own_checker_finds_no_fault() -> None:
+    check_env(NestedEnv(), skip_render_check=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [CountingEnv, lambda: CountingEnv(truncate=True, dtype=np.int64), NestedEnv, SlowEnv, CrashingEnv],
+    ids=["CountingEnv", "CountingEnv of integers", "NestedEnv", "SlowEnv", "CrashingEnv"],
+)
+def test_an_episode_passes_gymnasiums_checks_step_by_step(make: Any) -> None:
+    env = PassiveEnvChecker(make() if make is not CrashingEnv else CrashingEnv(at=10**9))
+    env.action_space.seed(0)
+    env.reset(seed=0)
+    done = False
+    while not done:
+        observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
+        assert env.observation_space.contains(observation)
+        done = terminated or truncated
+
+
+@quick
+@given(st.integers(1, 6), st.booleans(), st.sampled_from([1.0, -0.5, 0.0]), st.integers(1, 4))
+def test_counting_env_returns_what_can_be_worked_out_by_hand(
+    length: int, truncate: bool, scale: float, episodes: int
+) -> None:
+    env = CountingEnv(length, truncate, scale, dtype=np.float64)
+    for episode in range(episodes):
+        observation, info = env.reset(seed=episode)
+        assert (observation.tolist(), observation.dtype, info) == ([episode, 0], np.float64, {})
+        for step in range(1, length + 1):
+            observation, reward, terminated, truncated, info = env.step(0)
+            over = step == length
+            assert observation.tolist() == [episode, step]
+            assert reward == scale * step
+            assert (terminated, truncated) == (over and not truncate, over and truncate)
+            assert info == {"count": step}
+
+
+@pytest.mark.parametrize("length", [7, 300])
+def test_nested_env_echoes_its_actions_within_its_space_for_as_long_as_it_lasts(length: int) -> None:
+    env = NestedEnv(length)
+    env.action_space.seed(0)
+    observation, _ = env.reset(seed=1)
+    assert env.observation_space.contains(observation)
+    for step in range(1, length + 1):
+        action = env.action_space.sample()
+        observation, reward, terminated, truncated, _ = env.step(action)
+        assert env.observation_space.contains(observation)
+        assert observation["position"].tolist() == action["move"].tolist()
+        assert observation["goal"][1][0] == action["mode"][0]
+        assert reward == pytest.approx(action["move"].sum())
+        assert (terminated, truncated) == (step == length, False)
+
+
+def test_nested_env_starts_where_its_seed_says() -> None:
+    positions = [NestedEnv().reset(seed=seed)[0]["position"].tolist() for seed in (3, 3, 4)]
+    assert positions[0] == positions[1] != positions[2]
+
+
+def test_slow_env_counts_and_sleeps_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+    monkeypatch.setattr(toy.time, "sleep", naps.append)
+    env = SlowEnv(0.25, length=2)
+    env.reset()
+    assert env.step(0)[0].tolist() == [0, 1]
+    assert env.step(0)[2] is True
+    assert naps == [0.25, 0.25]
+
+
+# ---- CrashingEnv -------------------------------------------------------------------------------
+
+
+def drive(env: gym.Env[Any, Any], calls: int) -> list[str]:
+    """Reset, step and close the environment, `calls` times each; what was done before anything was raised."""
+    done: list[str] = []
+    try:
+        for where, call in (("reset", env.reset), ("step", lambda: env.step(0)), ("close", env.close)):
+            for _ in range(calls):
+                call()
+                done.append(where)
+    except ValueError as error:
+        done.append(str(error))
+    return done
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "close"])
+@pytest.mark.parametrize("at", [1, 3])
+def test_crashing_env_raises_at_the_call_it_was_told(where: str, at: int) -> None:
+    whole = ["reset"] * 3 + ["step"] * 3 + ["close"] * 3
+    before = whole.index(where) + at - 1
+    done = drive(CrashingEnv(where, at=at), calls=3)
+    assert done == [*whole[:before], f"CrashingEnv was told to raise in {where}"]
+
+
+def test_crashing_env_raises_while_it_is_built() -> None:
+    with pytest.raises(ValueError, match="told to raise in init"):
+        CrashingEnv("init")
+
+
+@pytest.mark.parametrize("where", ["init", "reset", "step", "close"])
+def test_crashing_env_spares_the_process_it_was_told_to_spare(where: str) -> None:
+    env = CrashingEnv(where, spare_pid=os.getpid())
+    assert drive(env, calls=2) == ["reset"] * 2 + ["step"] * 2 + ["close"] * 2
+
+
+def test_crashing_env_hangs_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Woken(Exception):
+        pass
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise Woken
+
+    naps: list[float] = []
+    monkeypatch.setattr(toy.time, "sleep", sleep)
+    env = CrashingEnv("step", "hang")
+    env.reset()
+    with pytest.raises(Woken):
+        env.step(0)
+    assert min(naps) >= 3600
+
+
+@pytest.mark.parametrize(("how", "code"), [("kill", -signal.SIGKILL), ("exit", 0)])
+def test_crashing_env_ends_its_process(how: str, code: int) -> None:
+    script = f"from penstock.envs import CrashingEnv; CrashingEnv('init', {how!r}); raise SystemExit('still here')"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    finished = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, timeout=60, check=False)
+    assert (finished.returncode, finished.stderr) == (code, b"")
