@@ -133,7 +133,7 @@ class Ceiling:
         began = time.monotonic()
         for pipe in self._pipes:
             pipe.send(seconds)
-        steps = sum(pipe.recv() for pipe in self._pipes)
+        steps: int = sum(pipe.recv() for pipe in self._pipes)
         return steps / (time.monotonic() - began)
 
     def close(self) -> None:

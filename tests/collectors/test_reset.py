@@ -114,7 +114,9 @@ def reference(env_fn: Any, agent: Agent, b: int, T: int, iterations: int, warm_u
     return batches
 
 
-def compare(cls: Any, env_fn: Any, recurrent: bool, T: int, B: int, iterations: int, warm_up: int, **kwargs: Any) -> None:
+def compare(
+    cls: Any, env_fn: Any, recurrent: bool, T: int, B: int, iterations: int, warm_up: int, **kwargs: Any
+) -> None:
     expected = [reference(env_fn, Attentive(recurrent), b, T, iterations, warm_up) for b in range(B)]
     with cls(env_fn, batch_T=T, batch_B=B, max_decorrelation_steps=warm_up, **kwargs) as sampler:
         sampler.initialize(Attentive(recurrent), seed=SEED, bootstrap_value=True)
@@ -216,9 +218,7 @@ def test_a_traj_info_sees_what_the_agent_reported_and_the_environment_returned()
             terminated, truncated, agent_info, env_info = rest
             self.steps.append((float(observation[1]), action, reward, terminated, float(agent_info.value), env_info))
 
-    with SerialSampler(
-        CountingEnv, batch_T=5, batch_B=1, traj_info_cls=Seen, max_decorrelation_steps=0
-    ) as sampler:
+    with SerialSampler(CountingEnv, batch_T=5, batch_B=1, traj_info_cls=Seen, max_decorrelation_steps=0) as sampler:
         sampler.initialize(Attentive(), seed=0)
         samples, (info,) = sampler.obtain_samples(0)
     assert info.steps == [

@@ -90,12 +90,12 @@ def test_the_tabular_agent(cls: Any) -> None:
 
 def test_the_trajectory_info() -> None:
     cls = definitions("docs/extending.md")["LivesTrajInfo"]
-    with ParallelSampler(
-        CountingEnv, batch_T=10, batch_B=1, traj_info_cls=cls, max_decorrelation_steps=0
-    ) as sampler:
+    with ParallelSampler(CountingEnv, batch_T=10, batch_B=1, traj_info_cls=cls, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=0, traj_info_kwargs={"scale": 2.0})
         samples, infos = sampler.obtain_samples(0)
-        assert [info.Seconds for info in infos] == [2 * int((samples.agent.action[i : i + 5] == 1).sum()) for i in (0, 5)]
+        assert [info.Seconds for info in infos] == [
+            2 * int((samples.agent.action[i : i + 5] == 1).sum()) for i in (0, 5)
+        ]
         assert all(info.LastObservation.tolist()[1] == 5 for info in infos)
         assert "Seconds" in repr(infos[0])
         assert "_scale" not in repr(infos[0])

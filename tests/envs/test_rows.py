@@ -176,6 +176,12 @@ def test_an_integer_that_the_recorded_dtype_cannot_hold_is_refused(
     check_refused(spaces.Box(0, 1, shape, dtype), values, (), 1, "must")
 
 
+@pytest.mark.parametrize("shape", [(2,), (2, 3)], ids=str)
+def test_wrong_shapes_that_add_up_to_the_right_size_are_refused_all_the_same(shape: tuple[int, ...]) -> None:
+    values = [np.zeros((rows, *shape[1:])) for rows in (2, 1, 3)]
+    check_refused(spaces.Box(0, 1, shape), values, (), 1, "must have shape")
+
+
 def test_the_first_column_that_does_not_fit_is_named() -> None:
     values = [np.zeros(2), np.zeros(2), np.zeros(3), np.zeros(4)]
     check_refused(spaces.Box(0, 1, (2,)), values, (), 2, "must have shape")

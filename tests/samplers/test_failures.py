@@ -180,7 +180,9 @@ def test_once_broken_a_sampler_always_gives_the_same_error() -> None:
 def test_the_serial_sampler_gives_the_same_kind_of_error() -> None:
     with crashing(SerialSampler, where="step", at=3, spare_pid=None) as sampler:
         sampler.initialize(RandomAgent())
-        with pytest.raises(WorkerError, match=r"raised ValueError: .* while stepping env_rank 3, t=2 \(itr=9\)") as caught:
+        with pytest.raises(
+            WorkerError, match=r"raised ValueError: .* while stepping env_rank 3, t=2 \(itr=9\)"
+        ) as caught:
             sampler.obtain_samples(9)
         assert isinstance(caught.value.__cause__, ValueError)
         with pytest.raises(WorkerError):
@@ -226,7 +228,9 @@ def test_a_hanging_close_is_ended_and_named() -> None:
     sampler = crashing(where="close", how="hang")
     sampler.initialize(RandomAgent())
     began = time.monotonic()
-    with pytest.warns(RuntimeWarning, match=r"worker 1 .* did not end while closing env_rank 3 and was killed") as caught:
+    with pytest.warns(
+        RuntimeWarning, match=r"worker 1 .* did not end while closing env_rank 3 and was killed"
+    ) as caught:
         sampler.shutdown()
     assert time.monotonic() - began < 5
     assert len(caught) == 1

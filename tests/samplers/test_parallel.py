@@ -95,9 +95,7 @@ def test_a_subclass_keeps_constants_attributes_and_class(start_method: str) -> N
         max_decorrelation_steps=0,
         traj_info_cls=OwnTrajInfo,
     ) as sampler:
-        sampler.initialize(
-            RandomAgent(), seed=0, traj_info_kwargs={"discount": 0.5, "bonus": 2.5, "payload": 300_000}
-        )
+        sampler.initialize(RandomAgent(), seed=0, traj_info_kwargs={"discount": 0.5, "bonus": 2.5, "payload": 300_000})
         samples, infos = sampler.obtain_samples(0)
         assert len(infos) == 6
         for info in infos:
@@ -126,9 +124,7 @@ def test_more_workers_than_environments_and_uneven_shares() -> None:
         sampler.initialize(RandomAgent())
         assert sampler.n_workers == 2
         sampler.obtain_samples(0)
-    with ParallelSampler(
-        CountingEnv, batch_T=2, batch_B=5, n_workers=3, eval_n_envs=1, eval_max_steps=11
-    ) as sampler:
+    with ParallelSampler(CountingEnv, batch_T=2, batch_B=5, n_workers=3, eval_n_envs=1, eval_max_steps=11) as sampler:
         sampler.initialize(RandomAgent())
         assert [len(w.env_ranks) for w in sampler.stats().workers] == [2, 2, 1]
         assert len(sampler.evaluate_agent(0)) == 2  # two of the three workers have nothing to evaluate
@@ -321,9 +317,7 @@ def test_columns_must_share_their_spaces() -> None:
 @both
 def test_float64_observations_stay_unless_asked(cls: type[Sampler]) -> None:
     for dtype, recorded in ((None, torch.float64), (np.float32, torch.float32)):
-        with cls(
-            partial(CountingEnv, dtype=np.float64), batch_T=2, batch_B=1, observation_dtype=dtype
-        ) as sampler:
+        with cls(partial(CountingEnv, dtype=np.float64), batch_T=2, batch_B=1, observation_dtype=dtype) as sampler:
             sampler.initialize(RandomAgent())
             assert sampler.obtain_samples(0)[0].env.observation.dtype is recorded
 
@@ -356,11 +350,16 @@ def test_an_observation_of_the_wrong_shape_is_named(cls: type[Sampler]) -> None:
     envs = [CountingEnv, CountingEnv, Misshapen]
     with cls(envs, batch_T=8, batch_B=3, n_workers=2, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent())
-        with pytest.raises(WorkerError, match=r"SpaceError: observation of column \d must have shape \(2,\), got \(1,\)"):
+        with pytest.raises(
+            WorkerError, match=r"SpaceError: observation of column \d must have shape \(2,\), got \(1,\)"
+        ):
             sampler.obtain_samples(0)
 
 
 def test_memory_beyond_the_limit_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.buffers.memory_limits.free_memory", lambda: 10_000)
-    with ParallelSampler(CountingEnv, batch_T=1000, batch_B=8) as sampler, pytest.raises(ConfigError, match="MiB are free"):
+    with (
+        ParallelSampler(CountingEnv, batch_T=1000, batch_B=8) as sampler,
+        pytest.raises(ConfigError, match="MiB are free"),
+    ):
         sampler.initialize(RandomAgent())

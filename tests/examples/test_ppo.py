@@ -1,0 +1,54 @@
+"""The main job, shortened: PPO trains, stops at a goal, and the report reads what it wrote."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(*command: object) -> "subprocess.CompletedProcess[str]":
+    line = [sys.executable, *map(str, command)]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=110)
+
+
+def test_a_short_run_learns_and_is_reported(tmp_path: Path) -> None:
+    done = run("examples/ppo.py", "--out", tmp_path, "--goal", 60, "--n-workers", 2)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "progress.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    evaluations = [float(row["eval_return_mean"]) for row in rows if row["eval_return_mean"]]
+    assert evaluations[0] < 60, "an untrained policy falls at once"
+    assert min(evaluations[-2:]) >= 60, "a trained one does not"
+    summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    assert [worker["steps"] for worker in summary["workers"]] == [int(rows[-1]["steps"]) // 2] * 2
+    with np.load(tmp_path / "timeline.npz") as timeline:
+        assert timeline["workers"].shape == (2, 2 * 128 + 1)
+
+    done = run("benchmarks/report.py", tmp_path, "--seconds", 0)
+    assert done.returncode == 0, done.stderr
+    assert "stepping" in done.stdout
+    for picture in ("learning_curve.png", "timeline.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("options", [["--total-steps", 4096], ["--time-limit", 0.1]])
+def test_a_missed_goal_is_said_and_is_a_failure(tmp_path: Path, options: list[object]) -> None:
+    done = run("examples/ppo.py", "--out", tmp_path, *options)
+    assert done.returncode == 1
+    assert "goal of 475 missed" in done.stdout + done.stderr
+
+
+def test_the_ceiling_and_the_samplers_can_be_measured() -> None:
+    path = "import sys; sys.path.insert(0, 'benchmarks')"
+    code = "import throughput; print(throughput.measure_pair(4, 16, 2, seconds=0.05, repeats=2))"
+    done = run("-c", f"{path}\nif __name__ == '__main__':\n    {code}")
+    assert done.returncode == 0, done.stderr
+    figures = eval(done.stdout)
+    assert figures.keys() == {"ceiling", "ParallelSampler"}
+    assert all(len(rates) == 2 and min(rates) > 0 for rates in figures.values())
