@@ -35,7 +35,8 @@ class Model(nn.Module):
 method, n_workers = sys.argv[1], int(sys.argv[2])
 seconds = []
 for _ in range(2):
-    with ParallelSampler("CartPole-v1", batch_T=8, batch_B=n_workers, n_workers=n_workers, start_method=method) as sampler:
+    size = {"batch_T": 8, "batch_B": n_workers, "n_workers": n_workers}
+    with ParallelSampler("CartPole-v1", start_method=method, **size) as sampler:
         began = time.monotonic()
         sampler.initialize(CategoricalPgAgent(Model), seed=0)
         seconds.append(time.monotonic() - began)

@@ -121,7 +121,7 @@ def compare(
     with cls(env_fn, batch_T=T, batch_B=B, max_decorrelation_steps=warm_up, **kwargs) as sampler:
         sampler.initialize(Attentive(recurrent), seed=SEED, bootstrap_value=True)
         for itr in range(iterations):
-            samples, infos = sampler.obtain_samples(itr)
+            _, infos = sampler.obtain_samples(itr)
             env, agent = sampler.samples_np.env, sampler.samples_np.agent
             fields = {**dict(env.items()), **dict(agent.items()), **dict(agent.agent_info.items())}
             for b in range(B):
@@ -215,7 +215,7 @@ def test_a_traj_info_sees_what_the_agent_reported_and_the_environment_returned()
             self.steps: list[Any] = []
 
         def step(self, observation: Any, action: Any, reward: Any, *rest: Any) -> None:
-            terminated, truncated, agent_info, env_info = rest
+            terminated, _, agent_info, env_info = rest
             self.steps.append((float(observation[1]), action, reward, terminated, float(agent_info.value), env_info))
 
     with SerialSampler(CountingEnv, batch_T=5, batch_B=1, traj_info_cls=Seen, max_decorrelation_steps=0) as sampler:

@@ -4,12 +4,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from penstock import CategoricalPgAgent, ParallelSampler, RandomAgent, SerialSampler
+from penstock import ParallelSampler, RandomAgent, SerialSampler
 from penstock.envs import CountingEnv
 
 ROOT = Path(__file__).parent.parent.parent

@@ -29,18 +29,24 @@ from penstock.envs import CountingEnv, CrashingEnv
 PROMPTLY = 2.0
 
 
-def crashing(cls: type[Sampler] = ParallelSampler, **kwargs: Any) -> Sampler:
+def crashing(cls: type[Sampler] = ParallelSampler, start_method: str = "forkserver", **kwargs: Any) -> Sampler:
     """Four environments in two workers, of which env_rank 3 (in worker 1) fails."""
     crash = {"spare_pid": os.getpid(), **kwargs}
     env_kwargs = [{"where": "never"}] * 3 + [crash]
-    return cls(CrashingEnv, env_kwargs=env_kwargs, batch_T=8, batch_B=4, n_workers=2, max_decorrelation_steps=0)
+    return cls(
+        CrashingEnv,
+        env_kwargs=env_kwargs,
+        batch_T=8,
+        batch_B=4,
+        n_workers=2,
+        max_decorrelation_steps=0,
+        start_method=start_method,
+    )
 
 
 @pytest.mark.parametrize("where", ["init", "reset", "step"])
 def test_an_exception_in_an_environment_names_worker_and_place(where: str, start_method: str) -> None:
-    sampler = crashing(where=where, at=1)
-    sampler.config.__dict__["start_method"] = start_method
-    with sampler, pytest.raises(WorkerError) as caught:
+    with crashing(where=where, at=1, start_method=start_method) as sampler, pytest.raises(WorkerError) as caught:
         sampler.initialize(RandomAgent())
         sampler.obtain_samples(0)
     message = str(caught.value)
@@ -56,9 +62,10 @@ def test_an_exception_in_an_environment_names_worker_and_place(where: str, start
 @pytest.mark.parametrize(("how", "words"), [("kill", "was killed by SIGKILL"), ("exit", "exited with code 0")])
 @pytest.mark.parametrize("where", ["init", "reset", "step"])
 def test_a_worker_that_dies_is_named_with_signal_or_code(where: str, how: str, words: str, start_method: str) -> None:
-    sampler = crashing(where=where, how=how, at=1)
-    sampler.config.__dict__["start_method"] = start_method
-    with sampler, pytest.raises(WorkerDiedError) as caught:
+    with (
+        crashing(where=where, how=how, at=1, start_method=start_method) as sampler,
+        pytest.raises(WorkerDiedError) as caught,
+    ):
         sampler.initialize(RandomAgent())
         sampler.obtain_samples(0)
     message = str(caught.value)

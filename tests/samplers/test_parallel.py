@@ -80,7 +80,7 @@ def test_as_many_infos_as_dones_with_any_episode_lengths(lengths: list[int], T: 
         for itr in range(4):
             samples, infos = sampler.obtain_samples(itr)
             assert len(infos) == int(samples.env.done.sum())
-            t, b = np.nonzero(sampler.samples_np.env.done)
+            _, b = np.nonzero(sampler.samples_np.env.done)
             assert [info.Length for info in infos] == [lengths[column] for column in b]
             assert all(info.Return == sum(range(1, info.Length + 1)) for info in infos)
 
@@ -309,7 +309,7 @@ def test_columns_must_share_their_spaces() -> None:
     fns = [CountingEnv, partial(CountingEnv, dtype=np.float64)]
     with (
         ParallelSampler(fns, batch_T=4, batch_B=2) as sampler,
-        pytest.raises(Exception, match="observation_space of env_rank 1 is .*float64.*same spaces"),
+        pytest.raises(Exception, match=r"observation_space of env_rank 1 is .*float64.*same spaces"),
     ):
         sampler.initialize(RandomAgent())
 

@@ -151,7 +151,7 @@ def test_what_cannot_be_pickled_is_named() -> None:
 
     with (
         make(ParallelSampler, env_fn=factory) as sampler,
-        pytest.raises(ConfigError, match="env_fn .* cannot be pickled") as caught,
+        pytest.raises(ConfigError, match=r"env_fn .* cannot be pickled") as caught,
     ):
         sampler.initialize(RandomAgent())
     assert "\n" not in str(caught.value)
@@ -272,7 +272,12 @@ def test_shutdown_from_another_thread_ends_a_waiting_call() -> None:
     sampler = make(ParallelSampler, env_fn=Endless, max_decorrelation_steps=0)
     sampler.initialize(RandomAgent())
     sampler.start_samples(0)
-    timer = threading.Timer(0.2, lambda: pytest.warns(RuntimeWarning, sampler.shutdown))
+
+    def shut_down() -> None:
+        with pytest.warns(RuntimeWarning, match="did not end while stepping"):
+            sampler.shutdown()
+
+    timer = threading.Timer(0.2, shut_down)
     timer.start()
     with pytest.raises(SamplerClosedError, match="shut down by another thread"):
         sampler.wait_samples()
