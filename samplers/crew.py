@@ -27,7 +27,7 @@ from penstock.samplers.worker import Job, SharedState
 __all__ = ["Crew"]
 
 _LOOK_AGAIN_SECONDS = 1.0  # nothing depends on it: all that matters wakes the watch
-_GATHER_SECONDS = 0.005  # after a death, for others that come of the same cause
+_GATHER_SECONDS = 0.01  # after each death, for another that comes of the same cause
 _ASK_SECONDS = 1.5  # for workers to end their step and close their environments
 _ASK_BROKEN_SECONDS = 0.3  # the same after a failure, when the user waits for the error
 _TERMINATE_SECONDS = 0.3
@@ -140,9 +140,11 @@ class Crew:
 
     def _failure(self, dead: Iterable[int], occasion: str) -> SamplerBrokenError:
         found = set(dead)
-        rest = [i for i in range(len(self._members)) if i not in found]
-        alive = self._await_deaths([self._members[i] for i in rest], _GATHER_SECONDS)
-        found |= {i for i in rest if self._members[i] not in alive}
+        while rest := [i for i in range(len(self._members)) if i not in found]:
+            died = Watch([], [], [self._members[i].death for i in rest]).wait(_GATHER_SECONDS).dead
+            if not died:
+                break
+            found |= {rest[i] for i in died}
         casualties, others = [], []
         for i, member in enumerate(self._members):
             witness = self._witness(member)

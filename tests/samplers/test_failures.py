@@ -1,7 +1,6 @@
 """A worker that fails ends the run at once, and says who, where and why."""
 
 import os
-import signal
 import time
 import traceback
 from typing import Any
@@ -90,8 +89,10 @@ def test_the_error_comes_promptly_even_from_a_worker_parked_at_the_gate() -> Non
 def test_all_workers_killed_at_once_are_all_listed() -> None:
     with ParallelSampler(CountingEnv, batch_T=4, batch_B=3, n_workers=3) as sampler:
         sampler.initialize(RandomAgent())
-        for pid in sampler._team.pids:
-            os.kill(pid, signal.SIGKILL)
+        processes = [psutil.Process(pid) for pid in sampler._team.pids]
+        for process in processes:
+            process.kill()
+        psutil.wait_procs(processes, timeout=10)
         with pytest.raises(WorkerDiedError) as caught:
             sampler.obtain_samples(0)
         assert [f"worker {i} (pid" in str(caught.value) for i in range(3)] == [True] * 3
