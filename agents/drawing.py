@@ -25,9 +25,11 @@ def draw(space: gym.Space[Any], rng: np.random.Generator, n: int) -> Any:
     if isinstance(space, spaces.Tuple):
         return NamedArrays({f"_{i}": draw(sub, rng, n) for i, sub in enumerate(space)})
     if isinstance(space, spaces.Discrete):
-        return rng.integers(space.start, space.start + space.n, size=n, dtype=np.int64).astype(space.dtype)
+        start = int(space.start)
+        return rng.integers(start, start + int(space.n), size=n, dtype=np.int64).astype(space.dtype)
     if isinstance(space, spaces.MultiDiscrete):
-        return rng.integers(space.start, space.start + space.nvec, size=(n, *space.nvec.shape)).astype(space.dtype)
+        first = np.asarray(space.start, np.int64)
+        return rng.integers(first, first + space.nvec, size=(n, *space.nvec.shape)).astype(space.dtype)
     if isinstance(space, spaces.MultiBinary):
         return rng.integers(0, 2, size=(n, *space.shape), dtype=np.int8)
     if isinstance(space, spaces.Box):
@@ -51,6 +53,8 @@ def _draw_box(space: spaces.Box, rng: np.random.Generator, n: int) -> Any:
     low, high = (
         np.where(mask, bound, 0).astype(np.float64) for mask, bound in zip((below, above), _bounds(space), strict=True)
     )
+    if integral:
+        high = np.where(above, high + 1, high)  # floored below: the bound itself is to be drawn too
     # All kinds are drawn for every element: the stream then advances by the same amount whatever the
     # bounds, and the choice is one `select` instead of a loop over masks.
     values = np.select(

@@ -60,7 +60,8 @@ class TorchAgent(Agent):
         arguments = {name: space for name, space in offered.items() if name in names}
         with torch.random.fork_rng(devices=[], enabled=seed is not None):
             if seed is not None:
-                torch.manual_seed(seed)
+                # Not torch.manual_seed, which seeds every GPU's generator too, and those are not forked here.
+                torch.default_generator.manual_seed(seed)
             model = source(**arguments)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"the model factory must return an nn.Module, got {type(model).__name__}")

@@ -2,7 +2,11 @@
 
 The ceiling is what the machine could do if sampling cost nothing: one process per worker, pinned to the
 same CPU, stepping the same environments with the same policy and recording nothing. Ceiling and samplers
-run in one session, in turns of a few seconds in random order, and are compared turn by turn.
+run in one session, in short turns in random order, and are compared turn by turn.
+
+A batch is complete when its slowest worker is. On a shared host, where one CPU may for a while be half as
+fast as the next, bare loops that wait for nobody are out of any batch's reach; so the share is also taken
+of the ceiling in step: the slowest bare process, times their number. On a quiet machine both are the same.
 
     python benchmarks/throughput.py --json throughput.json
 """
@@ -68,7 +72,7 @@ ENV = partial(gym.make, "CartPole-v1")
 
 
 def _bare_process(pipe: Any, n_envs: int, cpu: int | None, setting: Setting) -> None:
-    """Step `n_envs` environments for as many seconds as the pipe says; answer with the steps made."""
+    """Step `n_envs` environments for as many seconds as the pipe says; answer with the steps per second."""
     if cpu is not None:
         pin([cpu])
     limit_threads(1)
@@ -81,7 +85,9 @@ def _bare_process(pipe: Any, n_envs: int, cpu: int | None, setting: Setting) -> 
     prev_action, prev_reward = np.zeros(n_envs, np.int64), np.zeros(n_envs, np.float32)
     run = _bare_loop_seeing if setting.agent == "mlp" else _bare_loop_blind
     while (seconds := pipe.recv()) is not None:
-        pipe.send(run(envs, agent, (observation, prev_action, prev_reward), seconds))
+        began = time.monotonic()
+        steps = run(envs, agent, (observation, prev_action, prev_reward), seconds)
+        pipe.send(steps / (time.monotonic() - began))
 
 
 def _bare_loop_seeing(envs: Sequence[gym.Env[Any, Any]], agent: Agent, inputs: tuple[Any, ...], seconds: float) -> int:
@@ -129,12 +135,12 @@ class Ceiling:
             self._processes.append(process)
 
     def run(self, seconds: float) -> float:
-        """Environment steps per second, all processes together."""
-        began = time.monotonic()
+        """Environment steps per second, all processes together. `in_step` then has the other ceiling."""
         for pipe in self._pipes:
             pipe.send(seconds)
-        steps: int = sum(pipe.recv() for pipe in self._pipes)
-        return steps / (time.monotonic() - began)
+        rates: list[float] = [pipe.recv() for pipe in self._pipes]
+        self.in_step = min(rates) * len(rates)
+        return sum(rates)
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -171,21 +177,25 @@ class Sampling:
 def measure(
     setting: Setting, seconds: float, repeats: int, serial: bool = True, say: Callable[[str], None] = print
 ) -> dict[str, list[float]]:
-    """Steps per second, `repeats` figures for "ceiling", "ParallelSampler" and, if `serial`, "SerialSampler"."""
-    contestants: dict[str, Ceiling | Sampling] = {"ceiling": Ceiling(setting)}
+    """Steps per second, `repeats` figures each: "ceiling", "ceiling in step", "ParallelSampler" and, if
+    `serial`, "SerialSampler"."""
+    ceiling = Ceiling(setting)
+    contestants: dict[str, Ceiling | Sampling] = {"ceiling": ceiling}
     try:
         contestants["ParallelSampler"] = Sampling(ParallelSampler, setting)
         if serial:
             contestants["SerialSampler"] = Sampling(SerialSampler, setting)
         for contestant in contestants.values():
             contestant.run(seconds / 4)  # warm-up
-        figures: dict[str, list[float]] = {name: [] for name in contestants}
+        figures: dict[str, list[float]] = {name: [] for name in ("ceiling", "ceiling in step", *contestants)}
         for repeat in range(repeats):
             order = list(contestants)
             random.shuffle(order)
             for name in order:
                 figures[name].append(contestants[name].run(seconds))
-            say(f"  {setting.agent}: turn {repeat + 1} of {repeats}")
+            figures["ceiling in step"].append(ceiling.in_step)
+            if (repeat + 1) % 10 == 0:
+                say(f"  {setting.agent}: turn {repeat + 1} of {repeats}")
         return figures
     finally:
         for contestant in contestants.values():
@@ -204,20 +214,25 @@ def measure_pair(
 
 
 def summarize(setting: Setting, figures: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """One row per contestant: steps/s, share of the ceiling turn by turn, cost per step beyond it."""
+    """One row per contestant: steps/s, shares of the ceilings turn by turn, and what a step costs one worker
+    beyond the ceiling in step."""
     rows = []
     for name, rates in figures.items():
-        shares = [rate / ceiling for rate, ceiling in zip(rates, figures["ceiling"], strict=True)]
         workers = 1 if name == "SerialSampler" else setting.n_workers
-        # The serial sampler has one core where the ceiling has all, so its share is of one core's ceiling.
-        shares = [share * setting.n_workers / workers for share in shares]
-        cost = [workers * (1 / r - 1 / (r / s)) * 1e6 for r, s in zip(rates, shares, strict=True)]
+        # The serial sampler has one core where the ceilings have all: its shares are of one core's.
+        scale = workers / setting.n_workers
+        shares, in_step = (
+            [rate / (ceiling * scale) for rate, ceiling in zip(rates, figures[key], strict=True)]
+            for key in ("ceiling", "ceiling in step")
+        )
+        cost = [workers * (1 - share) / rate * 1e6 for rate, share in zip(rates, in_step, strict=True)]
         rows.append(
             {
                 "agent": setting.agent,
                 "who": name,
                 "steps_per_s": _spread(rates),
                 "share_of_ceiling": _spread(shares),
+                "share_in_step": _spread(in_step),
                 "framework_us_per_step": _spread(cost),
             }
         )
@@ -225,23 +240,28 @@ def summarize(setting: Setting, figures: dict[str, list[float]]) -> list[dict[st
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    """Median, and the quarters of the values below and above it."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "low": low, "high": high}
 
 
 def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
-    table = Table(title=title, caption="median (minimum to maximum); share and cost are taken turn by turn")
-    for heading in ("policy", "", "steps/s", "share of the ceiling", "cost beyond it, µs a step"):
+    table = Table(title=title, caption="median (middle half of the turns); shares and cost are taken turn by turn")
+    for heading in ("policy", "", "steps/s", "of the ceiling", "of the ceiling in step", "beyond it, µs a step"):
         table.add_column(heading, justify="left" if heading in ("policy", "") else "right")
+    columns = {
+        "steps_per_s": "{:,.0f}",
+        "share_of_ceiling": "{:.1%}",
+        "share_in_step": "{:.1%}",
+        "framework_us_per_step": "{:.2f}",
+    }
     for row in rows:
-        rate, share, cost = (row[key] for key in ("steps_per_s", "share_of_ceiling", "framework_us_per_step"))
-        table.add_row(
-            row["agent"],
-            row["who"],
-            f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})",
-            f"{share['median']:.1%} ({share['min']:.1%} to {share['max']:.1%})",
-            f"{cost['median']:.2f} ({cost['min']:.2f} to {cost['max']:.2f})",
-        )
-    Console(width=120).print(table)
+        cells = []
+        for name, form in columns.items():
+            middle, low, high = (form.format(row[name][key]) for key in ("median", "low", "high"))
+            cells.append(f"{middle} ({low} to {high})")
+        table.add_row(row["agent"], row["who"], *cells)
+    Console(width=140).print(table)
 
 
 def main() -> None:
@@ -250,8 +270,8 @@ def main() -> None:
     parser.add_argument("--batch-B", type=int, default=32)
     parser.add_argument("--batch-T", type=int, default=128)
     parser.add_argument("--n-workers", type=int, default=max(1, len(usable_cpus())))
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of one turn")
-    parser.add_argument("--repeats", type=int, default=7, help="turns of each contestant, at least 5 to be quoted")
+    parser.add_argument("--seconds", type=float, default=0.5, help="length of one turn")
+    parser.add_argument("--repeats", type=int, default=30, help="turns of each contestant")
     parser.add_argument("--json", help="write settings, machine and all figures to this file")
     args = parser.parse_args()
 

@@ -27,7 +27,7 @@ from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
 
-__all__ = ["RECORD", "Frame", "ObjectPipe", "RecordRings", "TrajectoryCountError"]
+__all__ = ["FIGURES", "RECORD", "Frame", "ObjectPipe", "RecordRings", "TrajectoryCountError"]
 
 #: One finished trajectory of the stock TrajInfo: where it ended, and its four figures.
 RECORD = np.dtype(
@@ -40,6 +40,9 @@ RECORD = np.dtype(
         ("DiscountedReturn", np.float64),
     ]
 )
+
+#: The names of the four figures.
+FIGURES = ("Length", "Return", "NonzeroRewards", "DiscountedReturn")
 
 #: A subclass's object on its way: t, env_rank, the instance's attributes.
 Frame = tuple[int, int, dict[str, Any]]

@@ -55,6 +55,7 @@ class Collector(ABC):
         # episode starts, where the batch keeps the last action of the episode before.
         self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), parts.samples.action)
         self.prev_reward = np.zeros_like(parts.samples.reward[0])
+        self._has_agent_info = len(parts.samples.agent_info) > 0
 
     def start_envs(self) -> None:
         """Reset every environment and put it out of phase with the others. Runs once."""
@@ -100,9 +101,11 @@ class Collector(ABC):
         self.progress.begin_acting(t)
         samples = self.samples
         action, agent_info = self.agent.step(samples.observation[t], self.prev_action, self.prev_reward)
-        samples.action[t + 1] = action
-        samples.agent_info[t] = agent_info
-        self.prev_action[...] = samples.action[t + 1]
+        action_row = samples.action[t + 1]
+        action_row[...] = action
+        self.prev_action[...] = action_row
+        if self._has_agent_info:
+            samples.agent_info[t] = agent_info
         if self.tracker.on_step is not None:
             self.tracker.set_agent_info(samples.agent_info[t])
 

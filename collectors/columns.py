@@ -65,10 +65,9 @@ class EnvColumns:
         """
         observations, rewards = self.observations, self.rewards
         words, env_rank_word, phase_word = self._progress.words, Progress.ENV_RANK, Progress.PHASE
-        env_rank = self.env_ranks.start
         actions = self.split_actions(action_row)
-        for b, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
-            words[env_rank_word] = env_rank + b
+        for b, (env_rank, step, action) in enumerate(zip(self.env_ranks, self._steps, actions, strict=True)):
+            words[env_rank_word] = env_rank
             observation, reward, terminated, truncated, info = step(action)
             if on_step is not None:
                 on_step(b, observations[b], action, reward, terminated, truncated, info)

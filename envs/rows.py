@@ -7,6 +7,7 @@ nested space then costs per row and leaf, not per environment.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 import gymnasium as gym
@@ -38,11 +39,12 @@ def row_writer(space: gym.Space[Any], name: str = "observation") -> RowWriter:
     if not shape:
         return lambda row, values: _write_scalars(row, values, name)
 
+    shape_of = attrgetter("shape")
+
     def write(row: Any, values: Sequence[Any]) -> None:
         try:
-            for value in values:
-                if value.shape != shape:
-                    raise ValueError
+            if list(map(shape_of, values)) != [shape] * len(values):
+                raise ValueError  # even if the sizes add up
             if not row.flags.c_contiguous:
                 raise ValueError  # its reshape would be a copy
             # One C loop for the row.
@@ -114,7 +116,11 @@ def _write_each(row: Any, values: Sequence[Any], name: str) -> None:
         if not fits:
             raise SpaceError(
                 f"{name} of column {column} must have dtype {target}, got {array.dtype}"
-                + (f" with values from {array.min()} to {array.max()}" if array.dtype.kind in "iu" else "")
+                + (
+                    f" with values from {array.min()} to {array.max()}"
+                    if array.dtype.kind in "iu" and array.size
+                    else ""
+                )
                 + ": the environment's declared space and what it returns differ"
             )
         row[column] = array

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from penstock.agents import Agent
 from penstock.buffers import Samples
-from penstock.buffers.trajectory_queue import Frame
+from penstock.buffers.trajectory_queue import FIGURES, Frame
 from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, fresh_seed
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError, SamplerStateError
@@ -290,9 +290,8 @@ class Sampler(ABC):
         control, cls = self._allocation.control, self.config.traj_info_cls
         promised = [control.trajectories(plan.worker_rank) for plan in self._plans]
         if cls is TrajInfo:
-            records = self._allocation.rings.take(promised)
-            names = records.dtype.names[2:]  # type: ignore[index]
-            return [cls.restore(dict(zip(names, row[2:], strict=True))) for row in records.tolist()]
+            records = self._allocation.rings.take(promised)[list(FIGURES)]
+            return cls.from_figures(records.tolist())
         frames = sorted(self._team.take_frames(promised), key=lambda frame: frame[:2])
         return [cls.restore(attributes) for _, _, attributes in frames]
 

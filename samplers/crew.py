@@ -117,8 +117,9 @@ class Crew:
         stopwatch = _Stopwatch(progress_limit)
         if progress_limit is not None:
             look_again = min(look_again, progress_limit / 10)
+        pending = [m for m in self._members if not m.gate.arrived]
         while True:
-            events = self._watch.wait(look_again)
+            events = self._watch.wait(look_again if pending else 0)
             if self._closed:  # by another thread; the deaths are of its making
                 raise SamplerClosedError(f"the sampler was shut down by another thread during {occasion}")
             if events.dead:

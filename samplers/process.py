@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -72,6 +73,7 @@ def _serve(setup: WorkerSetup) -> None:
     worker = Worker(setup.plan, pickle.loads(setup.job), setup.state, setup.pipe)
     progress = worker.progress
     limit_threads(setup.plan.torch_threads)  # again: unpickling the job may have loaded torch
+    gc.freeze()  # what exists now is for good: collections need not go through torch's modules again
     try:
         while True:
             progress.enter(Phase.WAITING)

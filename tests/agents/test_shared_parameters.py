@@ -175,6 +175,9 @@ class Writer:
         for _ in range(times):
             self._plain.publish(constant(self._plain.version + 1))
 
+    def begin_publishing(self, parameters: dict[str, Any]) -> None:
+        self._plain.publish(parameters)
+
 
 def test_one_publication_during_a_read_leaves_the_reader_its_slot(shared: SharedParameters) -> None:
     writer = Writer(shared)
@@ -206,6 +209,30 @@ def test_a_reader_never_takes_a_slot_that_is_being_written(shared: SharedParamet
         shared.read()
     stamps[slot] = 2 * shared.version
     assert values_of(shared.read()[0]) == {shared.version}
+
+
+def test_a_reader_does_not_take_what_is_half_written_while_it_reads(shared: SharedParameters) -> None:
+    class Stopped(Exception):
+        pass
+
+    class Unfinished:
+        shape, dtype = (), np.dtype(np.int64)
+
+        def __array__(self, *_: Any, **__: Any) -> Any:
+            raise Stopped
+
+    writer = Writer(shared)
+    writer.publish()
+
+    def overtake_and_stop_half_way() -> None:
+        writer.publish()
+        with pytest.raises(Stopped):
+            writer.begin_publishing({**constant(3), "count": Unfinished()})
+
+    attempts = interrupt_reads(shared, overtake_and_stop_half_way, times=1)
+    parameters, version = shared.read()
+    assert len(attempts) == 2
+    assert (values_of(parameters), version) == ({2}, 2)
 
 
 def test_the_version_that_is_read_is_that_of_the_values(
@@ -240,7 +267,7 @@ def test_a_reader_that_is_overtaken_for_ever_says_so(shared: SharedParameters) -
 
 # ---- a real second process ---------------------------------------------------------------------
 
-READS, VERSIONS, ELEMENTS = 3000, 200, 20_000
+READS, VERSIONS, ELEMENTS, BURST = 5000, 1000, 60_000, 4
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -249,22 +276,27 @@ def test_no_read_is_torn_and_no_version_goes_back_while_another_process_publishe
     stop = NamedMemory(NamedArrays(word=ArraySpec((), np.dtype(np.int64))), shared=True, purpose="a test")
 
     def write() -> None:
+        burst = [constant(0, ELEMENTS) for _ in range(BURST)]
         while not stop.arrays.word:
-            shared.publish(constant(shared.version + 1, ELEMENTS))
+            # Several at once, so that readers are overtaken, then none for a while, so that they succeed.
+            for ahead, parameters in enumerate(burst, 1):
+                for array in parameters.values():
+                    array.fill(shared.version + ahead)
+            for parameters in burst:
+                shared.publish(parameters)
 
     child = multiprocessing.get_context("fork").Process(target=write, daemon=True)
     child.start()
     try:
-        versions: list[int] = []
-        last_value, deadline = 0.0, time.monotonic() + 60
+        versions = [0]
+        deadline = time.monotonic() + 60
         while len(versions) < READS or len(set(versions)) < VERSIONS:
             parameters, version = shared.read()
-            (value,) = values_of(parameters)  # all elements equal, or the read was torn
-            assert value >= last_value
-            last_value = value
+            extremes = {float(x) for array in parameters.values() for x in (array.min(), array.max())}
+            assert extremes == {version}  # all elements are of one version, and of this one
+            assert version >= versions[-1]
             versions.append(version)
             assert time.monotonic() < deadline, f"{len(set(versions))} versions in {len(versions)} reads"
-        assert versions == sorted(versions)
     finally:
         stop.arrays.word[...] = 1
         child.join(60)

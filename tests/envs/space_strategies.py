@@ -44,7 +44,18 @@ def integer_boxes(draw: Any) -> spaces.Box:
 
 pictures = st.builds(lambda shape: spaces.Box(0, 255, shape, np.uint8), shapes)
 flags = st.builds(lambda shape: spaces.Box(0, 1, shape, np.bool_), shapes)
-discretes = st.builds(lambda n, start: spaces.Discrete(n, start=start), st.integers(1, 1000), st.integers(-1000, 1000))
+
+
+@st.composite
+def discretes(draw: Any) -> spaces.Discrete:
+    bounds = np.iinfo(draw(st.sampled_from([np.int64, np.int32, np.int8, np.uint8])))
+    # Up to the last number of a small dtype, where start + n no longer is one.
+    start = draw(st.integers(max(int(bounds.min), -1000), min(int(bounds.max), 1000)))
+    return spaces.Discrete(
+        draw(st.integers(1, min(int(bounds.max) - max(start, 0) + 1, int(bounds.max), 1000))), None, start, bounds.dtype
+    )
+
+
 multi_binaries = st.builds(
     spaces.MultiBinary, st.one_of(st.integers(1, 4), hnp.array_shapes(min_dims=1, max_dims=2, max_side=3))
 )
@@ -53,12 +64,13 @@ multi_binaries = st.builds(
 @st.composite
 def multi_discretes(draw: Any) -> spaces.MultiDiscrete:
     dtype, shape = draw(st.sampled_from([np.int64, np.int32, np.int8])), draw(hnp.array_shapes(max_dims=2, max_side=3))
-    nvec = draw(hnp.arrays(np.int64, shape, elements=st.integers(1, 20)))
-    start = draw(hnp.arrays(np.int64, shape, elements=st.integers(-30, 30)))
-    return spaces.MultiDiscrete(nvec, dtype, start=start)
+    start = draw(hnp.arrays(np.int64, shape, elements=st.integers(-128, 127)))
+    last = draw(hnp.arrays(np.int64, shape, elements=st.integers(-128, 127)))
+    start, last = np.minimum(start, last), np.maximum(start, last)
+    return spaces.MultiDiscrete(np.minimum(last - start + 1, 127), dtype, start=start)
 
 
-leaf_spaces = st.one_of(float_boxes(), integer_boxes(), pictures, flags, discretes, multi_binaries, multi_discretes())
+leaf_spaces = st.one_of(float_boxes(), integer_boxes(), pictures, flags, discretes(), multi_binaries, multi_discretes())
 any_space = st.recursive(
     leaf_spaces,
     lambda inner: st.one_of(

@@ -115,10 +115,18 @@ def test_a_wrong_shape_names_field_column_and_both_shapes(space: Any, n: int, se
 def test_a_wrong_dtype_names_field_column_and_both_dtypes(space: Any, n: int, seed: int, data: Any) -> None:
     values, column = sample(space, n, seed), data.draw(st.integers(0, n - 1))
     path, leaf = data.draw(st.sampled_from(leaf_paths(space)))
-    wrong = data.draw(st.sampled_from([np.complex64, "U3"] if leaf.dtype.kind == "f" else [np.float32, object, "U3"]))
+    unfit = {"f": [np.complex64, "U3"], "b": [np.int64, np.float32, "U3"]}
+    wrong = data.draw(st.sampled_from(unfit.get(leaf.dtype.kind, [np.float32, object, "U3"])))
     value = np.zeros(leaf.shape, wrong)
     values[column] = replaced(values[column], path, value)
     check_refused(space, values, path, column, f"must have dtype {leaf.dtype}, got {value.dtype}")
+
+
+@pytest.mark.parametrize(("dtype", "wrong"), [(np.bool_, np.int64), (np.uint8, np.float64), (np.float32, np.complex64)])
+def test_a_wrong_dtype_is_named_where_there_are_no_values_too(dtype: Any, wrong: Any) -> None:
+    space = spaces.Box(0, 1, (0, 2), dtype)
+    expected = f"must have dtype {np.dtype(dtype)}, got {np.dtype(wrong)}"
+    check_refused(space, [np.zeros((0, 2), dtype), np.zeros((0, 2), wrong)], (), 1, expected)
 
 
 @quick

@@ -50,5 +50,5 @@ def test_the_ceiling_and_the_samplers_can_be_measured() -> None:
     done = run("-c", f"{path}\nif __name__ == '__main__':\n    {code}")
     assert done.returncode == 0, done.stderr
     figures = eval(done.stdout)
-    assert figures.keys() == {"ceiling", "ParallelSampler"}
+    assert figures.keys() == {"ceiling", "ceiling in step", "ParallelSampler"}
     assert all(len(rates) == 2 and min(rates) > 0 for rates in figures.values())
