@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.buffers.trajectory_queue import RECORD, Frame
+from penstock.buffers.trajectory_queue import FIGURES, RECORD, Frame
 from penstock.collectors.traj_info import TrajInfo
 
 __all__ = ["BatchTracker", "ObjectTracker", "StepHook", "Tracker", "make_tracker"]
@@ -68,7 +68,10 @@ class BatchTracker:
         self._env_ranks = np.asarray(env_ranks)
         self._put = put
         self._discount = discount
-        self._carry = np.zeros(len(env_ranks), RECORD)
+        n = len(env_ranks)
+        # What each column's running trajectory has added up to so far.
+        self._length, self._nonzero = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        self._return, self._discounted = np.zeros(n), np.zeros(n)
 
     def set_agent_info(self, agent_info: Any) -> None:
         """Not needed."""
@@ -77,16 +80,17 @@ class BatchTracker:
         """Not needed: dones are read from the rows."""
 
     def restart(self) -> None:
-        self._carry[...] = 0
+        for running in (self._length, self._nonzero, self._return, self._discounted):
+            running[...] = 0
 
     def drop(self, column: int) -> None:
-        self._carry[column] = 0
+        self.preload(column, ())
 
     def preload(self, column: int, rewards: Sequence[float]) -> None:
         reward = np.asarray(rewards, np.float64)
-        weights = self._discount ** np.arange(len(reward))
-        returns = float(reward.sum()), int(np.count_nonzero(reward)), float((reward * weights).sum())
-        self._carry[column] = (0, 0, len(reward), *returns)
+        self._length[column], self._nonzero[column] = len(reward), np.count_nonzero(reward)
+        self._return[column] = reward.sum()
+        self._discounted[column] = (reward * self._discount ** np.arange(len(reward))).sum()
 
     def end_rows(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int = 0) -> int:
         records = self._digest(reward, done, first_t)
@@ -95,35 +99,43 @@ class BatchTracker:
         return len(records)
 
     def _digest(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int) -> npt.NDArray[Any]:
+        """The trajectories that finish in these rows; what is left running stays in the sums."""
         n_rows, n_columns = reward.shape
         # Column after column in one line, cut into segments at column starts and behind dones.
         rewards = reward.T.astype(np.float64).ravel()
         begins = np.ones((n_columns, n_rows), np.bool_)
         begins[:, 1:] = done.T[:, :-1]
-        starts = np.flatnonzero(begins.ravel())
+        starts = np.flatnonzero(begins)
+        first = np.searchsorted(starts, np.arange(0, rewards.size, n_rows))  # segment, of each column
+        last = np.append(first[1:], len(starts)) - 1
         lengths = np.diff(starts, append=rewards.size)
-        column = starts // n_rows
-        ends = starts % n_rows + lengths - 1
-        # The first segment of a column continues what the rows before left unfinished.
-        continues = starts % n_rows == 0
-        carry = np.where(continues, self._carry[column], np.zeros((), RECORD))
-        segments = np.zeros(len(starts), RECORD)
-        segments["t"] = ends + first_t
-        segments["env_rank"] = self._env_ranks[column]
-        segments["Length"] = carry["Length"] + lengths
-        segments["Return"] = carry["Return"] + np.add.reduceat(rewards, starts)
-        segments["NonzeroRewards"] = carry["NonzeroRewards"] + np.add.reduceat((rewards != 0).astype(np.int64), starts)
-        if self._discount == 1.0:
-            segments["DiscountedReturn"] = segments["Return"]
-        else:
-            age = np.arange(rewards.size) - np.repeat(starts - carry["Length"], lengths)
-            discounted = rewards * self._discount**age
-            segments["DiscountedReturn"] = carry["DiscountedReturn"] + np.add.reduceat(discounted, starts)
-        finished = done[ends, column]
-        last = ends == n_rows - 1
-        self._carry[column[last]] = segments[last]
-        self._carry[column[last & finished]] = 0
-        return np.asarray(segments[finished])
+        ends = starts + lengths - 1
+
+        weighted = rewards if self._discount == 1.0 else rewards * self._discount ** self._ages(starts, lengths, first)
+        sums = (
+            (lengths, self._length),
+            (np.add.reduceat(rewards, starts), self._return),
+            (np.add.reduceat(rewards != 0, starts, dtype=np.int64), self._nonzero),
+            (np.add.reduceat(weighted, starts), self._discounted),
+        )
+        running = ~done[-1]
+        for of_segments, so_far in sums:
+            of_segments[first] += so_far
+            so_far[...] = of_segments[last] * running
+
+        column, row = np.divmod(ends, n_rows)
+        finished = np.flatnonzero(done[row, column])
+        records = np.empty(len(finished), RECORD)
+        records["t"], records["env_rank"] = row[finished] + first_t, self._env_ranks[column[finished]]
+        for name, (of_segments, _) in zip(FIGURES, sums, strict=True):
+            records[name] = of_segments[finished]
+        return records
+
+    def _ages(self, starts: Any, lengths: Any, first: Any) -> Any:
+        """How many steps each reward's trajectory had made before it."""
+        begun = starts.copy()
+        begun[first] -= self._length
+        return np.arange(lengths.sum()) - np.repeat(begun, lengths)
 
 
 class ObjectTracker:

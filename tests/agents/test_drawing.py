@@ -36,8 +36,10 @@ def in_bounds(space: Any, values: Any) -> bool:
         return bool(((space.low <= values) & (values <= space.high)).all())
     if isinstance(space, spaces.MultiBinary):
         return bool(((values == 0) | (values == 1)).all())
-    count = space.nvec if isinstance(space, spaces.MultiDiscrete) else space.n
-    return bool(((space.start <= values) & (values < space.start + count)).all())
+    # In int64: the sum may lie one beyond the space's own dtype.
+    start = np.asarray(space.start, np.int64)
+    count = np.asarray(space.nvec if isinstance(space, spaces.MultiDiscrete) else space.n, np.int64)
+    return bool(((start <= values) & (values < start + count)).all())
 
 
 @settings(max_examples=200, deadline=None)
@@ -129,7 +131,7 @@ def test_each_value_of_a_finite_space_is_as_likely_as_any(space: Any) -> None:
         low, high = np.full(draws.shape[1], start), np.full(draws.shape[1], start + n - 1)
     for column, first, last in zip(draws.T, low, high, strict=True):
         values, frequencies = np.unique(column, return_counts=True)
-        assert values.tolist() == [*range(first, last + 1)]
+        assert values.tolist() == [*range(int(first), int(last) + 1)]
         p = 1 / len(values)
         assert np.abs(frequencies / N - p).max() < 5 * np.sqrt(p * (1 - p) / N)
 
