@@ -133,6 +133,10 @@ class Agent(ABC):
             for audience in self._audiences:
                 audience.publish(parameters)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle of an agent belongs to no sampler; a target network is made this way."""
+        return {**vars(self), "_audiences": None, "_followed": None}
+
     # ---- copies, made by the sampler -------------------------------------------------------
 
     def share_memory(self, *, shared: bool) -> SharedParameters:
@@ -150,9 +154,7 @@ class Agent(ABC):
 
     def worker_copy(self: _Self) -> _Self:
         """A copy to sample with in a worker: parameters of its own, on the CPU, nothing shared yet."""
-        twin = copy.copy(self)
-        twin._audiences = None
-        return twin
+        return copy.copy(self)
 
     def attach(self, parameters: SharedParameters) -> None:
         """Follow the shared parameters, as a worker's copy."""
@@ -167,6 +169,7 @@ class Agent(ABC):
     def column_copy(self: _Self, rngs: Sequence[np.random.Generator]) -> _Self:
         """A copy with state of its own for `len(rngs)` columns, and the same parameters."""
         twin = copy.copy(self)
+        twin._followed = self._followed
         twin.seed_columns(rngs)
         twin.reset()
         return twin

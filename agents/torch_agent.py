@@ -62,7 +62,13 @@ class TorchAgent(Agent):
             if seed is not None:
                 # Not torch.manual_seed, which seeds every GPU's generator too, and those are not forked here.
                 torch.default_generator.manual_seed(seed)
-            model = source(**arguments)
+            try:
+                model = source(**arguments)
+            except TypeError as error:
+                raise ConfigError(
+                    f"the model could not be built: {error}. It is called without arguments, or with those of "
+                    "observation_space and action_space that its signature names"
+                ) from error
         if not isinstance(model, nn.Module):
             raise ConfigError(f"the model factory must return an nn.Module, got {type(model).__name__}")
         return model

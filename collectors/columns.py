@@ -85,7 +85,10 @@ class EnvColumns:
         try:
             self._write_observations(row, self.observations)
         except SpaceError as error:
-            raise SpaceError(f"{error} (columns count from env_rank {self.env_ranks.start})") from None
+            column: int = getattr(error, "column")  # noqa: B009
+            self._progress.at_env(self.env_ranks[column])  # all have been stepped; the report names this one
+            text = str(error).replace(f"column {column}", f"env_rank {self.env_ranks[column]}")
+            raise SpaceError(text) from None
 
     def write_rewards(self, row: Any) -> None:
         """Write the rewards of the last step into their row of the samples buffer.
@@ -97,6 +100,7 @@ class EnvColumns:
         except (ValueError, TypeError) as error:
             for b, reward in enumerate(self.rewards):
                 if not _is_number(reward):
+                    self._progress.at_env(self.env_ranks[b])
                     raise SpaceError(
                         f"the reward of env_rank {self.env_ranks[b]} must be a single number, got {reward!r}"
                     ) from error

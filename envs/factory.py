@@ -33,7 +33,7 @@ class EnvFactory:
 
 
 def env_factories(
-    env_fn: EnvFn, env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, n_envs: int, what: str = "env_fn"
+    env_fn: EnvFn, env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, n_envs: int, prefix: str = ""
 ) -> tuple[EnvFactory, ...]:
     """One factory per environment, `n_envs` of them.
 
@@ -49,19 +49,23 @@ def env_factories(
         fns = [fn for fn in env_fn if callable(fn)]
     else:
         raise ConfigError(
-            f"{what} must be a callable, an environment id or a list of callables, got {_describe(env_fn)}: "
+            f"{prefix}env_fn must be a callable, an environment id or a list of callables, got {_describe(env_fn)}: "
             "pass the function that builds the environment, for example functools.partial(gym.make, 'CartPole-v1')"
         )
     if len(fns) != n_envs:
-        raise ConfigError(f"{what} is a list of {len(fns)} callables for {n_envs} environments: give one for each")
+        raise ConfigError(
+            f"{prefix}env_fn is a list of {len(fns)} callables for {n_envs} environments: give one for each"
+        )
     if env_kwargs is None or isinstance(env_kwargs, Mapping):
         kwargs: list[Mapping[str, Any]] = [dict(env_kwargs or {})] * n_envs
     elif isinstance(env_kwargs, Sequence) and all(isinstance(each, Mapping) for each in env_kwargs):
         kwargs = [dict(each) for each in env_kwargs]
     else:
-        raise ConfigError(f"env_kwargs must be a dict or a list of dicts, got {_describe(env_kwargs)}")
+        raise ConfigError(f"{prefix}env_kwargs must be a dict or a list of dicts, got {_describe(env_kwargs)}")
     if len(kwargs) != n_envs:
-        raise ConfigError(f"env_kwargs is a list of {len(kwargs)} dicts for {n_envs} environments: give one for each")
+        raise ConfigError(
+            f"{prefix}env_kwargs is a list of {len(kwargs)} dicts for {n_envs} environments: give one for each"
+        )
     return tuple(EnvFactory(fn, kw) for fn, kw in zip(fns, kwargs, strict=True))
 
 

@@ -70,10 +70,18 @@ def _structure_writer(parts: Sequence[tuple[str, Any, RowWriter]], name: str) ->
             for column, value in enumerate(values):
                 has = list(value) if isinstance(value, dict) else type(value).__name__
                 if not _has_all(value, wanted):
-                    raise SpaceError(f"{name} of column {column} must have the entries {wanted}, got {has}") from error
+                    text = f"{name} of column {column} must have the entries {wanted}, got {has}"
+                    raise _misfit(column, text) from error
             raise
 
     return write
+
+
+def _misfit(column: int, text: str) -> SpaceError:
+    """The error for one column's value; whoever knows the environments can look the column up in it."""
+    error = SpaceError(text)
+    error.column = column  # type: ignore[attr-defined]
+    return error
 
 
 def _has_all(value: Any, keys: Sequence[Any]) -> bool:
@@ -103,25 +111,27 @@ def _write_each(row: Any, values: Sequence[Any], name: str) -> None:
         try:
             array = np.asarray(value)
         except ValueError as error:
-            raise SpaceError(f"{name} of column {column} is ragged: {error}") from error
+            raise _misfit(column, f"{name} of column {column} is ragged: {error}") from error
         if array.shape != row.shape[1:]:
-            raise SpaceError(
+            raise _misfit(
+                column,
                 f"{name} of column {column} must have shape {row.shape[1:]}, got {array.shape}: "
-                "the environment's declared space and what it returns differ"
+                "the environment's declared space and what it returns differ",
             )
         target = row.dtype
         fits = np.can_cast(array.dtype, target, _casting(target)) or (
             array.dtype.kind in "iu" and target.kind in "iu" and _in_range(array, target)
         )
         if not fits:
-            raise SpaceError(
+            raise _misfit(
+                column,
                 f"{name} of column {column} must have dtype {target}, got {array.dtype}"
                 + (
                     f" with values from {array.min()} to {array.max()}"
                     if array.dtype.kind in "iu" and array.size
                     else ""
                 )
-                + ": the environment's declared space and what it returns differ"
+                + ": the environment's declared space and what it returns differ",
             )
         row[column] = array
 

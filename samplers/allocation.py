@@ -74,7 +74,7 @@ def allocate(
     """
     train = env_factories(config.env_fn, config.env_kwargs, config.batch_B)
     eval_kwargs = _eval_kwargs(config)
-    evals = env_factories(_eval_fn(config), eval_kwargs, config.eval_n_envs) if config.eval_n_envs else ()
+    evals = env_factories(_eval_fn(config), eval_kwargs, config.eval_n_envs, "eval_") if config.eval_n_envs else ()
     _prepare_agent(agent, train[0], seed)
     traj_kwargs = dict(traj_info_kwargs or {})
     _check_traj_info(config.traj_info_cls, traj_kwargs)
@@ -127,10 +127,13 @@ def _prepare_agent(agent: Agent, factory: EnvFactory, seed: int) -> None:
             "CategoricalPgAgent(model), or subclass penstock.Agent"
         )
     env = build_example_env(factory)
+    observation_space, action_space = env.observation_space, env.action_space
     try:
-        observation_space, action_space = env.observation_space, env.action_space
-    finally:
         env.close()
+    except Exception as error:
+        raise ConfigError(
+            f"closing the example environment, which the spaces are read from, raised {type(error).__name__}: {error}"
+        ) from error
     example_of(observation_space, "observation")
     example_of(action_space, "action")
     model_seed = ColumnStreams(seed, range(1)).env_seeds(Purpose.MODEL)[0]

@@ -37,7 +37,7 @@ class SamplerState(enum.Enum):
 
     CREATED = "initialize"
     READY = "start_samples, obtain_samples or evaluate_agent"
-    SAMPLING = "wait_samples"
+    SAMPLING = "wait_samples, which gives the batch that has been started"
     BROKEN = "shutdown"
     CLOSED = "none"
 
@@ -84,7 +84,8 @@ class Sampler(ABC):
         eval_max_steps: steps of one evaluation at most, all its environments together.
         eval_max_trajectories: an evaluation also ends soon after this many have finished; the infos
             returned may be a few more.
-        eval_env_kwargs: as `env_kwargs`, for the evaluation environments; by default the same.
+        eval_env_kwargs: as `env_kwargs`, for the evaluation environments; by default the same. Of lists,
+            for env_fn too, the first entry then stands for all.
         eval_collector_cls: the `BaseEvalCollector` subclass that evaluates.
         start_method: "forkserver", "spawn" or "fork".
         step_timeout: seconds that a worker may go without progress (an environment step, a reset, an
@@ -174,8 +175,8 @@ class Sampler(ABC):
         Raises `ConfigError`, `SpaceError`, or a `SamplerBrokenError` if a worker fails to start.
         """
         with self._call("initialize", SamplerState.CREATED):
-            if not 0 <= rank < world_size:
-                raise ConfigError(f"rank must be in range(world_size), got rank={rank}, world_size={world_size}")
+            if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
+                raise ConfigError(f"rank must be in range(world_size), got rank={rank!r}, world_size={world_size!r}")
             if seed is not None and (not hasattr(seed, "__index__") or seed < 0):
                 raise ConfigError(f"seed must be a non-negative integer or None, got {seed!r}")
             if not isinstance(affinity, Affinity):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from penstock.collectors import BaseEvalCollector, Collector, TrajInfo
@@ -55,6 +56,13 @@ class SamplerConfig:
                 raise ConfigError(f"{name} must be a positive number of seconds, got {seconds!r}")
         if self.start_method not in START_METHODS:
             raise ConfigError(f"start_method must be one of {', '.join(START_METHODS)}, got {self.start_method!r}")
+        self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        if self.observation_dtype is not None and not _is_float_dtype(self.observation_dtype):
+            raise ConfigError(
+                f"observation_dtype must be a floating-point numpy dtype or None, got {self.observation_dtype!r}"
+            )
         for name, base in (
             ("collector_cls", Collector),
             ("eval_collector_cls", BaseEvalCollector),
@@ -68,3 +76,10 @@ class SamplerConfig:
         value = getattr(self, name)
         if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
             raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def _is_float_dtype(value: Any) -> bool:
+    try:
+        return bool(np.dtype(value).kind == "f")
+    except TypeError:
+        return False

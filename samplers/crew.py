@@ -119,11 +119,11 @@ class Crew:
             look_again = min(look_again, progress_limit / 10)
         pending = [m for m in self._members if not m.gate.arrived]
         while True:
-            events = self._watch.wait(look_again if pending else 0)
+            dead = self._watch.wait(look_again if pending else 0)
             if self._closed:  # by another thread; the deaths are of its making
                 raise SamplerClosedError(f"the sampler was shut down by another thread during {occasion}")
-            if events.dead:
-                raise self._failure(events.dead, occasion)
+            if dead:
+                raise self._failure(dead, occasion)
             pending = [m for m in self._members if not m.gate.arrived]
             if not pending:
                 return
@@ -142,7 +142,7 @@ class Crew:
     def _failure(self, dead: Iterable[int], occasion: str) -> SamplerBrokenError:
         found = set(dead)
         while rest := [i for i in range(len(self._members)) if i not in found]:
-            died = Watch([], [], [self._members[i].death for i in rest]).wait(_GATHER_SECONDS).dead
+            died = Watch([], [], [self._members[i].death for i in rest]).wait(_GATHER_SECONDS)
             if not died:
                 break
             found |= {rest[i] for i in died}
@@ -194,7 +194,7 @@ class Crew:
         alive = list(members)
         while alive and (left := deadline - time.monotonic()) > 0:
             # Pipes are watched too: a worker may still be handing over what no one will take.
-            dead = Watch([], self.pipes, [member.death for member in alive]).wait(left).dead
+            dead = Watch([], self.pipes, [member.death for member in alive]).wait(left)
             alive = [member for i, member in enumerate(alive) if i not in dead]
         return alive
 

@@ -56,12 +56,13 @@ def worker_environ() -> dict[str, str]:
 
 
 def dies_with_starter(start_method: str) -> bool:
-    """Whether a worker may ask to be killed when the *thread* that started it ends.
+    """Whether a worker should also ask the kernel to kill it when its starter ends.
 
-    The fork server starts from its main thread and ends with the main process. With fork and spawn the
-    starting thread is ours, and unless it is the main thread it may end long before the process.
+    The fork server ends a moment after the main process: time enough for the worker's watchdog to kill its
+    whole group first, and the kernel then gets the worker whose interpreter was stuck in C. With fork and
+    spawn the kernel would be first, and what the environments have started would live on.
     """
-    return start_method == "forkserver" or threading.current_thread() is threading.main_thread()
+    return start_method == "forkserver"
 
 
 def start_worker(setup: WorkerSetup, start_method: str) -> Any:

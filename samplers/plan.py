@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -94,14 +95,22 @@ def assign_cpus(affinity: Affinity, n_workers: int, mask: Sequence[int]) -> list
 
     Raises `ConfigError` for a wrong number of entries or a CPU outside the mask.
     """
-    if affinity.torch_threads < 1:
-        raise ConfigError(f"torch_threads must be at least 1, got {affinity.torch_threads}")
+    if not isinstance(affinity.torch_threads, int) or affinity.torch_threads < 1:
+        raise ConfigError(f"torch_threads must be at least 1, got {affinity.torch_threads!r}")
     if affinity.cpus is None:
         pin = affinity.pin and len(mask) > 0
         return [(mask[i % len(mask)],) if pin else () for i in range(n_workers)]
     if not affinity.pin:
         raise ConfigError("affinity gives cpus and pin=False at once: leave one out")
-    entries = [(entry,) if isinstance(entry, int) else tuple(entry) for entry in affinity.cpus]
+    try:
+        entries = [
+            (operator.index(entry),) if hasattr(entry, "__index__") else tuple(map(operator.index, entry))
+            for entry in affinity.cpus
+        ]
+    except TypeError:
+        raise ConfigError(
+            f"affinity must list, for each worker, a CPU number or several, got {affinity.cpus!r}"
+        ) from None
     if len(entries) != n_workers:
         raise ConfigError(f"affinity lists CPUs for {len(entries)} workers, there are {n_workers}: give one entry each")
     for i, entry in enumerate(entries):

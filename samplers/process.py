@@ -56,7 +56,7 @@ def worker_main(setup: WorkerSetup) -> None:
         _serve(setup)
         code = 0
     except MainProcessGone:
-        pass
+        _kill_own_group()  # as the watchdog does: what the environments started is to go too
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: nobody else would hear of them
         # Written with the phase still that of the failure: the main process quotes both.
         setup.reports.write(setup.plan.worker_rank, error)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.trajectory_queue import ObjectPipe
 from penstock.samplers.gates import Gate
 
-__all__ = ["DeathWatch", "Events", "Watch"]
+__all__ = ["DeathWatch", "Watch"]
 
 
 class HasFileno(Protocol):
@@ -45,13 +45,6 @@ class DeathWatch:
             self._pidfd.close()
 
 
-class Events(NamedTuple):
-    """Indices of the workers that something happened to."""
-
-    woken: list[int]
-    dead: list[int]
-
-
 class Watch:
     """Polls gates, pipes and deaths of all workers at once."""
 
@@ -69,16 +62,16 @@ class Watch:
                 self._poll.register(thing.fileno(), select.POLLIN)
                 self._what[thing.fileno()] = kind, i
 
-    def wait(self, seconds: float) -> Events:
-        """Wait until something happens, `seconds` at most. Messages are read, wake-ups cleared."""
-        woken, dead = [], []
+    def wait(self, seconds: float) -> list[int]:
+        """Wait until something happens, `seconds` at most. Messages are read, wake-ups cleared; returns the
+        indices of those that have died."""
+        dead = []
         for fd, _ in self._poll.poll(max(0, round(seconds * 1000))):
             kind, i = self._what[fd]
             if kind == "gate":
                 self._gates[i].clear()
-                woken.append(i)
             elif kind == "pipe":
                 self._pipes[i].drain()
             else:
                 dead.append(i)
-        return Events(woken, dead)
+        return dead

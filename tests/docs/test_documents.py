@@ -51,15 +51,19 @@ def test_the_readme_example_runs_as_written() -> None:
 def test_the_sticky_collector_of_the_readme() -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(blocks("README.md")[1], "README.md", "exec"), namespace)
-    with ParallelSampler(
-        CountingEnv, batch_T=40, batch_B=8, n_workers=2, collector_cls=namespace["StickyCollector"]
-    ) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        samples, _ = sampler.obtain_samples(0)
-        done_before = torch.cat([torch.ones(1, 8, dtype=torch.bool), samples.env.done[:-1]])
-        t, b = torch.meshgrid(torch.arange(40), torch.arange(8) % 4, indexing="ij")
-        stuck = (b == t % 4) & ~done_before
-        assert torch.equal(samples.agent.action[stuck], samples.agent.prev_action[stuck])
+    batches = []
+    for n_workers in (1, 2, 3):
+        with ParallelSampler(
+            CountingEnv, batch_T=40, batch_B=8, n_workers=n_workers, collector_cls=namespace["StickyCollector"]
+        ) as sampler:
+            sampler.initialize(RandomAgent(), seed=0)
+            samples, _ = sampler.obtain_samples(0)
+            batches.append(samples.agent.action.clone())
+    done_before = torch.cat([torch.ones(1, 8, dtype=torch.bool), samples.env.done[:-1]])
+    t, b = torch.meshgrid(torch.arange(40), torch.arange(8) % 4, indexing="ij")
+    stuck = (b == t % 4) & ~done_before
+    assert torch.equal(samples.agent.action[stuck], samples.agent.prev_action[stuck])
+    assert all(torch.equal(batch, batches[0]) for batch in batches), "however many workers there are"
 
 
 def test_a_collector_from_nothing() -> None:
@@ -100,8 +104,10 @@ def test_the_trajectory_info() -> None:
         assert "_scale" not in repr(infos[0])
 
 
-def test_the_evaluation_of_one_episode_each() -> None:
-    cls = definitions("docs/extending.md")["FirstEpisodeEval"]
+@pytest.mark.parametrize("traj_info", ["TrajInfo", "LivesTrajInfo"])
+def test_the_evaluation_of_one_episode_each(traj_info: str) -> None:
+    names = definitions("docs/extending.md")
+    cls = names["FirstEpisodeEval"]
     env_kwargs = [{"length": n} for n in (2, 9, 4)]
     with ParallelSampler(
         CountingEnv,
@@ -111,6 +117,7 @@ def test_the_evaluation_of_one_episode_each() -> None:
         eval_env_kwargs=env_kwargs,
         eval_max_steps=90,
         eval_collector_cls=cls,
+        traj_info_cls=names[traj_info],
     ) as sampler:
         sampler.initialize(RandomAgent())
         for itr in range(2):

@@ -80,7 +80,7 @@ def test_an_unknown_id_is_named(env_id: str) -> None:
 @pytest.mark.parametrize("env_fn", [None, 5, ["CartPole-v1"], [CountingEnv, None], {"a": 1}, CountingEnv()], ids=repr)
 def test_what_is_no_env_fn_is_shown_with_an_example_of_one(env_fn: Any) -> None:
     with pytest.raises(ConfigError, match=r"eval_env_fn must be a callable.*, got .*functools.partial"):
-        env_factories(env_fn, None, 2, "eval_env_fn")
+        env_factories(env_fn, None, 2, "eval_")
 
 
 def test_a_long_env_fn_is_shown_shortened() -> None:

@@ -81,6 +81,33 @@ def test_workers_die_with_a_killed_main_process(tmp_path: Path, sig: signal.Sign
     assert_gone(workers)
 
 
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
+def test_what_environments_started_dies_with_a_killed_main_process(
+    tmp_path: Path, sig: signal.Signals, start_method: str
+) -> None:
+    body = """
+    import subprocess
+    class Game(CountingEnv):
+        def reset(self, **kwargs):
+            if not hasattr(self, "game"):
+                self.game = subprocess.Popen(["sleep", "600"])
+                with open(FOLDER + f"/{self.game.pid}", "w"):
+                    pass
+            return super().reset(**kwargs)
+    sampler = start(Game)
+    time.sleep(60)
+    """
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    process = launch(tmp_path, start_method, f"FOLDER = {str(pids)!r}\n" + textwrap.dedent(body))
+    workers = workers_of(process)
+    games = [psutil.Process(int(path.name)) for path in pids.iterdir()]
+    assert len(games) == 2
+    process.send_signal(sig)
+    process.communicate(timeout=30)
+    assert_gone(workers + games)
+
+
 @pytest.mark.parametrize("where", ["training", "sampling", "starting"])
 def test_ctrl_c_gives_one_traceback_and_leaves_no_process(tmp_path: Path, where: str, start_method: str) -> None:
     bodies = {

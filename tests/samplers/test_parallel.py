@@ -1,6 +1,8 @@
 """What ParallelSampler promises beside determinism: exact accounting, uneven shares, pinning, parameters."""
 
+import copy
 import os
+import pickle
 from functools import partial
 from typing import Any
 
@@ -21,6 +23,7 @@ from penstock import (
     ParallelSampler,
     RandomAgent,
     Sampler,
+    SamplerStateError,
     SerialSampler,
     TrajInfo,
 )
@@ -211,6 +214,20 @@ def test_one_agent_may_serve_two_samplers(cls: type[Sampler]) -> None:
     agent.sync_shared_memory()  # with no one left to hear it
 
 
+def test_a_copy_of_an_agent_in_use_is_an_agent_of_its_own() -> None:
+    agent = CategoricalPgAgent(partial(Revealing, 10))
+    with ParallelSampler(CountingEnv, batch_T=1, batch_B=1) as sampler:
+        sampler.initialize(agent)
+        target = copy.deepcopy(agent)
+        with torch.no_grad():
+            target.model.weight.fill_(4.0)
+        assert float(agent.model.weight.max()) == 0.0
+        assert float(pickle.loads(pickle.dumps(target)).model.weight.min()) == 4.0
+        with pytest.raises(SamplerStateError, match="belongs to no sampler yet"):
+            target.sync_shared_memory()
+        agent.sync_shared_memory()
+
+
 @both
 def test_start_and_wait_are_the_two_halves_of_obtain(cls: type[Sampler]) -> None:
     def run(halves: bool) -> Any:
@@ -351,7 +368,8 @@ def test_an_observation_of_the_wrong_shape_is_named(cls: type[Sampler]) -> None:
     with cls(envs, batch_T=8, batch_B=3, n_workers=2, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent())
         with pytest.raises(
-            WorkerError, match=r"SpaceError: observation of column \d must have shape \(2,\), got \(1,\)"
+            WorkerError,
+            match=r"SpaceError: observation of env_rank 2 must have shape \(2,\), got \(1,\).* env_rank 2, t=2",
         ):
             sampler.obtain_samples(0)
 

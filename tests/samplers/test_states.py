@@ -38,6 +38,8 @@ def make(cls: type[Sampler] = SerialSampler, env_fn: Any = CountingEnv, **kwargs
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"observation_dtype": "float99"}, "observation_dtype must be a floating-point numpy dtype"),
+        ({"observation_dtype": np.int32}, "observation_dtype must be"),
         ({"batch_T": 0}, "batch_T must be an integer of at least 1, got 0"),
         ({"batch_T": 2.5}, "batch_T must be an integer of at least 1, got 2.5"),
         ({"batch_B": -1}, "batch_B must be"),
@@ -122,6 +124,7 @@ class NoValue(Agent):
         (CategoricalPgAgent(nn.Linear(9, 3)), SpaceError, "failed on example observations of shape"),
         (CategoricalPgAgent(nn.Linear(2, 3)), SpaceError, r"must return a tuple \(logits, value\)"),
         (CategoricalPgAgent(lambda: "model"), ConfigError, "must return an nn.Module"),
+        (CategoricalPgAgent(lambda o, a: None), ConfigError, "could not be built.*observation_space and action_space"),
     ],
 )
 def test_bad_agents_are_refused_before_any_worker_starts(
@@ -165,6 +168,8 @@ def test_what_cannot_be_pickled_is_named() -> None:
     [
         ({"seed": -1}, "seed must be"),
         ({"seed": 0.5}, "seed must be"),
+        ({"affinity": 0}, "affinity must list, for each worker"),
+        ({"rank": "0"}, r"rank must be in range\(world_size\)"),
         ({"rank": 2, "world_size": 2}, r"rank must be in range\(world_size\)"),
         ({"affinity": [0, 10_000]}, r"\[10000\] are not among"),
         ({"traj_info_kwargs": {"gamma": 1}}, r"TrajInfo\(\*\*traj_info_kwargs\) raised TypeError"),
