@@ -61,7 +61,7 @@ class EnvColumns:
         """Step every environment with its action. `observations` and `rewards` then hold the results.
 
         This loop is what penstock adds to `env.step`, so it does nothing per environment that can be
-        done per row: values are gathered in lists and written by `write`.
+        done per row: values are gathered in lists, for `write_observations` and `write_rewards`.
         """
         observations, rewards = self.observations, self.rewards
         words, env_rank_word, phase_word = self._progress.words, Progress.ENV_RANK, Progress.PHASE
@@ -80,7 +80,7 @@ class EnvColumns:
     def write_observations(self, row: Any) -> None:
         """Write the current observations into their row of the samples buffer.
 
-        Raises `SpaceError` naming field, column, expected and given shape if one does not fit.
+        Raises `SpaceError` naming field, environment, expected and given shape if one does not fit.
         """
         try:
             self._write_observations(row, self.observations)
