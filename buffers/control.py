@@ -34,6 +34,10 @@ class Phase(enum.IntEnum):
     CLOSED = 9
 
 
+# Plain integers for the loop over time: an enum's member takes 50 ns more to store.
+_IS_ACTING, _IS_STEPPING = int(Phase.ACTING), int(Phase.STEPPING)
+
+
 class StopCollecting(Exception):
     """Raised inside a collector when the sampler is shutting down in the middle of a batch."""
 
@@ -157,7 +161,7 @@ class Progress:
     step; a `memoryview` item costs 30 ns where a numpy one costs 50.
     """
 
-    PHASE, ENV_RANK = _PHASE, _ENV_RANK
+    PHASE, ENV_RANK, IS_STEPPING = _PHASE, _ENV_RANK, _IS_STEPPING
 
     def __init__(self, control: ControlBlock, worker_rank: int) -> None:
         self._control = control
@@ -183,14 +187,14 @@ class Progress:
 
     def begin_stepping(self, t: int) -> None:
         """The agent has acted on row t of a batch; the environments are about to step."""
-        self.words[_PHASE] = Phase.STEPPING
+        self.words[_PHASE] = _IS_STEPPING
         self._stamps[2 * t + 1] = time.monotonic()
 
     def begin_row(self, t: int) -> float:
         """As `begin_acting`, outside a batch: nothing is stamped. Returns `time.monotonic()`."""
         now = time.monotonic()
         words = self.words
-        words[_PHASE] = Phase.ACTING
+        words[_PHASE] = _IS_ACTING
         words[_T] = t
         words[_HEARTBEAT] = int(now * 1e9)
         if self._main[_QUIT]:

@@ -139,6 +139,7 @@ class BatchColumns:
 
     `observation`, `action` and `reward` have `batch_T + 1` rows (see `SamplesBuffer`): the collector
     reads `observation[t]`, and writes `action[t + 1]`, `reward[t + 1]` and `observation[t + 1]`.
+    `observation_rows[t]` is `observation[t]`, and so on: views made once.
     """
 
     def __init__(self, arrays: NamedArrays, columns: slice) -> None:
@@ -157,6 +158,10 @@ class BatchColumns:
         self.final_value = own("final_value")
         self.bootstrap_value = arrays.bootstrap_value[columns] if "bootstrap_value" in arrays else None
         self.batch_T, self.n_columns = self.done.shape
+        # A view of every row, for the loop over time: making one takes as long as writing it.
+        self.observation_rows = [self.observation[t] for t in range(self.batch_T + 1)]
+        self.action_rows = [self.action[t] for t in range(self.batch_T + 1)]
+        self.reward_rows = [self.reward[t] for t in range(self.batch_T + 1)]
 
     def begin_batch(self) -> None:
         """Carry the last row over to the first and clear what is only written at episode ends."""

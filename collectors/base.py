@@ -50,7 +50,7 @@ class Collector(ABC):
         self.tracker, self.progress = parts.tracker, parts.progress
         self.batch_T = parts.samples.batch_T
         self.streams, self._max_decorrelation_steps = parts.streams, parts.max_decorrelation_steps
-        self.finals = FinalObservations(parts.samples, parts.agent)
+        self.finals = FinalObservations(parts.samples, parts.agent, parts.envs.env_ranks)
         # The agent's inputs beside the observation. Not views of the batch: these are zeroed when an
         # episode starts, where the batch keeps the last action of the episode before.
         self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), parts.samples.action)
@@ -100,8 +100,8 @@ class Collector(ABC):
         """
         self.progress.begin_acting(t)
         samples = self.samples
-        action, agent_info = self.agent.step(samples.observation[t], self.prev_action, self.prev_reward)
-        action_row = samples.action[t + 1]
+        action, agent_info = self.agent.step(samples.observation_rows[t], self.prev_action, self.prev_reward)
+        action_row = samples.action_rows[t + 1]
         action_row[...] = action
         self.prev_action[...] = action_row
         if self._has_agent_info:

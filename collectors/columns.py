@@ -9,7 +9,7 @@ import gymnasium as gym
 
 from penstock.buffers.control import Phase, Progress
 from penstock.collectors.tracking import StepHook
-from penstock.envs.rows import action_splitter, row_writer
+from penstock.envs.rows import ColumnError, action_splitter, row_writer
 from penstock.errors import SpaceError
 
 __all__ = ["DoneHook", "EnvColumns"]
@@ -28,9 +28,10 @@ class EnvColumns:
 
     def __init__(self, envs: Sequence[gym.Env[Any, Any]], env_ranks: range, progress: Progress) -> None:
         self.envs, self.env_ranks, self._progress = envs, env_ranks, progress
-        self._write_observations = row_writer(envs[0].observation_space)
+        self._writer = row_writer(envs[0].observation_space)
         self.split_actions = action_splitter(envs[0].action_space)
-        self._steps = [env.step for env in envs]
+        # All that the loop in `step` needs, in one tuple per environment: unpacked in one go.
+        self._bound = [(b, env_ranks[b], env.step) for b, env in enumerate(envs)]
         self.observations: list[Any] = [None] * len(envs)
         self.rewards: list[Any] = [0.0] * len(envs)
 
@@ -64,31 +65,38 @@ class EnvColumns:
         done per row: values are gathered in lists, for `write_observations` and `write_rewards`.
         """
         observations, rewards = self.observations, self.rewards
-        words, env_rank_word, phase_word = self._progress.words, Progress.ENV_RANK, Progress.PHASE
+        words, env_rank_word = self._progress.words, Progress.ENV_RANK
         actions = self.split_actions(action_row)
-        for b, (env_rank, step, action) in enumerate(zip(self.env_ranks, self._steps, actions, strict=True)):
+        for (b, env_rank, step), action in zip(self._bound, actions, strict=True):
             words[env_rank_word] = env_rank
             observation, reward, terminated, truncated, info = step(action)
             if on_step is not None:
                 on_step(b, observations[b], action, reward, terminated, truncated, info)
             if terminated or truncated:
                 observation = on_done(b, observation, reward, terminated, truncated)
-                words[phase_word] = Phase.STEPPING  # the hook may have noted a reset
+                words[Progress.PHASE] = Progress.IS_STEPPING  # the hook may have noted a reset
             observations[b] = observation
             rewards[b] = reward
+
+    def prepare_row(self, row: Any) -> Any:
+        """What `write_prepared` needs to know of an observation row `[B, ...]`, worked out once."""
+        return self._writer.prepare(row)
+
+    def write_prepared(self, prepared: Any) -> None:
+        """`write_observations` to a row that has been prepared; for the loop over time."""
+        try:
+            self._writer.write(prepared, self.observations)
+        except ColumnError as error:
+            # All have been stepped; the report is to name this one.
+            self._progress.at_env(self.env_ranks[error.column])
+            raise error.naming(self.env_ranks[error.column]) from None
 
     def write_observations(self, row: Any) -> None:
         """Write the current observations into their row of the samples buffer.
 
         Raises `SpaceError` naming field, environment, expected and given shape if one does not fit.
         """
-        try:
-            self._write_observations(row, self.observations)
-        except SpaceError as error:
-            column: int = getattr(error, "column")  # noqa: B009
-            self._progress.at_env(self.env_ranks[column])  # all have been stepped; the report names this one
-            text = str(error).replace(f"column {column}", f"env_rank {self.env_ranks[column]}")
-            raise SpaceError(text) from None
+        self.write_prepared(self.prepare_row(row))
 
     def write_rewards(self, row: Any) -> None:
         """Write the rewards of the last step into their row of the samples buffer.

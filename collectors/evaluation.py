@@ -79,6 +79,7 @@ class EvalCollector(BaseEvalCollector):
         super().__init__(parts)
         self._reward = np.zeros((_CHUNK, len(parts.envs)), np.float32)
         self._done = np.zeros((_CHUNK, len(parts.envs)), np.bool_)
+        self._observation_row = parts.envs.prepare_row(self.observation)
         self._t = self._row = 0
 
     def collect_evaluation(self, itr: int) -> None:
@@ -112,7 +113,7 @@ class EvalCollector(BaseEvalCollector):
                 tracker.set_agent_info(self.agent_info)
             progress.enter(Phase.STEPPING)
             envs.step(prev_action, self._on_done, tracker.on_step)
-            envs.write_observations(self.observation)
+            envs.write_prepared(self._observation_row)
             envs.write_rewards(self._reward[row])
             prev_reward[...] = self._reward[row]
             prev_reward[self._done[row]] = 0

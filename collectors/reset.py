@@ -17,6 +17,7 @@ class ResetCollector(Collector):
     def __init__(self, parts: CollectorParts) -> None:
         super().__init__(parts)
         self._t = 0
+        self._observation_rows = [self.envs.prepare_row(row) for row in self.samples.observation_rows]
         self._ended: list[int] = []  # columns whose episode ended in the current row
 
     def collect_batch(self, itr: int) -> None:
@@ -31,8 +32,8 @@ class ResetCollector(Collector):
         self.progress.begin_stepping(t)
         self._t = t
         self.envs.step(self.prev_action, self._on_done, self.tracker.on_step)
-        self.envs.write_observations(self.samples.observation[t + 1])
-        reward = self.samples.reward[t + 1]
+        self.envs.write_prepared(self._observation_rows[t + 1])
+        reward = self.samples.reward_rows[t + 1]
         self.envs.write_rewards(reward)
         self.prev_reward[...] = reward
         for column in self._ended:

@@ -7,8 +7,7 @@ nested space then costs per row and leaf, not per environment.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -16,72 +15,121 @@ from gymnasium import spaces
 
 from penstock.errors import SpaceError
 
-__all__ = ["action_splitter", "row_writer"]
+__all__ = ["ColumnError", "RowWriter", "action_splitter", "row_writer"]
 
-RowWriter = Callable[[Any, Sequence[Any]], None]
 Splitter = Callable[[Any], Sequence[Any]]
 
 
-def row_writer(space: gym.Space[Any], name: str = "observation") -> RowWriter:
-    """`write(row, values)` records `values`, one element of `space` per environment, into `row`.
+class RowWriter(Protocol):
+    """Records one element of a space per environment into a row `[B, ...]`.
 
-    Raises `SpaceError` naming the column, the expected and the given shape or dtype if a value does
-    not fit. Values are cast within their kind (float64 to float32), never from float to integer.
+    Values are cast within their kind (float64 to float32), never from float to integer.
     """
+
+    def prepare(self, row: Any) -> Any:
+        """What `write` needs to know of `row`, worked out once."""
+
+    def write(self, prepared: Any, values: Sequence[Any]) -> None:
+        """Record `values` into the row that was prepared.
+
+        Raises `ColumnError` naming the column, the expected and the given shape or dtype if a value
+        does not fit.
+        """
+
+
+class ColumnError(SpaceError):
+    """What one column returned does not fit. Whoever knows the environments says which one: `naming`."""
+
+    def __init__(self, column: int, name: str, problem: str) -> None:
+        super().__init__(f"{name} of column {column} {problem}")
+        self.column, self._name, self._problem = column, name, problem
+
+    def naming(self, env_rank: int) -> SpaceError:
+        """The same, told of an environment instead of a column."""
+        return SpaceError(f"{self._name} of env_rank {env_rank} {self._problem}")
+
+
+def row_writer(space: gym.Space[Any], name: str = "observation") -> RowWriter:
+    """The writer for rows of `space`'s elements; `name` is what errors call them."""
     if isinstance(space, spaces.Dict):
         parts: list[tuple[str, Any, RowWriter]]
         parts = [(str(key), key, row_writer(sub, f"{name}[{key!r}]")) for key, sub in space.items()]
-        return _structure_writer(parts, name)
+        return _StructureWriter(parts, name)
     if isinstance(space, spaces.Tuple):
         parts = [(f"_{i}", i, row_writer(sub, f"{name}[{i}]")) for i, sub in enumerate(space)]
-        return _structure_writer(parts, name)
-    shape = space.shape
-    if not shape:
-        return lambda row, values: _write_scalars(row, values, name)
+        return _StructureWriter(parts, name)
+    return _ArrayWriter(name) if space.shape else _ScalarWriter(name)
 
-    shape_of = attrgetter("shape")
 
-    def write(row: Any, values: Sequence[Any]) -> None:
+class _ArrayWriter:
+    """Boxes and the like: arrays of at least one dimension."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def prepare(self, row: Any) -> Any:
+        # A row whose reshape would be a copy has no flat view, and is written value by value.
+        flat = row.reshape(len(row) * row.shape[1], *row.shape[2:]) if row.flags.c_contiguous else None
+        return row, flat, [row.shape[1]] * len(row), _casting(row.dtype)
+
+    def write(self, prepared: Any, values: Sequence[Any]) -> None:
+        row, flat, lengths, casting = prepared
         try:
-            if list(map(shape_of, values)) != [shape] * len(values):
-                raise ValueError  # even if the sizes add up
-            if not row.flags.c_contiguous:
-                raise ValueError  # its reshape would be a copy
-            # One C loop for the row.
-            np.concatenate(values, out=row.reshape(-1, *shape[1:]), casting=_casting(row.dtype))
-        except (ValueError, TypeError, AttributeError):
-            _write_each(row, values, name)
+            # `concatenate` compares all dimensions but the first, of which the sum might be right by chance.
+            if flat is None or list(map(len, values)) != lengths:
+                raise ValueError
+            np.concatenate(values, out=flat, casting=casting)  # one C loop for the row
+        except (ValueError, TypeError):
+            _write_each(row, values, self._name)
 
-    return write
+
+class _ScalarWriter:
+    """Discrete, and boxes without dimensions."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def prepare(self, row: Any) -> Any:
+        return row
+
+    def write(self, prepared: Any, values: Sequence[Any]) -> None:
+        row = prepared
+        try:
+            array = np.asarray(values)
+            if array.shape == row.shape and np.can_cast(array.dtype, row.dtype, _casting(row.dtype)):
+                row[...] = array
+                return
+        except (ValueError, TypeError):
+            pass  # named below, column by column
+        _write_each(row, values, self._name)
+
+
+class _StructureWriter:
+    """Dict and Tuple: a writer for every part."""
+
+    def __init__(self, parts: Sequence[tuple[str, Any, RowWriter]], name: str) -> None:
+        self._parts, self._name = parts, name
+
+    def prepare(self, row: Any) -> Any:
+        return [(key, writer.write, writer.prepare(row[field])) for field, key, writer in self._parts]
+
+    def write(self, prepared: Any, values: Sequence[Any]) -> None:
+        try:
+            for key, write, part in prepared:
+                write(part, [value[key] for value in values])
+        except (KeyError, IndexError, TypeError) as error:
+            wanted = [key for _, key, _ in self._parts]
+            for column, value in enumerate(values):
+                if not _has_all(value, wanted):
+                    has = list(value) if isinstance(value, dict) else type(value).__name__
+                    problem = f"must have the entries {wanted}, got {has}"
+                    raise ColumnError(column, self._name, problem) from error
+            raise
 
 
 def _casting(target: np.dtype[Any]) -> Literal["safe", "same_kind"]:
     """A float may lose precision on its way into the batch; an integer may not lose its value."""
     return "same_kind" if target.kind == "f" else "safe"
-
-
-def _structure_writer(parts: Sequence[tuple[str, Any, RowWriter]], name: str) -> RowWriter:
-    def write(row: Any, values: Sequence[Any]) -> None:
-        try:
-            for field, key, write_part in parts:
-                write_part(row[field], [value[key] for value in values])
-        except (KeyError, IndexError, TypeError) as error:
-            wanted = [key for _, key, _ in parts]
-            for column, value in enumerate(values):
-                has = list(value) if isinstance(value, dict) else type(value).__name__
-                if not _has_all(value, wanted):
-                    text = f"{name} of column {column} must have the entries {wanted}, got {has}"
-                    raise _misfit(column, text) from error
-            raise
-
-    return write
-
-
-def _misfit(column: int, text: str) -> SpaceError:
-    """The error for one column's value; whoever knows the environments can look the column up in it."""
-    error = SpaceError(text)
-    error.column = column  # type: ignore[attr-defined]
-    return error
 
 
 def _has_all(value: Any, keys: Sequence[Any]) -> bool:
@@ -93,17 +141,6 @@ def _has_all(value: Any, keys: Sequence[Any]) -> bool:
     return True
 
 
-def _write_scalars(row: Any, values: Sequence[Any], name: str) -> None:
-    try:
-        array = np.asarray(values)
-        if array.shape == row.shape and np.can_cast(array.dtype, row.dtype, _casting(row.dtype)):
-            row[...] = array
-            return
-    except (ValueError, TypeError):
-        pass  # named below, column by column
-    _write_each(row, values, name)
-
-
 def _write_each(row: Any, values: Sequence[Any], name: str) -> None:
     """The slow path: values that are no arrays (lists, Python numbers) are fine, the first one that
     does not fit is named."""
@@ -111,11 +148,12 @@ def _write_each(row: Any, values: Sequence[Any], name: str) -> None:
         try:
             array = np.asarray(value)
         except ValueError as error:
-            raise _misfit(column, f"{name} of column {column} is ragged: {error}") from error
+            raise ColumnError(column, name, f"is ragged: {error}") from error
         if array.shape != row.shape[1:]:
-            raise _misfit(
+            raise ColumnError(
                 column,
-                f"{name} of column {column} must have shape {row.shape[1:]}, got {array.shape}: "
+                name,
+                f"must have shape {row.shape[1:]}, got {array.shape}: "
                 "the environment's declared space and what it returns differ",
             )
         target = row.dtype
@@ -123,9 +161,10 @@ def _write_each(row: Any, values: Sequence[Any], name: str) -> None:
             array.dtype.kind in "iu" and target.kind in "iu" and _in_range(array, target)
         )
         if not fits:
-            raise _misfit(
+            raise ColumnError(
                 column,
-                f"{name} of column {column} must have dtype {target}, got {array.dtype}"
+                name,
+                f"must have dtype {target}, got {array.dtype}"
                 + (
                     f" with values from {array.min()} to {array.max()}"
                     if array.dtype.kind in "iu" and array.size

@@ -35,11 +35,15 @@ def assert_recorded(space: Any, row: Any, values: list[Any]) -> None:
 # ---- writing -----------------------------------------------------------------------------------
 
 
+def write(writer: Any, row: Any, values: Any) -> None:
+    writer.write(writer.prepare(row), values)
+
+
 @quick
 @given(any_space, counts, seeds)
 def test_sampled_elements_are_recorded_exactly(space: Any, n: int, seed: int) -> None:
     values, row = sample(space, n, seed), empty_row(space, n)
-    row_writer(space)(row, values)
+    write(row_writer(space), row, values)
     assert_recorded(space, row, values)
 
 
@@ -47,7 +51,7 @@ def test_sampled_elements_are_recorded_exactly(space: Any, n: int, seed: int) ->
 @given(any_space, counts, seeds)
 def test_written_and_split_again_elements_are_what_they_were(space: Any, n: int, seed: int) -> None:
     values, row = sample(space, n, seed), empty_row(space, n)
-    row_writer(space)(row, values)
+    write(row_writer(space), row, values)
     actions = action_splitter(space)(row)
     assert len(actions) == n
     assert_recorded(space, row, actions)
@@ -62,7 +66,7 @@ def test_lists_and_numbers_are_recorded_like_arrays(space: Any, n: int, seed: in
     for path, leaf in leaf_paths(space):
         if 0 not in leaf.shape:  # an empty list has lost its dtype and inner dimensions
             plain = [replaced(value, path, np.asarray(at(value, path)).tolist()) for value in plain]
-    row_writer(space)(row, plain)
+    write(row_writer(space), row, plain)
     assert_recorded(space, row, values)
 
 
@@ -71,7 +75,7 @@ def test_lists_and_numbers_are_recorded_like_arrays(space: Any, n: int, seed: in
 def test_rows_in_memory_with_gaps_are_written_all_the_same(space: Any, n: int, seed: int) -> None:
     values, wide = sample(space, n, seed), empty_row(space, 2 * n)
     row = wide[::2]
-    row_writer(space)(row, values)
+    write(row_writer(space), row, values)
     assert_recorded(space, row, values)
     assert not any(leaf.any() for leaf in leaves(wide[1::2]))
 
@@ -84,7 +88,7 @@ def test_rows_in_memory_with_gaps_are_written_all_the_same(space: Any, n: int, s
 def test_a_value_is_cast_to_the_dtype_that_is_recorded(shape: tuple[int, ...], given: Any, recorded: Any) -> None:
     row = np.zeros((2, *shape), recorded)
     values = [np.ones(shape, given), np.zeros(shape, given)]
-    row_writer(spaces.Box(0, 1, shape, recorded))(row, values)
+    write(row_writer(spaces.Box(0, 1, shape, recorded)), row, values)
     np.testing.assert_array_equal(row, values)
 
 
@@ -94,7 +98,7 @@ def test_a_value_is_cast_to_the_dtype_that_is_recorded(shape: tuple[int, ...], g
 def check_refused(space: Any, values: list[Any], path: tuple[Any, ...], column: int, why: str) -> None:
     message = f"{re.escape(path_name(path))} of column {column} {why}"
     with pytest.raises(SpaceError, match=f"^{message}"):
-        row_writer(space)(empty_row(space, len(values)), values)
+        write(row_writer(space), empty_row(space, len(values)), values)
 
 
 @quick
@@ -197,7 +201,7 @@ def test_the_first_column_that_does_not_fit_is_named() -> None:
 
 def test_the_name_given_stands_in_the_error() -> None:
     with pytest.raises(SpaceError, match=r"^final_obs\[0\] of column 0"):
-        row_writer(spaces.Tuple([spaces.Discrete(2)]), "final_obs")(NamedArrays(_0=np.zeros(1, int)), [(0.5,)])
+        write(row_writer(spaces.Tuple([spaces.Discrete(2)]), "final_obs"), NamedArrays(_0=np.zeros(1, int)), [(0.5,)])
 
 
 # ---- splitting ---------------------------------------------------------------------------------
@@ -207,7 +211,7 @@ def test_the_name_given_stands_in_the_error() -> None:
 @given(any_space, counts, seeds)
 def test_each_leaf_of_an_action_is_of_the_documented_type(space: Any, n: int, seed: int) -> None:
     row = empty_row(space, n)
-    row_writer(space)(row, sample(space, n, seed))
+    write(row_writer(space), row, sample(space, n, seed))
     kinds = {spaces.Dict: dict, spaces.Tuple: tuple, spaces.Discrete: int}
     for action in action_splitter(space)(row):
         for path, node in nodes(space):
@@ -220,7 +224,7 @@ def test_each_leaf_of_an_action_is_of_the_documented_type(space: Any, n: int, se
 @given(any_space, counts, seeds)
 def test_an_action_that_its_environment_changes_leaves_the_batch_alone(space: Any, n: int, seed: int) -> None:
     row = empty_row(space, n)
-    row_writer(space)(row, sample(space, n, seed))
+    write(row_writer(space), row, sample(space, n, seed))
     before = [leaf.copy() for leaf in leaves(row)]
     for action in action_splitter(space)(row):
         for path, _ in leaf_paths(space):
@@ -234,7 +238,7 @@ def test_an_action_that_its_environment_changes_leaves_the_batch_alone(space: An
 @given(any_space, counts, seeds)
 def test_an_action_that_its_environment_keeps_is_not_changed_by_the_next_batch(space: Any, n: int, seed: int) -> None:
     values, row = sample(space, n, seed), empty_row(space, n)
-    row_writer(space)(row, values)
+    write(row_writer(space), row, values)
     kept = action_splitter(space)(row)
     for leaf in leaves(row):
         leaf[...] = 0
