@@ -118,9 +118,25 @@ class ControlBlock:
 
     def trajectories(self, worker_rank: int) -> int:
         """How many trajectories this worker has finished since its gate was last opened."""
-        row = self.memory.arrays.progress[worker_rank]
         # Until the worker has taken notice of the opening, the count is that of the batch before.
-        return int(row[_TRAJECTORIES]) if row[_BEGUN] == self.opened(worker_rank) else 0
+        return int(self.memory.arrays.progress[worker_rank, _TRAJECTORIES]) if self.has_begun(worker_rank) else 0
+
+    def begun(self, worker_rank: int) -> int:
+        """The last gate opening that this worker has taken notice of; 0 before its first batch."""
+        return int(self.memory.arrays.progress[worker_rank, _BEGUN])
+
+    def has_begun(self, worker_rank: int) -> bool:
+        """Whether this worker has taken notice of the last opening of its gate."""
+        return self.begun(worker_rank) == self.opened(worker_rank)
+
+    def reset_row(self, worker_rank: int) -> None:
+        """Make a dead worker's row its replacement's. What it had answered stays answered and promised;
+        totals go on. (The row's one writer is dead, the next is not yet born.)"""
+        row = self.memory.arrays.progress[worker_rank]
+        row[[_T, _ENV_RANK]] = 0
+        if row[_ARRIVED] != self.opened(worker_rank):
+            row[[_BEGUN, _TRAJECTORIES]] = 0
+        row[_PHASE], row[_HEARTBEAT] = Phase.STARTING, time.monotonic_ns()
 
     def snapshot(self, worker_rank: int) -> ProgressSnapshot:
         """A readable copy of one progress row."""
@@ -220,7 +236,7 @@ class Progress:
 
     def begin(self) -> None:
         """Take notice of the gate's opening: what is counted from here on belongs to it."""
-        self.words[_TRAJECTORIES] = 0
+        self.words[_TRAJECTORIES] = self.words[_T] = 0
         self.words[_BEGUN] = self.arrived + 1
 
     @property

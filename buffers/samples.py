@@ -163,11 +163,13 @@ class BatchColumns:
         self.action_rows = [self.action[t] for t in range(self.batch_T + 1)]
         self.reward_rows = [self.reward[t] for t in range(self.batch_T + 1)]
 
-    def begin_batch(self) -> None:
-        """Carry the last row over to the first and clear what is only written at episode ends."""
-        last = self.batch_T
+    def carry_over(self) -> None:
+        """The last row of a batch is the first of the next."""
         for field in (self.observation, self.action, self.reward):
-            field[0] = field[last]
+            field[0] = field[self.batch_T]
+
+    def clear(self) -> None:
+        """Clear what is only written at episode ends."""
         if self.final_obs is not None:
             # Cleared where it was written, which is at few steps of few environments.
             t, b = np.nonzero(self.done)

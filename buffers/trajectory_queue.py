@@ -123,6 +123,16 @@ class ObjectPipe:
         self._received.clear()
         return frames
 
+    def successor(self, *, keep: bool) -> ObjectPipe:
+        """Main process: a new pipe in the place of a dead worker's, so that nothing half written, and
+        nothing that some child of the worker may yet write, gets among the frames of its replacement.
+        `keep`: the worker had answered its gate, so what it wrote is complete and still to be taken."""
+        heir = ObjectPipe()
+        if keep:
+            self.drain()
+            heir._received = self._received
+        return heir
+
     def close(self) -> None:
         """Close both ends in this process."""
         self.reader.close()

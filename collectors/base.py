@@ -12,6 +12,7 @@ from penstock.agents.base import Agent
 from penstock.buffers.control import Phase, Progress
 from penstock.buffers.named import map_leaves
 from penstock.buffers.samples import BatchColumns
+from penstock.collectors.checks import write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.decorrelation import decorrelate
 from penstock.collectors.finals import FinalObservations
@@ -50,11 +51,14 @@ class Collector(ABC):
         self.tracker, self.progress = parts.tracker, parts.progress
         self.batch_T = parts.samples.batch_T
         self.streams, self._max_decorrelation_steps = parts.streams, parts.max_decorrelation_steps
-        self.finals = FinalObservations(parts.samples, parts.agent, parts.envs.env_ranks)
+        self.finals = FinalObservations(parts.samples, parts.agent, parts.envs)
         # The agent's inputs beside the observation. Not views of the batch: these are zeroed when an
         # episode starts, where the batch keeps the last action of the episode before.
         self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), parts.samples.action)
         self.prev_reward = np.zeros_like(parts.samples.reward[0])
+        # The first row is written when the first batch begins, not in `start_envs`: a replacement for a
+        # worker that has died may start while the user is still reading the batch before.
+        self._has_batch = False
         self._has_agent_info = len(parts.samples.agent_info) > 0
 
     def start_envs(self) -> None:
@@ -70,10 +74,6 @@ class Collector(ABC):
             self.prev_action,
             self.prev_reward,
         )
-        # The first batch begins by carrying these rows over, as every later one does.
-        self.envs.write_observations(self.samples.observation[self.batch_T])
-        self.samples.action[self.batch_T] = self.prev_action
-        self.samples.reward[self.batch_T] = self.prev_reward
 
     def start_agent(self) -> None:
         """Prepare the agent for the first batch. Runs once, after `start_envs`."""
@@ -89,8 +89,15 @@ class Collector(ABC):
     # ---- pieces for collect_batch ----------------------------------------------------------
 
     def begin_batch(self, itr: int) -> None:
-        """Carry the last row over to the first and put the agent into sample mode."""
-        self.samples.begin_batch()
+        """Write the first row, clear what is only written at episode ends, and put the agent into sample mode."""
+        samples = self.samples
+        samples.clear()
+        if self._has_batch:
+            samples.carry_over()
+        else:
+            self.envs.write_observations(samples.observation[0])
+            samples.action[0], samples.reward[0] = self.prev_action, self.prev_reward
+            self._has_batch = True
         self.agent.sample_mode(itr)
 
     def act(self, t: int) -> None:
@@ -102,7 +109,7 @@ class Collector(ABC):
         samples = self.samples
         action, agent_info = self.agent.step(samples.observation_rows[t], self.prev_action, self.prev_reward)
         action_row = samples.action_rows[t + 1]
-        action_row[...] = action
+        write_action(action_row, action)
         self.prev_action[...] = action_row
         if self._has_agent_info:
             samples.agent_info[t] = agent_info

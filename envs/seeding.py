@@ -37,10 +37,15 @@ def stream(seed: int, purpose: Purpose, *key: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class ColumnStreams:
-    """The streams of some environments; everything hangs on seed, purpose, env_rank and `key` alone."""
+    """The streams of some environments; everything hangs on seed, purpose, env_rank, `key` and generation.
+
+    `generation` counts how often the environments have been built anew after a failure: each time with
+    streams that are fresh, and the same in every run.
+    """
 
     seed: int
     env_ranks: range
+    generation: int = 0
 
     def env_seeds(self, purpose: Purpose, *key: int) -> list[int]:
         """Seeds for `env.reset(seed=...)`, in `range(2**32)`, which every environment library accepts.
@@ -48,9 +53,14 @@ class ColumnStreams:
         32 bits out of a `SeedSequence` per environment: two of n environments coincide with a chance
         of about n² / 2³³ (1 in 2 million for 64).
         """
-        sequences = (np.random.SeedSequence(self.seed, spawn_key=(purpose, rank, *key)) for rank in self.env_ranks)
+        keys = ((purpose, rank, *self._key(key)) for rank in self.env_ranks)
+        sequences = (np.random.SeedSequence(self.seed, spawn_key=key) for key in keys)
         return [int(sequence.generate_state(1)[0]) for sequence in sequences]
 
     def rngs(self, purpose: Purpose, *key: int) -> list[np.random.Generator]:
         """One generator per environment."""
-        return [stream(self.seed, purpose, rank, *key) for rank in self.env_ranks]
+        return [stream(self.seed, purpose, rank, *self._key(key)) for rank in self.env_ranks]
+
+    def _key(self, key: tuple[int, ...]) -> tuple[int, ...]:
+        # One number longer than in the first generation, so that no two can be the same.
+        return (*key, self.generation) if self.generation else key

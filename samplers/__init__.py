@@ -1,7 +1,8 @@
 """The processes around the collectors. To see the protocol, read in this order: `gates`, `process`
-(the worker's loop), `crew` (the main process's side), `base` (what the user calls)."""
+(the worker's loop), `crew` and `supervision` (the main process's side), `base` (what the user calls)."""
 
-from penstock.samplers.base import Sampler, SamplerState
+from penstock.samplers.base import Sampler
+from penstock.samplers.calls import SamplerState
 from penstock.samplers.parallel import ParallelSampler
 from penstock.samplers.plan import Affinity
 from penstock.samplers.serial import SerialSampler

@@ -12,6 +12,7 @@ from penstock.agents import Agent, SharedParameters
 from penstock.buffers import ControlBlock, NamedArrays, RecordRings, SamplesBuffer, SampleSpec, as_named
 from penstock.buffers.named import map_leaves
 from penstock.collectors import TrajInfo
+from penstock.collectors.checks import Checks, write_action
 from penstock.envs import (
     ColumnStreams,
     EnvFactory,
@@ -96,6 +97,7 @@ def allocate(
         eval_max_T=max_T,
         eval_max_trajectories=config.eval_max_trajectories,
         seed=seed,
+        checks=Checks(config.check_finite, config.debug),
     )
     return Allocation(
         buffer=SamplesBuffer(spec, config.batch_T, config.batch_B, shared=shared),
@@ -169,7 +171,7 @@ def _try_agent(agent: Agent, config: SamplerConfig, bootstrap_value: bool) -> Sa
         raise SpaceError(
             f"{type(agent).__name__} failed on example observations of shape {shapes}: {type(error).__name__}: {error}"
         ) from error
-    _check_columns("action", as_named(step.action), columns(action))
+    write_action(columns(action), step.action)  # raises if it does not fit
     if value is not None and value.shape != (_TRIAL_COLUMNS,):
         raise SpaceError(f"agent.value must return one value per column: shape [B], got {list(value.shape)} for B=2")
     agent_info = as_named(step.agent_info).map(np.asarray)
@@ -179,15 +181,3 @@ def _try_agent(agent: Agent, config: SamplerConfig, bootstrap_value: bool) -> Sa
     return SampleSpec(
         observation, action, agent_info.map(lambda leaf: leaf[0]), bootstrap_value, config.record_final_obs
     )
-
-
-def _check_columns(what: str, given: Any, expected: Any) -> None:
-    def shapes(value: Any) -> dict[str, tuple[int, ...]]:
-        named = value if isinstance(value, NamedArrays) else NamedArrays({what: value})
-        return {name: tuple(np.shape(leaf)) for name, leaf in named.leaves()}
-
-    if shapes(given) != shapes(expected):
-        raise SpaceError(
-            f"agent.step must return an {what} per column: for B={_TRIAL_COLUMNS} the shapes are "
-            f"{shapes(expected)}, got {shapes(given)}"
-        )

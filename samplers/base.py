@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import enum
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import gymnasium as gym
 import numpy as np
@@ -17,51 +15,22 @@ import numpy.typing as npt
 
 from penstock.agents import Agent
 from penstock.buffers import Samples
-from penstock.buffers.trajectory_queue import FIGURES, Frame
+from penstock.buffers.trajectory_queue import FIGURES
 from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, fresh_seed
-from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError, SamplerStateError
+from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, allocate
+from penstock.samplers.calls import Calls, SamplerState
 from penstock.samplers.config import EnvKwargs, SamplerConfig
 from penstock.samplers.plan import Affinity, WorkerPlan
 from penstock.samplers.stats import SamplerStats, worker_stats
+from penstock.samplers.team import Team
 
-__all__ = ["Sampler", "SamplerState", "Team"]
+__all__ = ["Sampler"]
 
 _Self = TypeVar("_Self", bound="Sampler")
+_MAX_SHOWN = 16  # workers in a repr
 _EVAL_LOOK_AGAIN_SECONDS = 0.005  # how soon a running evaluation is stopped once enough have finished
-
-
-class SamplerState(enum.Enum):
-    """Where a sampler is in its life. The value names the call that is expected next."""
-
-    CREATED = "initialize"
-    READY = "start_samples, obtain_samples or evaluate_agent"
-    SAMPLING = "wait_samples, which gives the batch that has been started"
-    BROKEN = "shutdown"
-    CLOSED = "none"
-
-
-class Team(Protocol):
-    """The workers of a sampler, wherever they run."""
-
-    def open_gates(self) -> None:
-        """Let all workers begin what the control block says."""
-
-    def wait_out(
-        self,
-        occasion: str,
-        progress_limit: float | None = None,
-        on_wake: Callable[[], None] | None = None,
-        look_again: float = 1.0,
-    ) -> None:
-        """Wait until all workers have finished it; raise `SamplerBrokenError` if one fails."""
-
-    def take_frames(self, promised: Sequence[int]) -> list[Frame]:
-        """What trajectory infos of the user's own class have arrived: `promised[i]` of worker i."""
-
-    def close(self, *, broken: bool = False) -> None:
-        """End all workers. Never raises."""
 
 
 class Sampler(ABC):
@@ -91,10 +60,19 @@ class Sampler(ABC):
         step_timeout: seconds that a worker may go without progress (an environment step, a reset, an
             agent step) before `WorkerTimeoutError`; None waits for ever, as long as the worker lives.
         start_timeout: the same, while environments are built and reset for the first time.
+        on_worker_failure: "raise" breaks the sampler when a worker raises, dies or hangs. "restart" replaces
+            the worker: it builds its environments anew, with fresh but reproducible random streams, and
+            collects its columns of the running batch again from the first step; no other column is touched.
+        max_restarts: replacements within `restart_window` seconds at most; one more raises, with the history.
+        restart_window: seconds.
         observation_dtype: record floating-point observations in this dtype (say, `np.float32`) instead
             of that of the space.
         record_final_obs: whether to record the last observation of each episode (`env.final_obs`),
             which takes as much memory as the observations.
+        check_finite: refuse NaN and inf in rewards and floating-point observations, with a `SpaceError`
+            that names field, environment and value.
+        debug: ask the spaces whether they contain each action before the environment gets it, and each
+            observation. Slow. Shapes, dtypes and structure are checked in any case.
 
     Raises `ConfigError` for arguments that cannot work.
     """
@@ -118,19 +96,23 @@ class Sampler(ABC):
         start_method: str = "forkserver",
         step_timeout: float | None = None,
         start_timeout: float = 120.0,
+        on_worker_failure: str = "raise",
+        max_restarts: int = 3,
+        restart_window: float = 60.0,
         observation_dtype: npt.DTypeLike | None = None,
         record_final_obs: bool = True,
+        check_finite: bool = False,
+        debug: bool = False,
     ) -> None:
-        self._state = SamplerState.CREATED  # first: repr and shutdown work even if the rest fails
-        self._running_call: str | None = None
-        self._call_lock = threading.Lock()
-        self._error: SamplerBrokenError | None = None
+        self._calls = Calls()  # first: repr and shutdown work even if the rest fails
         arguments = {name: value for name, value in locals().items() if name in SamplerConfig.__dataclass_fields__}
         self.config = SamplerConfig(**arguments)
         self.batch_T, self.batch_B = int(batch_T), int(batch_B)
         #: The seed in use, for the record where none was given.
         self.seed: int | None = None
         self._plans: tuple[WorkerPlan, ...] = ()
+        self._delivered: Counter[int] = Counter()  # trajectories returned, by worker rank
+        self._is_evaluating = False  # also when the user has interrupted the wait for it
 
     # ---- for subclasses --------------------------------------------------------------------
 
@@ -174,7 +156,7 @@ class Sampler(ABC):
 
         Raises `ConfigError`, `SpaceError`, or a `SamplerBrokenError` if a worker fails to start.
         """
-        with self._call("initialize", SamplerState.CREATED):
+        with self._calls.expecting("initialize", SamplerState.CREATED):
             if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
                 raise ConfigError(f"rank must be in range(world_size), got rank={rank!r}, world_size={world_size!r}")
             if seed is not None and (not hasattr(seed, "__index__") or seed < 0):
@@ -202,7 +184,7 @@ class Sampler(ABC):
                 self._team = self._make_team(allocation)
                 # Runs when this object is collected and at exit, before multiprocessing joins children.
                 self._finalizer = Finalize(self, _close, (self._team, allocation), exitpriority=100)
-                self._wait("start-up", self.config.start_timeout)
+                self._wait("start-up", starting=True)
             except SamplerBrokenError:
                 raise
             except BaseException:
@@ -210,7 +192,7 @@ class Sampler(ABC):
                     self._team.close(broken=True)
                 self._give_back()
                 raise
-            self._state = SamplerState.READY
+            self._calls.state = SamplerState.READY
             example: Samples = self.samples_np[0, 0].copy()
             return example
 
@@ -225,30 +207,31 @@ class Sampler(ABC):
 
         Raises a `SamplerBrokenError` if a worker fails; the sampler is of no further use then.
         """
-        with self._call("obtain_samples", SamplerState.READY):
+        with self._calls.expecting("obtain_samples", SamplerState.READY):
             self._start(itr)
             return self._finish()
 
     def start_samples(self, itr: int) -> None:
         """Begin a batch and return; `wait_samples` gives it. The samples are being overwritten from now on."""
-        with self._call("start_samples", SamplerState.READY):
+        with self._calls.expecting("start_samples", SamplerState.READY):
             self._start(itr)
 
     def wait_samples(self) -> tuple[Samples, list[TrajInfo]]:
         """Wait for the batch that `start_samples` began; returns as `obtain_samples` does."""
-        with self._call("wait_samples", SamplerState.SAMPLING):
+        with self._calls.expecting("wait_samples", SamplerState.SAMPLING):
             return self._finish()
 
     def _start(self, itr: int) -> None:
+        self._end_interrupted_evaluation()
         control = self._allocation.control
         control.itr, control.do_eval = itr, False
-        self._state = SamplerState.SAMPLING
         self._team.open_gates()
+        self._calls.state = SamplerState.SAMPLING
 
     def _finish(self) -> tuple[Samples, list[TrajInfo]]:
         itr = self._allocation.control.itr
-        self._wait(f"itr={itr}", self.config.step_timeout)
-        self._state = SamplerState.READY
+        self._wait(f"itr={itr}")
+        self._calls.state = SamplerState.READY
         return self._samples, self._take_traj_infos()
 
     def evaluate_agent(self, itr: int) -> list[TrajInfo]:
@@ -256,9 +239,10 @@ class Sampler(ABC):
 
         Training is not disturbed: environments, agent state and random streams are separate.
         """
-        with self._call("evaluate_agent", SamplerState.READY):
+        with self._calls.expecting("evaluate_agent", SamplerState.READY):
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
+            self._end_interrupted_evaluation()
             control, limit = self._allocation.control, self.config.eval_max_trajectories
             control.itr, control.do_eval, control.stop_eval = itr, True, False
 
@@ -266,23 +250,28 @@ class Sampler(ABC):
                 if limit is not None and sum(map(control.trajectories, range(len(self._plans)))) >= limit:
                     control.stop_eval = True
 
+            self._is_evaluating = True
             self._team.open_gates()
-            look_again = {"look_again": _EVAL_LOOK_AGAIN_SECONDS} if limit is not None else {}
-            self._wait(f"evaluation, itr={itr}", self.config.step_timeout, stop_if_enough, **look_again)
+            bounded: dict[str, Any] = (
+                {} if limit is None else {"on_wake": stop_if_enough, "look_again": _EVAL_LOOK_AGAIN_SECONDS}
+            )
+            self._wait(f"evaluation, itr={itr}", **bounded)
+            self._is_evaluating = False
             return self._take_traj_infos()
 
-    def _wait(
-        self,
-        occasion: str,
-        progress_limit: float | None,
-        on_wake: Callable[[], None] | None = None,
-        **look_again: float,
-    ) -> None:
+    def _end_interrupted_evaluation(self) -> None:
+        """The user has interrupted `evaluate_agent`: the workers must be done with it before anything else."""
+        if self._is_evaluating:
+            self._allocation.control.stop_eval = True
+            self._wait("an evaluation that was interrupted")
+            self._is_evaluating = False
+            self._take_traj_infos()
+
+    def _wait(self, occasion: str, **how: Any) -> None:
         try:
-            self._team.wait_out(occasion, progress_limit, on_wake, **look_again)
+            self._team.wait_out(occasion, **how)
         except SamplerBrokenError as error:
-            self._error = error
-            self._state = SamplerState.BROKEN
+            self._calls.break_with(error)
             self._team.close(broken=True)
             self._give_back()
             raise
@@ -290,6 +279,7 @@ class Sampler(ABC):
     def _take_traj_infos(self) -> list[TrajInfo]:
         control, cls = self._allocation.control, self.config.traj_info_cls
         promised = [control.trajectories(plan.worker_rank) for plan in self._plans]
+        self._delivered.update(dict(enumerate(promised)))
         if cls is TrajInfo:
             records = self._allocation.rings.take(promised)[list(FIGURES)]
             return cls.from_figures(records.tolist())
@@ -301,7 +291,7 @@ class Sampler(ABC):
     @property
     def state(self) -> SamplerState:
         """Where the sampler is in its life."""
-        return self._state
+        return self._calls.state
 
     @property
     def n_workers(self) -> int:
@@ -311,8 +301,9 @@ class Sampler(ABC):
     def stats(self) -> SamplerStats:
         """Where the workers' time went since `initialize`."""
         self._require_initialized("stats")
-        control = self._allocation.control
-        return SamplerStats(tuple(worker_stats(plan, control) for plan in self._plans), self._allocation.nbytes)
+        control, restarts = self._allocation.control, self._team.restarts
+        workers = tuple(worker_stats(plan, control, self._delivered, restarts) for plan in self._plans)
+        return SamplerStats(workers, self._allocation.nbytes)
 
     def timeline(self) -> npt.NDArray[np.float64]:
         """Time stamps of the last batch `[n_workers, 2 * batch_T + 1]`, in `time.monotonic` seconds: row t
@@ -321,18 +312,25 @@ class Sampler(ABC):
         return np.stack([self._allocation.control.timeline(plan.worker_rank) for plan in self._plans])
 
     def _require_initialized(self, call: str) -> None:
-        if "_allocation" not in vars(self):
+        if "_team" not in vars(self):
             raise SamplerStateError(f"{call} was called before initialize: call sampler.initialize(agent) first")
 
     def __repr__(self) -> str:
-        name, state = type(self).__name__, self._state.name.lower()
+        name, state = type(self).__name__, self._calls.state.name.lower()
         if "config" not in vars(self):
             return f"<{name} {state}>"
         size = f"batch_T={self.batch_T}, batch_B={self.batch_B}"
-        if not self._plans:
+        if "_team" not in vars(self):
             return f"<{name} {state}: {size}>"
-        workers = ", ".join(f"worker {p.worker_rank}: {len(p.columns)}+{len(p.eval_columns)}" for p in self._plans)
-        return f"<{name} {state}: {size}, seed={self.seed}; environments (train+eval) per {workers}>"
+        restarts = f", {n} restarts" if (n := self._team.restarts.total) else ""
+        heading = f"<{name} {state}: {size}, seed={self.seed}, {len(self._plans)} workers{restarts}"
+        if self.state in (SamplerState.CLOSED, SamplerState.BROKEN):
+            return f"{heading}>"
+        witnesses = self._team.witnesses()
+        lines = [f"  {w}, {len(w.plan.eval_columns)} for evaluation: {w.doing}" for w in witnesses[:_MAX_SHOWN]]
+        if len(witnesses) > _MAX_SHOWN:
+            lines.append(f"  ... and {len(witnesses) - _MAX_SHOWN} more")
+        return "\n".join([heading, *lines]) + ">"
 
     # ---- the end ---------------------------------------------------------------------------
 
@@ -342,8 +340,7 @@ class Sampler(ABC):
         The last samples stay readable. A worker that does not end within about two seconds is killed
         and named in a `RuntimeWarning`.
         """
-        if self._state is not SamplerState.BROKEN:
-            self._state = SamplerState.CLOSED
+        self._calls.close()
         self._give_back()
 
     def _give_back(self) -> None:
@@ -360,31 +357,6 @@ class Sampler(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.shutdown()
-
-    # ---- the order of calls ----------------------------------------------------------------
-
-    @contextmanager
-    def _call(self, name: str, *expected: SamplerState) -> Iterator[None]:
-        if not self._call_lock.acquire(blocking=False):
-            raise SamplerStateError(
-                f"{name} was called while {self._running_call} is running in another thread: one call at a time"
-            )
-        try:
-            self._running_call = name
-            self._check_state(name, expected)
-            yield
-        finally:
-            self._running_call = None
-            self._call_lock.release()
-
-    def _check_state(self, name: str, expected: Sequence[SamplerState]) -> None:
-        if self._state in expected:
-            return
-        if self._error is not None:  # the same error as ever, with a traceback of its own
-            raise type(self._error)(*self._error.args) from self._error.__cause__
-        if self._state is SamplerState.CLOSED:
-            raise SamplerClosedError(f"{name} was called after shutdown: make a new sampler")
-        raise SamplerStateError(f"{name} was called out of order: the call expected now is {self._state.value}")
 
 
 def _close(team: Team, allocation: Allocation) -> None:

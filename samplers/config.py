@@ -39,21 +39,36 @@ class SamplerConfig:
     start_method: str
     step_timeout: float | None
     start_timeout: float
+    on_worker_failure: str
+    max_restarts: int
+    restart_window: float
     observation_dtype: npt.DTypeLike | None
     record_final_obs: bool
+    check_finite: bool
+    debug: bool
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_T", 1), ("batch_B", 1), ("max_decorrelation_steps", 0), ("eval_n_envs", 0)):
+        for name, least in (
+            ("batch_T", 1),
+            ("batch_B", 1),
+            ("max_decorrelation_steps", 0),
+            ("eval_n_envs", 0),
+            ("max_restarts", 0),
+        ):
             self._check_int(name, least)
         for name in ("n_workers", "eval_max_trajectories"):
             if getattr(self, name) is not None:
                 self._check_int(name, 1)
         if self.eval_n_envs:
             self._check_int("eval_max_steps", self.eval_n_envs)
-        for name in ("step_timeout", "start_timeout"):
+        for name in ("step_timeout", "start_timeout", "restart_window"):
             seconds = getattr(self, name)
-            if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+            if (seconds is not None or name != "step_timeout") and not (
+                isinstance(seconds, int | float) and seconds > 0
+            ):
                 raise ConfigError(f"{name} must be a positive number of seconds, got {seconds!r}")
+        if self.on_worker_failure not in ("raise", "restart"):
+            raise ConfigError(f'on_worker_failure must be "raise" or "restart", got {self.on_worker_failure!r}')
         if self.start_method not in START_METHODS:
             raise ConfigError(f"start_method must be one of {', '.join(START_METHODS)}, got {self.start_method!r}")
         self._check_kinds()

@@ -1,33 +1,36 @@
-"""The crew: the worker processes of one sampler, started, let through the gates and closed as one."""
+"""The crew: the worker processes of one sampler, started, let through the gates, replaced and closed as one."""
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import signal
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from penstock.buffers.control import ControlBlock, ProgressSnapshot
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.trajectory_queue import Frame, ObjectPipe
-from penstock.errors import SamplerBrokenError, SamplerClosedError
-from penstock.samplers.failures import Casualty, Witness, worker_failure, worker_timeout
+from penstock.samplers.failures import Casualty, Witness
 from penstock.samplers.gates import Gate
-from penstock.samplers.launch import dies_with_starter, pickle_job, start_worker, worker_environ
+from penstock.samplers.guardian import Guardian
+from penstock.samplers.launch import Launcher, PickledJob
+from penstock.samplers.member import Member
 from penstock.samplers.plan import WorkerPlan
 from penstock.samplers.process import WorkerSetup
 from penstock.samplers.reports import ReportBoard
+from penstock.samplers.restarts import RestartPolicy, Restarts
+from penstock.samplers.stacks import StackFile
+from penstock.samplers.supervision import Limits, Supervisor
 from penstock.samplers.watch import DeathWatch, Watch
 from penstock.samplers.worker import Job, SharedState
 
-__all__ = ["Crew"]
+__all__ = ["Crew", "CrewRules"]
 
-_LOOK_AGAIN_SECONDS = 1.0  # nothing depends on it: all that matters wakes the watch
-_GATHER_SECONDS = 0.01  # after each death, for another that comes of the same cause
+_log = logging.getLogger("penstock")
+
 _ASK_SECONDS = 1.5  # for workers to end their step and close their environments
 _ASK_BROKEN_SECONDS = 0.3  # the same after a failure, when the user waits for the error
 _TERMINATE_SECONDS = 0.3
@@ -35,129 +38,139 @@ _KILL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class _Member:
-    plan: WorkerPlan
-    process: Any  # multiprocessing's Process of whichever context
-    gate: Gate
-    death: DeathWatch
+class CrewRules:
+    """How processes are started, how long they may be silent, and what happens when one fails."""
+
+    start_method: str
+    spin: bool  #: whether a waiting worker has a core to itself
+    limits: Limits
+    restarts: RestartPolicy
 
 
 class Crew:
-    """Starts one process per plan. Every wait in here watches the workers' deaths and is bounded."""
+    """One process per plan. Every wait watches the workers' deaths and is bounded."""
 
-    def __init__(
-        self, plans: Sequence[WorkerPlan], job: Job, state: SharedState, *, start_method: str, spin: bool
-    ) -> None:
-        self._control: ControlBlock = state.control
+    def __init__(self, plans: Sequence[WorkerPlan], job: Job, state: SharedState, rules: CrewRules) -> None:
+        self._state, self._rules, self._control = state, rules, state.control
         self._owner_pid = os.getpid()
-        self._members: list[_Member] = []
-        self._closed = False
-        self.pipes = [ObjectPipe() for _ in plans]
+        self._close_lock = threading.Lock()
+        self.closed = False
+        self._openings = 1  # of every gate; number one is start-up
+        self.members: list[Member] = []
+        self.restarts = Restarts(rules.restarts)
+        self._job = PickledJob(job, plans)  # all of it, before the first process starts
+        self._launcher = Launcher(rules.start_method, len(plans))
         self._reports = ReportBoard(len(plans), shared=True)
         self._main_process = InheritedFd(os.pidfd_open(os.getpid())) if hasattr(os, "pidfd_open") else None
+        self._guardian = Guardian()
         try:
-            jobs = [pickle_job(job.share(plan)) for plan in plans]  # all, before the first process starts
-            for plan, pickled in zip(plans, jobs, strict=True):
-                self._start(plan, pickled, state, start_method, spin)
-            self._watch = Watch([m.gate for m in self._members], self.pipes, [m.death for m in self._members])
+            for plan in plans:
+                self._control.open(plan.worker_rank)  # opening number one: start-up
+                self.members.append(self._start_first(plan))
+            self._supervisor = Supervisor(self, self._control, self._reports, self.restarts, rules.limits)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, plan: WorkerPlan, job: bytes, state: SharedState, start_method: str, spin: bool) -> None:
-        gate = Gate(self._control, plan.worker_rank, spin=spin)
-        self._control.open(plan.worker_rank)  # opening number one: start-up
+    def _start_first(self, plan: WorkerPlan) -> Member:
+        gate, pipe, stacks = Gate(self._control, plan.worker_rank, spin=self._rules.spin), ObjectPipe(), StackFile()
+        try:
+            return self._start(plan, gate, pipe, stacks)
+        except BaseException:
+            for thing in (gate, pipe, stacks):
+                thing.close()
+            raise
+
+    def _start(self, plan: WorkerPlan, gate: Gate, pipe: ObjectPipe, stacks: StackFile) -> Member:
         setup = WorkerSetup(
             plan=plan,
-            job=job,
-            state=state,
+            job=self._job.common,
+            factories=self._job.factories[plan.worker_rank],
+            state=self._state,
             gate=gate,
             reports=self._reports,
-            pipe=self.pipes[plan.worker_rank],
+            pipe=pipe,
+            stacks=stacks,
             main_process=self._main_process,
-            environ=worker_environ(),
-            die_with_parent=dies_with_starter(start_method),
+            environ=self._launcher.environ,
+            die_with_parent=self._launcher.dies_with_starter,
         )
-        try:
-            process = start_worker(setup, start_method)
-        except BaseException:
-            gate.close()
-            raise
-        self._members.append(_Member(plan, process, gate, DeathWatch(process)))
+        begun = self._control.begun(plan.worker_rank)
+        process = self._launcher.start(setup)
+        self._guardian.watch(process.pid)
+        return Member(plan, process, process.pid, gate, pipe, stacks, DeathWatch(process), begun)
 
     @property
     def pids(self) -> list[int]:
         """The worker processes' ids."""
-        return [member.process.pid for member in self._members]
+        return [member.pid for member in self.members]
+
+    def witnesses(self) -> list[Witness]:
+        """Where every worker is now."""
+        return [member.witness(self._control) for member in self.members]
 
     def take_frames(self, promised: Sequence[int]) -> list[Frame]:
         """Trajectory infos that came through the pipes: `promised[i]` of worker i."""
-        return [frame for pipe, n in zip(self.pipes, promised, strict=True) for frame in pipe.take(n)]
+        return [frame for member, n in zip(self.members, promised, strict=True) for frame in member.pipe.take(n)]
 
     # ---- gates -----------------------------------------------------------------------------
 
     def open_gates(self) -> None:
         """Let every worker through barrier_in."""
-        for member in self._members:
-            member.gate.open()
+        self._openings += 1
+        self._open_to_the_last()
+
+    def _open_to_the_last(self) -> None:
+        for member in self.members:
+            while self._control.opened(member.rank) < self._openings:
+                member.gate.open()
 
     def wait_out(
         self,
         occasion: str,
-        progress_limit: float | None = None,
+        *,
+        starting: bool = False,
         on_wake: Callable[[], None] | None = None,
-        look_again: float = _LOOK_AGAIN_SECONDS,
+        look_again: float = 1.0,
     ) -> None:
-        """Wait until every worker stands at barrier_out.
+        """Wait until every worker stands at barrier_out; see `Supervisor.wait_out`."""
+        self._open_to_the_last()  # should Ctrl-C have come between two gates
+        self._supervisor.wait_out(occasion, starting=starting, on_wake=on_wake, look_again=look_again)
 
-        Raises `WorkerError` or `WorkerDiedError` as soon as a worker fails, and `WorkerTimeoutError`
-        if one makes no progress for `progress_limit` seconds. `occasion` is quoted in the error;
-        `on_wake` is called at least every `look_again` seconds.
-        """
-        stopwatch = _Stopwatch(progress_limit)
-        if progress_limit is not None:
-            look_again = min(look_again, progress_limit / 10)
-        pending = [m for m in self._members if not m.gate.arrived]
-        while True:
-            dead = self._watch.wait(look_again if pending else 0)
-            if self._closed:  # by another thread; the deaths are of its making
-                raise SamplerClosedError(f"the sampler was shut down by another thread during {occasion}")
-            if dead:
-                raise self._failure(dead, occasion)
-            pending = [m for m in self._members if not m.gate.arrived]
-            if not pending:
-                return
-            if on_wake is not None:
-                on_wake()
-            if hung := stopwatch.overdue(pending, self._snapshot):
-                witnesses = [self._witness(m) for m in self._members]
-                raise worker_timeout([witnesses[i] for i in hung], witnesses, progress_limit or 0.0, occasion)
+    def replace(self, casualty: Casualty, occasion: str) -> None:
+        """Put a new worker in the place of a dead one; it does anew what that one has not finished."""
+        rank = casualty.rank
+        old = self.members[rank]
+        lost = self._count_lost(old)
+        self.restarts.note(casualty, occasion, lost)
+        _log.warning("%s (%s); it is being replaced, %d trajectories are lost", casualty, occasion, lost)
+        pipe = old.pipe.successor(keep=old.gate.arrived)
+        self._reports.clear(rank)
+        old.stacks.clear()
+        self._control.reset_row(rank)
+        self._guardian.forget(old.pid)
+        plan = replace(old.plan, generation=old.plan.generation + 1)
+        try:
+            self.members[rank] = self._start(plan, old.gate, pipe, old.stacks)
+        except BaseException:
+            pipe.close()
+            raise
+        old.release()
+        old.pipe.close()
 
-    def _snapshot(self, member: _Member) -> ProgressSnapshot:
-        return self._control.snapshot(member.plan.worker_rank)
-
-    def _witness(self, member: _Member) -> Witness:
-        return Witness(member.plan, member.process.pid, self._snapshot(member))
-
-    def _failure(self, dead: Iterable[int], occasion: str) -> SamplerBrokenError:
-        found = set(dead)
-        while rest := [i for i in range(len(self._members)) if i not in found]:
-            died = Watch([], [], [self._members[i].death for i in rest]).wait(_GATHER_SECONDS)
-            if not died:
-                break
-            found |= {rest[i] for i in died}
-        casualties, others = [], []
-        for i, member in enumerate(self._members):
-            witness = self._witness(member)
-            if i in found:
-                # Its group first, while its process id cannot have been given to anybody else.
-                _signal_group(member, signal.SIGKILL)
-                member.process.join(_KILL_SECONDS)
-                report = self._reports.read(member.plan.worker_rank)
-                casualties.append(Casualty(witness, member.process.exitcode, report))
-            else:
-                others.append(witness)
-        return worker_failure(casualties, others, occasion)
+    def _count_lost(self, member: Member) -> int:
+        """Trajectories that a dead worker takes with it: those that were running, and those that had
+        finished in a batch that it has not completed."""
+        control, rank, plan = self._control, member.rank, member.plan
+        if control.begun(rank) == member.begun_before:
+            return 0  # it had not come as far as a batch
+        lost = len(plan.columns)
+        if member.gate.arrived or not control.has_begun(rank):
+            return lost
+        if control.do_eval:
+            return lost + len(plan.eval_columns) + control.trajectories(rank)
+        rows, columns = slice(control.snapshot(rank).t + 1), slice(plan.columns.start, plan.columns.stop)
+        return lost + int(self._state.samples.arrays.done[rows, columns].sum())
 
     # ---- the end ---------------------------------------------------------------------------
 
@@ -166,78 +179,47 @@ class Crew:
 
         A worker that had to be forced, or whose `env.close` raised, is named in one warning.
         """
-        if self._closed or os.getpid() != self._owner_pid:  # a fork of the main process owns nothing
+        if os.getpid() != self._owner_pid:  # a fork of the main process owns nothing
             return
-        self._closed = True
+        with self._close_lock:
+            if self.closed:
+                return
+            self.closed = True
         self._control.quit = True
-        for member in self._members:
+        for member in self.members:
             member.gate.open()
-        alive = self._await_deaths(self._members, _ASK_BROKEN_SECONDS if broken else _ASK_SECONDS)
-        complaints = [f"{w} did not end while {w.doing} and was killed" for w in map(self._witness, alive)]
+        alive = self._await_deaths(self.members, _ASK_BROKEN_SECONDS if broken else _ASK_SECONDS)
+        witnesses = [member.witness(self._control) for member in alive]
+        complaints = [f"{witness} did not end while {witness.doing} and was killed" for witness in witnesses]
         for sig, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
             for member in alive:
-                _signal_group(member, sig)
+                member.signal_group(sig)
             alive = self._await_deaths(alive, seconds)
-        for member in self._members:
-            _signal_group(member, signal.SIGKILL)  # processes that its environments left behind
-            member.process.join(_KILL_SECONDS)
-            report = self._reports.read(member.plan.worker_rank)
+        for member in self.members:
+            member.bury()  # and processes that its environments left behind
+            report = self._reports.read(member.rank)
             if report is not None and not broken:
-                complaints.append(f"{self._witness(member)} raised {report.headline} while closing")
+                complaints.append(f"{member.witness(self._control)} raised {report.headline} while closing")
         self._release()
         if complaints and not broken:
             warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=2)
 
-    def _await_deaths(self, members: Sequence[_Member], seconds: float) -> list[_Member]:
+    def _await_deaths(self, members: Sequence[Member], seconds: float) -> list[Member]:
         """Wait `seconds` at most for all `members` to end; returns those that have not."""
         deadline = time.monotonic() + seconds
         alive = list(members)
         while alive and (left := deadline - time.monotonic()) > 0:
             # Pipes are watched too: a worker may still be handing over what no one will take.
-            dead = Watch([], self.pipes, [member.death for member in alive]).wait(left)
+            dead = Watch([], [member.pipe for member in alive], [member.death for member in alive]).wait(left)
             alive = [member for i, member in enumerate(alive) if i not in dead]
         return alive
 
     def _release(self) -> None:
-        for member in self._members:
-            member.gate.close()
-            member.death.close()
-            with contextlib.suppress(ValueError):  # still running, against all SIGKILLs: leave it to the system
-                member.process.close()
-        for pipe in self.pipes:
-            pipe.close()
+        self._guardian.close()
+        for member in self.members:
+            member.release()
+            for thing in (member.gate, member.pipe, member.stacks):
+                thing.close()
         self._reports.memory.close()
         if self._main_process is not None:
             self._main_process.close()
-
-
-class _Stopwatch:
-    """Tells which workers' progress rows have not changed for longer than `limit` seconds."""
-
-    def __init__(self, limit: float | None) -> None:
-        self._limit = limit
-        self._seen: dict[int, tuple[ProgressSnapshot, float]] = {}
-
-    def overdue(self, members: Sequence[_Member], snapshot: Callable[[_Member], ProgressSnapshot]) -> list[int]:
-        if self._limit is None:
-            return []
-        now = time.monotonic()
-        overdue = []
-        for member in members:
-            rank, row = member.plan.worker_rank, snapshot(member)
-            if rank not in self._seen or self._seen[rank][0] != row:
-                self._seen[rank] = row, now
-            elif now - self._seen[rank][1] > self._limit:
-                overdue.append(rank)
-        return overdue
-
-
-def _signal_group(member: _Member, sig: signal.Signals) -> None:
-    pid = member.process.pid
-    try:
-        os.killpg(pid, sig)
-    except (ProcessLookupError, PermissionError):
-        # The worker had not yet made a group of its own, or is gone.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if member.process.exitcode is None:
-                os.kill(pid, sig)

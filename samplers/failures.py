@@ -12,7 +12,10 @@ from penstock.errors import SamplerBrokenError, WorkerDiedError, WorkerError, Wo
 from penstock.samplers.plan import WorkerPlan
 from penstock.samplers.reports import Report
 
-__all__ = ["Casualty", "Witness", "describe_exit", "worker_failure", "worker_timeout"]
+__all__ = ["Casualty", "Witness", "describe_exit", "failure"]
+
+_MAX_LISTED = 32  # of workers that fail at once, each with a line of its own
+_MAX_STACKS = 3
 
 _WORDS = {
     Phase.STARTING: "starting",
@@ -51,14 +54,26 @@ class Witness:
 
 @dataclass(frozen=True)
 class Casualty:
-    """A dead worker: what is known of it, how it ended, and its own report if it left one."""
+    """A worker that failed: what is known of it, how it ended, and what it left to be read."""
 
     witness: Witness
     exitcode: int | None
-    report: Report | None
+    report: Report | None  #: its own account, if it raised
+    stack: str = ""  #: its Python stack, if it crashed or hung
+    hung: str = ""  #: how it hung, if it was this side that ended it
+
+    @property
+    def rank(self) -> int:
+        """The worker's rank."""
+        return self.witness.plan.worker_rank
 
     def __str__(self) -> str:
-        how = f"raised {self.report.headline}" if self.report else describe_exit(self.exitcode)
+        if self.hung:
+            how = self.hung
+        elif self.report:
+            how = f"raised {self.report.headline}"
+        else:
+            how = describe_exit(self.exitcode)
         return f"{self.witness} {how} while {self.witness.doing}"
 
 
@@ -76,26 +91,32 @@ def describe_exit(exitcode: int | None) -> str:
     return f"was killed by {name}{hint}"
 
 
-def worker_failure(dead: Sequence[Casualty], others: Sequence[Witness], occasion: str) -> SamplerBrokenError:
-    """The error for workers that died during `occasion`; `__cause__` is the first report's exception."""
+def failure(dead: Sequence[Casualty], others: Sequence[Witness], occasion: str, note: str = "") -> SamplerBrokenError:
+    """The error for workers that failed during `occasion`; `__cause__` is the first report's exception.
+
+    `note` is added: why they have not been replaced.
+    """
+    hung = [casualty for casualty in dead if casualty.hung]
     reported = [casualty.report for casualty in dead if casualty.report is not None]
-    lines = [f"{casualty} ({occasion})" for casualty in dead]
-    if others:
+    lines = [f"{casualty} ({occasion})" for casualty in dead[:_MAX_LISTED]]
+    if len(dead) > _MAX_LISTED:
+        lines.append(f"... and {len(dead) - _MAX_LISTED} more workers")
+    if hung:
+        everyone = sorted([*others, *(casualty.witness for casualty in dead)], key=lambda w: w.plan.worker_rank)
+        lines += [f"  {_sign_of_life(witness)}" for witness in everyone]
+    elif others:
         lines.append("the others: " + "; ".join(f"worker {w.plan.worker_rank} {w.doing}" for w in others))
-    error = (WorkerError if reported else WorkerDiedError)("\n".join(lines))
+    if note:
+        lines.append(note)
+    for casualty in [casualty for casualty in dead if casualty.stack][:_MAX_STACKS]:
+        lines += [f"the stack of worker {casualty.rank}:", casualty.stack]
+    kind = WorkerTimeoutError if hung else WorkerError if reported else WorkerDiedError
+    error = kind("\n".join(lines))
     if reported:
         error.__cause__ = reported[0].as_cause()
     return error
 
 
-def worker_timeout(
-    hung: Sequence[Witness], everyone: Sequence[Witness], limit: float, occasion: str
-) -> WorkerTimeoutError:
-    """The error for workers that made no progress for `limit` seconds."""
-    now = time.monotonic()
-    lines = [f"{witness} made no progress for {limit:g} s while {witness.doing} ({occasion})" for witness in hung]
-    lines += [
-        f"  worker {w.plan.worker_rank}: {w.doing}, last sign of life {now - w.progress.heartbeat:.1f} s ago"
-        for w in everyone
-    ]
-    return WorkerTimeoutError("\n".join(lines))
+def _sign_of_life(witness: Witness) -> str:
+    seconds = time.monotonic() - witness.progress.heartbeat
+    return f"worker {witness.plan.worker_rank}: {witness.doing}, last sign of life {seconds:.1f} s ago"

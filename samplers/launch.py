@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing import forkserver
 from typing import Any
 
@@ -16,10 +17,12 @@ import cloudpickle
 from gymnasium.vector.utils import clear_mpi_env_vars
 
 from penstock.errors import ConfigError
+from penstock.samplers.limits import check_limits
+from penstock.samplers.plan import WorkerPlan
 from penstock.samplers.process import WorkerSetup, worker_main
 from penstock.samplers.worker import Job
 
-__all__ = ["START_METHODS", "dies_with_starter", "pickle_job", "start_worker", "worker_environ"]
+__all__ = ["START_METHODS", "Launcher", "PickledJob"]
 
 START_METHODS = ("fork", "forkserver", "spawn")
 
@@ -28,55 +31,94 @@ _PRELOAD = ["torch", "penstock.samplers.process", "gymnasium", "gymnasium.envs.c
 
 _start_lock = threading.Lock()
 
-
-def pickle_job(job: Job) -> bytes:
-    """The job for a worker. Raises `ConfigError` naming the argument that cannot be pickled."""
-    try:
-        return bytes(cloudpickle.dumps(job))
-    except Exception as error:  # pickling runs the user's code: anything may come
-        for name, value in vars(job).items():
-            try:
-                cloudpickle.dumps(value)
-            except Exception as cause:
-                raise ConfigError(
-                    f"{_ARGUMENT_NAMES.get(name, name)} cannot be pickled for the workers: {cause}. Build such "
-                    "objects inside the function instead of closing over them; SerialSampler pickles nothing"
-                ) from cause
-        raise ConfigError(f"the workers' job cannot be pickled: {error}") from error
-
-
 _ARGUMENT_NAMES = {"env_factories": "env_fn (or env_kwargs)", "eval_env_factories": "env_fn (or eval_env_kwargs)"}
 
 
-def worker_environ() -> dict[str, str]:
-    """The environment variables that workers get: today's, not those of the day the fork server began,
-    and without the MPI variables, which would make libraries think that they are MPI ranks."""
-    with clear_mpi_env_vars():
-        return dict(os.environ)
+class PickledJob:
+    """A job on its way to the workers: what all share is pickled once, factories for each worker.
 
-
-def dies_with_starter(start_method: str) -> bool:
-    """Whether a worker should also ask the kernel to kill it when its starter ends.
-
-    The fork server ends a moment after the main process: time enough for the worker's watchdog to kill its
-    whole group first, and the kernel then gets the worker whose interpreter was stuck in C. With fork and
-    spawn the kernel would be first, and what the environments have started would live on.
+    Raises `ConfigError` naming the argument that cannot be pickled.
     """
-    return start_method == "forkserver"
+
+    def __init__(self, job: Job, plans: Sequence[WorkerPlan]) -> None:
+        common = replace(job, env_factories=(), eval_env_factories=())
+        try:
+            self.common = bytes(cloudpickle.dumps(common))
+            self.factories = [bytes(cloudpickle.dumps(job.factories_of(plan))) for plan in plans]
+        except Exception as error:  # pickling runs the user's code: anything may come
+            for name, value in vars(job).items():
+                try:
+                    cloudpickle.dumps(value)
+                except Exception as cause:
+                    raise ConfigError(
+                        f"{_ARGUMENT_NAMES.get(name, name)} cannot be pickled for the workers: {cause}. Build such "
+                        "objects inside the function instead of closing over them; SerialSampler pickles nothing"
+                    ) from cause
+            raise ConfigError(f"the workers' job cannot be pickled: {error}") from error
 
 
-def start_worker(setup: WorkerSetup, start_method: str) -> Any:
-    """Start the process; returns the `multiprocessing.Process`."""
-    context = multiprocessing.get_context(start_method)
-    process = context.Process(  # type: ignore[attr-defined]
-        target=worker_main, args=(setup,), name=f"penstock-worker-{setup.plan.worker_rank}"
-    )
-    with _start_lock:
-        if start_method == "forkserver" and _forkserver_is_idle():
-            multiprocessing.set_forkserver_preload(_PRELOAD)
-        with contextlib.nullcontext() if start_method == "fork" else _no_main_module():
-            process.start()
-    return process
+class Launcher:
+    """Starts the workers of one sampler, and later their replacements.
+
+    Raises `ConfigError` where the start method or this machine's limits do not allow them.
+    """
+
+    def __init__(self, start_method: str, n_workers: int) -> None:
+        self._start_method = start_method
+        check_limits(n_workers, start_method)
+        _refuse_unsafe_fork(start_method)
+        #: The environment variables that workers get: today's, not those of the day the fork server
+        #: began, and without the MPI variables, which would make libraries think that they are MPI ranks.
+        with clear_mpi_env_vars():
+            self.environ = dict(os.environ)
+
+    @property
+    def dies_with_starter(self) -> bool:
+        """Whether a worker should also ask the kernel to kill it when its starter ends.
+
+        The fork server ends a moment after the main process: time enough for the worker's watchdog to kill
+        its whole group first. With fork and spawn the kernel would be first, and what the environments
+        have started would live on; the guardian gets those whose interpreter is stuck in C.
+        """
+        return self._start_method == "forkserver"
+
+    def start(self, setup: WorkerSetup) -> Any:
+        """Start the process; returns the `multiprocessing.Process`."""
+        _refuse_unsafe_fork(self._start_method)
+        context = multiprocessing.get_context(self._start_method)
+        process = context.Process(  # type: ignore[attr-defined]
+            target=worker_main, args=(setup,), name=f"penstock-worker-{setup.plan.worker_rank}"
+        )
+        with _start_lock:
+            if self._start_method == "forkserver" and _forkserver_is_idle():
+                multiprocessing.set_forkserver_preload(_PRELOAD)
+            with contextlib.nullcontext() if self._start_method == "fork" else _no_main_module(), _not_daemonic():
+                try:
+                    process.start()
+                except (BlockingIOError, MemoryError) as error:
+                    raise ConfigError(
+                        f"worker {setup.plan.worker_rank} could not be started: {error}. This machine allows no more "
+                        "processes: lower n_workers, or raise the limit (ulimit -u, the container's pids limit)"
+                    ) from error
+        return process
+
+
+def _refuse_unsafe_fork(start_method: str) -> None:
+    """A fork copies one thread and the locks that the others held: the child may wait for ever."""
+    if start_method != "fork":
+        return
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    if others or threading.current_thread() is not threading.main_thread():
+        raise ConfigError(
+            f'start_method="fork" is not safe while this process has other threads ({", ".join(others)}): '
+            'use start_method="forkserver"'
+        )
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise ConfigError(
+            'start_method="fork" is not possible once CUDA is initialized in this process: '
+            'use start_method="forkserver", or initialize the sampler before the first use of the GPU'
+        )
 
 
 def _forkserver_is_idle() -> bool:
@@ -96,3 +138,19 @@ def _no_main_module() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = real
+
+
+@contextlib.contextmanager
+def _not_daemonic() -> Iterator[None]:
+    """Let a daemonic process (a data loader's, a pool's) have workers too.
+
+    `multiprocessing` forbids it because it kills daemonic processes without asking, and their children
+    would be left behind. Workers here end with their main process however it ends.
+    """
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    daemonic = config.pop("daemon", None)
+    try:
+        yield
+    finally:
+        if daemonic is not None:
+            config["daemon"] = daemonic

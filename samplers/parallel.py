@@ -6,9 +6,12 @@ import logging
 
 from penstock.samplers.affinity import usable_cpus
 from penstock.samplers.allocation import Allocation
-from penstock.samplers.base import Sampler, Team
-from penstock.samplers.crew import Crew
+from penstock.samplers.base import Sampler
+from penstock.samplers.crew import Crew, CrewRules
 from penstock.samplers.plan import Affinity, WorkerPlan, assign_cpus, make_plans, n_workers_default
+from penstock.samplers.restarts import RestartPolicy
+from penstock.samplers.supervision import Limits
+from penstock.samplers.team import Team
 
 __all__ = ["ParallelSampler"]
 
@@ -33,11 +36,14 @@ class ParallelSampler(Sampler):
         return make_plans(self.batch_B, self.config.eval_n_envs, cpus, torch_threads=affinity.torch_threads, rank=rank)
 
     def _make_team(self, allocation: Allocation) -> Team:
-        return Crew(
-            self._plans,
-            allocation.job,
-            allocation.state,
-            start_method=self.config.start_method,
+        config = self.config
+        rules = CrewRules(
+            start_method=config.start_method,
             # A waiting worker may spin only where the main process has a core to itself.
             spin=len(usable_cpus()) > len(self._plans),
+            limits=Limits(config.step_timeout, config.start_timeout),
+            restarts=RestartPolicy(
+                config.max_restarts if config.on_worker_failure == "restart" else 0, config.restart_window
+            ),
         )
+        return Crew(self._plans, allocation.job, allocation.state, rules)

@@ -37,6 +37,7 @@ class WorkerPlan:
     eval_env_ranks: range  #: their global indices
     cpus: tuple[int, ...]  #: CPUs to run on; empty: not pinned
     torch_threads: int
+    generation: int = 0  #: how many workers had these columns before and failed
 
     def capacity(self, batch_T: int, eval_max_T: int, eval_max_trajectories: int | None) -> int:
         """The most trajectories that can end between two gates: one per environment step; and in an

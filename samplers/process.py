@@ -23,6 +23,7 @@ from penstock.samplers.affinity import limit_threads, pin
 from penstock.samplers.gates import Gate, MainProcessGone
 from penstock.samplers.plan import WorkerPlan
 from penstock.samplers.reports import ReportBoard
+from penstock.samplers.stacks import StackFile
 from penstock.samplers.worker import SharedState, Worker
 
 __all__ = ["WorkerSetup", "worker_main"]
@@ -36,11 +37,13 @@ class WorkerSetup:
     """All that a worker process is started with. Descriptors travel in it, so it pickles only then."""
 
     plan: WorkerPlan
-    job: bytes  #: a cloudpickled `Job`
+    job: bytes  #: a cloudpickled `Job` without factories
+    factories: bytes  #: this worker's share of them
     state: SharedState
     gate: Gate
     reports: ReportBoard
     pipe: ObjectPipe
+    stacks: StackFile
     main_process: InheritedFd | None  #: a pidfd of the main process, where there is such a thing
     environ: Mapping[str, str]  #: the environment variables to run with
     die_with_parent: bool  #: whether the death of the starting process or thread is the main process's
@@ -70,14 +73,19 @@ def worker_main(setup: WorkerSetup) -> None:
 
 def _serve(setup: WorkerSetup) -> None:
     gate, control = setup.gate, setup.state.control
-    worker = Worker(setup.plan, pickle.loads(setup.job), setup.state, setup.pipe)
+    job = pickle.loads(setup.job).with_factories(*pickle.loads(setup.factories))
+    worker = Worker(setup.plan, job, setup.state, setup.pipe)
     progress = worker.progress
     limit_threads(setup.plan.torch_threads)  # again: unpickling the job may have loaded torch
     gc.freeze()  # what exists now is for good: collections need not go through torch's modules again
+    # Start-up is answered once. A replacement finds its gate open for what its forerunner has left undone.
+    is_replacement = progress.arrived > 0
     try:
         while True:
             progress.enter(Phase.WAITING)
-            gate.arrive(progress)
+            if not is_replacement:
+                gate.arrive(progress)
+            is_replacement = False
             worker.collector.reset_if_needed()
             progress.enter(Phase.WAITING)
             gate.wait_in(progress, setup.main_process)
@@ -94,6 +102,7 @@ def _detach(setup: WorkerSetup) -> None:
     os.setpgid(0, 0)  # Ctrl-C goes to the main process alone; our own children can be killed with us
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    setup.stacks.install()
     if setup.die_with_parent and sys.platform == "linux":
         # Kills us even while C code holds the interpreter lock, which the watchdog thread cannot.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -13,8 +13,9 @@ from penstock.buffers.shared import ArraySpec, NamedMemory
 
 __all__ = ["RemoteTraceback", "Report", "ReportBoard"]
 
-_TEXT_BYTES = 48 * 1024
+_TEXT_BYTES = 40 * 1024
 _EXCEPTION_BYTES = 16 * 1024
+_HEADLINE_CHARACTERS = 2000
 
 
 class RemoteTraceback(Exception):
@@ -35,7 +36,7 @@ class Report:
     def headline(self) -> str:
         """The last line of the traceback: type and message."""
         lines = [line for line in self.text.splitlines() if line.strip()]
-        return lines[-1] if lines else "no message"
+        return lines[-1][:_HEADLINE_CHARACTERS] if lines else "no message"
 
     def as_cause(self) -> BaseException:
         """The exception with the remote traceback as its own cause, or the traceback alone."""
@@ -57,6 +58,10 @@ class ReportBoard:
             exception=ArraySpec((n_workers, _EXCEPTION_BYTES), byte),
         )
         self.memory = NamedMemory(specs, shared=shared, purpose="the workers' failure reports")
+
+    def clear(self, worker_rank: int) -> None:
+        """Main process: forget the account of a worker that is being replaced."""
+        self.memory.arrays.sizes[worker_rank] = 0
 
     def write(self, worker_rank: int, error: BaseException) -> None:
         """Worker: leave an account of `error`."""

@@ -7,12 +7,15 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from penstock.buffers.control import Phase
 from penstock.buffers.trajectory_queue import Frame
 from penstock.errors import SamplerBrokenError, WorkerError
 from penstock.samplers.allocation import Allocation
-from penstock.samplers.base import Sampler, Team
+from penstock.samplers.base import Sampler
 from penstock.samplers.failures import Witness
 from penstock.samplers.plan import Affinity, WorkerPlan, make_plans
+from penstock.samplers.restarts import RestartPolicy, Restarts
+from penstock.samplers.team import Team
 from penstock.samplers.worker import Worker
 
 __all__ = ["SerialSampler"]
@@ -40,10 +43,12 @@ class _InProcess:
     def __init__(self, plan: WorkerPlan, allocation: Allocation) -> None:
         self._plan, self._control = plan, allocation.control
         self._frames: list[Frame] = []
+        self.restarts = Restarts(RestartPolicy(0, 0.0))  # there is no process that could be replaced
         self._failure: SamplerBrokenError | None = None
         self._worker: Worker | None = None
         with self._catching("start-up"):
             self._worker = Worker(plan, allocation.job, allocation.state, self)
+            self._worker.progress.enter(Phase.WAITING)
 
     def put(self, frames: Sequence[Frame]) -> None:
         """The worker's end of the trajectory queue."""
@@ -61,16 +66,21 @@ class _InProcess:
             self._worker.collector.reset_if_needed()
             self._worker.run(control.itr, control.do_eval)
             self._worker.progress.arrived += 1
+            self._worker.progress.enter(Phase.WAITING)
 
     def wait_out(
         self,
         occasion: str,
-        progress_limit: float | None = None,
+        *,
+        starting: bool = False,
         on_wake: Callable[[], None] | None = None,
         look_again: float = 1.0,
     ) -> None:
         if self._failure is not None:
             raise self._failure
+
+    def witnesses(self) -> list[Witness]:
+        return [Witness(self._plan, os.getpid(), self._control.snapshot(self._plan.worker_rank))]
 
     @contextmanager
     def _catching(self, occasion: str) -> Iterator[None]:
@@ -78,7 +88,7 @@ class _InProcess:
         try:
             yield
         except BaseException as error:
-            witness = Witness(self._plan, os.getpid(), self._control.snapshot(self._plan.worker_rank))
+            (witness,) = self.witnesses()
             self._failure = WorkerError(
                 f"{witness} raised {type(error).__name__}: {error} while {witness.doing} ({occasion})"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import gymnasium as gym
@@ -17,6 +17,7 @@ from penstock.buffers.samples import BatchColumns
 from penstock.buffers.shared import NamedMemory
 from penstock.buffers.trajectory_queue import Frame, RecordRings
 from penstock.collectors.base import Collector, CollectorParts
+from penstock.collectors.checks import Checks
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.evaluation import BaseEvalCollector, EvalCollectorParts
 from penstock.collectors.tracking import Tracker, make_tracker
@@ -44,14 +45,15 @@ class Job:
     eval_max_T: int
     eval_max_trajectories: int | None
     seed: int
+    checks: Checks
 
-    def share(self, plan: WorkerPlan) -> Job:
-        """The same job with only the factories of `plan`'s columns."""
-        factories = {
-            "env_factories": [self.env_factories[b] for b in plan.columns],
-            "eval_env_factories": [self.eval_env_factories[b] for b in plan.eval_columns],
-        }
-        return Job(**{**vars(self), **factories})
+    def factories_of(self, plan: WorkerPlan) -> tuple[list[EnvFactory], list[EnvFactory]]:
+        """Of both kinds of factories, those of `plan`'s columns."""
+        return [self.env_factories[b] for b in plan.columns], [self.eval_env_factories[b] for b in plan.eval_columns]
+
+    def with_factories(self, train: Sequence[EnvFactory], evals: Sequence[EnvFactory]) -> Job:
+        """The same job with these factories, as a worker gets it."""
+        return replace(self, env_factories=train, eval_env_factories=evals)
 
 
 class FrameQueue(Protocol):
@@ -105,7 +107,7 @@ class Worker:
                         f"environment is {getattr(self._agent, name)}: all environments must have the same spaces"
                     )
             envs.append(env)
-        return EnvColumns(envs, env_ranks, self.progress)
+        return EnvColumns(envs, env_ranks, self.progress, self._job.checks)
 
     def _tracker(self, env_ranks: range) -> Tracker:
         job = self._job
@@ -113,7 +115,7 @@ class Worker:
 
     def _build_collector(self, samples: BatchColumns) -> Collector:
         job, env_ranks = self._job, self._plan.env_ranks
-        streams = ColumnStreams(job.seed, env_ranks)
+        streams = ColumnStreams(job.seed, env_ranks, self._plan.generation)
         collector = job.collector_cls(
             CollectorParts(
                 envs=self._build_envs(job.env_factories, env_ranks),
@@ -135,7 +137,7 @@ class Worker:
         def scratch(field: Any) -> Any:
             return map_leaves(lambda leaf: np.zeros((len(env_ranks), *leaf.shape[2:]), leaf.dtype), field)
 
-        streams = ColumnStreams(job.seed, env_ranks)
+        streams = ColumnStreams(job.seed, env_ranks, self._plan.generation)
         return job.eval_collector_cls(
             EvalCollectorParts(
                 envs=self._build_envs(job.eval_env_factories, env_ranks),

@@ -21,6 +21,11 @@ ACTION = np.zeros(2, np.float16)
 INFO = NamedArrays(log_prob=np.zeros((), np.float32), logits=np.zeros(6, np.float64))
 
 
+def begin_batch(columns: Any) -> None:
+    columns.carry_over()
+    columns.clear()
+
+
 def buffer_of(T: int = T, B: int = B, shared: bool = False, **changes: Any) -> SamplesBuffer:
     options = {"observation": OBSERVATION, "action": ACTION, "agent_info": INFO, "bootstrap_value": True, **changes}
     return SamplesBuffer(SampleSpec(**options), T, B, shared=shared)
@@ -118,7 +123,7 @@ def test_a_copy_survives_the_next_batch() -> None:
     kept = buffer.samples.copy()
     expected = [leaf.tolist() for _, leaf in buffer.samples.leaves()]
     fill(buffer.samples, seed=1)
-    buffer.columns(slice(0, B)).begin_batch()
+    begin_batch(buffer.columns(slice(0, B)))
     assert [leaf.tolist() for _, leaf in kept.leaves()] == expected
 
 
@@ -184,7 +189,7 @@ def test_begin_batch_carries_the_last_row_over_and_clears_the_flags_of_its_colum
         expected[name][:, columns] = 0
     for name in ("final_obs.camera", "final_obs.goal._0"):
         expected[name][:, columns] = 0  # done everywhere, after fill
-    buffer.columns(columns).begin_batch()
+    begin_batch(buffer.columns(columns))
     for name, leaf in snapshot(buffer).items():
         np.testing.assert_array_equal(leaf, expected[name], err_msg=name)
 
@@ -197,7 +202,7 @@ def test_begin_batch_clears_final_obs_wherever_an_episode_ended(ends: list[tuple
     for t, b in ends:
         columns.done[t, b] = True
         columns.final_obs[t, b] = 9
-    columns.begin_batch()
+    begin_batch(columns)
     assert not any(leaf.any() for _, leaf in NamedArrays(x=columns.final_obs).leaves())
 
 
@@ -206,6 +211,6 @@ def test_begin_batch_without_optional_fields_carries_all_the_same() -> None:
     columns = buffer.columns(slice(0, B))
     columns.reward[T] = 3
     columns.done[...] = True
-    columns.begin_batch()
+    begin_batch(columns)
     assert (columns.reward[0] == 3).all()
     assert not columns.done.any()

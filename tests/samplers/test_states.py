@@ -296,6 +296,7 @@ def test_repr_shows_state_and_workers(cls: type[Sampler]) -> None:
     sampler.initialize(RandomAgent(), seed=8)
     assert "ready" in repr(sampler)
     assert "seed=8" in repr(sampler)
-    assert "worker 0: " in repr(sampler)
+    assert "worker 0 (pid " in repr(sampler)
+    assert "waiting at barrier_in" in repr(sampler)
     sampler.shutdown()
     assert "closed" in repr(sampler)

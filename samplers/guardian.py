@@ -1,0 +1,97 @@
+"""The guardian: a shell that kills the workers' process groups when the main process is gone.
+
+A worker watches the main process itself, from a thread. That thread cannot run while C code holds the
+interpreter lock, and the kernel's parent-death signal reaches the worker but not the processes that its
+environments have started. The guardian needs neither: it sleeps on a pipe whose other end the main
+process holds, and the end of that pipe is the end of the main process, however it came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import weakref
+
+__all__ = ["Guardian"]
+
+# Lines "+pid" and "-pid" add and remove a process group; "done" ends it without killing anybody.
+_SCRIPT = """
+groups=" "
+while read -r line; do
+    pid=${line#?}
+    case $line in
+        done) exit 0 ;;
+        +*) groups="$groups-$pid " ;;
+        -*) case $groups in *" -$pid "*) groups="${groups%% -$pid *} ${groups#* -$pid }" ;; esac ;;
+    esac
+done
+[ "$groups" = " " ] || kill -s KILL -- $groups
+"""
+_END_SECONDS = 1.0
+
+
+class Guardian:
+    """Watches over the process groups that it is told of. Without a shell there is none, and the
+    workers' own watchdogs must do."""
+
+    def __init__(self) -> None:
+        self._shell: subprocess.Popen[bytes] | None = None
+        with contextlib.suppress(OSError):
+            self._shell = subprocess.Popen(
+                ["/bin/sh", "-c", _SCRIPT],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,  # Ctrl-C is not meant for it
+                bufsize=0,
+            )
+        _all.add(self)
+
+    def watch(self, pid: int) -> None:
+        """A worker has been started."""
+        self._say(f"+{pid}")
+
+    def forget(self, pid: int) -> None:
+        """A worker and its group are gone: the number may soon be somebody else's."""
+        self._say(f"-{pid}")
+
+    def close(self) -> None:
+        """Dismiss it."""
+        if self._shell is None:
+            return
+        shell, self._shell = self._shell, None
+        assert shell.stdin is not None
+        with contextlib.suppress(OSError):
+            shell.stdin.write(b"done\n")
+        with contextlib.suppress(OSError):
+            shell.stdin.close()
+        try:
+            shell.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            shell.kill()
+            shell.wait()
+
+    def _say(self, line: str) -> None:
+        if self._shell is not None and self._shell.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it was killed; the watchdogs must do
+                os.write(self._shell.stdin.fileno(), f"{line}\n".encode())
+
+    def _abandon(self) -> None:
+        """In a fork of the main process: let go of the pipe, whose end must be the main process's alone."""
+        shell, self._shell = self._shell, None
+        if shell is not None and shell.stdin is not None:
+            shell.stdin.close()
+            shell.returncode = 0  # not this process's child: nothing to wait for
+
+
+_all: weakref.WeakSet[Guardian] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for guardian in list(_all):
+        guardian._abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

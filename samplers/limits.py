@@ -1,0 +1,69 @@
+"""What the system allows this process, looked up before workers are started: descriptors and processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.errors import ConfigError
+
+__all__ = ["check_limits"]
+
+# Per worker in the main process: its gate's two wake-ups, both ends of its pipe, its stack file, its pidfd and
+# its sentinel. And while one is being started, its setup as the start method passes it on.
+_DESCRIPTORS_PER_WORKER = {"fork": 8, "forkserver": 8, "spawn": 9}
+_DESCRIPTORS_BESIDE = 32  # the shared blocks, the guardian, the fork server, and what one start takes
+_PROCESSES_BESIDE = 3  # fork server, resource tracker, guardian
+
+
+def check_limits(n_workers: int, start_method: str) -> None:
+    """Raise `ConfigError` naming what is needed and what is left if `n_workers` more cannot be started."""
+    descriptors = n_workers * _DESCRIPTORS_PER_WORKER[start_method] + _DESCRIPTORS_BESIDE
+    left = _descriptors_left()
+    if left is not None and descriptors > left:
+        raise ConfigError(
+            f"{n_workers} workers need about {descriptors} file descriptors and this process may open only {left} "
+            "more: lower n_workers, or raise the limit (ulimit -n)"
+        )
+    processes = n_workers + _PROCESSES_BESIDE
+    left = min(_processes_left(), default=None)
+    if left is not None and processes > left:
+        raise ConfigError(
+            f"{n_workers} workers need {processes} processes and only {left} more are allowed here: lower n_workers, "
+            "or raise the limit (ulimit -u, the container's pids limit)"
+        )
+
+
+def _descriptors_left() -> int | None:
+    try:
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return None if limit == resource.RLIM_INFINITY else limit - len(os.listdir("/proc/self/fd"))
+    except (ImportError, OSError):
+        return None  # the system does not say
+
+
+def _processes_left(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """The room that each enclosing cgroup leaves. The user's own limit (ulimit -u) counts threads of all
+    sessions, which only the system can; a start that hits it says so."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return  # not Linux
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "pids"):
+            continue
+        base = root if controllers == "" else root / "pids"
+        folder = base / path.lstrip("/")
+        for place in [folder, *folder.parents]:
+            if place == base.parent:
+                break
+            try:
+                limit, current = (place / "pids.max").read_text().strip(), (place / "pids.current").read_text()
+            except OSError:
+                continue  # the root, or outside this container's mount
+            if limit != "max":
+                yield int(limit) - int(current)

@@ -1,0 +1,80 @@
+"""One worker process as the main process holds it: its gate, its pipe, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from penstock.buffers.control import ControlBlock
+from penstock.buffers.trajectory_queue import ObjectPipe
+from penstock.samplers.failures import Witness
+from penstock.samplers.gates import Gate
+from penstock.samplers.plan import WorkerPlan
+from penstock.samplers.stacks import StackFile
+from penstock.samplers.watch import DeathWatch
+
+__all__ = ["Member"]
+
+_REAP_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker that has been started. A replacement is a new member with its forerunner's gate."""
+
+    plan: WorkerPlan
+    process: Any  #: multiprocessing's Process of whichever context
+    pid: int
+    gate: Gate
+    pipe: ObjectPipe
+    stacks: StackFile
+    death: DeathWatch
+    begun_before: int  #: openings of the gate that its forerunners had begun
+
+    @property
+    def rank(self) -> int:
+        """The worker's rank."""
+        return self.plan.worker_rank
+
+    def signal_group(self, sig: int) -> None:
+        """Signal the worker and all that its environments have started."""
+        try:
+            os.killpg(self.pid, sig)
+        except (ProcessLookupError, PermissionError):
+            # The worker has not yet made a group of its own, or is gone.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if self.process.exitcode is None:
+                    os.kill(self.pid, sig)
+
+    def bury(self) -> int | None:
+        """Kill what is left of it, then collect its exit code (None if it cannot be had).
+
+        In this order: as long as nobody has asked for the exit code, the process id cannot have been
+        given to anybody else.
+        """
+        self.signal_group(signal.SIGKILL)
+        self.process.join(_REAP_SECONDS)
+        code: int | None = self.process.exitcode
+        return code
+
+    def witness(self, control: ControlBlock) -> Witness:
+        """What its progress row says of it now."""
+        return Witness(self.plan, self.pid, control.snapshot(self.rank))
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the system has been told to hold the process (SIGSTOP, a debugger)."""
+        with contextlib.suppress(psutil.Error):
+            return bool(psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP))
+        return False
+
+    def release(self) -> None:
+        """Give back what is this member's alone; gate and files may go on with a replacement."""
+        self.death.close()
+        with contextlib.suppress(ValueError):  # still running, against all SIGKILLs: leave it to the system
+            self.process.close()

@@ -1,0 +1,171 @@
+"""Supervision: the main process's one wait, over arrivals, messages, deaths and deadlines of all workers."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.buffers.control import ControlBlock, ProgressSnapshot
+from penstock.errors import ConfigError, SamplerClosedError
+from penstock.samplers.failures import Casualty, failure
+from penstock.samplers.member import Member
+from penstock.samplers.reports import ReportBoard
+from penstock.samplers.restarts import Restarts
+from penstock.samplers.watch import Watch
+
+__all__ = ["Limits", "Supervisor"]
+
+_LOOK_AGAIN_SECONDS = 1.0  # nothing depends on it: all that matters wakes the watch
+_LOOKS_PER_LIMIT = 20
+_GATHER_SECONDS = 0.01  # after each death, for another that comes of the same cause
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that a worker may go without progress: in a batch (None: for ever), and while it starts."""
+
+    step: float | None
+    start: float
+
+
+class Staff(Protocol):
+    """The workers that are supervised."""
+
+    members: list[Member]
+    closed: bool
+
+    def replace(self, casualty: Casualty, occasion: str) -> None:
+        """Put a new worker in the place of one that is dead."""
+
+
+class Supervisor:
+    """Waits until all workers have arrived; finds the dead and the hung, and has them replaced or raises."""
+
+    def __init__(
+        self, staff: Staff, control: ControlBlock, reports: ReportBoard, restarts: Restarts, limits: Limits
+    ) -> None:
+        self._staff, self._control, self._reports = staff, control, reports
+        self._restarts, self._limits = restarts, limits
+        self.watch_anew()
+
+    def watch_anew(self) -> None:
+        """The members are no longer those of before."""
+        members = self._staff.members
+        self._watch = Watch([m.gate for m in members], [m.pipe for m in members], [m.death for m in members])
+
+    def wait_out(
+        self,
+        occasion: str,
+        *,
+        starting: bool = False,
+        on_wake: Callable[[], None] | None = None,
+        look_again: float = _LOOK_AGAIN_SECONDS,
+    ) -> None:
+        """Wait until every worker stands at barrier_out.
+
+        `occasion` is quoted in errors; `starting` says that all workers have just been started;
+        `on_wake` is called at least every `look_again` seconds.
+
+        Raises `WorkerError`, `WorkerDiedError` or `WorkerTimeoutError` as soon as a worker fails that
+        must not be replaced.
+        """
+        stopwatch = _Stopwatch(self._limits, self._control)
+        if starting:
+            stopwatch.starting.update(member.rank for member in self._staff.members)
+        while True:
+            pending = self._pending()
+            dead = self._watch.wait(min(look_again, stopwatch.look_again) if pending else 0)
+            if self._staff.closed:  # by another thread; the deaths are of its making
+                raise SamplerClosedError(f"the sampler was shut down by another thread during {occasion}")
+            pending = self._pending()
+            casualties = self._examine_dead(dead) if dead else self._examine_hung(stopwatch.overdue(pending))
+            if casualties:
+                self._replace_or_raise(casualties, occasion)
+                stopwatch.starting.update(casualty.rank for casualty in casualties)
+                continue
+            if not pending:
+                return
+            if on_wake is not None:
+                on_wake()
+
+    def _pending(self) -> list[Member]:
+        return [member for member in self._staff.members if not member.gate.arrived]
+
+    # ---- what has happened -----------------------------------------------------------------
+
+    def _examine_dead(self, dead: Sequence[int]) -> list[Casualty]:
+        """Bury those that have died, and all that die with them."""
+        members, found = self._staff.members, set(dead)
+        while rest := [i for i in range(len(members)) if i not in found]:
+            died = Watch([], [], [members[i].death for i in rest]).wait(_GATHER_SECONDS)
+            if not died:
+                break
+            found |= {rest[i] for i in died}
+        casualties = []
+        for i in sorted(found):
+            member = members[i]
+            witness = member.witness(self._control)  # before its row is touched
+            exitcode = member.bury()
+            report = self._reports.read(member.rank)
+            casualties.append(Casualty(witness, exitcode, report, member.stacks.read()))
+        return casualties
+
+    def _examine_hung(self, overdue: Sequence[tuple[Member, float]]) -> list[Casualty]:
+        """Ask those that make no progress where they are, then end them."""
+        casualties = []
+        for member, limit in overdue:
+            witness = member.witness(self._control)
+            stopped = " and is stopped (SIGSTOP)" if member.is_stopped else ""
+            stack = member.stacks.ask(member.pid)
+            member.signal_group(signal.SIGKILL)
+            hung = f"made no progress for {limit:g} s{stopped}"
+            casualties.append(Casualty(witness, member.bury(), None, stack, hung))
+        return casualties
+
+    def _replace_or_raise(self, casualties: Sequence[Casualty], occasion: str) -> None:
+        refusal = self._restarts.refusal(casualties)
+        gone = {casualty.rank for casualty in casualties}
+        others = [member.witness(self._control) for member in self._staff.members if member.rank not in gone]
+        if refusal is not None:
+            raise failure(casualties, others, occasion, refusal)
+        for casualty in casualties:
+            try:
+                self._staff.replace(casualty, occasion)
+            except (ConfigError, OSError) as error:
+                raise failure(casualties, others, occasion, f"it could not be replaced: {error}") from error
+        self.watch_anew()
+
+
+class _Stopwatch:
+    """Tells which workers' progress rows have not changed for longer than their limit."""
+
+    def __init__(self, limits: Limits, control: ControlBlock) -> None:
+        self._limits, self._control = limits, control
+        self._seen: dict[int, tuple[ProgressSnapshot, float]] = {}
+        #: Ranks of the workers that are being started, and are given the time for it.
+        self.starting: set[int] = set()
+
+    @property
+    def look_again(self) -> float:
+        """Seconds after which to look at the rows again."""
+        limits = [self._limits.start if self.starting else None, self._limits.step]
+        return min([seconds / _LOOKS_PER_LIMIT for seconds in limits if seconds is not None], default=3600.0)
+
+    def overdue(self, members: Sequence[Member]) -> list[tuple[Member, float]]:
+        """The members that are overdue, each with its limit."""
+        now = time.monotonic()
+        overdue = []
+        for member in members:
+            rank = member.rank
+            row = self._control.snapshot(rank)
+            if self._control.has_begun(rank):
+                self.starting.discard(rank)
+            limit = self._limits.start if rank in self.starting else self._limits.step
+            if rank not in self._seen or self._seen[rank][0] != row:
+                self._seen[rank] = row, now
+            elif limit is not None and now - self._seen[rank][1] > limit:
+                overdue.append((member, limit))
+        return overdue
