@@ -1,0 +1,92 @@
+"""A process's Python stack, read from outside."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from penstock.samplers.stacks import StackFile
+
+
+def child(stacks: StackFile, body: str) -> "subprocess.Popen[str]":
+    script = f"""
+        import ctypes, os, signal, sys, threading, time
+        from penstock.buffers.descriptors import InheritedFd
+        from penstock.samplers.stacks import StackFile
+        stacks = StackFile.__new__(StackFile)
+        stacks._file = InheritedFd({stacks._file.fd})
+        stacks.install()
+        def deep_inside():
+            print("there", flush=True)
+            {body}
+        deep_inside()
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        pass_fds=[stacks._file.fd],
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["time.sleep(600)", "while True: pass", "ctypes.PyDLL(None).sleep(600)", "os.kill(os.getpid(), signal.SIGSTOP)"],
+    ids=["sleeps", "spins", "holds the interpreter lock", "is stopped"],
+)
+def test_a_living_process_tells_where_it_is(body: str) -> None:
+    stacks = StackFile()
+    process = child(stacks, f"{body}; time.sleep(600)" if "SIGSTOP" in body else body)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "there\n"
+    text = ""
+    for _ in range(50):  # "there" came a moment before it was
+        text = stacks.ask(process.pid)
+        if "deep_inside" in text:
+            break
+    assert "in deep_inside" in text
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    stacks.clear()
+    assert stacks.read() == ""
+    stacks.close()
+
+
+def test_a_crash_leaves_the_stack_behind() -> None:
+    stacks = StackFile()
+    process = child(stacks, "ctypes.string_at(0)")
+    assert process.wait(30) == -signal.SIGSEGV
+    text = stacks.read()
+    assert "Segmentation fault" in text
+    assert "in deep_inside" in text
+    assert "Extension modules" not in text
+    assert process.stdout is not None
+    process.stdout.close()
+    stacks.close()
+
+
+def test_the_watchdog_thread_is_left_out_and_the_frames_below_the_loop_too() -> None:
+    stacks = StackFile()
+    os.write(
+        stacks._file.fd,
+        b'Thread 0x01 (most recent call first):\n  File "process.py", line 9 in _watch_main_process\n\n'
+        b'Current thread 0x02 (most recent call first):\n  File "env.py", line 3 in step\n'
+        b'  File "/x/samplers/process.py", line 5 in _serve\n  File "popen_fork.py", line 7 in _launch\n',
+    )
+    text = stacks.read()
+    assert "step" in text
+    assert text.endswith("in _serve")
+    assert "watch_main" not in text
+    stacks.close()
+
+
+def test_one_that_is_gone_is_no_error() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    stacks = StackFile()
+    assert stacks.ask(process.pid) == ""
+    stacks.close()
