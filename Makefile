@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find buffers envs agents collectors samplers src -name '*.py' -not -path '*/.*' 2>/dev/null)
 
-.PHONY: run test check bench clean
+.PHONY: run test check bench chaos faults clean
 
 run: $(VENV)/.installed
 	$(BIN)/python examples/ppo.py --out runs/cartpole
@@ -36,6 +36,13 @@ $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES) pyproject.toml README.md
 	rm -rf build
 	$(PIP) --no-deps --no-build-isolation --force-reinstall .
 	touch $@
+
+chaos: $(VENV)/.installed
+	$(BIN)/python benchmarks/chaos.py --seconds 600
+
+# The fault-injection suite with the numbers of trials that it was designed for; takes about an hour.
+faults: $(VENV)/.installed
+	PENSTOCK_FAULTS=full $(BIN)/pytest tests/process
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 
 from penstock.buffers.control import Phase, Progress
+from penstock.buffers.named import map_leaves
+from penstock.collectors.checks import (
+    Checks,
+    brief,
+    checked_writer,
+    episode_flags,
+    require_info,
+    require_number,
+    step_values_error,
+)
 from penstock.collectors.tracking import StepHook
-from penstock.envs.rows import ColumnError, action_splitter, row_writer
+from penstock.envs.examples import example_of
+from penstock.envs.rows import ColumnError, RowWriter, action_splitter
 from penstock.errors import SpaceError
 
 __all__ = ["DoneHook", "EnvColumns"]
@@ -18,17 +31,30 @@ __all__ = ["DoneHook", "EnvColumns"]
 #: the observation that the column goes on with.
 DoneHook = Callable[[int, Any, Any, bool, bool], Any]
 
+_NO_OPTIONS = Checks()
+
 
 class EnvColumns:
     """The environments of some columns, with their current observations.
 
     `step` advances all by one time step. What happens at an episode's end is the caller's to decide,
-    through the `DoneHook`.
+    through the `DoneHook`. What does not fit its space, or is not of the type that Gymnasium demands,
+    is a `SpaceError` naming the field and the env_rank; `checks` adds checks to those always made.
     """
 
-    def __init__(self, envs: Sequence[gym.Env[Any, Any]], env_ranks: range, progress: Progress) -> None:
-        self.envs, self.env_ranks, self._progress = envs, env_ranks, progress
-        self._writer = row_writer(envs[0].observation_space)
+    def __init__(
+        self,
+        envs: Sequence[gym.Env[Any, Any]],
+        env_ranks: range,
+        progress: Progress,
+        checks: Checks = _NO_OPTIONS,
+    ) -> None:
+        self.envs, self.env_ranks, self.checks, self._progress = envs, env_ranks, checks, progress
+        space = envs[0].observation_space
+        self._writer = checked_writer(space, checks)
+        self._final_writer = checked_writer(space, checks, "the final observation")
+        self._scratch = map_leaves(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), example_of(space))
+        self._action_space = envs[0].action_space if checks.debug else None
         self.split_actions = action_splitter(envs[0].action_space)
         # All that the loop in `step` needs, in one tuple per environment: unpacked in one go.
         self._bound = [(b, env_ranks[b], env.step) for b, env in enumerate(envs)]
@@ -44,19 +70,23 @@ class EnvColumns:
         return self._progress.enter(phase)
 
     def reset_one(self, column: int, seed: int | None = None) -> Any:
-        """Reset one environment and return its first observation."""
+        """Reset one environment and return its first observation, which is checked when it is written."""
         began = self.enter(Phase.RESETTING, column)
-        result = self.envs[column].reset(seed=seed)
+        result: Any = self.envs[column].reset(seed=seed)
+        env_rank = self.env_ranks[column]
         if not isinstance(result, tuple) or len(result) != 2:
-            raise SpaceError(f"env.reset must return (observation, info), got {type(result).__name__}")
-        self.observations[column] = result[0]
+            got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+            raise SpaceError(f"env.reset of env_rank {env_rank} must return a tuple (observation, info), got {got}")
+        self.observations[column], info = result
+        require_info(info, env_rank, "reset")
         self._progress.add_resetting_since(began)
-        return result[0]
+        return self.observations[column]
 
     def reset_all(self, seeds: Sequence[int | None]) -> None:
-        """Reset every environment, with its seed where one is given."""
+        """Reset every environment, with its seed where one is given; the first observations are checked."""
         for column, seed in enumerate(seeds):
             self.reset_one(column, seed)
+            self.check_observation(column)
 
     def step(self, action_row: Any, on_done: DoneHook, on_step: StepHook | None = None) -> None:
         """Step every environment with its action. `observations` and `rewards` then hold the results.
@@ -67,16 +97,55 @@ class EnvColumns:
         observations, rewards = self.observations, self.rewards
         words, env_rank_word = self._progress.words, Progress.ENV_RANK
         actions = self.split_actions(action_row)
-        for (b, env_rank, step), action in zip(self._bound, actions, strict=True):
-            words[env_rank_word] = env_rank
-            observation, reward, terminated, truncated, info = step(action)
-            if on_step is not None:
-                on_step(b, observations[b], action, reward, terminated, truncated, info)
-            if terminated or truncated:
-                observation = on_done(b, observation, reward, terminated, truncated)
-                words[Progress.PHASE] = Progress.IS_STEPPING  # the hook may have noted a reset
-            observations[b] = observation
-            rewards[b] = reward
+        if self._action_space is not None:
+            self._check_actions(actions)
+        try:
+            for (b, env_rank, step), action in zip(self._bound, actions, strict=True):
+                words[env_rank_word] = env_rank
+                observation, reward, terminated, truncated, info = step(action)
+                if info.__class__ is not dict:
+                    require_info(info, env_rank)
+                if terminated is not False or truncated is not False:
+                    terminated, truncated = episode_flags(terminated, truncated, env_rank)
+                if on_step is not None:
+                    require_number(reward, env_rank)
+                    on_step(b, observations[b], action, reward, terminated, truncated, info)
+                if terminated or truncated:
+                    require_number(reward, env_rank)
+                    observation = on_done(b, observation, reward, terminated, truncated)
+                    words[Progress.PHASE] = Progress.IS_STEPPING  # the hook may have noted a reset
+                observations[b] = observation
+                rewards[b] = reward
+        except (TypeError, ValueError) as error:
+            misfit = step_values_error(error, env_rank)
+            if misfit is None:
+                raise  # the environment's own
+            raise misfit from error
+
+    def step_one(self, column: int, action: Any) -> tuple[Any, float, bool, bool, Any]:
+        """Step one environment, outside the loop over time, with an action drawn at random.
+
+        Returns observation, reward, terminated, truncated and info, all checked.
+        """
+        if self._action_space is not None:
+            self._check_action(column, action, "drawn at random")
+        env_rank = self.env_ranks[column]
+        result = self.envs[column].step(action)
+        try:
+            observation, reward, terminated, truncated, info = result
+        except (TypeError, ValueError) as error:
+            raise step_values_error(error, env_rank) or error from error
+        require_info(info, env_rank)
+        number = require_number(reward, env_rank)
+        if self.checks.check_finite and not math.isfinite(number):
+            raise self._not_finite(column, reward)
+        flags = episode_flags(terminated, truncated, env_rank)
+        self.observations[column] = observation
+        if any(flags):
+            self.check_final(column, observation)
+        else:
+            self.check_observation(column)
+        return observation, number, *flags, info
 
     def prepare_row(self, row: Any) -> Any:
         """What `write_prepared` needs to know of an observation row `[B, ...]`, worked out once."""
@@ -87,9 +156,7 @@ class EnvColumns:
         try:
             self._writer.write(prepared, self.observations)
         except ColumnError as error:
-            # All have been stepped; the report is to name this one.
-            self._progress.at_env(self.env_ranks[error.column])
-            raise error.naming(self.env_ranks[error.column]) from None
+            raise self._blaming(error.column, error) from None
 
     def write_observations(self, row: Any) -> None:
         """Write the current observations into their row of the samples buffer.
@@ -99,24 +166,71 @@ class EnvColumns:
         self.write_prepared(self.prepare_row(row))
 
     def write_rewards(self, row: Any) -> None:
-        """Write the rewards of the last step into their row of the samples buffer.
+        """Write the rewards of the last step into their row `[B]` of the samples buffer.
 
         Raises `SpaceError` naming the environment whose reward is not a single number.
         """
         try:
-            row[...] = self.rewards
-        except (ValueError, TypeError) as error:
-            for b, reward in enumerate(self.rewards):
-                if not _is_number(reward):
-                    self._progress.at_env(self.env_ranks[b])
-                    raise SpaceError(
-                        f"the reward of env_rank {self.env_ranks[b]} must be a single number, got {reward!r}"
-                    ) from error
-            raise
+            array = np.asarray(self.rewards)
+        except (TypeError, ValueError):  # some are arrays, of different lengths
+            array = None
+        if array is None or array.shape != row.shape or array.dtype.kind not in "fiub":
+            array = self._numbers()
+        row[...] = array
+        if self.checks.check_finite and not (finite := np.isfinite(row)).all():
+            column = int(finite.argmin())
+            raise self._not_finite(column, self.rewards[column])
 
+    def write_final(self, row: Any, column: int, observation: Any) -> None:
+        """Write the last observation of column's episode into `row` `[1, ...]`.
 
-def _is_number(value: Any) -> bool:
-    try:
-        return getattr(value, "shape", ()) == () and isinstance(float(value), float)
-    except (TypeError, ValueError):
-        return False
+        Raises `SpaceError` as `write_observations` does, for "the final observation".
+        """
+        self._write_one(self._final_writer, row, column, observation)
+
+    # ---- checks on what is written nowhere ---------------------------------------------------
+
+    def check_observation(self, column: int) -> None:
+        """Raise `SpaceError` unless column's current observation fits its space."""
+        self._write_one(self._writer, self._scratch, column, self.observations[column])
+
+    def check_final(self, column: int, observation: Any) -> None:
+        """Raise `SpaceError` unless the last observation of column's episode fits its space."""
+        self._write_one(self._final_writer, self._scratch, column, observation)
+
+    def _write_one(self, writer: RowWriter, row: Any, column: int, observation: Any) -> None:
+        try:
+            writer.write(writer.prepare(row), [observation])
+        except ColumnError as error:  # told of the only column of `row`
+            raise self._blaming(column, error) from None
+
+    def _blaming(self, column: int, error: ColumnError) -> SpaceError:
+        """All have been stepped: the report is to name this one."""
+        self._progress.at_env(self.env_ranks[column])
+        return error.naming(self.env_ranks[column])
+
+    def _numbers(self) -> Any:
+        """The rewards one by one, to find the one that is not a number."""
+        numbers = np.empty(len(self.rewards))
+        for b, reward in enumerate(self.rewards):
+            self._progress.at_env(self.env_ranks[b])
+            numbers[b] = require_number(reward, self.env_ranks[b])
+        return numbers
+
+    def _not_finite(self, column: int, reward: Any) -> SpaceError:
+        env_rank = self.env_ranks[column]
+        self._progress.at_env(env_rank)
+        return SpaceError(f"the reward of env_rank {env_rank} must be finite (check_finite=True), got {brief(reward)}")
+
+    def _check_actions(self, actions: Sequence[Any]) -> None:
+        for column, action in enumerate(actions):
+            self._check_action(column, action, "given by the agent")
+
+    def _check_action(self, column: int, action: Any, origin: str) -> None:
+        space = self._action_space
+        if space is not None and not space.contains(action):
+            self._progress.at_env(self.env_ranks[column])
+            raise SpaceError(
+                f"the action of env_rank {self.env_ranks[column]}, {origin}, must be in {space} (debug=True), "
+                f"got {brief(action)}"
+            )

@@ -31,20 +31,20 @@ def decorrelate(
     """
     for b, rng in enumerate(rngs):
         n = int(rng.integers(0, max_steps + 1))
-        env = envs.envs[b]
-        rows = draw(env.action_space, rng, n)
+        rows = draw(envs.envs[b].action_space, rng, n)
         rewards: list[float] = []
         envs.enter(Phase.DECORRELATING, b)
         for action in envs.split_actions(rows):
             before = envs.observations[b]
-            envs.observations[b], reward, terminated, truncated, info = env.step(action)
+            _, reward, terminated, truncated, info = envs.step_one(b, action)
             if tracker.on_step is not None:
                 tracker.on_step(b, before, action, reward, terminated, truncated, info)
-            rewards.append(float(reward))
+            rewards.append(reward)
             if terminated or truncated:
                 tracker.drop(b)
                 rewards.clear()
                 envs.reset_one(b)
+                envs.check_observation(b)
                 envs.enter(Phase.DECORRELATING, b)
         tracker.preload(b, rewards)
         if rewards:

@@ -10,6 +10,7 @@ import numpy as np
 
 from penstock.agents.base import Agent
 from penstock.buffers.control import Phase, Progress
+from penstock.collectors.checks import write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.tracking import Tracker
 from penstock.envs.seeding import ColumnStreams, Purpose
@@ -107,7 +108,7 @@ class EvalCollector(BaseEvalCollector):
             if self.is_enough:
                 return row
             step = agent.step(self.observation, prev_action, prev_reward)
-            prev_action[...] = step.action
+            write_action(prev_action, step.action)
             if tracker.on_step is not None:
                 self.agent_info[...] = step.agent_info
                 tracker.set_agent_info(self.agent_info)
@@ -120,6 +121,7 @@ class EvalCollector(BaseEvalCollector):
         return n_rows
 
     def _on_done(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
+        self.envs.check_final(column, observation)
         self._done[self._row, column] = True
         self.tracker.on_done(self._t, column, observation)
         self.progress.trajectories += 1  # the main process counts along, to stop in time

@@ -9,7 +9,8 @@ import numpy as np
 from penstock.agents.base import Agent
 from penstock.buffers.named import map_leaves
 from penstock.buffers.samples import BatchColumns
-from penstock.envs.rows import ColumnError, row_writer
+from penstock.collectors.checks import Checks
+from penstock.collectors.columns import EnvColumns
 
 __all__ = ["FinalObservations"]
 
@@ -22,54 +23,66 @@ class FinalObservations:
     recurrent agent is asked at once, while its state is still that of the truncated column.
     """
 
-    def __init__(self, samples: BatchColumns, agent: Agent, env_ranks: range) -> None:
-        self._samples, self._agent, self._env_ranks = samples, agent, env_ranks
-        self._writer = row_writer(agent.observation_space, "the final observation")
-        plain = isinstance(samples.observation, np.ndarray) and samples.observation.dtype.kind == "f"
-        self._plain_shape = samples.observation.shape[2:] if plain else None
-        self._pending: list[tuple[int, int, Any]] = []  # t, column, observation
+    def __init__(self, samples: BatchColumns, agent: Agent, envs: EnvColumns) -> None:
+        self._samples, self._agent, self._envs = samples, agent, envs
+        # What `_is_plain` knows to fit without looking closer; nothing, if there is more to check.
+        leaf = samples.observation
+        plain = isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f" and envs.checks == Checks()
+        self._plain_shape = leaf.shape[2:] if plain else None
+        # Where observations are written that the batch does not keep.
+        self._scratch = map_leaves(lambda leaf: np.zeros_like(leaf[0, :1]), samples.observation)
+        self._pending: list[tuple[int, int]] = []  # t, column of what is to be valued ...
+        self._unrecorded: list[Any] = []  # ... and the observations, if the batch does not keep them
 
     def record(self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> None:
-        """Column's episode has ended at step t with `observation`. Call before anything is reset."""
+        """Column's episode has ended at step t with `observation`. Call before anything is reset.
+
+        Raises `SpaceError` naming the environment if `observation` does not fit, recorded or not.
+        """
         samples = self._samples
-        if samples.final_obs is None:
-            pass
-        elif type(observation) is np.ndarray and observation.shape == self._plain_shape:
+        if samples.final_obs is not None and self._is_plain(observation):
             samples.final_obs[t, column] = observation  # a third of the cost of the checked way
         else:
-            self._write_one(samples.final_obs[t], column, observation)
+            row = self._scratch if samples.final_obs is None else samples.final_obs[t][column : column + 1]
+            self._envs.write_final(row, column, observation)
         if samples.final_value is None or terminated or not truncated:
             return
         if self._agent.recurrent:
-            samples.final_value[t, column] = self._value_now(t, column, observation, reward)
+            samples.final_value[t, column] = self._value_now(t, column, reward)
         else:
-            self._pending.append((t, column, observation))
+            self._pending.append((t, column))
+            if samples.final_obs is None:
+                self._unrecorded.append(map_leaves(np.copy, self._scratch))
 
     def end_batch(self) -> None:
         """Value what is still to be valued. Call when all rows of the batch are written."""
         if not self._pending:
             return
         samples = self._samples
-        t, column = np.array([pending[:2] for pending in self._pending]).T
-        observation = map_leaves(lambda leaf: np.empty((len(t), *leaf.shape[2:]), leaf.dtype), samples.observation)
-        self._writer.write(self._writer.prepare(observation), [pending[2] for pending in self._pending])
+        t, column = np.array(self._pending).T
+        if samples.final_obs is not None:
+            observation = samples.final_obs[t, column]
+        else:
+            observation = map_leaves(lambda leaf: np.empty((len(t), *leaf.shape[1:]), leaf.dtype), self._scratch)
+            for i, unrecorded in enumerate(self._unrecorded):
+                observation[i : i + 1] = unrecorded
         # The agent's previous action and reward are those of step t, which stand in row t + 1.
         previous = (t + 1, column)
         samples.final_value[t, column] = self._agent.value(
             observation, samples.action[previous], samples.reward[previous]
         )
         self._pending.clear()
+        self._unrecorded.clear()
 
-    def _value_now(self, t: int, column: int, observation: Any, reward: float) -> Any:
+    def _is_plain(self, observation: Any) -> bool:
+        return (
+            type(observation) is np.ndarray and observation.shape == self._plain_shape and observation.dtype.kind == "f"
+        )
+
+    def _value_now(self, t: int, column: int, reward: float) -> Any:
         samples = self._samples
         row = map_leaves(lambda leaf: leaf[t].copy(), samples.observation)
-        self._write_one(row, column, observation)
+        row[column] = self._scratch[0] if samples.final_obs is None else samples.final_obs[t, column]
         prev_reward = samples.reward[t].copy()
         prev_reward[column] = reward
         return self._agent.value(row, samples.action[t + 1], prev_reward)[column]
-
-    def _write_one(self, row: Any, column: int, observation: Any) -> None:
-        try:
-            self._writer.write(self._writer.prepare(row[column : column + 1]), [observation])
-        except ColumnError as error:  # told of the one column that was written
-            raise error.naming(self._env_ranks[column]) from None

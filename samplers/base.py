@@ -327,7 +327,7 @@ class Sampler(ABC):
         if self.state in (SamplerState.CLOSED, SamplerState.BROKEN):
             return f"{heading}>"
         witnesses = self._team.witnesses()
-        lines = [f"  {w}, {len(w.plan.eval_columns)} for evaluation: {w.doing}" for w in witnesses[:_MAX_SHOWN]]
+        lines = [f"  {witness}: {witness.doing}" for witness in witnesses[:_MAX_SHOWN]]
         if len(witnesses) > _MAX_SHOWN:
             lines.append(f"  ... and {len(witnesses) - _MAX_SHOWN} more")
         return "\n".join([heading, *lines]) + ">"

@@ -40,8 +40,9 @@ class Witness:
     progress: ProgressSnapshot
 
     def __str__(self) -> str:
-        ranks = self.plan.env_ranks
-        envs = f"env_rank {ranks[0]}" if len(ranks) == 1 else f"env_rank {ranks[0]} to {ranks[-1]}"
+        envs = f"env_rank {_span(self.plan.env_ranks)}"
+        if len(self.plan.eval_env_ranks):
+            envs += f", for evaluation {_span(self.plan.eval_env_ranks)}"
         return f"worker {self.plan.worker_rank} (pid {self.pid}, {envs})"
 
     @property
@@ -50,6 +51,10 @@ class Witness:
         words = _WORDS[self.progress.phase].format(rank=self.progress.env_rank)
         in_batch = self.progress.phase in (Phase.ACTING, Phase.STEPPING, Phase.RESETTING)
         return f"{words}, t={self.progress.t}" if in_batch else words
+
+
+def _span(ranks: range) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class _InProcess:
     def open_gates(self) -> None:
         control, rank = self._control, self._plan.worker_rank
         control.open(rank)
-        with self._catching(f"itr={control.itr}"):
+        with self._catching(f"{'evaluation, ' if control.do_eval else ''}itr={control.itr}"):
             assert self._worker is not None  # start-up would have failed
             self._worker.collector.reset_if_needed()
             self._worker.run(control.itr, control.do_eval)

@@ -1,0 +1,171 @@
+"""Checks: what each check on data costs, in nanoseconds per environment step.
+
+Rows of environments are stepped and written as a collector does it, with the code as it is and with
+one check cut out of its source, one right after the other in alternating order. The figure is the
+median of the differences; that of an option is against the same code with the option off.
+
+    python benchmarks/checks.py --env CartPole-v1
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import random
+import statistics
+import textwrap
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from penstock import RandomAgent
+from penstock.buffers import ControlBlock
+from penstock.collectors import EnvColumns
+from penstock.collectors.checks import Checks, write_action
+from penstock.envs import CountingEnv
+
+_NOISE = "nothing: the noise"
+
+#: Of `EnvColumns.step`, by check: what is cut out, and what comes in its place.
+_CUTS = {
+    "info is a dict": [
+        ("            if info.__class__ is not dict:\n                require_info(info, env_rank)\n", "")
+    ],
+    "terminated and truncated are bools": [
+        (
+            "            if terminated is not False or truncated is not False:\n"
+            "                terminated, truncated = episode_flags(terminated, truncated, env_rank)\n",
+            "",
+        )
+    ],
+    "step returns five values": [
+        ("    try:\n", "    if True:\n"),
+        (
+            "    except (TypeError, ValueError) as error:\n"
+            "        misfit = step_values_error(error, env_rank)\n"
+            "        if misfit is None:\n"
+            "            raise  # the environment's own\n"
+            "        raise misfit from error\n",
+            "",
+        ),
+    ],
+}
+
+
+def step_without(*checks: str) -> Any:
+    """`EnvColumns.step` compiled anew, less these checks."""
+    source = textwrap.dedent(inspect.getsource(EnvColumns.step))
+    for check in checks:
+        for old, new in _CUTS[check]:
+            if source.count(old) != 1:
+                raise SystemExit(f"EnvColumns.step has changed: say in {__file__} what {check!r} now looks like")
+            source = source.replace(old, new)
+    names: dict[str, Any] = dict(EnvColumns.step.__globals__)
+    exec(compile("from __future__ import annotations\n" + source, "<less checks>", "exec"), names)
+    return names["step"]
+
+
+def write_rewards_unchecked(self: EnvColumns, row: Any) -> None:
+    row[...] = self.rewards
+
+
+def write_action_unchecked(row: Any, action: Any) -> None:
+    row[...] = action
+
+
+class Contestant:
+    """Some environments and one way to step them."""
+
+    def __init__(self, env_fn: Callable[[], Any], n_envs: int, methods: dict[str, Any], write: Any, checks: Checks):
+        envs = [env_fn() for _ in range(n_envs)]
+        progress = ControlBlock(1, 1, shared=False).progress(0)
+        self.columns = type("Columns", (EnvColumns,), methods)(envs, range(n_envs), progress, checks)
+        self.columns.reset_all(range(n_envs))
+        agent = RandomAgent()
+        agent.initialize(envs[0].observation_space, envs[0].action_space)
+        agent.seed_columns([np.random.default_rng(i) for i in range(n_envs)])
+        self.actions = [agent.step(None, None, None).action for _ in range(64)]  # type: ignore[arg-type]
+        self.action_row, self.write_action = np.zeros_like(self.actions[0]), write
+        self.reward = np.zeros(n_envs, np.float32)
+        space = envs[0].observation_space
+        self.prepared = self.columns.prepare_row(np.zeros((n_envs, *space.shape), space.dtype))
+
+    def seconds(self, n_rows: int) -> float:
+        """How long `n_rows` rows take."""
+        columns, actions, row, write = self.columns, self.actions, self.action_row, self.write_action
+        began = time.perf_counter()
+        for t in range(n_rows):
+            write(row, actions[t % 64])
+            columns.step(row, self.on_done)
+            columns.write_prepared(self.prepared)
+            columns.write_rewards(self.reward)
+        return time.perf_counter() - began
+
+    def on_done(self, column: int, *rest: Any) -> Any:
+        return self.columns.reset_one(column)
+
+
+def make_pairs(env_fn: Callable[[], Any], n_envs: int) -> dict[str, tuple[Contestant, Contestant]]:
+    """By check: a contestant with it and one without."""
+
+    def contestant(methods: dict[str, Any] | None = None, write: Any = write_action, **options: bool) -> Contestant:
+        return Contestant(env_fn, n_envs, methods or {}, write, Checks(**options))
+
+    rewards = {"write_rewards": write_rewards_unchecked}
+    less = {name: contestant({"step": step_without(name)}) for name in _CUTS}
+    less["rewards are numbers"] = contestant(rewards)
+    less["actions have shape and dtype of the row"] = contestant(write=write_action_unchecked)
+    less["all of these"] = contestant({"step": step_without(*_CUTS), **rewards}, write_action_unchecked)
+    pairs = {name: (contestant(), without) for name, without in less.items()}
+    pairs[_NOISE] = contestant(), contestant()
+    pairs["check_finite=True"] = contestant(check_finite=True), contestant()
+    pairs["debug=True"] = contestant(debug=True), contestant()
+    return pairs
+
+
+def measure(pairs: dict[str, tuple[Contestant, Contestant]], repeats: int, n_rows: int) -> dict[str, list[float]]:
+    """Differences in seconds, by check, one for each repeat."""
+    differences: dict[str, list[float]] = {name: [] for name in pairs}
+    for repeat in range(repeats):
+        for name in random.sample(list(pairs), len(pairs)):
+            checked, unchecked = pairs[name]
+            if repeat % 2:
+                without, with_it = unchecked.seconds(n_rows), checked.seconds(n_rows)
+            else:
+                with_it, without = checked.seconds(n_rows), unchecked.seconds(n_rows)
+            differences[name].append(with_it - without)
+    return differences
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--env", help="an environment id; by default environments that do nothing but count")
+    parser.add_argument("--n-envs", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=500)
+    parser.add_argument("--repeats", type=int, default=60)
+    args = parser.parse_args()
+
+    pairs = make_pairs((lambda: gym.make(args.env)) if args.env else lambda: CountingEnv(length=200), args.n_envs)
+    measure(pairs, 2, args.rows)  # warm-up
+    differences = measure(pairs, args.repeats, args.rows)
+    steps = args.rows * args.n_envs
+    as_it_is = statistics.median(pairs[_NOISE][0].seconds(args.rows) for _ in range(9)) / steps * 1e9
+    table = Table(
+        title=f"{args.env or 'CountingEnv'}, {args.n_envs} environments, ns per environment step",
+        caption=f"of {args.repeats} differences; without options a step takes {as_it_is:,.0f} ns",
+    )
+    for heading, justify in (("check", "left"), ("median", "right"), ("middle half", "right")):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    for name, seconds in differences.items():
+        low, middle, high = (q / steps * 1e9 for q in statistics.quantiles(seconds, n=4))
+        table.add_row(name, f"{middle:.0f}", f"{low:.0f} to {high:.0f}")
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()

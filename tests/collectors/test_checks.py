@@ -1,0 +1,409 @@
+"""Data that does not fit: a SpaceError naming field and environment, within the batch in which it happened."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from penstock import (
+    Agent,
+    AgentStep,
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SerialSampler,
+    SpaceError,
+    TrajInfo,
+    WorkerError,
+)
+from penstock.buffers import NamedArrays
+from penstock.collectors.checks import brief, write_action
+from penstock.envs import CountingEnv
+
+both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+NAN, INF = float("nan"), float("inf")
+
+Result = tuple[Any, Any, Any, Any, Any]
+
+
+class Spoilt(CountingEnv):
+    """Counts like its base, but `spoil` has a go at what the third step, and `spoil_reset` at what the
+    second reset returns. An episode lasts three steps if it is a `short` one."""
+
+    def __init__(
+        self,
+        spoil: Callable[..., Any] | None = None,
+        spoil_reset: Callable[..., Any] | None = None,
+        short: bool = False,
+        nested: bool = False,
+    ) -> None:
+        super().__init__(length=3 if short else 1000, truncate=True)
+        self.spoil, self.spoil_reset, self.nested, self.n_steps = spoil, spoil_reset, nested, 0
+        if nested:
+            parts = {"grid": self.observation_space, "goal": spaces.Tuple((spaces.Discrete(9), spaces.Box(-1, 1)))}
+            self.observation_space = spaces.Dict(parts)
+            self.counting_space = parts["grid"]
+
+    def _observation(self) -> Any:
+        counted = np.array([self.episode, self.count], np.float32)
+        return {"grid": counted, "goal": (self.count % 9, np.zeros(1, np.float32))} if self.nested else counted
+
+    def reset(self, **kwargs: Any) -> Any:
+        result = super().reset(**kwargs)
+        return self.spoil_reset(result) if self.spoil_reset is not None and self.episode == 1 else result
+
+    def step(self, action: Any) -> Any:
+        self.n_steps += 1
+        result = super().step(action)
+        return self.spoil(result) if self.spoil is not None and self.n_steps == 3 else result
+
+
+def replacing(place: int, value: Any) -> Callable[[Any], Any]:
+    """A spoil that puts `value` at one place of what `step` or `reset` returns."""
+    return lambda result: (*result[:place], value, *result[place + 1 :])
+
+
+def observation(value: Any) -> dict[str, Any]:
+    return {"spoil": replacing(0, value)}
+
+
+def reward(value: Any) -> dict[str, Any]:
+    return {"spoil": replacing(1, value)}
+
+
+def nested(grid: Any = (0.0, 0.0), goal: Any = (3, (0.0,)), **more: Any) -> dict[str, Any]:
+    made = {"grid": np.array(grid, np.float32), "goal": (goal[0], np.array(goal[1], np.float32)), **more}
+    return {"spoil": replacing(0, made), "nested": True}
+
+
+FINITE, DEBUG = {"check_finite": True}, {"debug": True}
+VALUES = r"env\.step of env_rank 3 must return five values \(observation, reward, terminated, truncated, info\)"
+NUMBER = "the reward of env_rank 3 must be a single number, got "
+
+#: name: (what is wrong with env_rank 3, options, what the error says)
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "observation of wrong shape": (
+        observation(np.zeros(3, np.float32)),
+        {},
+        r"observation of env_rank 3 must have shape \(2,\), got \(3,\)",
+    ),
+    "observation of wrong dtype": (
+        observation(np.array(["a", "b"])),
+        {},
+        "observation of env_rank 3 must have dtype float32, got <U1",
+    ),
+    "complex observation": (
+        observation(np.zeros(2, complex)),
+        {},
+        "observation of env_rank 3 must have dtype float32, got complex128",
+    ),
+    "observation None": (observation(None), {}, r"observation of env_rank 3 must have shape \(2,\), got \(\)"),
+    "ragged observation": (observation([[1.0], [1.0, 2.0]]), {}, "observation of env_rank 3 is ragged"),
+    "missing key": (
+        {"spoil": replacing(0, {"grid": np.zeros(2, np.float32)}), "nested": True},
+        {},
+        r"observation of env_rank 3 must have the entries \['goal', 'grid'\], got \['grid'\]",
+    ),
+    "nested observation None": (
+        {"spoil": replacing(0, None), "nested": True},
+        {},
+        r"observation of env_rank 3 must have the entries \['goal', 'grid'\], got NoneType",
+    ),
+    "nested leaf of wrong dtype": (
+        nested(goal=(2.5, (0.0,))),
+        {},
+        r"observation\['goal'\]\[0\] of env_rank 3 must have dtype int64, got float64",
+    ),
+    "NaN observation": (
+        observation(np.array([1, NAN], np.float32)),
+        FINITE,
+        r"observation of env_rank 3 must be finite \(check_finite=True\), got nan at index \(1,\)",
+    ),
+    "inf in a nested observation": (
+        nested(goal=(1, (-INF,))),
+        FINITE,
+        r"observation\['goal'\]\[1\] of env_rank 3 must be finite \(check_finite=True\), got -inf at index \(0,\)",
+    ),
+    "observation outside its space": (
+        observation(np.array([1, -1], np.float32)),
+        DEBUG,
+        r"observation of env_rank 3 must be in Box.* \(debug=True\), "
+        r"got array\(\[ 1\., -1\.\], dtype=float32\)",
+    ),
+    "final observation of wrong shape": (
+        {**observation(np.zeros((2, 1), np.float32)), "short": True},
+        {},
+        r"the final observation of env_rank 3 must have shape \(2,\), got \(2, 1\)",
+    ),
+    "final observation of objects": (
+        {**observation(np.array([None, 1.0])), "short": True},
+        {},
+        "the final observation of env_rank 3 must have dtype float32, got object",
+    ),
+    "final observation without a key": (
+        {"spoil": replacing(0, {}), "nested": True, "short": True},
+        {},
+        r"the final observation of env_rank 3 must have the entries \['goal', 'grid'\], got \[\]",
+    ),
+    "final observation of wrong shape, not recorded": (
+        {**observation(np.zeros((2, 1), np.float32)), "short": True},
+        {"record_final_obs": False},
+        r"the final observation of env_rank 3 must have shape \(2,\), got \(2, 1\)",
+    ),
+    "NaN final observation": (
+        {**observation(np.array([NAN, 1], np.float32)), "short": True},
+        FINITE,
+        "the final observation of env_rank 3 must be finite",
+    ),
+    "final observation outside its space": (
+        {**observation(np.array([-1, 1], np.float32)), "short": True},
+        DEBUG,
+        "the final observation of env_rank 3 must be in Box",
+    ),
+    "reset observation of wrong shape": (
+        {"spoil_reset": replacing(0, np.zeros(1, np.float32)), "short": True},
+        {},
+        r"observation of env_rank 3 must have shape \(2,\), got \(1,\)",
+    ),
+    "reset without info": (
+        {"spoil_reset": lambda result: result[0], "short": True},
+        {},
+        r"env\.reset of env_rank 3 must return a tuple \(observation, info\), got ndarray",
+    ),
+    "reset with three values": (
+        {"spoil_reset": lambda result: (*result, {}), "short": True},
+        {},
+        r"env\.reset of env_rank 3 must return a tuple \(observation, info\), got 3 values",
+    ),
+    "reset with info None": (
+        {"spoil_reset": replacing(1, None), "short": True},
+        {},
+        r"the info that env\.reset of env_rank 3 returned must be a dict, got None",
+    ),
+    "reward None": (reward(None), {}, NUMBER + "None"),
+    "reward None at an episode's end": ({**reward(None), "short": True}, {}, NUMBER + "None"),
+    "reward string": (reward("1"), {}, NUMBER + "'1'"),
+    "reward of two elements": (reward(np.zeros(2)), {}, NUMBER + r"array\(\[0\., 0\.\]\) \(float64, shape \(2,\)\)"),
+    "reward complex": (reward(1j), {}, NUMBER + "1j"),
+    "reward NaN": (reward(NAN), FINITE, r"the reward of env_rank 3 must be finite \(check_finite=True\), got nan"),
+    "reward inf": (
+        reward(np.float32(-INF)),
+        FINITE,
+        r"the reward of env_rank 3 must be finite \(check_finite=True\), got .*-inf",
+    ),
+    "terminated None": ({"spoil": replacing(2, None)}, {}, "terminated of env_rank 3 must be True or False, got None"),
+    "terminated array": (
+        {"spoil": replacing(2, np.array([True, False]))},
+        {},
+        "terminated of env_rank 3 must be True or False, got array",
+    ),
+    "truncated string": ({"spoil": replacing(3, "no")}, {}, "truncated of env_rank 3 must be True or False, got 'no'"),
+    "truncated float": ({"spoil": replacing(3, 1.0)}, {}, r"truncated of env_rank 3 must be True or False, got 1\.0"),
+    "four values": ({"spoil": lambda result: result[:4]}, {}, VALUES + ": .*expected 5, got 4"),
+    "six values": ({"spoil": lambda result: (*result, 1)}, {}, VALUES + ": too many values to unpack"),
+    "no values": ({"spoil": lambda result: None}, {}, VALUES + ": cannot unpack non-iterable NoneType"),
+    "info None": ({"spoil": replacing(4, None)}, {}, r"the info that env\.step of env_rank 3 returned must be a dict"),
+}
+
+
+def make(cls: type[Sampler], env_kwargs: Any, **options: Any) -> Sampler:
+    size = {"batch_T": 2, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0}
+    return cls(Spoilt, env_kwargs=env_kwargs, **{**size, **options})
+
+
+def check_named(error: pytest.ExceptionInfo[WorkerError], message: str) -> None:
+    assert type(error.value.__cause__) is SpaceError
+    assert error.match(f"raised (penstock.errors.)?SpaceError: {message}")
+    assert f"SpaceError: {error.value.__cause__}" in str(error.value), "the message quotes the cause"
+
+
+def others(wrong: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the environments with which nothing is wrong."""
+    return {name: value for name, value in wrong.items() if not name.startswith("spoil")}
+
+
+@both
+@pytest.mark.parametrize(("wrong", "options", "message"), BAD.values(), ids=BAD)
+def test_bad_data_is_named_in_its_batch(
+    cls: type[Sampler], wrong: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with make(cls, [others(wrong)] * 3 + [wrong], **options) as sampler:
+        sampler.initialize(RandomAgent(), bootstrap_value=True)
+        sampler.obtain_samples(0)  # two steps, with which nothing is wrong
+        with pytest.raises(WorkerError) as error:
+            sampler.obtain_samples(1)
+    check_named(error, message)
+    assert "env_rank 3, t=0 (itr=1)" in str(error.value)
+
+
+IN_EVALUATION = [name for name in BAD if "not recorded" not in name]
+
+
+@pytest.mark.parametrize("name", IN_EVALUATION)
+def test_bad_data_is_named_in_evaluations_too(name: str) -> None:
+    wrong, options, message = BAD[name]
+    size = {"eval_n_envs": 2, "eval_max_steps": 20, "eval_env_kwargs": [others(wrong), wrong]}
+    with make(SerialSampler, others(wrong), **size, **options) as sampler:
+        sampler.initialize(RandomAgent())
+        sampler.obtain_samples(0)
+        with pytest.raises(WorkerError, match=r"env_rank 1, t=\d \(.*itr=3\)") as error:
+            sampler.evaluate_agent(3)
+    check_named(error, message.replace("env_rank 3", "env_rank 1"))
+
+
+@pytest.mark.parametrize("name", ["reward NaN", "final observation of wrong shape", "action outside the space"])
+def test_evaluations_in_processes(name: str) -> None:
+    agent: Agent = RandomAgent()
+    if name in BAD:
+        wrong, options, message = BAD[name]
+    else:
+        wrong, options, agent = MARKED, DEBUG, Wild()
+        message = r"the action of env_rank 3, given by the agent, must be in Discrete\(3\) \(debug=True\), got 7"
+    size = {"eval_n_envs": 2, "eval_max_steps": 20, "eval_env_kwargs": [others(wrong), wrong]}
+    with make(ParallelSampler, others(wrong), **size, **options) as sampler:
+        sampler.initialize(agent)
+        with pytest.raises(WorkerError, match=r"\(evaluation, itr=3\)") as error:
+            sampler.evaluate_agent(3)
+    check_named(error, message.replace("env_rank 3", "env_rank 1"))
+
+
+@both
+@pytest.mark.parametrize(
+    "name", ["observation of wrong shape", "reward None", "reward NaN", "info None", "four values"]
+)
+def test_bad_data_is_named_while_decorrelating(cls: type[Sampler], name: str) -> None:
+    wrong, options, message = BAD[name]
+    with (
+        make(cls, [{}] * 3 + [wrong], max_decorrelation_steps=1000, **options) as sampler,
+        pytest.raises(WorkerError, match=r"while decorrelating env_rank 3") as error,
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
+    check_named(error, message)
+
+
+@both
+@pytest.mark.parametrize("steps", [0, 50])
+def test_a_misshapen_first_observation_is_named_at_start_up(cls: type[Sampler], steps: int) -> None:
+    class Misshapen(CountingEnv):
+        def reset(self, **kwargs: Any) -> Any:
+            observation, info = super().reset(**kwargs)
+            return observation[:1], info
+
+    envs = [CountingEnv, CountingEnv, Misshapen]
+    with (
+        cls(envs, batch_T=2, batch_B=3, n_workers=2, max_decorrelation_steps=steps) as sampler,
+        pytest.raises(WorkerError, match=r"while resetting env_rank 2.*\(start-up\)") as error,
+    ):
+        sampler.initialize(RandomAgent())
+    check_named(error, r"observation of env_rank 2 must have shape \(2,\), got \(1,\)")
+
+
+# ---- agents ------------------------------------------------------------------------------------
+
+#: env_rank 3 shows 99 after its third step, which is fine, and which the agents below wait for.
+MARKED = observation(np.array([0, 99], np.float32))
+
+
+class Wild(RandomAgent):
+    """Gives an action that is in no space, once it sees the mark."""
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        action = super().step(observation, prev_action, prev_reward).action
+        return AgentStep(self.spoil(action, observation[:, 1] == 99))
+
+    def spoil(self, action: Any, marked: Any) -> Any:
+        return np.where(marked, 7, action)
+
+
+class Misshapen(Wild):
+    def spoil(self, action: Any, marked: Any) -> Any:
+        return action[:1] if marked.any() else action
+
+
+class Ragged(Wild):
+    def spoil(self, action: Any, marked: Any) -> Any:
+        return [[0], [0, 1]] if marked.any() else action.tolist()
+
+
+class Fractional(Wild):
+    def spoil(self, action: Any, marked: Any) -> Any:
+        return action + 0.5 if marked.any() else action.astype(np.int32)
+
+
+@both
+@pytest.mark.parametrize(
+    ("agent", "options", "message"),
+    [
+        (
+            Wild(),
+            DEBUG,
+            r"the action of env_rank 3, given by the agent, must be in Discrete\(3\) \(debug=True\), got 7",
+        ),
+        (Misshapen(), {}, r"agent\.step must return one action per column: shape \((2|4),\) for B=\d, got \(1,\)"),
+        (Ragged(), {}, r"agent\.step must return action as an array \((2|4),\), got \[\[0\], \[0, 1\]\]"),
+        (Fractional(), {}, "agent.step must return action with a dtype that .* int64 can hold, got float64"),
+    ],
+)
+def test_bad_actions_are_named_in_their_batch(
+    cls: type[Sampler], agent: Agent, options: dict[str, Any], message: str
+) -> None:
+    with make(cls, [{}] * 3 + [MARKED], **options) as sampler:
+        sampler.initialize(agent)
+        sampler.obtain_samples(0)
+        with pytest.raises(WorkerError, match=r"t=1 \(itr=1\)") as error:
+            sampler.obtain_samples(1)
+    check_named(error, message)
+
+
+class Dividing(Agent):
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        return AgentStep(observation[:, 1] / 2)
+
+
+@both
+def test_actions_of_another_kind_are_refused_before_any_worker_starts(cls: type[Sampler]) -> None:
+    with make(cls, {}) as sampler, pytest.raises(SpaceError, match="dtype that the action space's int64 can hold, got"):
+        sampler.initialize(Dividing())
+
+
+def test_nested_actions_are_compared_leaf_by_leaf() -> None:
+    row = NamedArrays(move=np.zeros((2, 3), np.float32), mode=NamedArrays(_0=np.zeros(2, np.uint8)))
+    write_action(row, {"move": np.ones((2, 3)), "mode": (np.array([1, 2]),)})
+    assert row.move.sum() == 6
+    assert row.mode._0.tolist() == [1, 2]
+    with pytest.raises(SpaceError, match=r"one action\.move per column: shape \(2, 3\) for B=2, got \(3,\)"):
+        write_action(row, {"move": np.ones(3), "mode": (np.array([1, 2]),)})
+    with pytest.raises(SpaceError, match=r"action\.mode\._0 with a dtype that .* uint8 can hold, got int64"):
+        write_action(row, {"move": np.ones((2, 3)), "mode": (np.array([1, -2]),)})
+    with pytest.raises(SpaceError, match=r"an action with the fields \['move', 'mode'\], got \['move'\]"):
+        write_action(row, NamedArrays(move=np.ones((2, 3))))
+
+
+# ---- what users see of it ------------------------------------------------------------------
+
+
+class Adding(TrajInfo):
+    def step(self, observation: Any, action: Any, reward: Any, *rest: Any) -> None:
+        self.Twice = 2 * float(reward)
+
+    def terminate(self, final_observation: Any) -> None:
+        self.Last = final_observation + np.zeros(2)
+
+
+@pytest.mark.parametrize("name", ["reward None", "final observation of wrong shape"])
+def test_a_traj_info_gets_only_what_has_been_checked(name: str) -> None:
+    wrong, options, message = BAD[name]
+    with make(SerialSampler, [others(wrong)] * 3 + [wrong], traj_info_cls=Adding, **options) as sampler:
+        sampler.initialize(RandomAgent())
+        sampler.obtain_samples(0)
+        with pytest.raises(WorkerError) as error:
+            sampler.obtain_samples(1)
+    check_named(error, message)
+
+
+def test_values_in_errors_are_brief() -> None:
+    assert len(brief(list(range(1000)))) < 250
+    assert brief(np.zeros(2, np.float32)) == "array([0., 0.], dtype=float32) (float32, shape (2,))"
+    assert "\n" not in brief(np.zeros((5, 5)))
