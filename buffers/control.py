@@ -217,14 +217,14 @@ class Progress:
             raise StopCollecting
         return now
 
-    def end_batch(self, batch_T: int, n_columns: int) -> None:
-        """A training batch of `batch_T` rows is complete: add its times to the totals."""
+    def end_batch(self, batch_T: int, n_steps: int) -> None:
+        """A training batch of `batch_T` rows and `n_steps` environment steps is complete: add to the totals."""
         self._stamps[2 * batch_T] = time.monotonic()
         spans = np.diff(np.asarray(self._stamps)[: 2 * batch_T + 1])
         self.words[_ACTING] += int(spans[0::2].sum() * 1e9)
         self.words[_STEPPING] += int(spans[1::2].sum() * 1e9)
         self.words[_BATCHES] += 1
-        self.words[_STEPS] += batch_T * n_columns
+        self.words[_STEPS] += n_steps
 
     def add_resetting_since(self, began_ns: int) -> None:
         """Add time spent in `env.reset`; within a batch it is part of the stepping time too."""

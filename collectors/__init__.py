@@ -6,6 +6,7 @@ from penstock.collectors.evaluation import BaseEvalCollector, EvalCollector, Eva
 from penstock.collectors.reset import ResetCollector
 from penstock.collectors.tracking import Tracker, make_tracker
 from penstock.collectors.traj_info import TrajInfo
+from penstock.collectors.wait_reset import WaitResetCollector
 
 __all__ = [
     "BaseEvalCollector",
@@ -17,5 +18,6 @@ __all__ = [
     "ResetCollector",
     "Tracker",
     "TrajInfo",
+    "WaitResetCollector",
     "make_tracker",
 ]

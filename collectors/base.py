@@ -119,13 +119,24 @@ class Collector(ABC):
     def end_batch(self) -> None:
         """All rows are written: value what is to be valued and hand the finished trajectories over."""
         samples, progress = self.samples, self.progress
-        progress.end_batch(self.batch_T, samples.n_columns)
+        progress.end_batch(self.batch_T, int(samples.valid.sum()))
         if samples.bootstrap_value is not None:
             last = samples.observation[self.batch_T]
             samples.bootstrap_value[...] = self.agent.value(last, self.prev_action, self.prev_reward)
         self.finals.end_batch()
         progress.enter(Phase.HANDING_OVER)
         progress.trajectories = self.tracker.end_rows(samples.reward[1:], samples.done)
+
+    def record_end(
+        self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool
+    ) -> None:
+        """Column's episode has ended at step t with `observation`: record it. Call before anything is reset."""
+        samples = self.samples
+        samples.terminated[t, column] = terminated
+        samples.truncated[t, column] = truncated
+        samples.done[t, column] = True
+        self.finals.record(t, column, observation, reward, terminated, truncated)
+        self.tracker.on_done(t, column, observation)
 
     def reset_column(self, column: int) -> Any:
         """Column's episode has ended: reset its environment, its agent state and its previous action.

@@ -57,7 +57,9 @@ class EnvColumns:
         self._action_space = envs[0].action_space if checks.debug else None
         self.split_actions = action_splitter(envs[0].action_space)
         # All that the loop in `step` needs, in one tuple per environment: unpacked in one go.
-        self._bound = [(b, env_ranks[b], env.step) for b, env in enumerate(envs)]
+        self._bound = self._active = [(b, env_ranks[b], env.step) for b, env in enumerate(envs)]
+        #: Columns that `step` leaves alone, in order.
+        self.parked: list[int] = []
         self.observations: list[Any] = [None] * len(envs)
         self.rewards: list[Any] = [0.0] * len(envs)
 
@@ -88,6 +90,15 @@ class EnvColumns:
             self.reset_one(column, seed)
             self.check_observation(column)
 
+    def park(self, column: int) -> None:
+        """Leave column's environment alone, from the next `step` on. Its reward is zero as long."""
+        self.parked = sorted([*self.parked, column])
+        self._active = [bound for bound in self._active if bound[0] != column]
+
+    def unpark_all(self) -> None:
+        """Step every environment again."""
+        self.parked, self._active = [], self._bound
+
     def step(self, action_row: Any, on_done: DoneHook, on_step: StepHook | None = None) -> None:
         """Step every environment with its action. `observations` and `rewards` then hold the results.
 
@@ -96,11 +107,9 @@ class EnvColumns:
         """
         observations, rewards = self.observations, self.rewards
         words, env_rank_word = self._progress.words, Progress.ENV_RANK
-        actions = self.split_actions(action_row)
-        if self._action_space is not None:
-            self._check_actions(actions)
+        actions = self._actions(action_row)
         try:
-            for (b, env_rank, step), action in zip(self._bound, actions, strict=True):
+            for (b, env_rank, step), action in zip(self._active, actions, strict=True):
                 words[env_rank_word] = env_rank
                 observation, reward, terminated, truncated, info = step(action)
                 if info.__class__ is not dict:
@@ -222,9 +231,17 @@ class EnvColumns:
         self._progress.at_env(env_rank)
         return SpaceError(f"the reward of env_rank {env_rank} must be finite (check_finite=True), got {brief(reward)}")
 
-    def _check_actions(self, actions: Sequence[Any]) -> None:
-        for column, action in enumerate(actions):
-            self._check_action(column, action, "given by the agent")
+    def _actions(self, action_row: Any) -> Sequence[Any]:
+        """The actions of the environments that are to be stepped; parked ones get a reward of zero."""
+        actions = self.split_actions(action_row)
+        if self.parked:
+            actions = [actions[b] for b, _, _ in self._active]
+            for b in self.parked:
+                self.rewards[b] = 0.0
+        if self._action_space is not None:
+            for (column, _, _), action in zip(self._active, actions, strict=True):
+                self._check_action(column, action, "given by the agent")
+        return actions
 
     def _check_action(self, column: int, action: Any, origin: str) -> None:
         space = self._action_space

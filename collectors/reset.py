@@ -42,11 +42,6 @@ class ResetCollector(Collector):
 
     def _on_done(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
         """Record the end of column's episode and start the next one."""
-        t, samples = self._t, self.samples
-        samples.terminated[t, column] = terminated
-        samples.truncated[t, column] = truncated
-        samples.done[t, column] = True
-        self.finals.record(t, column, observation, reward, terminated, truncated)
-        self.tracker.on_done(t, column, observation)
+        self.record_end(self._t, column, observation, reward, terminated, truncated)
         self._ended.append(column)
         return self.reset_column(column)

@@ -13,6 +13,7 @@ from penstock.collectors import (
     EvalCollectorParts,
     ResetCollector,
     TrajInfo,
+    WaitResetCollector,
 )
 from penstock.errors import (
     ConfigError,
@@ -59,6 +60,7 @@ __all__ = [
     "SpaceError",
     "TorchAgent",
     "TrajInfo",
+    "WaitResetCollector",
     "WorkerDiedError",
     "WorkerError",
     "WorkerStats",

@@ -165,7 +165,7 @@ def test_acting_and_stepping_times_are_totals_of_all_batches(
                 clock.now += acting
                 progress.begin_stepping(t)
                 clock.now += stepping
-            progress.end_batch(len(batch), n_columns)
+            progress.end_batch(len(batch), len(batch) * n_columns)
             clock.now += 50  # between batches: counted nowhere
     snapshot, rows = block.snapshot(0), [row for batch in batches for row in batch]
     assert snapshot.acting == pytest.approx(sum(acting for acting, _ in rows))

@@ -1,4 +1,4 @@
-"""ResetCollector against a plain loop, field by field, one environment at a time."""
+"""ResetCollector and WaitResetCollector against a plain loop, field by field, one environment at a time."""
 
 from functools import partial
 from typing import Any
@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import Agent, AgentStep, ParallelSampler, ResetCollector, SerialSampler, TrajInfo
+from penstock import (
+    Agent,
+    AgentStep,
+    ParallelSampler,
+    RandomAgent,
+    ResetCollector,
+    SerialSampler,
+    TrajInfo,
+    WaitResetCollector,
+)
 from penstock.agents import draw
 from penstock.envs import CountingEnv, Purpose
 from penstock.envs.seeding import ColumnStreams, stream
@@ -63,8 +72,11 @@ class Jumpy(CountingEnv):
         return observation, reward + action, over and self.kind != 1, over and self.kind != 0, info
 
 
-def reference(env_fn: Any, agent: Agent, b: int, T: int, iterations: int, warm_up: int) -> list[dict[str, Any]]:
-    """One environment, one step at a time, everything written down; a list of batches of lists."""
+def reference(  # noqa: C901
+    env_fn: Any, agent: Agent, b: int, T: int, iterations: int, warm_up: int, wait: bool
+) -> list[dict[str, Any]]:
+    """One environment, one step at a time, everything written down; a list of batches of lists. `wait`: no
+    reset before the batch has ended."""
     env = env_fn()
     streams = ColumnStreams(SEED, range(b, b + 1))
     agent.initialize(env.observation_space, env.action_space)
@@ -91,7 +103,15 @@ def reference(env_fn: Any, agent: Agent, b: int, T: int, iterations: int, warm_u
             for name, value in fields.items():
                 rows.setdefault(name, []).append(value)  # noqa: B023
 
+        parked = False
         for t in range(T):
+            if parked:
+                step = ask(agent.step, np.zeros_like(observation))
+                write(observation=np.zeros_like(observation), prev_action=recorded_action, prev_reward=recorded_reward)
+                write(action=0, reward=0, terminated=False, truncated=False, done=False, valid=False)
+                write(final_obs=np.zeros_like(observation), final_value=0, value=0, age=0)
+                recorded_action, recorded_reward = 0, 0.0
+                continue
             write(observation=observation, prev_action=recorded_action, prev_reward=recorded_reward)
             step = ask(agent.step, observation)
             action = int(step.action[0])
@@ -104,12 +124,17 @@ def reference(env_fn: Any, agent: Agent, b: int, T: int, iterations: int, warm_u
                 final_obs = observation
                 final_value = float(ask(agent.value, observation)[0]) if truncated and not terminated else 0.0
                 rows["infos"].append((t, b, len(episode), sum(episode)))
-                agent.reset_one(0)
-                observation, prev_action, prev_reward, episode = env.reset()[0], 0, 0.0, []
+                prev_action, prev_reward, episode, parked = 0, 0.0, [], wait
+                if not wait:
+                    agent.reset_one(0)
+                    observation = env.reset()[0]
             write(action=action, reward=reward, terminated=terminated, truncated=truncated, done=done, valid=True)
             write(final_obs=final_obs, final_value=final_value)
             write(value=step.agent_info["value"][0], age=step.agent_info["age"][0])
-        rows["bootstrap_value"] = float(ask(agent.value, observation)[0])
+        rows["bootstrap_value"] = 0.0 if parked else float(ask(agent.value, observation)[0])
+        if parked:
+            agent.reset_one(0)
+            observation = env.reset()[0]
         batches.append(rows)
     return batches
 
@@ -117,7 +142,8 @@ def reference(env_fn: Any, agent: Agent, b: int, T: int, iterations: int, warm_u
 def compare(
     cls: Any, env_fn: Any, recurrent: bool, T: int, B: int, iterations: int, warm_up: int, **kwargs: Any
 ) -> None:
-    expected = [reference(env_fn, Attentive(recurrent), b, T, iterations, warm_up) for b in range(B)]
+    wait = kwargs.get("collector_cls") is WaitResetCollector
+    expected = [reference(env_fn, Attentive(recurrent), b, T, iterations, warm_up, wait) for b in range(B)]
     with cls(env_fn, batch_T=T, batch_B=B, max_decorrelation_steps=warm_up, **kwargs) as sampler:
         sampler.initialize(Attentive(recurrent), seed=SEED, bootstrap_value=True)
         for itr in range(iterations):
@@ -134,16 +160,43 @@ def compare(
             assert len(fields) == len(wanted) - 1 + 1, "every field of the batch is compared"  # agent_info, infos
 
 
+both_modes = pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
+
+
+@both_modes
 @pytest.mark.parametrize("recurrent", [False, True])
 @settings(max_examples=15, deadline=None)
 @given(T=st.integers(1, 20), B=st.integers(1, 4), warm_up=st.integers(0, 12))
-def test_every_field_equals_a_plain_loop(recurrent: bool, T: int, B: int, warm_up: int) -> None:
-    compare(SerialSampler, Jumpy, recurrent, T, B, iterations=4, warm_up=warm_up)
+def test_every_field_equals_a_plain_loop(collector_cls: Any, recurrent: bool, T: int, B: int, warm_up: int) -> None:
+    compare(SerialSampler, Jumpy, recurrent, T, B, iterations=4, warm_up=warm_up, collector_cls=collector_cls)
 
 
+@both_modes
 @pytest.mark.parametrize("recurrent", [False, True])
-def test_the_same_in_processes(recurrent: bool) -> None:
-    compare(ParallelSampler, Jumpy, recurrent, T=13, B=5, iterations=5, warm_up=10, n_workers=3)
+def test_the_same_in_processes(collector_cls: Any, recurrent: bool) -> None:
+    settings = {"iterations": 5, "warm_up": 10, "n_workers": 3, "collector_cls": collector_cls}
+    compare(ParallelSampler, Jumpy, recurrent, T=13, B=5, **settings)
+
+
+def test_an_environment_that_waits_is_reset_between_the_batches_and_not_within() -> None:
+    class Noted(CountingEnv):
+        resets: list[int] = []  # noqa: RUF012
+
+        def reset(self, **kwargs: Any) -> Any:
+            self.resets.append(self.count)
+            return super().reset(**kwargs)
+
+    with SerialSampler(
+        Noted, batch_T=12, batch_B=1, collector_cls=WaitResetCollector, max_decorrelation_steps=0
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(3):
+            Noted.resets.clear()
+            samples, infos = sampler.obtain_samples(itr)
+            assert Noted.resets == ([5] if itr else []), "reset once, before the batch, where the last one ended it"
+            assert samples.env.valid[:, 0].tolist() == [True] * 5 + [False] * 7
+            assert [info.Length for info in infos] == [5]
+        assert sampler.stats().workers[0].steps == 15
 
 
 def test_a_real_environment_with_a_time_limit() -> None:
@@ -198,8 +251,6 @@ def test_an_environment_may_keep_and_change_what_it_is_given() -> None:
             self.buffer[:] = action  # one buffer for all observations
             action[:] = 99.0  # and no respect for the caller's
             return self.buffer, 0.0, False, False, {}
-
-    from penstock import RandomAgent
 
     with SerialSampler(Possessive, batch_T=6, batch_B=2, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
