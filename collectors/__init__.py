@@ -2,7 +2,7 @@
 
 from penstock.collectors.base import Collector, CollectorParts
 from penstock.collectors.columns import EnvColumns
-from penstock.collectors.evaluation import BaseEvalCollector, EvalCollector, EvalCollectorParts
+from penstock.collectors.evaluation import BaseEvalCollector, EpisodeEvalCollector, EvalCollector, EvalCollectorParts
 from penstock.collectors.reset import ResetCollector
 from penstock.collectors.tracking import Tracker, make_tracker
 from penstock.collectors.traj_info import TrajInfo
@@ -13,6 +13,7 @@ __all__ = [
     "Collector",
     "CollectorParts",
     "EnvColumns",
+    "EpisodeEvalCollector",
     "EvalCollector",
     "EvalCollectorParts",
     "ResetCollector",

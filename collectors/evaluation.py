@@ -1,8 +1,9 @@
-"""EvalCollector: runs evaluation environments, records nothing but finished trajectories."""
+"""Evaluation: the agent in environments of its own, of which nothing is recorded but finished trajectories."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from penstock.collectors.columns import EnvColumns
 from penstock.collectors.tracking import Tracker
 from penstock.envs.seeding import ColumnStreams, Purpose
 
-__all__ = ["BaseEvalCollector", "EvalCollector", "EvalCollectorParts"]
+__all__ = ["BaseEvalCollector", "EpisodeEvalCollector", "EvalCollector", "EvalCollectorParts"]
 
 _CHUNK = 128  # rows between two hand-overs of finished trajectories
 
@@ -31,6 +32,7 @@ class EvalCollectorParts:
     streams: ColumnStreams  #: seeds and random streams of these columns
     max_T: int  #: time steps of one evaluation at most
     max_trajectories: int | None  #: enough for the whole evaluation, all workers together
+    episodes: Sequence[int] | None  #: how many each column is to run, if they are counted
     observation: Any  #: zeroed scratch `[B, ...]`, as the samples record observations
     action: Any  #: zeroed scratch `[B, ...]`, as the samples record actions
     agent_info: Any  #: zeroed scratch `[B, ...]`, as the samples record agent_info
@@ -121,11 +123,46 @@ class EvalCollector(BaseEvalCollector):
         return n_rows
 
     def _on_done(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
-        self.envs.check_final(column, observation)
-        self._done[self._row, column] = True
-        self.tracker.on_done(self._t, column, observation)
-        self.progress.trajectories += 1  # the main process counts along, to stop in time
+        self._hand_over(column, observation)
         first_observation = self.envs.reset_one(column)
         self.agent.reset_one(column)
         self.prev_action[column] = 0
         return first_observation
+
+    def _hand_over(self, column: int, observation: Any) -> None:
+        self.envs.check_final(column, observation)
+        self._done[self._row, column] = True
+        self.tracker.on_done(self._t, column, observation)
+        self.progress.trajectories += 1  # the main process counts along, to stop in time
+
+
+class EpisodeEvalCollector(EvalCollector):
+    """Every environment runs its fixed share of whole episodes, then rests. `max_T` steps at most.
+
+    Taking the first n episodes that end, from whichever environment, would favour short ones.
+    """
+
+    def __init__(self, parts: EvalCollectorParts) -> None:
+        super().__init__(parts)
+        self._shares = tuple(parts.episodes or ())
+        self._left: list[int] = []
+
+    def begin_evaluation(self, itr: int) -> None:
+        super().begin_evaluation(itr)
+        self.envs.unpark_all()
+        self._left = list(self._shares)
+        for column, share in enumerate(self._shares):
+            if share == 0:
+                self.envs.park(column)
+
+    @property
+    def is_enough(self) -> bool:
+        return super().is_enough or not any(self._left)
+
+    def _on_done(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
+        self._left[column] -= 1
+        if self._left[column] > 0:
+            return super()._on_done(column, observation, reward, terminated, truncated)
+        self._hand_over(column, observation)
+        self.envs.park(column)
+        return observation

@@ -11,7 +11,7 @@ import numpy as np
 from penstock.agents import Agent, SharedParameters
 from penstock.buffers import ControlBlock, NamedArrays, RecordRings, SamplesBuffer, SampleSpec, as_named
 from penstock.buffers.named import map_leaves
-from penstock.collectors import TrajInfo
+from penstock.collectors import BaseEvalCollector, EpisodeEvalCollector, EvalCollector, TrajInfo
 from penstock.collectors.checks import Checks, write_action
 from penstock.envs import (
     ColumnStreams,
@@ -84,18 +84,21 @@ def allocate(
     max_T = eval_max_T(config.eval_max_steps, config.eval_n_envs)
     # Objects of a TrajInfo subclass do not use the rings.
     stock = config.traj_info_cls is TrajInfo
-    capacities = [plan.capacity(config.batch_T, max_T, config.eval_max_trajectories) if stock else 1 for plan in plans]
+    most = config.eval_max_trajectories or config.eval_episodes
+    capacities = [plan.capacity(config.batch_T, max_T, most) if stock else 1 for plan in plans]
     job = Job(
         env_factories=train,
         eval_env_factories=evals,
         agent=worker_agent,
         collector_cls=config.collector_cls,
-        eval_collector_cls=config.eval_collector_cls,
+        eval_collector_cls=_eval_collector_cls(config),
         traj_info_cls=config.traj_info_cls,
         traj_info_kwargs=traj_kwargs,
         max_decorrelation_steps=config.max_decorrelation_steps,
         eval_max_T=max_T,
         eval_max_trajectories=config.eval_max_trajectories,
+        eval_episodes=config.eval_episodes,
+        eval_n_envs=config.eval_n_envs,
         seed=seed,
         checks=Checks(config.check_finite, config.debug),
     )
@@ -106,6 +109,13 @@ def allocate(
         parameters=agent.share_memory(shared=shared),
         job=job,
     )
+
+
+def _eval_collector_cls(config: SamplerConfig) -> type[BaseEvalCollector]:
+    """Whole episodes are the business of a collector of their own, unless the user has given one."""
+    if config.eval_episodes is not None and config.eval_collector_cls is EvalCollector:
+        return EpisodeEvalCollector
+    return config.eval_collector_cls
 
 
 def _eval_fn(config: SamplerConfig) -> Any:

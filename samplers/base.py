@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,9 @@ class Sampler(ABC):
         eval_max_steps: steps of one evaluation at most, all its environments together.
         eval_max_trajectories: an evaluation also ends soon after this many have finished; the infos
             returned may be a few more.
+        eval_episodes: run exactly this many whole episodes instead, each environment a fixed share of them,
+            so that short ones are not favoured. What `eval_max_steps` cuts short is counted in a
+            `RuntimeWarning`.
         eval_env_kwargs: as `env_kwargs`, for the evaluation environments; by default the same. Of lists,
             for env_fn too, the first entry then stands for all.
         eval_collector_cls: the `BaseEvalCollector` subclass that evaluates.
@@ -91,6 +95,7 @@ class Sampler(ABC):
         eval_n_envs: int = 0,
         eval_max_steps: int = 10_000,
         eval_max_trajectories: int | None = None,
+        eval_episodes: int | None = None,
         eval_env_kwargs: EnvKwargs = None,
         eval_collector_cls: type[BaseEvalCollector] = EvalCollector,
         start_method: str = "forkserver",
@@ -257,7 +262,16 @@ class Sampler(ABC):
             )
             self._wait(f"evaluation, itr={itr}", **bounded)
             self._is_evaluating = False
-            return self._take_traj_infos()
+            infos = self._take_traj_infos()
+            wanted = self.config.eval_episodes
+            if wanted is not None and len(infos) < wanted:
+                warnings.warn(
+                    f"evaluation, itr={itr}: {wanted - len(infos)} of {wanted} episodes had not ended after "
+                    f"eval_max_steps={self.config.eval_max_steps} steps of all environments together",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return infos
 
     def _end_interrupted_evaluation(self) -> None:
         """The user has interrupted `evaluate_agent`: the workers must be done with it before anything else."""

@@ -34,6 +34,7 @@ class SamplerConfig:
     eval_n_envs: int
     eval_max_steps: int
     eval_max_trajectories: int | None
+    eval_episodes: int | None
     eval_env_kwargs: EnvKwargs
     eval_collector_cls: type[BaseEvalCollector]
     start_method: str
@@ -56,11 +57,15 @@ class SamplerConfig:
             ("max_restarts", 0),
         ):
             self._check_int(name, least)
-        for name in ("n_workers", "eval_max_trajectories"):
+        for name in ("n_workers", "eval_max_trajectories", "eval_episodes"):
             if getattr(self, name) is not None:
                 self._check_int(name, 1)
         if self.eval_n_envs:
             self._check_int("eval_max_steps", self.eval_n_envs)
+        if self.eval_episodes is not None and not self.eval_n_envs:
+            raise ConfigError("eval_episodes needs evaluation environments: give eval_n_envs too")
+        if self.eval_episodes is not None and self.eval_max_trajectories is not None:
+            raise ConfigError("eval_episodes and eval_max_trajectories exclude each other: leave one out")
         for name in ("step_timeout", "start_timeout", "restart_window"):
             seconds = getattr(self, name)
             if (seconds is not None or name != "step_timeout") and not (

@@ -25,7 +25,7 @@ from penstock.collectors.traj_info import TrajInfo
 from penstock.envs.factory import EnvFactory
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import SpaceError
-from penstock.samplers.plan import WorkerPlan
+from penstock.samplers.plan import WorkerPlan, episode_shares
 
 __all__ = ["FrameQueue", "Job", "SharedState", "Worker"]
 
@@ -44,6 +44,8 @@ class Job:
     max_decorrelation_steps: int
     eval_max_T: int
     eval_max_trajectories: int | None
+    eval_episodes: int | None
+    eval_n_envs: int
     seed: int
     checks: Checks
 
@@ -147,6 +149,7 @@ class Worker:
                 streams=streams,
                 max_T=job.eval_max_T,
                 max_trajectories=job.eval_max_trajectories,
+                episodes=episode_shares(job.eval_episodes, job.eval_n_envs, self._plan.eval_columns),
                 observation=scratch(arrays.observation),
                 action=scratch(arrays.action),
                 agent_info=scratch(arrays.agent_info),

@@ -1,11 +1,11 @@
-"""EvalCollector against a plain loop, over several evaluations."""
+"""Both kinds of evaluation against a plain loop, several times over."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock import Agent, AgentStep, BaseEvalCollector, ParallelSampler, SerialSampler, TrajInfo
+from penstock import Agent, AgentStep, BaseEvalCollector, ConfigError, ParallelSampler, SerialSampler, TrajInfo
 from penstock.envs import CountingEnv, Purpose
 from penstock.envs.seeding import ColumnStreams
 
@@ -75,6 +75,52 @@ def test_every_evaluation_equals_a_plain_loop(cls: Any, traj_info_cls: type[Traj
             infos = sampler.evaluate_agent(evaluation)
             wanted = sorted(row for b in range(N_ENVS) for row in reference(evaluation, b))
             assert [(info.Length, info.Return) for info in infos] == [row[2:] for row in wanted]
+
+
+@pytest.mark.parametrize(("cls", "n_workers"), [(SerialSampler, 1), (ParallelSampler, 1), (ParallelSampler, 3)])
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Own])
+@pytest.mark.parametrize("episodes", [2, 3, 10])
+def test_exactly_so_many_episodes_each_environment_its_share(
+    cls: Any, n_workers: int, traj_info_cls: type[TrajInfo], episodes: int
+) -> None:
+    with cls(
+        Paying,
+        batch_T=20,
+        batch_B=3,
+        eval_n_envs=N_ENVS,
+        eval_max_steps=MAX_T * N_ENVS,
+        eval_episodes=episodes,
+        n_workers=n_workers,
+        traj_info_cls=traj_info_cls,
+    ) as sampler:
+        sampler.initialize(Attentive(), seed=SEED)
+        shares = [episodes // N_ENVS + (b < episodes % N_ENVS) for b in range(N_ENVS)]
+        for evaluation in range(3):
+            infos = sampler.evaluate_agent(evaluation)
+            wanted = sorted(row for b in range(N_ENVS) for row in reference(evaluation, b)[: shares[b]])
+            assert [(info.Length, info.Return) for info in infos] == [row[2:] for row in wanted]
+            assert len(infos) == episodes
+
+
+def test_episodes_that_are_cut_short_are_counted_in_a_warning() -> None:
+    with SerialSampler(Paying, batch_T=2, batch_B=1, eval_n_envs=2, eval_max_steps=90, eval_episodes=20) as sampler:
+        sampler.initialize(Attentive(), seed=SEED)
+        finished = sum(row[0] < 45 for b in range(2) for row in reference(0, b))
+        with pytest.warns(RuntimeWarning, match=rf"itr=5: {20 - finished} of 20 episodes had not ended after eval_max"):
+            assert len(sampler.evaluate_agent(5)) == finished
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"eval_episodes": 3}, "give eval_n_envs too"),
+        ({"eval_episodes": 3, "eval_n_envs": 1, "eval_max_trajectories": 3}, "exclude each other"),
+        ({"eval_episodes": 0, "eval_n_envs": 1}, "eval_episodes must be an integer of at least 1"),
+    ],
+)
+def test_what_cannot_be_counted(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SerialSampler(Paying, batch_T=2, batch_B=1, **arguments)
 
 
 class Once(BaseEvalCollector):
