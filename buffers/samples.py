@@ -24,6 +24,7 @@ class EnvSamples(NamedArrays):
     truncated: Any  #: bool, Gymnasium's
     done: Any  #: bool, terminated or truncated
     valid: Any  #: bool, False where a parked environment recorded nothing
+    env_info: Any  #: what was asked for of `info`; `_name` beside each `name` says where it was given
     final_obs: Any  #: the true last observation where `done`, zero elsewhere
 
 
@@ -66,6 +67,7 @@ class SampleSpec:
     agent_info: NamedArrays
     bootstrap_value: bool = False
     final_obs: bool = True
+    env_info: NamedArrays | None = None
 
 
 class SamplesBuffer:
@@ -92,6 +94,8 @@ class SamplesBuffer:
             "valid": flags,
             "agent_info": rows(batch_T, spec.agent_info),
         }
+        if spec.env_info is not None:
+            fields["env_info"] = rows(batch_T, spec.env_info)
         if spec.final_obs:
             fields["final_obs"] = rows(batch_T, spec.observation)
         if spec.bootstrap_value:
@@ -126,8 +130,9 @@ def _public_view(arrays: NamedArrays, batch_T: int) -> Samples:
         "prev_action": first(arrays.action),
         "agent_info": arrays.agent_info,
     }
-    if "final_obs" in arrays:
-        env["final_obs"] = arrays.final_obs
+    for name in ("env_info", "final_obs"):
+        if name in arrays:
+            env[name] = arrays[name]
     for name in ("bootstrap_value", "final_value"):
         if name in arrays:
             agent[name] = arrays[name]
@@ -154,6 +159,7 @@ class BatchColumns:
         self.done = own("done")
         self.valid = own("valid")
         self.agent_info = own("agent_info")
+        self.env_info = own("env_info")
         self.final_obs = own("final_obs")
         self.final_value = own("final_value")
         self.bootstrap_value = arrays.bootstrap_value[columns] if "bootstrap_value" in arrays else None

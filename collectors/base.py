@@ -16,7 +16,8 @@ from penstock.collectors.checks import write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.decorrelation import decorrelate
 from penstock.collectors.finals import FinalObservations
-from penstock.collectors.tracking import Tracker
+from penstock.collectors.tracking import StepHook, Tracker
+from penstock.envs.infos import InfoWriter
 from penstock.envs.seeding import ColumnStreams, Purpose
 
 __all__ = ["Collector", "CollectorParts"]
@@ -59,6 +60,10 @@ class Collector(ABC):
         # The first row is written when the first batch begins, not in `start_envs`: a replacement for a
         # worker that has died may start while the user is still reading the batch before.
         self._has_batch = False
+        self._info_writer = None if parts.samples.env_info is None else InfoWriter(parts.samples.env_info)
+        self._infos: list[Any] = [{}] * len(parts.envs)  # of the row that is being stepped
+        #: The hook for `envs.step`: what follows each environment's step, or None if nothing does.
+        self.on_step: StepHook | None = parts.tracker.on_step if self._info_writer is None else self._keep_info
         self._has_agent_info = len(parts.samples.agent_info) > 0
 
     def start_envs(self) -> None:
@@ -126,6 +131,16 @@ class Collector(ABC):
         self.finals.end_batch()
         progress.enter(Phase.HANDING_OVER)
         progress.trajectories = self.tracker.end_rows(samples.reward[1:], samples.done)
+
+    def _keep_info(self, b: int, *step: Any) -> None:
+        self._infos[b] = step[-1]
+        if self.tracker.on_step is not None:
+            self.tracker.on_step(b, *step)
+
+    def record_env_info(self, t: int) -> None:
+        """Row t has been stepped: record what was asked for of the infos, if anything was."""
+        if self._info_writer is not None:
+            self._info_writer.write(self.samples.env_info[t], self._infos, self.envs.env_ranks)
 
     def record_end(
         self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool

@@ -31,7 +31,8 @@ class ResetCollector(Collector):
         """Row t, second half: every environment takes its action, and what follows is recorded."""
         self.progress.begin_stepping(t)
         self._t = t
-        self.envs.step(self.prev_action, self._on_done, self.tracker.on_step)
+        self.envs.step(self.prev_action, self._on_done, self.on_step)
+        self.record_env_info(t)
         self.envs.write_prepared(self._observation_rows[t + 1])
         reward = self.samples.reward_rows[t + 1]
         self.envs.write_rewards(reward)

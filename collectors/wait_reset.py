@@ -40,7 +40,7 @@ class WaitResetCollector(Collector):
             # Parked columns are acted on as well, and it is forgotten: what an agent draws for a column
             # must not depend on which others share the worker with it.
             self.act(t)
-            self._blank_action(t)
+            self._blank_parked(t)
             self.step_envs(t)
         self.end_batch()
         self._blank_values()
@@ -49,7 +49,8 @@ class WaitResetCollector(Collector):
         """Row t, second half: every environment that is not parked takes its action."""
         self.progress.begin_stepping(t)
         self._t = t
-        self.envs.step(self.prev_action, self._on_done, self.tracker.on_step)
+        self.envs.step(self.prev_action, self._on_done, self.on_step)
+        self.record_env_info(t)
         self.envs.write_prepared(self._observation_rows[t + 1])
         reward = self.samples.reward_rows[t + 1]
         self.envs.write_rewards(reward)
@@ -65,10 +66,11 @@ class WaitResetCollector(Collector):
         self.envs.park(column)
         return observation
 
-    def _blank_action(self, t: int) -> None:
+    def _blank_parked(self, t: int) -> None:
         for column in self.envs.parked:
             self.samples.action_rows[t + 1][column] = 0
             self.prev_action[column] = 0
+            self._infos[column] = {}
             if self._has_agent_info:
                 self.samples.agent_info[t, column] = 0
 

@@ -2,6 +2,7 @@
 
 from penstock.envs.examples import example_of, observation_example
 from penstock.envs.factory import EnvFactory, EnvFn, build_example_env, env_factories
+from penstock.envs.infos import InfoWanted, InfoWriter, info_example
 from penstock.envs.rows import action_splitter, row_writer
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed, stream
 from penstock.envs.toy import CountingEnv, CrashingEnv, NestedEnv, SlowEnv
@@ -12,6 +13,8 @@ __all__ = [
     "CrashingEnv",
     "EnvFactory",
     "EnvFn",
+    "InfoWanted",
+    "InfoWriter",
     "NestedEnv",
     "Purpose",
     "SlowEnv",
@@ -20,6 +23,7 @@ __all__ = [
     "env_factories",
     "example_of",
     "fresh_seed",
+    "info_example",
     "observation_example",
     "row_writer",
     "stream",

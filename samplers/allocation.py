@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 
 from penstock.agents import Agent, SharedParameters
@@ -16,10 +18,12 @@ from penstock.collectors.checks import Checks, write_action
 from penstock.envs import (
     ColumnStreams,
     EnvFactory,
+    InfoWanted,
     Purpose,
     build_example_env,
     env_factories,
     example_of,
+    info_example,
     observation_example,
 )
 from penstock.errors import ConfigError, PenstockError, SpaceError
@@ -76,11 +80,11 @@ def allocate(
     train = env_factories(config.env_fn, config.env_kwargs, config.batch_B)
     eval_kwargs = _eval_kwargs(config)
     evals = env_factories(_eval_fn(config), eval_kwargs, config.eval_n_envs, "eval_") if config.eval_n_envs else ()
-    _prepare_agent(agent, train[0], seed)
+    env_info = _prepare_agent(agent, train[0], seed, config.env_info)
     traj_kwargs = dict(traj_info_kwargs or {})
     _check_traj_info(config.traj_info_cls, traj_kwargs)
     worker_agent = agent.worker_copy()
-    spec = _try_agent(worker_agent, config, bootstrap_value)
+    spec = replace(_try_agent(worker_agent, config, bootstrap_value), env_info=env_info)
     max_T = eval_max_T(config.eval_max_steps, config.eval_n_envs)
     # Objects of a TrajInfo subclass do not use the rings.
     stock = config.traj_info_cls is TrajInfo
@@ -132,7 +136,8 @@ def _eval_kwargs(config: SamplerConfig) -> Any:
     return config.env_kwargs[0] if config.env_kwargs else None
 
 
-def _prepare_agent(agent: Agent, factory: EnvFactory, seed: int) -> None:
+def _prepare_agent(agent: Agent, factory: EnvFactory, seed: int, wanted: InfoWanted) -> NamedArrays | None:
+    """Initialize the agent from an example environment; returns an example of the `env_info` to be recorded."""
     if not isinstance(agent, Agent):
         raise ConfigError(
             f"agent must be a penstock Agent, got {type(agent).__name__}: wrap a model, for example "
@@ -140,16 +145,28 @@ def _prepare_agent(agent: Agent, factory: EnvFactory, seed: int) -> None:
         )
     env = build_example_env(factory)
     observation_space, action_space = env.observation_space, env.action_space
+    example_of(observation_space, "observation")
+    example_of(action_space, "action")
+    env_info = None
+    try:
+        if wanted is True or (wanted is not False and len(wanted)):
+            env_info, skipped = info_example(env, wanted)
+            if skipped:
+                warnings.warn(f"these entries of info are not numeric and not recorded: {skipped}", stacklevel=5)
+    finally:
+        _close_example(env)
+    model_seed = ColumnStreams(seed, range(1)).env_seeds(Purpose.MODEL)[0]
+    agent.ensure_initialized(observation_space, action_space, model_seed)
+    return env_info
+
+
+def _close_example(env: gym.Env[Any, Any]) -> None:
     try:
         env.close()
     except Exception as error:
         raise ConfigError(
             f"closing the example environment, which the spaces are read from, raised {type(error).__name__}: {error}"
         ) from error
-    example_of(observation_space, "observation")
-    example_of(action_space, "action")
-    model_seed = ColumnStreams(seed, range(1)).env_seeds(Purpose.MODEL)[0]
-    agent.ensure_initialized(observation_space, action_space, model_seed)
 
 
 def _check_traj_info(cls: type[TrajInfo], kwargs: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from penstock.agents import Agent
 from penstock.buffers import Samples
 from penstock.buffers.trajectory_queue import FIGURES
 from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, ResetCollector, TrajInfo
-from penstock.envs import EnvFn, fresh_seed
+from penstock.envs import EnvFn, InfoWanted, fresh_seed
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, allocate
 from penstock.samplers.calls import Calls, SamplerState
@@ -73,6 +73,9 @@ class Sampler(ABC):
             of that of the space.
         record_final_obs: whether to record the last observation of each episode (`env.final_obs`),
             which takes as much memory as the observations.
+        env_info: which entries of `info` to record as `samples.env.env_info`: names (`"stats.speed"` for nested
+            ones), a dict of names and examples of their values, or True for every numeric one that a step of
+            an example environment shows. `env_info._name` is True where `name` was given.
         check_finite: refuse NaN and inf in rewards and floating-point observations, with a `SpaceError`
             that names field, environment and value.
         debug: ask the spaces whether they contain each action before the environment gets it, and each
@@ -106,6 +109,7 @@ class Sampler(ABC):
         restart_window: float = 60.0,
         observation_dtype: npt.DTypeLike | None = None,
         record_final_obs: bool = True,
+        env_info: InfoWanted = False,
         check_finite: bool = False,
         debug: bool = False,
     ) -> None:

@@ -10,11 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.collectors import BaseEvalCollector, Collector, TrajInfo
-from penstock.envs import EnvFn
+from penstock.envs import EnvFn, InfoWanted
 from penstock.errors import ConfigError
 from penstock.samplers.launch import START_METHODS
 
 __all__ = ["EnvKwargs", "SamplerConfig"]
+
+_LEAST = {"batch_T": 1, "batch_B": 1, "max_decorrelation_steps": 0, "eval_n_envs": 0, "max_restarts": 0}
 
 EnvKwargs = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
@@ -45,38 +47,32 @@ class SamplerConfig:
     restart_window: float
     observation_dtype: npt.DTypeLike | None
     record_final_obs: bool
+    env_info: InfoWanted
     check_finite: bool
     debug: bool
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("batch_T", 1),
-            ("batch_B", 1),
-            ("max_decorrelation_steps", 0),
-            ("eval_n_envs", 0),
-            ("max_restarts", 0),
-        ):
+        for name, least in _LEAST.items():
             self._check_int(name, least)
         for name in ("n_workers", "eval_max_trajectories", "eval_episodes"):
             if getattr(self, name) is not None:
                 self._check_int(name, 1)
+        for name in ("step_timeout", "start_timeout", "restart_window"):
+            if name != "step_timeout" or self.step_timeout is not None:
+                self._check_seconds(name)
+        self._check_evaluation()
+        for name, choices in (("start_method", START_METHODS), ("on_worker_failure", ("raise", "restart"))):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        self._check_kinds()
+
+    def _check_evaluation(self) -> None:
         if self.eval_n_envs:
             self._check_int("eval_max_steps", self.eval_n_envs)
         if self.eval_episodes is not None and not self.eval_n_envs:
             raise ConfigError("eval_episodes needs evaluation environments: give eval_n_envs too")
         if self.eval_episodes is not None and self.eval_max_trajectories is not None:
             raise ConfigError("eval_episodes and eval_max_trajectories exclude each other: leave one out")
-        for name in ("step_timeout", "start_timeout", "restart_window"):
-            seconds = getattr(self, name)
-            if (seconds is not None or name != "step_timeout") and not (
-                isinstance(seconds, int | float) and seconds > 0
-            ):
-                raise ConfigError(f"{name} must be a positive number of seconds, got {seconds!r}")
-        if self.on_worker_failure not in ("raise", "restart"):
-            raise ConfigError(f'on_worker_failure must be "raise" or "restart", got {self.on_worker_failure!r}')
-        if self.start_method not in START_METHODS:
-            raise ConfigError(f"start_method must be one of {', '.join(START_METHODS)}, got {self.start_method!r}")
-        self._check_kinds()
 
     def _check_kinds(self) -> None:
         if self.observation_dtype is not None and not _is_float_dtype(self.observation_dtype):
@@ -91,6 +87,11 @@ class SamplerConfig:
             cls = getattr(self, name)
             if not (isinstance(cls, type) and issubclass(cls, base)):
                 raise ConfigError(f"{name} must be a subclass of {base.__name__} (the class itself), got {cls!r}")
+
+    def _check_seconds(self, name: str) -> None:
+        seconds = getattr(self, name)
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise ConfigError(f"{name} must be a positive number of seconds, got {seconds!r}")
 
     def _check_int(self, name: str, least: int) -> None:
         value = getattr(self, name)
