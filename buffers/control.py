@@ -43,7 +43,7 @@ class StopCollecting(Exception):
 
 
 # Words written by the main process, for all workers ...
-_QUIT, _DO_EVAL, _STOP_EVAL, _ITR = range(4)
+_QUIT, _DO_EVAL, _STOP_EVAL, _ITR, _DO_CALL = range(5)
 # ... and by each worker, in a row of its own.
 _PHASE, _T, _ENV_RANK, _HEARTBEAT, _BEGUN, _ARRIVED, _TRAJECTORIES, _BATCHES = range(8)
 _STEPPING, _ACTING, _RESETTING, _WAITING, _STEPS = range(8, 13)
@@ -81,6 +81,15 @@ class ControlBlock:
     @do_eval.setter
     def do_eval(self, value: bool) -> None:
         self.memory.arrays.words[_DO_EVAL] = value
+
+    @property
+    def do_call(self) -> bool:
+        """True while the gates open for a call on the environments, which lies in the mailbox."""
+        return bool(self.memory.arrays.words[_DO_CALL])
+
+    @do_call.setter
+    def do_call(self, value: bool) -> None:
+        self.memory.arrays.words[_DO_CALL] = value
 
     @property
     def stop_eval(self) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from multiprocessing import reduction
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
-__all__ = ["InheritedFd"]
+__all__ = ["InheritedFd", "anonymous_file"]
 
 
 class InheritedFd:
@@ -35,6 +36,14 @@ class InheritedFd:
         if get_spawning_popen() is None:  # DupFd would quietly start a server thread instead
             raise TypeError("a descriptor can be pickled only to a process that is being started")
         return _rebuild, (reduction.DupFd(self.fd),)
+
+
+def anonymous_file(name: str) -> InheritedFd:
+    """An empty file without a place in any folder; `name` shows in the system's lists alone."""
+    if hasattr(os, "memfd_create"):
+        return InheritedFd(os.memfd_create(name, os.MFD_CLOEXEC))
+    with tempfile.TemporaryFile() as file:
+        return InheritedFd(os.dup(file.fileno()))
 
 
 def _rebuild(duplicate: Any) -> InheritedFd:

@@ -1,7 +1,7 @@
 """The environment side: spaces to examples, rows to environments and back, seeding, factories, toys."""
 
 from penstock.envs.examples import example_of, observation_example
-from penstock.envs.factory import EnvFactory, EnvFn, build_example_env, env_factories
+from penstock.envs.factory import EnvContext, EnvFactory, EnvFn, build_example_env, env_factories
 from penstock.envs.infos import InfoWanted, InfoWriter, info_example
 from penstock.envs.rows import action_splitter, row_writer
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed, stream
@@ -11,6 +11,7 @@ __all__ = [
     "ColumnStreams",
     "CountingEnv",
     "CrashingEnv",
+    "EnvContext",
     "EnvFactory",
     "EnvFn",
     "InfoWanted",

@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium as gym
 
+from penstock.envs.seeding import Purpose
 from penstock.errors import ConfigError
 
-__all__ = ["EnvFactory", "EnvFn", "build_example_env", "env_factories"]
+__all__ = ["EnvContext", "EnvFactory", "EnvFn", "build_example_env", "env_factories"]
 
 EnvFn = Callable[..., gym.Env[Any, Any]] | str | Sequence[Callable[..., gym.Env[Any, Any]]]
 
 
 @dataclass(frozen=True)
+class EnvContext:
+    """Where and for what an environment is built."""
+
+    env_rank: int  #: global index, among environments of the same purpose
+    worker_rank: int  #: of the worker that steps it; -1 for the example environment in the main process
+    seed: int  #: of its first reset; for whatever else is random about it
+    purpose: Purpose | None  #: TRAIN or EVAL; None for the example environment, of which the spaces are read
+
+
+_EXAMPLE = EnvContext(env_rank=0, worker_rank=-1, seed=0, purpose=None)
+
+
+@dataclass(frozen=True)
 class EnvFactory:
-    """Builds one environment: `fn(**kwargs)`, checked to be a `gymnasium.Env`."""
+    """Builds one environment: `fn(**kwargs)`, checked to be a `gymnasium.Env`.
+
+    A function with a parameter called `context` also gets the `EnvContext`.
+    """
 
     fn: Callable[..., gym.Env[Any, Any]]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(self) -> gym.Env[Any, Any]:
-        env = self.fn(**self.kwargs)
+    def __call__(self, context: EnvContext = _EXAMPLE) -> gym.Env[Any, Any]:
+        kwargs = {**self.kwargs, "context": context} if _asks_for_context(self.fn) else self.kwargs
+        env = self.fn(**kwargs)
         if not isinstance(env, gym.Env):
             raise ConfigError(
                 f"env_fn must return a gymnasium.Env, got {type(env).__module__}.{type(env).__qualname__}"
@@ -105,6 +124,14 @@ def build_example_env(factory: EnvFactory) -> gym.Env[Any, Any]:
             env.close()
             raise ConfigError(f"the environment's {name} must be a gymnasium space, got {_describe(space)}")
     return env
+
+
+def _asks_for_context(fn: Callable[..., Any]) -> bool:
+    try:
+        parameter = inspect.signature(fn).parameters.get("context")
+    except (TypeError, ValueError):  # built in, or written in C
+        return False
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 def _describe(value: Any) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.agents import Agent, SharedParameters
 from penstock.buffers import ControlBlock, NamedArrays, RecordRings, SamplesBuffer, SampleSpec, as_named
+from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import map_leaves
 from penstock.collectors import BaseEvalCollector, EpisodeEvalCollector, EvalCollector, TrajInfo
 from penstock.collectors.checks import Checks, write_action
@@ -44,12 +45,13 @@ class Allocation:
     control: ControlBlock
     rings: RecordRings
     parameters: SharedParameters
+    mailbox: Mailbox
     job: Job
 
     @property
     def state(self) -> SharedState:
         """What of it a worker sees."""
-        return SharedState(self.control, self.buffer.memory, self.rings, self.parameters)
+        return SharedState(self.control, self.buffer.memory, self.rings, self.parameters, self.mailbox)
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +63,7 @@ class Allocation:
         """Give descriptors back. Arrays stay valid as long as the user holds views of them."""
         for memory in (self.buffer.memory, self.control.memory, self.rings.memory):
             memory.close()
+        self.mailbox.close()
 
 
 def allocate(
@@ -111,6 +114,7 @@ def allocate(
         control=ControlBlock(len(plans), config.batch_T, shared=shared),
         rings=RecordRings(capacities, shared=shared),
         parameters=agent.share_memory(shared=shared),
+        mailbox=Mailbox(),
         job=job,
     )
 

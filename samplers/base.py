@@ -16,13 +16,14 @@ import numpy.typing as npt
 
 from penstock.agents import Agent
 from penstock.buffers import Samples
-from penstock.buffers.trajectory_queue import FIGURES
+from penstock.buffers.trajectory_queue import FIGURES, Frame
 from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted, fresh_seed
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, allocate
 from penstock.samplers.calls import Calls, SamplerState
 from penstock.samplers.config import EnvKwargs, SamplerConfig
+from penstock.samplers.env_calls import EnvCall, results
 from penstock.samplers.plan import Affinity, WorkerPlan
 from penstock.samplers.stats import SamplerStats, worker_stats
 from penstock.samplers.team import Team
@@ -121,7 +122,7 @@ class Sampler(ABC):
         self.seed: int | None = None
         self._plans: tuple[WorkerPlan, ...] = ()
         self._delivered: Counter[int] = Counter()  # trajectories returned, by worker rank
-        self._is_evaluating = False  # also when the user has interrupted the wait for it
+        self._is_away = False  # the workers are on an evaluation or a call, whose wait the user may have interrupted
 
     # ---- for subclasses --------------------------------------------------------------------
 
@@ -231,7 +232,7 @@ class Sampler(ABC):
             return self._finish()
 
     def _start(self, itr: int) -> None:
-        self._end_interrupted_evaluation()
+        self._end_what_was_interrupted()
         control = self._allocation.control
         control.itr, control.do_eval = itr, False
         self._team.open_gates()
@@ -251,7 +252,7 @@ class Sampler(ABC):
         with self._calls.expecting("evaluate_agent", SamplerState.READY):
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
-            self._end_interrupted_evaluation()
+            self._end_what_was_interrupted()
             control, limit = self._allocation.control, self.config.eval_max_trajectories
             control.itr, control.do_eval, control.stop_eval = itr, True, False
 
@@ -259,13 +260,13 @@ class Sampler(ABC):
                 if limit is not None and sum(map(control.trajectories, range(len(self._plans)))) >= limit:
                     control.stop_eval = True
 
-            self._is_evaluating = True
+            self._is_away = True
             self._team.open_gates()
             bounded: dict[str, Any] = (
                 {} if limit is None else {"on_wake": stop_if_enough, "look_again": _EVAL_LOOK_AGAIN_SECONDS}
             )
             self._wait(f"evaluation, itr={itr}", **bounded)
-            self._is_evaluating = False
+            self._is_away = False
             infos = self._take_traj_infos()
             wanted = self.config.eval_episodes
             if wanted is not None and len(infos) < wanted:
@@ -277,13 +278,18 @@ class Sampler(ABC):
                 )
             return infos
 
-    def _end_interrupted_evaluation(self) -> None:
-        """The user has interrupted `evaluate_agent`: the workers must be done with it before anything else."""
-        if self._is_evaluating:
-            self._allocation.control.stop_eval = True
-            self._wait("an evaluation that was interrupted")
-            self._is_evaluating = False
-            self._take_traj_infos()
+    def _end_what_was_interrupted(self) -> None:
+        """Ctrl-C came in `evaluate_agent` or a call: the workers must be done with it before anything else."""
+        if self._is_away:
+            control = self._allocation.control
+            control.stop_eval = True
+            self._wait("what was interrupted")
+            self._is_away = False
+            if control.do_call:
+                self._take_frames()
+                control.do_call = False
+            else:
+                self._take_traj_infos()
 
     def _wait(self, occasion: str, **how: Any) -> None:
         try:
@@ -301,8 +307,45 @@ class Sampler(ABC):
         if cls is TrajInfo:
             records = self._allocation.rings.take(promised)[list(FIGURES)]
             return cls.from_figures(records.tolist())
-        frames = sorted(self._team.take_frames(promised), key=lambda frame: frame[:2])
+        frames = sorted(self._take_frames(), key=lambda frame: frame[:2])
         return [cls.restore(attributes) for _, _, attributes in frames]
+
+    # ---- calls on the environments -----------------------------------------------------------
+
+    def call(self, name: str, *args: Any, evaluation: bool = False, **kwargs: Any) -> list[Any]:
+        """Call the method `name` of every training (or evaluation) environment, between two batches.
+
+        Wrappers are searched from the outermost inwards. Returns the results by env_rank. Raises
+        `ConfigError` naming the environment if one raises; the sampler goes on working.
+        """
+        return self._perform(EnvCall("call", name, evaluation, args, kwargs))
+
+    def get_attr(self, name: str, *, evaluation: bool = False) -> list[Any]:
+        """The attribute `name` of every environment; see `call`."""
+        return self._perform(EnvCall("get", name, evaluation))
+
+    def set_attr(self, name: str, value: Any, *, evaluation: bool = False) -> None:
+        """Set the attribute `name` of every environment: to `value`, or, if that is a list or a tuple, each to
+        its own. A worker that replaces another builds its environments anew, without what was set here."""
+        n_envs = self.config.eval_n_envs if evaluation else self.batch_B
+        values = value if isinstance(value, list | tuple) else [value] * n_envs
+        if len(values) != n_envs:
+            raise ConfigError(f"set_attr({name!r}) got {len(values)} values for {n_envs} environments")
+        self._perform(EnvCall("set", name, evaluation, values=values))
+
+    def _perform(self, call: EnvCall) -> list[Any]:
+        with self._calls.expecting(call.verb, SamplerState.READY):
+            self._end_what_was_interrupted()
+            control = self._allocation.control
+            self._allocation.mailbox.post(call.dumps())
+            control.do_call = self._is_away = True
+            self._team.open_gates()
+            self._wait(f"{call.verb} {call.name!r} on the environments")
+            control.do_call = self._is_away = False
+            return results(call, self._take_frames())
+
+    def _take_frames(self) -> list[Frame]:
+        return self._team.take_frames([self._allocation.control.trajectories(p.worker_rank) for p in self._plans])
 
     # ---- looking at it ---------------------------------------------------------------------
 

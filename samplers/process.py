@@ -91,7 +91,7 @@ def _serve(setup: WorkerSetup) -> None:
             gate.wait_in(progress, setup.main_process)
             if control.quit:
                 break
-            worker.run(control.itr, control.do_eval)
+            worker.run()
     except StopCollecting:
         pass
     worker.close()

@@ -64,7 +64,7 @@ class _InProcess:
         with self._catching(f"{'evaluation, ' if control.do_eval else ''}itr={control.itr}"):
             assert self._worker is not None  # start-up would have failed
             self._worker.collector.reset_if_needed()
-            self._worker.run(control.itr, control.do_eval)
+            self._worker.run()
             self._worker.progress.arrived += 1
             self._worker.progress.enter(Phase.WAITING)
 

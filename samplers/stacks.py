@@ -7,10 +7,9 @@ import faulthandler
 import os
 import re
 import signal
-import tempfile
 import time
 
-from penstock.buffers.descriptors import InheritedFd
+from penstock.buffers.descriptors import anonymous_file
 
 __all__ = ["StackFile"]
 
@@ -28,11 +27,7 @@ class StackFile:
     """
 
     def __init__(self) -> None:
-        if hasattr(os, "memfd_create"):
-            self._file = InheritedFd(os.memfd_create("penstock-stack", os.MFD_CLOEXEC))
-        else:
-            with tempfile.TemporaryFile() as file:
-                self._file = InheritedFd(os.dup(file.fileno()))
+        self._file = anonymous_file("penstock-stack")
 
     def install(self) -> None:
         """Worker: write here from now on, on a fatal signal or when `ask`ed."""

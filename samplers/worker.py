@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ import numpy as np
 from penstock.agents.base import Agent
 from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.control import ControlBlock, Phase
+from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import map_leaves
 from penstock.buffers.samples import BatchColumns
 from penstock.buffers.shared import NamedMemory
@@ -22,9 +24,10 @@ from penstock.collectors.columns import EnvColumns
 from penstock.collectors.evaluation import BaseEvalCollector, EvalCollectorParts
 from penstock.collectors.tracking import Tracker, make_tracker
 from penstock.collectors.traj_info import TrajInfo
-from penstock.envs.factory import EnvFactory
+from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import SpaceError
+from penstock.samplers.env_calls import EnvCall, perform
 from penstock.samplers.plan import WorkerPlan, episode_shares
 
 __all__ = ["FrameQueue", "Job", "SharedState", "Worker"]
@@ -73,13 +76,14 @@ class SharedState:
     samples: NamedMemory
     rings: RecordRings
     parameters: SharedParameters
+    mailbox: Mailbox
 
 
 class Worker:
     """Builds a plan's environments and collectors, then runs batches and evaluations on demand."""
 
     def __init__(self, plan: WorkerPlan, job: Job, state: SharedState, frames: FrameQueue) -> None:
-        self._plan, self._job, self._rings = plan, job, state.rings
+        self._plan, self._job, self._state = plan, job, state
         self._frames = frames
         self._records_put = 0
         self.progress = state.control.progress(plan.worker_rank)
@@ -95,12 +99,13 @@ class Worker:
 
     # ---- building --------------------------------------------------------------------------
 
-    def _build_envs(self, factories: Sequence[EnvFactory], env_ranks: range) -> EnvColumns:
+    def _build_envs(self, factories: Sequence[EnvFactory], streams: ColumnStreams, purpose: Purpose) -> EnvColumns:
+        env_ranks, seeds = streams.env_ranks, streams.env_seeds(purpose)
         envs = []
         self.progress.enter(Phase.BUILDING)
-        for factory, env_rank in zip(factories, env_ranks, strict=True):
+        for factory, env_rank, seed in zip(factories, env_ranks, seeds, strict=True):
             self.progress.at_env(env_rank)
-            env = factory()
+            env = factory(EnvContext(env_rank, self._plan.worker_rank, seed, purpose))
             self._built.append((env_rank, env))
             for name in ("observation_space", "action_space"):
                 if getattr(env, name) != getattr(self._agent, name):
@@ -120,7 +125,7 @@ class Worker:
         streams = ColumnStreams(job.seed, env_ranks, self._plan.generation)
         collector = job.collector_cls(
             CollectorParts(
-                envs=self._build_envs(job.env_factories, env_ranks),
+                envs=self._build_envs(job.env_factories, streams, Purpose.TRAIN),
                 agent=self._agent.column_copy(streams.rngs(Purpose.ACTION)),
                 samples=samples,
                 tracker=self._tracker(env_ranks),
@@ -142,7 +147,7 @@ class Worker:
         streams = ColumnStreams(job.seed, env_ranks, self._plan.generation)
         return job.eval_collector_cls(
             EvalCollectorParts(
-                envs=self._build_envs(job.eval_env_factories, env_ranks),
+                envs=self._build_envs(job.eval_env_factories, streams, Purpose.EVAL),
                 agent=self._agent.column_copy(streams.rngs(Purpose.EVAL_ACTION)),
                 tracker=self._tracker(env_ranks),
                 progress=self.progress,
@@ -158,19 +163,34 @@ class Worker:
 
     # ---- working ---------------------------------------------------------------------------
 
-    def run(self, itr: int, do_eval: bool) -> None:
-        """One batch, or one evaluation, with the newest parameters."""
+    def run(self) -> None:
+        """What the control block says: one batch or one evaluation, with the newest parameters, or a call."""
+        control, collector, evaluator = self._state.control, self.collector, self._eval_collector
         self._records_put = 0
         self.progress.begin()
-        if not do_eval:
-            self.collector.agent.pull_shared_memory()
-            self.collector.collect_batch(itr)
+        if control.do_call:
+            self._call(pickle.loads(self._state.mailbox.read()))
+        elif not control.do_eval:
+            collector.agent.pull_shared_memory()
+            collector.collect_batch(control.itr)
+        elif evaluator is not None:
+            evaluator.agent.pull_shared_memory()
+            evaluator.collect_evaluation(control.itr)
+
+    def _call(self, call: EnvCall) -> None:
+        plan = self._plan
+        if not call.evaluation:
+            envs, columns, env_ranks = self.collector.envs.envs, plan.columns, plan.env_ranks
         elif self._eval_collector is not None:
-            self._eval_collector.agent.pull_shared_memory()
-            self._eval_collector.collect_evaluation(itr)
+            envs, columns, env_ranks = self._eval_collector.envs.envs, plan.eval_columns, plan.eval_env_ranks
+        else:
+            return
+        frames = perform(call, envs, columns, env_ranks)
+        self._frames.put(frames)
+        self.progress.trajectories = len(frames)
 
     def _put_records(self, records: Any) -> None:
-        self._rings.put(self._plan.worker_rank, self._records_put, records)
+        self._state.rings.put(self._plan.worker_rank, self._records_put, records)
         self._records_put += len(records)
 
     def close(self) -> None:

@@ -19,9 +19,7 @@ def test_what_fits_passes() -> None:
 def test_too_few_descriptors_are_an_error_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     used = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (used + 50, used + 50))
-    with pytest.raises(
-        ConfigError, match=r"100 workers need about 832 file descriptors .* only \d\d more: .*ulimit"
-    ):
+    with pytest.raises(ConfigError, match=r"100 workers need about 832 file descriptors .* only \d\d more: .*ulimit"):
         check_limits(100, "forkserver")
 
 

@@ -1,0 +1,127 @@
+"""Calls on the environments between batches, and what their factories are told."""
+
+import os
+from typing import Any
+
+import gymnasium as gym
+import pytest
+
+from penstock import ConfigError, ParallelSampler, RandomAgent, Sampler, SamplerStateError, SerialSampler, TrajInfo
+from penstock.envs import CountingEnv, EnvContext, Purpose
+
+both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+
+
+class Own(TrajInfo):
+    """Its infos share the pipe with the results of calls."""
+
+
+class Levelled(CountingEnv):
+    def __init__(self, context: EnvContext, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.context, self.level = context, 0
+
+    def add(self, n: int, factor: int = 1) -> tuple[int, int]:
+        self.level += n * factor
+        return self.context.env_rank, self.level
+
+    def fail_on(self, env_rank: int) -> None:
+        if self.context.env_rank == env_rank:
+            raise ArithmeticError("not here")
+
+    def unpicklable(self) -> Any:
+        return lambda: None
+
+    def big(self) -> bytes:
+        return bytes(300_000)
+
+
+def wrapped(context: EnvContext) -> gym.Env[Any, Any]:
+    return gym.wrappers.TimeLimit(Levelled(context), 50)
+
+
+def make(cls: type[Sampler], **kwargs: Any) -> Sampler:
+    return cls(wrapped, batch_T=6, batch_B=5, n_workers=2, eval_n_envs=3, eval_max_steps=60, **kwargs)
+
+
+@both
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Own])
+def test_methods_and_attributes_are_reached_through_wrappers_in_order(cls: type[Sampler], traj_info_cls: Any) -> None:
+    with make(cls, traj_info_cls=traj_info_cls) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        for itr in range(2):
+            samples, infos = sampler.obtain_samples(itr)
+            assert len(infos) == samples.env.done.sum()
+            assert sampler.call("add", 2, factor=itr) == [(b, 2 * itr) for b in range(5)]
+            assert len(sampler.evaluate_agent(itr)) == 3 * 4
+        assert sampler.call("add", 1, evaluation=True) == [(b, 1) for b in range(3)]
+        sampler.set_attr("level", 7)
+        assert sampler.get_attr("level") == [7] * 5
+        sampler.set_attr("level", [10, 11, 12, 13, 14])
+        assert sampler.get_attr("level") == [10, 11, 12, 13, 14]
+        assert sampler.get_attr("level", evaluation=True) == [1] * 3
+        sampler.set_attr("length", 2)
+        samples, _ = sampler.obtain_samples(9)
+        assert samples.env.done.sum() >= 2 * 5, "episodes have become short"
+
+
+@both
+def test_results_of_any_size_arrive(cls: type[Sampler]) -> None:
+    with make(cls) as sampler:
+        sampler.initialize(RandomAgent())
+        assert sampler.call("big") == [bytes(300_000)] * 5
+
+
+@both
+def test_an_exception_names_its_environment_and_harms_nobody(cls: type[Sampler]) -> None:
+    with make(cls) as sampler:
+        sampler.initialize(RandomAgent())
+        with pytest.raises(ConfigError, match="call 'fail_on' on env_rank 3 raised ArithmeticError: not here"):
+            sampler.call("fail_on", 3)
+        with pytest.raises(ConfigError, match="get 'nothing' on env_rank 0 raised AttributeError"):
+            sampler.get_attr("nothing")
+        with pytest.raises(ConfigError, match="call 'unpicklable' on env_rank 0 raised"):
+            sampler.call("unpicklable")
+        with pytest.raises(ConfigError, match=r"set_attr\('level'\) got 2 values for 5 environments"):
+            sampler.set_attr("level", [1, 2])
+        with pytest.raises(ConfigError, match="arguments for 'add' cannot be pickled"):
+            sampler.call("add", (i for i in range(3)))
+        assert sampler.call("add", 1) == [(b, 1) for b in range(5)]
+        sampler.obtain_samples(0)
+
+
+def test_calls_have_their_time() -> None:
+    sampler = make(SerialSampler)
+    with pytest.raises(SamplerStateError, match="initialize"):
+        sampler.call("add", 1)
+    sampler.initialize(RandomAgent())
+    sampler.start_samples(0)
+    with pytest.raises(SamplerStateError, match="wait_samples"):
+        sampler.get_attr("level")
+    sampler.shutdown()
+
+
+@both
+def test_a_factory_that_asks_for_it_is_told_where_and_for_what(cls: type[Sampler]) -> None:
+    with make(cls) as sampler:
+        sampler.initialize(RandomAgent(), seed=3, rank=1, world_size=2)
+        contexts = sampler.get_attr("context")
+        evals = sampler.get_attr("context", evaluation=True)
+    assert [context.env_rank for context in contexts] == [5, 6, 7, 8, 9]
+    assert [context.env_rank for context in evals] == [3, 4, 5]
+    assert {context.purpose for context in contexts} == {Purpose.TRAIN}
+    assert {context.purpose for context in evals} == {Purpose.EVAL}
+    assert [context.worker_rank for context in contexts] == ([0, 0, 0, 1, 1] if cls is ParallelSampler else [0] * 5)
+    assert len({context.seed for context in (*contexts, *evals)}) == 8
+
+
+def test_the_example_environment_is_told_that_it_is_one() -> None:
+    told = []
+
+    def env_fn(context: EnvContext) -> Any:
+        told.append((context.purpose, context.worker_rank, os.getpid()))
+        return CountingEnv()
+
+    with ParallelSampler(env_fn, batch_T=2, batch_B=2) as sampler:
+        sampler.initialize(RandomAgent())
+    assert told == [(None, -1, os.getpid())]
