@@ -45,6 +45,8 @@ class Agent(ABC):
 
     observation_space: gym.Space[Any]
     action_space: gym.Space[Any]
+    env_ranks: Sequence[int] | None = None  #: of a copy's columns, once `set_columns` has told it
+    n_envs: int | None = None  #: how many environments there are in all, likewise
     _audiences: tuple[SharedParameters, ...] | None = None  # the learner's: one per sampler
     _followed: SharedParameters | None = None  # a worker copy's
     _version = 0
@@ -76,6 +78,14 @@ class Agent(ABC):
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
         """Take one random stream per column. An agent that draws column b's noise from `rngs[b]`
         alone gives the same trajectories however the columns are spread over workers."""
+
+    def set_columns(self, env_ranks: Sequence[int], n_envs: int) -> None:
+        """Take note that column b is environment `env_ranks[b]` of `n_envs`, on all machines together.
+
+        Called once for each copy that acts, when its columns are seeded and before it is put into a mode.
+        What hangs on the environment, an epsilon of its own for example, then does not hang on the worker.
+        """
+        self.env_ranks, self.n_envs = env_ranks, n_envs
 
     def reset(self) -> None:
         """Forget the state of every column."""
@@ -170,6 +180,7 @@ class Agent(ABC):
         """A copy with state of its own for `len(rngs)` columns, and the same parameters."""
         twin = copy.copy(self)
         twin._followed = self._followed
+        twin.env_ranks = twin.n_envs = None
         twin.seed_columns(rngs)
         twin.reset()
         return twin

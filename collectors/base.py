@@ -62,8 +62,6 @@ class Collector(ABC):
         self._has_batch = False
         self._info_writer = None if parts.samples.env_info is None else InfoWriter(parts.samples.env_info)
         self._infos: list[Any] = [{}] * len(parts.envs)  # of the row that is being stepped
-        #: The hook for `envs.step`: what follows each environment's step, or None if nothing does.
-        self.on_step: StepHook | None = parts.tracker.on_step if self._info_writer is None else self._keep_info
         self._has_agent_info = len(parts.samples.agent_info) > 0
 
     def start_envs(self) -> None:
@@ -131,6 +129,11 @@ class Collector(ABC):
         self.finals.end_batch()
         progress.enter(Phase.HANDING_OVER)
         progress.trajectories = self.tracker.end_rows(samples.reward[1:], samples.done)
+
+    @property
+    def on_step(self) -> StepHook | None:
+        """The hook for `envs.step`: what follows each environment's step, or None if nothing does."""
+        return self.tracker.on_step if self._info_writer is None else self._keep_info
 
     def _keep_info(self, b: int, *step: Any) -> None:
         self._infos[b] = step[-1]

@@ -67,7 +67,7 @@ class Crew:
             for plan in plans:
                 self._control.open(plan.worker_rank)  # opening number one: start-up
                 self.members.append(self._start_first(plan))
-            self._supervisor = Supervisor(self, self._control, self._reports, self.restarts, rules.limits)
+            self._supervisor = Supervisor(self._control, self._reports, self.restarts, rules.limits)
         except BaseException:
             self.close()
             raise
@@ -135,7 +135,7 @@ class Crew:
     ) -> None:
         """Wait until every worker stands at barrier_out; see `Supervisor.wait_out`."""
         self._open_to_the_last()  # should Ctrl-C have come between two gates
-        self._supervisor.wait_out(occasion, starting=starting, on_wake=on_wake, look_again=look_again)
+        self._supervisor.wait_out(self, occasion, starting=starting, on_wake=on_wake, look_again=look_again)
 
     def replace(self, casualty: Casualty, occasion: str) -> None:
         """Put a new worker in the place of a dead one; it does anew what that one has not finished."""

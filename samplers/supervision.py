@@ -44,27 +44,20 @@ class Staff(Protocol):
 class Supervisor:
     """Waits until all workers have arrived; finds the dead and the hung, and has them replaced or raises."""
 
-    def __init__(
-        self, staff: Staff, control: ControlBlock, reports: ReportBoard, restarts: Restarts, limits: Limits
-    ) -> None:
-        self._staff, self._control, self._reports = staff, control, reports
-        self._restarts, self._limits = restarts, limits
-        self.watch_anew()
-
-    def watch_anew(self) -> None:
-        """The members are no longer those of before."""
-        members = self._staff.members
-        self._watch = Watch([m.gate for m in members], [m.pipe for m in members], [m.death for m in members])
+    def __init__(self, control: ControlBlock, reports: ReportBoard, restarts: Restarts, limits: Limits) -> None:
+        self._control, self._reports, self._restarts, self._limits = control, reports, restarts, limits
+        self._watch: Watch | None = None  # made anew when the members are no longer those of before
 
     def wait_out(
         self,
+        staff: Staff,
         occasion: str,
         *,
         starting: bool = False,
         on_wake: Callable[[], None] | None = None,
         look_again: float = _LOOK_AGAIN_SECONDS,
     ) -> None:
-        """Wait until every worker stands at barrier_out.
+        """Wait until every worker of `staff` stands at barrier_out.
 
         `occasion` is quoted in errors; `starting` says that all workers have just been started;
         `on_wake` is called at least every `look_again` seconds.
@@ -74,16 +67,16 @@ class Supervisor:
         """
         stopwatch = _Stopwatch(self._limits, self._control)
         if starting:
-            stopwatch.starting.update(member.rank for member in self._staff.members)
+            stopwatch.starting.update(member.rank for member in staff.members)
         while True:
-            pending = self._pending()
-            dead = self._watch.wait(min(look_again, stopwatch.look_again) if pending else 0)
-            if self._staff.closed:  # by another thread; the deaths are of its making
+            pending = _pending(staff)
+            dead = self._watch_of(staff).wait(min(look_again, stopwatch.look_again) if pending else 0)
+            if staff.closed:  # by another thread; the deaths are of its making
                 raise SamplerClosedError(f"the sampler was shut down by another thread during {occasion}")
-            pending = self._pending()
-            casualties = self._examine_dead(dead) if dead else self._examine_hung(stopwatch.overdue(pending))
+            pending = _pending(staff)
+            casualties = self._examine_dead(staff, dead) if dead else self._examine_hung(stopwatch.overdue(pending))
             if casualties:
-                self._replace_or_raise(casualties, occasion)
+                self._replace_or_raise(staff, casualties, occasion)
                 stopwatch.starting.update(casualty.rank for casualty in casualties)
                 continue
             if not pending:
@@ -91,14 +84,17 @@ class Supervisor:
             if on_wake is not None:
                 on_wake()
 
-    def _pending(self) -> list[Member]:
-        return [member for member in self._staff.members if not member.gate.arrived]
+    def _watch_of(self, staff: Staff) -> Watch:
+        if self._watch is None:
+            members = staff.members
+            self._watch = Watch([m.gate for m in members], [m.pipe for m in members], [m.death for m in members])
+        return self._watch
 
     # ---- what has happened -----------------------------------------------------------------
 
-    def _examine_dead(self, dead: Sequence[int]) -> list[Casualty]:
+    def _examine_dead(self, staff: Staff, dead: Sequence[int]) -> list[Casualty]:
         """Bury those that have died, and all that die with them."""
-        members, found = self._staff.members, set(dead)
+        members, found = staff.members, set(dead)
         while rest := [i for i in range(len(members)) if i not in found]:
             died = Watch([], [], [members[i].death for i in rest]).wait(_GATHER_SECONDS)
             if not died:
@@ -125,18 +121,22 @@ class Supervisor:
             casualties.append(Casualty(witness, member.bury(), None, stack, hung))
         return casualties
 
-    def _replace_or_raise(self, casualties: Sequence[Casualty], occasion: str) -> None:
+    def _replace_or_raise(self, staff: Staff, casualties: Sequence[Casualty], occasion: str) -> None:
         refusal = self._restarts.refusal(casualties)
         gone = {casualty.rank for casualty in casualties}
-        others = [member.witness(self._control) for member in self._staff.members if member.rank not in gone]
+        others = [member.witness(self._control) for member in staff.members if member.rank not in gone]
         if refusal is not None:
             raise failure(casualties, others, occasion, refusal)
         for casualty in casualties:
             try:
-                self._staff.replace(casualty, occasion)
+                staff.replace(casualty, occasion)
             except (ConfigError, OSError) as error:
                 raise failure(casualties, others, occasion, f"it could not be replaced: {error}") from error
-        self.watch_anew()
+        self._watch = None
+
+
+def _pending(staff: Staff) -> list[Member]:
+    return [member for member in staff.members if not member.gate.arrived]
 
 
 class _Stopwatch:

@@ -193,3 +193,11 @@ def test_column_copies_have_streams_and_state_of_their_own_and_the_same_paramete
     assert (one.steps.tolist(), other.steps.tolist()) == ([1, 1], [0, 0, 0])
     assert one.table is other.table is worker.table
     assert not hasattr(worker, "steps")
+
+
+def test_a_copy_knows_its_environments_once_it_is_told(learner: Tabular) -> None:
+    copies = [learner.worker_copy().column_copy(generators(2)) for _ in range(2)]
+    copies[0].set_columns(range(3, 5), 8)
+    assert (list(copies[0].env_ranks or ()), copies[0].n_envs) == ([3, 4], 8)
+    for other in (copies[1], learner, copies[0].column_copy(generators(2))):
+        assert (other.env_ranks, other.n_envs) == (None, None)

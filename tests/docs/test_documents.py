@@ -10,6 +10,17 @@ from torch import nn
 
 from penstock import ParallelSampler, RandomAgent, SerialSampler
 from penstock.envs import CountingEnv
+from penstock.testing import (
+    ConformanceError,
+    agent_rules,
+    check_agent,
+    check_collector,
+    check_eval_collector,
+    check_traj_info,
+    collector_rules,
+    episode_rules,
+    run_rules,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -122,6 +133,35 @@ def test_the_evaluation_of_one_episode_each(traj_info: str) -> None:
         sampler.initialize(RandomAgent())
         for itr in range(2):
             assert sorted(info.Length for info in sampler.evaluate_agent(itr)) == [2, 4, 9]
+
+
+def test_the_kits_and_the_faults_as_they_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    names = definitions("docs/testing.md")
+    names["test_my_collector"]()
+    told = re.search(r"(ClippingCollector breaks .*?gave )", (ROOT / "docs/testing.md").read_text(), re.DOTALL)
+    assert told is not None
+    assert capsys.readouterr().out.startswith(re.sub(r"-?\d\.\d$", "", told[1]))
+    names["test_my_agent"]()
+    names["test_what_my_program_does_when_a_worker_dies"]()
+
+
+def test_what_extending_shows_keeps_the_rules() -> None:
+    names = definitions("docs/extending.md")
+    check_collector(names["FreshStartCollector"], CountingEnv, continues=False, n_workers=(2,))
+    with pytest.raises(ConformanceError, match="continues=False"):
+        check_collector(names["FreshStartCollector"], CountingEnv)
+    check_agent(names["TabularAgent"], "FrozenLake-v1")
+    check_traj_info(names["LivesTrajInfo"], CountingEnv, traj_info_kwargs={"scale": 2.0})
+    check_eval_collector(names["FirstEpisodeEval"], CountingEnv)
+
+
+def test_every_rule_is_told_of() -> None:
+    text = (ROOT / "docs/testing.md").read_text()
+    rules = [*collector_rules.TRACE_RULES, collector_rules.STEPPED_RULE, collector_rules.CONTINUITY_RULE]
+    rules += [*agent_rules.ACTING_RULES, agent_rules.COLUMN_RULE, *agent_rules.PARAMETER_RULES]
+    named = {rule.__name__ for rule in rules} | {"acts_in_a_worker_as_here", *run_rules.__all__}
+    named |= {rule.__name__ for rule in (*episode_rules.EVAL_RULES, *episode_rules.TRAJ_INFO_RULES)}
+    assert set(re.findall(r"`(\w+)`", text.split("## What the rules are")[1].split("##")[0])) == named
 
 
 def test_every_link_between_documents_leads_somewhere() -> None:

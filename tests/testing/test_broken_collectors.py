@@ -1,0 +1,288 @@
+"""Collectors that break one rule each, and the rule that catches them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import Collector, ResetCollector
+from penstock.envs import CountingEnv
+from penstock.testing import ConformanceError, check_collector, collector_rules, run_rules
+
+
+class Draws(ResetCollector):
+    def act(self, t: int) -> None:
+        super().act(t)
+        self.prev_action[:] = np.random.default_rng().integers(0, 2, len(self.envs))
+        self.samples.action[t + 1] = self.prev_action
+
+
+class LeavesGaps(ResetCollector):
+    def act(self, t: int) -> None:
+        kept = self.samples.agent_info[t].copy()
+        super().act(t)
+        if t % 2:
+            self.samples.agent_info[t] = kept
+
+
+class ReadsAhead(ResetCollector):
+    def act(self, t: int) -> None:
+        if not np.isfinite(self.samples.observation[self.batch_T - 1]).all():
+            raise RuntimeError("what is this?")
+        super().act(t)
+
+
+class SaysNothing(ResetCollector):
+    def begin_batch(self, itr: int) -> None:
+        agent: Any = self.agent
+        agent.sample_mode = lambda itr: None
+        super().begin_batch(itr)
+        del agent.sample_mode
+
+
+class SaysLess(ResetCollector):
+    def begin_batch(self, itr: int) -> None:
+        super().begin_batch(itr - 1)
+
+
+class ActsTwice(ResetCollector):
+    def act(self, t: int) -> None:
+        super().act(t)
+        super().act(t)
+
+
+class StepsTwice(ResetCollector):
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        if t == 3:
+            super().step_envs(t)
+
+
+class NeverResets(ResetCollector):
+    def reset_column(self, column: int) -> Any:
+        observation = self.envs.observations[column]
+        self.agent.reset_one(column)
+        self.prev_action[column] = 0
+        return observation
+
+
+class Invalidates(ResetCollector):
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        self.samples.valid[t, 1] = t != 2
+
+
+class ShowsTheEnd(ResetCollector):
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        done = self.samples.done[t]
+        if self.samples.final_obs is not None:
+            self.samples.observation[t + 1, done] = self.samples.final_obs[t, done]
+
+
+class Sticks(ResetCollector):
+    def act(self, t: int) -> None:
+        before = self.prev_action.copy()
+        super().act(t)
+        self.prev_action[0] = before[0]
+
+
+class Clips(ResetCollector):
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        self.samples.reward[t + 1] = np.sign(self.samples.reward[t + 1])
+
+
+class ForgetsTruncation(ResetCollector):
+    def end_batch(self) -> None:
+        super().end_batch()
+        self.samples.truncated[...] &= ~self.samples.terminated
+
+
+class Ends(ResetCollector):
+    def end_batch(self) -> None:
+        super().end_batch()
+        self.samples.done[...] = self.samples.terminated
+
+
+class KeepsTheWrongEnd(ResetCollector):
+    def end_batch(self) -> None:
+        super().end_batch()
+        t, b = np.nonzero(self.samples.done)
+        self.samples.final_obs[t, b] = self.samples.observation[t + 1, b]
+
+
+class StartsFromZero(ResetCollector):
+    def begin_batch(self, itr: int) -> None:
+        super().begin_batch(itr)
+        self.samples.reward[0] = 0
+
+
+class ShowsSomethingElse(ResetCollector):
+    def act(self, t: int) -> None:
+        row = self.samples.observation_rows[t]
+        self.samples.observation_rows[t] = row * 0.5
+        super().act(t)
+        self.samples.observation_rows[t] = row
+
+
+class MisreportsTheAgent(ResetCollector):
+    def act(self, t: int) -> None:
+        super().act(t)
+        self.samples.agent_info.probe[t] += 1
+
+
+class RemembersActions(ResetCollector):
+    def reset_column(self, column: int) -> Any:
+        kept = self.prev_action[column]
+        observation = super().reset_column(column)
+        self.prev_action[column] = max(kept, 1)
+        return observation
+
+
+class RemembersRewards(ResetCollector):
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        self.prev_reward[...] = self.samples.reward[t + 1]
+
+
+class ForgetsRewards(ResetCollector):
+    def act(self, t: int) -> None:
+        self.prev_reward[...] = 0
+        super().act(t)
+
+
+class ForgetsTheAgent(ResetCollector):
+    def reset_column(self, column: int) -> Any:
+        self.prev_action[column] = 0
+        return self.envs.reset_one(column)
+
+
+class ResetsAnotherColumn(ResetCollector):
+    def reset_column(self, column: int) -> Any:
+        self.prev_action[column] = 0
+        self.agent.reset_one((column + 1) % len(self.envs))
+        return self.envs.reset_one(column)
+
+
+class ResetsTheAgentTwice(ResetCollector):
+    def reset_column(self, column: int) -> Any:
+        self.agent.reset_one(column)
+        return super().reset_column(column)
+
+
+class ResetsTheAgentLate(ResetCollector):
+    def reset_column(self, column: int) -> Any:
+        self.prev_action[column] = 0
+        self.late = [*vars(self).get("late", []), column]
+        return self.envs.reset_one(column)
+
+    def act(self, t: int) -> None:
+        super().act(t)
+        for column in vars(self).pop("late", []):
+            self.agent.reset_one(column)
+
+
+class ValuesTheLastRow(ResetCollector):
+    def end_batch(self) -> None:
+        super().end_batch()
+        last = self.samples.observation[self.batch_T - 1]
+        self.samples.bootstrap_value[...] = self.agent.value(last, self.prev_action, self.prev_reward)
+
+
+class ValuesNoEnds(ResetCollector):
+    def end_batch(self) -> None:
+        super().end_batch()
+        self.samples.final_value[...] = 0
+
+
+class StartsAnew(ResetCollector):
+    def collect_batch(self, itr: int) -> None:
+        for column in range(len(self.envs)):
+            self.reset_column(column)
+        self.prev_reward[:] = 0
+        self.envs.write_observations(self.samples.observation[self.batch_T])
+        super().collect_batch(itr)
+
+
+class LosesTrajectories(ResetCollector):
+    def end_batch(self) -> None:
+        super().end_batch()
+        self.progress.trajectories = max(self.progress.trajectories - 1, 0)
+
+
+class SkipsSteps(ResetCollector):
+    def step_envs(self, t: int) -> None:
+        envs: Any = self.envs
+        step = envs.step
+        envs.step = lambda action_row, on_done, on_step=None: step(action_row, on_done)
+        super().step_envs(t)
+        del envs.step
+
+
+class HangsOnColumns(ResetCollector):
+    def act(self, t: int) -> None:
+        super().act(t)
+        self.prev_action[0] = 0
+        self.samples.action[t + 1] = self.prev_action
+
+
+BROKEN: list[tuple[type[Collector], str, str]] = [
+    (Draws, "one_seed_gives_one_batch", r"in two runs with one seed, itr=7"),
+    (LeavesGaps, "every_cell_is_written", r"agent\.agent_info\.probe at t=1, env_rank=0: .* and nan"),
+    (ReadsAhead, "every_cell_is_written", r"RuntimeError: what is this.*read no row before it is written"),
+    (StartsAnew, "episodes_go_on_from_batch_to_batch", r"in mid-episode before itr=7, t=0, env_rank=.*continues=False"),
+    (SaysNothing, "the_agent_is_told_of_the_batch", r"no call in the batch itr=7"),
+    (SaysLess, "the_agent_is_told_of_the_batch", r"sample_mode\(6\) in the batch itr=7"),
+    (ActsTwice, "the_agent_acts_once_a_row", r"32 calls of agent\.step in the batch itr=7 of 16 rows"),
+    (StepsTwice, "the_agent_acts_once_a_row", r"a further environment step at itr=7, t=3, env_rank=0"),
+    (NeverResets, "environments_are_reset_at_the_end", r"whose episode was over"),
+    (
+        Invalidates,
+        "valid_marks_the_cells_that_hold_a_step",
+        r"valid is False at itr=7, t=2, env_rank=1, where .* a step",
+    ),
+    (ShowsTheEnd, "observations_are_those_acted_on", r"observation is \[.*\] at itr=7.*the environment showed \["),
+    (Sticks, "actions_are_those_taken", r"action is . at itr=7, t=\d+, env_rank=0; the environment took ."),
+    (Clips, "rewards_are_those_given", r"reward is 1\.0 at itr=7, .*; the environment gave \d\.0"),
+    (ForgetsTruncation, "ends_are_those_reported", r"truncated is False at itr=7.*the environment returned True"),
+    (Ends, "done_is_terminated_or_truncated", r"done is False at itr=7.*terminated False, truncated True"),
+    (KeepsTheWrongEnd, "final_observations_are_kept", r"final_obs is .* at itr=7.*the episode ended with"),
+    (StartsFromZero, "previous_rows_carry_over", r"prev_reward is 0\.0 at itr=8, t=0, env_rank=.*the last was"),
+    (ShowsSomethingElse, "the_agent_sees_what_is_recorded", r"agent\.step's observation is .*recorded is"),
+    (MisreportsTheAgent, "the_agent_sees_what_is_recorded", r"agent_info\.probe is .*the agent reported"),
+    (RemembersActions, "an_episode_begins_without_a_past", r"agent\.step's prev_action is [12] at itr=7"),
+    (RemembersRewards, "an_episode_begins_without_a_past", r"agent\.step's prev_reward is .* at itr=7.*should be 0\.0"),
+    (ForgetsRewards, "the_agent_is_given_its_past", r"agent\.step's prev_reward is 0\.0 at itr=7.*the last was"),
+    (ForgetsTheAgent, "the_agent_is_reset_with_its_environment", r"0 calls of agent\.reset_one\(.*was reset 1 times"),
+    (
+        ResetsAnotherColumn,
+        "the_agent_is_reset_with_its_environment",
+        r"0 calls of agent\.reset_one\(0\).*reset 1 times",
+    ),
+    (ResetsTheAgentTwice, "the_agent_is_reset_with_its_environment", r"2 calls of agent\.reset_one\(.*reset 1 times"),
+    (ResetsTheAgentLate, "the_agent_is_reset_with_its_environment", r"0 calls of agent\.reset_one\(.*reset 1 times"),
+    (ValuesTheLastRow, "values_are_of_what_follows", r"bootstrap_value is .* at itr=7, env_rank=0; it should be"),
+    (ValuesNoEnds, "values_are_of_what_follows", r"final_value is 0\.0 at itr=7"),
+    (LosesTrajectories, "trajectories_are_those_that_ended", r"trajectories were handed over in the batch itr=7"),
+    (SkipsSteps, "a_stepped_trajectory_sees_every_step", r"SteppedTrajInfo\(Length=.*for the episode that ended"),
+    (HangsOnColumns, "any_number_of_workers_gives_the_same", r"in one process and in 2 workers, batch 0"),
+]
+
+
+@pytest.mark.parametrize(("cls", "rule", "words"), BROKEN, ids=[entry[0].__name__ for entry in BROKEN])
+def test_what_breaks_a_rule_is_caught_by_it(cls: type[Collector], rule: str, words: str) -> None:
+    with pytest.raises(ConformanceError, match=f"(?s){words}") as caught:
+        check_collector(cls, CountingEnv)
+    message = str(caught.value)
+    assert caught.value.rule == rule, message
+    assert message.startswith(f"{cls.__name__} breaks the rule {rule}\n  rule: ")
+    assert "\n  do:   " in message
+
+
+def test_every_rule_states_itself_and_is_shown_to_catch_something() -> None:
+    rules: list[Callable[..., None]] = [*collector_rules.TRACE_RULES, collector_rules.STEPPED_RULE]
+    rules += [collector_rules.CONTINUITY_RULE, *(getattr(run_rules, name) for name in run_rules.__all__)]
+    assert all(rule.__doc__ and rule.__doc__.rstrip().endswith(".") for rule in rules)
+    assert {rule.__name__ for rule in rules} == {rule for _, rule, _ in BROKEN} | {"nothing_is_left_over"}

@@ -1,0 +1,371 @@
+"""The agent's kit: good agents pass, and each way to be wrong is caught by the rule that it breaks."""
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from penstock import Agent, AgentStep, CategoricalPgAgent, ConfigError, RandomAgent, ResetCollector
+from penstock.envs import CountingEnv, NestedEnv
+from penstock.testing import (
+    ConformanceError,
+    DelegatingAgent,
+    Fault,
+    FaultyAgent,
+    agent_rules,
+    check_agent,
+    check_collector,
+)
+
+CARTPOLE = functools.partial(gym.make, "CartPole-v1")
+
+
+# ---- what passes ---------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 16), nn.Tanh())
+        self.policy, self.critic = nn.Linear(16, 2), nn.Linear(16, 1)
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        features = self.body(observation)
+        return self.policy(features), self.critic(features)
+
+
+@pytest.mark.parametrize("env_fn", [CountingEnv, NestedEnv, CARTPOLE, "Pendulum-v1"])
+def test_the_random_agent_keeps_all_rules(env_fn: Any) -> None:
+    check_agent(RandomAgent, env_fn)
+    check_agent(lambda: DelegatingAgent(RandomAgent()), env_fn)
+
+
+@pytest.mark.parametrize("make", [lambda: CategoricalPgAgent(Model), lambda: CategoricalPgAgent(Model())])
+def test_the_categorical_agent_keeps_all_rules(make: Callable[[], Agent]) -> None:
+    check_agent(make, CARTPOLE)
+
+
+def test_an_agent_with_a_fault_that_never_comes_keeps_all_rules() -> None:
+    check_agent(lambda: FaultyAgent(CategoricalPgAgent(Model), Fault("raise", at=10_000)), CARTPOLE)
+
+
+class Recurrent(Agent):
+    """Keeps all rules: remembers a running mean and its last action per column, has parameters and noise."""
+
+    recurrent = True
+
+    def initialize(self, observation_space: Any, action_space: Any, *, seed: Any = None) -> None:
+        super().initialize(observation_space, action_space, seed=seed)
+        rng = np.random.default_rng(seed)
+        self.weight = rng.normal(size=(2,)).astype(np.float32)
+
+    def seed_columns(self, rngs: Any) -> None:
+        self.rngs = list(rngs)
+        self.mean = np.zeros((len(self.rngs), 2), np.float32)
+
+    def reset(self) -> None:
+        self.mean[:] = 0
+
+    def reset_one(self, column: int) -> None:
+        self.mean[column] = 0
+
+    def draw(self) -> Any:
+        return np.array([rng.random() for rng in self.rngs])
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        self.mean = 0.5 * self.mean + 0.5 * observation
+        score = (self.mean * self.weight).sum(1) + prev_reward
+        action = np.floor(self.draw() * 3).astype(np.int64)
+        return AgentStep((action + (score > 0)) % 3, {"score": score, "mean": self.mean})
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        return ((0.5 * self.mean + 0.5 * observation) * self.weight).sum(1)
+
+    def read_parameters(self) -> dict[str, Any]:
+        return {"weight": self.weight}
+
+    def write_parameters(self, parameters: Any) -> None:
+        self.weight = parameters["weight"].copy()
+
+
+def test_an_agent_with_state_keeps_all_rules() -> None:
+    check_agent(Recurrent, CountingEnv)
+    check_collector(ResetCollector, CountingEnv, agent=Recurrent(), n_workers=(2,))
+
+
+# ---- what does not -------------------------------------------------------------------------
+
+calls = itertools.count()
+
+
+class OneDtypeLess(Recurrent):
+    def step(self, *inputs: Any) -> AgentStep:
+        action, info = super().step(*inputs)
+        return AgentStep(
+            action, {**info, "score": info["score"].astype(np.float64 if info["score"][0] > 0 else np.float32)}
+        )
+
+
+class OneForAll(Recurrent):
+    def step(self, *inputs: Any) -> AgentStep:
+        action, info = super().step(*inputs)
+        return AgentStep(action, {"mean": info["mean"].sum(0)})
+
+
+class FloatActions(Recurrent):
+    def step(self, *inputs: Any) -> AgentStep:
+        action, info = super().step(*inputs)
+        return AgentStep(action + 0.5, info)
+
+
+class ColumnOfActions(Recurrent):
+    def step(self, *inputs: Any) -> AgentStep:
+        action, info = super().step(*inputs)
+        return AgentStep(action[:, None], info)
+
+
+class Outside(Recurrent):
+    def step(self, *inputs: Any) -> AgentStep:
+        action, info = super().step(*inputs)
+        return AgentStep(action + 1, info)
+
+
+class GlobalNoise(Recurrent):
+    def draw(self) -> Any:
+        return np.random.default_rng().random(len(self.rngs))
+
+
+class WritesIntoObservations(Recurrent):
+    def step(self, observation: Any, *rest: Any) -> AgentStep:
+        observation *= 0.5
+        return super().step(observation, *rest)
+
+
+class WritesInValue(Recurrent):
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        prev_reward += 1
+        return super().value(observation, prev_action, prev_reward)
+
+
+class KeepsReferences(Recurrent):
+    last: Any = None
+
+    def seed_columns(self, rngs: Any) -> None:
+        super().seed_columns(rngs)
+        self.last = np.zeros((len(self.rngs), 2), np.float32)
+
+    def reset(self) -> None:
+        super().reset()
+        self.last = self.last * 0
+
+    def reset_one(self, column: int) -> None:
+        super().reset_one(column)
+        self.last = self.last.copy()
+        self.last[column] = 0
+
+    def step(self, observation: Any, *rest: Any) -> AgentStep:
+        action, info = super().step(observation, *rest)
+        before, self.last = self.last, observation
+        return AgentStep(action, {**info, "change": observation - before})
+
+
+class ValueColumn(Recurrent):
+    def value(self, *inputs: Any) -> Any:
+        return super().value(*inputs)[:, None]
+
+
+class ValueMoves(Recurrent):
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        self.mean = 0.5 * self.mean + 0.5 * observation
+        return super().value(observation, prev_action, prev_reward)
+
+
+class ValueDraws(Recurrent):
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        self.draw()
+        return super().value(observation, prev_action, prev_reward)
+
+
+class SharedState(Recurrent):
+    """Has its state from `initialize`, so that all copies have the same."""
+
+    def initialize(self, observation_space: Any, action_space: Any, *, seed: Any = None) -> None:
+        super().initialize(observation_space, action_space, seed=seed)
+        self.shared = np.zeros((64, 2), np.float32)
+
+    def reset(self) -> None:
+        super().reset()
+        self.shared[:] = 0
+
+    def reset_one(self, column: int) -> None:
+        super().reset_one(column)
+        self.shared[column] = 0
+
+    def step(self, observation: Any, *rest: Any) -> AgentStep:
+        self.shared[: len(observation)] += observation
+        action, info = super().step(observation, *rest)
+        return AgentStep(action, {**info, "sum": self.shared[: len(observation)].copy()})
+
+
+class ResetsAll(Recurrent):
+    def reset_one(self, column: int) -> None:
+        self.reset()
+
+
+class ResetsNone(Recurrent):
+    def reset_one(self, column: int) -> None:
+        pass
+
+
+class ResetsTheFirst(Recurrent):
+    def reset(self) -> None:
+        self.mean[0] = 0
+
+
+class OneStream(Recurrent):
+    def draw(self) -> Any:
+        return self.rngs[0].random(len(self.rngs))[::-1]
+
+
+class Normalizes(Recurrent):
+    def step(self, observation: Any, *rest: Any) -> AgentStep:
+        return super().step(observation - observation.mean(0), *rest)
+
+
+class Unpicklable(Recurrent):
+    def worker_copy(self) -> Any:
+        twin = super().worker_copy()
+        twin.lock = threading.Lock()
+        return twin
+
+
+class ForgetsItself(Recurrent):
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if "weight" in state:
+            state["weight"] = state["weight"] * 0 - 5
+        return state
+
+    def worker_copy(self) -> Any:
+        twin = super().worker_copy()
+        twin.weight = self.weight
+        return twin
+
+    def column_copy(self, rngs: Any) -> Any:
+        twin = super().column_copy(rngs)
+        twin.weight = self.weight
+        return twin
+
+
+class HidesParameters(Recurrent):
+    def initialize(self, observation_space: Any, action_space: Any, *, seed: Any = None) -> None:
+        super().initialize(observation_space, action_space, seed=seed)
+        self.hidden = np.float32(next(calls))
+
+    def step(self, *inputs: Any) -> AgentStep:
+        action, info = super().step(*inputs)
+        return AgentStep(action, {**info, "hidden": np.full(len(action), self.hidden)})
+
+
+class RoundsParameters(Recurrent):
+    def write_parameters(self, parameters: Any) -> None:
+        self.weight = parameters["weight"].round(1)
+
+
+class KeepsParameters(Recurrent):
+    def write_parameters(self, parameters: Any) -> None:
+        self.weight = parameters["weight"]
+
+
+class LeaksParameters(Recurrent):
+    def write_parameters(self, parameters: Any) -> None:
+        self.weight[...] = parameters["weight"]
+
+
+class IgnoresTheLearner(Recurrent):
+    def pull_shared_memory(self) -> None:
+        pass
+
+
+class CountsInTheClass(Recurrent):
+    home: Any = None
+
+    def step(self, *inputs: Any) -> AgentStep:
+        import os
+
+        action, info = super().step(*inputs)
+        here = np.full(len(action), float(os.getpid()))
+        return AgentStep(action, {**info, "here": here})
+
+
+BROKEN: list[tuple[Callable[[], Agent], str, str]] = [
+    (OneDtypeLess, "agent_info_keeps_its_shape", r"at t=\d+, fields .*score: \[4\] float.*; at t=0"),
+    (OneForAll, "agent_info_keeps_its_shape", r"agent_info\.mean is \[2\] float32 for 4 columns"),
+    (FloatActions, "actions_have_the_spaces_shape", r"action is float64, of another kind than the space's int64"),
+    (ColumnOfActions, "actions_have_the_spaces_shape", r"action has shape \[4, 1\]; it must be \[4\]"),
+    (Outside, "actions_lie_in_the_space", r"the action at t=\d+, env_rank=\d is 3; the space is Discrete\(3\)"),
+    (GlobalNoise, "one_seed_gives_the_same_actions", r"action at t=\d, env_rank=\d: . and ., in two copies"),
+    (WritesIntoObservations, "inputs_are_left_alone", r"observation at .* before and after agent\.step, t=\d"),
+    (WritesInValue, "inputs_are_left_alone", r"prev_reward at env_rank=0: 0\.0 and 1\.0 before and after agent\.value"),
+    (KeepsReferences, "inputs_are_not_kept", r"agent_info\.change at t=\d.*in memory that is written again"),
+    (ValueColumn, "value_gives_one_number_a_column", r"\[4, 1\] float32 for B=4"),
+    (ValueMoves, "value_leaves_the_state_alone", r"agent_info\.\w+ at t=.*without and with calls of agent\.value"),
+    (ValueDraws, "value_leaves_the_state_alone", r"action at t=.*without and with calls of agent\.value"),
+    (SharedState, "column_copies_share_no_state", r"agent_info\.sum at t=.*alone and with another copy"),
+    (
+        ResetsAll,
+        "reset_one_leaves_other_columns_alone",
+        r"agent_info\.\w+ at t=8.*without and with reset_one\(1\) at t=8",
+    ),
+    (ResetsNone, "reset_one_forgets_its_column", r"agent_info\.\w+ at t=0.*in column 1 after two different pasts"),
+    (
+        ResetsTheFirst,
+        "reset_forgets_every_column",
+        r"agent_info\.\w+ at t=0, env_rank=1.*two different pasts and reset\(\)",
+    ),
+    (OneStream, "columns_do_not_depend_on_their_number", r"action at t=.*among 4 columns and among 2"),
+    (Normalizes, "columns_do_not_depend_on_their_number", r"among 4 columns and among 2.*batch_invariant=False"),
+    (Unpicklable, "pickling_changes_nothing", r"TypeError: cannot pickle '_thread\.lock' object"),
+    (ForgetsItself, "pickling_changes_nothing", r" at t=.*before and after pickling"),
+    (HidesParameters, "parameters_survive_a_round_trip", r"agent_info\.hidden at t=0.*in an agent and in one with"),
+    (RoundsParameters, "parameters_survive_a_round_trip", r"parameter weight at .* after write_parameters"),
+    (KeepsParameters, "parameters_are_copied", r"parameter weight at .*: .* and 0\.0 when the arrays given are zeroed"),
+    (LeaksParameters, "a_workers_copy_follows_the_learner", r"parameter weight at .* before sync_shared_memory"),
+    (IgnoresTheLearner, "a_workers_copy_follows_the_learner", r"parameter weight at .* after sync_shared_memory"),
+    (CountsInTheClass, "acts_in_a_worker_as_here", r"agent_info\.here at t=0, env_rank=0.*in two workers"),
+]
+
+
+@pytest.mark.parametrize(("make", "rule", "words"), BROKEN, ids=[entry[0].__name__ for entry in BROKEN])
+def test_what_breaks_a_rule_is_caught_by_it(make: Any, rule: str, words: str) -> None:
+    with pytest.raises(ConformanceError, match=f"(?s){words}") as caught:
+        check_agent(make, CountingEnv)
+    message = str(caught.value)
+    assert caught.value.rule == rule, message
+    assert message.startswith(f"{make.__name__} breaks the rule {rule}\n  rule: ")
+    assert "\n  do:   " in message
+
+
+def test_an_agent_that_looks_at_all_columns_is_a_matter_of_documentation() -> None:
+    check_agent(Normalizes, CountingEnv, batch_invariant=False)
+
+
+def test_every_rule_states_itself_and_is_shown_to_catch_something() -> None:
+    rules = [*agent_rules.ACTING_RULES, agent_rules.COLUMN_RULE, *agent_rules.PARAMETER_RULES]
+    rules.append(agent_rules.acts_in_a_worker_as_here)
+    assert all(rule.__doc__ and rule.__doc__.rstrip().endswith(".") for rule in rules)
+    assert {rule.__name__ for rule in rules} == {rule for _, rule, _ in BROKEN}
+
+
+def test_what_cannot_be_checked_says_so() -> None:
+    with pytest.raises(ConfigError, match="must return a penstock Agent, got Linear"):
+        check_agent(lambda: nn.Linear(1, 1), CountingEnv)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigError, match="4 or more"):
+        check_agent(RandomAgent, CountingEnv, batch_T=3)

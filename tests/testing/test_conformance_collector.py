@@ -1,0 +1,151 @@
+"""The collector's kit: good collectors pass, and what is left over is seen; test_broken_collectors.py has the rest."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import psutil
+import pytest
+
+from penstock import (
+    CategoricalPgAgent,
+    ConfigError,
+    RandomAgent,
+    ResetCollector,
+    WaitResetCollector,
+    WorkerError,
+)
+from penstock.envs import CountingEnv, NestedEnv
+from penstock.testing import ConformanceError, check_collector, run_rules
+
+CARTPOLE = functools.partial(gym.make, "CartPole-v1")
+
+
+# ---- what passes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("env_fn", "n_workers"), [(NestedEnv, (2,)), (CARTPOLE, (2, 3)), ("Pendulum-v1", (4,))])
+def test_the_reset_collector_keeps_all_rules(env_fn: Any, n_workers: tuple[int, ...]) -> None:
+    check_collector(ResetCollector, env_fn, n_workers=n_workers)
+
+
+def test_with_a_policy_of_the_users_own() -> None:
+    import torch
+    from torch import nn
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.policy, self.critic = nn.Linear(4, 2), nn.Linear(4, 1)
+
+        def forward(self, observation: torch.Tensor) -> Any:
+            return self.policy(observation), self.critic(observation)
+
+    check_collector(ResetCollector, CARTPOLE, agent=CategoricalPgAgent(lambda: Model().double()), n_workers=(2,))
+
+
+def test_the_wait_reset_collector_keeps_all_rules() -> None:
+    check_collector(WaitResetCollector, CountingEnv, n_workers=(2,))
+    check_collector(WaitResetCollector, CARTPOLE, batch_T=5, n_batches=5, n_workers=())
+
+
+def test_an_environment_function_gets_what_it_asks_for() -> None:
+    def make(context: Any, length: int) -> CountingEnv:
+        assert context.env_rank < 4
+        return CountingEnv(length)
+
+    check_collector(ResetCollector, make, env_kwargs={"length": 6}, n_workers=(2,))
+
+
+class StartsAnew(ResetCollector):
+    def collect_batch(self, itr: int) -> None:
+        for column in range(len(self.envs)):
+            self.reset_column(column)
+        self.prev_reward[:] = 0
+        self.envs.write_observations(self.samples.observation[self.batch_T])
+        super().collect_batch(itr)
+
+
+def test_giving_episodes_up_is_a_matter_of_documentation() -> None:
+    class Fresh(StartsAnew):
+        def collect_batch(self, itr: int) -> None:
+            self.tracker.restart()
+            super().collect_batch(itr)
+
+    check_collector(Fresh, CountingEnv, continues=False, n_workers=(2,))
+    with pytest.raises(ConformanceError, match=r"Return=.*for the episode that ended") as caught:
+        check_collector(StartsAnew, CountingEnv, continues=False)
+    assert caught.value.rule == "trajectories_are_those_that_ended", "what was given up was counted along"
+
+
+# ---- what is left over ---------------------------------------------------------------------
+
+
+def test_a_descriptor_that_stays_open_is_caught(tmp_path: Path) -> None:
+    opened: list[int] = []
+
+    class Opens(ResetCollector):
+        def start_envs(self) -> None:
+            super().start_envs()
+            opened.append(os.open(tmp_path / "log", os.O_CREAT))
+
+    with pytest.raises(
+        ConformanceError, match=r"left after shutdown of a SerialSampler: descriptor \d+ \(.*log\)"
+    ) as caught:
+        check_collector(Opens, CountingEnv, n_workers=())
+    assert caught.value.rule == "nothing_is_left_over"
+    for descriptor in opened:
+        os.close(descriptor)
+
+
+def test_a_process_that_outlives_its_worker_is_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run_rules, "_GONE_SECONDS", 0.3)
+    note = tmp_path / "pids"
+
+    class Spawns(ResetCollector):
+        def start_envs(self) -> None:
+            super().start_envs()
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+            with note.open("a") as file:
+                file.write(f"{child.pid}\n")
+            child.returncode = 0  # or else subprocess itself complains
+
+    try:
+        with pytest.raises(
+            ConformanceError, match=r"still running after shutdown: .*sleep\(60\) \(pid \d+\)"
+        ) as caught:
+            check_collector(Spawns, CountingEnv, n_workers=())
+        assert caught.value.rule == "nothing_is_left_over"
+    finally:
+        left = [psutil.Process(int(pid)) for pid in note.read_text().split() if psutil.pid_exists(int(pid))]
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=5)
+
+
+# ---- the kit itself ------------------------------------------------------------------------
+
+
+def test_what_cannot_run_says_so_itself() -> None:
+    class Raises(ResetCollector):
+        def collect_batch(self, itr: int) -> None:
+            raise ValueError("not yet written")
+
+    with pytest.raises(WorkerError, match="not yet written"):
+        check_collector(Raises, CountingEnv)
+    with pytest.raises(ConfigError, match="must be 2 or more"):
+        check_collector(ResetCollector, CountingEnv, batch_T=1)
+    with pytest.raises(ConfigError, match="not a registered environment id"):
+        check_collector(ResetCollector, "NoSuchEnv-v0")
+
+
+def test_an_agent_without_values_will_do() -> None:
+    class Mute(RandomAgent):
+        def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+            raise ConfigError("no values here")
+
+    check_collector(ResetCollector, CountingEnv, agent=Mute(), n_workers=(2,))

@@ -1,0 +1,251 @@
+"""Every fault does what it says: by itself here; in its places in test_faulty.py."""
+
+import os
+import pickle
+import select
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+
+from penstock import ConfigError
+from penstock.testing import HOWS, Fault, InjectedFault, Trigger, UnpicklableFault, UnspeakableFault
+
+WENT_ON = 7  # the exit code of a child that the fault let pass
+BOUND = 20.0  # seconds that a wait may take before the test fails
+
+
+@contextmanager
+def forked(body: Callable[[], object]) -> Iterator[int]:
+    """A child that runs `body` and then exits with `WENT_ON`; killed and reaped at the end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, from Python 3.12 on
+        pid = os.fork()
+    if not pid:
+        try:
+            body()
+            os._exit(WENT_ON)
+        finally:
+            os._exit(99)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def end_of(pid: int) -> int:
+    """How a child ends: its exit code, or minus a signal. It is left to be reaped."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        assert select.select([descriptor], [], [], BOUND)[0], "the child has not ended"
+    finally:
+        os.close(descriptor)
+    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert status is not None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+
+def ending(body: Callable[[], object]) -> int:
+    """How a child that runs `body` ends."""
+    with forked(body) as pid:
+        return end_of(pid)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + BOUND
+    while not condition():
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+@contextmanager
+def echoing(fault: Fault) -> Iterator[tuple[int, Callable[[float], bool]]]:
+    """A child with the fault, whose other thread answers: pid, and `answers(seconds)`."""
+    ask_read, ask_write = os.pipe()
+    tell_read, tell_write = os.pipe()
+
+    def echo() -> None:
+        while True:
+            os.write(tell_write, os.read(ask_read, 1))
+
+    def body() -> None:
+        threading.Thread(target=echo, daemon=True).start()
+        os.write(tell_write, b"!")
+        fault.fire()
+
+    def answers(seconds: float) -> bool:
+        os.write(ask_write, b"?")
+        return bool(select.select([tell_read], [], [], seconds)[0] and os.read(tell_read, 1))
+
+    try:
+        with forked(body) as pid:
+            assert os.read(tell_read, 1) == b"!"
+            yield pid, answers
+    finally:
+        for descriptor in (ask_read, ask_write, tell_read, tell_write):
+            os.close(descriptor)
+
+
+# ---- what is no fault ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"how": "explode"}, "how must be one of 'raise', .*'stop', got 'explode'"),
+        ({"how": "raise", "at": 0}, "at counts calls from 1 .* got 0"),
+        ({"how": "raise", "at": True}, "got True"),
+        ({"how": "raise", "at": 1.5}, "got 1.5"),
+        ({"how": "delay", "seconds": float("inf")}, "finite number, 0 or more, got inf"),
+        ({"how": "delay", "seconds": -1}, "got -1"),
+        ({"how": "raise", "marker": "/no/such/folder/marker"}, "folder that does not exist"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Fault(**arguments)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_fault_and_its_trigger_pickle(how: str) -> None:
+    trigger = cloudpickle.loads(cloudpickle.dumps(Trigger(Fault(how, at=3))))
+    assert trigger.fault == Fault(how, at=3)
+
+
+# ---- exceptions ----------------------------------------------------------------------------
+
+
+def test_raise() -> None:
+    with pytest.raises(InjectedFault, match="a fault was injected: raise at call 4") as caught:
+        Fault("raise", at=4).fire()
+    assert type(pickle.loads(pickle.dumps(caught.value))) is InjectedFault
+
+
+def test_unpicklable() -> None:
+    with pytest.raises(UnpicklableFault, match="a fault was injected") as caught:
+        Fault("unpicklable").fire()
+    for dumps in (pickle.dumps, cloudpickle.dumps):
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            dumps(caught.value)
+
+
+def test_unspeakable() -> None:
+    with pytest.raises(UnspeakableFault) as caught:
+        Fault("unspeakable").fire()
+    for words in (str, repr):
+        with pytest.raises(RuntimeError, match="no words"):
+            words(caught.value)
+    assert len(caught.value.args[0]) > 900_000
+
+
+def test_system_exit() -> None:
+    with pytest.raises(SystemExit, match="a fault was injected"):
+        Fault("system exit").fire()
+
+
+# ---- ends ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit", 0), ("kill", -signal.SIGKILL), ("segfault", -signal.SIGSEGV)])
+def test_deaths(how: str, code: int) -> None:
+    import faulthandler
+
+    def body() -> None:
+        faulthandler.disable()  # pytest's, which would tell of the crash at length
+        Fault(how).fire()
+
+    assert ending(body) == code
+    assert ending(lambda: Fault(how, spare_pid=os.getpid()).fire()) == WENT_ON
+
+
+def test_a_segfault_leaves_no_core_file(tmp_path: Path) -> None:
+    import faulthandler
+
+    def body() -> None:
+        faulthandler.disable()
+        os.chdir(tmp_path)
+        Fault("segfault").fire()
+
+    ending(body)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- delays --------------------------------------------------------------------------------
+
+
+def test_delay_goes_on_when_the_time_is_over() -> None:
+    began = time.monotonic()
+    Fault("delay", seconds=0.05).fire()
+    assert time.monotonic() - began >= 0.05
+    Fault("delay", seconds=0).fire()
+
+
+def test_hang_lets_other_threads_live() -> None:
+    with echoing(Fault("hang")) as (pid, answers):
+        assert all(answers(BOUND) for _ in range(20))
+        until(lambda: psutil.Process(pid).status() == psutil.STATUS_SLEEPING)
+        assert psutil.Process(pid).cpu_times().user < 1
+
+
+def test_spin_burns_time() -> None:
+    with echoing(Fault("spin")) as (pid, answers):
+        until(lambda: psutil.Process(pid).cpu_times().user >= 0.05)
+        assert answers(BOUND), "the interpreter lock goes round"
+
+
+def test_hold_the_gil_stops_all_threads() -> None:
+    with echoing(Fault("hold the gil")) as (pid, answers):
+        until(lambda: not answers(0.3))
+        assert psutil.Process(pid).status() == psutil.STATUS_SLEEPING
+        assert not answers(0.1)
+
+
+def test_stop_until_somebody_says_go_on() -> None:
+    with forked(Fault("stop").fire) as pid:
+        assert os.waitpid(pid, os.WUNTRACED)[1] == (signal.SIGSTOP << 8) | 0x7F
+        os.kill(pid, signal.SIGCONT)
+        assert end_of(pid) == WENT_ON
+
+
+# ---- when ----------------------------------------------------------------------------------
+
+
+def fired(trigger: Trigger, n: int) -> list[int]:
+    """At which of n calls it fired."""
+    at = []
+    for call in range(1, n + 1):
+        try:
+            trigger.call()
+        except InjectedFault:
+            at.append(call)
+    return at
+
+
+def test_a_trigger_fires_at_its_call_and_at_no_other() -> None:
+    assert fired(Trigger(Fault("raise")), 5) == [1]
+    assert fired(Trigger(Fault("raise", at=3)), 5) == [3]
+    assert fired(Trigger(Fault("raise", at=9)), 5) == []
+
+
+def test_a_marker_is_taken_once_by_all(tmp_path: Path) -> None:
+    fault = Fault("raise", at=2, marker=str(tmp_path / "marker"))
+    assert fired(Trigger(fault), 5) == [2]
+    assert fired(Trigger(fault), 5) == []
+    assert ending(Fault("exit", marker=str(tmp_path / "other")).fire) == 0
+    assert ending(Fault("exit", marker=str(tmp_path / "other")).fire) == WENT_ON
+
+
+def test_a_spared_process_leaves_the_marker_to_others(tmp_path: Path) -> None:
+    fault = Fault("exit", marker=str(tmp_path / "marker"), spare_pid=os.getpid())
+    fault.fire()
+    assert not (tmp_path / "marker").exists()
+    assert ending(fault.fire) == 0
