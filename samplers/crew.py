@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from penstock.buffers.control import Phase
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.trajectory_queue import Frame, ObjectPipe
 from penstock.samplers.failures import Casualty, Witness
@@ -69,7 +70,7 @@ class Crew:
                 self.members.append(self._start_first(plan))
             self._supervisor = Supervisor(self._control, self._reports, self.restarts, rules.limits)
         except BaseException:
-            self.close()
+            self.close(broken=True)
             raise
 
     def _start_first(self, plan: WorkerPlan) -> Member:
@@ -189,17 +190,19 @@ class Crew:
         for member in self.members:
             member.gate.open()
         alive = self._await_deaths(self.members, _ASK_BROKEN_SECONDS if broken else _ASK_SECONDS)
-        witnesses = [member.witness(self._control) for member in alive]
-        complaints = [f"{witness} did not end while {witness.doing} and was killed" for witness in witnesses]
+        forced = {member.rank: member.witness(self._control) for member in alive}
         for sig, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
             for member in alive:
                 member.signal_group(sig)
             alive = self._await_deaths(alive, seconds)
+        complaints = []
         for member in self.members:
-            member.bury()  # and processes that its environments left behind
-            report = self._reports.read(member.rank)
-            if report is not None and not broken:
-                complaints.append(f"{member.witness(self._control)} raised {report.headline} while closing")
+            exitcode = member.bury()  # and what its environments left behind
+            witness, report = member.witness(self._control), self._reports.read(member.rank)
+            if member.rank in forced:
+                complaints.append(f"{forced[member.rank]} did not end while {witness.doing} and was killed")
+            elif report is not None or witness.progress.phase is not Phase.CLOSED:
+                complaints.append(str(Casualty(witness, exitcode, report)))
         self._release()
         if complaints and not broken:
             warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=2)
