@@ -6,6 +6,7 @@ from penstock.collectors.evaluation import BaseEvalCollector, EpisodeEvalCollect
 from penstock.collectors.reset import ResetCollector
 from penstock.collectors.tracking import Tracker, make_tracker
 from penstock.collectors.traj_info import TrajInfo
+from penstock.collectors.vector import VectorEnvCollector
 from penstock.collectors.wait_reset import WaitResetCollector
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "ResetCollector",
     "Tracker",
     "TrajInfo",
+    "VectorEnvCollector",
     "WaitResetCollector",
     "make_tracker",
 ]

@@ -47,6 +47,9 @@ class Collector(ABC):
     #: True resets an environment at once and goes on recording; False parks it until the batch ends.
     mid_batch_reset = True
 
+    #: True has a worker build one batched environment, `env_fn(num_envs=n)`, instead of n single ones.
+    batched = False
+
     def __init__(self, parts: CollectorParts) -> None:
         self.envs, self.agent, self.samples = parts.envs, parts.agent, parts.samples
         self.tracker, self.progress = parts.tracker, parts.progress
@@ -69,14 +72,15 @@ class Collector(ABC):
         self.envs.reset_all(self.streams.env_seeds(Purpose.TRAIN))
         self.tracker.restart()
         self.tracker.set_agent_info(map_leaves(lambda leaf: np.zeros_like(leaf[0]), self.samples.agent_info))
-        decorrelate(
-            self.envs,
-            self.tracker,
-            self.streams.rngs(Purpose.DECORRELATE),
-            self._max_decorrelation_steps,
-            self.prev_action,
-            self.prev_reward,
-        )
+        if not self.batched:  # the environments of a batch cannot be stepped apart from each other
+            decorrelate(
+                self.envs,
+                self.tracker,
+                self.streams.rngs(Purpose.DECORRELATE),
+                self._max_decorrelation_steps,
+                self.prev_action,
+                self.prev_reward,
+            )
 
     def start_agent(self) -> None:
         """Prepare the agent for the first batch. Runs once, after `start_envs`."""

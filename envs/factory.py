@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium as gym
+from gymnasium.vector import VectorEnv
 
 from penstock.envs.seeding import Purpose
 from penstock.errors import ConfigError
@@ -47,6 +48,17 @@ class EnvFactory:
             raise ConfigError(
                 f"env_fn must return a gymnasium.Env, got {type(env).__module__}.{type(env).__qualname__}"
                 + (": convert an old gym environment with shimmy" if hasattr(env, "step") else "")
+            )
+        return env
+
+    def batched(self, num_envs: int, context: EnvContext = _EXAMPLE) -> VectorEnv[Any, Any, Any]:
+        """Build one batched environment: `fn(num_envs=num_envs, **kwargs)`."""
+        kwargs = {**self.kwargs, "context": context} if _asks_for_context(self.fn) else self.kwargs
+        env: Any = self.fn(num_envs=num_envs, **kwargs)
+        if not isinstance(env, VectorEnv) or env.num_envs != num_envs:
+            raise ConfigError(
+                f"env_fn(num_envs={num_envs}) must return a gymnasium.vector.VectorEnv of {num_envs} environments, "
+                f"got {_describe(env)}"
             )
         return env
 
@@ -105,13 +117,15 @@ class _MakeFromSpec:
         return gym.make(self.spec, **kwargs)
 
 
-def build_example_env(factory: EnvFactory) -> gym.Env[Any, Any]:
+def build_example_env(factory: EnvFactory, *, batched: bool = False) -> Any:
     """Build the environment that the main process reads the spaces from, and no more.
+
+    `batched`: a `VectorEnv` of one environment.
 
     Raises `ConfigError` with the factory's own exception as its cause.
     """
     try:
-        env = factory()
+        env = factory.batched(1) if batched else factory()
     except ConfigError:
         raise
     except Exception as error:
@@ -119,7 +133,7 @@ def build_example_env(factory: EnvFactory) -> gym.Env[Any, Any]:
             f"env_fn raised {type(error).__name__} while the main process built an example environment: {error}"
         ) from error
     for name in ("observation_space", "action_space"):
-        space = getattr(env, name, None)
+        space = getattr(env, f"single_{name}" if batched else name, None)
         if not isinstance(space, gym.Space):
             env.close()
             raise ConfigError(f"the environment's {name} must be a gymnasium space, got {_describe(space)}")

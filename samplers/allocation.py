@@ -19,7 +19,6 @@ from penstock.collectors.checks import Checks, write_action
 from penstock.envs import (
     ColumnStreams,
     EnvFactory,
-    InfoWanted,
     Purpose,
     build_example_env,
     env_factories,
@@ -83,7 +82,7 @@ def allocate(
     train = env_factories(config.env_fn, config.env_kwargs, config.batch_B)
     eval_kwargs = _eval_kwargs(config)
     evals = env_factories(_eval_fn(config), eval_kwargs, config.eval_n_envs, "eval_") if config.eval_n_envs else ()
-    env_info = _prepare_agent(agent, train[0], seed, config.env_info)
+    env_info = _prepare_agent(agent, train[0], seed, config)
     traj_kwargs = dict(traj_info_kwargs or {})
     _check_traj_info(config.traj_info_cls, traj_kwargs)
     worker_agent = agent.worker_copy()
@@ -140,19 +139,23 @@ def _eval_kwargs(config: SamplerConfig) -> Any:
     return config.env_kwargs[0] if config.env_kwargs else None
 
 
-def _prepare_agent(agent: Agent, factory: EnvFactory, seed: int, wanted: InfoWanted) -> NamedArrays | None:
+def _prepare_agent(agent: Agent, factory: EnvFactory, seed: int, config: SamplerConfig) -> NamedArrays | None:
     """Initialize the agent from an example environment; returns an example of the `env_info` to be recorded."""
     if not isinstance(agent, Agent):
         raise ConfigError(
             f"agent must be a penstock Agent, got {type(agent).__name__}: wrap a model, for example "
             "CategoricalPgAgent(model), or subclass penstock.Agent"
         )
-    env = build_example_env(factory)
-    observation_space, action_space = env.observation_space, env.action_space
+    batched, wanted = config.collector_cls.batched, config.env_info
+    env = build_example_env(factory, batched=batched)
+    prefix = "single_" if batched else ""
+    observation_space, action_space = (getattr(env, f"{prefix}{kind}_space") for kind in ("observation", "action"))
     example_of(observation_space, "observation")
     example_of(action_space, "action")
     env_info = None
     try:
+        if batched and wanted and not isinstance(wanted, Mapping):
+            raise ConfigError("env_info of a batched environment needs examples: env_info={'name': 0.0}")
         if wanted is True or (wanted is not False and len(wanted)):
             env_info, skipped = info_example(env, wanted)
             if skipped:

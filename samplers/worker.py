@@ -5,9 +5,8 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-import gymnasium as gym
 import numpy as np
 
 from penstock.agents.base import Agent
@@ -24,6 +23,7 @@ from penstock.collectors.columns import EnvColumns
 from penstock.collectors.evaluation import BaseEvalCollector, EvalCollectorParts
 from penstock.collectors.tracking import Tracker, make_tracker
 from penstock.collectors.traj_info import TrajInfo
+from penstock.collectors.vector import VectorColumns
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import SpaceError
@@ -90,7 +90,7 @@ class Worker:
         self._agent = job.agent
         self._agent.attach(state.parameters)
         self._agent.pull_shared_memory()
-        self._built: list[tuple[int, gym.Env[Any, Any]]] = []
+        self._built: list[tuple[int, Any]] = []
         arrays = state.samples.arrays
         self.collector = self._build_collector(
             BatchColumns(arrays, slice(plan.columns.start, plan.columns.stop)),
@@ -101,6 +101,9 @@ class Worker:
 
     def _build_envs(self, factories: Sequence[EnvFactory], streams: ColumnStreams, purpose: Purpose) -> EnvColumns:
         env_ranks, seeds = streams.env_ranks, streams.env_seeds(purpose)
+        if self._job.collector_cls.batched:
+            context = EnvContext(env_ranks[0], self._plan.worker_rank, seeds[0], purpose)
+            return cast(EnvColumns, self._build_batched(factories[0], env_ranks, context))
         envs = []
         self.progress.enter(Phase.BUILDING)
         for factory, env_rank, seed in zip(factories, env_ranks, seeds, strict=True):
@@ -115,6 +118,13 @@ class Worker:
                     )
             envs.append(env)
         return EnvColumns(envs, env_ranks, self.progress, self._job.checks)
+
+    def _build_batched(self, factory: EnvFactory, env_ranks: range, context: EnvContext) -> VectorColumns:
+        self.progress.enter(Phase.BUILDING)
+        self.progress.at_env(context.env_rank)
+        env = factory.batched(len(env_ranks), context)
+        self._built.append((context.env_rank, env))
+        return VectorColumns(env, env_ranks, self.progress, self._job.checks)
 
     def _tracker(self, env_ranks: range) -> Tracker:
         job = self._job

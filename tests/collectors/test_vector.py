@@ -1,0 +1,130 @@
+"""A batched environment in a worker: the same batches as single ones, of which it is made."""
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from penstock import (
+    ConfigError,
+    ParallelSampler,
+    RandomAgent,
+    ResetCollector,
+    Sampler,
+    SerialSampler,
+    TrajInfo,
+    VectorEnvCollector,
+    WorkerError,
+)
+from penstock.envs import CountingEnv, NestedEnv
+
+MODES = [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
+
+
+class Own(TrajInfo):
+    """Sees every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def step(self, observation: Any, action: Any, reward: Any, *rest: Any) -> None:
+        super().step(observation, action, reward, *rest)
+        self.seen.append((np.asarray(observation).tolist(), int(action), float(reward), rest[-1]))
+
+
+def batched(env_fn: Any, mode: AutoresetMode, num_envs: int) -> Any:
+    return SyncVectorEnv([env_fn] * num_envs, autoreset_mode=mode)
+
+
+def batches(cls: type[Sampler], env_fn: Any, collector_cls: Any, **kwargs: Any) -> Any:
+    kept: list[Any] = []
+    sampler = cls(
+        env_fn,
+        batch_T=30,
+        batch_B=5,
+        max_decorrelation_steps=0,
+        eval_n_envs=3,
+        eval_max_steps=300,
+        collector_cls=collector_cls,
+        **kwargs,
+    )
+    with sampler:
+        sampler.initialize(RandomAgent(), seed=6, bootstrap_value=True)
+        for itr in range(4):
+            samples, infos = sampler.obtain_samples(itr)
+            kept.append((samples.numpy().copy(), [vars(info) for info in infos]))
+            kept.append((None, [vars(info) for info in sampler.evaluate_agent(itr)]))
+    return kept
+
+
+def assert_same(some: Any, others: Any) -> None:
+    for (a, infos_a), (b, infos_b) in zip(some, others, strict=True):
+        assert infos_a == infos_b
+        if a is not None:
+            for (name, x), (_, y) in zip(a.leaves(), b.leaves(), strict=True):
+                np.testing.assert_array_equal(x, y, name)
+
+
+single = {
+    "cartpole": partial(gym.make, "CartPole-v1", max_episode_steps=25),
+    "counting": partial(CountingEnv, length=4, truncate=True),
+    "nested": NestedEnv,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", single)
+def test_the_same_batches_as_from_single_environments(name: str, mode: AutoresetMode) -> None:
+    env_fn = single[name]
+    expected = batches(SerialSampler, env_fn, ResetCollector)
+    assert_same(expected, batches(SerialSampler, partial(batched, env_fn, mode), VectorEnvCollector))
+    parallel = batches(ParallelSampler, partial(batched, env_fn, mode), VectorEnvCollector, n_workers=2)
+    assert_same(expected, parallel)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stepped_trajectory_info_sees_the_same(mode: AutoresetMode) -> None:
+    env_fn = single["counting"]
+    expected = batches(SerialSampler, env_fn, ResetCollector, traj_info_cls=Own)
+    seen = batches(SerialSampler, partial(batched, env_fn, mode), VectorEnvCollector, traj_info_cls=Own)
+    assert_same(expected, seen)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_whole_episodes_are_evaluated_too(mode: AutoresetMode) -> None:
+    env_fn = single["cartpole"]
+    expected = batches(SerialSampler, env_fn, ResetCollector, eval_episodes=7)
+    assert_same(expected, batches(SerialSampler, partial(batched, env_fn, mode), VectorEnvCollector, eval_episodes=7))
+
+
+def of_batches(env_fn: Any, **kwargs: Any) -> Sampler:
+    return SerialSampler(env_fn, batch_T=12, batch_B=2, collector_cls=VectorEnvCollector, **kwargs)
+
+
+def test_env_info_is_recorded_from_the_batch() -> None:
+    with of_batches(partial(batched, CountingEnv, AutoresetMode.SAME_STEP), env_info={"count": 0}) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        assert (samples.env.env_info.count == samples.env.reward).all(), "that of the step, at an end too"
+
+
+def test_the_default_mode_is_refused_with_the_remedy() -> None:
+    with (
+        of_batches(partial(batched, CountingEnv, AutoresetMode.NEXT_STEP)) as sampler,
+        pytest.raises(WorkerError, match=r"AutoresetMode\.SAME_STEP"),
+    ):
+        sampler.initialize(RandomAgent())
+
+
+def test_what_is_no_batched_environment_is_refused() -> None:
+    def one(num_envs: int) -> Any:
+        return CountingEnv()
+
+    with pytest.raises(
+        ConfigError, match="VectorEnv of 1 environments, got CountingEnv"
+    ):
+        of_batches(one).initialize(RandomAgent())
