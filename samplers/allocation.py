@@ -73,6 +73,7 @@ def allocate(
     seed: int,
     bootstrap_value: bool,
     traj_info_kwargs: Mapping[str, Any] | None,
+    world_size: int,
     shared: bool,
 ) -> Allocation:
     """Read the spaces, initialize the agent, try it on an example, and allocate everything.
@@ -104,7 +105,9 @@ def allocate(
         eval_max_T=max_T,
         eval_max_trajectories=config.eval_max_trajectories,
         eval_episodes=config.eval_episodes,
+        n_envs=config.batch_B,
         eval_n_envs=config.eval_n_envs,
+        world_size=world_size,
         seed=seed,
         checks=Checks(config.check_finite, config.debug),
     )

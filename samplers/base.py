@@ -183,6 +183,7 @@ class Sampler(ABC):
                 seed=self.seed,
                 bootstrap_value=bootstrap_value,
                 traj_info_kwargs=traj_info_kwargs,
+                world_size=world_size,
                 shared=self._shared_memory,
             )
             self.observation_space: gym.Space[Any] = agent.observation_space

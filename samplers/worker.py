@@ -48,7 +48,9 @@ class Job:
     eval_max_T: int
     eval_max_trajectories: int | None
     eval_episodes: int | None
+    n_envs: int  #: of this sampler ...
     eval_n_envs: int
+    world_size: int  #: ... and how many such samplers there are
     seed: int
     checks: Checks
 
@@ -126,6 +128,11 @@ class Worker:
         self._built.append((context.env_rank, env))
         return VectorColumns(env, env_ranks, self.progress, self._job.checks)
 
+    def _copy_of_agent(self, streams: ColumnStreams, purpose: Purpose, n_envs: int) -> Agent:
+        agent = self._agent.column_copy(streams.rngs(purpose))
+        agent.set_columns(streams.env_ranks, n_envs * self._job.world_size)
+        return agent
+
     def _tracker(self, env_ranks: range) -> Tracker:
         job = self._job
         return make_tracker(job.traj_info_cls, job.traj_info_kwargs, env_ranks, self._put_records, self._frames.put)
@@ -136,7 +143,7 @@ class Worker:
         collector = job.collector_cls(
             CollectorParts(
                 envs=self._build_envs(job.env_factories, streams, Purpose.TRAIN),
-                agent=self._agent.column_copy(streams.rngs(Purpose.ACTION)),
+                agent=self._copy_of_agent(streams, Purpose.ACTION, job.n_envs),
                 samples=samples,
                 tracker=self._tracker(env_ranks),
                 progress=self.progress,
@@ -158,7 +165,7 @@ class Worker:
         return job.eval_collector_cls(
             EvalCollectorParts(
                 envs=self._build_envs(job.eval_env_factories, streams, Purpose.EVAL),
-                agent=self._agent.column_copy(streams.rngs(Purpose.EVAL_ACTION)),
+                agent=self._copy_of_agent(streams, Purpose.EVAL_ACTION, job.eval_n_envs),
                 tracker=self._tracker(env_ranks),
                 progress=self.progress,
                 streams=streams,
