@@ -4,12 +4,21 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.agents.base import Agent, AgentStep
 from penstock.agents.drawing import draw
-from penstock.agents.noise import ColumnNoise
+from penstock.agents.function import FunctionAgent
+from penstock.agents.noise import ColumnNoise, OrnsteinUhlenbeck
 from penstock.agents.random import RandomAgent
+from penstock.agents.schedules import ExponentialSchedule, LinearSchedule
 from penstock.agents.shared_parameters import SharedParameters
 
 if TYPE_CHECKING:
     from penstock.agents.categorical import CategoricalPgAgent
+    from penstock.agents.deterministic import DeterministicPgAgent
+    from penstock.agents.epsilon_greedy import EpsilonGreedyAgent
+    from penstock.agents.gaussian import GaussianPgAgent
+    from penstock.agents.policy_gradient import PgAgent, PolicyHead
+    from penstock.agents.recurrent import RecurrentCategoricalPgAgent, RecurrentGaussianPgAgent, RecurrentPgAgent
+    from penstock.agents.recurrent_state import RecurrentState
+    from penstock.agents.squashed import SquashedGaussianAgent
     from penstock.agents.torch_agent import TorchAgent
 
 __all__ = [
@@ -17,13 +26,40 @@ __all__ = [
     "AgentStep",
     "CategoricalPgAgent",
     "ColumnNoise",
+    "DeterministicPgAgent",
+    "EpsilonGreedyAgent",
+    "ExponentialSchedule",
+    "FunctionAgent",
+    "GaussianPgAgent",
+    "LinearSchedule",
+    "OrnsteinUhlenbeck",
+    "PgAgent",
+    "PolicyHead",
     "RandomAgent",
+    "RecurrentCategoricalPgAgent",
+    "RecurrentGaussianPgAgent",
+    "RecurrentPgAgent",
+    "RecurrentState",
     "SharedParameters",
+    "SquashedGaussianAgent",
     "TorchAgent",
     "draw",
 ]
 
-_WITH_TORCH = {"CategoricalPgAgent": "categorical", "TorchAgent": "torch_agent"}
+_WITH_TORCH = {
+    "CategoricalPgAgent": "categorical",
+    "DeterministicPgAgent": "deterministic",
+    "EpsilonGreedyAgent": "epsilon_greedy",
+    "GaussianPgAgent": "gaussian",
+    "PgAgent": "policy_gradient",
+    "PolicyHead": "policy_gradient",
+    "RecurrentCategoricalPgAgent": "recurrent",
+    "RecurrentGaussianPgAgent": "recurrent",
+    "RecurrentPgAgent": "recurrent",
+    "RecurrentState": "recurrent_state",
+    "SquashedGaussianAgent": "squashed",
+    "TorchAgent": "torch_agent",
+}
 
 
 def __getattr__(name: str) -> Any:

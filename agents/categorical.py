@@ -1,8 +1,8 @@
-"""Policy-gradient agent for Discrete actions: a categorical distribution over the model's logits."""
+"""Policy-gradient agent for Discrete and MultiDiscrete actions: categorical distributions over the model's logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -11,88 +11,70 @@ import numpy.typing as npt
 from gymnasium import spaces
 from torch import nn
 
-from penstock.agents.base import AgentStep
-from penstock.agents.noise import ColumnNoise
-from penstock.agents.torch_agent import TorchAgent
-from penstock.buffers.named import NamedArrays
+from penstock.agents.distributions import choose
+from penstock.agents.model_outputs import output_array
+from penstock.agents.policy_gradient import PgAgent, PolicyHead
 from penstock.errors import SpaceError
 
-__all__ = ["CategoricalPgAgent"]
+__all__ = ["CategoricalHead", "CategoricalPgAgent"]
 
 
-class CategoricalPgAgent(TorchAgent):
-    """Samples from the categorical distribution of the model's logits.
+class CategoricalHead(PolicyHead):
+    """One categorical distribution per component of the action: one for Discrete, `nvec.size` for MultiDiscrete."""
 
-    `model(observation)` returns `(logits, value)`: logits `[B, n]` for a `Discrete(n)` action space,
-    value `[B]` or `[B, 1]`. Recorded in `agent_info`: `log_prob` and `value`, float32 `[T, B]`.
+    outputs = (("logits",),)
 
-    `greedy_eval=True` takes the most probable action in evaluation. Each column's noise comes from its
-    own stream, one uniform number a step; drawing by inversion keeps a column's actions independent of
-    how many columns a worker has, up to the last bit of the model's matrix products.
-    """
-
-    action_space: spaces.Discrete
-
-    def __init__(self, model: nn.Module | Callable[..., nn.Module], *, greedy_eval: bool = False) -> None:
-        super().__init__(model)
-        self.greedy_eval = greedy_eval
-        self._greedy = False
-
-    def initialize(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
-    ) -> None:
-        if not isinstance(action_space, spaces.Discrete):
+    def __init__(self, action_space: gym.Space[Any], agent: str) -> None:
+        if not isinstance(action_space, spaces.Discrete | spaces.MultiDiscrete):
             raise SpaceError(
-                f"CategoricalPgAgent needs a Discrete action space, the environment has {action_space}: "
+                f"{agent} needs a Discrete or MultiDiscrete action space, the environment has {action_space}: "
                 "use an agent made for it, or discretize the actions with a wrapper"
             )
-        super().initialize(observation_space, action_space, seed=seed)
+        self._is_multi = isinstance(action_space, spaces.MultiDiscrete)
+        n = action_space.nvec if isinstance(action_space, spaces.MultiDiscrete) else action_space.n
+        sizes = np.asarray(n, np.int64).ravel()
+        self._shape: tuple[int, ...] = tuple(action_space.shape or ())
+        self._dtype, self._start = action_space.dtype, np.asarray(action_space.start)
+        self._n_components, self._n_logits, self._widest = len(sizes), int(sizes.sum()), int(sizes.max())
+        # Components of different sizes are padded, so that one pass over the table does for all.
+        is_even = bool((sizes == self._widest).all())
+        self._filled = None if is_even else (np.arange(self._widest) < sizes[:, None]).ravel()
 
-    def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
-        self._noise = ColumnNoise(rngs, lambda rng, n: rng.random(n))
+    def draw(self, rng: np.random.Generator, n: int) -> npt.NDArray[Any]:
+        return rng.random((n, self._n_components) if self._is_multi else n)
 
-    def sample_mode(self, itr: int) -> None:
-        super().sample_mode(itr)
-        self._greedy = False
+    def act(
+        self, model: nn.Module, outputs: Sequence[Any], rows: int, noise: npt.NDArray[Any] | None
+    ) -> tuple[npt.NDArray[Any], dict[str, Any]]:
+        logits = output_array(outputs[0], "logits", (rows, self._n_logits))
+        if self._filled is not None:
+            padded = np.full((rows, self._filled.size), -np.inf, logits.dtype)
+            padded[:, self._filled] = logits
+            logits = padded
+        if self._is_multi:
+            logits = logits.reshape(-1, self._widest)
+            noise = None if noise is None else noise.reshape(-1)
+        index, log_prob = choose(logits, noise)
+        if self._is_multi:
+            index = index.reshape(rows, *self._shape)
+            log_prob = log_prob.reshape(rows, -1).sum(axis=1)
+        action = (index + self._start).astype(self._dtype, copy=False)
+        return action, {"log_prob": log_prob.astype(np.float32, copy=False)}
 
-    def eval_mode(self, itr: int) -> None:
-        super().eval_mode(itr)
-        self._greedy = self.greedy_eval
 
-    def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
-        logits, value = self._logits_and_value(observation, prev_action, prev_reward)
-        # Sampled in numpy: on a row of a few columns a torch operator costs two to three times as much.
-        largest = logits.max(axis=1, keepdims=True)
-        if not np.isfinite(largest).all():  # NaN, inf, or no action that is possible at all
-            bad = logits[~np.isfinite(largest[:, 0])][0]
-            raise FloatingPointError(f"the model gave logits that are not finite: {bad}")
-        shifted = logits - largest
-        cumulative = np.exp(shifted).cumsum(axis=1)
-        total = cumulative[:, -1]
-        if self._greedy:
-            index = logits.argmax(axis=1)
-        else:
-            threshold = self._noise.next_row() * total
-            index = (cumulative <= threshold[:, None]).sum(axis=1)
-        log_prob = shifted[np.arange(len(index)), index] - np.log(total)
-        return AgentStep(index + self.action_space.start, NamedArrays(log_prob=log_prob, value=value))
+class CategoricalPgAgent(PgAgent):
+    """Samples from the categorical distribution of the model's logits.
 
-    def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
-        return self._logits_and_value(observation, prev_action, prev_reward)[1]
+    `model(observation)` returns `(logits, value)`, value `[B]` or `[B, 1]`. For a `Discrete(n)` action space
+    logits are `[B, n]`. For a `MultiDiscrete` they are `[B, nvec.sum()]`: those of the first component, then
+    those of the second, and so on; the components are independent, and log_prob is their sum. A space that
+    starts elsewhere than at 0 shifts the actions: logit 0 is that of the action `start`.
 
-    def _logits_and_value(
-        self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        output = self.forward(observation, prev_action, prev_reward)
-        if not isinstance(output, tuple) or len(output) != 2:
-            raise SpaceError(
-                f"the model must return a tuple (logits, value), got {type(output).__name__}: see CategoricalPgAgent"
-            )
-        logits = output[0].float().numpy()
-        value = output[1].float().numpy()
-        rows, n = len(prev_reward), int(self.action_space.n)
-        if logits.shape != (rows, n):
-            raise SpaceError(f"the model's logits must have shape {(rows, n)}, got {logits.shape}")
-        if value.shape not in ((rows,), (rows, 1)):
-            raise SpaceError(f"the model's value must have shape {(rows,)} or {(rows, 1)}, got {value.shape}")
-        return logits, value.reshape(rows)
+    Recorded in `agent_info`: `log_prob` and `value`, float32 `[T, B]`.
+
+    `greedy_eval=True` takes the most probable action in evaluation. Each column's noise comes from its
+    own stream, one uniform number a step and component; drawing by inversion keeps a column's actions
+    independent of how many columns a worker has, up to the last bit of the model's matrix products.
+    """
+
+    head_cls = CategoricalHead

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.buffers.named import map_leaves
 
-__all__ = ["ColumnNoise"]
+__all__ = ["ColumnNoise", "OrnsteinUhlenbeck"]
 
 _CHUNK = 128  # steps drawn at once; drawing one by one would cost a numpy call per environment step
 
@@ -39,3 +40,24 @@ class ColumnNoise:
         for b, column in enumerate(columns):
             self._chunk[:, b] = column
         self._at = 0
+
+
+class OrnsteinUhlenbeck:
+    """Noise that drifts back to zero: x += -theta x dt + sigma sqrt(dt) n, with state `[B, ...]` per column.
+
+    Left alone, it has mean 0 and standard deviation sigma / sqrt(theta (2 - theta dt)), and two values k rows
+    apart have the correlation (1 - theta dt) ** k.
+    """
+
+    def __init__(self, n_columns: int, shape: tuple[int, ...], theta: float, dt: float) -> None:
+        self._x = np.zeros((n_columns, *shape))
+        self._keep, self._scale = 1.0 - theta * dt, dt**0.5
+
+    def next_row(self, normals: npt.NDArray[Any], sigma: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Go on by a row of standard normal numbers `[B, ...]`; `sigma` broadcasts against them."""
+        self._x = self._keep * self._x + self._scale * sigma * normals
+        return self._x
+
+    def reset_one(self, column: int) -> None:
+        """Start column from zero."""
+        self._x[column] = 0.0

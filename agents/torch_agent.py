@@ -30,7 +30,7 @@ class TorchAgent(Agent):
     sampler seed, starts from the same weights every time, and torch's own generator is left alone.
 
     The module's `forward` takes `(observation)`, or `(observation, prev_action, prev_reward)` if it has
-    three parameters or more.
+    three parameters or more; that of a recurrent agent takes the state as a fourth.
     """
 
     model: nn.Module
@@ -73,12 +73,19 @@ class TorchAgent(Agent):
             raise ConfigError(f"the model factory must return an nn.Module, got {type(model).__name__}")
         return model
 
-    def forward(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
+    def forward(
+        self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32], state: Any = None
+    ) -> Any:
         """The model's output for numpy inputs `[B, ...]`, on this copy's device, without gradients.
 
-        Floating-point inputs are cast to the dtype of the model's parameters; integers stay.
+        Floating-point inputs are cast to the dtype of the model's parameters; integers stay. A `state`, in
+        tensors, is passed on as it is.
         """
         with torch.inference_mode():
+            if state is not None:
+                return self.model(
+                    self._tensor(observation), self._tensor(prev_action), self._tensor(prev_reward), state
+                )
             if self._takes_previous:
                 return self.model(self._tensor(observation), self._tensor(prev_action), self._tensor(prev_reward))
             return self.model(self._tensor(observation))

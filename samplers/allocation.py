@@ -87,7 +87,7 @@ def allocate(
     traj_kwargs = dict(traj_info_kwargs or {})
     _check_traj_info(config.traj_info_cls, traj_kwargs)
     worker_agent = agent.worker_copy()
-    spec = replace(_try_agent(worker_agent, config, bootstrap_value), env_info=env_info)
+    spec = replace(_try_agent(worker_agent, config, bootstrap_value, world_size), env_info=env_info)
     max_T = eval_max_T(config.eval_max_steps, config.eval_n_envs)
     # Objects of a TrajInfo subclass do not use the rings.
     stock = config.traj_info_cls is TrajInfo
@@ -186,7 +186,7 @@ def _check_traj_info(cls: type[TrajInfo], kwargs: Mapping[str, Any]) -> None:
         raise ConfigError(f"{cls.__name__}(**traj_info_kwargs) raised {type(error).__name__}: {error}") from error
 
 
-def _try_agent(agent: Agent, config: SamplerConfig, bootstrap_value: bool) -> SampleSpec:
+def _try_agent(agent: Agent, config: SamplerConfig, bootstrap_value: bool, world_size: int) -> SampleSpec:
     """Step the agent once on zeros, to learn what it reports and to catch misfits before workers start."""
     observation = observation_example(agent.observation_space, config.observation_dtype)
     action = example_of(agent.action_space, "action")
@@ -198,6 +198,8 @@ def _try_agent(agent: Agent, config: SamplerConfig, bootstrap_value: bool) -> Sa
     rngs = ColumnStreams(0, range(_TRIAL_COLUMNS)).rngs(Purpose.ACTION)
     try:
         trial = agent.column_copy(rngs)
+        # Both pose as the first environment, which there always is.
+        trial.set_columns([0] * _TRIAL_COLUMNS, config.batch_B * world_size)
         trial.sample_mode(0)
         step = trial.step(*inputs)
         value = np.asarray(trial.value(*inputs)) if bootstrap_value else None

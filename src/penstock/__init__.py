@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from penstock import errors
-from penstock.agents import Agent, AgentStep, RandomAgent
+from penstock.agents import Agent, AgentStep, ExponentialSchedule, FunctionAgent, LinearSchedule, RandomAgent
 from penstock.buffers import NamedArrays, Samples
 from penstock.collectors import (
     BaseEvalCollector,
@@ -14,6 +14,7 @@ from penstock.collectors import (
     EvalCollectorParts,
     ResetCollector,
     TrajInfo,
+    VectorEnvCollector,
     WaitResetCollector,
 )
 from penstock.errors import (
@@ -30,7 +31,16 @@ from penstock.errors import (
 from penstock.samplers import Affinity, ParallelSampler, Sampler, SamplerState, SamplerStats, SerialSampler, WorkerStats
 
 if TYPE_CHECKING:
-    from penstock.agents import CategoricalPgAgent, TorchAgent
+    from penstock.agents import (
+        CategoricalPgAgent,
+        DeterministicPgAgent,
+        EpsilonGreedyAgent,
+        GaussianPgAgent,
+        RecurrentCategoricalPgAgent,
+        RecurrentGaussianPgAgent,
+        SquashedGaussianAgent,
+        TorchAgent,
+    )
 
 __version__ = "0.1.0"
 
@@ -43,13 +53,21 @@ __all__ = [
     "Collector",
     "CollectorParts",
     "ConfigError",
+    "DeterministicPgAgent",
     "EpisodeEvalCollector",
+    "EpsilonGreedyAgent",
     "EvalCollector",
     "EvalCollectorParts",
+    "ExponentialSchedule",
+    "FunctionAgent",
+    "GaussianPgAgent",
+    "LinearSchedule",
     "NamedArrays",
     "ParallelSampler",
     "PenstockError",
     "RandomAgent",
+    "RecurrentCategoricalPgAgent",
+    "RecurrentGaussianPgAgent",
     "ResetCollector",
     "Sampler",
     "SamplerBrokenError",
@@ -60,8 +78,10 @@ __all__ = [
     "Samples",
     "SerialSampler",
     "SpaceError",
+    "SquashedGaussianAgent",
     "TorchAgent",
     "TrajInfo",
+    "VectorEnvCollector",
     "WaitResetCollector",
     "WorkerDiedError",
     "WorkerError",
@@ -70,10 +90,21 @@ __all__ = [
     "errors",
 ]
 
+_WITH_TORCH = {
+    "CategoricalPgAgent",
+    "DeterministicPgAgent",
+    "EpsilonGreedyAgent",
+    "GaussianPgAgent",
+    "RecurrentCategoricalPgAgent",
+    "RecurrentGaussianPgAgent",
+    "SquashedGaussianAgent",
+    "TorchAgent",
+}
+
 
 def __getattr__(name: str) -> Any:
     # What needs torch is imported on first use: workers and scripts without a model never pay for it.
-    if name in ("CategoricalPgAgent", "TorchAgent"):
+    if name in _WITH_TORCH:
         from penstock import agents
 
         return getattr(agents, name)

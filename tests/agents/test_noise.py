@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.agents import ColumnNoise, noise
+from penstock.agents import ColumnNoise, OrnsteinUhlenbeck, noise
 from penstock.buffers import NamedArrays
 
 quick = settings(max_examples=15, deadline=None)
@@ -81,3 +81,27 @@ def test_a_row_stays_as_it_was_while_the_next_128_are_drawn(draw: Any) -> None:
 def test_columns_do_not_share_a_row() -> None:
     row = ColumnNoise(generators(range(8)), numbers).next_row()
     assert len(np.unique(row)) == row.size == 16
+
+
+# ---- Ornstein-Uhlenbeck ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("theta", "dt"), [(0.15, 1.0), (0.5, 0.5), (1.0, 1.0)])
+def test_the_process_has_the_deviation_and_the_correlation_that_it_documents(theta: float, dt: float) -> None:
+    process, sigma = OrnsteinUhlenbeck(400, (), theta, dt), 0.3
+    normals = np.random.default_rng(0).standard_normal((600, 400))
+    rows = np.stack([process.next_row(row, np.float64(sigma)) for row in normals])[100:]
+    expected = sigma / np.sqrt(theta * (2 - theta * dt))
+    assert abs(rows.mean()) < 0.03 * expected
+    assert rows.std() == pytest.approx(expected, rel=0.03)
+    for k in (1, 3):
+        assert np.corrcoef(rows[:-k].ravel(), rows[k:].ravel())[0, 1] == pytest.approx((1 - theta * dt) ** k, abs=0.02)
+
+
+def test_a_column_that_is_reset_starts_from_zero_and_the_others_go_on() -> None:
+    process, zero, ones = OrnsteinUhlenbeck(3, (2,), 0.25, 1.0), np.zeros((3, 2)), np.ones((3, 2))
+    sigma = np.array([[1.0], [2.0], [4.0]])
+    first = process.next_row(ones, sigma)
+    assert first.tolist() == [[1, 1], [2, 2], [4, 4]]
+    process.reset_one(1)
+    assert process.next_row(zero, sigma).tolist() == [[0.75, 0.75], [0, 0], [3, 3]]

@@ -124,7 +124,5 @@ def test_what_is_no_batched_environment_is_refused() -> None:
     def one(num_envs: int) -> Any:
         return CountingEnv()
 
-    with pytest.raises(
-        ConfigError, match="VectorEnv of 1 environments, got CountingEnv"
-    ):
+    with pytest.raises(ConfigError, match="VectorEnv of 1 environments, got CountingEnv"):
         of_batches(one).initialize(RandomAgent())

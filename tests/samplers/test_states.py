@@ -137,7 +137,10 @@ def test_bad_agents_are_refused_before_any_worker_starts(
 
 def test_an_agent_on_the_wrong_space_is_refused() -> None:
     pendulum = make(env_fn=partial(gym.make, "Pendulum-v1"))
-    with pendulum, pytest.raises(SpaceError, match="needs a Discrete (or MultiDiscrete )?action space, the environment has Box"):
+    with (
+        pendulum,
+        pytest.raises(SpaceError, match="needs a Discrete or MultiDiscrete action space, the env"),
+    ):
         pendulum.initialize(CategoricalPgAgent(nn.Linear(3, 2)))
     agent = RandomAgent()
     with make() as first, make(env_fn="CartPole-v1") as second:

@@ -1,0 +1,98 @@
+"""Epsilon-greedy agent for Q-networks, with an epsilon that may hang on the environment and on itr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+from torch import nn
+
+from penstock.agents.base import AgentStep
+from penstock.agents.model_outputs import output_array
+from penstock.agents.noise import ColumnNoise
+from penstock.agents.schedules import ColumnSetting, Setting
+from penstock.agents.torch_agent import TorchAgent
+from penstock.buffers.named import NamedArrays
+from penstock.errors import SpaceError
+
+__all__ = ["EpsilonGreedyAgent"]
+
+
+class EpsilonGreedyAgent(TorchAgent):
+    """Takes the action of the largest Q, and with probability epsilon one at random.
+
+    `model(observation)` returns q `[B, n]` for a `Discrete(n)` action space. Of equal q, the first is taken.
+
+    `epsilon` is one number; or one per environment, in the order of env_ranks; or a function of itr that returns
+    either, such as `LinearSchedule(1.0, 0.05, n_itrs=200)`. Each worker evaluates it at the start of a batch.
+    `spread` makes each environment explore to another degree: environment i of N has
+    `epsilon ** (1 + spread * i / (N - 1))` (Ape-X: epsilon 0.4, spread 7). Evaluations use `eval_epsilon`.
+
+    Recorded in `agent_info`, `[T, B]`: `q` of the action taken and `epsilon`, float32, and `explored`, True where
+    the action was drawn at random, the best one included. `value` is the largest q.
+    """
+
+    action_space: spaces.Discrete
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[..., nn.Module],
+        *,
+        epsilon: Setting = 0.1,
+        spread: float | None = None,
+        eval_epsilon: float = 0.0,
+    ) -> None:
+        super().__init__(model)
+        self._epsilon_setting = ColumnSetting("epsilon", epsilon, highest=1.0, spread=spread)
+        self._eval_setting = ColumnSetting("eval_epsilon", float(eval_epsilon), highest=1.0)
+        self._epsilon: npt.NDArray[np.float64] | None = None
+
+    def initialize(
+        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
+    ) -> None:
+        if not isinstance(action_space, spaces.Discrete):
+            raise SpaceError(
+                f"EpsilonGreedyAgent needs a Discrete action space, the environment has {action_space}: "
+                "use an agent made for it, or discretize the actions with a wrapper"
+            )
+        super().initialize(observation_space, action_space, seed=seed)
+
+    def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
+        # Two uniform numbers a step: whether to explore, and what to take then.
+        self._noise = ColumnNoise(rngs, lambda rng, n: rng.random((n, 2)))
+        self._n_columns = len(rngs)
+        self._epsilon = None
+
+    def sample_mode(self, itr: int) -> None:
+        super().sample_mode(itr)
+        self._epsilon = self._epsilon_setting.at(itr, self._n_columns, self.env_ranks, self.n_envs)
+
+    def eval_mode(self, itr: int) -> None:
+        super().eval_mode(itr)
+        self._epsilon = self._eval_setting.at(itr, self._n_columns, None, None)
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
+        if self._epsilon is None:  # used without a sampler
+            self.sample_mode(0)
+        epsilon = self._epsilon
+        q, n = self._q(observation, prev_action, prev_reward), int(self.action_space.n)
+        noise = self._noise.next_row()
+        explored = noise[:, 0] < epsilon
+        index = np.where(explored, (noise[:, 1] * n).astype(np.int64), q.argmax(axis=1))
+        info = NamedArrays(
+            q=q[np.arange(len(index)), index].astype(np.float32), epsilon=np.float32(epsilon), explored=explored
+        )
+        return AgentStep((index + self.action_space.start).astype(self.action_space.dtype, copy=False), info)
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
+        return self._q(observation, prev_action, prev_reward).max(axis=1).astype(np.float32)
+
+    def _q(self, *inputs: Any) -> npt.NDArray[Any]:
+        q = output_array(self.forward(*inputs), "q", (len(inputs[-1]), int(self.action_space.n)))
+        if np.isnan(q).any():  # argmax would take it for the best
+            raise FloatingPointError(f"the model gave q that are not numbers: {q[np.isnan(q).any(axis=1)][0]}")
+        return q

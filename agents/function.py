@@ -1,0 +1,52 @@
+"""An agent that is a plain function of numpy arrays. Needs no torch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+
+from penstock.agents.base import Agent, AgentStep
+from penstock.buffers.named import NamedArrays
+from penstock.errors import ConfigError
+
+__all__ = ["FunctionAgent"]
+
+
+class FunctionAgent(Agent):
+    """Acts by calling `fn(observation)`: a scripted policy, a controller, a model of another library.
+
+    `observation` is an array `[B, ...]`, or `NamedArrays` for Dict and Tuple spaces; what is returned are the actions
+    `[B, ...]`, a dict or tuple of arrays for Dict and Tuple action spaces. If the signature of `fn` names
+    `rngs`, it is called as `fn(observation, rngs=rngs)` with one random generator per column: what is drawn for
+    column b from `rngs[b]` is the same with any number of workers.
+
+    `fn` may also return `(action, agent_info)`, agent_info a dict of arrays `[B, ...]` to record; where the action
+    space is a Tuple, return `AgentStep(action, agent_info)`, which cannot be mistaken. `fn` travels to the workers
+    by cloudpickle: lambdas and closures will do.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        if not callable(fn):
+            raise ConfigError(f"FunctionAgent needs a function of the observation, got {type(fn).__name__}")
+        self._fn = fn
+        try:
+            self._takes_rngs = "rngs" in inspect.signature(fn).parameters
+        except ValueError:  # written in C, without a signature
+            self._takes_rngs = False
+
+    def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
+        self._rngs = rngs
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
+        result = self._fn(observation, rngs=self._rngs) if self._takes_rngs else self._fn(observation)
+        if isinstance(result, AgentStep):
+            return result
+        has_info = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping | NamedArrays)
+        if has_info and not isinstance(self.action_space, spaces.Tuple):
+            return AgentStep(*result)
+        return AgentStep(result)

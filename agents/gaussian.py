@@ -1,0 +1,111 @@
+"""Policy-gradient agent for Box actions: independent normal distributions, clipped to the bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from penstock.agents.box_actions import BoxActions
+from penstock.agents.distributions import gaussian_log_prob
+from penstock.agents.model_outputs import output_array
+from penstock.agents.policy_gradient import PgAgent, PolicyHead
+from penstock.errors import SpaceError
+
+__all__ = ["GaussianHead", "GaussianPgAgent"]
+
+
+class GaussianHead(PolicyHead):
+    """Independent normal distributions; what they give is clipped, and reported before and after."""
+
+    outputs = (("mean",), ("mean", "log_std"))
+
+    def __init__(
+        self, action_space: gym.Space[Any], agent: str, initial_log_std: float | Sequence[float] | None = 0.0
+    ) -> None:
+        self._box, self._agent, self._initial_log_std = BoxActions(action_space, agent), agent, initial_log_std
+        self._raw_dtype = np.promote_types(self._box.dtype, np.float32)
+
+    def prepare_model(self, model: nn.Module) -> None:
+        if self._initial_log_std is None or hasattr(model, "log_std"):
+            return
+        given = np.asarray(self._initial_log_std, np.float64)
+        try:
+            initial = np.broadcast_to(given, self._box.shape)
+        except ValueError:
+            raise SpaceError(
+                f"initial_log_std must be one number, or have the shape of an action, {self._box.shape}, "
+                f"got shape {given.shape}"
+            ) from None
+        # As and where the model's own parameters are.
+        like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+        model.register_parameter("log_std", nn.Parameter(torch.tensor(initial, dtype=like.dtype, device=like.device)))
+
+    def draw(self, rng: np.random.Generator, n: int) -> npt.NDArray[Any]:
+        return rng.standard_normal((n, *self._box.shape))
+
+    def act(
+        self, model: nn.Module, outputs: Sequence[Any], rows: int, noise: npt.NDArray[Any] | None
+    ) -> tuple[npt.NDArray[Any], dict[str, Any]]:
+        box, shape = self._box, (rows, *self._box.shape)
+        mean = output_array(outputs[0], "mean", shape)
+        log_std = output_array(
+            outputs[1] if len(outputs) > 1 else self._own_log_std(model), "log_std", shape, box.shape
+        )
+        if log_std.shape != shape:
+            log_std = np.broadcast_to(log_std, shape)
+        exact = mean.astype(np.float64, copy=False)
+        raw = exact if noise is None else exact + np.exp(log_std) * noise
+        raw = raw.astype(self._raw_dtype, copy=False)
+        # Of what is recorded, rounded as it is, so that the learner finds the same log_prob for it.
+        log_prob = gaussian_log_prob(raw, exact, log_std)
+        info = {"raw_action": raw, "mean": mean, "log_std": log_std, "log_prob": log_prob.astype(np.float32)}
+        return box.clip(raw), info
+
+    def _own_log_std(self, model: nn.Module) -> torch.Tensor:
+        log_std = getattr(model, "log_std", None)
+        if not isinstance(log_std, torch.Tensor):
+            raise SpaceError(
+                f"the model returned (mean, value) and has no parameter log_std of shape {self._box.shape}: return "
+                f"(mean, log_std, value), or leave initial_log_std to add one; see {self._agent}"
+            )
+        return log_std.detach()
+
+
+class GaussianPgAgent(PgAgent):
+    """Samples from independent normal distributions, for a `Box` action space of a floating-point type.
+
+    `model(observation)` returns `(mean, value)` or `(mean, log_std, value)`: mean `[B, ...]` in the shape of the
+    actions, log_std like it or without B, value `[B]` or `[B, 1]`. In the first case `model.log_std` holds the
+    logarithm of the standard deviation, the same in all states. The agent adds it in `initialize`, as a
+    parameter of the model's that starts from `initial_log_std`, unless the model has one: it is then in
+    `model.parameters()`, for an optimizer that is made after `initialize`, and travels to the workers with the rest.
+    Pass `initial_log_std=None` to a model that returns its own, and nothing is added.
+
+    What is drawn is clipped to the bounds that the space has. `samples.agent.action` is what the environment got,
+    clipped. Recorded in `agent_info`, to train on: `raw_action` `[T, B, ...]` before clipping (float32, or
+    float64 for a float64 space), `mean`, `log_std` `[T, B, ...]`, `log_prob` `[T, B]` of `raw_action` under them,
+    and `value` `[T, B]`. A ratio of probabilities must be taken at `raw_action`: the clipped action's density
+    is not what it was drawn with.
+
+    `greedy_eval=True` takes the mean in evaluation. Each column's noise comes from its own stream, one normal number
+    a step and dimension.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[..., nn.Module],
+        *,
+        initial_log_std: float | Sequence[float] | None = 0.0,
+        greedy_eval: bool = False,
+    ) -> None:
+        super().__init__(model, greedy_eval=greedy_eval)
+        self._initial_log_std = initial_log_std
+
+    def _make_head(self, action_space: gym.Space[Any]) -> PolicyHead:
+        return GaussianHead(action_space, type(self).__name__, self._initial_log_std)

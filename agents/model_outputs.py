@@ -1,0 +1,52 @@
+"""What a model returned, checked and as numpy arrays: errors name the output and both shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.errors import SpaceError
+
+__all__ = ["output_array", "output_tuple", "value_array"]
+
+_NUMPY_HAS = (torch.float32, torch.float64)
+
+
+def output_tuple(output: Any, forms: Sequence[tuple[str, ...]], agent: str) -> tuple[Any, ...]:
+    """`output` if it is a tuple of as many parts as one of `forms`, which name them; else `SpaceError`."""
+    if isinstance(output, tuple):
+        for form in forms:
+            if len(output) == len(form):
+                return output
+    wanted = " or ".join(f"({', '.join(form)})" for form in forms)
+    got = f"{type(output).__name__} of {len(output)}" if isinstance(output, tuple) else type(output).__name__
+    raise SpaceError(f"the model must return a tuple {wanted}, got {got}: see {agent}")
+
+
+def output_array(output: Any, name: str, *shapes: tuple[int, ...]) -> npt.NDArray[Any]:
+    """The tensor `output` as an array, float64 or float32 (which smaller types become).
+
+    Raises `SpaceError` naming the output unless it has one of `shapes`.
+    """
+    if output.__class__ is not torch.Tensor and not isinstance(output, torch.Tensor):  # torch's isinstance is slow
+        raise SpaceError(f"the model's {name} must be a tensor of shape {_any_of(shapes)}, got {type(output).__name__}")
+    if output.shape not in shapes:
+        raise SpaceError(f"the model's {name} must have shape {_any_of(shapes)}, got {tuple(output.shape)}")
+    if output.dtype not in _NUMPY_HAS:
+        output = output.float()
+    array: npt.NDArray[Any] = (output.detach() if output.requires_grad else output).numpy()  # a parameter itself does
+    return array
+
+
+def value_array(output: Any, rows: int) -> npt.NDArray[np.float32]:
+    """The model's values, shape `[B]` or `[B, 1]`, as float32 `[B]`, the form in which they are recorded."""
+    value: npt.NDArray[np.float32] = output_array(output, "value", (rows,), (rows, 1)).astype(np.float32, copy=False)
+    return value.reshape(rows)
+
+
+def _any_of(shapes: Sequence[tuple[int, ...]]) -> str:
+    return " or ".join(map(str, dict.fromkeys(shapes)))

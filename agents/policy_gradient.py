@@ -1,0 +1,101 @@
+"""What policy-gradient agents have in common: a model with a value, and a head that draws the actions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from penstock.agents.base import AgentStep
+from penstock.agents.model_outputs import output_tuple, value_array
+from penstock.agents.noise import ColumnNoise
+from penstock.agents.torch_agent import TorchAgent
+from penstock.buffers.named import NamedArrays
+
+__all__ = ["PgAgent", "PolicyHead"]
+
+
+class PolicyHead(ABC):
+    """A kind of action distribution, made for one action space. Holds nothing that changes.
+
+    The constructor raises `SpaceError` naming `agent` for a space that it is not made for.
+    """
+
+    #: The names of what the model returns before the value, in each form that is understood.
+    outputs: ClassVar[tuple[tuple[str, ...], ...]]
+
+    @abstractmethod
+    def __init__(self, action_space: gym.Space[Any], agent: str) -> None: ...
+
+    def prepare_model(self, model: nn.Module) -> None:
+        """Add to the model what it lacks. Called once, in the main process."""
+
+    @abstractmethod
+    def draw(self, rng: np.random.Generator, n: int) -> npt.NDArray[Any]:
+        """The noise of one column's next n steps, `[n, ...]`."""
+
+    @abstractmethod
+    def act(
+        self, model: nn.Module, outputs: Sequence[Any], rows: int, noise: npt.NDArray[Any] | None
+    ) -> tuple[npt.NDArray[Any], dict[str, Any]]:
+        """Actions `[B, ...]` and agent_info for the model's `outputs`; the most probable ones without `noise`."""
+
+
+class PgAgent(TorchAgent):
+    """The model's outputs, up to its last, make a distribution; its last is the value `[B]` or `[B, 1]`.
+
+    Subclasses say with which head. Each column's noise comes from its own stream, so a column's actions do not
+    depend on how many columns a worker has, up to the last bit of the model's matrix products.
+    """
+
+    head_cls: ClassVar[type[PolicyHead]]  #: for subclasses to set
+    _head: PolicyHead
+    _extra_outputs: ClassVar[tuple[str, ...]] = ("value",)
+
+    def __init__(self, model: nn.Module | Callable[..., nn.Module], *, greedy_eval: bool = False) -> None:
+        super().__init__(model)
+        self.greedy_eval = greedy_eval
+        self._greedy = False
+
+    def initialize(
+        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
+    ) -> None:
+        self._head = self._make_head(action_space)
+        self._forms = tuple(form + self._extra_outputs for form in self._head.outputs)
+        super().initialize(observation_space, action_space, seed=seed)
+        self._head.prepare_model(self.model)
+
+    def _make_head(self, action_space: gym.Space[Any]) -> PolicyHead:
+        return self.head_cls(action_space, type(self).__name__)
+
+    def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
+        self._noise = ColumnNoise(rngs, self._head.draw)
+
+    def sample_mode(self, itr: int) -> None:
+        super().sample_mode(itr)
+        self._greedy = False
+
+    def eval_mode(self, itr: int) -> None:
+        super().eval_mode(itr)
+        self._greedy = self.greedy_eval
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
+        *outputs, value = self._outputs(observation, prev_action, prev_reward)
+        return AgentStep(*self._choose(outputs, value, len(prev_reward)))
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
+        return value_array(self._outputs(observation, prev_action, prev_reward)[-1], len(prev_reward))
+
+    def _outputs(self, *inputs: Any) -> tuple[Any, ...]:
+        return output_tuple(self.forward(*inputs), self._forms, type(self).__name__)
+
+    def _choose(self, outputs: Sequence[Any], value: Any, rows: int, **more: Any) -> tuple[Any, NamedArrays]:
+        """Actions, and what is recorded beside them: of the head, the value, and `more`."""
+        noise = None if self._greedy else self._noise.next_row()
+        action, info = self._head.act(self.model, outputs, rows, noise)
+        return action, NamedArrays(info, value=value_array(value, rows), **more)

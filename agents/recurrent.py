@@ -1,0 +1,139 @@
+"""Recurrent policy-gradient agents: those without recurrence, and a state that goes on from step to step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from penstock.agents.base import AgentStep
+from penstock.agents.categorical import CategoricalHead
+from penstock.agents.gaussian import GaussianHead
+from penstock.agents.model_outputs import value_array
+from penstock.agents.policy_gradient import PgAgent, PolicyHead
+from penstock.agents.recurrent_state import RecurrentState
+from penstock.errors import ConfigError
+
+__all__ = ["RecurrentCategoricalPgAgent", "RecurrentGaussianPgAgent", "RecurrentPgAgent"]
+
+_RecordState = Literal["step", "batch"] | None
+
+
+class RecurrentPgAgent(PgAgent):
+    """A policy-gradient agent whose model carries a state from step to step; subclasses say with which head.
+
+    `model(observation, prev_action, prev_reward, state)` is given a single step of B columns, and returns what
+    the agent without recurrence does, and the new state after it. Every tensor of the state has the leading dimension
+    B: an `nn.LSTMCell` fits as it is; for `nn.LSTM`, whose h and c are `[layers, B, hidden]`, keep
+    `[B, layers, hidden]` and transpose in the module. `RecurrentState` says how the model gives its first state.
+    `prev_action` and `prev_reward` are zero, and the state is the first, when an episode begins.
+
+    `record_state="step"` records the state with which each step was begun, `agent_info.prev_rnn_state`
+    `[T, B, ...]`, an array or `NamedArrays` as the state is. `"batch"` records that of the batch's first step in
+    row 0 and zero elsewhere, for learners that run the model through the whole batch. None records nothing.
+    """
+
+    recurrent = True
+    _extra_outputs = ("value", "new_state")
+    _state: RecurrentState
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[..., nn.Module],
+        *,
+        greedy_eval: bool = False,
+        record_state: _RecordState = "step",
+    ) -> None:
+        super().__init__(model, greedy_eval=greedy_eval)
+        if record_state not in ("step", "batch", None):
+            raise ConfigError(f'record_state must be "step", "batch" or None, got {record_state!r}')
+        self.record_state = record_state
+        self._batch_begins = True
+
+    def initialize(
+        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
+    ) -> None:
+        super().initialize(observation_space, action_space, seed=seed)
+        parameters = list(inspect.signature(self.model.forward).parameters.values())
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if len(positional) < 4 and not any(p.kind == p.VAR_POSITIONAL for p in parameters):
+            raise ConfigError(
+                f"the forward of a recurrent model takes (observation, prev_action, prev_reward, state), that of "
+                f"{type(self.model).__name__} takes ({', '.join(p.name for p in positional)})"
+            )
+        RecurrentState(self.model, 1, self._float_dtype)  # raises if the model does not say what its state is
+
+    def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
+        super().seed_columns(rngs)
+        self._state = RecurrentState(self.model, len(rngs), self._float_dtype)
+        self._batch_begins = True
+
+    def reset(self) -> None:
+        self._state.reset()
+
+    def reset_one(self, column: int) -> None:
+        self._state.reset_one(column)
+
+    def sample_mode(self, itr: int) -> None:
+        super().sample_mode(itr)
+        self._batch_begins = True
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
+        record = {} if self.record_state is None else {"prev_rnn_state": self._recorded()}
+        *outputs, value, state = self._outputs(observation, prev_action, prev_reward, self._state.current)
+        action, info = self._choose(outputs, value, len(prev_reward), **record)
+        self._state.advance(state)
+        return AgentStep(action, info)
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
+        # A copy, for models that update their state in place.
+        outputs = self._outputs(observation, prev_action, prev_reward, self._state.copy())
+        return value_array(outputs[-2], len(prev_reward))
+
+    def _recorded(self) -> Any:
+        if self.record_state == "step" or self._batch_begins:
+            self._batch_begins = False
+            recorded = self._state.numpy()
+            if self.record_state == "batch":
+                self._nothing = (
+                    np.zeros_like(recorded) if isinstance(recorded, np.ndarray) else recorded.map(np.zeros_like)
+                )
+            return recorded
+        return self._nothing
+
+
+class RecurrentCategoricalPgAgent(RecurrentPgAgent):
+    """`CategoricalPgAgent` with a recurrent model, which returns `(logits, value, new_state)`.
+
+    See `RecurrentPgAgent` for the model and its state, `CategoricalPgAgent` for the actions. A discrete
+    `prev_action` arrives as the whole numbers that it is: one-hot it in the model.
+    """
+
+    head_cls = CategoricalHead
+
+
+class RecurrentGaussianPgAgent(RecurrentPgAgent):
+    """`GaussianPgAgent` with a recurrent model, which returns `(mean, value, new_state)` or `(mean, log_std, value,
+    new_state)`.
+
+    See `RecurrentPgAgent` for the model and its state, `GaussianPgAgent` for the actions.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[..., nn.Module],
+        *,
+        initial_log_std: float | Sequence[float] | None = 0.0,
+        greedy_eval: bool = False,
+        record_state: _RecordState = "step",
+    ) -> None:
+        super().__init__(model, greedy_eval=greedy_eval, record_state=record_state)
+        self._initial_log_std = initial_log_std
+
+    def _make_head(self, action_space: gym.Space[Any]) -> PolicyHead:
+        return GaussianHead(action_space, type(self).__name__, self._initial_log_std)

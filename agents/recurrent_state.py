@@ -1,0 +1,133 @@
+"""The state that a recurrent model carries from step to step, one per column."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.buffers.named import NamedArrays
+from penstock.errors import ConfigError, SpaceError
+
+__all__ = ["RecurrentState"]
+
+_HALF = (torch.float16, torch.bfloat16)  # recorded as float32
+
+
+class RecurrentState:
+    """What a recurrent model remembers of each column: a tensor `[B, ...]`, or several, in a tuple, a named tuple,
+    or a dict (given to the model as `NamedArrays`).
+
+    The model says what one column starts from, without leading dimension: `model.initial_state`, an attribute or a
+    method without arguments; or `model.state_shape`, the shape of what is to be zero, `(64,)`, or several shapes in
+    the structure of the state, `((64,), (64,))`. Raises `ConfigError` if it says neither.
+    """
+
+    def __init__(self, model: nn.Module, n_columns: int, dtype: torch.dtype) -> None:
+        self._model, self._n_columns, self._dtype = model, n_columns, dtype
+        self.reset()
+
+    def reset(self) -> None:
+        """All columns start anew."""
+        initial = self._initial()
+        self._kind, self._names, leaves = initial, tuple(_parts(initial)), _parts(initial).values()
+        with torch.inference_mode():
+            self._leaves = [self._cast(leaf).repeat(self._n_columns, *(1,) * leaf.ndim) for leaf in leaves]
+
+    def reset_one(self, column: int) -> None:
+        """One column starts anew. What was handed out before stays as it is."""
+        with torch.inference_mode():
+            self._leaves = [leaf.clone() for leaf in self._leaves]
+            for leaf, initial in zip(self._leaves, _parts(self._initial()).values(), strict=True):
+                leaf[column] = initial
+
+    @property
+    def current(self) -> Any:
+        """The state `[B, ...]`, in the structure that the model knows."""
+        return _rebuild(self._kind, self._names, self._leaves)
+
+    def copy(self) -> Any:
+        """As `current`, in memory of its own."""
+        with torch.inference_mode():
+            return _rebuild(self._kind, self._names, [leaf.clone() for leaf in self._leaves])
+
+    def numpy(self) -> Any:
+        """A copy as it is recorded: an array `[B, ...]`, or `NamedArrays` of them (`_0`, `_1` for a tuple)."""
+        arrays = [(leaf.float() if leaf.dtype in _HALF else leaf).detach().numpy().copy() for leaf in self._leaves]
+        return arrays[0] if self._names == ("",) else NamedArrays(dict(zip(self._names, arrays, strict=True)))
+
+    def advance(self, new: Any) -> None:
+        """Take over the model's new state; `SpaceError` unless it is of the same structure, shapes and dtypes."""
+        parts = _parts(new)
+        leaves = list(parts.values())
+        if tuple(parts) != self._names or any(
+            not isinstance(leaf, torch.Tensor) or leaf.shape != old.shape or leaf.dtype != old.dtype
+            for leaf, old in zip(leaves, self._leaves, strict=True)
+        ):
+            old = dict(zip(self._names, self._leaves, strict=True))
+            raise SpaceError(
+                f"the model's new state must be like that which it was given, {_describe(old)}, got {_describe(parts)}"
+            )
+        self._leaves = leaves
+
+    def _cast(self, leaf: torch.Tensor) -> torch.Tensor:
+        """As the other inputs of the model: floating-point numbers in the dtype of its parameters."""
+        return leaf.to(self._dtype) if leaf.is_floating_point() else leaf
+
+    def _initial(self) -> Any:
+        given = getattr(self._model, "initial_state", None)
+        if given is None:
+            shape = getattr(self._model, "state_shape", None)
+            if shape is None:
+                raise ConfigError(
+                    f"a recurrent model must say what its state is: give {type(self._model).__name__} an attribute "
+                    "state_shape, the shape of one column's zeros, or an attribute or method initial_state"
+                )
+            return _zeros(shape, self._dtype, next((p.device for p in self._model.parameters()), None))
+        with torch.inference_mode():
+            state = given() if callable(given) else given
+        if not _parts(state) or not all(isinstance(leaf, torch.Tensor) for leaf in _parts(state).values()):
+            raise ConfigError(f"initial_state must be a tensor, or a tuple or dict of tensors, got {state!r}")
+        return state
+
+
+def _parts(state: Any) -> Mapping[str, Any]:
+    """The tensors of a state by name; a single one has the name ""."""
+    if isinstance(state, tuple):
+        names = getattr(state, "_fields", None) or [f"_{i}" for i in range(len(state))]
+        return dict(zip(names, state, strict=True))
+    if isinstance(state, NamedArrays | Mapping):
+        return dict(state.items())
+    return {"": state}
+
+
+def _rebuild(kind: Any, names: Sequence[str], leaves: Sequence[torch.Tensor]) -> Any:
+    """A state of `kind`'s structure."""
+    if isinstance(kind, tuple):
+        return kind._make(leaves) if hasattr(kind, "_make") else tuple(leaves)
+    return leaves[0] if tuple(names) == ("",) else NamedArrays(dict(zip(names, leaves, strict=True)))
+
+
+def _describe(parts: Mapping[str, Any]) -> str:
+    def one(leaf: Any) -> str:
+        is_tensor = isinstance(leaf, torch.Tensor)
+        return f"{tuple(leaf.shape)} {str(leaf.dtype)[6:]}" if is_tensor else type(leaf).__name__
+
+    if tuple(parts) == ("",):
+        return one(parts[""])
+    return "(" + ", ".join(f"{name}: {one(leaf)}" for name, leaf in parts.items()) + ")"
+
+
+def _zeros(shape: Any, dtype: torch.dtype, device: torch.device | None) -> Any:
+    if isinstance(shape, int):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    if isinstance(shape, Mapping):
+        return {str(name): _zeros(part, dtype, device) for name, part in shape.items()}
+    if isinstance(shape, tuple | list):
+        if all(isinstance(n, int) for n in shape):
+            return torch.zeros(tuple(shape), dtype=dtype, device=device)
+        parts = [_zeros(part, dtype, device) for part in shape]
+        return shape._make(parts) if hasattr(shape, "_make") else tuple(parts)
+    raise ConfigError(f"state_shape must be a shape, or a tuple or dict of shapes, got {shape!r}")

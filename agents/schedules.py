@@ -1,0 +1,98 @@
+"""Settings of agents that change from iteration to iteration, or from environment to environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import ConfigError
+
+__all__ = ["ColumnSetting", "ExponentialSchedule", "LinearSchedule", "Setting"]
+
+#: One number for all environments; one each, in the order of their env_ranks; or a function of `itr`
+#: that returns either. It travels to the workers, and each evaluates it for itself.
+Setting = float | Sequence[float] | npt.NDArray[Any] | Callable[[int], Any]
+
+
+@dataclass(frozen=True)
+class LinearSchedule:
+    """From `start` at itr 0 to `end` at itr `n_itrs`, in equal steps; then `end` for good."""
+
+    start: float
+    end: float
+    n_itrs: int
+
+    def __call__(self, itr: int) -> float:
+        done = min(max(itr / self.n_itrs, 0.0), 1.0) if self.n_itrs > 0 else 1.0
+        return (1.0 - done) * self.start + done * self.end
+
+
+@dataclass(frozen=True)
+class ExponentialSchedule:
+    """`start` times `rate` to the power of itr, but never below `end`."""
+
+    start: float
+    rate: float
+    end: float = 0.0
+
+    def __call__(self, itr: int) -> float:
+        return float(max(self.start * self.rate**itr, self.end))
+
+
+class ColumnSetting:
+    """A `Setting`, worked out for the columns of one worker.
+
+    With `spread`, environment i of N gets `value ** (1 + spread * i / (N - 1))`, so that the environments
+    explore differently (Ape-X, Horgan et al. 2018, eq. 1, with value 0.4 and spread 7). Until a copy of the
+    agent is told which environments its columns are, all of them get what environment 0 gets.
+    """
+
+    def __init__(self, name: str, setting: Setting, highest: float = np.inf, spread: float | None = None) -> None:
+        self._name, self._setting, self._highest, self._spread = name, setting, highest, spread
+        if not callable(setting):
+            self._evaluate(0)  # a wrong one is told of where it is given
+
+    def at(
+        self, itr: int, n_columns: int, env_ranks: Sequence[int] | None, n_envs: int | None
+    ) -> npt.NDArray[np.float64]:
+        """The values `[B]` of `n_columns` columns, which are those of `env_ranks` out of `n_envs`.
+
+        Raises `ConfigError` naming the setting if it has a wrong length or is out of range.
+        """
+        values = self._evaluate(itr)
+        if env_ranks is None or n_envs is None:
+            return np.full(n_columns, values.flat[0])
+        if values.ndim == 1:
+            if len(values) != n_envs:
+                raise ConfigError(
+                    f"{self._name} lists {len(values)} values, there are {n_envs} environments: give one each, or "
+                    "one number for all"
+                )
+            return values.take(env_ranks)
+        if self._spread is None:
+            return np.full(n_columns, float(values))
+        return np.power(float(values), 1.0 + self._spread * np.asarray(env_ranks) / max(n_envs - 1, 1))
+
+    def _evaluate(self, itr: int) -> npt.NDArray[np.float64]:
+        given = self._setting(itr) if callable(self._setting) else self._setting
+        when = f" at itr {itr}" if callable(self._setting) else ""
+        try:
+            values = np.asarray(given, np.float64)
+        except (TypeError, ValueError):
+            values = np.empty((0, 0))
+        if values.ndim > 1 or values.size == 0:
+            raise ConfigError(
+                f"{self._name} must be a number, or one per environment, or a function of itr, got {given!r}{when}"
+            )
+        if self._spread is not None and values.ndim == 1:
+            raise ConfigError(
+                f"spread makes one {self._name} differ between environments, got {given!r}{when}: give one"
+            )
+        if not ((values >= 0) & (values <= self._highest) & np.isfinite(values)).all():
+            limit = "0 or more" if self._highest == np.inf else f"between 0 and {self._highest:g}"
+            raise ConfigError(f"{self._name} must be {limit}, got {given!r}{when}")
+        return values

@@ -1,0 +1,104 @@
+"""Agent for normal distributions squashed into the bounds by a tanh, as soft actor-critic has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from penstock.agents.base import AgentStep
+from penstock.agents.box_actions import BoxActions
+from penstock.agents.distributions import gaussian_log_prob, tanh_log_slope
+from penstock.agents.model_outputs import output_array, output_tuple
+from penstock.agents.noise import ColumnNoise
+from penstock.agents.torch_agent import TorchAgent
+from penstock.buffers.named import NamedArrays
+
+__all__ = ["SquashedGaussianAgent"]
+
+_EDGE = 1.0 - 2.0**-53  # the largest float64 below 1, whose arctanh is finite
+
+
+class SquashedGaussianAgent(TorchAgent):
+    """Samples from independent normal distributions, takes the tanh and scales it to the bounds of the `Box`.
+
+    `model(observation)` returns `(mean, log_std)`, both `[B, ...]` in the shape of the actions, before the tanh. They
+    are taken as they are: limit log_std in the model, where the learner finds the same. Every dimension of the
+    action space must be bounded.
+
+    Recorded in `agent_info`: `raw_action`, `mean` and `log_std` `[T, B, ...]` before the tanh, and `log_prob`
+    `[T, B]` of the action in the environment's units, corrected for tanh and scale. While itr < `warmup_random_itrs`
+    actions are uniform between the bounds, and `log_prob` is that of the uniform distribution.
+
+    `greedy_eval` takes the mean in evaluation. `agent.action_of(raw)` squashes tensors, with gradients, for the
+    learner. There is no `value`: the critics are the learner's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[..., nn.Module],
+        *,
+        greedy_eval: bool = True,
+        warmup_random_itrs: int = 0,
+    ) -> None:
+        super().__init__(model)
+        self.greedy_eval, self.warmup_random_itrs = greedy_eval, warmup_random_itrs
+        self._greedy = self._is_random = False
+
+    def initialize(
+        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
+    ) -> None:
+        self._box = BoxActions(action_space, type(self).__name__, bounded=True)
+        self._log_half_range = float(np.log(self._box.half_range).sum())
+        self._raw_dtype = np.promote_types(self._box.dtype, np.float32)
+        super().initialize(observation_space, action_space, seed=seed)
+
+    def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
+        shape = self._box.shape
+        self._noise = ColumnNoise(rngs, lambda rng, n: rng.standard_normal((n, *shape)))
+        self._uniform = ColumnNoise(rngs, lambda rng, n: rng.uniform(-_EDGE, _EDGE, (n, *shape)))
+
+    def sample_mode(self, itr: int) -> None:
+        super().sample_mode(itr)
+        self._greedy, self._is_random = False, itr < self.warmup_random_itrs
+
+    def eval_mode(self, itr: int) -> None:
+        super().eval_mode(itr)
+        self._greedy, self._is_random = self.greedy_eval, False
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
+        output = output_tuple(
+            self.forward(observation, prev_action, prev_reward), (("mean", "log_std"),), type(self).__name__
+        )
+        shape = (len(prev_reward), *self._box.shape)
+        mean, log_std = (
+            output_array(part, name, shape) for part, name in zip(output, ("mean", "log_std"), strict=True)
+        )
+        exact = mean.astype(np.float64, copy=False)
+        if self._is_random:
+            raw = np.arctanh(self._uniform.next_row())
+        else:
+            raw = exact if self._greedy else exact + np.exp(log_std) * self._noise.next_row()
+        recorded = raw.astype(self._raw_dtype, copy=False)
+        raw = recorded.astype(np.float64, copy=False)
+        log_prob = gaussian_log_prob(raw, exact, log_std)
+        if self._is_random:
+            log_prob = np.full(len(raw), -np.log(2.0) * exact[0].size)
+        else:
+            log_prob = log_prob - tanh_log_slope(raw).reshape(len(raw), -1).sum(axis=1)
+        info = NamedArrays(
+            raw_action=recorded,
+            mean=mean,
+            log_std=log_std,
+            log_prob=(log_prob - self._log_half_range).astype(np.float32),
+        )
+        return AgentStep(self._box.unsquash(np.tanh(raw)), info)
+
+    def action_of(self, raw: torch.Tensor) -> torch.Tensor:
+        """The action `[..., *shape]` for what is before the tanh, in torch and with gradients."""
+        return self._box.unsquash_torch(raw.tanh())

@@ -1,0 +1,210 @@
+"""DeterministicPgAgent: the model's action and noise of several kinds, within the bounds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from penstock.agents import DeterministicPgAgent, LinearSchedule, RandomAgent
+from penstock.envs import ColumnStreams, Purpose
+from penstock.errors import ConfigError, SpaceError
+
+WIDE = spaces.Box(-1000, 1000, (2,), np.float64)
+UNBOUNDED = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+
+
+class Echo(nn.Module):
+    """The observation is the action."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return observation
+
+
+def agent_for(space: Any, columns: range = range(2), model: Any = Echo, itr: int = 0, **options: Any) -> Any:
+    agent = DeterministicPgAgent(model, **options)
+    agent.initialize(spaces.Box(-np.inf, np.inf, space.shape), space)
+    twin = agent.worker_copy().column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
+    twin.sample_mode(itr)
+    return twin
+
+
+def act(agent: Any, observation: Any) -> Any:
+    step = agent.step(np.asarray(observation, np.float64), None, np.zeros(len(observation), np.float32))
+    assert len(step.agent_info) == 0
+    return step.action
+
+
+def rows(agent: Any, n: int, columns: int = 64, reset: bool = False) -> Any:
+    """The actions of n steps `[n, B, 2]` where the model says zero."""
+    found = []
+    for _ in range(n):
+        found.append(act(agent, np.zeros((columns, 2))))
+        if reset:
+            agent.reset_one(1)
+    return np.stack(found)
+
+
+@pytest.mark.parametrize(("space", "unit"), [(WIDE, 1000), (UNBOUNDED, 1), (spaces.Box(-1000, 3000, (2,)), 2000)])
+def test_noise_is_in_units_of_half_the_range(space: Any, unit: float) -> None:
+    noise = rows(agent_for(space, range(64), sigma=0.1), 300)
+    np.testing.assert_allclose(noise.std(axis=(0, 1)), 0.1 * unit, rtol=0.03)
+    assert (np.abs(noise.mean(axis=(0, 1))) < 0.003 * unit).all()
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Box(-1, 1, (2,)),
+        spaces.Box(-1, 1, (3, 2), np.float64),
+        spaces.Box(np.float32([-1, -np.inf]), np.float32([np.inf, 2])),
+        spaces.Box(0, 1, (1,), np.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("noise", ["gaussian", "ou"])
+def test_actions_lie_in_the_space_with_its_dtype(space: Any, noise: Any) -> None:
+    agent = agent_for(space, range(3), sigma=1.0, noise=noise)
+    for _ in range(30):
+        action = act(agent, np.random.default_rng(0).normal(0, 3, (3, *space.shape)))
+        assert action.dtype == space.dtype
+        assert all(space.contains(row) for row in action)
+
+
+def test_evaluations_have_no_noise() -> None:
+    agent, wanted = agent_for(WIDE, sigma=1.0, noise="ou"), [[1.0, 2.0], [5000.0, 4.0]]
+    agent.eval_mode(0)
+    assert act(agent, wanted).tolist() == [[1, 2], [1000, 4]]
+    agent.sample_mode(0)
+    assert act(agent, wanted).tolist() != [[1, 2], [1000, 4]]
+
+
+def test_sigma_may_hang_on_the_environment_and_on_itr() -> None:
+    agent = agent_for(UNBOUNDED, range(3), sigma=lambda itr: np.array([0.0, 1.0, 2.0, 3.0]) / (1 + itr))
+    agent.set_columns(range(1, 4), 4)
+    for itr in (0, 1):
+        agent.sample_mode(itr)
+        noise = rows(agent, 2000, columns=3)
+        np.testing.assert_allclose(noise.std(axis=(0, 2)), np.array([1, 2, 3]) / (1 + itr), rtol=0.06)
+
+
+def test_a_schedule_travels() -> None:
+    agent = cloudpickle.loads(cloudpickle.dumps(agent_for(WIDE, sigma=LinearSchedule(0.5, 0.0, n_itrs=2))))
+    agent.sample_mode(2)
+    assert act(agent, [[1.0, 2.0]] * 2).tolist() == [[1, 2]] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"noise": "ou"}, {"warmup_random_itrs": 1}], ids=str)
+def test_actions_are_the_same_however_columns_are_split(options: Any) -> None:
+    bounds = [0, 1, 3, 6]
+
+    def trajectory(columns: range) -> Any:
+        agent, found = agent_for(WIDE, columns, **options), []
+        for itr in range(3):
+            agent.sample_mode(itr)
+            found.append(rows(agent, 70, len(columns)))
+        return np.concatenate(found)
+
+    parts = [trajectory(range(a, b)) for a, b in pairwise(bounds)]
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), trajectory(range(6)))
+
+
+def test_ornstein_uhlenbeck_noise_is_correlated_until_its_column_is_reset() -> None:
+    noise = rows(agent_for(UNBOUNDED, range(3), noise="ou", sigma=0.3, ou_theta=0.2), 3000, 3, reset=True)
+
+    def correlation(b: int) -> Any:
+        return np.corrcoef(noise[:-1, b, 0], noise[1:, b, 0])[0, 1]
+
+    assert correlation(0) == pytest.approx(0.8, abs=0.06)
+    assert correlation(1) == pytest.approx(0.0, abs=0.08)
+    assert noise[:, 1].std() == pytest.approx(0.3, rel=0.05)
+    assert noise[:, 2].std() == pytest.approx(0.3 / np.sqrt(0.2 * 1.8), rel=0.1)
+
+
+def test_reset_forgets_the_noise_of_all_columns_and_copies_have_their_own() -> None:
+    agent = agent_for(UNBOUNDED, range(2), noise="ou", ou_theta=0.0, sigma=1.0)
+    before = rows(agent, 10, 2)[-1]
+    other = agent.column_copy(ColumnStreams(1, range(2)).rngs(Purpose.ACTION))
+    other.sample_mode(0)
+    rows(other, 5, 2)
+    agent.reset()
+    jump = rows(agent, 1, 2)[0]
+    twin = agent_for(UNBOUNDED, range(2), noise="ou", ou_theta=0.0, sigma=1.0)
+    steps = np.diff(rows(twin, 11, 2), axis=0)
+    np.testing.assert_allclose(jump, steps[-1], rtol=1e-9, err_msg="from zero, not from where it was")
+    assert not np.allclose(before, 0)
+
+
+def test_warming_up_is_random() -> None:
+    space = spaces.Box(-1, 3, (2,))
+    agent = agent_for(space, range(64), sigma=0.0, warmup_random_itrs=2)
+    random = RandomAgent()
+    random.initialize(space, space)
+    random = random.column_copy(ColumnStreams(0, range(64)).rngs(Purpose.ACTION))
+    for itr in (0, 1):
+        agent.sample_mode(itr)
+        actions = rows(agent, 50)
+        assert (actions.min(), actions.max()) == pytest.approx((-1, 3), abs=0.01)
+        np.testing.assert_array_equal(actions[0], random.step(None, None, np.zeros(64, np.float32)).action)
+        for _ in range(49):
+            random.step(None, None, np.zeros(64, np.float32))
+    agent.eval_mode(0)
+    assert (rows(agent, 1) == 0).all(), "evaluations ask the model"
+    agent.sample_mode(2)
+    assert (rows(agent, 1) == 0).all()
+
+
+def test_squashing_takes_the_tanh_and_scales_it() -> None:
+    space = spaces.Box(np.array([-1.0, 0.0]), np.array([3.0, 10.0]), dtype=np.float64)
+    agent = agent_for(space, sigma=0.0, squash=True)
+    output = np.array([[0.0, 0.5], [-99.0, 99.0]])
+    expected = [[1, 5 + 5 * np.tanh(0.5)], [-1, 10]]
+    np.testing.assert_allclose(act(agent, output), expected)
+    np.testing.assert_allclose(agent.action_of(torch.from_numpy(output)), expected)
+    plain = agent_for(space, sigma=0.0)
+    np.testing.assert_array_equal(plain.action_of(torch.from_numpy(output)), output)
+
+
+def test_used_without_a_sampler_it_explores_as_in_the_first_iteration() -> None:
+    agent = DeterministicPgAgent(Echo, sigma=lambda itr: 0.0 if itr else 1.0)
+    agent.initialize(UNBOUNDED, UNBOUNDED)
+    agent = agent.column_copy([np.random.default_rng(0)])
+    assert act(agent, [[0.0, 0.0]]).tolist() != [[0, 0]]
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+
+
+def test_squashing_needs_bounds() -> None:
+    with pytest.raises(SpaceError, match="DeterministicPgAgent squashes actions into their bounds"):
+        agent_for(UNBOUNDED, squash=True)
+
+
+def test_other_spaces_are_refused() -> None:
+    with pytest.raises(SpaceError, match="DeterministicPgAgent needs a Box action space"):
+        agent_for(spaces.Discrete(2))
+
+
+def test_other_noise_is_refused() -> None:
+    with pytest.raises(ConfigError, match='noise must be "gaussian" or "ou", got \'pink\''):
+        DeterministicPgAgent(Echo, noise="pink")  # type: ignore[arg-type]
+
+
+def test_an_action_of_a_wrong_shape_names_both() -> None:
+    with pytest.raises(SpaceError, match=r"action must have shape \(2, 2\), got \(2, 3\)"):
+        act(agent_for(WIDE), np.zeros((2, 3)))
+
+
+def test_an_action_that_is_not_finite_is_an_error() -> None:
+    with pytest.raises(FloatingPointError, match="not finite"):
+        act(agent_for(WIDE), [[0, 0], [np.nan, 0]])

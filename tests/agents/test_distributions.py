@@ -1,0 +1,72 @@
+"""The arithmetic of distributions against torch.distributions, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from penstock.agents.distributions import choose, gaussian_log_prob, tanh_log_slope
+
+quick = settings(max_examples=60, deadline=None)
+
+
+@quick
+@given(hnp.arrays(np.float64, st.tuples(st.integers(1, 5), st.integers(1, 6)), elements=st.floats(-50, 50)), st.data())
+def test_choosing_inverts_the_cumulative_distribution(logits: np.ndarray, data: st.DataObject) -> None:
+    uniform = np.array(
+        data.draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=len(logits), max_size=len(logits)))
+    )
+    index, log_prob = choose(logits, uniform)
+    distribution = torch.distributions.Categorical(logits=torch.from_numpy(logits))
+    np.testing.assert_allclose(log_prob, distribution.log_prob(torch.from_numpy(index)).numpy(), atol=1e-12)
+    rows, cumulative = np.arange(len(logits)), distribution.probs.cumsum(1).numpy()
+    below = np.where(index > 0, cumulative[rows, index - 1], 0)
+    assert (below <= uniform + 1e-12).all()
+    assert (uniform <= cumulative[rows, index] + 1e-12).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("n", [1, 3, 1000])
+def test_the_largest_uniform_number_never_chooses_beyond_the_last_possible(dtype: type, n: int) -> None:
+    rng = np.random.default_rng(n)
+    logits = rng.normal(0, 3, (500, n + 1)).astype(dtype)
+    logits[:, -1] = -np.inf
+    assert choose(logits, np.full(500, 1 - 2**-53))[0].max() < n
+
+
+def test_without_noise_the_first_of_the_largest_is_chosen() -> None:
+    index, log_prob = choose(np.array([[0.0, 1.0, 1.0], [2.0, 0.0, 2.0]]), None)
+    assert index.tolist() == [1, 0]
+    np.testing.assert_allclose(np.exp(log_prob), [np.e / (2 * np.e + 1), np.e**2 / (2 * np.e**2 + 1)])
+
+
+@quick
+@given(st.integers(0, 2**32), st.sampled_from([(), (1,), (3,), (2, 3)]), st.sampled_from([0.01, 1.0, 100.0]))
+def test_the_gaussian_log_prob_is_torchs(seed: int, shape: tuple[int, ...], scale: float) -> None:
+    rng = np.random.default_rng(seed)
+    x, mean, log_std = rng.normal(0, scale, (3, 4, *shape))
+    log_std = np.clip(log_std, -5, 5)
+    expected = torch.distributions.Normal(torch.from_numpy(mean), torch.from_numpy(log_std).exp())
+    expected = expected.log_prob(torch.from_numpy(x)).reshape(4, -1).sum(1)
+    np.testing.assert_allclose(gaussian_log_prob(x, mean, log_std), expected.numpy(), rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("mean", "log_std"), [(np.nan, 0), (np.inf, 0), (0, np.nan), (0, np.inf), (0, -np.inf), (np.inf, 5)]
+)
+def test_a_distribution_that_is_not_finite_is_an_error_that_shows_it(mean: float, log_std: float) -> None:
+    means, log_stds = np.zeros((2, 1)), np.zeros((2, 1))
+    means[1], log_stds[1] = mean, log_std
+    with pytest.raises(FloatingPointError, match=r"not finite: mean \[.*\], log_std \[.*\] \(column 1\)"):
+        gaussian_log_prob(means, means, log_stds)
+
+
+def test_the_slope_of_tanh_is_exact_far_out_too() -> None:
+    x = np.array([-300.0, -20.0, -1.0, 0.0, 1e-3, 3.0, 50.0])
+    expected = torch.distributions.TanhTransform().log_abs_det_jacobian(torch.from_numpy(x), torch.zeros(7)).numpy()
+    np.testing.assert_allclose(tanh_log_slope(x), expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(np.exp(tanh_log_slope(x[2:6])), 1 - np.tanh(x[2:6]) ** 2)

@@ -1,0 +1,155 @@
+"""EpsilonGreedyAgent: the best action, or with the environment's own probability one at random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from penstock.agents import EpsilonGreedyAgent, LinearSchedule
+from penstock.envs import ColumnStreams, Purpose
+from penstock.errors import ConfigError, SpaceError
+
+
+class Echo(nn.Module):
+    """The observation is q."""
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return observation
+
+
+def agent_for(n: int, columns: range = range(2), start: int = 0, model: Any = Echo, **options: Any) -> Any:
+    agent = EpsilonGreedyAgent(model, **options)
+    agent.initialize(spaces.Box(-np.inf, np.inf, (n,)), spaces.Discrete(n, start=start))
+    return agent.worker_copy().column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
+
+
+def act(agent: Any, q: Any) -> Any:
+    return agent.step(np.asarray(q, np.float32), None, np.zeros(len(q), np.float32))
+
+
+def test_without_exploration_the_first_of_the_best_is_taken() -> None:
+    step = act(agent_for(3, range(3), epsilon=0.0, start=5), [[0, 2, 1], [1, 1, 0], [0, 3, 3]])
+    assert step.action.tolist() == [6, 5, 6]
+    assert step.agent_info.q.tolist() == [2, 1, 3]
+    assert step.agent_info.explored.tolist() == [False] * 3
+
+
+def test_epsilon_is_the_probability_to_draw_any_action() -> None:
+    agent, n, rows = agent_for(4, range(64), epsilon=0.3), 300, np.tile([0.0, 1, 0, 0], (64, 1))
+    steps = [act(agent, rows) for _ in range(n)]
+    actions = np.concatenate([step.action for step in steps])
+    explored = np.concatenate([step.agent_info.explored for step in steps])
+    assert explored.mean() == pytest.approx(0.3, abs=4.5 * np.sqrt(0.21 / explored.size))
+    np.testing.assert_allclose(np.bincount(actions[explored], minlength=4) / explored.sum(), 0.25, atol=0.03)
+    assert (actions[~explored] == 1).all()
+
+
+def test_what_is_recorded() -> None:
+    agent, q = agent_for(3, epsilon=0.5), np.float32([[1, 2, 3], [6, 5, 4]])
+    for _ in range(30):
+        step = act(agent, q)
+        info = step.agent_info
+        assert [*info.keys()] == ["q", "epsilon", "explored"]
+        assert info.q.tolist() == q[[0, 1], step.action].tolist()
+        assert info.epsilon.tolist() == [0.5] * 2
+        assert [leaf.dtype for leaf in info] == [np.float32, np.float32, np.bool_]
+        assert step.action.dtype == np.int64
+
+
+def test_the_value_is_the_largest_q_and_draws_nothing() -> None:
+    agent, other = agent_for(3, epsilon=0.5), agent_for(3, epsilon=0.5)
+    value = agent.value(np.float32([[1, 2, 3]] * 5), None, np.zeros(5, np.float32))
+    assert (value.tolist(), value.dtype) == ([3] * 5, np.float32)
+    rows = np.zeros((2, 3))
+    assert [act(agent, rows).action.tolist() for _ in range(20)] == [
+        act(other, rows).action.tolist() for _ in range(20)
+    ]
+
+
+# ---- which epsilon -----------------------------------------------------------------------------
+
+
+def epsilons(agent: Any, n: int = 2) -> list[float]:
+    return act(agent, np.zeros((n, 3))).agent_info.epsilon.tolist()
+
+
+def test_each_environment_has_its_own_of_a_list_whichever_worker_has_it() -> None:
+    listed = [0.5, 0.25, 0.125, 0.0]
+    agents = [agent_for(3, range(4), epsilon=listed), agent_for(3, range(2, 4), epsilon=listed)]
+    agents[0].set_columns(range(4), 4)
+    agents[1].set_columns(range(2, 4), 4)
+    for agent in agents:
+        agent.sample_mode(0)
+    assert (epsilons(agents[0], 4), epsilons(agents[1])) == (listed, listed[2:])
+
+
+def test_a_spread_over_the_environments() -> None:
+    agent = agent_for(3, range(3), epsilon=0.4, spread=7)
+    agent.set_columns(range(1, 4), 4)
+    agent.sample_mode(0)
+    np.testing.assert_allclose(epsilons(agent, 3), [0.4 ** (1 + 7 * i / 3) for i in (1, 2, 3)], rtol=1e-6)
+
+
+def test_until_it_is_told_all_environments_have_the_same() -> None:
+    agent = agent_for(3, epsilon=[0.5, 0.25])
+    agent.sample_mode(0)
+    assert epsilons(agent) == [0.5, 0.5]
+
+
+def test_a_schedule_is_followed_by_itr_and_travels() -> None:
+    for schedule in (LinearSchedule(1.0, 0.0, n_itrs=4), lambda itr: 1 - itr / 4):
+        agent = cloudpickle.loads(cloudpickle.dumps(agent_for(3, epsilon=schedule)))
+        seen = []
+        for itr in (0, 1, 3, 4):
+            agent.sample_mode(itr)
+            seen.append(epsilons(agent)[0])
+        assert seen == [1, 0.75, 0.25, 0]
+
+
+def test_evaluations_have_their_own() -> None:
+    agent = agent_for(3, epsilon=1.0, eval_epsilon=0.125)
+    seen = []
+    for mode in (agent.eval_mode, agent.sample_mode, agent.eval_mode):
+        mode(0)
+        seen.append(epsilons(agent)[0])
+    assert seen == [0.125, 1, 0.125]
+
+
+@pytest.mark.parametrize("name", ["epsilon", "eval_epsilon"])
+def test_probabilities_beyond_one_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} must be between 0 and 1, got 1.5"):
+        EpsilonGreedyAgent(Echo, **{name: 1.5})  # type: ignore[arg-type]
+
+
+# ---- the model's output ------------------------------------------------------------------------
+
+
+def test_q_of_a_wrong_shape_names_both() -> None:
+    with pytest.raises(SpaceError, match=r"q must have shape \(2, 3\), got \(2, 4\)"):
+        act(agent_for(3), np.zeros((2, 4)))
+
+
+def test_a_tuple_is_not_taken_for_q() -> None:
+    class Two(nn.Module):
+        def forward(self, observation: torch.Tensor) -> Any:
+            return observation, observation
+
+    with pytest.raises(SpaceError, match=r"q must be a tensor of shape \(2, 3\), got tuple"):
+        act(agent_for(3, model=Two), np.zeros((2, 3)))
+
+
+def test_q_that_is_not_a_number_is_an_error() -> None:
+    with pytest.raises(FloatingPointError, match=r"not numbers: .*nan"):
+        act(agent_for(2), [[0, 0], [0, np.nan]])
+
+
+@pytest.mark.parametrize("space", [spaces.Box(0, 1, (2,)), spaces.MultiDiscrete([2, 2])], ids=str)
+def test_other_spaces_are_refused(space: Any) -> None:
+    with pytest.raises(SpaceError, match="EpsilonGreedyAgent needs a Discrete action space"):
+        EpsilonGreedyAgent(Echo).initialize(spaces.Box(0, 1, (2,)), space)

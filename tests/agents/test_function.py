@@ -1,0 +1,117 @@
+"""FunctionAgent: a plain function acts, on any spaces, and needs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from penstock import ConfigError, FunctionAgent, ParallelSampler, SerialSampler
+from penstock.agents import AgentStep
+from penstock.buffers import NamedArrays
+from penstock.envs import ColumnStreams, CountingEnv, NestedEnv, Purpose
+
+PAIR = spaces.Tuple((spaces.Discrete(2), spaces.Discrete(3)))
+
+
+def agent_for(fn: Any, columns: range = range(2), action_space: Any = None) -> FunctionAgent:
+    agent = FunctionAgent(fn)
+    agent.initialize(spaces.Box(-1, 1, (3,)), action_space or spaces.Discrete(3))
+    return agent.worker_copy().column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
+
+
+def act(agent: FunctionAgent, observation: Any = None) -> AgentStep:
+    return agent.step(
+        np.ones((2, 3), np.float32) if observation is None else observation, None, np.zeros(2, np.float32)
+    )
+
+
+def test_the_function_gets_the_observation_and_gives_the_action() -> None:
+    step = act(agent_for(lambda observation: observation.sum(axis=1)))
+    assert step.action.tolist() == [3, 3]
+    assert len(step.agent_info) == 0
+
+
+def test_a_function_that_names_rngs_gets_one_generator_per_column() -> None:
+    def fn(observation: Any, rngs: Any) -> Any:
+        return np.array([rng.integers(0, 1000) for rng in rngs])
+
+    whole = agent_for(fn, range(4))
+    part = agent_for(fn, range(2, 4))
+    for _ in range(3):
+        assert act(whole).action[2:].tolist() == act(part).action.tolist()
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda o: (o[:, 0], {"sum": o.sum(1)}),
+        lambda o: (o[:, 0], NamedArrays(sum=o.sum(1))),
+        lambda o: AgentStep(o[:, 0], {"sum": o.sum(1)}),
+    ],
+)
+def test_it_may_report_beside_the_action(returned: Any) -> None:
+    step = act(agent_for(returned))
+    assert step.action.tolist() == [1, 1]
+    assert step.agent_info["sum"].tolist() == [3, 3]
+
+
+def test_a_tuple_of_two_is_the_action_of_a_tuple_space() -> None:
+    action = (np.zeros(2, np.int64), {"not": "info"})
+    assert act(agent_for(lambda o: action, action_space=PAIR)).action is action
+
+
+@pytest.mark.parametrize("fn", [np.negative, min], ids=["ufunc", "builtin"])
+def test_functions_without_a_signature_will_do(fn: Any) -> None:
+    assert agent_for(fn)._takes_rngs is False
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match="FunctionAgent needs a function of the observation, got int"):
+        FunctionAgent(3)  # type: ignore[arg-type]
+
+
+def test_lambdas_travel() -> None:
+    twin = cloudpickle.loads(cloudpickle.dumps(agent_for(lambda o: o[:, 1])))
+    assert act(twin).action.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_nested_spaces_are_seen_and_acted_on(cls: Any) -> None:
+    def fn(observation: Any) -> Any:
+        move = -0.5 * observation.position.astype(np.float32)
+        mode = np.stack([observation.goal._0 % 2, observation.camera[:, 0, 0, 0] % 3], axis=1)
+        return {"move": move, "mode": mode}, {"distance": np.abs(observation.position).sum(1)}
+
+    with cls(NestedEnv, batch_T=9, batch_B=3) as sampler:
+        sampler.initialize(FunctionAgent(fn), seed=1)
+        sampler.obtain_samples(0)
+        samples = sampler.samples_np
+        position = samples.env.observation.position
+        np.testing.assert_allclose(samples.agent.action.move, -0.5 * position, rtol=1e-6)
+        np.testing.assert_array_equal(samples.agent.action.mode[..., 0], samples.env.observation.goal._0 % 2)
+        np.testing.assert_array_equal(samples.agent.agent_info.distance, np.abs(position).sum(2))
+
+
+def test_it_runs_without_torch() -> None:
+    code = (
+        "import sys, numpy as np; from gymnasium import spaces; from penstock import FunctionAgent, LinearSchedule\n"
+        "agent = FunctionAgent(lambda o: o[:, 0])\n"
+        "agent.initialize(spaces.Box(0, 1, (2,)), spaces.Discrete(2))\n"
+        "copy = agent.worker_copy().column_copy([np.random.default_rng(0)])\n"
+        "print(copy.step(np.ones((1, 2)), None, np.zeros(1)).action, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[1.] False\n", "")
+
+
+def test_a_scripted_policy_in_a_sampler() -> None:
+    with SerialSampler(CountingEnv, batch_T=5, batch_B=2, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(FunctionAgent(lambda o: o[:, 1].astype(int) % 3))
+        samples, _ = sampler.obtain_samples(0)
+        assert samples.agent.action[:, 0].tolist() == [0, 1, 2, 0, 1]

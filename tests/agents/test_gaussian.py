@@ -1,0 +1,228 @@
+"""GaussianPgAgent: draws from normal distributions, clips for the environment, records what to train on."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from penstock.agents import GaussianPgAgent
+from penstock.envs import ColumnStreams, Purpose
+from penstock.errors import SpaceError
+
+UNBOUNDED = spaces.Box(-np.inf, np.inf, (2,))
+
+
+class Echo(nn.Module):
+    """The observation is the mean, its sum the value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        return observation, observation.reshape(len(observation), -1).sum(1)
+
+
+class WithDeviation(Echo):
+    """The observation is `[B, 2, ...]`: mean and log_std."""
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        return observation[:, 0], observation[:, 1], observation[:, :1].reshape(len(observation), -1).sum(1)
+
+
+class Outputs(nn.Module):
+    def __init__(self, *outputs: Any) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        return self.outputs
+
+
+def agent_for(space: Any, columns: range = range(2), model: Any = Echo, seed: int = 0, **options: Any) -> Any:
+    agent = GaussianPgAgent(model, **options)
+    agent.initialize(spaces.Box(-np.inf, np.inf, space.shape), space)
+    return agent.worker_copy().column_copy(ColumnStreams(seed, columns).rngs(Purpose.ACTION))
+
+
+def act(agent: Any, observation: Any) -> Any:
+    return agent.step(np.asarray(observation, np.float64), None, np.zeros(len(observation), np.float32))
+
+
+SPACES = [
+    spaces.Box(-1, 1, (3,)),
+    spaces.Box(-1, 1, (2, 3), np.float64),
+    spaces.Box(np.float32([-1, -np.inf, 0]), np.float32([1, 2, np.inf])),
+    spaces.Box(-np.inf, np.inf, (1,), np.float64),
+    spaces.Box(0, 5, (2,), np.float16),
+    spaces.Box(-1, 1, ()),
+]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+@pytest.mark.parametrize("model", [Echo, WithDeviation])
+def test_what_is_recorded_fits_the_space_and_torchs_normal(space: Any, model: Any) -> None:
+    rng = np.random.default_rng(0)
+    agent = agent_for(space, range(4), model, initial_log_std=-0.5)
+    for _ in range(20):
+        mean, log_std = rng.normal(size=(4, *space.shape)), rng.normal(size=(4, *space.shape))
+        observation = mean if model is Echo else np.stack([mean, log_std], axis=1)
+        step = act(agent, observation)
+        info = step.agent_info
+        assert [*info.keys()] == ["raw_action", "mean", "log_std", "log_prob", "value"]
+        assert (step.action.shape, step.action.dtype) == ((4, *space.shape), space.dtype)
+        assert all(space.contains(np.asarray(row)) for row in step.action)
+        assert info.raw_action.dtype == np.promote_types(space.dtype, np.float32)
+        np.testing.assert_array_equal(np.clip(info.raw_action.astype(space.dtype), space.low, space.high), step.action)
+        np.testing.assert_array_equal(info.mean, mean)
+        np.testing.assert_array_equal(info.log_std, np.full_like(mean, -0.5) if model is Echo else log_std)
+        normal = torch.distributions.Normal(torch.from_numpy(info.mean), torch.from_numpy(info.log_std.copy()).exp())
+        expected = normal.log_prob(torch.from_numpy(info.raw_action).double()).reshape(4, -1).sum(1)
+        assert (info.log_prob.shape, info.log_prob.dtype) == ((4,), np.float32)
+        np.testing.assert_allclose(info.log_prob, expected.numpy(), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(info.value, mean.reshape(4, -1).sum(1), rtol=1e-6, atol=1e-6)
+
+
+def test_draws_have_the_mean_and_the_deviation_of_the_model() -> None:
+    agent = agent_for(UNBOUNDED, range(64), initial_log_std=[np.log(0.5), np.log(3.0)])
+    raw = np.concatenate([act(agent, np.tile([1.0, -2.0], (64, 1))).action for _ in range(300)])
+    np.testing.assert_allclose(raw.mean(0), [1, -2], atol=0.1)
+    np.testing.assert_allclose(raw.std(0), [0.5, 3], rtol=0.03)
+    assert abs(np.corrcoef(raw.T)[0, 1]) < 0.03
+
+
+def test_bounds_clip_the_action_and_leave_the_raw_one() -> None:
+    space = spaces.Box(np.float32([-1, -np.inf]), np.float32([1, np.inf]))
+    step = act(agent_for(space), [[50.0, 50.0], [-50.0, -50.0]])
+    assert step.action[:, 0].tolist() == [1, -1]
+    np.testing.assert_array_equal(step.action[:, 1], step.agent_info.raw_action[:, 1])
+    assert (np.abs(step.agent_info.raw_action) > 40).all()
+
+
+def test_float64_actions_keep_their_digits() -> None:
+    space = spaces.Box(-10, 10, (1,), np.float64)
+    step = act(agent_for(space, initial_log_std=-30.0), [[1 / 3], [2 / 3]])
+    np.testing.assert_allclose(step.action, [[1 / 3], [2 / 3]], rtol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 100))
+def test_actions_are_the_same_however_columns_are_split(widths: list[int], seed: int) -> None:
+    bounds = np.cumsum([0, *widths]).tolist()
+    rows = np.random.default_rng(seed).normal(size=(150, bounds[-1], 2))
+
+    def trajectory(columns: range) -> Any:
+        agent = agent_for(UNBOUNDED, columns, seed=seed)
+        return np.stack([act(agent, row[columns.start : columns.stop]).action for row in rows])
+
+    parts = [trajectory(range(a, b)) for a, b in pairwise(bounds)]
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), trajectory(range(bounds[-1])))
+
+
+def test_greedy_eval_takes_the_mean_in_evaluation_alone() -> None:
+    agent, mean = agent_for(UNBOUNDED, greedy_eval=True), [[1.0, 2.0], [3.0, 4.0]]
+    agent.eval_mode(0)
+    assert act(agent, mean).action.tolist() == mean
+    agent.sample_mode(0)
+    assert act(agent, mean).action.tolist() != mean
+    other = agent_for(UNBOUNDED)
+    other.eval_mode(0)
+    assert act(other, mean).action.tolist() != mean
+
+
+# ---- the deviation -----------------------------------------------------------------------------
+
+
+def test_the_agents_deviation_is_a_parameter_of_the_model_that_trains_and_travels() -> None:
+    learner = GaussianPgAgent(Echo, initial_log_std=-1.0)
+    learner.initialize(UNBOUNDED, UNBOUNDED)
+    assert "log_std" in dict(learner.model.named_parameters())
+    assert learner.model.log_std.tolist() == [-1, -1]
+    assert learner.model.log_std.dtype == torch.float64, "like the model's own"
+    audience, worker = learner.share_memory(shared=False), learner.worker_copy()
+    worker.attach(audience)
+    worker = worker.column_copy(ColumnStreams(0, range(1)).rngs(Purpose.ACTION))
+    with torch.no_grad():
+        learner.model.log_std += 3
+    assert act(worker, np.zeros((1, 2))).agent_info.log_std.tolist() == [[-1, -1]]
+    learner.sync_shared_memory()
+    worker.pull_shared_memory()
+    assert act(worker, np.zeros((1, 2))).agent_info.log_std.tolist() == [[2, 2]]
+    learner.unshare_memory(audience)
+
+
+def test_a_deviation_that_the_model_has_is_used() -> None:
+    class Own(Echo):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log_std = nn.Parameter(torch.tensor([0.25, 0.5]))
+
+    step = act(agent_for(UNBOUNDED, model=Own), np.zeros((2, 2)))
+    assert step.agent_info.log_std.tolist() == [[0.25, 0.5]] * 2
+
+
+def test_the_model_may_return_its_own_parameter() -> None:
+    class Returning(Echo):
+        def __init__(self) -> None:
+            super().__init__()
+            self.deviation = nn.Parameter(torch.tensor([0.25, 0.5]))
+
+        def forward(self, observation: torch.Tensor) -> Any:
+            return observation, self.deviation, observation[:, 0]
+
+    agent = agent_for(UNBOUNDED, model=Returning, initial_log_std=None)
+    assert act(agent, np.zeros((2, 2))).agent_info.log_std.tolist() == [[0.25, 0.5]] * 2
+    assert not hasattr(agent.model, "log_std")
+
+
+def test_with_none_nothing_is_added_and_the_model_must_give_it() -> None:
+    agent = agent_for(UNBOUNDED, initial_log_std=None)
+    with pytest.raises(SpaceError, match=r"returned \(mean, value\) and has no parameter log_std of shape \(2,\)"):
+        act(agent, np.zeros((2, 2)))
+
+
+def test_an_initial_deviation_of_a_wrong_shape_is_refused() -> None:
+    with pytest.raises(SpaceError, match=r"initial_log_std must be one number, or .* \(2,\), got shape \(3,\)"):
+        agent_for(UNBOUNDED, initial_log_std=[0, 0, 0])
+
+
+# ---- the model's output ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ((torch.zeros(2, 3), torch.zeros(2)), r"mean must have shape \(2, 2\), got \(2, 3\)"),
+        (
+            (torch.zeros(2, 2), torch.zeros(3), torch.zeros(2)),
+            r"log_std must have shape \(2, 2\) or \(2,\), got \(3,\)",
+        ),
+        ((torch.zeros(2, 2), torch.zeros(2, 2)), r"value must have shape \(2,\) or \(2, 1\), got \(2, 2\)"),
+        ((torch.zeros(2, 2),), r"a tuple \(mean, value\) or \(mean, log_std, value\), got tuple of 1: see Gaussian"),
+        ((np.zeros((2, 2)), torch.zeros(2)), r"mean must be a tensor of shape \(2, 2\), got ndarray"),
+    ],
+)
+def test_outputs_of_a_wrong_shape_name_both(outputs: Any, message: str) -> None:
+    agent = agent_for(UNBOUNDED, model=lambda: Outputs(*outputs))
+    with pytest.raises(SpaceError, match=message):
+        act(agent, np.zeros((2, 2)))
+
+
+@pytest.mark.parametrize("mean", [np.nan, np.inf])
+def test_a_mean_that_is_not_finite_is_an_error(mean: float) -> None:
+    with pytest.raises(FloatingPointError, match="not finite: mean"):
+        act(agent_for(UNBOUNDED), [[0, 0], [0, mean]])
+
+
+@pytest.mark.parametrize("space", [spaces.Discrete(2), spaces.Box(0, 3, (2,), np.int64)], ids=str)
+def test_other_spaces_are_refused(space: Any) -> None:
+    with pytest.raises(SpaceError, match="GaussianPgAgent needs a Box action space of a floating-point type"):
+        GaussianPgAgent(Echo).initialize(UNBOUNDED, space)

@@ -1,0 +1,118 @@
+"""CategoricalPgAgent on MultiDiscrete spaces: one distribution per component, side by side in the logits."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from penstock.agents import CategoricalPgAgent
+from penstock.envs import ColumnStreams, Purpose
+from penstock.errors import SpaceError
+
+
+class Echo(nn.Module):
+    """The observation is the logits, its first number the value."""
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return observation, observation[:, 0]
+
+
+def agent_for(space: spaces.MultiDiscrete, columns: range, model: Any = Echo, **options: Any) -> CategoricalPgAgent:
+    agent = CategoricalPgAgent(model, **options)
+    agent.initialize(spaces.Box(-np.inf, np.inf, (int(space.nvec.sum()),)), space)
+    return agent.worker_copy().column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
+
+
+def act(agent: CategoricalPgAgent, logits: Any) -> Any:
+    return agent.step(np.asarray(logits, np.float64), None, np.zeros(len(logits), np.float32))
+
+
+def components(space: spaces.MultiDiscrete, logits: Any, action: Any) -> list[tuple[Any, Any]]:
+    """Per component, torch's distribution and the index that was taken."""
+    nvec, index = space.nvec.ravel(), (action - space.start).reshape(len(action), -1)
+    bounds = np.cumsum([0, *nvec])
+    return [
+        (torch.distributions.Categorical(logits=torch.from_numpy(logits[:, a:b])), torch.from_numpy(index[:, i]))
+        for i, (a, b) in enumerate(pairwise(bounds))
+    ]
+
+
+SPACES = [
+    spaces.MultiDiscrete([3, 3]),
+    spaces.MultiDiscrete([2, 5, 1, 3]),
+    spaces.MultiDiscrete([4]),
+    spaces.MultiDiscrete([[2, 3], [4, 1]]),
+    spaces.MultiDiscrete([2, 3], start=[-5, 7]),
+    spaces.MultiDiscrete([2, 3], dtype=np.int32),
+    spaces.MultiDiscrete([2, 3], dtype=np.uint8, start=[1, 2]),
+]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_actions_are_of_the_space_and_log_prob_is_the_sum_of_torchs(space: spaces.MultiDiscrete) -> None:
+    logits = np.random.default_rng(0).normal(0, 2, (6, int(space.nvec.sum())))
+    agent = agent_for(space, range(6))
+    for _ in range(30):
+        step = act(agent, logits)
+        assert step.action.dtype == space.dtype
+        assert all(space.contains(row) for row in step.action)
+        expected = sum(d.log_prob(index) for d, index in components(space, logits, step.action.astype(np.int64)))
+        assert step.agent_info.log_prob.dtype == np.float32
+        np.testing.assert_allclose(step.agent_info.log_prob, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_frequencies_are_those_of_each_components_softmax(space: spaces.MultiDiscrete) -> None:
+    row = np.random.default_rng(1).normal(size=int(space.nvec.sum()))
+    logits, agent = np.tile(row, (64, 1)), agent_for(space, range(64))
+    actions = np.concatenate([act(agent, logits).action for _ in range(200)]).astype(np.int64)
+    for distribution, index in components(space, np.tile(row, (len(actions), 1)), actions):
+        p = distribution.probs[0].numpy()
+        observed = np.bincount(index, minlength=len(p)) / len(actions)
+        assert (np.abs(observed - p) <= 4.5 * np.sqrt(p * (1 - p) / len(actions)) + 1e-9).all()
+
+
+def test_components_are_independent() -> None:
+    agent = agent_for(spaces.MultiDiscrete([2, 2]), range(64))
+    actions = np.concatenate([act(agent, np.zeros((64, 4))).action for _ in range(200)])
+    assert abs(np.corrcoef(actions.T)[0, 1]) < 0.04
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 5))
+def test_actions_are_the_same_however_columns_are_split(at: int) -> None:
+    rows = np.random.default_rng(2).normal(size=(140, 6, 6))
+    space = spaces.MultiDiscrete([2, 4])
+
+    def trajectory(columns: range) -> Any:
+        agent = agent_for(space, columns)
+        return np.stack([act(agent, row[columns.start : columns.stop]).action for row in rows])
+
+    parts = [trajectory(range(at)), trajectory(range(at, 6))]
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), trajectory(range(6)))
+
+
+def test_greedy_eval_takes_each_components_most_probable() -> None:
+    agent = agent_for(spaces.MultiDiscrete([2, 3], start=[0, 10]), range(2), greedy_eval=True)
+    agent.eval_mode(0)
+    assert act(agent, [[0, 1, 2, 1, 0], [1, 0, 0, 0, 3]]).action.tolist() == [[1, 10], [0, 12]]
+
+
+def test_a_component_without_a_possible_action_is_an_error() -> None:
+    agent = agent_for(spaces.MultiDiscrete([1, 2]), range(1))
+    with pytest.raises(FloatingPointError, match="not finite"):
+        act(agent, [[0, -np.inf, -np.inf]])
+
+
+def test_logits_of_a_wrong_shape_name_both_shapes() -> None:
+    agent = agent_for(spaces.MultiDiscrete([2, 3]), range(2))
+    with pytest.raises(SpaceError, match=r"logits must have shape \(2, 5\), got \(2, 6\)"):
+        act(agent, np.zeros((2, 6)))

@@ -1,0 +1,202 @@
+"""One seed, one batch, with every stock agent: however the environments are spread over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from penstock import (
+    Agent,
+    CategoricalPgAgent,
+    DeterministicPgAgent,
+    EpsilonGreedyAgent,
+    FunctionAgent,
+    GaussianPgAgent,
+    LinearSchedule,
+    ParallelSampler,
+    RecurrentCategoricalPgAgent,
+    RecurrentGaussianPgAgent,
+    Sampler,
+    SerialSampler,
+    SquashedGaussianAgent,
+)
+from penstock.envs import CountingEnv, NestedEnv
+
+CARTPOLE = partial(gym.make, "CartPole-v1", max_episode_steps=25)
+PENDULUM = partial(gym.make, "Pendulum-v1", max_episode_steps=12)
+COUNTING = partial(CountingEnv, truncate=True)
+
+
+class Modes(gym.ActionWrapper[Any, Any, Any]):
+    """A NestedEnv of which the mode alone is chosen."""
+
+    def __init__(self) -> None:
+        super().__init__(NestedEnv())
+        self.action_space = self.env.action_space["mode"]
+
+    def action(self, action: Any) -> Any:
+        return {"move": np.float32([action[0], action[1], 1]) / 3, "mode": action}
+
+
+def features(observation: Any) -> Any:
+    return observation if isinstance(observation, torch.Tensor) else observation.position
+
+
+class Net(nn.Module):
+    """Linear outputs of a hidden layer; a size of 0 is a value `[B]`. In float64, so that the last bit, in which matrix
+    products of other batch shapes may differ, decides nothing."""
+
+    def __init__(self, n_inputs: int, *sizes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(n_inputs, 16), nn.Tanh())
+        self.heads = nn.ModuleList(nn.Linear(16, max(size, 1)) for size in sizes)
+        self.sizes = sizes
+        self.double()
+
+    def forward(self, observation: Any) -> Any:
+        hidden = self.body(features(observation))
+        out = [head(hidden) if n else head(hidden)[:, 0] for n, head in zip(self.sizes, self.heads, strict=True)]
+        return tuple(out) if len(out) > 1 else out[0]
+
+
+class Lstm(nn.Module):
+    state_shape = ((8,), (8,))
+
+    def __init__(self, n_inputs: int, n_outputs: int) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(n_inputs + 2, 8)
+        self.policy, self.critic = nn.Linear(8, n_outputs), nn.Linear(8, 1)
+        self.double()
+
+    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
+        action = prev_action.reshape(len(observation), -1)[:, 0].to(observation.dtype)
+        h, c = self.cell(torch.cat([observation, torch.stack([action, prev_reward], 1)], 1), state)
+        return self.policy(h), self.critic(h), (h, c)
+
+
+def scripted(observation: Any, rngs: Any) -> Any:
+    mode = np.stack([rng.integers(0, [2, 3]) for rng in rngs])
+    return {"move": 0.9 * observation.position.astype(np.float32), "mode": mode}
+
+
+CASES: dict[str, tuple[Any, Callable[[], Agent]]] = {
+    "categorical": (CARTPOLE, lambda: CategoricalPgAgent(lambda: Net(4, 2, 0))),
+    "multi-discrete": (Modes, lambda: CategoricalPgAgent(lambda: Net(3, 5, 0))),
+    "gaussian": (PENDULUM, lambda: GaussianPgAgent(lambda: Net(3, 1, 0))),
+    "epsilon-greedy": (COUNTING, lambda: EpsilonGreedyAgent(lambda: Net(2, 3), epsilon=LinearSchedule(1, 0.1, 4))),
+    "deterministic": (
+        PENDULUM,
+        lambda: DeterministicPgAgent(lambda: Net(3, 1), noise="ou", squash=True, warmup_random_itrs=2),
+    ),
+    "squashed": (PENDULUM, lambda: SquashedGaussianAgent(lambda: Net(3, 1, 1), warmup_random_itrs=1)),
+    "recurrent categorical": (CARTPOLE, lambda: RecurrentCategoricalPgAgent(lambda: Lstm(4, 2))),
+    "recurrent gaussian": (PENDULUM, lambda: RecurrentGaussianPgAgent(lambda: Lstm(3, 1), record_state="batch")),
+    "function": (NestedEnv, lambda: FunctionAgent(scripted)),
+}
+
+
+def batches(cls: type[Sampler], case: str, **kwargs: Any) -> list[Any]:
+    """Five batches, as copies, with an evaluation between them."""
+    env_fn, make_agent = CASES[case]
+    found = []
+    with cls(env_fn, batch_T=20, batch_B=5, eval_n_envs=2, eval_max_steps=60, **kwargs) as sampler:
+        has_value = case not in ("deterministic", "squashed", "function")
+        sampler.initialize(make_agent(), seed=7, bootstrap_value=has_value)
+        for itr in range(5):
+            if itr == 3:
+                sampler.evaluate_agent(itr)
+            sampler.obtain_samples(itr)
+            found.append(sampler.samples_np.copy())
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_number_of_workers_gives_the_same(case: str) -> None:
+    reference = batches(SerialSampler, case)
+    assert any(batch.env.done.any() for batch in reference)
+    for n_workers in (1, 2, 3):
+        for itr, (x, y) in enumerate(zip(reference, batches(ParallelSampler, case, n_workers=n_workers), strict=True)):
+            for (name, left), (_, right) in zip(x.leaves(), y.leaves(), strict=True):
+                where = f"{name}, itr {itr}, {n_workers} workers"
+                if name.startswith(("agent.agent_info", "agent.bootstrap_value", "agent.final_value")):
+                    np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-9, err_msg=where)
+                else:
+                    np.testing.assert_array_equal(left, right, err_msg=where)
+
+
+def test_the_state_of_a_recurrent_agent_goes_on_across_batches_and_ends_with_the_episode() -> None:
+    found = batches(SerialSampler, "recurrent categorical")
+    state = np.concatenate([batch.agent.agent_info.prev_rnn_state._0 for batch in found])
+    done = np.concatenate([batch.env.done for batch in found])
+    begins = np.vstack([np.ones((1, 5), bool), done[:-1]])
+    assert begins[1:].any()
+    assert ((np.abs(state).max(axis=2) == 0) == begins).all()
+
+
+def test_a_state_recorded_once_a_batch_is_that_of_its_first_row() -> None:
+    found = batches(SerialSampler, "recurrent gaussian")
+    for itr, batch in enumerate(found):
+        for leaf in batch.agent.agent_info.prev_rnn_state:
+            assert (leaf[1:] == 0).all()
+            assert np.any(leaf[0] != 0) == (itr > 0)
+
+
+def test_values_of_truncated_episodes_are_those_of_the_state_at_their_end() -> None:
+    """The value of what the environment ended with is asked for before the state is reset."""
+
+    class Age(nn.Module):
+        state_shape = (1,)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
+            return state.expand(-1, 3) * 0, observation[:, 1] + 1000 * state[:, 0], state + 1
+
+    with SerialSampler(COUNTING, batch_T=14, batch_B=2, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RecurrentCategoricalPgAgent(Age), seed=0, bootstrap_value=True)
+        samples, _ = sampler.obtain_samples(0)
+        assert samples.agent.final_value[samples.env.done].unique().tolist() == [5005]
+        assert samples.agent.bootstrap_value.tolist() == [4004, 4004]
+        assert samples.agent.agent_info.value[:7, 0].tolist() == [0, 1001, 2002, 3003, 4004, 0, 1001]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"epsilon": [0.5, 0.4, 0.3, 0.2, 0.1]}, [0.5, 0.4, 0.3, 0.2, 0.1]),
+        ({"epsilon": 0.4, "spread": 7}, [0.4 ** (1 + 7 * i / 4) for i in range(5)]),
+        ({"epsilon": lambda itr: [0.1 * itr * i for i in range(5)]}, [0.0, 0.1, 0.2, 0.3, 0.4]),
+    ],
+    ids=["list", "spread", "schedule of lists"],
+)
+def test_each_environment_has_its_own_epsilon_whichever_worker_has_it(options: Any, expected: list[float]) -> None:
+    def batch(cls: type[Sampler], **kwargs: Any) -> Any:
+        with cls(COUNTING, batch_T=7, batch_B=5, eval_n_envs=2, eval_max_steps=20, **kwargs) as sampler:
+            sampler.initialize(EpsilonGreedyAgent(lambda: Net(2, 3), **options), seed=0)
+            sampler.evaluate_agent(0)
+            sampler.obtain_samples(1)
+            return sampler.samples_np.agent.copy()
+
+    reference = batch(SerialSampler)
+    np.testing.assert_allclose(reference.agent_info.epsilon, np.tile(expected, (7, 1)), rtol=1e-6)
+    for n_workers in (2, 3):
+        parallel = batch(ParallelSampler, n_workers=n_workers)
+        np.testing.assert_array_equal(parallel.agent_info.epsilon, reference.agent_info.epsilon)
+        np.testing.assert_array_equal(parallel.action, reference.action)
+
+
+def test_a_spread_goes_over_the_environments_of_all_machines() -> None:
+    with SerialSampler(COUNTING, batch_T=2, batch_B=2) as sampler:
+        sampler.initialize(EpsilonGreedyAgent(lambda: Net(2, 3), epsilon=0.4, spread=7), seed=0, rank=1, world_size=2)
+        sampler.obtain_samples(0)
+        epsilon = sampler.samples_np.agent.agent_info.epsilon
+    np.testing.assert_allclose(epsilon[0], [0.4 ** (1 + 7 * i / 3) for i in (2, 3)], rtol=1e-6)
