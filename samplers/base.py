@@ -196,7 +196,9 @@ class Sampler(ABC):
                 # Runs when this object is collected and at exit, before multiprocessing joins children.
                 self._finalizer = Finalize(self, _close, (self._team, allocation), exitpriority=100)
                 self._wait("start-up", starting=True)
-            except SamplerBrokenError:
+            except SamplerBrokenError as error:
+                self._calls.break_with(error)  # unless `_wait` has done so already
+                self._give_back()
                 raise
             except BaseException:
                 if "_team" in vars(self):

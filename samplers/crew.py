@@ -85,15 +85,13 @@ class Crew:
     def _start(self, plan: WorkerPlan, gate: Gate, pipe: ObjectPipe, stacks: StackFile) -> Member:
         setup = WorkerSetup(
             plan=plan,
-            job=self._job.common,
-            factories=self._job.factories[plan.worker_rank],
+            order=self._job.order_for(plan.worker_rank),
             state=self._state,
             gate=gate,
             reports=self._reports,
             pipe=pipe,
             stacks=stacks,
             main_process=self._main_process,
-            environ=self._launcher.environ,
             die_with_parent=self._launcher.dies_with_starter,
         )
         begun = self._control.begun(plan.worker_rank)
@@ -224,5 +222,6 @@ class Crew:
             for thing in (member.gate, member.pipe, member.stacks):
                 thing.close()
         self._reports.memory.close()
+        self._job.close()
         if self._main_process is not None:
             self._main_process.close()

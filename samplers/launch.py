@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import sys
 import threading
 import types
@@ -16,10 +17,11 @@ from typing import Any
 import cloudpickle
 from gymnasium.vector.utils import clear_mpi_env_vars
 
-from penstock.errors import ConfigError
+from penstock.buffers.mailbox import Mailbox
+from penstock.errors import ConfigError, WorkerDiedError
 from penstock.samplers.limits import check_limits
 from penstock.samplers.plan import WorkerPlan
-from penstock.samplers.process import WorkerSetup, worker_main
+from penstock.samplers.process import WorkerSetup, WorkOrder, worker_main
 from penstock.samplers.worker import Job
 
 __all__ = ["START_METHODS", "Launcher", "PickledJob"]
@@ -37,24 +39,43 @@ _ARGUMENT_NAMES = {"env_factories": "env_fn (or env_kwargs)", "eval_env_factorie
 class PickledJob:
     """A job on its way to the workers: what all share is pickled once, factories for each worker.
 
+    It lies in a file that the workers read. `multiprocessing` would send it through a pipe, and wait for
+    ever if a worker died before it had read its part.
+
     Raises `ConfigError` naming the argument that cannot be pickled.
     """
 
     def __init__(self, job: Job, plans: Sequence[WorkerPlan]) -> None:
-        common = replace(job, env_factories=(), eval_env_factories=())
-        try:
-            self.common = bytes(cloudpickle.dumps(common))
-            self.factories = [bytes(cloudpickle.dumps(job.factories_of(plan))) for plan in plans]
-        except Exception as error:  # pickling runs the user's code: anything may come
-            for name, value in vars(job).items():
-                try:
-                    cloudpickle.dumps(value)
-                except Exception as cause:
-                    raise ConfigError(
-                        f"{_ARGUMENT_NAMES.get(name, name)} cannot be pickled for the workers: {cause}. Build such "
-                        "objects inside the function instead of closing over them; SerialSampler pickles nothing"
-                    ) from cause
-            raise ConfigError(f"the workers' job cannot be pickled: {error}") from error
+        with clear_mpi_env_vars():
+            # Today's variables, not those of the day the fork server began, and without those that would
+            # make libraries think that the workers are MPI ranks.
+            environ = pickle.dumps(dict(os.environ))
+        parts = [environ, *_pickled(job, plans)]
+        self.mailbox = Mailbox()
+        self.environ, self.common, *self.factories = self.mailbox.post_parts(parts)
+
+    def order_for(self, worker_rank: int) -> WorkOrder:
+        """What one worker is to read."""
+        return WorkOrder(self.mailbox, self.environ, self.common, self.factories[worker_rank])
+
+    def close(self) -> None:
+        self.mailbox.close()
+
+
+def _pickled(job: Job, plans: Sequence[WorkerPlan]) -> list[bytes]:
+    common = replace(job, env_factories=(), eval_env_factories=())
+    try:
+        return [bytes(cloudpickle.dumps(part)) for part in (common, *map(job.factories_of, plans))]
+    except Exception as error:  # pickling runs the user's code: anything may come
+        for name, value in vars(job).items():
+            try:
+                cloudpickle.dumps(value)
+            except Exception as cause:
+                raise ConfigError(
+                    f"{_ARGUMENT_NAMES.get(name, name)} cannot be pickled for the workers: {cause}. Build such "
+                    "objects inside the function instead of closing over them; SerialSampler pickles nothing"
+                ) from cause
+        raise ConfigError(f"the workers' job cannot be pickled: {error}") from error
 
 
 class Launcher:
@@ -67,10 +88,6 @@ class Launcher:
         self._start_method = start_method
         check_limits(n_workers, start_method)
         _refuse_unsafe_fork(start_method)
-        #: The environment variables that workers get: today's, not those of the day the fork server
-        #: began, and without the MPI variables, which would make libraries think that they are MPI ranks.
-        with clear_mpi_env_vars():
-            self.environ = dict(os.environ)
 
     @property
     def dies_with_starter(self) -> bool:
@@ -95,6 +112,10 @@ class Launcher:
             with contextlib.nullcontext() if self._start_method == "fork" else _no_main_module(), _not_daemonic():
                 try:
                     process.start()
+                except BrokenPipeError as error:  # the fork server's child is gone, and its process id with it
+                    raise WorkerDiedError(
+                        f"worker {setup.plan.worker_rank} died before it could be told what to do (start-up)"
+                    ) from error
                 except (BlockingIOError, MemoryError) as error:
                     raise ConfigError(
                         f"worker {setup.plan.worker_rank} could not be started: {error}. This machine allows no more "

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,6 +22,10 @@ from penstock.samplers.watch import DeathWatch
 __all__ = ["Member"]
 
 _REAP_SECONDS = 0.5
+
+# Of /proc/PID/stat: see proc_pid_stat(5); counted behind the name.
+_FLAGS = 6
+_PF_EXITING = 0x4
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,20 @@ class Member:
         with contextlib.suppress(psutil.Error):
             return bool(psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP))
         return False
+
+    @property
+    def is_dying(self) -> bool:
+        """Whether the process has been killed and is not yet dead, which may take a while on a busy machine."""
+        with contextlib.suppress(OSError, ValueError):
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            if int(fields[_FLAGS]) & _PF_EXITING or fields[0] in "ZX":
+                return True
+            status = Path(f"/proc/{self.pid}/status").read_text()
+            pending = [
+                int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd"))
+            ]
+            return any(mask >> (signal.SIGKILL - 1) & 1 for mask in pending)
+        return False  # the system does not say, or it is gone
 
     def release(self) -> None:
         """Give back what is this member's alone; gate and files may go on with a replacement."""

@@ -12,19 +12,19 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.buffers.control import Phase, StopCollecting
 from penstock.buffers.descriptors import InheritedFd
+from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.trajectory_queue import ObjectPipe
 from penstock.samplers.affinity import limit_threads, pin
 from penstock.samplers.gates import Gate, MainProcessGone
 from penstock.samplers.plan import WorkerPlan
 from penstock.samplers.reports import ReportBoard
 from penstock.samplers.stacks import StackFile
-from penstock.samplers.worker import SharedState, Worker
+from penstock.samplers.worker import Job, SharedState, Worker
 
 __all__ = ["WorkerSetup", "worker_main"]
 
@@ -33,19 +33,37 @@ _PARENT_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
+class WorkOrder:
+    """What a worker is to do, and where it is written down."""
+
+    mailbox: Mailbox
+    environ: slice  #: pickled: the environment variables to run with
+    job: slice  #: a cloudpickled `Job` without factories
+    factories: slice  #: this worker's share of them
+
+    def read_environ(self) -> dict[str, str]:
+        """The environment variables."""
+        environ: dict[str, str] = pickle.loads(self.mailbox.read(self.environ))
+        return environ
+
+    def read_job(self) -> Job:
+        """The job; unpickling it imports the user's modules."""
+        job: Job = pickle.loads(self.mailbox.read(self.job))
+        return job.with_factories(*pickle.loads(self.mailbox.read(self.factories)))
+
+
+@dataclass(frozen=True)
 class WorkerSetup:
     """All that a worker process is started with. Descriptors travel in it, so it pickles only then."""
 
     plan: WorkerPlan
-    job: bytes  #: a cloudpickled `Job` without factories
-    factories: bytes  #: this worker's share of them
+    order: WorkOrder
     state: SharedState
     gate: Gate
     reports: ReportBoard
     pipe: ObjectPipe
     stacks: StackFile
     main_process: InheritedFd | None  #: a pidfd of the main process, where there is such a thing
-    environ: Mapping[str, str]  #: the environment variables to run with
     die_with_parent: bool  #: whether the death of the starting process or thread is the main process's
 
 
@@ -73,8 +91,7 @@ def worker_main(setup: WorkerSetup) -> None:
 
 def _serve(setup: WorkerSetup) -> None:
     gate, control = setup.gate, setup.state.control
-    job = pickle.loads(setup.job).with_factories(*pickle.loads(setup.factories))
-    worker = Worker(setup.plan, job, setup.state, setup.pipe)
+    worker = Worker(setup.plan, setup.order.read_job(), setup.state, setup.pipe)
     progress = worker.progress
     limit_threads(setup.plan.torch_threads)  # again: unpickling the job may have loaded torch
     gc.freeze()  # what exists now is for good: collections need not go through torch's modules again
@@ -108,7 +125,7 @@ def _detach(setup: WorkerSetup) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_watch_main_process, args=(setup.main_process,), name="watchdog", daemon=True).start()
     os.environ.clear()
-    os.environ.update(setup.environ)
+    os.environ.update(setup.order.read_environ())
     limit_threads(setup.plan.torch_threads)
     if setup.plan.cpus:
         pin(setup.plan.cpus)

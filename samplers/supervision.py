@@ -20,7 +20,8 @@ __all__ = ["Limits", "Supervisor"]
 
 _LOOK_AGAIN_SECONDS = 1.0  # nothing depends on it: all that matters wakes the watch
 _LOOKS_PER_LIMIT = 20
-_GATHER_SECONDS = 0.01  # after each death, for another that comes of the same cause
+_GATHER_SECONDS = 0.004  # after each death, for another that comes of the same cause
+_DYING_SECONDS = 0.5  # for one that is known to be dying
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ class Supervisor:
         """Bury those that have died, and all that die with them."""
         members, found = staff.members, set(dead)
         while rest := [i for i in range(len(members)) if i not in found]:
-            died = Watch([], [], [members[i].death for i in rest]).wait(_GATHER_SECONDS)
+            patience = _DYING_SECONDS if any(members[i].is_dying for i in rest) else _GATHER_SECONDS
+            died = Watch([], [], [members[i].death for i in rest]).wait(patience)
             if not died:
                 break
             found |= {rest[i] for i in died}
