@@ -245,7 +245,8 @@ class Progress:
 
     def begin(self) -> None:
         """Take notice of the gate's opening: what is counted from here on belongs to it."""
-        self.words[_TRAJECTORIES] = self.words[_T] = 0
+        self.words[_TRAJECTORIES] = 0
+        self.words[_T] = -1  # no row has been begun: what the batch holds is still the one before
         self.words[_BEGUN] = self.arrived + 1
 
     @property

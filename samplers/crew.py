@@ -199,7 +199,7 @@ class Crew:
             witness, report = member.witness(self._control), self._reports.read(member.rank)
             if member.rank in forced:
                 complaints.append(f"{forced[member.rank]} did not end while {witness.doing} and was killed")
-            elif report is not None or witness.progress.phase is not Phase.CLOSED:
+            elif report is not None or witness.progress.phase is Phase.CLOSING:
                 complaints.append(str(Casualty(witness, exitcode, report)))
         self._release()
         if complaints and not broken:

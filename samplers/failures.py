@@ -50,7 +50,7 @@ class Witness:
         """Its phase in words, with environment and time step."""
         words = _WORDS[self.progress.phase].format(rank=self.progress.env_rank)
         in_batch = self.progress.phase in (Phase.ACTING, Phase.STEPPING, Phase.RESETTING)
-        return f"{words}, t={self.progress.t}" if in_batch else words
+        return f"{words}, t={self.progress.t}" if in_batch and self.progress.t >= 0 else words
 
 
 def _span(ranks: range) -> str:
