@@ -32,6 +32,8 @@ class Phase(enum.IntEnum):
     HANDING_OVER = 7
     CLOSING = 8
     CLOSED = 9
+    BEGINNING = 10
+    CALLING = 11
 
 
 # Plain integers for the loop over time: an enum's member takes 50 ns more to store.
@@ -246,6 +248,7 @@ class Progress:
     def begin(self) -> None:
         """Take notice of the gate's opening: what is counted from here on belongs to it."""
         self.words[_TRAJECTORIES] = 0
+        self.words[_PHASE] = Phase.BEGINNING
         self.words[_T] = -1  # no row has been begun: what the batch holds is still the one before
         self.words[_BEGUN] = self.arrived + 1
 

@@ -39,7 +39,14 @@ class SharedBlock:
         self._descriptor: InheritedFd | None = None
         if hasattr(os, "memfd_create"):
             self._descriptor = InheritedFd(_allocate_memfd(self.nbytes, purpose))
-            self._buffer: Any = _map(self._descriptor.fd, self.nbytes)
+            try:
+                self._buffer: Any = _map(self._descriptor.fd, self.nbytes)
+            except OSError as error:  # RLIMIT_AS, say
+                self._descriptor.close()
+                raise ConfigError(
+                    f"{purpose} needs {self.nbytes:,} bytes, which this process may not map: {error.strerror}. Lower "
+                    "batch_T or batch_B, or raise the limit (ulimit -v)"
+                ) from error
         else:  # not Linux: the standard library's own anonymous arena
             self._buffer = multiprocessing.get_context("spawn").RawArray("b", self.nbytes)
 

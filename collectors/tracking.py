@@ -21,8 +21,9 @@ StepHook = Callable[[int, Any, Any, Any, bool, bool, dict[str, Any]], None]
 class Tracker(Protocol):
     """What collectors need of a tracker."""
 
-    #: The hook for every environment step, or None if rewards and dones at the batch's end suffice.
-    on_step: StepHook | None
+    @property
+    def on_step(self) -> StepHook | None:
+        """The hook for every environment step, or None if rewards and dones at the batch's end suffice."""
 
     def set_agent_info(self, agent_info: Any) -> None:
         """The agent's report `[B, ...]` on the row that is about to be stepped."""
@@ -153,8 +154,11 @@ class ObjectTracker:
         self._put = put
         self._agent_info: Any = None
         self._finished: list[Frame] = []
-        self.on_step: StepHook | None = self._step
         self.restart()
+
+    @property
+    def on_step(self) -> StepHook | None:
+        return self._step
 
     def restart(self) -> None:
         self._running = [self._cls(**self._kwargs) for _ in self._env_ranks]

@@ -302,6 +302,8 @@ class Sampler(ABC):
             self._team.close(broken=True)
             self._give_back()
             raise
+        except KeyboardInterrupt as interrupt:  # where exactly the wait was is of no interest to the user
+            raise interrupt.with_traceback(None) from None
 
     def _take_traj_infos(self) -> list[TrajInfo]:
         control, cls = self._allocation.control, self.config.traj_info_cls

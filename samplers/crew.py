@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing.process
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from penstock.buffers.control import Phase
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.trajectory_queue import Frame, ObjectPipe
 from penstock.samplers.failures import Casualty, Witness
+from penstock.samplers.forks import abandon_in_forks
 from penstock.samplers.gates import Gate
 from penstock.samplers.guardian import Guardian
 from penstock.samplers.launch import Launcher, PickledJob
@@ -64,6 +66,7 @@ class Crew:
         self._reports = ReportBoard(len(plans), shared=True)
         self._main_process = InheritedFd(os.pidfd_open(os.getpid())) if hasattr(os, "pidfd_open") else None
         self._guardian = Guardian()
+        abandon_in_forks(self)
         try:
             for plan in plans:
                 self._control.open(plan.worker_rank)  # opening number one: start-up
@@ -204,6 +207,11 @@ class Crew:
         self._release()
         if complaints and not broken:
             warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=2)
+
+    def abandon(self) -> None:
+        """In a fork of the main process: the workers are not its children, and not its to wait for."""
+        for member in self.members:
+            multiprocessing.process._children.discard(member.process)  # type: ignore[attr-defined]
 
     def _await_deaths(self, members: Sequence[Member], seconds: float) -> list[Member]:
         """Wait `seconds` at most for all `members` to end; returns those that have not."""

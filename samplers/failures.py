@@ -28,6 +28,8 @@ _WORDS = {
     Phase.HANDING_OVER: "handing trajectory infos over",
     Phase.CLOSING: "closing env_rank {rank}",
     Phase.CLOSED: "closed",
+    Phase.BEGINNING: "beginning",
+    Phase.CALLING: "in a call on its environments",
 }
 
 

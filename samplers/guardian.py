@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import weakref
+
+from penstock.samplers.forks import abandon_in_forks
 
 __all__ = ["Guardian"]
 
@@ -47,7 +48,7 @@ class Guardian:
                 start_new_session=True,  # Ctrl-C is not meant for it
                 bufsize=0,
             )
-        _all.add(self)
+        abandon_in_forks(self)
 
     def watch(self, pid: int) -> None:
         """A worker has been started."""
@@ -78,20 +79,9 @@ class Guardian:
             with contextlib.suppress(BrokenPipeError):  # it was killed; the watchdogs must do
                 os.write(self._shell.stdin.fileno(), f"{line}\n".encode())
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """In a fork of the main process: let go of the pipe, whose end must be the main process's alone."""
         shell, self._shell = self._shell, None
         if shell is not None and shell.stdin is not None:
             shell.stdin.close()
             shell.returncode = 0  # not this process's child: nothing to wait for
-
-
-_all: weakref.WeakSet[Guardian] = weakref.WeakSet()
-
-
-def _abandon_all() -> None:
-    for guardian in list(_all):
-        guardian._abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_all)

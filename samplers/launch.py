@@ -116,6 +116,11 @@ class Launcher:
                     raise WorkerDiedError(
                         f"worker {setup.plan.worker_rank} died before it could be told what to do (start-up)"
                     ) from error
+                except (EOFError, ConnectionError) as error:
+                    raise ConfigError(
+                        f"worker {setup.plan.worker_rank} could not be started: the fork server has ended ({error}). "
+                        "If this machine allows no more processes, lower n_workers or raise the limit (ulimit -u)"
+                    ) from error
                 except (BlockingIOError, MemoryError) as error:
                     raise ConfigError(
                         f"worker {setup.plan.worker_rank} could not be started: {error}. This machine allows no more "

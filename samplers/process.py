@@ -133,6 +133,7 @@ def _detach(setup: WorkerSetup) -> None:
 
 def _watch_main_process(main_process: InheritedFd | None) -> None:
     """Kill this process and its group as soon as the main process is gone."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals are for the main thread to answer
     if main_process is not None:
         poll = select.poll()
         poll.register(main_process.fileno(), select.POLLIN)

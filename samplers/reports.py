@@ -15,7 +15,7 @@ __all__ = ["RemoteTraceback", "Report", "ReportBoard"]
 
 _TEXT_BYTES = 40 * 1024
 _EXCEPTION_BYTES = 16 * 1024
-_HEADLINE_CHARACTERS = 2000
+_HEADLINE_BYTES = 1024
 
 
 class RemoteTraceback(Exception):
@@ -29,14 +29,9 @@ class RemoteTraceback(Exception):
 class Report:
     """One worker's account: its traceback, and the exception itself if it could be pickled."""
 
+    headline: str  #: type, and the message's first line
     text: str
     exception: BaseException | None
-
-    @property
-    def headline(self) -> str:
-        """The last line of the traceback: type and message."""
-        lines = [line for line in self.text.splitlines() if line.strip()]
-        return lines[-1][:_HEADLINE_CHARACTERS] if lines else "no message"
 
     def as_cause(self) -> BaseException:
         """The exception with the remote traceback as its own cause, or the traceback alone."""
@@ -53,7 +48,8 @@ class ReportBoard:
     def __init__(self, n_workers: int, *, shared: bool) -> None:
         byte = np.dtype(np.uint8)
         specs = NamedArrays(
-            sizes=ArraySpec((n_workers, 2), np.dtype(np.int64)),
+            sizes=ArraySpec((n_workers, 3), np.dtype(np.int64)),
+            headline=ArraySpec((n_workers, _HEADLINE_BYTES), byte),
             text=ArraySpec((n_workers, _TEXT_BYTES), byte),
             exception=ArraySpec((n_workers, _EXCEPTION_BYTES), byte),
         )
@@ -66,20 +62,22 @@ class ReportBoard:
     def write(self, worker_rank: int, error: BaseException) -> None:
         """Worker: leave an account of `error`."""
         areas = self.memory.arrays
+        headline = _headline(error).encode(errors="replace")[:_HEADLINE_BYTES]
         text = _format(error).encode(errors="replace")
         if len(text) > _TEXT_BYTES:  # the innermost frames and the message stand at the end
             text = b"[...]\n" + text[6 - _TEXT_BYTES :]
         pickled = _pickle(error)
-        areas.text[worker_rank, : len(text)] = np.frombuffer(text, np.uint8)
-        areas.exception[worker_rank, : len(pickled)] = np.frombuffer(pickled, np.uint8)
-        areas.sizes[worker_rank] = len(text), len(pickled)  # last: sizes say that the rest is complete
+        for area, part in ((areas.headline, headline), (areas.text, text), (areas.exception, pickled)):
+            area[worker_rank, : len(part)] = np.frombuffer(part, np.uint8)
+        areas.sizes[worker_rank] = len(headline), len(text), len(pickled)  # last: says that the rest is complete
 
     def read(self, worker_rank: int) -> Report | None:
         """Main process: the account of a worker that is dead, if it left one."""
         areas = self.memory.arrays
-        n_text, n_pickled = areas.sizes[worker_rank].tolist()
-        if not n_text:
+        n_headline, n_text, n_pickled = areas.sizes[worker_rank].tolist()
+        if not n_headline:
             return None
+        headline = areas.headline[worker_rank, :n_headline].tobytes().decode(errors="replace")
         text = areas.text[worker_rank, :n_text].tobytes().decode(errors="replace")
         exception = None
         if n_pickled:
@@ -87,13 +85,25 @@ class ReportBoard:
                 exception = pickle.loads(areas.exception[worker_rank, :n_pickled].tobytes())
             except Exception:  # a class that only the worker can build: the text has it all the same
                 exception = None
-        return Report(text, exception if isinstance(exception, BaseException) else None)
+        return Report(headline, text, exception if isinstance(exception, BaseException) else None)
+
+
+# What follows runs the exception's own methods, which may raise anything: SystemExit, KeyboardInterrupt.
+
+
+def _headline(error: BaseException) -> str:
+    kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.").removeprefix("__main__.")
+    try:
+        lines = str(error).strip().splitlines()
+    except BaseException as second:
+        return f"{kind}: (its message could not be formatted: {type(second).__name__})"
+    return f"{kind}: {lines[0]}{' ...' if len(lines) > 1 else ''}" if lines else kind
 
 
 def _format(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
-    except Exception as second:  # an exception whose own __str__ or __repr__ raises
+    except BaseException as second:  # an exception whose own __str__ or __repr__ raises
         frames = "".join(traceback.format_tb(error.__traceback__))
         return f"{frames}{type(error).__qualname__}: (its message could not be formatted: {type(second).__name__})"
 
@@ -103,6 +113,6 @@ def _pickle(error: BaseException) -> bytes:
         pickled = pickle.dumps(error)
         if len(pickled) <= _EXCEPTION_BYTES and type(pickle.loads(pickled)) is type(error):
             return pickled
-    except Exception:  # many exceptions cannot be pickled or rebuilt; the text stands for them
+    except BaseException:  # many exceptions cannot be pickled or rebuilt; the text stands for them
         pass
     return b""

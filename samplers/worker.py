@@ -81,13 +81,25 @@ class SharedState:
     mailbox: Mailbox
 
 
+class _RecordSink:
+    """Where a worker's trackers put the records of one batch, one portion behind the other."""
+
+    def __init__(self, rings: RecordRings, worker_rank: int) -> None:
+        self._rings, self._worker_rank = rings, worker_rank
+        self.n_put = 0
+
+    def put(self, records: Any) -> None:
+        self._rings.put(self._worker_rank, self.n_put, records)
+        self.n_put += len(records)
+
+
 class Worker:
     """Builds a plan's environments and collectors, then runs batches and evaluations on demand."""
 
     def __init__(self, plan: WorkerPlan, job: Job, state: SharedState, frames: FrameQueue) -> None:
         self._plan, self._job, self._state = plan, job, state
         self._frames = frames
-        self._records_put = 0
+        self._records = _RecordSink(state.rings, plan.worker_rank)
         self.progress = state.control.progress(plan.worker_rank)
         self._agent = job.agent
         self._agent.attach(state.parameters)
@@ -135,7 +147,7 @@ class Worker:
 
     def _tracker(self, env_ranks: range) -> Tracker:
         job = self._job
-        return make_tracker(job.traj_info_cls, job.traj_info_kwargs, env_ranks, self._put_records, self._frames.put)
+        return make_tracker(job.traj_info_cls, job.traj_info_kwargs, env_ranks, self._records.put, self._frames.put)
 
     def _build_collector(self, samples: BatchColumns) -> Collector:
         job, env_ranks = self._job, self._plan.env_ranks
@@ -183,7 +195,7 @@ class Worker:
     def run(self) -> None:
         """What the control block says: one batch or one evaluation, with the newest parameters, or a call."""
         control, collector, evaluator = self._state.control, self.collector, self._eval_collector
-        self._records_put = 0
+        self._records.n_put = 0
         self.progress.begin()
         if control.do_call:
             self._call(pickle.loads(self._state.mailbox.read()))
@@ -202,13 +214,10 @@ class Worker:
             envs, columns, env_ranks = self._eval_collector.envs.envs, plan.eval_columns, plan.eval_env_ranks
         else:
             return
+        self.progress.enter(Phase.CALLING)
         frames = perform(call, envs, columns, env_ranks)
         self._frames.put(frames)
         self.progress.trajectories = len(frames)
-
-    def _put_records(self, records: Any) -> None:
-        self._state.rings.put(self._plan.worker_rank, self._records_put, records)
-        self._records_put += len(records)
 
     def close(self) -> None:
         """Close every environment that was built; the first exception is raised when all have had their turn."""

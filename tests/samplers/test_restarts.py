@@ -60,7 +60,7 @@ def test_after_a_crash_the_memory_is_not_trusted(name: str) -> None:
 
 
 def test_what_would_happen_again_is_not_tried_again() -> None:
-    report = Report("SpaceError: wrong shape", SpaceError("wrong shape"))
+    report = Report("SpaceError: wrong shape", "", SpaceError("wrong shape"))
     assert "would happen again" in (Restarts(RestartPolicy(9, 60)).refusal([casualty(1, 1, report)]) or "")
-    report = Report("OSError: no game", OSError("no game"))
+    report = Report("OSError: no game", "", OSError("no game"))
     assert Restarts(RestartPolicy(9, 60)).refusal([casualty(1, 1, report)]) is None

@@ -1,0 +1,336 @@
+"""What the tests of this folder share: the two scales, the figures that are reported, killers, noted faults."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+import pytest
+
+from penstock.envs import CountingEnv
+from penstock.testing import Fault
+
+T = TypeVar("T")
+
+#: PENSTOCK_FAULTS=full runs the numbers that the failure table promises; otherwise a sample of each.
+FULL = os.environ.get("PENSTOCK_FAULTS") == "full"
+#: What a loaded machine may take of a promised time. The full scale is run on a quiet one.
+SLACK = 1.0 if FULL else 2.0
+#: From a worker's failure to the error in the main process.
+ERROR_SECONDS = 1.0 * SLACK
+BOUND = 30.0  # for what must happen at some time
+
+#: What was measured, in seconds (or the unit that the name says), and what it must not exceed.
+FIGURES: dict[str, list[float]] = defaultdict(list)
+LIMITS: dict[str, float] = {}
+
+
+def methods(*quick: str) -> Any:
+    """All start methods at full scale; at quick scale those where it is most likely to go wrong."""
+    return pytest.mark.parametrize("start_method", ("fork", "forkserver", "spawn") if FULL else quick)
+
+
+def scaled(full: T, quick: T) -> T:
+    return full if FULL else quick
+
+
+def note(name: str, value: float, limit: float) -> None:
+    """Report `value` under `name`, and hold it to `limit`."""
+    FIGURES[name].append(value)
+    LIMITS[name] = limit
+    assert value <= limit, f"{name}: {value:.3f} is more than {limit:g}"
+
+
+def summary() -> Iterator[str]:
+    for name, values in sorted(FIGURES.items()):
+        median, most = statistics.median(values), max(values)
+        yield f"{name:<58} n={len(values):<6} median {median:9.4f}  max {most:9.4f}  limit {LIMITS[name]:g}"
+
+
+def until(condition: Callable[[], Any], what: str = "it", seconds: float = BOUND) -> Any:
+    """Poll for a fact; returns it."""
+    deadline = time.monotonic() + seconds
+    while not (fact := condition()):
+        assert time.monotonic() < deadline, f"{what} has not come about in {seconds:g} s"
+        time.sleep(0.001)
+    return fact
+
+
+def pause(seconds: float) -> None:
+    """Let a random time pass: not for synchronization, but to come at any moment."""
+    time.sleep(seconds)
+
+
+def gone_after(pids: Sequence[int], since: float, seconds: float) -> float:
+    """Wait until none of `pids` is left; returns the seconds from `since` on."""
+
+    def left() -> list[int]:
+        return [pid for pid in pids if is_running(pid)]
+
+    deadline = since + seconds
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert not left(), f"still there after {seconds:g} s: {[describe(pid) for pid in left()]}"
+    return time.monotonic() - since
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def describe(pid: int) -> str:
+    try:
+        return f"{pid} {psutil.Process(pid).cmdline()}"
+    except psutil.NoSuchProcess:
+        return f"{pid} (gone)"
+
+
+# ---- noted faults --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NotedFault(Fault):
+    """Writes down when it strikes, and whom."""
+
+    notebook: str = ""
+
+    def fire(self) -> None:
+        if os.getpid() != self.spare_pid and self._take_marker():
+            Path(self.notebook).write_text(f"{time.monotonic()} {os.getpid()}")
+            Fault(self.how, at=self.at, seconds=self.seconds).fire()
+
+
+class Notebook:
+    """Makes noted faults, and reads what they have noted."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "note"
+        self._marker = folder / "marker"
+
+    def fault(self, how: str, at: int = 1) -> NotedFault:
+        """A fault that strikes once, in whichever worker comes there first."""
+        return NotedFault(how, at, marker=str(self._marker), spare_pid=os.getpid(), notebook=str(self._path))
+
+    def read(self) -> tuple[float, int]:
+        """When it struck, and the process."""
+        when, pid = self._path.read_text().split()
+        return float(when), int(pid)
+
+
+# ---- killers -------------------------------------------------------------------------------
+
+_KILLER = """
+import os, sys, time
+
+def parents():
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    found[int(name)] = int(file.read().rpartition(")")[2].split()[1])
+            except OSError:
+                pass
+    return found
+
+def newborn(root, nth, known):
+    while True:
+        tree, found = parents(), []
+        for pid, parent in tree.items():
+            while parent != root and parent in tree:
+                parent = tree[parent]
+            if parent == root and pid not in known:
+                found.append(pid)
+        if len(found) >= nth:
+            return sorted(found)[nth - 1]
+
+for line in sys.stdin:
+    delay, sig, root, nth, *pids = map(float, line.split())
+    pids = list(map(int, pids))
+    if nth:
+        pids = [newborn(int(root), int(nth), set(pids) | {os.getpid()})]
+    time.sleep(delay)
+    print(time.monotonic(), *pids, flush=True)
+    for pid in pids:
+        try:
+            os.kill(pid, int(sig))
+        except ProcessLookupError:
+            pass
+"""
+
+
+class Killer:
+    """A process that kills others at moments that the main process does not know.
+
+    A process and not a thread, since start_method="fork" refuses to work beside threads.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def kill(self, pids: Sequence[int], delay: float, sig: int = 9) -> None:
+        """Signal all `pids`, after `delay` seconds."""
+        self._order(delay, sig, 0, 0, *pids)
+
+    def kill_newborn(self, worker_rank: int, delay: float) -> None:
+        """Kill a worker that is yet to be started, `delay` after its birth. (Before the workers comes the guardian.)"""
+        known = [child.pid for child in psutil.Process().children(recursive=True)]
+        self._order(delay, 9, os.getpid(), worker_rank + 2, *known)
+
+    def _order(self, *words: float) -> None:
+        assert self._process.stdin is not None
+        print(*words, file=self._process.stdin, flush=True)
+
+    def when(self) -> float:
+        """Wait for the deed; returns when it was done."""
+        return self.deed()[0]
+
+    def deed(self) -> tuple[float, list[int]]:
+        """Wait for the deed; returns when it was done, and to whom."""
+        assert self._process.stdout is not None
+        when, *pids = self._process.stdout.readline().split()
+        return float(when), list(map(int, pids))
+
+
+@contextmanager
+def killer() -> Iterator[Killer]:
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", _KILLER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        try:
+            yield Killer(process)
+        except BaseException:
+            process.kill()
+            raise
+
+
+def generator(*key: object) -> random.Random:
+    """Seeded, so that the moments are the same in each run."""
+    return random.Random(repr(key))
+
+
+# ---- scripts -------------------------------------------------------------------------------
+
+HEAD = """
+import os, signal, subprocess, sys, threading, time
+from penstock import ParallelSampler, RandomAgent, TrajInfo, WorkerDiedError, WorkerError, ConfigError
+from penstock.envs import CountingEnv, SlowEnv
+from penstock.testing import Fault, faulty_env
+def say(*words):
+    print(*words, flush=True)
+"""
+
+
+class Script:
+    """A script in a session of its own, run as users run theirs: from a file, without a __main__ guard."""
+
+    def __init__(
+        self,
+        folder: Path,
+        body: str,
+        *,
+        options: Sequence[str] = (),
+        before: Callable[[], None] | None = None,
+        **variables: Any,
+    ) -> None:
+        path = folder / "script.py"
+        settings = "".join(f"{name} = {value!r}\n" for name, value in variables.items())
+        path.write_text(f"{settings}{HEAD}{textwrap.dedent(body)}")
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", *options, str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": python_path()},
+            preexec_fn=before,  # noqa: PLW1509 - nothing else runs in the child before it
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def line(self) -> list[str]:
+        """The next line of its output, in words."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the script has ended: {self.process.communicate(timeout=BOUND)[1]}"
+        return line.split()
+
+    def pids(self) -> list[int]:
+        return [int(word) for word in self.line()]
+
+    def descendants(self) -> list[int]:
+        """Every process that it has started, directly or not."""
+        return [child.pid for child in psutil.Process(self.pid).children(recursive=True)]
+
+    def end(self, seconds: float = BOUND) -> tuple[str, str]:
+        """Wait for its end; returns the rest of its output, and what it said on stderr."""
+        return self.process.communicate(timeout=seconds)
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def python_path() -> str:
+    return os.pathsep.join(
+        str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path
+    )
+
+
+# ---- environments --------------------------------------------------------------------------
+
+
+class WithChildren(CountingEnv):
+    """Starts a process that would outlive it: "sleep" a program, "fork" a copy with all descriptors."""
+
+    def __init__(self, folder: str, how: str = "sleep", spare_pid: int = 0) -> None:
+        super().__init__()
+        if os.getpid() == spare_pid:
+            return
+        if how == "fork":
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(600)
+                os._exit(0)
+        else:
+            pid = subprocess.Popen(["sleep", "600"]).pid
+        Path(folder, f"{os.getpid()}-{pid}").touch()
+
+    @staticmethod
+    def children(folder: Path, worker: int | None = None) -> list[int]:
+        """The processes that were started, by `worker` or by all."""
+        pairs = [path.name.split("-") for path in folder.iterdir()]
+        return [int(child) for parent, child in pairs if worker is None or int(parent) == worker]
+
+
+def check_counting(observation: Any, reward: Any, done: Any, length: int) -> None:
+    """A batch of CountingEnv, `[T, n, 2]`, `[T, n]` and `[T, n]`, must be as worked out by hand."""
+    observation, reward, done = (np.asarray(each) for each in (observation, reward, done))
+    episode, count = observation[..., 0], observation[..., 1]
+    assert (reward == count + 1).all(), "the reward is the number of the step within the episode"
+    assert (done == (reward == length)).all()
+    assert (count[1:] == np.where(done, 0, reward)[:-1]).all()
+    assert (episode[1:] == episode[:-1] + done[:-1]).all()

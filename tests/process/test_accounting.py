@@ -1,0 +1,126 @@
+"""Infos delivered == dones recorded, in every batch, in a fixed order: none late, none lost, none twice."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import ParallelSampler, RandomAgent, Sampler, SerialSampler, TrajInfo
+from penstock.envs import CountingEnv
+
+from .support import FIGURES, LIMITS, scaled
+
+N_BATCHES = scaled(10_000, 300)
+N_EPISODES = scaled(1_000_000, 30_000)
+T, B = 50, 8
+CYCLE = 1000  # episodes until returns repeat: float32 holds them exactly
+
+pytestmark = pytest.mark.timeout(scaled(3600, 60))
+
+
+class Signed(CountingEnv):
+    """Episodes of 1 to 4 steps; the return of each tells column and episode."""
+
+    def __init__(self, column: int = 0) -> None:
+        super().__init__()
+        self.column = column
+
+    def reset(self, **kwargs: Any) -> Any:
+        result = super().reset(**kwargs)
+        self.length = 1 + (self.episode * 7 + self.column * 3) % 4
+        return result
+
+    def step(self, action: Any) -> Any:
+        observation, _, terminated, truncated, info = super().step(action)
+        return (
+            observation,
+            self.column + 100.0 * (self.episode % CYCLE) if terminated else 0.0,
+            terminated,
+            truncated,
+            info,
+        )
+
+
+class Told(TrajInfo):
+    """Through the pipe, with what it ended with."""
+
+    def terminate(self, final_observation: Any) -> None:
+        self.final = tuple(np.asarray(final_observation).tolist())
+
+
+def sampler_of(cls: type[Sampler] = ParallelSampler, **kwargs: Any) -> Sampler:
+    arguments: dict[str, Any] = {"batch_T": T, "batch_B": B, "n_workers": 3, "max_decorrelation_steps": 0, **kwargs}
+    return cls(Signed, env_kwargs=[{"column": b} for b in range(B)], **arguments)
+
+
+def expected(samples: Any) -> list[float]:
+    """The returns of the episodes that ended in the batch, by time step, then env_rank."""
+    done, reward = samples.env.done, samples.env.reward
+    return [float(reward[t, b]) for t, b in np.argwhere(done)]
+
+
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Told], ids=["ring", "pipe"])
+def test_every_done_has_its_info_in_order(traj_info_cls: type[TrajInfo]) -> None:
+    n_batches = N_BATCHES if traj_info_cls is TrajInfo else N_BATCHES // 3
+    n_episodes = 0
+    last = np.full(B, -1.0)
+    with sampler_of(traj_info_cls=traj_info_cls) as sampler:
+        sampler.initialize(RandomAgent(), seed=1)
+        for itr in range(n_batches):
+            _, infos = sampler.obtain_samples(itr)
+            returns = [info.Return for info in infos]
+            assert returns == expected(sampler.samples_np)
+            # Over all batches, every column's episodes come one after the other.
+            for return_ in returns:
+                episode, column = divmod(return_, 100)
+                assert episode == (last[int(column)] + 1) % CYCLE
+                last[int(column)] = episode
+            n_episodes += len(infos)
+        assert sum(worker.trajectories for worker in sampler.stats().workers) == n_episodes
+    assert n_episodes >= (N_EPISODES if traj_info_cls is TrajInfo else 1)
+    name = f"episodes accounted for ({traj_info_cls.__name__})"
+    FIGURES[name].append(n_episodes)
+    LIMITS[name] = float("inf")
+
+
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Told], ids=["ring", "pipe"])
+def test_evaluation_is_accounted_for_too(traj_info_cls: type[TrajInfo]) -> None:
+    """Each evaluation is the same, whatever came between; infos are those of whole episodes, once each."""
+    kwargs: dict[str, Any] = {"eval_n_envs": 5, "eval_max_steps": 5 * 40, "traj_info_cls": traj_info_cls}
+    with sampler_of(**kwargs, eval_env_kwargs={"column": 1}) as sampler:
+        sampler.initialize(RandomAgent(), seed=1)
+        for itr in range(scaled(1000, 40)):
+            lengths = [info.Length for info in sampler.evaluate_agent(itr)]
+            # Environments all alike, so that infos come in fives of equal length; 40 steps hold about 16 episodes.
+            fives = np.asarray(lengths).reshape(-1, 5)
+            assert (fives == fives[:, :1]).all()
+            assert 40 - 4 < fives[:, 0].sum() <= 40
+            _, infos = sampler.obtain_samples(itr)
+            assert [info.Return for info in infos] == expected(sampler.samples_np)
+
+
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Told], ids=["ring", "pipe"])
+def test_a_bounded_evaluation_neither_loses_nor_repeats(traj_info_cls: type[TrajInfo]) -> None:
+    kwargs: dict[str, Any] = {"eval_n_envs": 4, "eval_max_steps": 10**9, "eval_max_trajectories": 30}
+    with sampler_of(**kwargs, eval_env_kwargs={"column": 1}, traj_info_cls=traj_info_cls) as sampler:
+        sampler.initialize(RandomAgent(), seed=1)
+        for itr in range(scaled(300, 20)):
+            returns = Counter(info.Return for info in sampler.evaluate_agent(itr))
+            assert sum(returns.values()) >= 30
+            # An environment's k-th episode has a return of its own: no environment may give it twice.
+            assert max(returns.values()) <= 4
+            _, infos = sampler.obtain_samples(itr)
+            assert [info.Return for info in infos] == expected(sampler.samples_np)
+
+
+def test_all_samplers_deliver_the_same_in_the_same_order() -> None:
+    def run(cls: type[Sampler], n_workers: int, traj_info_cls: type[TrajInfo]) -> list[list[float]]:
+        with sampler_of(cls, n_workers=n_workers, traj_info_cls=traj_info_cls) as sampler:
+            sampler.initialize(RandomAgent(), seed=1)
+            return [[info.Return for info in sampler.obtain_samples(itr)[1]] for itr in range(5)]
+
+    reference = run(SerialSampler, 1, TrajInfo)
+    for n_workers in (1, 3, 8):
+        assert run(ParallelSampler, n_workers, TrajInfo) == reference
+        assert run(ParallelSampler, n_workers, Told) == reference

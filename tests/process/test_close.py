@@ -1,0 +1,238 @@
+"""shutdown: never raises, bounded, harmless again, from anywhere, after anything, and nothing accumulates."""
+
+import gc
+import threading
+import time
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock import (
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SamplerBrokenError,
+    SamplerClosedError,
+    SamplerState,
+    SerialSampler,
+    TrajInfo,
+)
+from penstock.envs import CountingEnv, SlowEnv
+from penstock.testing import Fault, faulty_env
+
+from .support import SLACK, Notebook, Script, methods, note, scaled, until
+
+CLOSE_SECONDS = 2.5 * SLACK
+
+pytestmark = pytest.mark.timeout(scaled(3600, 60))
+
+
+def sampler_of(env_fn: Any = CountingEnv, start_method: str = "forkserver", **kwargs: Any) -> ParallelSampler:
+    arguments = {"batch_T": 8, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0, **kwargs}
+    return ParallelSampler(env_fn, start_method=start_method, **arguments)
+
+
+def close(sampler: ParallelSampler, kind: str) -> list[str]:
+    """Shut down within the time; returns the warnings."""
+    began = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sampler.shutdown()
+    note(f"shutdown, {kind}, s", time.monotonic() - began, CLOSE_SECONDS)
+    assert all(w.category is RuntimeWarning for w in caught)
+    return [str(w.message) for w in caught]
+
+
+def test_three_times(start_method: str) -> None:
+    sampler = sampler_of(start_method=start_method)
+    sampler.initialize(RandomAgent())
+    samples, _ = sampler.obtain_samples(0)
+    for _ in range(3):
+        assert close(sampler, "ordinary") == []
+    assert samples.env.reward.sum() > 0, "the last samples stay readable"
+    with pytest.raises(SamplerClosedError):
+        sampler.obtain_samples(1)
+
+
+def test_before_initialize_and_after_half_of_it() -> None:
+    assert close(sampler_of(), "not initialized") == []
+    failing = sampler_of(faulty_env(CountingEnv, Fault("raise", at=2), "reset"), env_kwargs={"length": 1})
+    with pytest.raises(SamplerBrokenError):
+        failing.initialize(RandomAgent())
+        failing.obtain_samples(0)
+    assert close(failing, "after an error") == []
+
+
+def test_from_another_thread_while_a_call_waits(start_method: str) -> None:
+    sampler = sampler_of(SlowEnv, start_method, env_kwargs={"seconds": 0.01}, batch_T=1000)
+    sampler.initialize(RandomAgent())
+    complaints: list[list[str]] = []
+    closer = threading.Thread(target=lambda: complaints.append(close(sampler, "from another thread")))
+    sampler.start_samples(0)
+    closer.start()
+    with pytest.raises(SamplerClosedError):
+        sampler.wait_samples()
+        sampler.start_samples(1)
+    closer.join()
+    assert complaints == [[]]
+    assert sampler.state is SamplerState.CLOSED
+
+
+def test_from_many_threads_at_once() -> None:
+    sampler = sampler_of()
+    sampler.initialize(RandomAgent())
+    barrier, errors = threading.Barrier(8), []
+
+    def body() -> None:
+        barrier.wait()
+        try:
+            sampler.shutdown()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_with_a_batch_outstanding(start_method: str) -> None:
+    sampler = sampler_of(SlowEnv, start_method, env_kwargs={"seconds": 0.01}, batch_T=1000)
+    sampler.initialize(RandomAgent())
+    sampler.start_samples(0)
+    assert close(sampler, "with a batch outstanding") == []
+
+
+class Huge(TrajInfo):
+    def terminate(self, final_observation: Any) -> None:
+        self.cargo = bytes(3_000_000)
+
+
+def test_while_a_worker_is_writing_into_a_full_pipe() -> None:
+    sampler = sampler_of(traj_info_cls=Huge, env_kwargs={"length": 2})
+    sampler.initialize(RandomAgent())
+    sampler.start_samples(0)
+    until(lambda: "handing" in repr(sampler))
+    assert close(sampler, "with a batch outstanding") == []
+
+
+@pytest.mark.parametrize("how", ["raise", "kill", "segfault", "exit", "hang", "hold the gil", "stop"])
+@pytest.mark.parametrize("where", ["step", "init"])
+def test_after_each_kind_of_error(where: str, how: str, tmp_path: Path) -> None:
+    fault = Notebook(tmp_path).fault(how)
+    fns = [CountingEnv] * 3 + [faulty_env(CountingEnv, fault, where)]
+    sampler = sampler_of(fns, step_timeout=0.3, start_timeout=scaled(5.0, 1.0))
+    with pytest.raises(SamplerBrokenError):
+        sampler.initialize(RandomAgent())
+        sampler.obtain_samples(0)
+    assert close(sampler, "after an error") == []
+    assert sampler.state is SamplerState.BROKEN
+
+
+@pytest.mark.parametrize("ending", ["del", "gc"])
+@methods("fork", "forkserver")
+def test_in_del(ending: str, start_method: str) -> None:
+    sampler = sampler_of(start_method=start_method)
+    sampler.initialize(RandomAgent())
+    sampler.obtain_samples(0)
+    pids = list(sampler._team.pids)
+    if ending == "gc":
+        sampler.itself = sampler  # type: ignore[attr-defined]
+    began = time.monotonic()
+    del sampler
+    gc.collect()
+    note("shutdown, in __del__, s", time.monotonic() - began, CLOSE_SECONDS)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+HANGS = scaled(["hang", "hold the gil", "spin", "stop"], ["hang", "hold the gil"])
+
+
+@pytest.mark.parametrize("how", HANGS)
+def test_with_an_environment_whose_close_hangs(how: str, tmp_path: Path) -> None:
+    notebook = Notebook(tmp_path)
+    sampler = sampler_of([CountingEnv] * 3 + [faulty_env(CountingEnv, notebook.fault(how), "close")])
+    sampler.initialize(RandomAgent())
+    sampler.obtain_samples(0)
+    (complaint,) = close(sampler, "with a close that hangs")
+    _, pid = notebook.read()
+    assert complaint.startswith(f"worker 1 (pid {pid}, env_rank 2 to 3) did not end while closing env_rank 3")
+
+
+def test_all_environments_hang_in_close() -> None:
+    sampler = sampler_of(
+        [CountingEnv] + [faulty_env(CountingEnv, Fault("hold the gil"), "close")] * 7, batch_B=8, n_workers=8
+    )
+    sampler.initialize(RandomAgent())
+    (complaint,) = close(sampler, "with a close that hangs")
+    assert complaint.count("did not end while closing") == 7
+
+
+def test_a_stopped_worker_does_not_keep_it() -> None:
+    sampler = sampler_of()
+    sampler.initialize(RandomAgent())
+    psutil.Process(sampler._team.pids[0]).suspend()
+    (complaint,) = close(sampler, "with a stopped worker")
+    assert "worker 0 " in complaint
+
+
+# ---- again and again -----------------------------------------------------------------------
+
+
+CYCLES = """
+import gc, psutil
+class Told(TrajInfo):
+    pass
+def once(traj_info_cls):
+    with ParallelSampler(
+        "CartPole-v1", batch_T=20, batch_B=4, n_workers=2, eval_n_envs=2, eval_max_steps=20, start_method=METHOD,
+        traj_info_cls=traj_info_cls,
+    ) as sampler:
+        sampler.initialize(RandomAgent())
+        sampler.obtain_samples(0)
+        sampler.evaluate_agent(0)
+process = psutil.Process()
+for _ in range(WARM):
+    once(TrajInfo), once(Told)
+gc.collect()
+before = process.memory_full_info().uss, process.num_fds(), process.num_threads(), len(process.children(recursive=True))
+for i in range(N):
+    once((TrajInfo, Told)[i % 2])
+gc.collect()
+after = process.memory_full_info().uss, process.num_fds(), process.num_threads(), len(process.children(recursive=True))
+say(*(b - a for a, b in zip(before, after)))
+"""
+
+
+@methods("fork", "forkserver")
+def test_nothing_accumulates(tmp_path: Path, start_method: str) -> None:
+    """Under -W error, in a process of its own, so that nothing else is in the figures."""
+    n = scaled(500, 15)
+    with Script(tmp_path, CYCLES, METHOD=start_method, N=n, WARM=scaled(10, 2)) as script:
+        growth, *others = map(int, script.line())
+        _, stderr = script.end()
+    assert stderr == ""
+    assert others == [0, 0, 0], "descriptors, threads, children"
+    note(f"open/close cycles ({n}): growth of the main process, MB", growth / 1e6, 5.0)
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_what_is_shut_down_is_freed_without_the_garbage_collector(cls: type[Sampler]) -> None:
+    """A batch may weigh gigabytes: it must not wait for a collection that may not come for long."""
+    sampler = cls(CountingEnv, batch_T=4, batch_B=2, n_workers=2)
+    sampler.initialize(RandomAgent())
+    sampler.obtain_samples(0)
+    memory = weakref.ref(sampler._allocation.state.samples)
+    gc.disable()
+    try:
+        sampler.shutdown()
+        del sampler
+        assert memory() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,158 @@
+"""SIGKILL at moments that nobody knows: one worker, all of them, and workers with children that live on."""
+
+import os
+import re
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import ParallelSampler, RandomAgent, SamplerBrokenError, TrajInfo, WorkerDiedError
+from penstock.envs import CountingEnv
+
+from .support import (
+    ERROR_SECONDS,
+    FULL,
+    SLACK,
+    Killer,
+    WithChildren,
+    generator,
+    gone_after,
+    killer,
+    note,
+    scaled,
+)
+
+KILLS = scaled({"fork": 200, "forkserver": 200, "spawn": 200}, {"fork": 8, "forkserver": 15, "spawn": 3})
+MEDIAN_SECONDS = 0.020 * (1 if FULL else 4)
+LONGEST_DELAY = 0.05
+
+pytestmark = pytest.mark.timeout(scaled(1800, 40))
+
+
+class Talkative(TrajInfo):
+    """Goes through the pipe, in more bytes than a pipe holds at once."""
+
+    def terminate(self, final_observation: Any) -> None:
+        self.cargo = bytes(50_000)
+
+
+def sampler_of(start_method: str, env_fn: Any = CountingEnv, **kwargs: Any) -> ParallelSampler:
+    arguments = {"batch_T": 16, "batch_B": 6, "n_workers": 3, "eval_n_envs": 3, "eval_max_steps": 3 * 30, **kwargs}
+    return ParallelSampler(env_fn, start_method=start_method, **arguments)
+
+
+class WithCargo(CountingEnv):
+    def __init__(self, cargo: bytes = b"") -> None:
+        super().__init__()
+
+
+def work_until_it_breaks(sampler: ParallelSampler, agent: Any = None) -> tuple[SamplerBrokenError, float]:
+    """Training, parking and evaluation in turn; returns the error and when it came."""
+    with pytest.raises(SamplerBrokenError) as caught:
+        if agent is not None:
+            sampler.initialize(agent)
+        for itr in range(10_000_000):
+            sampler.obtain_samples(itr)
+            if itr % 3 == 0 and sampler.config.eval_n_envs:
+                sampler.evaluate_agent(itr)
+    return caught.value, time.monotonic()
+
+
+def named(error: SamplerBrokenError) -> list[tuple[int, int]]:
+    return [(int(rank), int(pid)) for rank, pid in re.findall(r"^worker (\d+) \(pid (\d+)", str(error), re.MULTILINE)]
+
+
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Talkative], ids=["ring", "pipe"])
+def test_a_random_worker_at_a_random_moment(traj_info_cls: type[TrajInfo], start_method: str) -> None:
+    rng = generator("one", start_method, traj_info_cls.__name__)
+    latencies = []
+    with killer() as kill:
+        for _ in range(-(-KILLS[start_method] // 2)):
+            latencies.append(_kill_one(kill, rng, start_method, traj_info_cls))
+    note(f"random kills, {start_method}: median to error, s", statistics.median(latencies), MEDIAN_SECONDS)
+
+
+def _kill_one(kill: Killer, rng: Any, start_method: str, traj_info_cls: type[TrajInfo]) -> float:
+    with sampler_of(start_method, traj_info_cls=traj_info_cls) as sampler:
+        sampler.initialize(RandomAgent(), seed=1)
+        rank = rng.randrange(3)
+        pid = sampler._team.pids[rank]
+        kill.kill([pid], rng.uniform(0, LONGEST_DELAY))
+        error, seen = work_until_it_breaks(sampler)
+        latency = seen - kill.when()
+    assert isinstance(error, WorkerDiedError)
+    assert named(error) == [(rank, pid)]
+    assert "was killed by SIGKILL (out of memory?) while " in str(error)
+    note(f"random kills, {start_method}: kill to error, s", latency, ERROR_SECONDS)
+    return latency
+
+
+@pytest.mark.timeout(scaled(300, 15))
+@pytest.mark.parametrize("cargo", [0, 20_000_000], ids=["small job", "large job"])
+def test_a_worker_that_is_being_started(cargo: int, start_method: str) -> None:
+    """From its first millisecond on, when it has not even read what it is to do."""
+    rng = generator("start-up", start_method, cargo)
+    longest = {"fork": 0.02, "forkserver": 0.02, "spawn": 0.3}[start_method]
+    with killer() as kill:
+        for i in range(scaled(30, 3)):
+            with sampler_of(start_method, partial(WithCargo, cargo=bytes(cargo))) as sampler:
+                kill.kill_newborn(rng.randrange(3), rng.uniform(0, longest) if i else 0.0)
+                error, seen = work_until_it_breaks(sampler, RandomAgent())
+                killed, pids = kill.deed()
+            assert isinstance(error, WorkerDiedError)
+            assert [pid for _, pid in named(error)] == pids
+            note(f"killed while starting, {start_method}: kill to error, s", seen - killed, ERROR_SECONDS)
+
+
+@pytest.mark.parametrize("n_workers", [scaled(8, 4)])
+def test_all_workers_at_once(n_workers: int, start_method: str) -> None:
+    rng = generator("all", start_method)
+    with killer() as kill:
+        for _ in range(
+            scaled({"fork": 20, "forkserver": 20, "spawn": 10}, {"fork": 1, "forkserver": 2, "spawn": 1})[start_method]
+        ):
+            with sampler_of(start_method, n_workers=n_workers, batch_B=n_workers) as sampler:
+                sampler.initialize(RandomAgent())
+                pids = sampler._team.pids
+                kill.kill(rng.sample(pids, n_workers), rng.uniform(0, LONGEST_DELAY))
+                error, seen = work_until_it_breaks(sampler)
+                note("all workers killed: kill to error, s", seen - kill.when(), ERROR_SECONDS)
+            assert isinstance(error, WorkerDiedError)
+            # On a loaded machine, some may take longer to die than the main process waits for them.
+            listed = named(error)
+            assert set(listed) <= set(enumerate(pids))
+            assert len(listed) == n_workers or not FULL, error
+            for rank in set(range(n_workers)) - {rank for rank, _ in listed}:
+                assert f"worker {rank} " in str(error).partition("the others: ")[2]
+
+
+@pytest.mark.parametrize("how", ["sleep", "fork"])
+def test_a_child_that_lives_on_delays_nothing_and_is_ended(how: str, tmp_path: Path, start_method: str) -> None:
+    rng = generator("child", start_method, how)
+    with killer() as kill:
+        for i in range(scaled(9, 1)):
+            folder = tmp_path / str(i)
+            folder.mkdir()
+            kwargs = {"folder": str(folder), "how": how, "spare_pid": os.getpid()}
+            with sampler_of(start_method, WithChildren, env_kwargs=kwargs, eval_n_envs=0) as sampler:
+                _kill_a_parent(kill, rng, sampler, folder)
+
+
+def _kill_a_parent(kill: Killer, rng: Any, sampler: ParallelSampler, folder: Path) -> None:
+    sampler.initialize(RandomAgent())
+    pid = rng.choice(sampler._team.pids)
+    children = WithChildren.children(folder, pid)
+    assert len(children) == 2
+    kill.kill([pid], rng.uniform(0, LONGEST_DELAY))
+    error, seen = work_until_it_breaks(sampler)
+    killed = kill.when()
+    assert [p for _, p in named(error)] == [pid]
+    note("killed worker with a child: kill to error, s", seen - killed, ERROR_SECONDS)
+    note(
+        "killed worker with a child: kill to the child's end, s", gone_after(children, killed, 2.5 * SLACK), 2.5 * SLACK
+    )
+    gone_after(WithChildren.children(folder), killed, 2.5 * SLACK)

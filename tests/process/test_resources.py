@@ -1,0 +1,239 @@
+"""Too little of what the machine gives: it runs, or there is one error with what is needed and what is there."""
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock import ConfigError, ParallelSampler, RandomAgent
+from penstock.envs import CountingEnv
+
+from .support import HEAD, Script, methods, note, python_path, scaled
+
+SURROUNDINGS: dict[str, Any] = {"cwd": "/", "timeout": 50, "env": {**os.environ, "PYTHONPATH": python_path()}}
+
+pytestmark = pytest.mark.timeout(scaled(3600, 60))
+
+# ---- descriptors and processes -------------------------------------------------------------
+
+# Under each limit there is either one ConfigError with both numbers, or a batch: nothing between.
+DESCRIPTORS = """
+import gc, re, resource
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+def attempt(limit):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        with ParallelSampler(CountingEnv, batch_T=5, batch_B=3, n_workers=3, start_method=METHOD) as sampler:
+            sampler.initialize(RandomAgent())
+            sampler.obtain_samples(0)
+        return "fine"
+    except ConfigError as error:
+        found = re.fullmatch(
+            r"3 workers need about (\\d+) file descriptors and this process may open only (\\d+) more: .*ulimit -n.*",
+            str(error),
+        )
+        assert found and int(found[1]) > int(found[2]), error
+        return "refused"
+attempt(1000)
+results = [attempt(limit) for limit in LIMITS]
+say(*results)
+"""
+
+
+@methods("fork", "forkserver")
+def test_few_descriptors(tmp_path: Path, start_method: str) -> None:
+    limits = [*range(20, 120, scaled(1, 12)), 64]
+    with Script(tmp_path, DESCRIPTORS, METHOD=start_method, LIMITS=limits) as script:
+        results = dict(zip(limits, script.line(), strict=True))
+        _, stderr = script.end()
+    assert stderr == ""
+    assert script.process.returncode == 0
+    assert results[min(limits)] == "refused"
+    assert results[max(limits)] == "fine"
+
+
+def test_64_descriptors_from_the_beginning(tmp_path: Path) -> None:
+    body = """
+    with ParallelSampler(CountingEnv, batch_T=5, batch_B=32, n_workers=32) as sampler:
+        sampler.initialize(RandomAgent())
+    """
+    with Script(tmp_path, body, before=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))) as script:
+        _, stderr = script.end()
+    assert stderr.count("Traceback") == 1
+    last = stderr.splitlines()[-1]
+    assert last.startswith(
+        "penstock.errors.ConfigError: 32 workers need about 288 file descriptors and this process may"
+    )
+
+
+PROCESSES = """
+import psutil, resource
+mine = sum(p.num_threads() for p in psutil.process_iter() if p.uids().real == os.getuid())
+resource.setrlimit(resource.RLIMIT_NPROC, (mine + 20,) * 2)
+try:
+    with ParallelSampler(CountingEnv, batch_T=5, batch_B=32, n_workers=32, start_method=METHOD) as sampler:
+        sampler.initialize(RandomAgent())
+        sampler.obtain_samples(0)
+    say("fine")
+except ConfigError as error:
+    say("refused", str(error))
+"""
+
+# Nobody may not enter /root, where Python may lie: in a mount namespace of its own, it may.
+AS_NOBODY = """
+set -e
+home=$(mktemp -d)
+mount --rbind /root $home
+mount -t tmpfs -o mode=755 tmpfs /root
+for entry in .pyenv .local; do
+    if [ -d $home/$entry ]; then mkdir /root/$entry; mount --rbind $home/$entry /root/$entry; fi
+done
+exec setpriv --reuid 65534 --regid 65534 --clear-groups \"$@\"
+"""
+
+
+@methods("forkserver")
+def test_few_processes(start_method: str) -> None:
+    command = [sys.executable, "-W", "error", "-"]
+    if os.getuid() == 0:  # whom the limit does not bind
+        command = ["unshare", "-m", "sh", "-c", AS_NOBODY, "sh", *command]
+        tried = subprocess.run([*command[:-1], "-c", "import penstock"], capture_output=True, text=True, **SURROUNDINGS)
+        if tried.returncode:
+            pytest.skip(f"RLIMIT_NPROC does not bind root, and nobody cannot run this: {tried.stderr.strip()[-200:]}")
+    script = f"METHOD = {start_method!r}\n{HEAD}\n{PROCESSES}"
+    done = subprocess.run(command, input=script, capture_output=True, text=True, **SURROUNDINGS)
+    # What workers say that cannot even load their libraries is not penstock's: OpenBLAS interrupts itself.
+    assert done.stdout.startswith("refused"), done.stderr
+    assert "allows no more processes" in done.stdout
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_many_workers(method: str, tmp_path: Path) -> None:
+    n = scaled(256, 24)
+    if psutil.virtual_memory().available < n * 60 * 2**20:
+        pytest.skip(f"{n} workers take about {n * 60} MiB, which are not free")
+    with ParallelSampler(CountingEnv, batch_T=5, batch_B=n, n_workers=n, start_method=method) as sampler:
+        sampler.initialize(RandomAgent())
+        for itr in range(3):
+            samples, infos = sampler.obtain_samples(itr)
+            assert len(infos) == int(samples.env.done.sum())
+        note(f"workers of one sampler, {method}", n, 256)
+
+
+# ---- memory --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_T", [10**9, 10**12, 10**17])
+def test_a_batch_beyond_the_machine_is_refused(batch_T: int) -> None:
+    with (
+        ParallelSampler(CountingEnv, batch_T=batch_T, batch_B=8, n_workers=2) as sampler,
+        pytest.raises(
+            ConfigError, match=r"needs [\d,.]+ MiB of shared memory and only [\d,.]+ MiB are free: lower"
+        ) as caught,
+    ):
+        sampler.initialize(RandomAgent())
+    assert "\n" not in str(caught.value)
+
+
+ADDRESSES = """
+import resource
+with open("/proc/self/status") as status:
+    now = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (now + 300 * 2**20,) * 2)
+try:
+    with ParallelSampler(CountingEnv, batch_T=10**7, batch_B=8, n_workers=2, start_method=METHOD) as sampler:
+        sampler.initialize(RandomAgent())
+        sampler.obtain_samples(0)
+    say("fine")
+except ConfigError as error:
+    say("refused", str(error))
+"""
+
+
+def test_too_small_an_address_space(tmp_path: Path) -> None:
+    with Script(tmp_path, ADDRESSES, METHOD="forkserver") as script:
+        words = script.line()
+        _, stderr = script.end()
+    assert words[0] == "refused"
+    assert "samples" in " ".join(words)
+    assert stderr == ""
+
+
+# ---- /dev/shm ------------------------------------------------------------------------------
+
+SHM = {
+    "64 MB": "mount -t tmpfs -o size=64m tmpfs /dev/shm",
+    "read-only": "mount -t tmpfs -o ro tmpfs /dev/shm",
+    "absent": """
+        mount -t tmpfs tmpfs /mnt && cd /mnt
+        for name in null zero random urandom tty; do touch $name && mount --bind /dev/$name $name; done
+        mount --move /mnt /dev && cd /
+        test ! -e /dev/shm
+    """,
+}
+
+# 200 MB of samples, far more than the 64 MB.
+LARGE = """
+class Wide(CountingEnv):
+    def __init__(self):
+        super().__init__()
+        import numpy
+        from gymnasium import spaces
+        self.observation_space = spaces.Box(0, 2**20, (50_000,), numpy.float32)
+    def _observation(self):
+        import numpy
+        return numpy.full(50_000, self.count, numpy.float32)
+with ParallelSampler(
+    Wide, batch_T=250, batch_B=4, n_workers=2, start_method=METHOD, max_decorrelation_steps=0, record_final_obs=False
+) as sampler:
+    sampler.initialize(RandomAgent())
+    samples, infos = sampler.obtain_samples(0)
+    assert samples.env.observation.nbytes == 200_000_000
+    assert len(infos) == 200
+    assert float(samples.env.observation[249].max()) == 4
+say("fine")
+"""
+
+
+def in_a_room_of_its_own(setup: str, script: Path) -> "subprocess.CompletedProcess[str]":
+    commands = f"set -e\n{textwrap.dedent(setup)}\nexec {sys.executable} -W error {script}"
+    return subprocess.run(
+        ["unshare", "-rm", "sh", "-c", commands],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=script.parent,
+        env={**os.environ, "PYTHONPATH": python_path()},
+    )
+
+
+@methods("fork")
+@pytest.mark.parametrize("shm", SHM)
+def test_whatever_dev_shm_is(shm: str, tmp_path: Path, start_method: str) -> None:
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare here")
+    script = tmp_path / "script.py"
+    script.write_text('print("here")')
+    tried = in_a_room_of_its_own(SHM[shm], script)
+    if tried.returncode:
+        pytest.skip(f"this system does not let /dev/shm be replaced: {tried.stderr.strip()}")
+    script.write_text(f"METHOD = {start_method!r}\n{HEAD}\n{LARGE}")
+    done = in_a_room_of_its_own(SHM[shm], script)
+    assert (done.stdout, done.stderr, done.returncode) == ("fine\n", "", 0)
+
+
+def test_workers_need_no_name_in_dev_shm(start_method: str) -> None:
+    before = set(os.listdir("/dev/shm"))
+    kwargs: dict[str, Any] = {"batch_T": 5, "batch_B": 2, "n_workers": 2, "start_method": start_method}
+    with ParallelSampler(CountingEnv, **kwargs) as sampler:
+        sampler.initialize(RandomAgent())
+        sampler.obtain_samples(0)
+        assert set(os.listdir("/dev/shm")) == before

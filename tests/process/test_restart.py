@@ -1,0 +1,349 @@
+"""on_worker_failure="restart": no batch is lost, no other column is touched, and what is lost is told."""
+
+import functools
+import logging
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from penstock import (
+    ParallelSampler,
+    RandomAgent,
+    ResetCollector,
+    TrajInfo,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+)
+from penstock.envs import CountingEnv
+from penstock.testing import Fault, FaultyAgent, faulty_collector, faulty_env
+
+from .support import (
+    ERROR_SECONDS,
+    Notebook,
+    check_counting,
+    generator,
+    is_running,
+    killer,
+    methods,
+    note,
+    scaled,
+    until,
+)
+
+N_WORKERS, B, T = 3, 6, 24
+ENDLESS: dict[str, Any] = {"on_worker_failure": "restart", "max_restarts": 1_000_000}
+
+pytestmark = pytest.mark.timeout(scaled(3600, 60))
+
+
+class Detailed(TrajInfo):
+    """Goes through the pipe."""
+
+    def terminate(self, final_observation: Any) -> None:
+        self.final = np.asarray(final_observation).copy()
+
+
+def sampler_of(env_fn: Any, start_method: str = "forkserver", **kwargs: Any) -> ParallelSampler:
+    arguments = {"batch_T": T, "batch_B": B, "n_workers": N_WORKERS, "max_decorrelation_steps": 20, **ENDLESS, **kwargs}
+    return ParallelSampler(env_fn, start_method=start_method, **arguments)
+
+
+def columns(rank: int) -> slice:
+    return slice(rank * B // N_WORKERS, (rank + 1) * B // N_WORKERS)
+
+
+def check_trajectories(sampler: Any, infos: list[TrajInfo]) -> None:
+    """One info per recorded done, in order."""
+    done = sampler.samples_np.env.done
+    assert len(infos) == int(done.sum())
+
+
+# ---- at random moments ---------------------------------------------------------------------
+
+
+@functools.cache
+def undisturbed(n_batches: int) -> list[Any]:
+    with sampler_of("CartPole-v1", eval_n_envs=2, eval_max_steps=60) as sampler:
+        sampler.initialize(RandomAgent(), seed=5)
+        return [_one_batch(sampler, itr) for itr in range(n_batches)]
+
+
+def _one_batch(sampler: ParallelSampler, itr: int) -> Any:
+    if itr % 4 == 3:
+        sampler.evaluate_agent(itr)
+    _, infos = sampler.obtain_samples(itr)
+    check_trajectories(sampler, infos)
+    return sampler.samples_np.copy()
+
+
+@methods("fork", "forkserver")
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Detailed], ids=["ring", "pipe"])
+def test_kills_at_random_moments_change_no_other_column(
+    traj_info_cls: type[TrajInfo], start_method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "penstock")
+    rng = generator("restart", start_method, traj_info_cls.__name__)
+    n_kills = scaled(50, 2)
+    reference = undisturbed(12)
+    kills = 0
+    while kills < n_kills:
+        caplog.clear()
+        kwargs: dict[str, Any] = {"eval_n_envs": 2, "eval_max_steps": 60, "traj_info_cls": traj_info_cls}
+        with killer() as kill, sampler_of("CartPole-v1", start_method, **kwargs) as sampler:
+            sampler.initialize(RandomAgent(), seed=5)
+            rank = rng.randrange(N_WORKERS)
+            kill.kill([sampler._team.pids[rank]], rng.uniform(0, 0.03))
+            batches = []
+            while len(batches) < len(reference) or sampler.stats().restarts < 1:
+                batches.append(_one_batch(sampler, len(batches)))
+            kill.when()
+            stats = sampler.stats()
+        kills += 1
+        assert [worker.restarts for worker in stats.workers] == [int(i == rank) for i in range(N_WORKERS)]
+        (record,) = [r.getMessage() for r in caplog.records if "is being replaced" in r.getMessage()]
+        assert record.startswith(f"worker {rank} (pid ")
+        assert f"it is being replaced, {stats.lost_trajectories} trajectories are lost" in record
+        others = [b for b in range(B) if b not in range(B)[columns(rank)]]
+        for ours, theirs in zip(batches, reference, strict=False):
+            for (name, a), (_, b) in zip(ours.leaves(), theirs.leaves(), strict=True):
+                assert a[:, others].tobytes() == b[:, others].tobytes(), name
+
+
+def test_the_column_that_was_hit_is_complete_and_valid(start_method: str) -> None:
+    rng = generator("valid", start_method)
+    with killer() as kill, sampler_of(CountingEnv, start_method, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=5)
+        itr = 0
+        for wanted in range(1, scaled(50, 2) + 1):
+            kill.kill([rng.choice(sampler._team.pids)], rng.uniform(0, 0.02))
+            deadline = time.monotonic() + 30
+            while sampler.stats().restarts < wanted:
+                assert time.monotonic() < deadline
+                samples, infos = sampler.obtain_samples(itr)
+                itr += 1
+                check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
+                assert len(infos) == int(samples.env.done.sum())
+                assert {info.Length for info in infos} == {5}
+            kill.when()
+
+
+# ---- at fixed places -----------------------------------------------------------------------
+
+
+PLACES = ["env step", "env reset", "agent", "collector", "parked", "env init"]
+
+
+def faulty_sampler(where: str, how: str, folder: Path, **kwargs: Any) -> tuple[ParallelSampler, Any, Notebook]:
+    """env_rank 3, or the worker that comes first, fails once."""
+    notebook = Notebook(folder)
+    agent: Any = RandomAgent()
+    fn: Any = "CartPole-v1"
+    if where.startswith("env "):
+        place = where.removeprefix("env ")
+        at = {"step": 30, "reset": 3, "init": 1}[place]
+        good = faulty_env("CartPole-v1", Fault("delay", at=10**9))
+        fn = [good] * 3 + [faulty_env("CartPole-v1", notebook.fault(how, at), place)] + [good] * 2
+    elif where == "agent":
+        agent = FaultyAgent(agent, notebook.fault(how, 30))
+    else:
+        method = {"collector": "collect_batch", "parked": "reset_if_needed"}[where]
+        kwargs["collector_cls"] = faulty_collector(ResetCollector, notebook.fault(how, 2), method)
+    return sampler_of(fn, **kwargs), agent, notebook
+
+
+def run(sampler: ParallelSampler, agent: Any, n_batches: int = 5) -> list[Any]:
+    sampler.initialize(agent, seed=9)
+    batches = []
+    for itr in range(n_batches):
+        _, infos = sampler.obtain_samples(itr)
+        check_trajectories(sampler, infos)
+        batches.append(sampler.samples_np.copy())
+    return batches
+
+
+@pytest.mark.parametrize("how", ["kill", "exit", "raise", "unpicklable", "system exit"])
+@pytest.mark.parametrize("where", PLACES)
+def test_every_kind_of_failure_in_every_place_is_made_good(where: str, how: str, tmp_path: Path) -> None:
+    sampler, agent, _ = faulty_sampler(where, how, tmp_path)
+    with sampler:
+        batches = run(sampler, agent)
+        assert sampler.stats().restarts == 1
+    assert len(batches) == 5
+
+
+@methods("forkserver")
+def test_the_same_failure_gives_the_same_batches(tmp_path: Path, start_method: str) -> None:
+    runs = []
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        folder.mkdir()
+        sampler, agent, _ = faulty_sampler("env step", "kill", folder, start_method=start_method)
+        with sampler:
+            runs.append(run(sampler, agent))
+            assert [worker.restarts for worker in sampler.stats().workers] == [0, 1, 0]
+    for first, second in zip(*runs, strict=True):
+        for (name, a), (_, b) in zip(first.leaves(), second.leaves(), strict=True):
+            assert a.tobytes() == b.tobytes(), name
+    with sampler_of("CartPole-v1") as sampler:
+        reference = run(sampler, RandomAgent())
+    hit, ours, theirs = columns(1), runs[0][-1].env.observation, reference[-1].env.observation
+    assert not np.array_equal(ours[:, hit], theirs[:, hit]), "the streams are fresh"
+    assert not np.array_equal(ours[:-1, hit], reference[0].env.observation[1:, hit])
+
+
+@methods("fork", "forkserver")
+def test_a_hung_worker_is_replaced_too(tmp_path: Path, start_method: str) -> None:
+    for how in scaled(("hang", "spin", "hold the gil", "stop"), ("hold the gil",)):
+        folder = tmp_path / how
+        folder.mkdir()
+        sampler, agent, notebook = faulty_sampler("env step", how, folder, start_method=start_method, step_timeout=0.5)
+        with sampler:
+            run(sampler, agent)
+            assert sampler.stats().restarts == 1
+            assert "made no progress for 0.5 s" in sampler._team.restarts.history[0][1]
+        _, pid = notebook.read()
+        assert not psutil.pid_exists(pid)
+
+
+def test_a_replacement_that_fails_at_start_is_replaced(start_method: str) -> None:
+    rng = generator("start", start_method)
+    with killer() as kill, sampler_of(CountingEnv, start_method) as sampler:
+        for rank in range(scaled(N_WORKERS, 1)):
+            kill.kill_newborn(rank, rng.uniform(0, 0.02))
+        sampler.initialize(RandomAgent(), seed=5)
+        kill.when()
+        sampler.obtain_samples(0)
+        assert sampler.stats().restarts == 1
+
+
+@methods("fork", "forkserver")
+def test_a_batch_that_the_user_holds_is_not_touched_by_a_replacement(start_method: str) -> None:
+    class Slow(CountingEnv):
+        def step(self, action: Any) -> Any:
+            time.sleep(0.001)
+            return super().step(action)
+
+    kwargs: dict[str, Any] = {"eval_n_envs": 3, "eval_max_steps": 3 * 100}
+    with killer() as kill, sampler_of(Slow, start_method, **kwargs) as sampler:
+        sampler.initialize(RandomAgent(), seed=5)
+        for itr in range(scaled(10, 2)):
+            sampler.obtain_samples(itr)
+            before = {name: leaf.tobytes() for name, leaf in sampler.samples_np.leaves()}
+            kill.kill([sampler._team.pids[itr % N_WORKERS]], 0.03)
+            assert len(sampler.evaluate_agent(itr)) == 3 * 20
+            kill.when()
+            assert sampler.stats().restarts == itr + 1
+            for name, leaf in sampler.samples_np.leaves():
+                assert leaf.tobytes() == before[name], name
+
+
+@methods("fork", "forkserver")
+def test_a_worker_that_is_killed_while_the_learner_trains(start_method: str) -> None:
+    with sampler_of(CountingEnv, start_method) as sampler:
+        sampler.initialize(RandomAgent(), seed=5)
+        for itr in range(scaled(20, 2)):
+            sampler.obtain_samples(itr)
+            before = {name: leaf.tobytes() for name, leaf in sampler.samples_np.leaves()}
+            psutil.Process(sampler._team.pids[0]).kill()
+            until(lambda: not is_running(sampler._team.pids[0]))
+            for name, leaf in sampler.samples_np.leaves():
+                assert leaf.tobytes() == before[name], name
+        sampler.obtain_samples(100)
+        assert sampler.stats().restarts == scaled(20, 2)
+        assert sampler.stats().lost_trajectories == 2 * scaled(20, 2), "those that were running"
+
+
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Detailed], ids=["ring", "pipe"])
+def test_lost_trajectories_are_counted_exactly(traj_info_cls: type[TrajInfo], tmp_path: Path) -> None:
+    """Episodes of 5; env_rank 3 ends its worker in its 30th step, t=5 of the second batch of 24."""
+    fns = [CountingEnv] * 3 + [faulty_env(CountingEnv, Notebook(tmp_path).fault("kill", 30))] + [CountingEnv] * 2
+    with sampler_of(fns, max_decorrelation_steps=0, traj_info_cls=traj_info_cls) as sampler:
+        sampler.initialize(RandomAgent(), seed=5)
+        for itr in range(3):
+            _, infos = sampler.obtain_samples(itr)
+            check_trajectories(sampler, infos)
+        # Two at t=0, env_rank 2's at t=5, and the two that were running.
+        assert [worker.lost_trajectories for worker in sampler.stats().workers] == [0, 5, 0]
+        assert [worker.trajectories for worker in sampler.stats().workers] == [2 * 14, 2 * (4 + 4 + 5), 2 * 14]
+
+
+def test_what_has_been_delivered_is_not_counted_as_lost(tmp_path: Path) -> None:
+    """Dies at the beginning of a batch, with the batch before still in the buffer."""
+    collector = faulty_collector(ResetCollector, Notebook(tmp_path).fault("kill", 2))
+    kwargs: dict[str, Any] = {"env_kwargs": {"length": 1}, "max_decorrelation_steps": 0}
+    with sampler_of(CountingEnv, collector_cls=collector, **kwargs) as sampler:
+        sampler.initialize(RandomAgent(), seed=5)
+        for itr in range(3):
+            assert len(sampler.obtain_samples(itr)[1]) == T * B
+        assert sampler.stats().lost_trajectories == 2, "those that were running"
+
+
+# ---- when it is enough ---------------------------------------------------------------------
+
+
+def test_the_quota_ends_it_with_the_history() -> None:
+    with sampler_of(CountingEnv, max_restarts=3) as sampler:
+        sampler.initialize(RandomAgent(), seed=5)
+        pids = []
+        for itr in range(4):
+            pids.append(sampler._team.pids[1])
+            psutil.Process(pids[-1]).kill()
+            began = time.monotonic()
+            if itr < 3:
+                sampler.obtain_samples(itr)
+                until(lambda known=itr: sampler.stats().restarts == known + 1 or sampler.obtain_samples(9) is None)
+        with pytest.raises(WorkerDiedError) as caught:
+            while True:
+                sampler.obtain_samples(10)
+        note("quota used up: kill to error, s", time.monotonic() - began, ERROR_SECONDS)
+    message = str(caught.value)
+    assert message.startswith(f"worker 1 (pid {pids[3]}")
+    assert "max_restarts=3 in 60 s are used up, earlier:" in message
+    assert re.findall(r"^  [\d.]+ s ago: worker 1 \(pid (\d+)", message, re.MULTILINE) == [str(p) for p in pids[:3]]
+
+
+def test_the_quota_is_of_a_window_of_time() -> None:
+    with sampler_of(CountingEnv, max_restarts=1, restart_window=0.2) as sampler:
+        sampler.initialize(RandomAgent(), seed=5)
+        for itr in range(3):
+            psutil.Process(sampler._team.pids[1]).kill()
+            until(lambda known=itr: sampler.obtain_samples(0) and sampler.stats().restarts == known + 1)
+            replaced = time.monotonic()
+            until(lambda since=replaced: time.monotonic() - since > 0.2)
+
+
+def test_an_endless_crash_ends_by_the_quota() -> None:
+    fn = faulty_env(CountingEnv, Fault("kill", at=50))
+    with sampler_of([CountingEnv] * 5 + [fn], max_restarts=3) as sampler:
+        sampler.initialize(RandomAgent(), seed=5)
+        with pytest.raises(WorkerDiedError, match=r"max_restarts=3 .* are used up"):
+            for itr in range(1000):
+                sampler.obtain_samples(itr)
+
+
+@methods("forkserver")
+def test_after_a_segfault_nothing_is_trusted(tmp_path: Path, start_method: str) -> None:
+    sampler, agent, _ = faulty_sampler("env step", "segfault", tmp_path, start_method=start_method)
+    with sampler, pytest.raises(WorkerDiedError) as caught:
+        run(sampler, agent)
+    message = str(caught.value)
+    assert "worker 1 is not replaced: after a SIGSEGV the memory that it shared cannot be trusted" in message
+    assert "in _segfault" in message
+
+
+@pytest.mark.parametrize(
+    ("how", "error"), [("kill", WorkerDiedError), ("raise", WorkerError), ("hang", WorkerTimeoutError)]
+)
+def test_who_does_not_ask_for_it_gets_none(how: str, error: type[Exception], tmp_path: Path) -> None:
+    sampler, agent, _ = faulty_sampler("env step", how, tmp_path, on_worker_failure="raise", step_timeout=0.5)
+    with sampler:
+        with pytest.raises(error) as caught:
+            run(sampler, agent)
+        assert sampler.stats().restarts == 0
+        assert "restart" not in str(caught.value)
