@@ -42,7 +42,7 @@ class Game(CountingEnv):
     def __init__(self, main):
         super().__init__()
         if os.getpid() != main:
-            self.game = subprocess.Popen(["sleep", "600"])
+            self.game = os.posix_spawnp("sleep", ["sleep", "600"], os.environ)  # a Popen would warn that it was left
     def step(self, action):
         time.sleep(0.001)
         return super().step(action)
