@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.agents.base import Agent
-from penstock.buffers.named import map_leaves
+from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.checks import Checks
 from penstock.collectors.columns import EnvColumns
@@ -32,7 +33,7 @@ class FinalObservations:
         # Where observations are written that the batch does not keep.
         self._scratch = map_leaves(lambda leaf: np.zeros_like(leaf[0, :1]), samples.observation)
         self._pending: list[tuple[int, int]] = []  # t, column of what is to be valued ...
-        self._unrecorded: list[Any] = []  # ... and the observations, if the batch does not keep them
+        self._unrecorded: list[Any] = []  # ... and their observations [k, ...], if the batch does not keep them
 
     def record(self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> None:
         """Column's episode has ended at step t with `observation`. Call before anything is reset.
@@ -54,6 +55,30 @@ class FinalObservations:
             if samples.final_obs is None:
                 self._unrecorded.append(map_leaves(np.copy, self._scratch))
 
+    def record_rows(
+        self,
+        t: int,
+        columns: npt.NDArray[Any],
+        observation: Any,
+        reward: npt.NDArray[Any],
+        is_valued: npt.NDArray[np.bool_],
+    ) -> None:
+        """`record` for many: `observation` `[k, ...]`, which is known to fit, `reward` `[k]`, and which of
+        `columns` `[k]` were only truncated. Call before anything is reset."""
+        samples = self._samples
+        if samples.final_obs is not None:
+            samples.final_obs[t, columns] = observation
+        if samples.final_value is None or not is_valued.any():
+            return
+        chosen = columns[is_valued]
+        if self._agent.recurrent:
+            values = self._values_now(t, columns, observation, reward)
+            samples.final_value[t, chosen] = values[chosen]
+        else:
+            self._pending += [(t, column) for column in chosen.tolist()]
+            if samples.final_obs is None:
+                self._unrecorded.append(map_leaves(lambda leaf: leaf[is_valued], observation))
+
     def end_batch(self) -> None:
         """Value what is still to be valued. Call when all rows of the batch are written."""
         if not self._pending:
@@ -64,8 +89,11 @@ class FinalObservations:
             observation = samples.final_obs[t, column]
         else:
             observation = map_leaves(lambda leaf: np.empty((len(t), *leaf.shape[1:]), leaf.dtype), self._scratch)
-            for i, unrecorded in enumerate(self._unrecorded):
-                observation[i : i + 1] = unrecorded
+            i = 0
+            for unrecorded in self._unrecorded:
+                n = _length(unrecorded)
+                observation[i : i + n] = unrecorded
+                i += n
         # The agent's previous action and reward are those of step t, which stand in row t + 1.
         previous = (t + 1, column)
         samples.final_value[t, column] = self._agent.value(
@@ -81,8 +109,18 @@ class FinalObservations:
 
     def _value_now(self, t: int, column: int, reward: float) -> Any:
         samples = self._samples
+        last = self._scratch if samples.final_obs is None else samples.final_obs[t][column : column + 1]
+        return self._values_now(t, [column], last, [reward])[column]
+
+    def _values_now(self, t: int, columns: Any, observation: Any, reward: Any) -> Any:
+        """Values `[B]` of what follows step t, `observation` `[k, ...]` in `columns`."""
+        samples = self._samples
         row = map_leaves(lambda leaf: leaf[t].copy(), samples.observation)
-        row[column] = self._scratch[0] if samples.final_obs is None else samples.final_obs[t, column]
+        row[columns] = observation
         prev_reward = samples.reward[t].copy()
-        prev_reward[column] = reward
-        return self._agent.value(row, samples.action[t + 1], prev_reward)[column]
+        prev_reward[columns] = reward
+        return self._agent.value(row, samples.action[t + 1], prev_reward)
+
+
+def _length(rows: Any) -> int:
+    return len(next(rows.leaves())[1] if isinstance(rows, NamedArrays) else rows)

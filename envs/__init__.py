@@ -1,5 +1,7 @@
 """The environment side: spaces to examples, rows to environments and back, seeding, factories, toys."""
 
+from penstock.envs.batched import BatchedCartPole, SameStep
+from penstock.envs.batched_envpool import BatchedEnvPool
 from penstock.envs.examples import example_of, observation_example
 from penstock.envs.factory import EnvContext, EnvFactory, EnvFn, build_example_env, env_factories
 from penstock.envs.infos import InfoWanted, InfoWriter, info_example
@@ -8,6 +10,8 @@ from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed, stream
 from penstock.envs.toy import CountingEnv, CrashingEnv, NestedEnv, SlowEnv
 
 __all__ = [
+    "BatchedCartPole",
+    "BatchedEnvPool",
     "ColumnStreams",
     "CountingEnv",
     "CrashingEnv",
@@ -18,6 +22,7 @@ __all__ = [
     "InfoWriter",
     "NestedEnv",
     "Purpose",
+    "SameStep",
     "SlowEnv",
     "action_splitter",
     "build_example_env",

@@ -11,7 +11,7 @@ import numpy as np
 from penstock.buffers.named import NamedArrays, as_named
 from penstock.errors import ConfigError, SpaceError
 
-__all__ = ["InfoWanted", "InfoWriter", "info_example", "mask_name"]
+__all__ = ["InfoWanted", "InfoWriter", "element", "info_example", "info_of", "mask_name"]
 
 #: True for every entry that an example shows, names (nested ones with dots), or names with examples.
 InfoWanted = bool | Sequence[str] | Mapping[str, Any]
@@ -120,6 +120,69 @@ class InfoWriter:
                         f"dtype {field.dtype}, got {array.shape} {array.dtype}"
                     )
                 field[b] = array
+
+    def write_batched(self, row: NamedArrays, infos: Mapping[str, Any], env_ranks: Sequence[int]) -> None:
+        """`write` for `infos` as a batched environment gives them, the whole row at a time; where an episode ended
+        and began anew within the step, those of its last step."""
+        try:
+            for path in self._paths:
+                node: Any = row
+                for parent in path[:-1]:
+                    node = node[parent]
+                _write_entry(node[path[-1]], node[mask_name(path[-1])], infos, path)
+        except _NotArraysError:
+            self.write(row, [info_of(infos, b) for b in range(len(env_ranks))], env_ranks)
+
+
+class _NotArraysError(Exception):
+    """An entry is no array that fits: it has to be looked at column by column."""
+
+
+def _write_entry(field: Any, mask: Any, infos: Mapping[str, Any], path: Path) -> None:
+    field[...], mask[...] = 0, False
+    _write_where(field, mask, infos, path, np.ones(len(mask), np.bool_))
+    if "final_info" in infos:
+        ended = np.asarray(infos["_final_info"])
+        field[ended], mask[ended] = 0, False
+        _write_where(field, mask, infos["final_info"], path, ended)
+
+
+def _write_where(field: Any, mask: Any, infos: Any, path: Path, where: Any) -> None:
+    """Write the entry into the rows `where` that have it."""
+    for key in path:
+        if not isinstance(infos, Mapping) or key not in infos:
+            return
+        where = where & infos.get(mask_name(key), True)
+        infos = infos[key]
+    array = np.asarray(infos)
+    if array.shape != field.shape or not np.can_cast(array.dtype, field.dtype, "same_kind"):
+        raise _NotArraysError
+    field[where], mask[where] = array[where], True
+
+
+# ---- the infos of batched environments -----------------------------------------------------
+
+
+def element(batched: Any, b: int) -> Any:
+    """Column b's part of something batched, in dicts and tuples of arrays; None if there is nothing."""
+    if isinstance(batched, Mapping):
+        return {key: element(value, b) for key, value in batched.items()}
+    if isinstance(batched, tuple):
+        return tuple(element(value, b) for value in batched)
+    return None if batched is None else batched[b]
+
+
+def info_of(infos: Mapping[str, Any], b: int) -> dict[str, Any]:
+    """Environment b's own info; that of the step, where an episode's end hides it behind the next one's."""
+    if "final_info" in infos and infos["_final_info"][b]:
+        return info_of(infos["final_info"], b)
+    info = {}
+    for key, value in infos.items():
+        mask = infos.get(mask_name(key))
+        if key.startswith("_") or key in ("final_obs", "final_info") or not (mask is None or mask[b]):
+            continue
+        info[key] = info_of(value, b) if isinstance(value, Mapping) else value[b]
+    return info
 
 
 def _recorded(node: NamedArrays, path: Path = ()) -> Iterator[Path]:

@@ -1,0 +1,268 @@
+"""Batched environments in workers: Gymnasium's CartPole, EnvPool, one's own; and what `VectorEnvCollector` records."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector.utils import batch_space
+from torch import nn
+
+from penstock import (
+    CategoricalPgAgent,
+    ParallelSampler,
+    RandomAgent,
+    RecurrentCategoricalPgAgent,
+    ResetCollector,
+    SerialSampler,
+    VectorEnvCollector,
+    WorkerError,
+)
+from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv, SameStep
+
+
+class Memory(nn.Module):
+    """Values and logits hang on how many steps the episode has had, and on the observation."""
+
+    state_shape = (1,)
+
+    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
+        state = state + 1
+        value = state[:, 0] + observation.sum(dim=1) + 10 * prev_action + prev_reward
+        return torch.stack([state[:, 0], -observation[:, 0]], dim=1), value, state
+
+
+class Values(nn.Module):
+    def forward(self, observation: Any) -> Any:
+        return observation[:, :2], observation.sum(dim=1)
+
+
+def collect(env_fn: Any, collector_cls: Any, n_workers: int | None = None, agent: Any = None, **kwargs: Any) -> Any:
+    """Three batches, with infos."""
+    sampler_cls = SerialSampler if n_workers is None else ParallelSampler
+    workers = {} if n_workers is None else {"n_workers": n_workers}
+    kept = []
+    with sampler_cls(
+        env_fn,
+        batch_T=40,
+        batch_B=6,
+        max_decorrelation_steps=0,
+        collector_cls=collector_cls,
+        eval_n_envs=2,
+        eval_max_steps=80,
+        **workers,
+        **kwargs,
+    ) as sampler:
+        sampler.initialize(agent or RandomAgent(), seed=3, bootstrap_value=True)
+        for itr in range(3):
+            samples, infos = sampler.obtain_samples(itr)
+            kept.append((samples.numpy().copy(), [vars(info) for info in infos + sampler.evaluate_agent(itr)]))
+    return kept
+
+
+def assert_same(some: Any, others: Any, **close: float) -> None:
+    for (a, infos_a), (b, infos_b) in zip(some, others, strict=True):
+        assert infos_a == infos_b
+        for (name, x), (_, y) in zip(a.leaves(), b.leaves(), strict=True):
+            assert x.dtype == y.dtype, name
+            np.testing.assert_allclose(x, y, err_msg=name, **(close or {"rtol": 0}))
+
+
+# ---- Gymnasium's CartPole ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agent_cls", [RandomAgent, partial(CategoricalPgAgent, Values)])
+def test_batched_cartpole_goes_the_way_of_single_ones(agent_cls: Any) -> None:
+    single = collect(partial(gym.make, "CartPole-v1", max_episode_steps=25), ResetCollector, agent=agent_cls())
+    batched = partial(BatchedCartPole, max_episode_steps=25)
+    # numpy's sine over an array may differ from that of a number in the last bit, depending on the processor.
+    assert_same(single, collect(batched, VectorEnvCollector, agent=agent_cls()), rtol=1e-4, atol=1e-5)
+    assert_same(single, collect(batched, VectorEnvCollector, 2, agent=agent_cls()), rtol=1e-4, atol=1e-5)
+
+
+def test_the_workers_number_does_not_matter_to_batched_cartpole() -> None:
+    one, three = (collect(BatchedCartPole, VectorEnvCollector, n) for n in (1, 3))
+    assert_same(one, three)
+    assert any(infos for _, infos in one)
+
+
+def test_final_observations_of_batched_cartpole_are_out_of_bounds() -> None:
+    for samples, _ in collect(BatchedCartPole, VectorEnvCollector, 2):
+        final, ended = samples.env.final_obs, samples.env.terminated
+        assert ended.any()
+        assert (np.abs(final[ended][:, [0, 2]]) > (2.4, 12 * np.pi / 180)).any(axis=1).all()
+        assert (final[~ended] == 0).all()
+        first = samples.env.observation[1:][ended[:-1]]
+        assert (np.abs(first) <= 0.05).all(), "the next row begins the next episode"
+        assert (samples.env.reward == 1).all(), "no step is lost to a reset"
+
+
+# ---- EnvPool -----------------------------------------------------------------------------------
+
+
+def test_envpool_gives_one_batch_per_seed_whatever_the_workers() -> None:
+    pytest.importorskip("envpool")
+    env_fn = partial(BatchedEnvPool, "CartPole-v1", max_episode_steps=20)
+    one = collect(env_fn, VectorEnvCollector, 1)
+    assert_same(one, collect(env_fn, VectorEnvCollector, 2))
+    assert_same(one, collect(env_fn, VectorEnvCollector))
+    for samples, _ in one:
+        ended = samples.env.terminated
+        assert (np.abs(samples.env.final_obs[ended][:, [0, 2]]) > (2.4, 12 * np.pi / 180)).any(axis=1).all()
+        first = samples.env.observation[1:][samples.env.done[:-1]]
+        assert (np.abs(first) <= 0.05).all()
+    assert any(samples.env.truncated.any() for samples, _ in one)
+    assert len({samples.env.observation[0, b].tobytes() for samples, _ in one[:1] for b in range(6)}) == 6
+
+
+def test_what_envpool_says_of_a_step_is_recorded() -> None:
+    pytest.importorskip("envpool")
+    env_fn = partial(BatchedEnvPool, "CartPole-v1")
+    for samples, infos in collect(env_fn, VectorEnvCollector, env_info={"elapsed_step": np.int32(0)}):
+        elapsed, done = samples.env.env_info.elapsed_step, samples.env.done
+        assert (elapsed >= 1).all(), "that of the step, not of the reset that followed"
+        assert (elapsed[1:] == np.where(done[:-1], 1, elapsed[:-1] + 1)).all()
+        assert len(infos) >= done.sum()
+
+
+# ---- what the collector records, against single environments -----------------------------------
+
+
+class Described(CountingEnv):
+    """Also says things in `info`: always, now and then, and deeper down."""
+
+    def _info(self) -> dict[str, Any]:
+        info: dict[str, Any] = {"count": self.count, "deep": {"position": np.full(2, self.count, np.float32)}}
+        return {**info, "even": self.count} if self.count % 2 == 0 else info
+
+    def reset(self, **kwargs: Any) -> Any:
+        return super().reset(**kwargs)[0], {**self._info(), "count": 77}
+
+    def step(self, action: Any) -> Any:
+        *step, _ = super().step(action)
+        return (*step, self._info())
+
+
+def synced(env_fn: Any, mode: AutoresetMode, num_envs: int) -> Any:
+    return SyncVectorEnv([env_fn] * num_envs, autoreset_mode=mode)
+
+
+MODES = [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_env_info_is_recorded_as_from_single_environments(mode: AutoresetMode) -> None:
+    env_fn = partial(Described, length=5)
+    wanted = {"count": 0, "even": 0, "deep.position": np.zeros(2, np.float32), "missing": 0.0}
+    expected = collect(env_fn, ResetCollector, env_info=wanted)
+    assert_same(expected, collect(partial(synced, env_fn, mode), VectorEnvCollector, env_info=wanted))
+    assert all(samples.env.env_info.even.any() for samples, _ in expected)
+
+
+class Wordy(CountingEnv):
+    def step(self, action: Any) -> Any:
+        *step, _ = super().step(action)
+        return (*step, {"count": "many"})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_env_info_that_does_not_fit_names_the_environment(mode: AutoresetMode) -> None:
+    with pytest.raises(WorkerError, match=r"info\['count'\] of env_rank 0 must have"):
+        collect(partial(synced, Wordy, mode), VectorEnvCollector, env_info={"count": 0})
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("record_final_obs", [True, False])
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize(
+    "agent_cls", [partial(CategoricalPgAgent, Values), partial(RecurrentCategoricalPgAgent, Memory)]
+)
+def test_final_values_are_those_of_single_environments(
+    agent_cls: Any, truncate: bool, record_final_obs: bool, mode: AutoresetMode
+) -> None:
+    env_fn = partial(TwoActions, length=7, truncate=truncate)
+    kwargs: dict[str, Any] = {"record_final_obs": record_final_obs}
+    expected = collect(env_fn, ResetCollector, agent=agent_cls(), **kwargs)
+    assert_same(expected, collect(partial(synced, env_fn, mode), VectorEnvCollector, agent=agent_cls(), **kwargs))
+    assert any((samples.agent.final_value != 0).any() for samples, _ in expected) == truncate
+
+
+class TwoActions(CountingEnv):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.action_space = spaces.Discrete(2)
+
+
+# ---- one's own ---------------------------------------------------------------------------------
+
+
+class Batch(SameStep):
+    """Episodes of 2, 3, 4, ... steps in a structure; `wrong` spoils what is said of row 1's end."""
+
+    def __init__(self, num_envs: int, wrong: Any = None) -> None:
+        self.num_envs, self.wrong = num_envs, wrong
+        self.single_observation_space = spaces.Dict(
+            {"at": spaces.Box(0, 100, (2,), np.float32), "both": spaces.Tuple([spaces.Discrete(100)] * 2)}
+        )
+        self.single_action_space = spaces.Discrete(2)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.length = np.arange(num_envs) + 2
+        self.count = np.zeros(num_envs, np.int64)
+
+    def _observe(self, rows: Any) -> Any:
+        count = self.count[rows]
+        return {"at": np.stack([count, count], 1).astype(np.float32), "both": (count.copy(), 2 * count)}
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.count[:] = 0
+        return self._observe(slice(None)), {}
+
+    def advance(self, actions: Any) -> Any:
+        self.count += 1
+        observation = self._observe(slice(None))
+        done = self.count == self.length
+        return observation, np.ones(self.num_envs), done, np.zeros_like(done), {"count": self.count.copy()}
+
+    def step(self, actions: Any) -> Any:
+        *step, infos = super().step(actions)
+        if self.wrong is not None and infos.get("_final_obs", [False, False])[1]:
+            infos["final_obs"]["at"] = self.wrong(infos["final_obs"]["at"])
+        return (*step, infos)
+
+    def reset_rows(self, rows: Any) -> Any:
+        self.count[rows] = 0
+        return self._observe(rows), {"count": self.count[rows]}
+
+
+def test_ones_own_batch_in_a_structure_keeps_its_final_observations() -> None:
+    for samples, _ in collect(Batch, VectorEnvCollector, 2, env_info={"count": 0}):
+        env = samples.env
+        t, b = np.nonzero(env.done)
+        lengths = np.tile(np.arange(3) + 2, 2)  # two workers, three columns each
+        assert set(b.tolist()) == set(range(6))
+        assert (env.final_obs.at[t, b] == lengths[b][:, None]).all()
+        assert (env.final_obs.both._1[t, b] == 2 * lengths[b]).all()
+        assert (env.env_info.count[t, b] == lengths[b]).all()
+        assert (env.observation.both._0[1:][env.done[:-1]] == 0).all()
+        assert (env.final_obs.both._1[~env.done] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kwargs", "message"),
+    [
+        (lambda at: at[:, :1], {}, r"the final observation\.at of the batched environment .* must have shape \(1, 2\)"),
+        (lambda at: at.astype(complex), {}, r"the final observation\.at .*complex"),
+        (lambda at: at * np.nan, {"check_finite": True}, r"the final observation\['at'\] of env_rank 1 must be finite"),
+        (lambda at: at - 99, {"debug": True}, "the final observation of env_rank 1 must be in"),
+    ],
+)
+def test_a_final_observation_that_does_not_fit_is_named(wrong: Any, kwargs: Any, message: str) -> None:
+    with pytest.raises(WorkerError, match=message):
+        collect(partial(Batch, wrong=wrong), VectorEnvCollector, **kwargs)

@@ -1,0 +1,138 @@
+"""Batched environments that reset within the step: seeds, streams, what is reported where an episode ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode
+
+from penstock.envs import BatchedCartPole, BatchedEnvPool
+from penstock.errors import ConfigError
+
+
+def run(env: Any, n: int, seed: Any, columns: Any = slice(None), width: int = 4) -> list[Any]:
+    """`n` steps with the same actions of `width` columns, of which `columns` are those of `env`."""
+    actions = np.random.default_rng(0).integers(0, 2, (n, width))[:, columns]
+    seen = [env.reset(seed=seed)[0].copy()]
+    for row in actions:
+        observation, reward, terminated, truncated, infos = env.step(row)
+        final = np.where((terminated | truncated)[:, None], infos.get("final_obs", observation), 0)
+        seen.append(np.column_stack([observation, reward, terminated, truncated, final]))
+    return seen
+
+
+def assert_same(some: list[Any], others: list[Any]) -> None:
+    for a, b in zip(some, others, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def cartpole(n: int) -> Any:
+    return BatchedCartPole(n, max_episode_steps=30)
+
+
+def envpool(n: int) -> Any:
+    pytest.importorskip("envpool")
+    return BatchedEnvPool("CartPole-v1", n, max_episode_steps=30)
+
+
+both = pytest.mark.parametrize("make", [cartpole, envpool])
+
+
+@both
+def test_the_mode_is_same_step(make: Any) -> None:
+    env = make(2)
+    assert env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    assert env.observation_space.shape == (2, 4)
+    assert env.action_space.shape == (2,)
+    env.close()
+
+
+@both
+def test_a_row_hangs_on_its_own_seed_alone(make: Any) -> None:
+    seeds = [2**32 - 1, 7, 0, 2**31]
+    env, part = make(4), make(2)
+    whole = run(env, 200, seeds)
+    assert_same(whole, run(env, 200, seeds))
+    assert_same([row[1:3] for row in whole], run(part, 200, seeds[1:3], slice(1, 3)))
+    assert_same(run(make(4), 5, 7), run(make(4), 5, [7, 8, 9, 10]))
+    assert not np.array_equal(whole[0][0], whole[0][1])
+
+
+@both
+def test_without_a_seed_the_streams_go_on_and_differ(make: Any) -> None:
+    env = make(3)
+    first, second = env.reset(seed=1)[0].copy(), env.reset()[0].copy()
+    assert len({row.tobytes() for row in (*first, *second)}) == 6
+    unseeded = make(3).reset()[0]
+    assert len({row.tobytes() for row in unseeded}) == 3
+    env.close()
+    env.close()
+
+
+@both
+def test_an_episode_that_ends_begins_anew_in_the_same_step(make: Any) -> None:
+    env = make(4)
+    env.reset(seed=0)
+    length, ends = np.zeros(4, int), 0
+    for t in range(300):
+        observation, reward, terminated, truncated, infos = env.step(np.full(4, (t // 2) % 2))
+        length += 1
+        done = terminated | truncated
+        assert (reward == 1).all()
+        assert ("final_obs" in infos) == done.any()
+        if done.any():
+            assert (infos["_final_obs"] == done).all()
+            assert (infos["_final_info"] == done).all()
+            assert (np.abs(observation[done]) <= 0.05).all()
+            out = (np.abs(infos["final_obs"][:, [0, 2]]) > (2.4, 12 * np.pi / 180)).any(axis=1)
+            assert (out[terminated]).all()
+            assert (length[truncated] == 30).all()
+        length[done] = 0
+        ends += int(done.sum())
+    assert ends > 20
+    env.close()
+
+
+@both
+def test_a_list_of_another_length_is_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match="list of 3, got a list of 2"):
+        make(3).reset(seed=[1, 2])
+
+
+def test_the_bounds_of_cartpoles_starts_can_be_set() -> None:
+    env = BatchedCartPole(100)
+    observation, _ = env.reset(seed=0, options={"low": 0.1, "high": 0.2})
+    assert observation.min() >= 0.1
+    assert 0.19 < observation.max() <= 0.2
+
+
+@pytest.mark.parametrize(
+    ("task", "kwargs", "message"),
+    [
+        ("NoSuchTask-v9", {}, "no task 'NoSuchTask-v9'"),
+        ("CartPole-v1", {"batch_size": 1}, "leave batch_size"),
+        ("CartPole-v1", {"max_num_players": 2}, "max_num_players"),
+    ],
+)
+def test_what_cannot_be_adapted_of_envpool_is_refused(task: str, kwargs: Any, message: str) -> None:
+    pytest.importorskip("envpool")
+    with pytest.raises(ConfigError, match=message):
+        BatchedEnvPool(task, 3, **kwargs)
+
+
+def test_without_envpool_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "envpool", None)
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[envpool\]'"):
+        BatchedEnvPool("CartPole-v1")
+
+
+def test_other_tasks_of_envpool_have_their_own_spaces() -> None:
+    pytest.importorskip("envpool")
+    env = BatchedEnvPool("Pendulum-v1", 3)
+    observation, _ = env.reset(seed=0)
+    assert env.observation_space.contains(observation)
+    observation, *_ = env.step(np.zeros((3, 1), np.float32))
+    assert env.observation_space.contains(observation)
+    env.close()
