@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from penstock.buffers.control import Phase
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.trajectory_queue import Frame, ObjectPipe
-from penstock.samplers.failures import Casualty, Witness
+from penstock.errors import SamplerBrokenError
+from penstock.samplers.failures import Casualty, Witness, add_to
 from penstock.samplers.forks import abandon_in_forks
 from penstock.samplers.gates import Gate
 from penstock.samplers.guardian import Guardian
@@ -137,7 +138,11 @@ class Crew:
     ) -> None:
         """Wait until every worker stands at barrier_out; see `Supervisor.wait_out`."""
         self._open_to_the_last()  # should Ctrl-C have come between two gates
-        self._supervisor.wait_out(self, occasion, starting=starting, on_wake=on_wake, look_again=look_again)
+        try:
+            self._supervisor.wait_out(self, occasion, starting=starting, on_wake=on_wake, look_again=look_again)
+        except SamplerBrokenError as error:
+            add_to(error, self._end(broken=True))
+            raise
 
     def replace(self, casualty: Casualty, occasion: str) -> None:
         """Put a new worker in the place of a dead one; it does anew what that one has not finished."""
@@ -181,32 +186,48 @@ class Crew:
 
         A worker that had to be forced, or whose `env.close` raised, is named in one warning.
         """
+        self._end(broken=broken)
+
+    def _end(self, *, broken: bool) -> list[Casualty]:
+        """`close`. Returns the workers that were killed by others than this process, and not found before:
+        what ends one worker from outside may end many, and not all in the same moment."""
         if os.getpid() != self._owner_pid:  # a fork of the main process owns nothing
-            return
+            return []
         with self._close_lock:
             if self.closed:
-                return
+                return []
             self.closed = True
+        forced = self._make_them_end(_ASK_BROKEN_SECONDS if broken else _ASK_SECONDS)
+        complaints, killed = [], []
+        for member in self.members:
+            is_new = not member.is_buried
+            exitcode = member.bury()  # and what its environments left behind
+            witness, report = member.witness(self._control), self._reports.read(member.rank)
+            casualty = Casualty(witness, exitcode, report)
+            if member.rank in forced:
+                complaints.append(f"{forced[member.rank]} did not end while {witness.doing} and was killed")
+                continue
+            if is_new and exitcode is not None and exitcode < 0:
+                killed.append(casualty)
+            if report is not None or witness.progress.phase is Phase.CLOSING:
+                complaints.append(str(casualty))
+        self._release()
+        if complaints and not broken:
+            warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=3)
+        return killed
+
+    def _make_them_end(self, patience: float) -> dict[int, Witness]:
+        """Ask, wait, terminate, kill. Returns where those were that did not end for the asking, by rank."""
         self._control.quit = True
         for member in self.members:
             member.gate.open()
-        alive = self._await_deaths(self.members, _ASK_BROKEN_SECONDS if broken else _ASK_SECONDS)
+        alive = self._await_deaths(self.members, patience)
         forced = {member.rank: member.witness(self._control) for member in alive}
         for sig, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
             for member in alive:
                 member.signal_group(sig)
             alive = self._await_deaths(alive, seconds)
-        complaints = []
-        for member in self.members:
-            exitcode = member.bury()  # and what its environments left behind
-            witness, report = member.witness(self._control), self._reports.read(member.rank)
-            if member.rank in forced:
-                complaints.append(f"{forced[member.rank]} did not end while {witness.doing} and was killed")
-            elif report is not None or witness.progress.phase is Phase.CLOSING:
-                complaints.append(str(Casualty(witness, exitcode, report)))
-        self._release()
-        if complaints and not broken:
-            warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=2)
+        return forced
 
     def abandon(self) -> None:
         """In a fork of the main process: the workers are not its children, and not its to wait for."""

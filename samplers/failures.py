@@ -12,7 +12,7 @@ from penstock.errors import SamplerBrokenError, WorkerDiedError, WorkerError, Wo
 from penstock.samplers.plan import WorkerPlan
 from penstock.samplers.reports import Report
 
-__all__ = ["Casualty", "Witness", "describe_exit", "failure"]
+__all__ = ["Casualty", "Witness", "add_to", "describe_exit", "failure"]
 
 _MAX_LISTED = 32  # of workers that fail at once, each with a line of its own
 _MAX_STACKS = 3
@@ -122,6 +122,13 @@ def failure(dead: Sequence[Casualty], others: Sequence[Witness], occasion: str, 
     if reported:
         error.__cause__ = reported[0].as_cause()
     return error
+
+
+def add_to(error: SamplerBrokenError, killed: Sequence[Casualty]) -> None:
+    """Name in `error` the workers that turned out to have been killed too, after it was made."""
+    if killed:
+        lines = [str(error), "killed as well, in the same moment or while the others were told to end:"]
+        error.args = ("\n".join([*lines, *map(str, killed[:_MAX_LISTED])]),)
 
 
 def _sign_of_life(witness: Witness) -> str:

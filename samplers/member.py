@@ -28,7 +28,7 @@ _FLAGS = 6
 _PF_EXITING = 0x4
 
 
-@dataclass(frozen=True)
+@dataclass
 class Member:
     """A worker that has been started. A replacement is a new member with its forerunner's gate."""
 
@@ -40,6 +40,7 @@ class Member:
     stacks: StackFile
     death: DeathWatch
     begun_before: int  #: openings of the gate that its forerunners had begun
+    is_buried: bool = False
 
     @property
     def rank(self) -> int:
@@ -65,6 +66,7 @@ class Member:
         self.signal_group(signal.SIGKILL)
         self.process.join(_REAP_SECONDS)
         code: int | None = self.process.exitcode
+        self.is_buried = True
         return code
 
     def witness(self, control: ControlBlock) -> Witness:

@@ -122,12 +122,8 @@ def test_all_workers_at_once(n_workers: int, start_method: str) -> None:
                 error, seen = work_until_it_breaks(sampler)
                 note("all workers killed: kill to error, s", seen - kill.when(), ERROR_SECONDS)
             assert isinstance(error, WorkerDiedError)
-            # On a loaded machine, some may take longer to die than the main process waits for them.
-            listed = named(error)
-            assert set(listed) <= set(enumerate(pids))
-            assert len(listed) == n_workers or not FULL, error
-            for rank in set(range(n_workers)) - {rank for rank, _ in listed}:
-                assert f"worker {rank} " in str(error).partition("the others: ")[2]
+            # Those that take longer to die than the main process waits for them are listed all the same.
+            assert sorted(named(error)) == list(enumerate(pids)), error
 
 
 @pytest.mark.parametrize("how", ["sleep", "fork"])

@@ -1,0 +1,26 @@
+"""A minute of chaos: random workers of random samplers killed at random moments."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .support import scaled
+
+CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
+SECONDS = scaled(600, 60)
+
+pytestmark = pytest.mark.timeout(SECONDS + 120)
+
+
+def test_chaos() -> None:
+    run = subprocess.run([sys.executable, str(CHAOS), "--seconds", str(SECONDS)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    counts = {what: int(n.replace(",", "")) for n, what in re.findall(r"([\d,]+) ([\w ]+)", run.stdout)}
+    assert counts["batches"] > 0
+    assert counts["restarts"] > 0
+    assert counts["signals"] > 0
