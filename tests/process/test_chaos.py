@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(SECONDS + 120)
 def test_chaos() -> None:
     run = subprocess.run([sys.executable, str(CHAOS), "--seconds", str(SECONDS)], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    counts = {what: int(n.replace(",", "")) for n, what in re.findall(r"([\d,]+) ([\w ]+)", run.stdout)}
+    counts = {what: int(n.replace(",", "")) for n, what in re.findall(r"(\d[\d,]*) ([\w ]+)", run.stdout)}
     assert counts["batches"] > 0
     assert counts["restarts"] > 0
     assert counts["signals"] > 0
