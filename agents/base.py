@@ -47,6 +47,8 @@ class Agent(ABC):
     action_space: gym.Space[Any]
     env_ranks: Sequence[int] | None = None  #: of a copy's columns, once `set_columns` has told it
     n_envs: int | None = None  #: how many environments there are in all, likewise
+    #: The columns that `step` and `value` are called for, if not for all; see `select`.
+    selected: npt.NDArray[np.intp] | None = None
     _audiences: tuple[SharedParameters, ...] | None = None  # the learner's: one per sampler
     _followed: SharedParameters | None = None  # a worker copy's
     _version = 0
@@ -105,6 +107,14 @@ class Agent(ABC):
         raise ConfigError(
             f"{type(self).__name__} has no value(): override it, or initialize the sampler with bootstrap_value=False"
         )
+
+    def select(self, columns: npt.NDArray[np.intp] | None) -> None:
+        """From now on, `step` and `value` are called for these columns alone (None: for all of them).
+
+        A sampler that serves environments as they become ready does this between any two steps. An agent
+        that keeps something for each column takes that of `self.selected`; `reset_one` counts over all columns.
+        """
+        self.selected = columns
 
     # ---- modes -----------------------------------------------------------------------------
 
@@ -180,7 +190,7 @@ class Agent(ABC):
         """A copy with state of its own for `len(rngs)` columns, and the same parameters."""
         twin = copy.copy(self)
         twin._followed = self._followed
-        twin.env_ranks = twin.n_envs = None
+        twin.env_ranks = twin.n_envs = twin.selected = None
         twin.seed_columns(rngs)
         twin.reset()
         return twin

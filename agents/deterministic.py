@@ -93,7 +93,7 @@ class DeterministicPgAgent(TorchAgent):
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         if self._is_random:
-            return AgentStep(self._uniform.next_row())
+            return AgentStep(self._uniform.next_row(self.selected))
         output = self.forward(observation, prev_action, prev_reward)
         action = output_array(output, "action", (len(prev_reward), *self._box.shape)).astype(np.float64, copy=False)
         if not np.isfinite(action).all():
@@ -108,8 +108,10 @@ class DeterministicPgAgent(TorchAgent):
         if self._scale is None:  # used without a sampler
             self.sample_mode(0)
             assert self._scale is not None
-        normals = self._noise.next_row()
-        return self._scale * normals if self._process is None else self._process.next_row(normals, self._scale)
+        normals, scale = self._noise.next_row(self.selected), self._scale
+        if self.selected is not None:
+            scale = scale[self.selected]
+        return scale * normals if self._process is None else self._process.next_row(normals, scale, self.selected)
 
     def action_of(self, output: torch.Tensor) -> torch.Tensor:
         """The action `[..., *shape]` without noise for the model's output, in torch and with gradients."""

@@ -78,9 +78,10 @@ class EpsilonGreedyAgent(TorchAgent):
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         if self._epsilon is None:  # used without a sampler
             self.sample_mode(0)
-        epsilon = self._epsilon
+            assert self._epsilon is not None
+        epsilon = self._epsilon if self.selected is None else self._epsilon[self.selected]
         q, n = self._q(observation, prev_action, prev_reward), int(self.action_space.n)
-        noise = self._noise.next_row()
+        noise = self._noise.next_row(self.selected)
         explored = noise[:, 0] < epsilon
         index = np.where(explored, (noise[:, 1] * n).astype(np.int64), q.argmax(axis=1))
         info = NamedArrays(

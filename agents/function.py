@@ -43,7 +43,8 @@ class FunctionAgent(Agent):
         self._rngs = rngs
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
-        result = self._fn(observation, rngs=self._rngs) if self._takes_rngs else self._fn(observation)
+        rngs = self._rngs if self.selected is None else [self._rngs[b] for b in self.selected]
+        result = self._fn(observation, rngs=rngs) if self._takes_rngs else self._fn(observation)
         if isinstance(result, AgentStep):
             return result
         has_info = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping | NamedArrays)

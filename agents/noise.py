@@ -25,13 +25,29 @@ class ColumnNoise:
         self._rngs, self._draw = rngs, draw
         self._at = _CHUNK
         self._chunk: Any = None
+        self._each: npt.NDArray[np.intp] | None = None  # where each column is, once they go apart
 
-    def next_row(self) -> Any:
-        """The next row; it stays as it is, whatever is drawn later."""
+    def next_row(self, columns: npt.NDArray[np.intp] | None = None) -> Any:
+        """The next row, of `columns` if not of all; it stays as it is, whatever is drawn later."""
+        if columns is not None or self._each is not None:
+            return self._next_of(np.arange(len(self._rngs)) if columns is None else columns)
         if self._at == _CHUNK:
             self._fill()
         row = self._chunk[self._at]
         self._at += 1
+        return row
+
+    def _next_of(self, columns: npt.NDArray[np.intp]) -> Any:
+        if self._each is None:
+            if self._chunk is None:
+                self._fill()
+            self._chunk = map_leaves(np.copy, self._chunk)  # rows of it that were handed out are to stay as they are
+            self._each = np.full(len(self._rngs), self._at)
+        for b in columns[self._each[columns] == _CHUNK]:
+            self._chunk[:, b] = self._draw(self._rngs[b], _CHUNK)
+            self._each[b] = 0
+        row = self._chunk[self._each[columns], columns]
+        self._each[columns] += 1
         return row
 
     def _fill(self) -> None:
@@ -53,10 +69,18 @@ class OrnsteinUhlenbeck:
         self._x = np.zeros((n_columns, *shape))
         self._keep, self._scale = 1.0 - theta * dt, dt**0.5
 
-    def next_row(self, normals: npt.NDArray[Any], sigma: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Go on by a row of standard normal numbers `[B, ...]`; `sigma` broadcasts against them."""
-        self._x = self._keep * self._x + self._scale * sigma * normals
-        return self._x
+    def next_row(
+        self, normals: npt.NDArray[Any], sigma: npt.NDArray[Any], columns: npt.NDArray[np.intp] | None = None
+    ) -> npt.NDArray[Any]:
+        """Go on by a row of standard normal numbers `[B, ...]`, of `columns` if not of all; `sigma` broadcasts
+        against them."""
+        before = self._x if columns is None else self._x[columns]
+        after: npt.NDArray[Any] = self._keep * before + self._scale * sigma * normals
+        if columns is None:
+            self._x = after
+        else:
+            self._x[columns] = after
+        return after
 
     def reset_one(self, column: int) -> None:
         """Start column from zero."""

@@ -29,7 +29,7 @@ class RandomAgent(Agent):
         self._noise = ColumnNoise(rngs, partial(draw, self.action_space))
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
-        return AgentStep(self._noise.next_row())
+        return AgentStep(self._noise.next_row(self.selected))
 
     def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
         return np.zeros(len(prev_reward), np.float32)

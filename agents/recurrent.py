@@ -53,7 +53,7 @@ class RecurrentPgAgent(PgAgent):
         if record_state not in ("step", "batch", None):
             raise ConfigError(f'record_state must be "step", "batch" or None, got {record_state!r}')
         self.record_state = record_state
-        self._batch_begins = True
+        self._begun = np.zeros(0, np.bool_)  # whether a column has made its first step of the batch
 
     def initialize(
         self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
@@ -71,7 +71,11 @@ class RecurrentPgAgent(PgAgent):
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
         super().seed_columns(rngs)
         self._state = RecurrentState(self.model, len(rngs), self._float_dtype)
-        self._batch_begins = True
+        self._begun = np.zeros(len(rngs), np.bool_)
+
+    def select(self, columns: npt.NDArray[np.intp] | None) -> None:
+        super().select(columns)
+        self._state.select(columns)
 
     def reset(self) -> None:
         self._state.reset()
@@ -81,7 +85,7 @@ class RecurrentPgAgent(PgAgent):
 
     def sample_mode(self, itr: int) -> None:
         super().sample_mode(itr)
-        self._batch_begins = True
+        self._begun[...] = False
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         record = {} if self.record_state is None else {"prev_rnn_state": self._recorded()}
@@ -96,15 +100,12 @@ class RecurrentPgAgent(PgAgent):
         return value_array(outputs[-2], len(prev_reward))
 
     def _recorded(self) -> Any:
-        if self.record_state == "step" or self._batch_begins:
-            self._batch_begins = False
-            recorded = self._state.numpy()
-            if self.record_state == "batch":
-                self._nothing = (
-                    np.zeros_like(recorded) if isinstance(recorded, np.ndarray) else recorded.map(np.zeros_like)
-                )
-            return recorded
-        return self._nothing
+        recorded = self._state.numpy()
+        if self.record_state == "batch":
+            columns = slice(None) if self.selected is None else self.selected
+            recorded[self._begun[columns]] = 0
+            self._begun[columns] = True
+        return recorded
 
 
 class RecurrentCategoricalPgAgent(RecurrentPgAgent):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -27,7 +29,12 @@ class RecurrentState:
 
     def __init__(self, model: nn.Module, n_columns: int, dtype: torch.dtype) -> None:
         self._model, self._n_columns, self._dtype = model, n_columns, dtype
+        self._selected: torch.Tensor | None = None
         self.reset()
+
+    def select(self, columns: npt.NDArray[np.intp] | None) -> None:
+        """What is read and advanced from now on is the state of these columns (None: of all)."""
+        self._selected = None if columns is None else torch.from_numpy(columns)
 
     def reset(self) -> None:
         """All columns start anew."""
@@ -46,31 +53,44 @@ class RecurrentState:
     @property
     def current(self) -> Any:
         """The state `[B, ...]`, in the structure that the model knows."""
-        return _rebuild(self._kind, self._names, self._leaves)
+        return _rebuild(self._kind, self._names, self._those_selected())
+
+    def _those_selected(self) -> list[torch.Tensor]:
+        if self._selected is None:
+            return self._leaves
+        with torch.inference_mode():
+            return [leaf[self._selected] for leaf in self._leaves]
 
     def copy(self) -> Any:
         """As `current`, in memory of its own."""
         with torch.inference_mode():
-            return _rebuild(self._kind, self._names, [leaf.clone() for leaf in self._leaves])
+            return _rebuild(self._kind, self._names, [leaf.clone() for leaf in self._those_selected()])
 
     def numpy(self) -> Any:
         """A copy as it is recorded: an array `[B, ...]`, or `NamedArrays` of them (`_0`, `_1` for a tuple)."""
-        arrays = [(leaf.float() if leaf.dtype in _HALF else leaf).detach().numpy().copy() for leaf in self._leaves]
+        arrays = [
+            (leaf.float() if leaf.dtype in _HALF else leaf).detach().numpy().copy() for leaf in self._those_selected()
+        ]
         return arrays[0] if self._names == ("",) else NamedArrays(dict(zip(self._names, arrays, strict=True)))
 
     def advance(self, new: Any) -> None:
         """Take over the model's new state; `SpaceError` unless it is of the same structure, shapes and dtypes."""
         parts = _parts(new)
-        leaves = list(parts.values())
+        leaves, before = list(parts.values()), self._those_selected()
         if tuple(parts) != self._names or any(
             not isinstance(leaf, torch.Tensor) or leaf.shape != old.shape or leaf.dtype != old.dtype
-            for leaf, old in zip(leaves, self._leaves, strict=True)
+            for leaf, old in zip(leaves, before, strict=True)
         ):
-            old = dict(zip(self._names, self._leaves, strict=True))
+            old = dict(zip(self._names, before, strict=True))
             raise SpaceError(
                 f"the model's new state must be like that which it was given, {_describe(old)}, got {_describe(parts)}"
             )
-        self._leaves = leaves
+        if self._selected is None:
+            self._leaves = leaves
+            return
+        with torch.inference_mode():
+            for all_columns, leaf in zip(self._leaves, leaves, strict=True):
+                all_columns[self._selected] = leaf
 
     def _cast(self, leaf: torch.Tensor) -> torch.Tensor:
         """As the other inputs of the model: floating-point numbers in the dtype of its parameters."""

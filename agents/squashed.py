@@ -81,9 +81,9 @@ class SquashedGaussianAgent(TorchAgent):
         )
         exact = mean.astype(np.float64, copy=False)
         if self._is_random:
-            raw = np.arctanh(self._uniform.next_row())
+            raw = np.arctanh(self._uniform.next_row(self.selected))
         else:
-            raw = exact if self._greedy else exact + np.exp(log_std) * self._noise.next_row()
+            raw = exact if self._greedy else exact + np.exp(log_std) * self._noise.next_row(self.selected)
         recorded = raw.astype(self._raw_dtype, copy=False)
         raw = recorded.astype(np.float64, copy=False)
         log_prob = gaussian_log_prob(raw, exact, log_std)

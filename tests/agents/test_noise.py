@@ -105,3 +105,27 @@ def test_a_column_that_is_reset_starts_from_zero_and_the_others_go_on() -> None:
     assert first.tolist() == [[1, 1], [2, 2], [4, 4]]
     process.reset_one(1)
     assert process.next_row(zero, sigma).tolist() == [[0.75, 0.75], [0, 0], [3, 3]]
+
+
+def test_columns_that_go_apart_get_what_they_would_have_got_together() -> None:
+    together, apart = (ColumnNoise(generators(range(4)), numbers) for _ in range(2))
+    wanted = np.stack([together.next_row() for _ in range(300)])
+    first = apart.next_row()
+    kept = first.copy()
+    at = np.ones(4, int)
+    order = np.random.default_rng(0)
+    while at.min() < 260:
+        columns = np.flatnonzero(order.random(4) < 0.5)
+        columns = columns[at[columns] < 300]
+        if len(columns):
+            np.testing.assert_array_equal(apart.next_row(columns), wanted[at[columns], columns])
+            at[columns] += 1
+    np.testing.assert_array_equal(first, kept)  # what was handed out has not changed
+
+
+def test_all_columns_again_after_some_have_gone_ahead() -> None:
+    together, apart = (ColumnNoise(generators(range(3)), numbers) for _ in range(2))
+    wanted = np.stack([together.next_row() for _ in range(4)])
+    np.testing.assert_array_equal(apart.next_row(np.array([0, 2])), wanted[0, [0, 2]])
+    np.testing.assert_array_equal(apart.next_row(np.array([1])), wanted[0, [1]])
+    np.testing.assert_array_equal(apart.next_row(), wanted[1])
