@@ -155,8 +155,9 @@ class Ceiling:
 class Sampling:
     """A sampler, initialized and waiting to be run."""
 
-    def __init__(self, cls: type[Sampler], setting: Setting) -> None:
-        self.sampler = cls(ENV, batch_T=setting.batch_T, batch_B=setting.batch_B, n_workers=setting.n_workers)
+    def __init__(self, cls: type[Sampler], setting: Setting, env_fn: Callable[..., Any] = ENV, **options: Any) -> None:
+        shape = {"batch_T": setting.batch_T, "batch_B": setting.batch_B, "n_workers": setting.n_workers}
+        self.sampler = cls(env_fn, **shape, **options)
         self.sampler.initialize(setting.make_agent(), seed=0, bootstrap_value=setting.agent == "mlp")
         self._batch_steps = setting.batch_T * setting.batch_B
         self._itr = 0
@@ -264,6 +265,14 @@ def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
     Console(width=140).print(table)
 
 
+def machine() -> dict[str, Any]:
+    """What the figures were taken on, for the JSON file."""
+    return {
+        "machine": {"cpus": len(usable_cpus()), "platform": platform.platform(), "python": platform.python_version()},
+        "versions": {"numpy": np.__version__, "torch": torch.__version__, "gymnasium": gym.__version__},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--agents", nargs="+", default=["mlp", "random"], choices=["mlp", "random"])
@@ -283,9 +292,7 @@ def main() -> None:
         rows += summarize(setting, figures)
     print_table(rows, f"CartPole-v1, B={args.batch_B}, T={args.batch_T}, {args.n_workers} workers")
     if args.json:
-        machine = {"cpus": len(usable_cpus()), "platform": platform.platform(), "python": platform.python_version()}
-        versions = {"numpy": np.__version__, "torch": torch.__version__, "gymnasium": gym.__version__}
-        content = {"machine": machine, "versions": versions, "seconds": args.seconds, "results": results, "table": rows}
+        content = {**machine(), "seconds": args.seconds, "results": results, "table": rows}
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
 

@@ -121,6 +121,9 @@ class VectorColumns:
         self._writer = checked_writer(self._space, checks)
         self._final_writer = checked_writer(self._space, checks, "the final observation")
         self._example = example_of(self._space)
+        # Shape and dtype of batches that need no closer look: those of a single array, unless checks are on.
+        is_array = isinstance(self._example, np.ndarray) and checks == _NO_OPTIONS
+        self._plain = ((len(env_ranks), *self._example.shape), self._example.dtype) if is_array else None
         self._batch: Any = None  # current observations, as the environment batches them
         self._rewards: Any = np.zeros(len(env_ranks))
         #: The infos of the last step, as Gymnasium batches them.
@@ -228,6 +231,8 @@ class VectorColumns:
 
     def _final_rows(self, columns: Any, final: Any) -> Any:
         """The rows `columns` of `final`, checked, as they are to be recorded."""
+        if self._is_plain(final):
+            return final[columns]
         rows = map_leaves(lambda leaf: np.empty((len(columns), *leaf.shape), leaf.dtype), self._example)
         if self.checks == _NO_OPTIONS and _is_batch(final):
             given = _taken(final, columns)
@@ -257,6 +262,9 @@ class VectorColumns:
 
     def write_prepared(self, prepared: Any) -> None:
         """Write the current observations into `prepared`, a row `[B, ...]`."""
+        if self._is_plain(self._batch):
+            prepared[...] = self._batch
+            return
         batch = as_named(self._batch)
         _check_leaves(prepared, batch, self.env_ranks)
         prepared[...] = batch
@@ -267,6 +275,10 @@ class VectorColumns:
                 raise self._blaming(error.column, error) from None
 
     write_observations = write_prepared
+
+    def _is_plain(self, batch: Any) -> bool:
+        """Whether `batch` is one array, as it should be, so that there is nothing more to look at."""
+        return type(batch) is np.ndarray and (batch.shape, batch.dtype) == self._plain
 
     def write_rewards(self, row: Any) -> None:
         """Write the rewards of the last step into their row `[B]`."""

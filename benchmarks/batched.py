@@ -1,0 +1,138 @@
+"""Batched environments: CartPole a worker at a time against CartPole one by one.
+
+Samplers with 2 workers take turns in one run, in random order: single environments (`ResetCollector`), Gymnasium's
+vectorised CartPole (`BatchedCartPole`) and, where it is installed, EnvPool's, at several numbers of environments. Each
+turn's figure is divided by the same turn's figure for single environments at the first number of environments.
+
+    python benchmarks/batched.py --json batched.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from throughput import ENV, Sampling, Setting, machine
+
+from penstock import ParallelSampler, ResetCollector, VectorEnvCollector
+from penstock.envs import BatchedCartPole, BatchedEnvPool
+
+KINDS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "single": (ENV, ResetCollector),
+    "batched": (BatchedCartPole, VectorEnvCollector),
+    "envpool": (partial(BatchedEnvPool, "CartPole-v1"), VectorEnvCollector),
+}
+
+Contestant = tuple[str, int]  # kind, batch_B
+
+
+def measure(
+    agent: str,
+    contestants: Sequence[Contestant],
+    seconds: float,
+    repeats: int,
+    *,
+    batch_T: int = 128,
+    n_workers: int = 2,
+    say: Callable[[str], None] = print,
+) -> dict[Contestant, list[float]]:
+    """Steps per second, `repeats` figures each."""
+    running: dict[Contestant, Sampling] = {}
+    try:
+        for kind, batch_B in contestants:
+            env_fn, collector_cls = KINDS[kind]
+            running[kind, batch_B] = Sampling(
+                ParallelSampler,
+                Setting(agent, batch_B, batch_T, n_workers),
+                env_fn,
+                collector_cls=collector_cls,
+                max_decorrelation_steps=0,
+            )
+        for sampling in running.values():
+            sampling.run(seconds / 2)  # warm-up
+        figures: dict[Contestant, list[float]] = {contestant: [] for contestant in contestants}
+        for repeat in range(repeats):
+            for contestant in random.sample(contestants, len(contestants)):
+                figures[contestant].append(running[contestant].run(seconds))
+            if (repeat + 1) % 10 == 0:
+                say(f"  {agent}: turn {repeat + 1} of {repeats}")
+        return figures
+    finally:
+        for sampling in running.values():
+            sampling.close()
+
+
+def summarize(agent: str, figures: dict[Contestant, list[float]]) -> list[dict[str, Any]]:
+    """One row per contestant: steps/s, and turn by turn how many times that of the first."""
+    (_, first), *_ = figures.items()
+    return [
+        {
+            "agent": agent,
+            "kind": kind,
+            "batch_B": batch_B,
+            "steps_per_s": _spread(rates),
+            "times_single": _spread([rate / base for rate, base in zip(rates, first, strict=True)]),
+        }
+        for (kind, batch_B), rates in figures.items()
+    ]
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "low": low, "high": high}
+
+
+def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
+    table = Table(title=title, caption="median (middle half of the turns); ratios are taken turn by turn")
+    for heading in ("policy", "environments", "B", "steps/s", "times the first"):
+        table.add_column(heading, justify="left" if heading in ("policy", "environments") else "right")
+    for row in rows:
+        rate, ratio = row["steps_per_s"], row["times_single"]
+        table.add_row(
+            row["agent"],
+            row["kind"],
+            str(row["batch_B"]),
+            f"{rate['median']:,.0f} ({rate['low']:,.0f} to {rate['high']:,.0f})",
+            f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
+        )
+    Console(width=110).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--agents", nargs="+", default=["random", "mlp"], choices=["mlp", "random"])
+    parser.add_argument("--batch-B", type=int, nargs="+", default=[32, 256, 1024], help="numbers of environments")
+    parser.add_argument("--batch-T", type=int, default=128)
+    parser.add_argument("--n-workers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=0.4, help="length of one turn")
+    parser.add_argument("--repeats", type=int, default=20, help="turns of each contestant")
+    parser.add_argument("--json", help="write settings, machine and all figures to this file")
+    args = parser.parse_args()
+
+    kinds = ["single", "batched"]
+    if importlib.util.find_spec("envpool") is not None:
+        kinds.append("envpool")
+    contestants = [(kind, batch_B) for kind in kinds for batch_B in args.batch_B]
+    results, rows = [], []
+    for agent in args.agents:
+        figures = measure(
+            agent, contestants, args.seconds, args.repeats, batch_T=args.batch_T, n_workers=args.n_workers
+        )
+        results += [{"agent": agent, "kind": k, "batch_B": b, "steps_per_s": v} for (k, b), v in figures.items()]
+        rows += summarize(agent, figures)
+    print_table(rows, f"CartPole-v1, T={args.batch_T}, {args.n_workers} workers")
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({**machine(), "settings": vars(args), "results": results, "table": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Each of these benchmarks runs, in a tiny configuration, and prints a row for every contestant."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(path: Path, name: str, *options: object) -> tuple[str, Any]:
+    line = [sys.executable, f"benchmarks/{name}.py", *map(str, options), "--json", str(path / "out.json")]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads((path / "out.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("agent", ["random", "mlp"])
+def test_batched(tmp_path: Path, agent: str) -> None:
+    options = ["--agents", agent, "--batch-B", 4, 6, "--batch-T", 8, "--seconds", 0.02, "--repeats", 2]
+    printed, content = run(tmp_path, "batched", *options)
+    assert "times the first" in printed
+    rows = {(row["kind"], row["batch_B"]): row for row in content["table"]}
+    assert rows.keys() >= {(kind, n) for kind in ("single", "batched") for n in (4, 6)}
+    assert rows["single", 4]["times_single"]["median"] == 1
+    assert all(len(result["steps_per_s"]) == 2 and min(result["steps_per_s"]) > 0 for result in content["results"])
+
+
+def test_spaces(tmp_path: Path) -> None:
+    options = ["--batch-B", 4, "--batch-T", 8, "--seconds", 0.02, "--repeats", 2]
+    printed, content = run(tmp_path, "spaces", *options)
+    assert "observations of 288 bytes" in printed
+    assert content["figures"].keys() == {"flat", "flat again", "nested, 4 leaves", "nested, 16 leaves"}
+    assert all(len(v) == 2 and min(v) > 0 for figures in content["figures"].values() for v in figures.values())
+
+
+def test_noise(tmp_path: Path) -> None:
+    printed, content = run(tmp_path, "noise", "--columns", 2, 3, "--rows", 10, "--repeats", 2)
+    assert "ns per environment step" in printed
+    assert len(content["results"]) == 3 * 2 * 3
+    assert all(len(result["ns"]) == 2 and min(result["ns"]) > 0 for result in content["results"])
