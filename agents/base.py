@@ -81,6 +81,9 @@ class Agent(ABC):
         """Take one random stream per column. An agent that draws column b's noise from `rngs[b]`
         alone gives the same trajectories however the columns are spread over workers."""
 
+    def reseed_columns(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
+        """Take new random streams for some of the columns, whose environments have been built anew."""
+
     def set_columns(self, env_ranks: Sequence[int], n_envs: int) -> None:
         """Take note that column b is environment `env_ranks[b]` of `n_envs`, on all machines together.
 
@@ -175,6 +178,11 @@ class Agent(ABC):
     def worker_copy(self: _Self) -> _Self:
         """A copy to sample with in a worker: parameters of its own, on the CPU, nothing shared yet."""
         return copy.copy(self)
+
+    def server_copy(self: _Self) -> _Self:
+        """A copy to act for all environments in the main process: as `worker_copy`, but where the learner's
+        model is, on a GPU if it is on one."""
+        return self.worker_copy()
 
     def attach(self, parameters: SharedParameters) -> None:
         """Follow the shared parameters, as a worker's copy."""

@@ -42,6 +42,11 @@ class FunctionAgent(Agent):
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
         self._rngs = rngs
 
+    def reseed_columns(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
+        self._rngs = list(self._rngs)
+        for b, rng in zip(columns, rngs, strict=True):
+            self._rngs[b] = rng
+
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         rngs = self._rngs if self.selected is None else [self._rngs[b] for b in self.selected]
         result = self._fn(observation, rngs=rngs) if self._takes_rngs else self._fn(observation)

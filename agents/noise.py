@@ -25,11 +25,19 @@ class ColumnNoise:
         self._rngs, self._draw = rngs, draw
         self._at = _CHUNK
         self._chunk: Any = None
-        self._each: npt.NDArray[np.intp] | None = None  # where each column is, once they go apart
+        self._at_each = np.zeros(0, np.intp)  # where each column is, once they have gone apart
+
+    def reseed(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
+        """Begin anew in these columns, with other streams."""
+        self._go_apart()
+        self._rngs = list(self._rngs)
+        for b, rng in zip(columns, rngs, strict=True):
+            self._rngs[b] = rng
+        self._at_each[columns] = _CHUNK
 
     def next_row(self, columns: npt.NDArray[np.intp] | None = None) -> Any:
         """The next row, of `columns` if not of all; it stays as it is, whatever is drawn later."""
-        if columns is not None or self._each is not None:
+        if columns is not None or len(self._at_each):
             return self._next_of(np.arange(len(self._rngs)) if columns is None else columns)
         if self._at == _CHUNK:
             self._fill()
@@ -38,17 +46,21 @@ class ColumnNoise:
         return row
 
     def _next_of(self, columns: npt.NDArray[np.intp]) -> Any:
-        if self._each is None:
+        self._go_apart()
+        at = self._at_each
+        for b in columns[at[columns] == _CHUNK]:
+            self._chunk[:, b] = self._draw(self._rngs[b], _CHUNK)
+            at[b] = 0
+        row = self._chunk[at[columns], columns]
+        at[columns] += 1
+        return row
+
+    def _go_apart(self) -> None:
+        if not len(self._at_each):
             if self._chunk is None:
                 self._fill()
             self._chunk = map_leaves(np.copy, self._chunk)  # rows of it that were handed out are to stay as they are
-            self._each = np.full(len(self._rngs), self._at)
-        for b in columns[self._each[columns] == _CHUNK]:
-            self._chunk[:, b] = self._draw(self._rngs[b], _CHUNK)
-            self._each[b] = 0
-        row = self._chunk[self._each[columns], columns]
-        self._each[columns] += 1
-        return row
+            self._at_each = np.full(len(self._rngs), self._at)
 
     def _fill(self) -> None:
         columns = [self._draw(rng, _CHUNK) for rng in self._rngs]

@@ -76,6 +76,9 @@ class PgAgent(TorchAgent):
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
         self._noise = ColumnNoise(rngs, self._head.draw)
 
+    def reseed_columns(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
+        self._noise.reseed(columns, rngs)
+
     def sample_mode(self, itr: int) -> None:
         super().sample_mode(itr)
         self._greedy = False

@@ -28,6 +28,9 @@ class RandomAgent(Agent):
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
         self._noise = ColumnNoise(rngs, partial(draw, self.action_space))
 
+    def reseed_columns(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
+        self._noise.reseed(columns, rngs)
+
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         return AgentStep(self._noise.next_row(self.selected))
 

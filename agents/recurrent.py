@@ -73,6 +73,10 @@ class RecurrentPgAgent(PgAgent):
         self._state = RecurrentState(self.model, len(rngs), self._float_dtype)
         self._begun = np.zeros(len(rngs), np.bool_)
 
+    def reseed_columns(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
+        super().reseed_columns(columns, rngs)
+        self._begun[columns] = False
+
     def select(self, columns: npt.NDArray[np.intp] | None) -> None:
         super().select(columns)
         self._state.select(columns)

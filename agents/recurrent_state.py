@@ -69,7 +69,8 @@ class RecurrentState:
     def numpy(self) -> Any:
         """A copy as it is recorded: an array `[B, ...]`, or `NamedArrays` of them (`_0`, `_1` for a tuple)."""
         arrays = [
-            (leaf.float() if leaf.dtype in _HALF else leaf).detach().numpy().copy() for leaf in self._those_selected()
+            (leaf.float() if leaf.dtype in _HALF else leaf).detach().cpu().numpy().copy()
+            for leaf in self._those_selected()
         ]
         return arrays[0] if self._names == ("",) else NamedArrays(dict(zip(self._names, arrays, strict=True)))
 

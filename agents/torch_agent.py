@@ -34,6 +34,7 @@ class TorchAgent(Agent):
     """
 
     model: nn.Module
+    _device: torch.device | None = None  #: where a copy's model is, if not on the CPU
 
     def __init__(self, model: nn.Module | Callable[..., nn.Module]) -> None:
         if not (isinstance(model, nn.Module) or callable(model)):
@@ -95,6 +96,9 @@ class TorchAgent(Agent):
 
     def _leaf_tensor(self, leaf: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(leaf)
+        if self._device is not None:
+            dtype = self._float_dtype if tensor.is_floating_point() else tensor.dtype
+            return tensor.to(self._device, dtype, non_blocking=True)
         return tensor.to(self._float_dtype) if tensor.is_floating_point() else tensor
 
     # ---- modes -----------------------------------------------------------------------------
@@ -130,8 +134,16 @@ class TorchAgent(Agent):
         self.model.load_state_dict(state)
 
     def worker_copy(self: _Self) -> _Self:
+        twin = self.server_copy()
+        twin.model = twin.model.cpu()
+        twin._device = None
+        return twin
+
+    def server_copy(self: _Self) -> _Self:
         twin = super().worker_copy()
-        twin.model = copy.deepcopy(self.model).cpu()
+        twin.model = copy.deepcopy(self.model)
+        device = next((p.device for p in twin.model.parameters()), None)
+        twin._device = device if device is not None and device.type != "cpu" else None
         twin._model_source = nn.Identity  # the factory may be anything; the worker has no need of it
         return twin
 

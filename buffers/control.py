@@ -34,10 +34,11 @@ class Phase(enum.IntEnum):
     CLOSED = 9
     BEGINNING = 10
     CALLING = 11
+    ASKING = 12
 
 
 # Plain integers for the loop over time: an enum's member takes 50 ns more to store.
-_IS_ACTING, _IS_STEPPING = int(Phase.ACTING), int(Phase.STEPPING)
+_IS_ACTING, _IS_STEPPING, _IS_ASKING = int(Phase.ACTING), int(Phase.STEPPING), int(Phase.ASKING)
 
 
 class StopCollecting(Exception):
@@ -48,19 +49,20 @@ class StopCollecting(Exception):
 _QUIT, _DO_EVAL, _STOP_EVAL, _ITR, _DO_CALL = range(5)
 # ... and by each worker, in a row of its own.
 _PHASE, _T, _ENV_RANK, _HEARTBEAT, _BEGUN, _ARRIVED, _TRAJECTORIES, _BATCHES = range(8)
-_STEPPING, _ACTING, _RESETTING, _WAITING, _STEPS = range(8, 13)
+_STEPPING, _ACTING, _RESETTING, _WAITING, _STEPS, _ASKED, _QUESTION = range(8, 15)
 _ROW = 16  # 128 bytes: no two workers write to one cache line, nor to one pair that is fetched together
 
 
 class ControlBlock:
-    """`quit`, `do_eval`, `stop_eval`, `itr`, one `opened` count per worker, the progress rows, and the
-    time stamps of the last batch. Written by the main process, except for the rows."""
+    """`quit`, `do_eval`, `stop_eval`, `itr`, one `opened` and one `answered` count per worker, the progress
+    rows, and the time stamps of the last batch. Written by the main process, except for the rows."""
 
     def __init__(self, n_workers: int, batch_T: int, *, shared: bool) -> None:
         int64 = np.dtype(np.int64)
         specs = NamedArrays(
             words=ArraySpec((_ROW,), int64),
             opened=ArraySpec((n_workers,), int64),
+            answered=ArraySpec((n_workers, _ROW), int64),
             progress=ArraySpec((n_workers, _ROW), int64),
             timeline=ArraySpec((n_workers, 2 * batch_T + 1), np.dtype(np.float64)),
         )
@@ -119,6 +121,15 @@ class ControlBlock:
         """Count one more opening of this worker's gate."""
         self.memory.arrays.opened[worker_rank] += 1
 
+    def question(self, worker_rank: int) -> int:
+        """What this worker has asked the action server and not been answered; 0 for nothing."""
+        row = self.memory.arrays.progress[worker_rank]
+        return int(row[_QUESTION]) if row[_ASKED] != self.memory.arrays.answered[worker_rank, 0] else 0
+
+    def answer(self, worker_rank: int) -> None:
+        """This worker's question is answered. (If it is dead: was dropped.)"""
+        self.memory.arrays.answered[worker_rank, 0] = self.memory.arrays.progress[worker_rank, _ASKED]
+
     def progress(self, worker_rank: int) -> Progress:
         """The writing end of one worker's row; only that worker may use it."""
         return Progress(self, worker_rank)
@@ -147,6 +158,7 @@ class ControlBlock:
         row[[_T, _ENV_RANK]] = 0
         if row[_ARRIVED] != self.opened(worker_rank):
             row[[_BEGUN, _TRAJECTORIES]] = 0
+        self.answer(worker_rank)
         row[_PHASE], row[_HEARTBEAT] = Phase.STARTING, time.monotonic_ns()
 
     def snapshot(self, worker_rank: int) -> ProgressSnapshot:
@@ -194,6 +206,7 @@ class Progress:
         self._control = control
         self._main = memoryview(control.memory.arrays.words)
         self.words = memoryview(control.memory.arrays.progress[worker_rank])
+        self._answered = memoryview(control.memory.arrays.answered[worker_rank])
         # Typed as Any: memoryview's annotations know of integer items only.
         self._stamps: Any = memoryview(cast(Any, control.timeline(worker_rank)))
 
@@ -251,6 +264,23 @@ class Progress:
         self.words[_PHASE] = Phase.BEGINNING
         self.words[_T] = -1  # no row has been begun: what the batch holds is still the one before
         self.words[_BEGUN] = self.arrived + 1
+
+    def ask(self, question: int) -> None:
+        """Ask the action server; the row of the step buffer has been written."""
+        words = self.words
+        words[_QUESTION] = question
+        words[_PHASE] = _IS_ASKING
+        words[_ASKED] += 1  # last: it makes the question visible
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the action server has answered the last question. Raises `StopCollecting` once the sampler
+        is shutting down."""
+        if self._answered[0] == self.words[_ASKED]:
+            return True
+        if self._main[_QUIT]:
+            raise StopCollecting
+        return False
 
     @property
     def trajectories(self) -> int:

@@ -46,7 +46,7 @@ class CrewRules:
     """How processes are started, how long they may be silent, and what happens when one fails."""
 
     start_method: str
-    spin: bool  #: whether a waiting worker has a core to itself
+    spin_seconds: float  #: how long a waiting worker spins before it sleeps
     limits: Limits
     restarts: RestartPolicy
 
@@ -54,8 +54,16 @@ class CrewRules:
 class Crew:
     """One process per plan. Every wait watches the workers' deaths and is bounded."""
 
-    def __init__(self, plans: Sequence[WorkerPlan], job: Job, state: SharedState, rules: CrewRules) -> None:
-        self._state, self._rules, self._control = state, rules, state.control
+    def __init__(
+        self,
+        plans: Sequence[WorkerPlan],
+        job: Job,
+        state: SharedState,
+        rules: CrewRules,
+        on_replace: Callable[[WorkerPlan], None] = lambda plan: None,
+    ) -> None:
+        """`on_replace` is told the plan of each worker that takes a dead one's place, before it starts."""
+        self._state, self._rules, self._control, self._on_replace = state, rules, state.control, on_replace
         self._owner_pid = os.getpid()
         self._close_lock = threading.Lock()
         self.closed = False
@@ -63,12 +71,14 @@ class Crew:
         self.members: list[Member] = []
         self.restarts = Restarts(rules.restarts)
         self._job = PickledJob(job, plans)  # all of it, before the first process starts
-        self._launcher = Launcher(rules.start_method, len(plans))
+        self._launcher = Launcher(rules.start_method, len(plans), with_torch=state.steps is None)
         self._reports = ReportBoard(len(plans), shared=True)
         self._main_process = InheritedFd(os.pidfd_open(os.getpid())) if hasattr(os, "pidfd_open") else None
         self._guardian = Guardian()
         abandon_in_forks(self)
         try:
+            if (starter := self._launcher.prepare()) is not None:
+                self._guardian.watch(starter)
             for plan in plans:
                 self._control.open(plan.worker_rank)  # opening number one: start-up
                 self.members.append(self._start_first(plan))
@@ -78,7 +88,11 @@ class Crew:
             raise
 
     def _start_first(self, plan: WorkerPlan) -> Member:
-        gate, pipe, stacks = Gate(self._control, plan.worker_rank, spin=self._rules.spin), ObjectPipe(), StackFile()
+        gate, pipe, stacks = (
+            Gate(self._control, plan.worker_rank, spin_seconds=self._rules.spin_seconds),
+            ObjectPipe(),
+            StackFile(),
+        )
         try:
             return self._start(plan, gate, pipe, stacks)
         except BaseException:
@@ -157,6 +171,7 @@ class Crew:
         self._control.reset_row(rank)
         self._guardian.forget(old.pid)
         plan = replace(old.plan, generation=old.plan.generation + 1)
+        self._on_replace(plan)
         try:
             self.members[rank] = self._start(plan, old.gate, pipe, old.stacks)
         except BaseException:

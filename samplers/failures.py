@@ -30,6 +30,7 @@ _WORDS = {
     Phase.CLOSED: "closed",
     Phase.BEGINNING: "beginning",
     Phase.CALLING: "in a call on its environments",
+    Phase.ASKING: "waiting for actions",
 }
 
 
@@ -51,7 +52,7 @@ class Witness:
     def doing(self) -> str:
         """Its phase in words, with environment and time step."""
         words = _WORDS[self.progress.phase].format(rank=self.progress.env_rank)
-        in_batch = self.progress.phase in (Phase.ACTING, Phase.STEPPING, Phase.RESETTING)
+        in_batch = self.progress.phase in (Phase.ACTING, Phase.ASKING, Phase.STEPPING, Phase.RESETTING)
         return f"{words}, t={self.progress.t}" if in_batch and self.progress.t >= 0 else words
 
 

@@ -6,6 +6,11 @@ A gate is two counts in shared memory, each with one writer, and a wake-up for e
     open():   opened += 1, wake the worker   -->   wait_in(): until opened > arrived     (barrier_in)
     arrived:  arrived == opened              <--   arrive():  arrived += 1, wake main    (barrier_out)
 
+and, in between, where the agent acts in the main process, at every step:
+
+    question: asked != answered              <--   ask():     asked += 1, wake main, until answered
+    answer(): answered = asked, wake it      -->
+
 The counts are the truth; a wake-up only says "look again", so a stray or doubled one does no harm, and
 neither side can be wedged by the other's death: there is no lock to die with. Start-up is opening number
 one, which no one waits for: the worker arrives once when it is ready.
@@ -16,6 +21,7 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections.abc import Callable
 from typing import Any
 
 from penstock.buffers.control import ControlBlock, Progress
@@ -23,7 +29,6 @@ from penstock.buffers.descriptors import InheritedFd
 
 __all__ = ["Gate", "MainProcessGone", "WakeUp"]
 
-_SPIN_SECONDS = 50e-6  # about what a wake-up across cores costs
 _LOOK_AGAIN_MS = 1000
 
 
@@ -69,10 +74,10 @@ class WakeUp:
 class Gate:
     """One worker's gate; see the module's first lines. Pickles to that worker while it is started."""
 
-    def __init__(self, control: ControlBlock, worker_rank: int, *, spin: bool) -> None:
-        self._control, self._rank = control, worker_rank
-        self._spin_seconds = _SPIN_SECONDS if spin else 0.0
+    def __init__(self, control: ControlBlock, worker_rank: int, *, spin_seconds: float) -> None:
+        self._control, self._rank, self._spin_seconds = control, worker_rank, spin_seconds
         self._go, self._done = WakeUp(), WakeUp()
+        self._poll: Any = None  # the worker's, made there
 
     # ---- main process ----------------------------------------------------------------------
 
@@ -98,6 +103,11 @@ class Gate:
         self._go.close()
         self._done.close()
 
+    def answer(self) -> None:
+        """Let the worker go on with the answer to its question, which lies in the step buffer."""
+        self._control.answer(self._rank)
+        self._go.notify()
+
     # ---- worker ----------------------------------------------------------------------------
 
     def wait_in(self, progress: Progress, main_process: Any) -> None:
@@ -105,22 +115,34 @@ class Gate:
         the watchdog alone looks after it) becomes readable."""
         began = time.monotonic()
         wanted = progress.arrived + 1
-        # Spinning wins where a core is free for it, and loses badly where processes share one.
-        while time.monotonic() - began < self._spin_seconds:
-            if self._control.opened(self._rank) >= wanted:
-                break
-        poll = select.poll()
-        poll.register(self._go.fileno(), select.POLLIN)
-        if main_process is not None:
-            poll.register(main_process.fileno(), select.POLLIN)
-        while self._control.opened(self._rank) < wanted:
-            for fd, _ in poll.poll(_LOOK_AGAIN_MS):
-                if fd != self._go.fileno():
-                    raise MainProcessGone
-            self._go.clear()
+        self._wait(lambda: self._control.opened(self._rank) >= wanted, main_process)
         progress.add_waiting(time.monotonic() - began)
 
     def arrive(self, progress: Progress) -> None:
         """Answer the opening."""
         progress.arrived += 1
         self._done.notify()
+
+    def ask(self, progress: Progress, question: int, main_process: Any) -> None:
+        """Ask the main process, in the middle of a batch, and wait for its answer. Raises as `wait_in` does,
+        and `StopCollecting` once the sampler is shutting down."""
+        progress.ask(question)
+        self._done.notify()
+        self._wait(lambda: progress.is_answered, main_process)
+
+    def _wait(self, has_come: Callable[[], bool], main_process: Any) -> None:
+        # Spinning wins where a core is free for it, and loses badly where processes share one.
+        spin_until = time.monotonic() + self._spin_seconds
+        while time.monotonic() < spin_until:
+            if has_come():
+                return
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(self._go.fileno(), select.POLLIN)
+            if main_process is not None:
+                self._poll.register(main_process.fileno(), select.POLLIN)
+        while not has_come():
+            for fd, _ in self._poll.poll(_LOOK_AGAIN_MS):
+                if fd != self._go.fileno():
+                    raise MainProcessGone
+            self._go.clear()

@@ -27,13 +27,16 @@ while read -r line; do
         -*) case $groups in *" -$pid "*) groups="${groups%% -$pid *} ${groups#* -$pid }" ;; esac ;;
     esac
 done
-[ "$groups" = " " ] || kill -s KILL -- $groups
+for group in $groups; do
+    # One that is only just starting has no group of its own yet.
+    kill -s KILL -- "$group" || kill -s KILL -- "${group#-}"
+done
 """
 _END_SECONDS = 1.0
 
 
 class Guardian:
-    """Watches over the process groups that it is told of. Without a shell there is none, and the
+    """Watches over the processes that it is told of, and their groups. Without a shell there is none, and the
     workers' own watchdogs must do."""
 
     def __init__(self) -> None:
@@ -51,7 +54,7 @@ class Guardian:
         abandon_in_forks(self)
 
     def watch(self, pid: int) -> None:
-        """A worker has been started."""
+        """A worker, or what starts workers, has been started."""
         self._say(f"+{pid}")
 
     def forget(self, pid: int) -> None:

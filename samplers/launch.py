@@ -29,7 +29,8 @@ __all__ = ["START_METHODS", "Launcher", "PickledJob"]
 START_METHODS = ("fork", "forkserver", "spawn")
 
 #: Imported once by the fork server, so that workers start in milliseconds, not seconds.
-_PRELOAD = ["torch", "penstock.samplers.process", "gymnasium", "gymnasium.envs.classic_control"]
+_PRELOAD = ["penstock.samplers.process", "gymnasium", "gymnasium.envs.classic_control"]
+_TORCH = ["torch"]
 
 _start_lock = threading.Lock()
 
@@ -84,10 +85,22 @@ class Launcher:
     Raises `ConfigError` where the start method or this machine's limits do not allow them.
     """
 
-    def __init__(self, start_method: str, n_workers: int) -> None:
-        self._start_method = start_method
+    def __init__(self, start_method: str, n_workers: int, *, with_torch: bool) -> None:
+        self._start_method, self._preload = start_method, _TORCH + _PRELOAD if with_torch else _PRELOAD
         check_limits(n_workers, start_method)
         _refuse_unsafe_fork(start_method)
+
+    def prepare(self) -> int | None:
+        """Start what starts the workers, if it has not been; returns its process id, None if that is this process."""
+        if self._start_method != "forkserver":
+            return None
+        with _start_lock, _no_main_module():
+            if _forkserver_is_idle():
+                multiprocessing.set_forkserver_preload(self._preload)
+            with _explaining("the fork server"):
+                forkserver.ensure_running()
+        pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        return pid
 
     @property
     def dies_with_starter(self) -> bool:
@@ -106,27 +119,33 @@ class Launcher:
         process = context.Process(  # type: ignore[attr-defined]
             target=worker_main, args=(setup,), name=f"penstock-worker-{setup.plan.worker_rank}"
         )
-        with _start_lock:
-            if self._start_method == "forkserver" and _forkserver_is_idle():
-                multiprocessing.set_forkserver_preload(_PRELOAD)
-            with contextlib.nullcontext() if self._start_method == "fork" else _no_main_module(), _not_daemonic():
-                try:
+        main_module = contextlib.nullcontext() if self._start_method == "fork" else _no_main_module()
+        with _start_lock, main_module, _not_daemonic():
+            try:
+                with _explaining(f"worker {setup.plan.worker_rank}"):
                     process.start()
-                except BrokenPipeError as error:  # the fork server's child is gone, and its process id with it
-                    raise WorkerDiedError(
-                        f"worker {setup.plan.worker_rank} died before it could be told what to do (start-up)"
-                    ) from error
-                except (EOFError, ConnectionError) as error:
-                    raise ConfigError(
-                        f"worker {setup.plan.worker_rank} could not be started: the fork server has ended ({error}). "
-                        "If this machine allows no more processes, lower n_workers or raise the limit (ulimit -u)"
-                    ) from error
-                except (BlockingIOError, MemoryError) as error:
-                    raise ConfigError(
-                        f"worker {setup.plan.worker_rank} could not be started: {error}. This machine allows no more "
-                        "processes: lower n_workers, or raise the limit (ulimit -u, the container's pids limit)"
-                    ) from error
+            except BrokenPipeError as error:  # the fork server's child is gone, and its process id with it
+                raise WorkerDiedError(
+                    f"worker {setup.plan.worker_rank} died before it could be told what to do (start-up)"
+                ) from error
+            except (EOFError, ConnectionError) as error:
+                raise ConfigError(
+                    f"worker {setup.plan.worker_rank} could not be started: the fork server has ended ({error}). "
+                    "If this machine allows no more processes, lower n_workers or raise the limit (ulimit -u)"
+                ) from error
         return process
+
+
+@contextlib.contextmanager
+def _explaining(what: str) -> Iterator[None]:
+    """Say what could not be started, and what may help."""
+    try:
+        yield
+    except (BlockingIOError, MemoryError) as error:
+        raise ConfigError(
+            f"{what} could not be started: {error}. This machine allows no more processes: lower n_workers, or "
+            "raise the limit (ulimit -u, the container's pids limit)"
+        ) from error
 
 
 def _refuse_unsafe_fork(start_method: str) -> None:

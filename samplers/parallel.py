@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from penstock.samplers.affinity import usable_cpus
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.base import Sampler
+from penstock.samplers.config import SamplerConfig
 from penstock.samplers.crew import Crew, CrewRules
 from penstock.samplers.plan import Affinity, WorkerPlan, assign_cpus, make_plans, n_workers_default
 from penstock.samplers.restarts import RestartPolicy
 from penstock.samplers.supervision import Limits
 from penstock.samplers.team import Team
 
-__all__ = ["ParallelSampler"]
+__all__ = ["SPIN_SECONDS", "ParallelSampler", "crew_rules"]
 
+SPIN_SECONDS = 50e-6  # about what a wake-up across cores costs
 _log = logging.getLogger("penstock")
 
 
@@ -28,22 +31,28 @@ class ParallelSampler(Sampler):
 
     def _make_plans(self, affinity: Affinity, rank: int) -> tuple[WorkerPlan, ...]:
         mask = usable_cpus()
-        asked = self.config.n_workers
-        n_workers = n_workers_default(asked, self.batch_B, mask)
+        asked, n_workers = self.config.n_workers, self._n_workers(mask)
         if asked is not None and asked > n_workers:
             _log.warning("n_workers=%d for batch_B=%d environments: %d are enough", asked, self.batch_B, n_workers)
         cpus = assign_cpus(affinity, n_workers, mask)
         return make_plans(self.batch_B, self.config.eval_n_envs, cpus, torch_threads=affinity.torch_threads, rank=rank)
 
+    def _n_workers(self, mask: Sequence[int]) -> int:
+        return n_workers_default(self.config.n_workers, self.batch_B, mask)
+
     def _make_team(self, allocation: Allocation) -> Team:
-        config = self.config
-        rules = CrewRules(
-            start_method=config.start_method,
-            # A waiting worker may spin only where the main process has a core to itself.
-            spin=len(usable_cpus()) > len(self._plans),
-            limits=Limits(config.step_timeout, config.start_timeout),
-            restarts=RestartPolicy(
-                config.max_restarts if config.on_worker_failure == "restart" else 0, config.restart_window
-            ),
-        )
-        return Crew(self._plans, allocation.job, allocation.state, rules)
+        # A waiting worker may spin only where the main process has a core to itself.
+        spin_seconds = SPIN_SECONDS if len(usable_cpus()) > len(self._plans) else 0.0
+        return Crew(self._plans, allocation.job, allocation.state, crew_rules(self.config, spin_seconds))
+
+
+def crew_rules(config: SamplerConfig, spin_seconds: float) -> CrewRules:
+    """What `config` says of processes and their failures."""
+    return CrewRules(
+        start_method=config.start_method,
+        spin_seconds=spin_seconds,
+        limits=Limits(config.step_timeout, config.start_timeout),
+        restarts=RestartPolicy(
+            config.max_restarts if config.on_worker_failure == "restart" else 0, config.restart_window
+        ),
+    )

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from penstock.buffers.control import Phase, StopCollecting
@@ -22,6 +23,7 @@ from penstock.buffers.trajectory_queue import ObjectPipe
 from penstock.samplers.affinity import limit_threads, pin
 from penstock.samplers.gates import Gate, MainProcessGone
 from penstock.samplers.plan import WorkerPlan
+from penstock.samplers.ports import WorkerPort
 from penstock.samplers.reports import ReportBoard
 from penstock.samplers.stacks import StackFile
 from penstock.samplers.worker import Job, SharedState, Worker
@@ -91,7 +93,9 @@ def worker_main(setup: WorkerSetup) -> None:
 
 def _serve(setup: WorkerSetup) -> None:
     gate, control = setup.gate, setup.state.control
-    worker = Worker(setup.plan, setup.order.read_job(), setup.state, setup.pipe)
+    progress = control.progress(setup.plan.worker_rank)
+    connect = partial(WorkerPort, gate, progress, setup.main_process)
+    worker = Worker(setup.plan, setup.order.read_job(), setup.state, setup.pipe, connect)
     progress = worker.progress
     limit_threads(setup.plan.torch_threads)  # again: unpickling the job may have loaded torch
     gc.freeze()  # what exists now is for good: collections need not go through torch's modules again

@@ -166,7 +166,8 @@ class _Stopwatch:
             if self._control.has_begun(rank):
                 self.starting.discard(rank)
             limit = self._limits.start if rank in self.starting else self._limits.step
-            if rank not in self._seen or self._seen[rank][0] != row:
+            # One that waits for the action server makes no progress, and that is not its fault.
+            if rank not in self._seen or self._seen[rank][0] != row or self._control.question(rank):
                 self._seen[rank] = row, now
             elif limit is not None and now - self._seen[rank][1] > limit:
                 overdue.append((member, limit))

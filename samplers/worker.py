@@ -16,8 +16,10 @@ from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import map_leaves
 from penstock.buffers.samples import BatchColumns
 from penstock.buffers.shared import NamedMemory
+from penstock.buffers.step_buffer import StepBuffer
 from penstock.buffers.trajectory_queue import Frame, RecordRings
 from penstock.collectors.base import Collector, CollectorParts
+from penstock.collectors.central import Port, RemoteAgent
 from penstock.collectors.checks import Checks
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.evaluation import BaseEvalCollector, EvalCollectorParts
@@ -30,7 +32,7 @@ from penstock.errors import SpaceError
 from penstock.samplers.env_calls import EnvCall, perform
 from penstock.samplers.plan import WorkerPlan, episode_shares
 
-__all__ = ["FrameQueue", "Job", "SharedState", "Worker"]
+__all__ = ["Connect", "FrameQueue", "Job", "SharedState", "Worker"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,15 @@ class SharedState:
     rings: RecordRings
     parameters: SharedParameters
     mailbox: Mailbox
+    steps: StepBuffer | None = None  #: where workers hold no agent: what they exchange with it ...
+    eval_steps: StepBuffer | None = None  #: ... and the same for evaluation
+
+
+class Connect(Protocol):
+    """Connects a worker to the action server."""
+
+    def __call__(self, steps: StepBuffer, columns: range) -> Port:
+        """The port for `columns` of `steps`."""
 
 
 class _RecordSink:
@@ -96,8 +107,10 @@ class _RecordSink:
 class Worker:
     """Builds a plan's environments and collectors, then runs batches and evaluations on demand."""
 
-    def __init__(self, plan: WorkerPlan, job: Job, state: SharedState, frames: FrameQueue) -> None:
-        self._plan, self._job, self._state = plan, job, state
+    def __init__(
+        self, plan: WorkerPlan, job: Job, state: SharedState, frames: FrameQueue, connect: Connect | None = None
+    ) -> None:
+        self._plan, self._job, self._state, self._connect = plan, job, state, connect
         self._frames = frames
         self._records = _RecordSink(state.rings, plan.worker_rank)
         self.progress = state.control.progress(plan.worker_rank)
@@ -142,6 +155,11 @@ class Worker:
 
     def _copy_of_agent(self, streams: ColumnStreams, purpose: Purpose, n_envs: int) -> Agent:
         agent = self._agent.column_copy(streams.rngs(purpose))
+        if self._connect is not None and isinstance(agent, RemoteAgent):
+            is_eval = purpose is Purpose.EVAL_ACTION
+            steps = self._state.eval_steps if is_eval else self._state.steps
+            assert steps is not None
+            agent.connect(self._connect(steps, self._plan.eval_columns if is_eval else self._plan.columns))
         agent.set_columns(streams.env_ranks, n_envs * self._job.world_size)
         return agent
 

@@ -28,7 +28,18 @@ from penstock.errors import (
     WorkerError,
     WorkerTimeoutError,
 )
-from penstock.samplers import Affinity, ParallelSampler, Sampler, SamplerState, SamplerStats, SerialSampler, WorkerStats
+from penstock.samplers import (
+    Affinity,
+    AlternatingSampler,
+    GpuSampler,
+    ParallelSampler,
+    Sampler,
+    SamplerState,
+    SamplerStats,
+    SerialSampler,
+    ServerStats,
+    WorkerStats,
+)
 
 if TYPE_CHECKING:
     from penstock.agents import (
@@ -48,6 +59,7 @@ __all__ = [
     "Affinity",
     "Agent",
     "AgentStep",
+    "AlternatingSampler",
     "BaseEvalCollector",
     "CategoricalPgAgent",
     "Collector",
@@ -61,6 +73,7 @@ __all__ = [
     "ExponentialSchedule",
     "FunctionAgent",
     "GaussianPgAgent",
+    "GpuSampler",
     "LinearSchedule",
     "NamedArrays",
     "ParallelSampler",
@@ -77,6 +90,7 @@ __all__ = [
     "SamplerStats",
     "Samples",
     "SerialSampler",
+    "ServerStats",
     "SpaceError",
     "SquashedGaussianAgent",
     "TorchAgent",

@@ -38,7 +38,7 @@ def test_a_wake_up_is_readable_until_it_is_cleared(wake_up_kind: str) -> None:
 def test_every_opening_is_answered_once(wake_up_kind: str, spin: bool) -> None:
     control = ControlBlock(1, 1, shared=False)
     progress = control.progress(0)
-    gate = Gate(control, 0, spin=spin)
+    gate = Gate(control, 0, spin_seconds=50e-6 if spin else 0.0)
     work = []
 
     def worker() -> None:
@@ -62,7 +62,7 @@ def test_every_opening_is_answered_once(wake_up_kind: str, spin: bool) -> None:
 
 def test_stray_wake_ups_open_nothing(wake_up_kind: str) -> None:
     control = ControlBlock(1, 1, shared=False)
-    gate = Gate(control, 0, spin=False)
+    gate = Gate(control, 0, spin_seconds=0.0)
     entered = threading.Event()
 
     def worker() -> None:
@@ -82,7 +82,7 @@ def test_stray_wake_ups_open_nothing(wake_up_kind: str) -> None:
 
 def test_a_waiting_worker_notices_the_end_of_the_main_process() -> None:
     control = ControlBlock(1, 1, shared=False)
-    gate = Gate(control, 0, spin=False)
+    gate = Gate(control, 0, spin_seconds=0.0)
     read, write = os.pipe()
     os.close(write)  # readable at once, as the pidfd of a dead process is
     main_process = InheritedFd(read)

@@ -1,0 +1,85 @@
+"""Central inference, the worker's side: an agent that asks the main process for every action."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+
+from penstock.agents.base import Agent, AgentStep
+from penstock.buffers.named import NamedArrays
+
+__all__ = ["Port", "Question", "RemoteAgent"]
+
+
+class Question(enum.IntEnum):
+    """What a worker asks of the action server."""
+
+    STEP = 1
+    VALUE = 2
+
+
+class Port(Protocol):
+    """A worker's connection to the action server."""
+
+    row: NamedArrays  #: its columns of the step buffer
+
+    def ask(self, question: Question) -> None:
+        """Ask about what `row` holds; return when `row` holds the answer."""
+
+
+class RemoteAgent(Agent):
+    """Stands for an agent that acts elsewhere, so collectors need not know where that is.
+
+    `step` and `value` copy their inputs into the step buffer and wait. What it returns are views of the step
+    buffer: collectors record them before the next step.
+    """
+
+    _port: Port
+
+    def __init__(self, agent: Agent) -> None:
+        """Stand for `agent`, of which nothing is kept but what collectors ask about."""
+        self.recurrent = agent.recurrent
+        self.initialize(agent.observation_space, agent.action_space)
+
+    def initialize(
+        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
+    ) -> None:
+        super().initialize(observation_space, action_space, seed=seed)
+
+    def connect(self, port: Port) -> None:
+        """Ask through `port` from now on. Every column begins anew."""
+        self._port = port
+        self.reset()
+
+    def reset(self) -> None:
+        if hasattr(self, "_port"):
+            self._port.row.reset[...] = True
+
+    def reset_one(self, column: int) -> None:
+        self._port.row.reset[column] = True
+
+    def pull_shared_memory(self) -> None:
+        """The server does so."""
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
+        row = self._port.row
+        row.observation[...], row.prev_action[...], row.prev_reward[...] = observation, prev_action, prev_reward
+        self._port.ask(Question.STEP)
+        return AgentStep(row.action, row.agent_info)
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
+        row = self._port.row
+        n, at_once = len(prev_reward), len(row.prev_reward)
+        values = np.empty(n, np.float32)
+        for first in range(0, n, at_once):  # any number of rows may be asked about, as many as there are columns fit
+            part = slice(first, min(first + at_once, n))
+            filled = slice(0, part.stop - first)
+            row.observation[filled] = observation[part]
+            row.prev_action[filled], row.prev_reward[filled] = prev_action[part], prev_reward[part]
+            self._port.ask(Question.VALUE)
+            values[part] = row.value[filled]
+        return values

@@ -1,0 +1,191 @@
+"""GpuSampler and AlternatingSampler: one process computes the actions of all environments, a batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from penstock.agents import Agent
+from penstock.buffers.step_buffer import StepBuffer
+from penstock.buffers.trajectory_queue import Frame
+from penstock.collectors.central import RemoteAgent
+from penstock.envs import ColumnStreams, EnvFn, Purpose
+from penstock.errors import ConfigError
+from penstock.samplers.action_server import ActionServer, Desk, ServerStats
+from penstock.samplers.affinity import usable_cpus
+from penstock.samplers.allocation import Allocation
+from penstock.samplers.crew import Crew
+from penstock.samplers.failures import Witness
+from penstock.samplers.parallel import SPIN_SECONDS, ParallelSampler, crew_rules
+from penstock.samplers.plan import Affinity, WorkerPlan
+from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
+from penstock.samplers.team import Team
+
+__all__ = ["AlternatingSampler", "GpuSampler"]
+
+
+class GpuSampler(ParallelSampler):
+    """The workers step environments only; the agent acts for all of them at once, in the caller's process.
+
+    Use it when the policy is too large for a CPU core, or when environments are of uneven speed. The agent acts on
+    the device that its model is on when the sampler is initialized, with a copy that follows
+    `agent.sync_shared_memory()` as every sampler's copies do. Workers need no torch.
+
+    `obtain_samples` and `wait_samples` compute the actions: nothing is sampled between `start_samples` and
+    `wait_samples` but the steps that were under way.
+
+    Args beside those of every sampler:
+        min_ready: the agent acts as soon as this many environments wait for it (a whole number), or this fraction
+            of them (a float up to 1.0), so that slow steps of some hold up nobody else. Each environment still makes
+            `batch_T` steps in a batch. None: the agent acts for all of them together.
+        spin_seconds: how long server and workers look for each other before they sleep. By default a wake-up's worth
+            where there are more CPUs than workers, and none otherwise.
+    """
+
+    def __init__(
+        self,
+        env_fn: EnvFn,
+        *,
+        min_ready: int | float | None = None,
+        spin_seconds: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(env_fn, **kwargs)
+        self._min_columns = None if min_ready is None else columns_wanted(min_ready, self.batch_B)
+        if spin_seconds is not None and not spin_seconds >= 0:
+            raise ConfigError(f"spin_seconds must be 0 or more, got {spin_seconds!r}")
+        self._spin_seconds = spin_seconds
+
+    @property
+    def server_stats(self) -> ServerStats:
+        """How many environments the agent has acted for at once, and where its time went."""
+        return self._server.stats
+
+    def _readiness(self) -> Readiness:
+        if self._min_columns is None:
+            return LockStep()
+        return FirstReady(self._min_columns, lambda rank: len(self._plans[rank].columns))
+
+    def _make_team(self, allocation: Allocation) -> Team:
+        plans, spin = self._plans, self._spin_seconds
+        if spin is None:
+            spin = SPIN_SECONDS if len(usable_cpus()) > len(plans) else 0.0
+        arrays, n_evals = allocation.buffer.memory.arrays, self.config.eval_n_envs
+        steps = StepBuffer(arrays, self.batch_B, shared=True)
+        eval_steps = StepBuffer(arrays, n_evals, shared=True) if n_evals else None
+        agent = self._agent.server_copy()
+        agent.attach(allocation.parameters)
+        agent.pull_shared_memory()
+        train = _desk(agent, self.seed or 0, plans, steps, Purpose.ACTION, allocation.job.world_size)
+        evaluation = None
+        if eval_steps is not None:
+            evaluation = _desk(agent, self.seed or 0, plans, eval_steps, Purpose.EVAL_ACTION, allocation.job.world_size)
+        self._server = ActionServer(
+            allocation.control, plans, self.seed or 0, (train, evaluation), self._readiness(), spin_seconds=spin
+        )
+        job = replace(allocation.job, agent=RemoteAgent(self._agent))
+        state = replace(allocation.state, steps=steps, eval_steps=eval_steps)
+        rules = crew_rules(self.config, spin)
+        return _ServedCrew(Crew(plans, job, state, rules, on_replace=self._server.replace), self._server, allocation)
+
+
+def _desk(
+    agent: Agent, seed: int, plans: Sequence[WorkerPlan], steps: StepBuffer, purpose: Purpose, world_size: int
+) -> Desk:
+    is_eval = purpose is Purpose.EVAL_ACTION
+    shares = [plan.eval_columns if is_eval else plan.columns for plan in plans]
+    ranks = [plan.eval_env_ranks if is_eval else plan.env_ranks for plan in plans]
+    env_ranks = range(ranks[0].start, ranks[-1].stop)
+    copy = agent.column_copy(ColumnStreams(seed, env_ranks).rngs(purpose))
+    copy.set_columns(env_ranks, len(env_ranks) * world_size)
+    return Desk(copy, steps, shares)
+
+
+class AlternatingSampler(GpuSampler):
+    """The workers are divided into two halves: one steps its environments while the other's actions are computed.
+
+    By default there are two workers to every CPU, one of each half. Within a half, the agent acts for all environments
+    together.
+
+    Args beside those of `GpuSampler`, of which `min_ready` has no place here:
+        overlap: a half goes on as soon as its actions are computed. False: only one half steps at a time, so that it
+            has the CPUs to itself; the other's actions wait until it has come back.
+    """
+
+    def __init__(self, env_fn: EnvFn, *, overlap: bool = True, **kwargs: Any) -> None:
+        if kwargs.get("min_ready") is not None:
+            raise ConfigError("AlternatingSampler serves halves in turn: min_ready is for GpuSampler")
+        super().__init__(env_fn, **kwargs)
+        self._overlap = overlap
+        if self.batch_B < 2:
+            raise ConfigError(f"AlternatingSampler needs at least two environments, got batch_B={self.batch_B}")
+        if self.config.n_workers == 1:
+            raise ConfigError("AlternatingSampler needs at least two workers, got n_workers=1: leave it out, or use 2")
+
+    def _n_workers(self, mask: Sequence[int]) -> int:
+        return max(2, min(self.config.n_workers or 2 * max(1, len(mask)), self.batch_B))
+
+    def _readiness(self) -> Readiness:
+        ranks = range(len(self._plans))
+        middle = len(ranks) - len(ranks) // 2
+        return Alternating((ranks[:middle], ranks[middle:]), overlap=self._overlap)
+
+    def _make_plans(self, affinity: Affinity, rank: int) -> tuple[WorkerPlan, ...]:
+        mask = usable_cpus()
+        if affinity.cpus is None and affinity.pin and mask:
+            # Worker i of the one half shares its CPU with worker i of the other.
+            n_workers = self._n_workers(mask)
+            middle = n_workers - n_workers // 2
+            affinity = replace(affinity, cpus=[mask[i % middle % len(mask)] for i in range(n_workers)])
+        return super()._make_plans(affinity, rank)
+
+
+class _ServedCrew:
+    """A crew whose workers are answered while the main process waits for them."""
+
+    def __init__(self, crew: Crew, server: ActionServer, allocation: Allocation) -> None:
+        self._crew, self._server, self._control = crew, server, allocation.control
+        self.restarts = crew.restarts
+
+    @property
+    def pids(self) -> list[int]:
+        """The worker processes' ids."""
+        return self._crew.pids
+
+    def open_gates(self) -> None:
+        control = self._control
+        if control.do_call:
+            pass
+        elif control.do_eval:
+            self._server.begin_evaluation(control.itr)
+        else:
+            self._server.begin_batch(control.itr)
+        self._crew.open_gates()
+
+    def wait_out(
+        self,
+        occasion: str,
+        *,
+        starting: bool = False,
+        on_wake: Callable[[], None] | None = None,
+        look_again: float = 1.0,
+    ) -> None:
+        def serve() -> None:
+            self._server.serve(self._answer)
+            if on_wake is not None:
+                on_wake()
+
+        self._crew.wait_out(occasion, starting=starting, on_wake=serve, look_again=look_again)
+
+    def _answer(self, rank: int) -> None:
+        self._crew.members[rank].gate.answer()
+
+    def take_frames(self, promised: Sequence[int]) -> list[Frame]:
+        return self._crew.take_frames(promised)
+
+    def witnesses(self) -> list[Witness]:
+        return self._crew.witnesses()
+
+    def close(self, *, broken: bool = False) -> None:
+        self._crew.close(broken=broken)
