@@ -1,0 +1,10 @@
+"""Real environments: what the tests share travels to the workers by value, as a script's own classes do."""
+
+from __future__ import annotations
+
+import cloudpickle
+
+from . import comparing, environments
+
+for module in (comparing, environments):
+    cloudpickle.register_pickle_by_value(module)

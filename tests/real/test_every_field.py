@@ -1,0 +1,62 @@
+"""Every field of the batch, on real environments, in both reset modes, equals what the reference has written down."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import ParallelSampler, ResetCollector, SerialSampler, TrajInfo, WaitResetCollector
+
+from .comparing import Diary, compare
+from .environments import ENVIRONMENTS, agent_maker, env_fns
+
+T = 8
+#: Time limits within a batch, at its very end, and beyond it.
+LIMITS = dict.fromkeys(ENVIRONMENTS, (3, 8, 11)) | {"Blackjack": (1, 2, 3)}  # where most hands are over in two steps
+
+pytestmark = pytest.mark.parametrize("name", ENVIRONMENTS)
+both_modes = pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
+
+
+def compare_on(sampler_cls: Any, name: str, recurrent: bool, **kwargs: Any) -> list[list[dict[str, Any]]]:
+    pytest.importorskip(ENVIRONMENTS[name].needs)
+    fns = env_fns(name, LIMITS[name])
+    env = fns[0]()
+    make_agent = agent_maker(env.observation_space, env.action_space, recurrent)
+    env.close()
+    return compare(sampler_cls, fns, make_agent, T=T, env_info=True, **kwargs)
+
+
+@both_modes
+def test_a_stateless_agent(name: str, collector_cls: Any) -> None:
+    found = compare_on(SerialSampler, name, recurrent=False, n_batches=4, collector_cls=collector_cls)
+    # That the comparison was worth it: [environment, batch, T].
+    terminated, truncated, value = (
+        np.array([[batch[name] for batch in column] for column in found])
+        for name in ("terminated", "truncated", "final_value")
+    )
+    np.testing.assert_array_equal(value != 0, truncated & ~terminated)
+    assert truncated[0, :, :-1].any(), "time limits within a batch"
+    if name == "Blackjack":
+        assert terminated.any()
+        assert (terminated & truncated).any()
+    else:
+        assert truncated[1, 0, -1], "one at its very end"
+        assert not truncated[2, 0].any(), "and one that is reached in the next"
+        assert truncated[2, 1].any()
+
+
+@both_modes
+def test_a_recurrent_agent_on_environments_out_of_phase(name: str, collector_cls: Any) -> None:
+    traj_info_cls = TrajInfo if collector_cls is ResetCollector else Diary
+    options: dict[str, Any] = {"n_batches": 3, "warm_up": 7, "traj_info_cls": traj_info_cls}
+    compare_on(SerialSampler, name, recurrent=True, collector_cls=collector_cls, **options)
+
+
+@pytest.mark.timeout(60)
+def test_in_processes(name: str) -> None:
+    # Every second environment in the other mode and with the other kind of agent; the rest is above.
+    odd = list(ENVIRONMENTS).index(name) % 2 == 1
+    options: dict[str, Any] = {"n_batches": 4, "n_workers": 2, "warm_up": 7}
+    options |= {"collector_cls": WaitResetCollector if odd else ResetCollector}
+    compare_on(ParallelSampler, name, recurrent=odd, traj_info_cls=TrajInfo if odd else Diary, **options)

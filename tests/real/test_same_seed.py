@@ -1,0 +1,53 @@
+"""One seed, one batch, on real environments: however they are spread over processes, whatever the agent keeps."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock import Agent, ParallelSampler, RandomAgent, Sampler, SerialSampler
+
+from ..samplers.test_agents_determinism import CASES
+from .environments import ENVIRONMENTS, agent_maker, env_fns
+
+LIMITS = (9, 12, 15, 18, 21)
+
+
+def test_every_stock_agent_is_among_those_that_are_compared() -> None:
+    """Five batches of each, in samplers/test_agents_determinism.py; those of RandomAgent in test_determinism.py."""
+    public = (getattr(penstock, name) for name in penstock.__all__)
+    agents = {cls for cls in public if inspect.isclass(cls) and issubclass(cls, Agent) and not inspect.isabstract(cls)}
+    assert agents == {RandomAgent, *(type(make_agent()) for _, make_agent in CASES.values())}
+
+
+def batches(cls: type[Sampler], name: str, recurrent: bool, **kwargs: Any) -> tuple[list[Any], list[Any]]:
+    fns = env_fns(name, LIMITS)
+    env = fns[0]()
+    make_agent = agent_maker(env.observation_space, env.action_space, recurrent)
+    env.close()
+    found, infos = [], []
+    with cls(fns, batch_T=10, batch_B=len(fns), **kwargs) as sampler:
+        sampler.initialize(make_agent(), seed=7, bootstrap_value=True)
+        for itr in range(5):
+            _, finished = sampler.obtain_samples(itr)
+            found.append(sampler.samples_np.copy())
+            infos.append([vars(info) for info in finished])
+    return found, infos
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("name", "recurrent"), [("Taxi", False), ("Acrobot", True), ("MuJoCo", True)])
+def test_any_number_of_workers_gives_the_same(name: str, recurrent: bool) -> None:
+    pytest.importorskip(ENVIRONMENTS[name].needs)
+    reference, infos = batches(SerialSampler, name, recurrent)
+    assert any(batch.env.done.any() for batch in reference)
+    for n_workers in (1, 2, 3):
+        found, found_infos = batches(ParallelSampler, name, recurrent, n_workers=n_workers)
+        assert found_infos == infos
+        for itr, (x, y) in enumerate(zip(reference, found, strict=True)):
+            for (field, left), (_, right) in zip(x.leaves(), y.leaves(), strict=True):
+                np.testing.assert_array_equal(left, right, f"{field}, itr {itr}, {n_workers} workers")
