@@ -16,6 +16,17 @@ for room in ROOMS:
         package_dir[f"penstock.{room}"] = room
 
 BENCH = ["rich>=13", "matplotlib>=3.7"]
+# Environments that the tests sample.
+ATARI = ["ale-py>=0.10"]
+MUJOCO = ["gymnasium[mujoco]>=1.0"]
+DM_CONTROL = [
+    # labmaze, which dm_control needs, has no wheels from Python 3.13 on.
+    "shimmy[dm-control]>=2.0; python_version < '3.13'",
+    # dm_control reads a field that MuJoCo's models have no more since 4.
+    "mujoco<4; python_version < '3.13'",
+    # Later ones do not support Python 3.10, which takes pip many minutes to find out.
+    "etils<1.14; python_version < '3.11'",
+]
 DEV = [
     "pytest>=8",
     "pytest-timeout>=2.3",
@@ -28,6 +39,9 @@ DEV = [
     "setuptools>=68",
     "wheel",
     "build>=1.2",
+    *ATARI,
+    *MUJOCO,
+    *DM_CONTROL,
 ]
 
 setup(
@@ -50,7 +64,13 @@ setup(
         "cloudpickle>=2.2",
         "gymnasium>=1.0",
     ],
-    extras_require={"bench": BENCH, "dev": DEV + BENCH},
+    extras_require={
+        "bench": BENCH,
+        "atari": ATARI,
+        "mujoco": MUJOCO,
+        "dm_control": DM_CONTROL,
+        "dev": DEV + BENCH,
+    },
     entry_points={"console_scripts": ["penstock = penstock.__main__:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
