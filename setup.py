@@ -27,6 +27,8 @@ DM_CONTROL = [
     # Later ones do not support Python 3.10, which takes pip many minutes to find out.
     "etils<1.14; python_version < '3.11'",
 ]
+# Built for these versions of Python; with its assets it takes some 700 MB.
+ENVPOOL = ["envpool>=1.2; python_version >= '3.11' and python_version < '3.15'"]
 DEV = [
     "pytest>=8",
     "pytest-timeout>=2.3",
@@ -42,6 +44,7 @@ DEV = [
     *ATARI,
     *MUJOCO,
     *DM_CONTROL,
+    *ENVPOOL,
 ]
 
 setup(
@@ -69,6 +72,7 @@ setup(
         "atari": ATARI,
         "mujoco": MUJOCO,
         "dm_control": DM_CONTROL,
+        "envpool": ENVPOOL,
         "dev": DEV + BENCH,
     },
     entry_points={"console_scripts": ["penstock = penstock.__main__:main"]},
