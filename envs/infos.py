@@ -193,7 +193,10 @@ def _recorded(node: NamedArrays, path: Path = ()) -> Iterator[Path]:
             yield (*path, name)
 
 
-def _look_up(info: Any, path: Sequence[str]) -> Any:
+def _look_up(info: Mapping[str, Any], path: Sequence[str]) -> Any:
+    found: Any = info
     for key in path:
-        info = info.get(key) if isinstance(info, Mapping) else None
-    return info
+        found = found.get(key) if isinstance(found, Mapping) else None
+    if found is None and len(path) > 1:
+        return info.get(".".join(path))  # a key may have dots of its own: "TimeLimit.truncated"
+    return found

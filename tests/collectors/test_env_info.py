@@ -64,6 +64,15 @@ def test_entries_are_recorded_and_missing_ones_flagged(
             assert len(infos) == env.done.sum()
 
 
+def test_a_key_with_dots_of_its_own_is_found_by_example_too() -> None:
+    with sampler_with(env_info={"TimeLimit.truncated": True, "stats.fuel.left": 0}) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+    assert samples.env.env_info.TimeLimit["_truncated"].all()
+    assert not samples.env.env_info.TimeLimit.truncated.any()
+    assert samples.env.env_info.stats.fuel["_left"].all()
+
+
 def test_true_finds_what_is_numeric_and_lists_the_rest_once() -> None:
     with sampler_with(env_info=True) as sampler:
         with pytest.warns(UserWarning, match=r"not numeric and not recorded: \['name'\]") as caught:
