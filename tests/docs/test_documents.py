@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import ParallelSampler, RandomAgent, SerialSampler
+from penstock import ParallelSampler, RandomAgent, SerialSampler, VectorEnvCollector
 from penstock.envs import CountingEnv
 from penstock.testing import (
     ConformanceError,
@@ -153,6 +153,16 @@ def test_what_extending_shows_keeps_the_rules() -> None:
     check_agent(names["TabularAgent"], "FrozenLake-v1")
     check_traj_info(names["LivesTrajInfo"], CountingEnv, traj_info_kwargs={"scale": 2.0})
     check_eval_collector(names["FirstEpisodeEval"], CountingEnv)
+
+
+def test_ones_own_batched_environment_is_sampled() -> None:
+    cls = definitions("docs/extending.md")["Walks"]
+    with ParallelSampler(cls, batch_T=40, batch_B=6, n_workers=2, collector_cls=VectorEnvCollector) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        samples, infos = sampler.obtain_samples(0)
+        assert infos
+        assert (samples.env.final_obs[samples.env.done].abs() == 4).all()
+        assert (samples.env.observation.abs() < 4).all()
 
 
 def test_every_rule_is_told_of() -> None:
