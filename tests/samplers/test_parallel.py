@@ -283,7 +283,6 @@ def test_stats_add_up() -> None:
     assert [w.batches for w in stats.workers] == [3, 3]
     for worker in stats.workers:
         assert min(worker.stepping, worker.acting, worker.resetting, worker.waiting) > 0
-        assert worker.resetting < worker.stepping
     assert stats.bytes_shared > sampler.samples_np.env.observation.nbytes
     assert timeline.shape == (2, 101)
     assert (np.diff(timeline, axis=1) >= 0).all()
