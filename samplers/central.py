@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from penstock.agents import Agent
 from penstock.buffers.step_buffer import StepBuffer
-from penstock.buffers.trajectory_queue import Frame
 from penstock.collectors.central import RemoteAgent
 from penstock.envs import ColumnStreams, EnvFn, Purpose
 from penstock.errors import ConfigError
@@ -16,10 +15,10 @@ from penstock.samplers.action_server import ActionServer, Desk, ServerStats
 from penstock.samplers.affinity import usable_cpus
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.crew import Crew
-from penstock.samplers.failures import Witness
 from penstock.samplers.parallel import SPIN_SECONDS, ParallelSampler, crew_rules
 from penstock.samplers.plan import Affinity, WorkerPlan
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
+from penstock.samplers.served_crew import OwnShare, ServedCrew
 from penstock.samplers.team import Team
 
 __all__ = ["AlternatingSampler", "GpuSampler"]
@@ -39,6 +38,9 @@ class GpuSampler(ParallelSampler):
         min_ready: the agent acts as soon as this many environments wait for it (a whole number), or this fraction
             of them (a float up to 1.0), so that slow steps of some hold up nobody else. Each environment still makes
             `batch_T` steps in a batch. None: the agent acts for all of them together.
+        serve_envs: environments that the serving process steps itself, beside acting for all. Where CPUs are few this
+            saves wake-ups from one to another, which cost as much as several steps. "auto" takes an equal share, and by
+            default one worker less. Their errors are told as those of a worker, but a crash or a hang is the caller's.
         spin_seconds: how long server and workers look for each other before they sleep. By default a wake-up's worth
             where there are more CPUs than workers, and none otherwise.
     """
@@ -48,6 +50,7 @@ class GpuSampler(ParallelSampler):
         env_fn: EnvFn,
         *,
         min_ready: int | float | None = None,
+        serve_envs: int | Literal["auto"] = 0,
         spin_seconds: float | None = None,
         **kwargs: Any,
     ) -> None:
@@ -56,6 +59,13 @@ class GpuSampler(ParallelSampler):
         if spin_seconds is not None and not spin_seconds >= 0:
             raise ConfigError(f"spin_seconds must be 0 or more, got {spin_seconds!r}")
         self._spin_seconds = spin_seconds
+        is_count = isinstance(serve_envs, int) and not isinstance(serve_envs, bool) and 0 <= serve_envs < self.batch_B
+        if not is_count and serve_envs != "auto":
+            raise ConfigError(
+                'serve_envs must be "auto" or a number of environments from 0 to '
+                f"batch_B - 1 = {self.batch_B - 1}, got {serve_envs!r}"
+            )
+        self._serve_envs: int | str = serve_envs
 
     @property
     def server_stats(self) -> ServerStats:
@@ -66,6 +76,21 @@ class GpuSampler(ParallelSampler):
         if self._min_columns is None:
             return LockStep()
         return FirstReady(self._min_columns, lambda rank: len(self._plans[rank].columns))
+
+    @property
+    def _keeps_some(self) -> bool:
+        return self._serve_envs != 0 and self.batch_B > 1
+
+    def _n_workers(self, mask: Sequence[int]) -> int:
+        if self._keeps_some and self.config.n_workers is None:
+            return max(1, min(len(mask) - 1, self.batch_B - 1))
+        return super()._n_workers(mask)
+
+    def _kept(self, n_workers: int) -> tuple[int, int]:
+        if not self._keeps_some:
+            return 0, 0
+        n_envs = self.batch_B // (n_workers + 1) if self._serve_envs == "auto" else int(self._serve_envs)
+        return max(1, n_envs), self.config.eval_n_envs * n_envs // self.batch_B
 
     def _make_team(self, allocation: Allocation) -> Team:
         plans, spin = self._plans, self._spin_seconds
@@ -87,7 +112,9 @@ class GpuSampler(ParallelSampler):
         job = replace(allocation.job, agent=RemoteAgent(self._agent))
         state = replace(allocation.state, steps=steps, eval_steps=eval_steps)
         rules = crew_rules(self.config, spin)
-        return _ServedCrew(Crew(plans, job, state, rules, on_replace=self._server.replace), self._server, allocation)
+        own = OwnShare(plans[-1]) if self._keeps_some else None
+        crew = Crew(plans[:-1] if own else plans, job, state, rules, on_replace=self._server.replace)
+        return ServedCrew(crew, self._server, allocation.control, own, job, state)
 
 
 def _desk(
@@ -139,53 +166,3 @@ class AlternatingSampler(GpuSampler):
             middle = n_workers - n_workers // 2
             affinity = replace(affinity, cpus=[mask[i % middle % len(mask)] for i in range(n_workers)])
         return super()._make_plans(affinity, rank)
-
-
-class _ServedCrew:
-    """A crew whose workers are answered while the main process waits for them."""
-
-    def __init__(self, crew: Crew, server: ActionServer, allocation: Allocation) -> None:
-        self._crew, self._server, self._control = crew, server, allocation.control
-        self.restarts = crew.restarts
-
-    @property
-    def pids(self) -> list[int]:
-        """The worker processes' ids."""
-        return self._crew.pids
-
-    def open_gates(self) -> None:
-        control = self._control
-        if control.do_call:
-            pass
-        elif control.do_eval:
-            self._server.begin_evaluation(control.itr)
-        else:
-            self._server.begin_batch(control.itr)
-        self._crew.open_gates()
-
-    def wait_out(
-        self,
-        occasion: str,
-        *,
-        starting: bool = False,
-        on_wake: Callable[[], None] | None = None,
-        look_again: float = 1.0,
-    ) -> None:
-        def serve() -> None:
-            self._server.serve(self._answer)
-            if on_wake is not None:
-                on_wake()
-
-        self._crew.wait_out(occasion, starting=starting, on_wake=serve, look_again=look_again)
-
-    def _answer(self, rank: int) -> None:
-        self._crew.members[rank].gate.answer()
-
-    def take_frames(self, promised: Sequence[int]) -> list[Frame]:
-        return self._crew.take_frames(promised)
-
-    def witnesses(self) -> list[Witness]:
-        return self._crew.witnesses()
-
-    def close(self, *, broken: bool = False) -> None:
-        self._crew.close(broken=broken)

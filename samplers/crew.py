@@ -149,11 +149,14 @@ class Crew:
         starting: bool = False,
         on_wake: Callable[[], None] | None = None,
         look_again: float = 1.0,
+        until: Callable[[], bool] | None = None,
     ) -> None:
         """Wait until every worker stands at barrier_out; see `Supervisor.wait_out`."""
         self._open_to_the_last()  # should Ctrl-C have come between two gates
         try:
-            self._supervisor.wait_out(self, occasion, starting=starting, on_wake=on_wake, look_again=look_again)
+            self._supervisor.wait_out(
+                self, occasion, starting=starting, on_wake=on_wake, look_again=look_again, until=until
+            )
         except SamplerBrokenError as error:
             add_to(error, self._end(broken=True))
             raise

@@ -35,7 +35,18 @@ class ParallelSampler(Sampler):
         if asked is not None and asked > n_workers:
             _log.warning("n_workers=%d for batch_B=%d environments: %d are enough", asked, self.batch_B, n_workers)
         cpus = assign_cpus(affinity, n_workers, mask)
-        return make_plans(self.batch_B, self.config.eval_n_envs, cpus, torch_threads=affinity.torch_threads, rank=rank)
+        return make_plans(
+            self.batch_B,
+            self.config.eval_n_envs,
+            cpus,
+            torch_threads=affinity.torch_threads,
+            rank=rank,
+            kept=self._kept(n_workers),
+        )
+
+    def _kept(self, n_workers: int) -> tuple[int, int]:
+        """How many environments, of training and evaluation, the main process keeps to itself."""
+        return 0, 0
 
     def _n_workers(self, mask: Sequence[int]) -> int:
         return n_workers_default(self.config.n_workers, self.batch_B, mask)

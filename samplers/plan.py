@@ -78,13 +78,22 @@ def make_plans(
     *,
     torch_threads: int = 1,
     rank: int = 0,
+    kept: tuple[int, int] = (0, 0),
 ) -> tuple[WorkerPlan, ...]:
-    """One plan per entry of `cpus`. `rank` is this sampler's among several on many machines."""
+    """One plan per entry of `cpus`. `rank` is this sampler's among several on many machines.
+
+    One plan more, the last, is for the main process itself if it keeps some environments: the last `kept[0]` of
+    those for training and `kept[1]` of those for evaluation.
+    """
     n_workers = len(cpus)
+    shares = [split(n - own, n_workers) for n, own in zip((batch_B, eval_n_envs), kept, strict=True)]
+    if any(kept):
+        shares = [
+            [*ranges, range(n - own, n)] for ranges, n, own in zip(shares, (batch_B, eval_n_envs), kept, strict=True)
+        ]
+        cpus = [*cpus, ()]
     plans = []
-    for worker_rank, (columns, evals) in enumerate(
-        zip(split(batch_B, n_workers), split(eval_n_envs, n_workers), strict=True)
-    ):
+    for worker_rank, (columns, evals) in enumerate(zip(*shares, strict=True)):
         first, first_eval = rank * batch_B, rank * eval_n_envs
         plans.append(
             WorkerPlan(

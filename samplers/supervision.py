@@ -57,8 +57,9 @@ class Supervisor:
         starting: bool = False,
         on_wake: Callable[[], None] | None = None,
         look_again: float = _LOOK_AGAIN_SECONDS,
+        until: Callable[[], bool] | None = None,
     ) -> None:
-        """Wait until every worker of `staff` stands at barrier_out.
+        """Wait until every worker of `staff` stands at barrier_out, or `until` says that it has been enough.
 
         `occasion` is quoted in errors; `starting` says that all workers have just been started;
         `on_wake` is called at least every `look_again` seconds.
@@ -84,6 +85,8 @@ class Supervisor:
                 return
             if on_wake is not None:
                 on_wake()
+            if until is not None and until():
+                return
 
     def _watch_of(self, staff: Staff) -> Watch:
         if self._watch is None:

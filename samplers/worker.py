@@ -88,7 +88,7 @@ class SharedState:
 class Connect(Protocol):
     """Connects a worker to the action server."""
 
-    def __call__(self, steps: StepBuffer, columns: range) -> Port:
+    def __call__(self, steps: StepBuffer, columns: range, /) -> Port:
         """The port for `columns` of `steps`."""
 
 
