@@ -15,13 +15,15 @@ from penstock.samplers.action_server import ActionServer, Desk, ServerStats
 from penstock.samplers.affinity import usable_cpus
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.crew import Crew
-from penstock.samplers.parallel import SPIN_SECONDS, ParallelSampler, crew_rules
+from penstock.samplers.parallel import ParallelSampler, crew_rules
 from penstock.samplers.plan import Affinity, WorkerPlan
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
 from penstock.samplers.served_crew import OwnShare, ServedCrew
 from penstock.samplers.team import Team
 
 __all__ = ["AlternatingSampler", "GpuSampler"]
+
+_SPIN_SECONDS = 200e-6  # a few environment steps
 
 
 class GpuSampler(ParallelSampler):
@@ -41,8 +43,8 @@ class GpuSampler(ParallelSampler):
         serve_envs: environments that the serving process steps itself, beside acting for all. Where CPUs are few this
             saves wake-ups from one to another, which cost as much as several steps. "auto" takes an equal share, and by
             default one worker less. Their errors are told as those of a worker, but a crash or a hang is the caller's.
-        spin_seconds: how long server and workers look for each other before they sleep. By default a wake-up's worth
-            where there are more CPUs than workers, and none otherwise.
+        spin_seconds: how long server and workers look for each other before they sleep. By default 200 µs
+            where there are more CPUs than workers, and not at all otherwise.
     """
 
     def __init__(
@@ -95,7 +97,9 @@ class GpuSampler(ParallelSampler):
     def _make_team(self, allocation: Allocation) -> Team:
         plans, spin = self._plans, self._spin_seconds
         if spin is None:
-            spin = SPIN_SECONDS if len(usable_cpus()) > len(plans) else 0.0
+            # Each has a CPU to itself then: the workers, and the server.
+            n_processes = len(plans) + (not self._keeps_some)
+            spin = _SPIN_SECONDS if len(usable_cpus()) >= n_processes else 0.0
         arrays, n_evals = allocation.buffer.memory.arrays, self.config.eval_n_envs
         steps = StepBuffer(arrays, self.batch_B, shared=True)
         eval_steps = StepBuffer(arrays, n_evals, shared=True) if n_evals else None

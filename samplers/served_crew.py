@@ -161,7 +161,7 @@ class ServedCrew:
             try:
                 self._own.work(occasion)
             except BaseException:
-                # A collector that was left in the middle of a batch cannot go on, and neither can those beside it.
+                # A collector that was left in the middle of a batch cannot go on, nor can those beside it.
                 self._crew.close(broken=True)
                 raise
         self._crew.wait_out(occasion, starting=starting, on_wake=self._serve, look_again=look_again)
