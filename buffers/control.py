@@ -126,6 +126,10 @@ class ControlBlock:
         row = self.memory.arrays.progress[worker_rank]
         return int(row[_QUESTION]) if row[_ASKED] != self.memory.arrays.answered[worker_rank, 0] else 0
 
+    def answered(self, worker_rank: int) -> int:
+        """How many questions of this worker have been answered."""
+        return int(self.memory.arrays.answered[worker_rank, 0])
+
     def answer(self, worker_rank: int) -> None:
         """This worker's question is answered. (If it is dead: was dropped.)"""
         self.memory.arrays.answered[worker_rank, 0] = self.memory.arrays.progress[worker_rank, _ASKED]

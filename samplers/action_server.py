@@ -19,8 +19,10 @@ from penstock.collectors.central import Question
 from penstock.collectors.checks import write_action
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import SamplerBrokenError, WorkerError
+from penstock.samplers.interrupts import Interrupts
 from penstock.samplers.plan import WorkerPlan
 from penstock.samplers.readiness import LockStep, Readiness
+from penstock.samplers.reports import in_one_line
 
 __all__ = ["ActionServer", "Desk", "ServerStats"]
 
@@ -98,6 +100,10 @@ class ActionServer:
         self._desk, self._policy = self._train, readiness
         self._kept: list[int] = []  # workers whose actions lie ready, but who may not have them yet
         self._n_evaluations = 0
+        self._error: SamplerBrokenError | None = None  # what the agent has raised, for `serve`
+        self._is_acting = False  # stays so when something ends the agent's step that is no mere exception
+        #: Ctrl-C waits for the end of a step: the agent would make it again, with other noise and a state of later.
+        self.interrupts = Interrupts()
         self._served: Counter[int] = Counter()
         self._acting = self._waiting = 0.0
         self._left = time.monotonic()
@@ -113,8 +119,11 @@ class ActionServer:
         """A batch is about to begin: act with the newest parameters."""
         self._desk, self._policy = self._train, self._readiness
         agent = self._train.agent
-        agent.pull_shared_memory()
-        agent.sample_mode(itr)
+        try:
+            agent.pull_shared_memory()
+            agent.sample_mode(itr)
+        except Exception as error:
+            self._error = self._failure(error, "beginning", range(len(self._plans)))
         self._left = time.monotonic()
 
     def begin_evaluation(self, itr: int) -> None:
@@ -122,13 +131,17 @@ class ActionServer:
         assert self._eval is not None
         self._desk, self._policy = self._eval, LockStep()
         agent, key = self._eval.agent, self._n_evaluations
-        self._n_evaluations += 1
-        agent.pull_shared_memory()
-        agent.select(None)
-        agent.seed_columns([rng for plan in self._plans for rng in _rngs(self._seed, plan, Purpose.EVAL_ACTION, key)])
-        agent.reset()
-        agent.eval_mode(itr)
+        rngs = [rng for plan in self._plans for rng in _rngs(self._seed, plan, Purpose.EVAL_ACTION, key)]
+        try:
+            agent.pull_shared_memory()
+            agent.select(None)
+            agent.seed_columns(rngs)
+            agent.reset()
+            agent.eval_mode(itr)
+        except Exception as error:
+            self._error = self._failure(error, "beginning", range(len(self._plans)))
         self._left = time.monotonic()
+        self._n_evaluations += 1  # at last: should Ctrl-C come before, the workers have not begun it either
 
     def replace(self, plan: WorkerPlan) -> None:
         """A new worker does `plan` from the start: its noise begins anew, and what its forerunner asked is dropped."""
@@ -138,9 +151,11 @@ class ActionServer:
             self._kept.remove(rank)
         columns = np.arange(plan.columns.start, plan.columns.stop)
         self._train.agent.reseed_columns(columns, _rngs(self._seed, plan, Purpose.ACTION))
-        if self._eval is not None:
+        if self._eval is not None and self._n_evaluations:
+            # Of the evaluation that is running, if one is; each begins with new ones.
+            rngs = _rngs(self._seed, plan, Purpose.EVAL_ACTION, self._n_evaluations - 1)
             columns = np.arange(plan.eval_columns.start, plan.eval_columns.stop)
-            self._eval.agent.reseed_columns(columns, _rngs(self._seed, plan, Purpose.EVAL_ACTION, self._n_evaluations))
+            self._eval.agent.reseed_columns(columns, rngs)
 
     # ---- serving ---------------------------------------------------------------------------
 
@@ -161,6 +176,10 @@ class ActionServer:
 
     def _serve_once(self, answer: Callable[[int], None]) -> bool:
         """Answer one round of questions; returns False if there was nothing to be done."""
+        if self._is_acting:
+            raise WorkerError(f"the action server was interrupted while acting (itr={self._control.itr})")
+        if self._error is not None:
+            raise self._error
         values, asking, working = self._look()
         if self._kept and self._policy.may_go(working):
             kept, self._kept = self._kept, []
@@ -171,21 +190,27 @@ class ActionServer:
         ranks = values or self._policy.choose(asking, working)
         if not ranks:
             return False
+        with self.interrupts:
+            self._act(ranks, for_values=bool(values))
+            if not values and not self._policy.may_go(working):
+                self._kept = list(ranks)
+            elif self._error is None:
+                for rank in ranks:
+                    answer(rank)
+        return True
+
+    def _act(self, ranks: Sequence[int], *, for_values: bool) -> None:
         began = time.monotonic()
+        self._is_acting = True
         try:
-            if values:
+            if for_values:
                 self._desk.value(ranks)
             else:
                 self._served[self._desk.step(ranks)] += 1
         except Exception as error:
-            raise self._failure(error, ranks) from error
+            self._error = self._failure(error, "acting", ranks)
+        self._is_acting = False
         self._acting += time.monotonic() - began
-        if not values and not self._policy.may_go(working):
-            self._kept = list(ranks)
-        else:
-            for rank in ranks:
-                answer(rank)
-        return True
 
     def _look(self) -> tuple[list[int], list[int], list[int]]:
         """The workers that ask for values, those that ask for actions, and those that are in their batch and ask
@@ -203,14 +228,15 @@ class ActionServer:
                 working.append(rank)
         return values, asking, working
 
-    def _failure(self, error: Exception, ranks: Sequence[int]) -> SamplerBrokenError:
+    def _failure(self, error: Exception, doing: str, ranks: Sequence[int]) -> SamplerBrokenError:
         is_eval = self._desk is self._eval
         env_ranks = [e for r in ranks for e in (self._plans[r].eval_env_ranks if is_eval else self._plans[r].env_ranks)]
         occasion = f"{'evaluation, ' if is_eval else ''}itr={self._control.itr}"
-        return WorkerError(
-            f"the action server raised {type(error).__name__}: {error} while acting for env_rank {env_ranks} "
-            f"({occasion})"
+        failure = WorkerError(
+            f"the action server raised {in_one_line(error)} while {doing} for env_rank {env_ranks} ({occasion})"
         )
+        failure.__cause__ = error
+        return failure
 
 
 def _rngs(seed: int, plan: WorkerPlan, purpose: Purpose, *key: int) -> list[np.random.Generator]:

@@ -82,6 +82,8 @@ class Sampler(ABC):
         debug: ask the spaces whether they contain each action before the environment gets it, and each
             observation. Slow. Shapes, dtypes and structure are checked in any case.
 
+    `policy_version` counts the parameters' versions: that of the batch that is running, or was last collected.
+
     Raises `ConfigError` for arguments that cannot work.
     """
 
@@ -122,6 +124,7 @@ class Sampler(ABC):
         self.seed: int | None = None
         self._plans: tuple[WorkerPlan, ...] = ()
         self._delivered: Counter[int] = Counter()  # trajectories returned, by worker rank
+        self._policy_version: int | None = None
         self._is_away = False  # the workers are on an evaluation or a call, whose wait the user may have interrupted
 
     # ---- for subclasses --------------------------------------------------------------------
@@ -238,6 +241,7 @@ class Sampler(ABC):
         self._end_what_was_interrupted()
         control = self._allocation.control
         control.itr, control.do_eval = itr, False
+        self._policy_version = self._allocation.parameters.version
         self._team.open_gates()
         self._calls.state = SamplerState.SAMPLING
 
@@ -358,6 +362,15 @@ class Sampler(ABC):
     def state(self) -> SamplerState:
         """Where the sampler is in its life."""
         return self._calls.state
+
+    @property
+    def policy_version(self) -> int | None:
+        """The version of the parameters that the running batch, or else the last, was begun with; None before the
+        first. `initialize` publishes version 1, each `agent.sync_shared_memory()` one more.
+
+        To be exact, do not synchronize right after `start_samples`: workers take over the newest as they begin.
+        """
+        return self._policy_version
 
     @property
     def n_workers(self) -> int:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
+
+import numpy as np
 
 from penstock.agents import Agent
 from penstock.buffers.step_buffer import StepBuffer
@@ -58,9 +62,7 @@ class GpuSampler(ParallelSampler):
     ) -> None:
         super().__init__(env_fn, **kwargs)
         self._min_columns = None if min_ready is None else columns_wanted(min_ready, self.batch_B)
-        if spin_seconds is not None and not spin_seconds >= 0:
-            raise ConfigError(f"spin_seconds must be 0 or more, got {spin_seconds!r}")
-        self._spin_seconds = spin_seconds
+        self._spin_seconds = None if spin_seconds is None else _seconds(spin_seconds)
         is_count = isinstance(serve_envs, int) and not isinstance(serve_envs, bool) and 0 <= serve_envs < self.batch_B
         if not is_count and serve_envs != "auto":
             raise ConfigError(
@@ -72,6 +74,7 @@ class GpuSampler(ParallelSampler):
     @property
     def server_stats(self) -> ServerStats:
         """How many environments the agent has acted for at once, and where its time went."""
+        self._require_initialized("server_stats")
         return self._server.stats
 
     def _readiness(self) -> Readiness:
@@ -121,6 +124,13 @@ class GpuSampler(ParallelSampler):
         return ServedCrew(crew, self._server, allocation.control, own, job, state)
 
 
+def _seconds(spin_seconds: Any) -> float:
+    is_number = isinstance(spin_seconds, numbers.Real) and not isinstance(spin_seconds, bool)
+    if not (is_number and math.isfinite(spin_seconds) and spin_seconds >= 0):
+        raise ConfigError(f"spin_seconds must be a number of seconds, 0 or more, got {spin_seconds!r}")
+    return float(spin_seconds)
+
+
 def _desk(
     agent: Agent, seed: int, plans: Sequence[WorkerPlan], steps: StepBuffer, purpose: Purpose, world_size: int
 ) -> Desk:
@@ -148,7 +158,9 @@ class AlternatingSampler(GpuSampler):
         if kwargs.get("min_ready") is not None:
             raise ConfigError("AlternatingSampler serves halves in turn: min_ready is for GpuSampler")
         super().__init__(env_fn, **kwargs)
-        self._overlap = overlap
+        if not isinstance(overlap, bool | np.bool_):
+            raise ConfigError(f"overlap must be True or False, got {overlap!r}")
+        self._overlap = bool(overlap)
         if self.batch_B < 2:
             raise ConfigError(f"AlternatingSampler needs at least two environments, got batch_B={self.batch_B}")
         if self.config.n_workers == 1:

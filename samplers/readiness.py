@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.errors import ConfigError
 
@@ -72,13 +74,17 @@ class Alternating:
         return self._overlap or not working
 
 
-def columns_wanted(min_ready: int | float, batch_B: int) -> int:
-    """`min_ready` environments, or that fraction of `batch_B`, as a number of columns."""
-    is_number = isinstance(min_ready, int | float) and not isinstance(min_ready, bool)
-    if is_number and isinstance(min_ready, float) and 0 < min_ready <= 1:
-        return max(1, round(min_ready * batch_B))
-    if is_number and min_ready == int(min_ready) and 1 <= min_ready <= batch_B:
-        return int(min_ready)
+def columns_wanted(min_ready: Any, batch_B: int) -> int:
+    """`min_ready` environments, or at least that fraction of `batch_B`, as a number of columns.
+
+    Raises `ConfigError` if it is neither.
+    """
+    is_number = isinstance(min_ready, numbers.Real) and not isinstance(min_ready, bool)
+    if is_number and isinstance(min_ready, numbers.Integral):
+        if 1 <= int(min_ready) <= batch_B:
+            return int(min_ready)
+    elif is_number and 0 < float(min_ready) <= 1:
+        return max(1, math.ceil(float(min_ready) * batch_B - 1e-6))  # 0.1 of 30 is 3, though not to a computer
     raise ConfigError(
         f"min_ready must be a number of environments from 1 to batch_B={batch_B}, a fraction above 0 and up to 1.0, or "
         f"None for all, got {min_ready!r}"

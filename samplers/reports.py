@@ -11,7 +11,7 @@ import numpy as np
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
 
-__all__ = ["RemoteTraceback", "Report", "ReportBoard"]
+__all__ = ["RemoteTraceback", "Report", "ReportBoard", "in_one_line"]
 
 _TEXT_BYTES = 40 * 1024
 _EXCEPTION_BYTES = 16 * 1024
@@ -62,7 +62,7 @@ class ReportBoard:
     def write(self, worker_rank: int, error: BaseException) -> None:
         """Worker: leave an account of `error`."""
         areas = self.memory.arrays
-        headline = _headline(error).encode(errors="replace")[:_HEADLINE_BYTES]
+        headline = in_one_line(error).encode(errors="replace")[:_HEADLINE_BYTES]
         text = _format(error).encode(errors="replace")
         if len(text) > _TEXT_BYTES:  # the innermost frames and the message stand at the end
             text = b"[...]\n" + text[6 - _TEXT_BYTES :]
@@ -91,7 +91,8 @@ class ReportBoard:
 # What follows runs the exception's own methods, which may raise anything: SystemExit, KeyboardInterrupt.
 
 
-def _headline(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
+    """The exception's class and the first line of its message, whatever its message does."""
     kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.").removeprefix("__main__.")
     try:
         lines = str(error).strip().splitlines()

@@ -48,11 +48,15 @@ class OwnShare:
         """It has something to do, which `work` then does."""
         self._control.open(self.plan.worker_rank)
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether it has something to do, or has left it in the middle."""
+        rank = self.plan.worker_rank
+        return self._worker is not None and self._control.arrived(rank) != self._control.opened(rank)
+
     def work(self, occasion: str) -> None:
         """Do what is to be done, if anything is. Raises `WorkerError` if an environment or a collector raises."""
-        if self._worker is None or self._control.arrived(self.plan.worker_rank) == self._control.opened(
-            self.plan.worker_rank
-        ):
+        if not self.is_at_work:
             return
         self._occasion = occasion
         self._perform(self._run)
@@ -124,6 +128,7 @@ class ServedCrew:
         state: SharedState,
     ) -> None:
         self._crew, self._server, self._control, self._own = crew, server, control, own
+        self._steps = [steps for steps in (state.steps, state.eval_steps) if steps is not None]
         self.restarts = crew.restarts
         self._occasion, self._look_again = "start-up", 1.0
         self._on_wake: Callable[[], None] | None = None
@@ -157,16 +162,22 @@ class ServedCrew:
         look_again: float = 1.0,
     ) -> None:
         self._occasion, self._on_wake, self._look_again = occasion, on_wake, look_again
-        if self._own is not None:
-            try:
-                self._own.work(occasion)
-            except BaseException:
-                # A collector that was left in the middle of a batch cannot go on, nor can those beside it.
-                self._crew.close(broken=True)
-                raise
-        self._crew.wait_out(occasion, starting=starting, on_wake=self._serve, look_again=look_again)
+        with self._server.interrupts.watched():
+            if self._own is not None:
+                try:
+                    # Only a second Ctrl-C comes through.
+                    with self._server.interrupts:
+                        self._own.work(occasion)
+                except BaseException:
+                    # A collector that was left in the middle of a batch cannot go on, nor can those beside it.
+                    if self._own.is_at_work:
+                        self._crew.close(broken=True)
+                    raise
+            self._crew.wait_out(occasion, starting=starting, on_wake=self._serve, look_again=look_again)
 
     def _serve(self) -> None:
+        if self._server.interrupts.has_come:
+            self._control.stop_eval = True  # should it be an evaluation: nobody will see its end
         self._server.serve(self._answer)
         if self._on_wake is not None:
             self._on_wake()
@@ -175,6 +186,8 @@ class ServedCrew:
         self._serve()
         while not condition():
             self._crew.wait_out(self._occasion, on_wake=self._serve, look_again=self._look_again, until=condition)
+            if not condition():  # all workers have come to their end, and it is this process's turn
+                self._serve()
 
     def _answer(self, rank: int) -> None:
         if rank < len(self._crew.members):
@@ -193,3 +206,5 @@ class ServedCrew:
         self._crew.close(broken=broken)
         if self._own is not None:
             self._own.close()
+        for steps in self._steps:
+            steps.memory.close()

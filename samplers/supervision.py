@@ -149,7 +149,7 @@ class _Stopwatch:
 
     def __init__(self, limits: Limits, control: ControlBlock) -> None:
         self._limits, self._control = limits, control
-        self._seen: dict[int, tuple[ProgressSnapshot, float]] = {}
+        self._seen: dict[int, tuple[tuple[ProgressSnapshot, int], float]] = {}
         #: Ranks of the workers that are being started, and are given the time for it.
         self.starting: set[int] = set()
 
@@ -165,7 +165,8 @@ class _Stopwatch:
         overdue = []
         for member in members:
             rank = member.rank
-            row = self._control.snapshot(rank)
+            # An answer of the action server counts too: it may have been long in coming.
+            row = self._control.snapshot(rank), self._control.answered(rank)
             if self._control.has_begun(rank):
                 self.starting.discard(rank)
             limit = self._limits.start if rank in self.starting else self._limits.step

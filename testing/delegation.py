@@ -45,6 +45,9 @@ class DelegatingAgent(Agent):
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
         self.agent.seed_columns(rngs)
 
+    def reseed_columns(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
+        self.agent.reseed_columns(columns, rngs)
+
     def set_columns(self, env_ranks: Sequence[int], n_envs: int) -> None:
         super().set_columns(env_ranks, n_envs)
         self.agent.set_columns(env_ranks, n_envs)
@@ -62,6 +65,10 @@ class DelegatingAgent(Agent):
 
     def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
         return self.agent.value(observation, prev_action, prev_reward)
+
+    def select(self, columns: npt.NDArray[np.intp] | None) -> None:
+        super().select(columns)
+        self.agent.select(columns)
 
     # ---- modes -----------------------------------------------------------------------------
 
@@ -99,10 +106,15 @@ class DelegatingAgent(Agent):
         twin.agent = self.agent.worker_copy()
         return twin
 
+    def server_copy(self: _Self) -> _Self:
+        twin = super().server_copy()
+        twin.agent = self.agent.server_copy()
+        return twin
+
     def column_copy(self: _Self, rngs: Sequence[np.random.Generator]) -> _Self:
         # Not super's, which would seed and reset the agent that the other copies have too.
         twin = copy.copy(self)
         twin._followed = self._followed
-        twin.env_ranks = twin.n_envs = None
+        twin.env_ranks = twin.n_envs = twin.selected = None
         twin.agent = self.agent.column_copy(rngs)
         return twin

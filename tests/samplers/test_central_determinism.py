@@ -1,0 +1,139 @@
+"""Central samplers give what SerialSampler gives for the same seed, in whatever order columns are served."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import Agent, AgentStep, AlternatingSampler, GpuSampler, RandomAgent, Sampler, SerialSampler
+from penstock.envs import CountingEnv, NestedEnv
+
+from . import test_agents_determinism as stock
+
+cloudpickle.register_pickle_by_value(sys.modules[stock.__name__])  # Modes, which workers cannot import
+
+ICE = partial(gym.make, "FrozenLake-v1", max_episode_steps=12)
+
+
+class TabularAgent(Agent):
+    """Draws from a table that hangs on the state, with a stream per column."""
+
+    def initialize(self, observation_space: Any, action_space: Any, *, seed: int | None = None) -> None:
+        super().initialize(observation_space, action_space, seed=seed)
+        self.table = np.random.default_rng(0).random((observation_space.n, action_space.n)).cumsum(axis=1)
+
+    def seed_columns(self, rngs: Any) -> None:
+        self.rngs = list(rngs)
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        columns = range(len(self.rngs)) if self.selected is None else self.selected
+        draws = np.array([self.rngs[b].random() for b in columns])
+        row = self.table[observation]
+        return AgentStep((draws[:, None] * row[:, -1:] > row).sum(axis=1), {"draw": draws})
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        return self.table[observation, prev_action] + prev_reward
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "random": ("CartPole-v1", RandomAgent),
+    "random, nested": (NestedEnv, RandomAgent),
+    "tabular": (ICE, TabularAgent),
+    **stock.CASES,
+}
+EXACT = ("random", "random, nested", "tabular")
+NO_VALUE = ("deterministic", "squashed", "function")
+
+SAMPLERS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
+    "lock-step, 1 worker": (GpuSampler, {"n_workers": 1}),
+    "lock-step, 2 workers": (GpuSampler, {"n_workers": 2}),
+    "lock-step, 3 workers": (GpuSampler, {"n_workers": 3}),
+    "first-ready, 1 of 5": (GpuSampler, {"n_workers": 3, "min_ready": 1}),
+    "first-ready, half": (GpuSampler, {"n_workers": 3, "min_ready": 0.5}),
+    "alternating": (AlternatingSampler, {"n_workers": 3}),
+    "alternating, no overlap": (AlternatingSampler, {"n_workers": 2, "overlap": False}),
+}
+
+
+def batches(cls: type[Sampler], case: str, **kwargs: Any) -> list[tuple[Any, Any]]:
+    """Five batches with their trajectories, and two evaluations between them."""
+    env_fn, make_agent = CASES[case]
+    found: list[tuple[Any, Any]] = []
+    arguments: dict[str, Any] = {"batch_T": 20, "batch_B": 5, "eval_n_envs": 2, "eval_max_steps": 60, **kwargs}
+    with cls(env_fn, **arguments) as sampler:
+        sampler.initialize(make_agent(), seed=7, bootstrap_value=case not in NO_VALUE)
+        for itr in range(5):
+            _, infos = sampler.obtain_samples(itr)
+            found.append((sampler.samples_np.copy(), [vars(info) for info in infos]))
+            if itr in (1, 3):
+                found.append((None, [vars(info) for info in sampler.evaluate_agent(itr)]))
+    return found
+
+
+@functools.cache
+def reference(case: str) -> list[tuple[Any, Any]]:
+    return batches(SerialSampler, case)
+
+
+def assert_same(case: str, wanted: list[tuple[Any, Any]], found: list[tuple[Any, Any]]) -> None:
+    for i, ((x, infos), (y, others)) in enumerate(zip(wanted, found, strict=True)):
+        assert infos == others, i
+        for (name, left), (_, right) in zip(x.leaves(), y.leaves(), strict=True) if x is not None else ():
+            loose = name.startswith(("agent.agent_info", "agent.bootstrap_value", "agent.final_value"))
+            if loose and case not in EXACT:  # the last bit of a matrix product may hang on the number of rows
+                np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-9, err_msg=f"{name}, {i}")
+            else:
+                np.testing.assert_array_equal(left, right, err_msg=f"{name}, {i}")
+
+
+@pytest.mark.parametrize("how", SAMPLERS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_agent_acts_as_in_one_process(case: str, how: str) -> None:
+    cls, kwargs = SAMPLERS[how]
+    assert any(batch is not None and batch.env.done.any() for batch, _ in reference(case))
+    assert_same(case, reference(case), batches(cls, case, **kwargs))
+
+
+@pytest.mark.parametrize("cls", [GpuSampler, AlternatingSampler])
+def test_every_start_method_gives_the_same(cls: type[Sampler], start_method: str) -> None:
+    assert_same("tabular", reference("tabular"), batches(cls, "tabular", n_workers=2, start_method=start_method))
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=2, max_size=6),
+    T=st.integers(1, 12),
+    n_workers=st.integers(2, 6),
+    how=st.sampled_from(["lock-step", "first-ready", "alternating"]),
+    data=st.data(),
+)
+def test_any_lengths_of_episodes_and_any_number_of_workers(
+    lengths: list[int], T: int, n_workers: int, how: str, data: Any
+) -> None:
+    cls, kwargs = GpuSampler, {}
+    if how == "first-ready":
+        kwargs = {"min_ready": data.draw(st.one_of(st.integers(1, len(lengths)), st.floats(0.01, 1.0)))}
+    elif how == "alternating":
+        cls, kwargs = AlternatingSampler, {"overlap": data.draw(st.booleans())}
+    env_kwargs = [{"length": n, "truncate": n % 2 == 0} for n in lengths]
+
+    def run(cls: type[Sampler], **kwargs: Any) -> list[tuple[Any, Any]]:
+        sizes: dict[str, Any] = {"batch_T": T, "batch_B": len(lengths), "n_workers": n_workers}
+        found = []
+        with cls(CountingEnv, env_kwargs=env_kwargs, start_method="fork", **sizes, **kwargs) as sampler:
+            sampler.initialize(RandomAgent(), seed=0, bootstrap_value=True)
+            for itr in range(3):
+                _, infos = sampler.obtain_samples(itr)
+                found.append((sampler.samples_np.copy(), [vars(info) for info in infos]))
+        return found
+
+    assert_same("random", run(SerialSampler), run(cls, **kwargs))

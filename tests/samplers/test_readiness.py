@@ -1,0 +1,176 @@
+"""Whom the action server serves and when: all at once, those who are ready, or halves in turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import AlternatingSampler, ConfigError, GpuSampler
+from penstock.envs import CountingEnv
+from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
+
+
+class Crew:
+    """Workers who work, then ask, then wait for an answer: `T` times each. Who comes back next is drawn."""
+
+    def __init__(self, policy: Readiness, n: int, T: int, data: Any) -> None:
+        self.policy, self.T, self.data = policy, T, data
+        self.working, self.asking, self.kept = set(range(n)), list[int](), list[int]()
+        self.done = [0] * n
+        self.served: list[list[int]] = []
+
+    def run(self) -> None:
+        while self.working:
+            rank = self.data.draw(st.sampled_from(sorted(self.working)))
+            self.working.discard(rank)
+            if self.done[rank] < self.T:
+                self.asking.append(rank)
+                self.asking.sort()  # the server looks at them by rank
+            while self.serve():
+                self.check()
+        assert self.done == [self.T] * len(self.done), "nobody waits for ever"
+
+    def serve(self) -> bool:
+        if self.kept and self.policy.may_go(sorted(self.working)):
+            self.answer(self.kept)
+            self.kept = []
+            return True
+        chosen = list(self.policy.choose(tuple(self.asking), sorted(self.working)))
+        if not chosen:
+            return False
+        self.served.append(chosen)
+        self.asking = [rank for rank in self.asking if rank not in chosen]
+        if self.policy.may_go(sorted(self.working)):
+            self.answer(chosen)
+        else:
+            assert not self.kept
+            self.kept = chosen
+        return True
+
+    def answer(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            self.done[rank] += 1
+        self.working.update(ranks)
+
+    def check(self) -> None:
+        """For subclasses."""
+
+
+@given(n=st.integers(1, 5), T=st.integers(1, 6), data=st.data())
+def test_lock_step_serves_all_together(n: int, T: int, data: Any) -> None:
+    crew = Crew(LockStep(), n, T, data)
+    crew.run()
+    assert crew.served == [list(range(n))] * T
+
+
+@given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=5), T=st.integers(1, 6), data=st.data())
+def test_first_ready_serves_whoever_waits_once_they_are_enough(sizes: list[int], T: int, data: Any) -> None:
+    least = data.draw(st.integers(1, sum(sizes)))
+
+    class Checked(Crew):
+        def check(self) -> None:
+            assert not self.asking, "all who wait are served together, so nobody is served twice before another"
+            columns = sum(sizes[rank] for rank in self.served[-1])
+            others = [rank for rank in self.working if rank not in self.served[-1]]
+            assert columns >= least or not others, "as many as were asked for, or there are no others"
+
+    Checked(FirstReady(least, sizes.__getitem__), len(sizes), T, data).run()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@given(n=st.integers(2, 6), T=st.integers(1, 6), data=st.data())
+def test_alternating_serves_whole_halves(overlap: bool, n: int, T: int, data: Any) -> None:
+    middle = n - n // 2
+    halves = set(range(middle)), set(range(middle, n))
+
+    class Checked(Crew):
+        begun = False  # at first all are on their way, and none has actions yet
+
+        def check(self) -> None:
+            assert set(self.served[-1]) in halves
+            self.begun = self.begun or not self.working
+            if not overlap:
+                with_actions = {rank for rank in self.working if self.done[rank]}
+                assert not all(with_actions & half for half in halves), "one half at a time"
+
+    crew = Checked(Alternating(halves, overlap=overlap), n, T, data)
+    crew.run()
+    assert len(crew.served) == 2 * T
+
+
+def test_alternating_goes_on_with_what_is_left_of_a_half() -> None:
+    """As when one of its workers has been replaced and is behind the others, who have ended."""
+    policy = Alternating(((0, 1), (2, 3)), overlap=False)
+    assert policy.choose([0], [1]) == ()
+    assert policy.choose([0], []) == [0]
+    assert policy.choose([0, 2, 3], []) == [2, 3], "the other half's turn"
+    assert policy.choose([0], [2, 3]) == [0]
+
+
+# ---- arguments -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("min_ready", "batch_B", "wanted"),
+    [
+        (1, 8, 1),
+        (8, 8, 8),
+        (np.int64(3), 8, 3),
+        (np.uint8(3), 8, 3),
+        (0.5, 8, 4),
+        (0.5, 5, 3),  # at least the fraction
+        (0.1, 30, 3),
+        (1e-9, 8, 1),
+        (1.0, 8, 8),
+        (np.float32(0.25), 8, 2),
+        (np.float64(0.3), 10, 3),
+    ],
+)
+def test_numbers_and_fractions(min_ready: Any, batch_B: int, wanted: int) -> None:
+    assert columns_wanted(min_ready, batch_B) == wanted
+
+
+@given(fraction=st.floats(0, 1, exclude_min=True), batch_B=st.integers(1, 10_000))
+def test_a_fraction_is_at_least_that_many(fraction: float, batch_B: int) -> None:
+    wanted = columns_wanted(fraction, batch_B)
+    assert 1 <= wanted <= batch_B
+    assert fraction * batch_B - 1e-5 <= wanted <= fraction * batch_B + 1
+
+
+BAD = {
+    "min_ready": (0, -1, 9, 0.0, -0.5, 1.5, 2.0, True, False, np.True_, float("nan"), float("inf"), "2", [1], 1j),
+    "spin_seconds": (-1, -1e-9, float("nan"), float("inf"), True, np.True_, "0", [0], 1j),
+    "overlap": (0, 1, None, "no", 0.5),
+    "n_workers": (0, -1, 1.5, True, "2", float("nan")),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_odd_arguments_are_refused_in_one_line(name: str, value: Any) -> None:
+    cls = AlternatingSampler if name == "overlap" else GpuSampler
+    with pytest.raises(ConfigError, match=name) as caught:
+        cls(CountingEnv, batch_T=2, batch_B=8, **{name: value})
+    assert "\n" not in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+def test_halves_need_two_of_everything() -> None:
+    for kwargs, message in (
+        ({"batch_B": 1}, "at least two environments"),
+        ({"batch_B": 4, "n_workers": 1}, "at least two workers"),
+        ({"batch_B": 4, "n_workers": np.int64(1)}, "at least two workers"),
+        ({"batch_B": 4, "min_ready": 1}, "min_ready is for GpuSampler"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            AlternatingSampler(CountingEnv, batch_T=2, **kwargs)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("spin_seconds", [0, 0.0, 1e-4, np.float32(1e-4), np.int64(0)])
+def test_numbers_of_every_kind_are_seconds(spin_seconds: Any) -> None:
+    GpuSampler(CountingEnv, batch_T=2, batch_B=8, spin_seconds=spin_seconds)
+    AlternatingSampler(CountingEnv, batch_T=2, batch_B=8, spin_seconds=spin_seconds, overlap=np.False_)
