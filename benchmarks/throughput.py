@@ -231,16 +231,16 @@ def summarize(setting: Setting, figures: dict[str, list[float]]) -> list[dict[st
             {
                 "agent": setting.agent,
                 "who": name,
-                "steps_per_s": _spread(rates),
-                "share_of_ceiling": _spread(shares),
-                "share_in_step": _spread(in_step),
-                "framework_us_per_step": _spread(cost),
+                "steps_per_s": spread(rates),
+                "share_of_ceiling": spread(shares),
+                "share_in_step": spread(in_step),
+                "framework_us_per_step": spread(cost),
             }
         )
     return rows
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, and the quarters of the values below and above it."""
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": median, "low": low, "high": high}

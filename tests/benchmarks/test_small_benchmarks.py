@@ -44,3 +44,13 @@ def test_noise(tmp_path: Path) -> None:
     assert "ns per environment step" in printed
     assert len(content["results"]) == 3 * 2 * 3
     assert all(len(result["ns"]) == 2 and min(result["ns"]) > 0 for result in content["results"])
+
+
+@pytest.mark.parametrize("what", ["vector", "uneven", "alternating", "sync"])
+def test_central(tmp_path: Path, what: str) -> None:
+    options = [what, "--repeats", 2, "--seconds", 0.02, "--batch-T", 8, "--n-envs", 4]
+    _, content = run(tmp_path, "central", *options)
+    figures = content["results"][what]
+    assert {"GpuSampler", "AlternatingSampler", "lock-step", "1 worker"} & figures.keys()
+    assert all(len(values) == 2 for values in figures.values())
+    assert what == "sync" or all(min(values) > 0 for values in figures.values())

@@ -1,0 +1,358 @@
+"""Central inference: against the vector environments of others, with uneven environments, in halves, and what a
+step of synchronisation costs.
+
+    python benchmarks/central.py vector uneven alternating sync
+
+`vector`: the 64-64 MLP drives CartPole-v1 in one process for all, and records the same fields in arrays; the
+contestants differ in who steps the environments. `uneven`: steps that take 1 ms, and now and then 10. Those
+environments sleep. `alternating`: a policy that takes as long as the environments, on a CPU of its own. `sync`: a row
+of environments that do nothing, beside two processes that wake each other by semaphores. Contestants take turns in one
+run; ratios are taken turn by turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from rich.console import Console
+from rich.table import Table
+from throughput import ENV, ActorCritic, spread
+
+from penstock import (
+    AgentStep,
+    AlternatingSampler,
+    CategoricalPgAgent,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SerialSampler,
+)
+from penstock.samplers.affinity import usable_cpus
+
+Figures = dict[str, list[float]]
+
+
+class SleepingEnv(gym.Env[Any, Any]):
+    """A step takes `seconds`, and with chance `rare` it takes `long`. The CPU is free meanwhile."""
+
+    observation_space = spaces.Box(-1, 1, (4,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, seconds: float, long: float = 0.0, rare: float = 0.0) -> None:
+        self._times, self._rare = (seconds, long), rare
+        self._observation = np.zeros(4, np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return self._observation, {}
+
+    def step(self, action: Any) -> Any:
+        is_long = self._rare > 0 and self.np_random.random() < self._rare
+        seconds = self._times[is_long]
+        if seconds:
+            time.sleep(seconds)
+        return self._observation, 0.0, False, False, {}
+
+
+def be_busy(seconds: float) -> None:
+    """Use the CPU for so long."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+
+class BusyEnv(SleepingEnv):
+    """A step takes `seconds` of a CPU."""
+
+    def step(self, action: Any) -> Any:
+        be_busy(self._times[0])
+        return self._observation, 0.0, False, False, {}
+
+
+class BusyAgent(RandomAgent):
+    """A step takes so many seconds of a CPU for each environment."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        be_busy(self._seconds * len(prev_reward))
+        return super().step(observation, prev_action, prev_reward)
+
+
+# ---- contestants ---------------------------------------------------------------------------------
+
+
+class Sampling:
+    """A sampler, asked for one batch after another."""
+
+    def __init__(self, sampler: Sampler, agent: Any, **kwargs: Any) -> None:
+        self._sampler, self._itr = sampler, 0
+        sampler.initialize(agent, seed=0, **kwargs)
+        self._steps = sampler.batch_T * sampler.batch_B
+
+    def batch(self) -> int:
+        """Collect one batch; returns its environment steps."""
+        self._sampler.obtain_samples(self._itr)
+        self._itr += 1
+        return self._steps
+
+    def close(self) -> None:
+        self._sampler.shutdown()
+
+
+class Recording:
+    """A loop over time as training scripts have it: the policy drives a vector environment, numpy arrays record."""
+
+    def __init__(self, n_envs: int, batch_T: int) -> None:
+        self._T, shape = batch_T, (batch_T, n_envs)
+        self.arrays = {
+            "observation": np.zeros((*shape, 4), np.float32),
+            "action": np.zeros(shape, np.int64),
+            "reward": np.zeros(shape, np.float32),
+            "terminated": np.zeros(shape, np.bool_),
+            "truncated": np.zeros(shape, np.bool_),
+            "log_prob": np.zeros(shape, np.float32),
+            "value": np.zeros(shape, np.float32),
+        }
+        self._previous = np.zeros(n_envs, np.int64), np.zeros(n_envs, np.float32)
+        self._agent = CategoricalPgAgent(ActorCritic)
+        self._agent.initialize(ENV().observation_space, ENV().action_space, seed=0)
+        self._agent.seed_columns([np.random.default_rng(b) for b in range(n_envs)])
+        self._agent.sample_mode(0)
+        self._observation: Any = None
+
+    def step_envs(self, action: Any) -> tuple[Any, Any, Any, Any]:
+        """Step all environments: observation, reward, terminated, truncated."""
+        raise NotImplementedError
+
+    def batch(self) -> int:
+        """Collect one batch; returns its environment steps."""
+        arrays = self.arrays
+        for t in range(self._T):
+            arrays["observation"][t] = self._observation
+            action, info = self._agent.step(self._observation, *self._previous)
+            arrays["action"][t], arrays["log_prob"][t], arrays["value"][t] = action, info.log_prob, info.value
+            step = self.step_envs(action)
+            self._observation, arrays["reward"][t], arrays["terminated"][t], arrays["truncated"][t] = step
+        return int(arrays["action"].size)
+
+    def close(self) -> None:
+        """End the environments."""
+
+
+class Gymnasium(Recording):
+    """Gymnasium's vector environments."""
+
+    def __init__(self, make: Callable[..., Any], n_envs: int, batch_T: int) -> None:
+        super().__init__(n_envs, batch_T)
+        self._envs = make([ENV] * n_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+        self._observation, _ = self._envs.reset(seed=0)
+
+    def step_envs(self, action: Any) -> tuple[Any, Any, Any, Any]:
+        step: tuple[Any, Any, Any, Any] = self._envs.step(action)[:4]
+        return step
+
+    def close(self) -> None:
+        self._envs.close()
+
+
+class StableBaselines(Recording):
+    """Stable-Baselines3's SubprocVecEnv, one process per environment."""
+
+    def __init__(self, n_envs: int, batch_T: int) -> None:
+        from stable_baselines3.common.vec_env import SubprocVecEnv
+
+        super().__init__(n_envs, batch_T)
+        self._envs = SubprocVecEnv([ENV] * n_envs, start_method="forkserver")
+        self._observation = self._envs.reset()
+
+    def step_envs(self, action: Any) -> tuple[Any, Any, Any, Any]:
+        observation, reward, done, infos = self._envs.step(action)
+        truncated = np.array([info["TimeLimit.truncated"] for info in infos])
+        return observation, reward, done & ~truncated, truncated
+
+    def close(self) -> None:
+        self._envs.close()
+
+
+# ---- measurements --------------------------------------------------------------------------------
+
+
+def take_turns(contestants: Mapping[str, Any], repeats: int, seconds: float) -> Figures:
+    """Environment steps per second of every contestant, `repeats` times, in turn."""
+    figures: Figures = {name: [] for name in contestants}
+    try:
+        for contestant in contestants.values():
+            contestant.batch()
+        for repeat in range(repeats):
+            for name in np.random.default_rng(repeat).permutation(list(contestants)):
+                began, steps = time.monotonic(), 0
+                while time.monotonic() - began < seconds:
+                    steps += contestants[name].batch()
+                figures[name].append(steps / (time.monotonic() - began))
+    finally:
+        for contestant in contestants.values():
+            contestant.close()
+    return figures
+
+
+def vector(repeats: int, seconds: float, n_envs: int = 32, batch_T: int = 128, n_workers: int = 2) -> Figures:
+    """Steps per second on CartPole-v1, the same policy and the same record."""
+    torch.set_num_threads(1)  # or the threads of this process push the environments' processes aside
+    size = {"batch_T": batch_T, "batch_B": n_envs}
+    agent = partial(CategoricalPgAgent, ActorCritic)
+    contestants: dict[str, Any] = {
+        "GpuSampler": Sampling(GpuSampler(ENV, n_workers=n_workers, **size), agent()),
+        "GpuSampler, serve_envs": Sampling(GpuSampler(ENV, serve_envs="auto", **size), agent()),
+        "GpuSampler, min_ready=0.5": Sampling(GpuSampler(ENV, n_workers=n_workers, min_ready=0.5, **size), agent()),
+        "AlternatingSampler": Sampling(AlternatingSampler(ENV, n_workers=n_workers, **size), agent()),
+        "ParallelSampler": Sampling(ParallelSampler(ENV, n_workers=n_workers, **size), agent()),
+        "SerialSampler": Sampling(SerialSampler(ENV, **size), agent()),
+        "SyncVectorEnv": Gymnasium(SyncVectorEnv, n_envs, batch_T),
+        "AsyncVectorEnv": Gymnasium(partial(AsyncVectorEnv, shared_memory=True), n_envs, batch_T),
+    }
+    try:
+        contestants["SubprocVecEnv"] = StableBaselines(n_envs, batch_T)
+    except ImportError:
+        print("stable-baselines3 is not installed: left out")
+    return take_turns(contestants, repeats, seconds)
+
+
+def uneven(repeats: int, seconds: float, batch_T: int = 1024) -> Figures:
+    """16 environments in 8 workers; steps of 1 ms, and of 10 ms in 5 %. The bound is what the mean of the step
+    times, as this system's sleep has them, leaves possible."""
+    size: dict[str, Any] = {"batch_T": batch_T, "batch_B": 16, "n_workers": 8, "max_decorrelation_steps": 0}
+    env = partial(SleepingEnv, 0.001, 0.010, 0.05)
+    nobody_waits = ParallelSampler(env, **size)
+    contestants = {
+        "lock-step": Sampling(GpuSampler(env, **size), RandomAgent()),
+        "min_ready=1": Sampling(GpuSampler(env, min_ready=1, **size), RandomAgent()),
+        "min_ready=4": Sampling(GpuSampler(env, min_ready=4, **size), RandomAgent()),
+        "bound": Sampling(nobody_waits, RandomAgent()),
+    }
+    figures = take_turns(contestants, repeats, seconds)
+    workers = nobody_waits.stats().workers
+    mean = sum(worker.stepping for worker in workers) / sum(worker.steps for worker in workers)
+    figures["bound"] = [len(workers) / mean] * repeats
+    return figures
+
+
+def alternating(repeats: int, seconds: float, batch_T: int = 64) -> Figures:
+    """16 environments that take 50 µs a step on one CPU, and a policy that takes 50 µs for each on another."""
+    cpu = usable_cpus()[0]
+    env, agent = partial(BusyEnv, 50e-6), partial(BusyAgent, 50e-6)
+
+    def sampling(cls: Callable[..., Sampler], n_workers: int, **kwargs: Any) -> Sampling:
+        size = {"batch_T": batch_T, "batch_B": 16, "n_workers": n_workers, "max_decorrelation_steps": 0}
+        return Sampling(cls(env, **size, **kwargs), agent(), affinity=[cpu] * n_workers)
+
+    contestants = {
+        "GpuSampler": sampling(GpuSampler, 1),
+        "AlternatingSampler": sampling(AlternatingSampler, 2),
+        "without overlap": sampling(AlternatingSampler, 2, overlap=False),
+    }
+    return take_turns(contestants, repeats, seconds)
+
+
+def _pong(here: Any, there: Any, n: int) -> None:
+    for _ in range(n):
+        here.acquire()
+        there.release()
+
+
+def semaphore_round_trip(n: int = 20_000) -> float:
+    """µs for one process to wake another by a semaphore and be woken by it."""
+    context = multiprocessing.get_context("spawn")
+    ping, pong = context.Semaphore(0), context.Semaphore(0)
+    process = context.Process(target=_pong, args=(ping, pong, n + 1), daemon=True)
+    process.start()
+    ping.release()
+    pong.acquire()
+    began = time.monotonic()
+    for _ in range(n):
+        ping.release()
+        pong.acquire()
+    took = time.monotonic() - began
+    process.join()
+    return took / n * 1e6
+
+
+def sync(repeats: int, seconds: float, batch_T: int = 512) -> Figures:
+    """µs per time step: everything that is neither environment nor policy, for 1 and 2 workers of one environment."""
+    env = partial(SleepingEnv, 0.0)
+
+    def gpu(n_workers: int, **kwargs: Any) -> Sampling:
+        size = {"batch_T": batch_T, "batch_B": n_workers, "n_workers": n_workers, "max_decorrelation_steps": 0}
+        return Sampling(GpuSampler(env, **size, **kwargs), RandomAgent())
+
+    rates = take_turns({"1 worker": gpu(1), "2 workers": gpu(2)}, repeats, seconds)
+    figures = {name: [1e6 * (1 + i) / rate for rate in rates[name]] for i, name in enumerate(rates)}
+    figures["one more worker"] = [b - a for a, b in zip(figures["1 worker"], figures["2 workers"], strict=True)]
+    return {**figures, "semaphores, there and back": [semaphore_round_trip() for _ in range(repeats)]}
+
+
+MEASUREMENTS = {"vector": vector, "uneven": uneven, "alternating": alternating, "sync": sync}
+#: What the others are divided by, where it is a matter of steps per second.
+YARDSTICKS = {"vector": "GpuSampler, serve_envs", "uneven": "lock-step", "alternating": "GpuSampler"}
+
+
+def show(name: str, figures: Figures) -> None:
+    yardstick = YARDSTICKS.get(name)
+    table = Table(title=name, caption="median (middle half of the turns); ratios are taken turn by turn")
+    for heading in ("", "steps/s" if yardstick else "µs a time step", *([f"of {yardstick}"] if yardstick else [])):
+        table.add_column(heading, justify="right" if heading else "left")
+    for who, values in figures.items():
+        cells = [_cell(values, "{:,.0f}" if yardstick else "{:.1f}")]
+        if yardstick:
+            ratios = [value / other for value, other in zip(values, figures[yardstick], strict=True)]
+            cells.append(_cell(ratios, "{:.3f}"))
+        table.add_row(who, *cells)
+    Console(width=120).print(table)
+
+
+def _cell(values: Sequence[float], form: str) -> str:
+    if len(values) < 2:
+        return form.format(values[0])
+    parts = spread(values)
+    return f"{form.format(parts['median'])} ({form.format(parts['low'])} to {form.format(parts['high'])})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=[*MEASUREMENTS, []], default=list(MEASUREMENTS))
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each contestant's turn, at least")
+    parser.add_argument("--batch-T", type=int, help="time steps of a batch, instead of each measurement's own")
+    parser.add_argument("--n-envs", type=int, default=32, help="environments of `vector`")
+    parser.add_argument("--json", help="write machine and all figures to this file")
+    args = parser.parse_args()
+    results = {}
+    for name in args.what or MEASUREMENTS:
+        sizes = {} if args.batch_T is None else {"batch_T": args.batch_T}
+        if name == "vector":
+            sizes["n_envs"] = args.n_envs
+        results[name] = MEASUREMENTS[name](args.repeats, args.seconds, **sizes)
+        show(name, results[name])
+    if args.json:
+        versions = {"numpy": np.__version__, "torch": torch.__version__, "gymnasium": gym.__version__}
+        content = {"platform": platform.platform(), "versions": versions, "results": results}
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
