@@ -1,0 +1,199 @@
+"""A central sampler's workers: without agent and torch, quiet while they wait; and the parameters that act."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import (
+    AlternatingSampler,
+    CategoricalPgAgent,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SamplerStateError,
+    SerialSampler,
+)
+from penstock.envs import CountingEnv
+
+every = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler])
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from penstock import CategoricalPgAgent, GpuSampler
+from penstock.envs import CountingEnv
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(2, 4)
+    def forward(self, observation):
+        out = self.head(observation)
+        return out[:, :3], out[:, 3]
+
+class Looking(CountingEnv):
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, float("torch" in sys.modules), *rest
+
+with GpuSampler(Looking, batch_T=3, batch_B=2, n_workers=2, start_method=sys.argv[1],
+                eval_n_envs=2, eval_max_steps=20) as sampler:
+    sampler.initialize(CategoricalPgAgent(Model), seed=0, bootstrap_value=True)
+    samples, _ = sampler.obtain_samples(0)
+    infos = sampler.evaluate_agent(0)
+    print(float(samples.env.reward.sum()), sum(info.Return for info in infos), len(infos))
+"""
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_workers_do_not_import_torch(tmp_path: Path, start_method: str) -> None:
+    """In a process of its own: this one's fork server has torch."""
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    paths = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(path), start_method],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+    assert (done.stdout, done.stderr) == ("0.0 0.0 4\n", "")
+
+
+class Held(CountingEnv):
+    """Reads a pipe for leave to step."""
+
+    def __init__(self, gate: int) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def step(self, action: Any) -> Any:
+        os.read(self.gate, 1)
+        return super().step(action)
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs"),
+    [
+        (GpuSampler, {}),
+        (GpuSampler, {"min_ready": 1, "step_timeout": 30.0}),
+        (AlternatingSampler, {"overlap": False}),
+    ],
+    ids=["lock-step", "first-ready", "alternating"],
+)
+def test_waiting_takes_no_cpu(cls: type[GpuSampler], kwargs: dict[str, Any]) -> None:
+    """About a second in which nobody can do anything."""
+    seconds = 0.8
+    read, write = os.pipe()
+    sizes: dict[str, Any] = {"batch_T": 2, "batch_B": 2, "n_workers": 2, "max_decorrelation_steps": 0}
+    try:
+        with cls(Held, env_kwargs={"gate": read}, start_method="fork", **sizes, **kwargs) as sampler:
+            sampler.initialize(RandomAgent())
+            release = threading.Timer(seconds, os.write, (write, bytes(4)))
+            release.start()
+            began, cpu = time.monotonic(), time.process_time()
+            sampler.obtain_samples(0)
+            used, took = time.process_time() - cpu, time.monotonic() - began
+            release.join()
+            waiting = sampler.server_stats.waiting
+    finally:
+        os.close(read)
+        os.close(write)
+    assert took >= seconds * 0.9
+    assert used < 0.25 * took, "it would be all of it if anything were looked at again and again"
+    assert waiting > 0.5 * seconds
+
+
+class Constant(nn.Module):
+    """Its value shows which parameters acted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        return torch.zeros(len(observation), 3), self.weight.expand(len(observation))
+
+
+def publish(agent: CategoricalPgAgent, value: float) -> None:
+    with torch.no_grad():
+        agent.model.weight.fill_(value)
+    agent.sync_shared_memory()
+
+
+@every
+def test_policy_version_counts_the_parameters_that_were_published(cls: type[Sampler]) -> None:
+    agent = CategoricalPgAgent(Constant)
+    with cls(CountingEnv, batch_T=2, batch_B=2, n_workers=2, eval_n_envs=2, eval_max_steps=20) as sampler:
+        assert sampler.policy_version is None
+        sampler.initialize(agent, seed=0)
+        assert sampler.policy_version is None, "no batch has begun"
+        sampler.evaluate_agent(0)
+        assert sampler.policy_version is None, "an evaluation is no batch"
+        for itr in range(4):
+            samples, _ = sampler.obtain_samples(itr)
+            assert sampler.policy_version == 1 + itr
+            assert samples.agent.agent_info.value.unique().tolist() == [float(itr)]
+            publish(agent, itr + 1.0)
+            assert sampler.policy_version == 1 + itr, "of the batch, not of the learner"
+            sampler.evaluate_agent(itr)
+        sampler.obtain_samples(8)
+        sampler.obtain_samples(9)
+        assert sampler.policy_version == 5, "nothing new was published between the two"
+    assert sampler.policy_version == 5
+
+
+class Announced(CountingEnv):
+    """Says through a pipe that it steps, and waits for leave."""
+
+    def __init__(self, sign: int, gate: int) -> None:
+        super().__init__()
+        self.sign, self.gate = sign, gate
+
+    def step(self, action: Any) -> Any:
+        os.write(self.sign, b"1")
+        os.read(self.gate, 1)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("cls", [ParallelSampler, GpuSampler])
+def test_what_is_published_during_a_batch_counts_for_the_next(cls: type[Sampler]) -> None:
+    agent, (seen, sign), (gate, leave) = CategoricalPgAgent(Constant), os.pipe(), os.pipe()
+    sizes: dict[str, Any] = {"batch_T": 3, "batch_B": 1, "n_workers": 1, "max_decorrelation_steps": 0}
+    try:
+        with cls(Announced, env_kwargs={"sign": sign, "gate": gate}, start_method="fork", **sizes) as sampler:
+            sampler.initialize(agent, seed=0)
+            for itr in range(2):
+                sampler.start_samples(itr)
+                if cls is ParallelSampler:
+                    os.read(seen, 1)  # the worker has begun, with what was there
+                publish(agent, itr + 1.0)
+                assert sampler.policy_version == 1 + itr
+                os.write(leave, bytes(3))
+                samples, _ = sampler.wait_samples()
+                assert sampler.policy_version == 1 + itr
+                assert samples.agent.agent_info.value.unique().tolist() == [float(itr)]
+                if cls is ParallelSampler:
+                    os.read(seen, 2)
+    finally:
+        for fd in (seen, sign, gate, leave):
+            os.close(fd)
+
+
+def test_statistics_before_initialize_say_what_is_missing() -> None:
+    with pytest.raises(SamplerStateError, match=r"server_stats was called before initialize"):
+        _ = GpuSampler(CountingEnv, batch_T=1, batch_B=1).server_stats
