@@ -1,0 +1,284 @@
+"""Failures where one process acts for all: of workers, in each mode; of the agent itself; and Ctrl-C at any moment."""
+
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+from penstock import (
+    AgentStep,
+    AlternatingSampler,
+    EvalCollector,
+    GpuSampler,
+    RandomAgent,
+    ResetCollector,
+    Sampler,
+    SamplerState,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+)
+from penstock.envs import CountingEnv
+from penstock.testing import Fault, FaultyAgent, InjectedFault, faulty_collector, faulty_env, faulty_eval_collector
+
+from .support import (
+    ERROR_SECONDS,
+    FULL,
+    SLACK,
+    Notebook,
+    check_counting,
+    is_running,
+    killer,
+    methods,
+    note,
+    scaled,
+    until,
+)
+
+pytestmark = pytest.mark.timeout(scaled(1800, 60))
+
+MODES: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
+    "lock-step": (GpuSampler, {}),
+    "first-ready": (GpuSampler, {"min_ready": 1}),
+    "alternating": (AlternatingSampler, {}),
+    "no overlap": (AlternatingSampler, {"overlap": False}),
+}
+modes = pytest.mark.parametrize("mode", MODES)
+
+
+class Place(NamedTuple):
+    at: int  #: the call that fails
+    doing: str  #: what the error says that the worker was doing
+
+
+# Batches of 8 steps, episodes of 5, no decorrelation.
+PLACES = {
+    "init": Place(1, r"building env_rank 3 \(start-up\)"),
+    "first reset": Place(1, r"resetting env_rank 3, t=0 \(start-up\)"),
+    "reset": Place(2, r"resetting env_rank 3, t=4 \(itr=0\)"),
+    "step": Place(3, r"stepping env_rank 3, t=2 \(itr=0\)"),
+    "collector": Place(2, r"\w[^()]* \(itr=1\)"),
+    "parked": Place(2, r"waiting at barrier_in \(itr=[01]\)"),
+    "evaluation": Place(4, r"stepping env_rank [01], t=3 \(evaluation, itr=1\)"),
+}
+HOWS = {
+    "raise": r"raised (\w+\.)*InjectedFault: a fault was injected",
+    "kill": r"was killed by SIGKILL \(out of memory\?\)",
+    "segfault": r"was killed by SIGSEGV",
+    "exit": r"exited with code 0",
+}
+
+
+def combinations() -> list[Any]:
+    """Every place and way for forkserver, a mode each; at full scale in every mode and with every start method."""
+    chosen = []
+    for i, where in enumerate(PLACES):
+        for j, how in enumerate(HOWS):
+            for k, mode in enumerate(MODES):
+                for method in ("fork", "forkserver", "spawn"):
+                    if FULL or (method == "forkserver" and (i + j) % len(MODES) == k):
+                        chosen.append(pytest.param(method, mode, where, how, id=f"{method}-{mode}-{where}-{how}"))
+    return chosen
+
+
+def sampler_of(mode: str, env_fn: Any = CountingEnv, start_method: str = "forkserver", **kwargs: Any) -> GpuSampler:
+    cls, options = MODES[mode]
+    arguments: dict[str, Any] = {"batch_T": 8, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0}
+    arguments.update(eval_n_envs=2, eval_max_steps=2 * 12, start_method=start_method, **options)
+    return cls(env_fn, **{**arguments, **kwargs})
+
+
+def make(mode: str, where: str, fault: Fault, start_method: str, **kwargs: Any) -> GpuSampler:
+    if where in ("init", "first reset", "reset", "step"):
+        faulty = faulty_env(CountingEnv, fault, where.removeprefix("first "))
+        return sampler_of(mode, [CountingEnv] * 3 + [faulty], start_method, eval_env_kwargs={}, **kwargs)
+    if where == "evaluation":
+        kwargs["eval_collector_cls"] = faulty_eval_collector(EvalCollector, fault)
+    else:
+        method = {"collector": "collect_batch", "parked": "reset_if_needed"}[where]
+        kwargs["collector_cls"] = faulty_collector(ResetCollector, fault, method)
+    return sampler_of(mode, start_method=start_method, **kwargs)
+
+
+def run(sampler: Sampler, agent: Any, **how: Any) -> None:
+    sampler.initialize(agent, seed=3, **how)
+    for itr in range(3):
+        sampler.obtain_samples(itr)
+        if itr:
+            sampler.evaluate_agent(itr)
+
+
+@pytest.mark.parametrize(("start_method", "mode", "where", "how"), combinations())
+def test_every_failure_of_a_worker_is_named_at_once(
+    tmp_path: Path, start_method: str, mode: str, where: str, how: str
+) -> None:
+    place, notebook = PLACES[where], Notebook(tmp_path)
+    sampler = make(mode, where, notebook.fault(how, place.at), start_method)
+    with sampler, pytest.raises(WorkerError if how == "raise" else WorkerDiedError) as caught:
+        run(sampler, RandomAgent())
+    seen = time.monotonic()
+    struck, pid = notebook.read()
+    first = str(caught.value).splitlines()[0]
+    assert re.match(rf"worker \d \(pid {pid}, ", first), first
+    assert re.search(rf"{HOWS[how]}.* while {place.doing}", first), first
+    assert pid in sampler._team.pids
+    note("central, fault in a worker to error, s", seen - struck, ERROR_SECONDS)
+
+
+# ---- the agent -----------------------------------------------------------------------------
+
+AGENT_PLACES = {
+    "sample_mode": (2, "while beginning for env_rank [0, 1, 2, 3] (itr=1)"),
+    "step": (7, "while acting for env_rank "),
+    "value": (1, "while acting for env_rank "),
+    "reset_one": (5, "while acting for env_rank "),
+}
+
+
+@modes
+@pytest.mark.parametrize("where", AGENT_PLACES)
+def test_an_agent_that_raises_is_the_action_servers(where: str, mode: str) -> None:
+    at, doing = AGENT_PLACES[where]
+    fault = Fault("unpicklable" if where == "step" else "raise", at=at)
+    with sampler_of(mode) as sampler, pytest.raises(WorkerError) as caught:
+        run(sampler, FaultyAgent(RandomAgent(), fault, where), bootstrap_value=True)
+    message = str(caught.value)
+    assert message.startswith("the action server raised penstock.testing.faults."), message
+    assert doing in message
+    assert "\n" not in message
+    assert isinstance(caught.value.__cause__, InjectedFault)
+    assert caught.value.__cause__.__traceback__ is not None, "it shows where"
+    assert sampler.state is SamplerState.BROKEN
+    assert not any(map(psutil.pid_exists, sampler._team.pids))
+    with pytest.raises(WorkerError, match="the action server raised") as again:
+        sampler.obtain_samples(9)
+    assert isinstance(again.value.__cause__, InjectedFault)
+
+
+@pytest.mark.parametrize("how", ["raise", "unspeakable"])
+def test_an_agent_that_raises_in_evaluation(how: str) -> None:
+    class InEvaluation(FaultyAgent):
+        in_evaluation = False
+
+        def eval_mode(self, itr: int) -> None:
+            super().eval_mode(itr)
+            self.in_evaluation = True
+
+        def _reach(self, where: str) -> None:
+            if self.in_evaluation:
+                super()._reach(where)
+
+    with sampler_of("lock-step") as sampler, pytest.raises(WorkerError) as caught:
+        run(sampler, InEvaluation(RandomAgent(), Fault(how, at=5)))
+    assert re.match(
+        r"the action server raised .*Fault: .* while acting for env_rank \[0, 1\] \(eval", str(caught.value)
+    )
+    assert len(str(caught.value)) < 1000
+
+
+def test_what_an_agent_returns_is_checked() -> None:
+    class TooFew(RandomAgent):
+        def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+            action, info = super().step(observation, prev_action, prev_reward)
+            return AgentStep(action[:-1] if observation.max() > 3 else action, info)
+
+    with sampler_of("lock-step") as sampler, pytest.raises(WorkerError, match=r"the action server raised .*SpaceError"):
+        run(sampler, TooFew())
+
+
+# ---- hangs ---------------------------------------------------------------------------------
+
+LIMIT = scaled(2.0, 0.5)
+
+
+@methods("forkserver")
+@modes
+@pytest.mark.parametrize("how", ["hang", "stop"])
+def test_who_hangs_is_named_and_who_waits_for_actions_is_not(
+    how: str, mode: str, tmp_path: Path, start_method: str
+) -> None:
+    notebook = Notebook(tmp_path)
+    fns = [CountingEnv] * 3 + [faulty_env(CountingEnv, notebook.fault(how, at=4))]
+    with sampler_of(mode, fns, start_method, n_workers=4, step_timeout=LIMIT, eval_n_envs=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(WorkerTimeoutError) as caught:
+            sampler.obtain_samples(0)
+    seen = time.monotonic()
+    struck, pid = notebook.read()
+    first = str(caught.value).splitlines()[0]
+    assert first.startswith(f"worker 3 (pid {pid}, env_rank 3) made no progress for {LIMIT:g} s"), first
+    assert " while stepping env_rank 3, t=3 (itr=0)" in first
+    assert re.search(r"^worker [012]", str(caught.value), re.MULTILINE) is None, "nobody else is blamed"
+    note("central, step_timeout: limit to error, s", seen - struck - LIMIT, 0.5 * SLACK)
+
+
+class Pausing(RandomAgent):
+    """Takes longer over some steps than a worker may."""
+
+    calls = 0
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        type(self).calls += 1
+        if type(self).calls % 6 == 0:
+            threading.Event().wait(1.5 * LIMIT)
+        return super().step(observation, prev_action, prev_reward)
+
+
+@pytest.mark.parametrize("mode", ["lock-step", "no overlap"])
+def test_a_slow_agent_makes_nobody_overdue(mode: str) -> None:
+    """Many workers, so that some have not woken up yet when the main process looks at them again."""
+    sizes: dict[str, Any] = {"batch_T": 8, "batch_B": 8, "n_workers": 8, "eval_n_envs": 0}
+    with sampler_of(mode, step_timeout=LIMIT, **sizes) as sampler:
+        sampler.initialize(Pausing(), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
+
+
+def test_a_worker_that_is_stopped_while_it_waits_is_blamed_once_it_has_its_answer() -> None:
+    class Stopping(RandomAgent):
+        pids: list[int]
+
+        def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+            if self.pids and observation[0, 1] == 2:
+                os.kill(self.pids.pop(), signal.SIGSTOP)
+            return super().step(observation, prev_action, prev_reward)
+
+    with sampler_of("lock-step", step_timeout=LIMIT) as sampler:
+        agent = Stopping()
+        agent.pids = []
+        sampler.initialize(agent, seed=0)
+        agent.pids.append(sampler._team.pids[1])
+        with pytest.raises(
+            WorkerTimeoutError, match=r"worker 1 .* and is stopped \(SIGSTOP\) while waiting for actions"
+        ):
+            sampler.obtain_samples(0)
+
+
+# ---- between two calls ---------------------------------------------------------------------
+
+
+@modes
+@pytest.mark.parametrize("is_sampling", [False, True], ids=["parked", "waiting for actions"])
+def test_a_worker_killed_while_the_learner_trains(is_sampling: bool, mode: str) -> None:
+    with killer() as kill, sampler_of(mode) as sampler:
+        sampler.initialize(RandomAgent())
+        sampler.obtain_samples(0)
+        if is_sampling:
+            sampler.start_samples(1)
+        pid = sampler._team.pids[1]
+        kill.kill([pid], 0)
+        kill.when()
+        until(lambda: not is_running(pid))
+        began = time.monotonic()
+        with pytest.raises(WorkerDiedError, match=rf"worker 1 \(pid {pid}, .* was killed by SIGKILL"):
+            if is_sampling:
+                sampler.wait_samples()
+            else:
+                sampler.obtain_samples(1)
+        note("central, killed between two calls: call to error, s", time.monotonic() - began, ERROR_SECONDS)
