@@ -64,7 +64,7 @@ class Collector(ABC):
         # worker that has died may start while the user is still reading the batch before.
         self._has_batch = False
         self._info_writer = None if parts.samples.env_info is None else InfoWriter(parts.samples.env_info)
-        self._infos: list[Any] = [{}] * len(parts.envs)  # of the row that is being stepped
+        self.envs.keep_infos = self._info_writer is not None
         self._has_agent_info = len(parts.samples.agent_info) > 0
 
     def start_envs(self) -> None:
@@ -137,17 +137,12 @@ class Collector(ABC):
     @property
     def on_step(self) -> StepHook | None:
         """The hook for `envs.step`: what follows each environment's step, or None if nothing does."""
-        return self.tracker.on_step if self._info_writer is None else self._keep_info
-
-    def _keep_info(self, b: int, *step: Any) -> None:
-        self._infos[b] = step[-1]
-        if self.tracker.on_step is not None:
-            self.tracker.on_step(b, *step)
+        return self.tracker.on_step
 
     def record_env_info(self, t: int) -> None:
         """Row t has been stepped: record what was asked for of the infos, if anything was."""
         if self._info_writer is not None:
-            self._info_writer.write(self.samples.env_info[t], self._infos, self.envs.env_ranks)
+            self._info_writer.write(self.samples.env_info[t], self.envs.infos, self.envs.env_ranks)
 
     def record_end(
         self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool

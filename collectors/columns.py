@@ -20,7 +20,7 @@ from penstock.collectors.checks import (
     require_number,
     step_values_error,
 )
-from penstock.collectors.tracking import StepHook
+from penstock.collectors.tracking import StepHook, kept
 from penstock.envs.examples import example_of
 from penstock.envs.rows import ColumnError, RowWriter, action_splitter
 from penstock.errors import SpaceError
@@ -62,6 +62,9 @@ class EnvColumns:
         self.parked: list[int] = []
         self.observations: list[Any] = [None] * len(envs)
         self.rewards: list[Any] = [0.0] * len(envs)
+        #: Whether `step` is to leave the infos that it has seen in `infos`, one per column; {} of a parked one.
+        self.keep_infos = False
+        self.infos: list[Any] = [{}] * len(envs)
 
     def __len__(self) -> int:
         return len(self.envs)
@@ -107,8 +110,10 @@ class EnvColumns:
         """
         observations, rewards = self.observations, self.rewards
         words, env_rank_word = self._progress.words, Progress.ENV_RANK
-        is_watched = on_step is not None
+        is_watched = on_step is not None or self.keep_infos
         actions = self.split_actions(action_row)
+        if on_step is not None:  # an environment may write into what it has given, and into what it is given
+            before, given = [kept(observation) for observation in observations], self.split_actions(action_row)
         if self.parked or self._action_space is not None:
             actions = self._select(actions)
         try:
@@ -120,8 +125,10 @@ class EnvColumns:
                     require_info(info, env_rank)
                     require_number(reward, env_rank)
                     terminated, truncated = episode_flags(terminated, truncated, env_rank)
-                    if on_step is not None:
-                        on_step(b, observations[b], action, reward, terminated, truncated, info)
+                    if is_watched:
+                        self.infos[b] = info
+                        if on_step is not None:
+                            on_step(b, before[b], given[b], reward, terminated, truncated, info)
                     if terminated or truncated:
                         observation = on_done(b, observation, reward, terminated, truncated)
                         words[Progress.PHASE] = Progress.IS_STEPPING  # the hook may have noted a reset
@@ -239,6 +246,7 @@ class EnvColumns:
             actions = [actions[b] for b, _, _ in self._active]
             for b in self.parked:
                 self.rewards[b] = 0.0
+                self.infos[b] = {}
         if self._action_space is not None:
             for (column, _, _), action in zip(self._active, actions, strict=True):
                 self._check_action(column, action, "given by the agent")

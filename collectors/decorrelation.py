@@ -11,7 +11,7 @@ import numpy.typing as npt
 from penstock.agents.drawing import draw
 from penstock.buffers.control import Phase
 from penstock.collectors.columns import EnvColumns
-from penstock.collectors.tracking import Tracker
+from penstock.collectors.tracking import Tracker, kept
 
 __all__ = ["decorrelate"]
 
@@ -35,10 +35,10 @@ def decorrelate(
         rewards: list[float] = []
         envs.enter(Phase.DECORRELATING, b)
         for action in envs.split_actions(rows):
-            before = envs.observations[b]
+            told = None if tracker.on_step is None else (kept(envs.observations[b]), kept(action))
             _, reward, terminated, truncated, info = envs.step_one(b, action)
-            if tracker.on_step is not None:
-                tracker.on_step(b, before, action, reward, terminated, truncated, info)
+            if tracker.on_step is not None and told is not None:
+                tracker.on_step(b, *told, reward, terminated, truncated, info)
             rewards.append(reward)
             if terminated or truncated:
                 tracker.drop(b)

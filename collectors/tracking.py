@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.buffers.named import map_leaves
 from penstock.buffers.trajectory_queue import FIGURES, RECORD, Frame
 from penstock.collectors.traj_info import TrajInfo
 
-__all__ = ["BatchTracker", "ObjectTracker", "StepHook", "Tracker", "make_tracker"]
+__all__ = ["BatchTracker", "ObjectTracker", "StepHook", "Tracker", "kept", "make_tracker"]
 
 #: Called for column b after each environment step: (b, observation acted on, action, reward,
-#: terminated, truncated, info).
+#: terminated, truncated, info). Observation and action are copies made before the step.
 StepHook = Callable[[int, Any, Any, Any, bool, bool, dict[str, Any]], None]
+
+
+def kept(value: Any) -> Any:
+    """A copy of what an environment gave or was given: it may write into its own arrays again."""
+    if value.__class__ is np.ndarray:
+        return value.copy()
+    if value.__class__ is dict:
+        return {key: kept(part) for key, part in value.items()}
+    if value.__class__ is tuple:
+        return tuple(kept(part) for part in value)
+    return copy.deepcopy(value)
 
 
 class Tracker(Protocol):
@@ -170,7 +183,8 @@ class ObjectTracker:
         """Not needed: `on_step` has seen them."""
 
     def set_agent_info(self, agent_info: Any) -> None:
-        self._agent_info = agent_info
+        # A copy, of the whole row at once: the next batch overwrites it, while the trajectory may go on.
+        self._agent_info = map_leaves(np.copy, agent_info)
 
     def _step(
         self, b: int, observation: Any, action: Any, reward: float, terminated: bool, truncated: bool, info: Any
@@ -179,7 +193,7 @@ class ObjectTracker:
 
     def on_done(self, t: int, column: int, final_observation: Any) -> None:
         info = self._running[column]
-        info.terminate(final_observation)
+        info.terminate(kept(final_observation))
         self._finished.append((t, self._env_ranks[column], vars(info)))
         self._running[column] = self._cls(**self._kwargs)
 

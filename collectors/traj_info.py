@@ -40,7 +40,11 @@ class TrajInfo:
         env_info: dict[str, Any],
     ) -> None:
         """Account for one step: the `observation` acted on, the action, and what the environment
-        returned for it. `observation` and `action` are the environment's own objects."""
+        returned for it.
+
+        `observation` has the environment's own structure, `action` is what was recorded; both, and
+        `agent_info`, are copies to be kept. `env_info` is the environment's own dict: copy what is kept of it.
+        """
         self.Length += 1
         self.Return += float(reward)
         self.NonzeroRewards += int(reward != 0)
@@ -48,7 +52,7 @@ class TrajInfo:
         self._weight *= self._discount
 
     def terminate(self, final_observation: Any) -> None:
-        """The trajectory has ended with `final_observation`."""
+        """The trajectory has ended with `final_observation`, a copy to be kept."""
 
     @classmethod
     def restore(cls, attributes: dict[str, Any]) -> TrajInfo:

@@ -19,7 +19,7 @@ from penstock.collectors.base import CollectorParts
 from penstock.collectors.checks import Checks, checked_writer
 from penstock.collectors.columns import DoneHook
 from penstock.collectors.reset import ResetCollector
-from penstock.collectors.tracking import StepHook
+from penstock.collectors.tracking import StepHook, kept
 from penstock.envs.examples import example_of
 from penstock.envs.infos import element, info_of
 from penstock.envs.rows import ColumnError
@@ -199,13 +199,14 @@ class VectorColumns:
         that does not fit.
         """
         self._progress.at_env(self.env_ranks[0])
-        before = self.observations if on_step is not None else ()
         actions = _batched_actions(self.env.single_action_space, action_row)
+        # The environment may write into both.
+        told = (kept(self._batch), kept(actions)) if on_step is not None else None
         self._batch, self._rewards, terminated, truncated, self.infos = self.env.step(actions)
         if self.parked:
             self._rewards[self.parked] = 0
-        if on_step is not None:
-            self._tell(on_step, before, actions, terminated, truncated)
+        if on_step is not None and told is not None:
+            self._tell(on_step, *told, terminated, truncated)
         done = np.logical_or(terminated, truncated)
         if self.parked:
             over = [b for b in self.parked if done[b]]
@@ -218,7 +219,7 @@ class VectorColumns:
     def _tell(self, on_step: StepHook, before: Any, actions: Any, terminated: Any, truncated: Any) -> None:
         each_action = list(iterate(self.env.action_space, actions))
         rewards = self._rewards
-        for b, observation in enumerate(before):
+        for b, observation in enumerate(iterate(self.env.observation_space, before)):
             if b not in self.parked:
                 info = info_of(self.infos, b)
                 on_step(b, observation, each_action[b], rewards[b], bool(terminated[b]), bool(truncated[b]), info)

@@ -70,7 +70,6 @@ class WaitResetCollector(Collector):
         for column in self.envs.parked:
             self.samples.action_rows[t + 1][column] = 0
             self.prev_action[column] = 0
-            self._infos[column] = {}
             if self._has_agent_info:
                 self.samples.agent_info[t, column] = 0
 

@@ -15,6 +15,7 @@ from penstock.buffers import Samples
 from penstock.collectors import BaseEvalCollector, TrajInfo
 from penstock.envs import EnvFn
 from penstock.samplers import ParallelSampler, Sampler, SerialSampler
+from penstock.testing.reusing import reusing
 from penstock.testing.rules import Violation, apply, first_difference
 from penstock.testing.traces import Event, LoggedAgent, Probing, bounded
 from penstock.testing.wrapping import COLUMN
@@ -213,12 +214,15 @@ class TrajInfoSubject:
     seed: int
     start_method: str
 
-    def run(self, cls: type[Sampler], traj_info_cls: type[TrajInfo], **arguments: Any) -> list[TrajInfo]:
-        """The trajectories of some batches."""
+    def run(
+        self, cls: type[Sampler], traj_info_cls: type[TrajInfo], *, reused: bool = False, **arguments: Any
+    ) -> list[TrajInfo]:
+        """The trajectories of some batches; `reused`: in environments that write into the same memory again."""
         infos: list[TrajInfo] = []
         kwargs = None if traj_info_cls is TrajInfo else self.traj_info_kwargs
+        env_fn = bounded(self.env_fn, self.env_kwargs)
         with cls(
-            bounded(self.env_fn, self.env_kwargs),
+            reusing(env_fn) if reused else env_fn,
             env_kwargs=[{COLUMN: b} for b in range(4)],
             batch_T=16,
             batch_B=4,
@@ -243,6 +247,19 @@ def a_trajectory_counts_as_the_stock_one_does(subject: TrajInfoSubject) -> None:
                 raise Violation(f"{name} is {found} in trajectory {i}; it should be {right}", "call super().step(...)")
 
 
+def a_trajectory_keeps_nothing_that_changes(subject: TrajInfoSubject) -> None:
+    """A trajectory info is the same where the environment writes its next observation and info over the last."""
+    plain = subject.run(SerialSampler, subject.traj_info_cls)
+    reused = subject.run(SerialSampler, subject.traj_info_cls, reused=True)
+    remedy = "copy what you keep of env_info; observation, action and agent_info are copies already"
+    for i, (one, two) in enumerate(zip(plain, reused, strict=True)):
+        for name, value in vars(one).items():
+            other = vars(two).get(name)
+            if not _alike(value, other):
+                seen = f"{name} of trajectory {i} is {value!r}, and {other!r} where memory is written again"
+                raise Violation(seen, remedy)
+
+
 def a_trajectory_travels(subject: TrajInfoSubject) -> None:
     """A trajectory info from a worker process has the attributes that it has in this process."""
     here = subject.run(SerialSampler, subject.traj_info_cls)
@@ -262,7 +279,11 @@ def _alike(left: Any, right: Any) -> bool:
         return type(left) is type(right)
 
 
-TRAJ_INFO_RULES = (a_trajectory_counts_as_the_stock_one_does, a_trajectory_travels)
+TRAJ_INFO_RULES = (
+    a_trajectory_counts_as_the_stock_one_does,
+    a_trajectory_keeps_nothing_that_changes,
+    a_trajectory_travels,
+)
 
 
 def check_traj_info(

@@ -125,6 +125,12 @@ class KnowsItsHome(Longest):
         self.Home = os.getpid()
 
 
+class KeepsTheInfo(Longest):
+    def step(self, *args: Any) -> None:
+        super().step(*args)
+        self.Info = args[-1]
+
+
 def test_a_trajectory_info_of_ones_own_keeps_all_rules() -> None:
     check_traj_info(Longest, CountingEnv, traj_info_kwargs={"scale": 2.0})
     check_traj_info(TrajInfo, CountingEnv)
@@ -134,6 +140,7 @@ def test_a_trajectory_info_of_ones_own_keeps_all_rules() -> None:
     ("cls", "rule", "words"),
     [
         (CountsNothing, "a_trajectory_counts_as_the_stock_one_does", r"Length is 0 in trajectory 0; it should be \d"),
+        (KeepsTheInfo, "a_trajectory_keeps_nothing_that_changes", r"Info of trajectory 0 is \{'count': \d+.*, and \{"),
         (KnowsItsHome, "a_trajectory_travels", r"Home of trajectory 0 is \d+ here and \d+ from a worker"),
     ],
 )
@@ -148,4 +155,5 @@ def test_every_rule_states_itself_and_is_shown_to_catch_something() -> None:
     assert all(rule.__doc__ and rule.__doc__.rstrip().endswith(".") for rule in rules)
     shown = {rule for _, rule, _ in EVAL_BROKEN} | {"an_evaluation_leaves_training_alone"}
     shown |= {"a_trajectory_counts_as_the_stock_one_does", "a_trajectory_travels"}
+    shown |= {"a_trajectory_keeps_nothing_that_changes"}
     assert {rule.__name__ for rule in rules} == shown
