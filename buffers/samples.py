@@ -23,6 +23,7 @@ class EnvSamples(NamedArrays):
     terminated: Any  #: bool, Gymnasium's
     truncated: Any  #: bool, Gymnasium's
     done: Any  #: bool, terminated or truncated
+    prev_done: Any  #: bool, an episode begins here: `done` one step earlier, in row 0 of the batch before
     valid: Any  #: bool, False where a parked environment recorded nothing
     env_info: Any  #: what was asked for of `info`; `_name` beside each `name` says where it was given
     final_obs: Any  #: the true last observation where `done`, zero elsewhere
@@ -73,7 +74,7 @@ class SampleSpec:
 class SamplesBuffer:
     """Storage for one batch of `batch_T` steps of `batch_B` environments.
 
-    Observation, action and reward have a row more than the batch has steps: `prev_action[t]` and
+    Observation, action, reward and done have a row more than the batch has steps: `prev_action[t]` and
     `action[t]` are rows t and t + 1 of the same array, and row `batch_T` of the observations is what
     the next batch starts from. `samples` is the public view.
     """
@@ -90,7 +91,7 @@ class SamplesBuffer:
             "reward": rows(batch_T + 1, value),
             "terminated": flags,
             "truncated": flags,
-            "done": flags,
+            "done": ArraySpec((batch_T + 1, batch_B), flags.dtype),
             "valid": flags,
             "agent_info": rows(batch_T, spec.agent_info),
         }
@@ -122,7 +123,8 @@ def _public_view(arrays: NamedArrays, batch_T: int) -> Samples:
         "prev_reward": first(arrays.reward),
         "terminated": arrays.terminated,
         "truncated": arrays.truncated,
-        "done": arrays.done,
+        "done": arrays.done[1:],
+        "prev_done": first(arrays.done),
         "valid": arrays.valid,
     }
     agent = {
@@ -143,7 +145,8 @@ class BatchColumns:
     """One worker's columns of the samples buffer, as a collector writes them.
 
     `observation`, `action` and `reward` have `batch_T + 1` rows (see `SamplesBuffer`): the collector
-    reads `observation[t]`, and writes `action[t + 1]`, `reward[t + 1]` and `observation[t + 1]`.
+    reads `observation[t]`, and writes `action[t + 1]`, `reward[t + 1]` and `observation[t + 1]`; but
+    `done[t]`, whose row before the first is `begins` `[B]`.
     `observation_rows[t]` is `observation[t]`, and so on: views made once.
     """
 
@@ -156,7 +159,8 @@ class BatchColumns:
         self.reward = own("reward")
         self.terminated = own("terminated")
         self.truncated = own("truncated")
-        self.done = own("done")
+        self._dones = own("done")
+        self.done, self.begins = self._dones[1:], self._dones[0]
         self.valid = own("valid")
         self.agent_info = own("agent_info")
         self.env_info = own("env_info")
@@ -170,9 +174,11 @@ class BatchColumns:
         self.reward_rows = [self.reward[t] for t in range(self.batch_T + 1)]
 
     def carry_over(self) -> None:
-        """The last row of a batch is the first of the next."""
+        """The last row of a batch is the first of the next. Call before `clear`."""
         for field in (self.observation, self.action, self.reward):
             field[0] = field[self.batch_T]
+        # A column that was parked at the end begins an episode now.
+        np.logical_or(self.done[-1], ~self.valid[-1], out=self.begins)
 
     def clear(self) -> None:
         """Clear what is only written at episode ends."""

@@ -63,6 +63,7 @@ class Collector(ABC):
         # The first row is written when the first batch begins, not in `start_envs`: a replacement for a
         # worker that has died may start while the user is still reading the batch before.
         self._has_batch = False
+        self._begins = np.ones(len(parts.envs), np.bool_)  # whether a column's first row is an episode's first
         self._info_writer = None if parts.samples.env_info is None else InfoWriter(parts.samples.env_info)
         self.envs.keep_infos = self._info_writer is not None
         self._has_agent_info = len(parts.samples.agent_info) > 0
@@ -80,6 +81,7 @@ class Collector(ABC):
                 self._max_decorrelation_steps,
                 self.prev_action,
                 self.prev_reward,
+                self._begins,
             )
 
     def start_agent(self) -> None:
@@ -98,13 +100,14 @@ class Collector(ABC):
     def begin_batch(self, itr: int) -> None:
         """Write the first row, clear what is only written at episode ends, and put the agent into sample mode."""
         samples = self.samples
-        samples.clear()
         if self._has_batch:
             samples.carry_over()
         else:
+            samples.begins[...] = self._begins
             self.envs.write_observations(samples.observation[0])
             samples.action[0], samples.reward[0] = self.prev_action, self.prev_reward
             self._has_batch = True
+        samples.clear()
         self.agent.sample_mode(itr)
 
     def act(self, t: int) -> None:

@@ -23,11 +23,13 @@ def decorrelate(
     max_steps: int,
     prev_action: Any,
     prev_reward: npt.NDArray[Any],
+    begins: npt.NDArray[np.bool_],
 ) -> None:
     """Step environment b by between 0 and `max_steps` random actions; number and actions from `rngs[b]`.
 
-    Writes `prev_action` and `prev_reward` `[B]` as the agent is to find them. A trajectory that is
-    running at the end counts these steps; one that finishes here was never sampled and is dropped.
+    Writes `prev_action` and `prev_reward` `[B]` as the agent is to find them, and in `begins` `[B]` whether an
+    episode begins. A trajectory that is running at the end counts these steps; one that finishes here was
+    never sampled and is dropped.
     """
     for b, rng in enumerate(rngs):
         n = int(rng.integers(0, max_steps + 1))
@@ -47,6 +49,7 @@ def decorrelate(
                 envs.check_observation(b)
                 envs.enter(Phase.DECORRELATING, b)
         tracker.preload(b, rewards)
+        begins[b] = not rewards
         if rewards:
             prev_action[b] = rows[n - 1]
             prev_reward[b] = rewards[-1]

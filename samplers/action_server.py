@@ -19,7 +19,7 @@ from penstock.collectors.central import Question
 from penstock.collectors.checks import write_action
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import SamplerBrokenError, WorkerError
-from penstock.samplers.interrupts import Interrupts
+from penstock.samplers.interrupts import interrupts
 from penstock.samplers.plan import WorkerPlan
 from penstock.samplers.readiness import LockStep, Readiness
 from penstock.samplers.reports import in_one_line
@@ -103,7 +103,6 @@ class ActionServer:
         self._error: SamplerBrokenError | None = None  # what the agent has raised, for `serve`
         self._is_acting = False  # stays so when something ends the agent's step that is no mere exception
         #: Ctrl-C waits for the end of a step: the agent would make it again, with other noise and a state of later.
-        self.interrupts = Interrupts()
         self._served: Counter[int] = Counter()
         self._acting = self._waiting = 0.0
         self._left = time.monotonic()
@@ -190,7 +189,7 @@ class ActionServer:
         ranks = values or self._policy.choose(asking, working)
         if not ranks:
             return False
-        with self.interrupts:
+        with interrupts:
             self._act(ranks, for_values=bool(values))
             if not values and not self._policy.may_go(working):
                 self._kept = list(ranks)

@@ -24,6 +24,7 @@ from penstock.samplers.allocation import Allocation, allocate
 from penstock.samplers.calls import Calls, SamplerState
 from penstock.samplers.config import EnvKwargs, SamplerConfig
 from penstock.samplers.env_calls import EnvCall, results
+from penstock.samplers.interrupts import interrupts
 from penstock.samplers.plan import Affinity, WorkerPlan
 from penstock.samplers.stats import SamplerStats, worker_stats
 from penstock.samplers.team import Team
@@ -116,7 +117,7 @@ class Sampler(ABC):
         check_finite: bool = False,
         debug: bool = False,
     ) -> None:
-        self._calls = Calls()  # first: repr and shutdown work even if the rest fails
+        self._calls = Calls(of_this_process=self._shared_memory)  # first: repr and shutdown work even if the rest fails
         arguments = {name: value for name, value in locals().items() if name in SamplerConfig.__dataclass_fields__}
         self.config = SamplerConfig(**arguments)
         self.batch_T, self.batch_B = int(batch_T), int(batch_B)
@@ -179,16 +180,18 @@ class Sampler(ABC):
             self.seed = fresh_seed() if seed is None else int(seed)
             self._plans = self._make_plans(affinity, rank)
             self._agent = agent
-            self._allocation = allocation = allocate(
-                self.config,
-                self._plans,
-                agent,
-                seed=self.seed,
-                bootstrap_value=bootstrap_value,
-                traj_info_kwargs=traj_info_kwargs,
-                world_size=world_size,
-                shared=self._shared_memory,
-            )
+            with interrupts.passing():  # the user's code runs here, and nothing is begun that must be ended
+                allocation = allocate(
+                    self.config,
+                    self._plans,
+                    agent,
+                    seed=self.seed,
+                    bootstrap_value=bootstrap_value,
+                    traj_info_kwargs=traj_info_kwargs,
+                    world_size=world_size,
+                    shared=self._shared_memory,
+                )
+            self._allocation = allocation
             self.observation_space: gym.Space[Any] = agent.observation_space
             self.action_space: gym.Space[Any] = agent.action_space
             #: The same memory as the torch views that `obtain_samples` returns, as numpy arrays.
@@ -419,15 +422,17 @@ class Sampler(ABC):
         The last samples stay readable. A worker that does not end within about two seconds is killed
         and named in a `RuntimeWarning`.
         """
-        self._calls.close()
-        self._give_back()
+        with interrupts.held():
+            self._calls.close()
+            self._give_back()
 
     def _give_back(self) -> None:
         if "_allocation" in vars(self):
             self._agent.unshare_memory(self._allocation.parameters)
             self._allocation.close()
-        if "_finalizer" in vars(self):
-            self._finalizer()
+        if "_finalizer" in vars(self) and not self._calls.is_foreign:
+            _close(self._team, self._allocation)  # all of it again, should a second Ctrl-C have cut it short
+            self._finalizer.cancel()
 
     def __enter__(self: _Self) -> _Self:
         return self

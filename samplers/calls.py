@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from penstock.errors import SamplerBrokenError, SamplerClosedError, SamplerStateError
+from penstock.samplers.interrupts import interrupts
 
 __all__ = ["Calls", "SamplerState"]
 
@@ -25,8 +27,10 @@ class SamplerState(enum.Enum):
 class Calls:
     """One sampler's state, and the one call that is running on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_this_process: bool) -> None:
+        """`of_this_process`: forks of it must not make calls."""
         self.state = SamplerState.CREATED
+        self._pid = os.getpid() if of_this_process else None
         self._running: str | None = None
         self._lock = threading.Lock()
         self._error: SamplerBrokenError | None = None
@@ -35,19 +39,31 @@ class Calls:
     def expecting(self, name: str, *expected: SamplerState) -> Iterator[None]:
         """Around the call `name`, which is in order in the states `expected`.
 
-        Raises `SamplerStateError` naming the call that is in order, or the error that broke the sampler.
+        Raises `SamplerStateError` naming the call that is in order, or the error that broke the sampler. Ctrl-C is
+        held back but where the call lets it pass.
         """
-        if not self._lock.acquire(blocking=False):
+        if self.is_foreign:
             raise SamplerStateError(
-                f"{name} was called while {self._running} is running in another thread: one call at a time"
+                f"{name} was called in process {os.getpid()}, a fork of process {self._pid}, which the sampler and its "
+                "workers belong to: make a sampler of this process's own"
             )
-        try:
-            self._running = name
-            self._check(name, expected)
-            yield
-        finally:
-            self._running = None
-            self._lock.release()
+        with interrupts.held():
+            if not self._lock.acquire(blocking=False):
+                raise SamplerStateError(
+                    f"{name} was called while {self._running} is running in another thread: one call at a time"
+                )
+            try:
+                self._running = name
+                self._check(name, expected)
+                yield
+            finally:
+                self._running = None
+                self._lock.release()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a fork of the process that the sampler belongs to."""
+        return self._pid is not None and self._pid != os.getpid()
 
     def break_with(self, error: SamplerBrokenError) -> None:
         """A worker has failed: every call gives `error` from now on."""

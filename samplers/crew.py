@@ -20,6 +20,7 @@ from penstock.samplers.failures import Casualty, Witness, add_to
 from penstock.samplers.forks import abandon_in_forks
 from penstock.samplers.gates import Gate
 from penstock.samplers.guardian import Guardian
+from penstock.samplers.interrupts import interrupts
 from penstock.samplers.launch import Launcher, PickledJob
 from penstock.samplers.member import Member
 from penstock.samplers.plan import WorkerPlan
@@ -66,7 +67,9 @@ class Crew:
         self._state, self._rules, self._control, self._on_replace = state, rules, state.control, on_replace
         self._owner_pid = os.getpid()
         self._close_lock = threading.Lock()
-        self.closed = False
+        self._closing_thread: int | None = None
+        self.closed = False  # or being closed
+        self._is_over = False
         self._openings = 1  # of every gate; number one is start-up
         self.members: list[Member] = []
         self.restarts = Restarts(rules.restarts)
@@ -80,6 +83,8 @@ class Crew:
             if (starter := self._launcher.prepare()) is not None:
                 self._guardian.watch(starter)
             for plan in plans:
+                with interrupts.passing():
+                    pass  # between two workers, none of which is only half there
                 self._control.open(plan.worker_rank)  # opening number one: start-up
                 self.members.append(self._start_first(plan))
             self._supervisor = Supervisor(self._control, self._reports, self.restarts, rules.limits)
@@ -194,7 +199,7 @@ class Crew:
             return lost
         if control.do_eval:
             return lost + len(plan.eval_columns) + control.trajectories(rank)
-        rows, columns = slice(control.snapshot(rank).t + 1), slice(plan.columns.start, plan.columns.stop)
+        rows, columns = slice(1, control.snapshot(rank).t + 2), slice(plan.columns.start, plan.columns.stop)
         return lost + int(self._state.samples.arrays.done[rows, columns].sum())
 
     # ---- the end ---------------------------------------------------------------------------
@@ -209,12 +214,19 @@ class Crew:
     def _end(self, *, broken: bool) -> list[Casualty]:
         """`close`. Returns the workers that were killed by others than this process, and not found before:
         what ends one worker from outside may end many, and not all in the same moment."""
-        if os.getpid() != self._owner_pid:  # a fork of the main process owns nothing
-            return []
-        with self._close_lock:
-            if self.closed:
+        me = threading.get_ident()
+        if os.getpid() != self._owner_pid or self._closing_thread == me:
+            return []  # a fork of the main process owns nothing; and a signal's handler must not wait for itself
+        with self._close_lock, interrupts.held():
+            if self._is_over:
                 return []
-            self.closed = True
+            self.closed, self._closing_thread = True, me
+            try:
+                return self._end_all(broken)
+            finally:
+                self._closing_thread = None
+
+    def _end_all(self, broken: bool) -> list[Casualty]:
         forced = self._make_them_end(_ASK_BROKEN_SECONDS if broken else _ASK_SECONDS)
         complaints, killed = [], []
         for member in self.members:
@@ -230,8 +242,9 @@ class Crew:
             if report is not None or witness.progress.phase is Phase.CLOSING:
                 complaints.append(str(casualty))
         self._release()
+        self._is_over = True
         if complaints and not broken:
-            warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=3)
+            warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=4)
         return killed
 
     def _make_them_end(self, patience: float) -> dict[int, Witness]:

@@ -1,4 +1,4 @@
-"""Ctrl-C held back for a moment, where it would leave something half done."""
+"""Ctrl-C, held back where it would leave something half done."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["Interrupts"]
+__all__ = ["Interrupts", "interrupts"]
 
 
-class Interrupts:
-    """Within `with interrupts.watched():`, a block `with interrupts:` has Ctrl-C answered at its end.
+class Interrupts(threading.local):
+    """Within `with interrupts.held():` Ctrl-C is answered at the end, or in the first `with interrupts.passing():`
+    inside. A second one is answered at once: the block may hang. Blocks may be nested in any way.
 
-    A second one is answered at once: the block may hang. The two are apart because changing a handler costs ten
-    times as much as raising a flag, and the inner block is entered at every step. Blocks may be nested.
+    `with interrupts:` holds it too, inside a `held()`: changing a handler costs ten times as much as counting, and
+    this one is entered at every step.
     """
 
     _handler: Callable[[int, FrameType | None], Any] | None = None
@@ -24,36 +25,52 @@ class Interrupts:
     has_come = False  #: one is being held back
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Be the one who answers SIGINT, for whoever does so otherwise."""
-        # Python runs handlers in the main thread alone, so others have nothing to fear.
+    def held(self) -> Iterator[None]:
+        """Hold Ctrl-C back. Outside the main thread this does nothing, and need not: Python answers signals in the
+        main thread alone."""
         is_main = threading.current_thread() is threading.main_thread()
-        handler = signal.getsignal(signal.SIGINT) if is_main else None
+        handler = signal.getsignal(signal.SIGINT) if is_main and self._handler is None else None
         if not callable(handler):
-            yield
+            with self:
+                yield
             return
         self._handler, self.has_come, self._depth = handler, False, 0
-        signal.signal(signal.SIGINT, self._note)
         try:
+            signal.signal(signal.SIGINT, self._note)
+            with self:
+                yield
+        finally:
+            self._handler = None
+            signal.signal(signal.SIGINT, handler)
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Let Ctrl-C through here: what is done can be left at any moment. One that was held back comes first."""
+        depth, self._depth = self._depth, 0
+        try:
+            self._answer_if_come()
             yield
         finally:
-            signal.signal(signal.SIGINT, handler)
+            self._depth = depth
 
     def __enter__(self) -> None:
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
-        if self.has_come and not self._depth:
-            self._answer(signal.SIGINT, None)
+        if not self._depth:
+            self._answer_if_come()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._depth and not self.has_come:
-            self.has_come = True
-        else:
-            self._answer(number, frame)
+        is_second, self.has_come = self.has_come, True
+        if is_second or not self._depth:
+            self._answer_if_come(frame)
 
-    def _answer(self, number: int, frame: FrameType | None) -> None:
-        self.has_come = False
-        if self._handler is not None:
-            self._handler(number, frame)
+    def _answer_if_come(self, frame: FrameType | None = None) -> None:
+        if self.has_come and self._handler is not None:
+            self.has_come = False
+            self._handler(signal.SIGINT, frame)
+
+
+#: The process has one Ctrl-C, and so there is one of these.
+interrupts = Interrupts()

@@ -63,8 +63,9 @@ class Member:
         In this order: as long as nobody has asked for the exit code, the process id cannot have been
         given to anybody else.
         """
-        self.signal_group(signal.SIGKILL)
-        self.process.join(_REAP_SECONDS)
+        if not self.is_buried:
+            self.signal_group(signal.SIGKILL)
+            self.process.join(_REAP_SECONDS)
         code: int | None = self.process.exitcode
         self.is_buried = True
         return code

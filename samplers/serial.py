@@ -13,6 +13,7 @@ from penstock.errors import SamplerBrokenError, WorkerError
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.base import Sampler
 from penstock.samplers.failures import Witness
+from penstock.samplers.interrupts import interrupts
 from penstock.samplers.plan import Affinity, WorkerPlan, make_plans
 from penstock.samplers.restarts import RestartPolicy, Restarts
 from penstock.samplers.team import Team
@@ -86,7 +87,8 @@ class _InProcess:
     def _catching(self, occasion: str) -> Iterator[None]:
         """Keep a failure for `wait_out`, where a `ParallelSampler` would give it."""
         try:
-            yield
+            with interrupts.passing():  # here the environments are at work, which may hang
+                yield
         except BaseException as error:
             (witness,) = self.witnesses()
             self._failure = WorkerError(

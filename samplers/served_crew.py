@@ -14,6 +14,7 @@ from penstock.errors import SamplerBrokenError, WorkerError
 from penstock.samplers.action_server import ActionServer
 from penstock.samplers.crew import Crew
 from penstock.samplers.failures import Witness
+from penstock.samplers.interrupts import interrupts
 from penstock.samplers.plan import WorkerPlan
 from penstock.samplers.worker import Job, SharedState, Worker
 
@@ -162,11 +163,13 @@ class ServedCrew:
         look_again: float = 1.0,
     ) -> None:
         self._occasion, self._on_wake, self._look_again = occasion, on_wake, look_again
-        with self._server.interrupts.watched():
+        with interrupts.held():
             if self._own is not None:
+                if self._crew.closed:
+                    raise WorkerError(f"{self._own.witness()} was interrupted while stepping for itself ({occasion})")
                 try:
                     # Only a second Ctrl-C comes through.
-                    with self._server.interrupts:
+                    with interrupts:
                         self._own.work(occasion)
                 except BaseException:
                     # A collector that was left in the middle of a batch cannot go on, nor can those beside it.
@@ -176,7 +179,7 @@ class ServedCrew:
             self._crew.wait_out(occasion, starting=starting, on_wake=self._serve, look_again=look_again)
 
     def _serve(self) -> None:
-        if self._server.interrupts.has_come:
+        if interrupts.has_come:
             self._control.stop_eval = True  # should it be an evaluation: nobody will see its end
         self._server.serve(self._answer)
         if self._on_wake is not None:

@@ -72,7 +72,9 @@ class Supervisor:
             stopwatch.starting.update(member.rank for member in staff.members)
         while True:
             pending = _pending(staff)
-            dead = self._watch_of(staff).wait(min(look_again, stopwatch.look_again) if pending else 0)
+            seconds = min(look_again, stopwatch.look_again) if pending else 0.0
+            # Who waits for something in particular is in the middle of it.
+            dead = self._watch_of(staff).wait(seconds, interruptible=until is None)
             if staff.closed:  # by another thread; the deaths are of its making
                 raise SamplerClosedError(f"the sampler was shut down by another thread during {occasion}")
             pending = _pending(staff)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.trajectory_queue import ObjectPipe
 from penstock.samplers.gates import Gate
+from penstock.samplers.interrupts import interrupts
 
 __all__ = ["DeathWatch", "Watch"]
 
@@ -62,11 +64,13 @@ class Watch:
                 self._poll.register(thing.fileno(), select.POLLIN)
                 self._what[thing.fileno()] = kind, i
 
-    def wait(self, seconds: float) -> list[int]:
+    def wait(self, seconds: float, *, interruptible: bool = False) -> list[int]:
         """Wait until something happens, `seconds` at most. Messages are read, wake-ups cleared; returns the
-        indices of those that have died."""
+        indices of those that have died. Ctrl-C may end the waiting itself if it is `interruptible`."""
         dead = []
-        for fd, _ in self._poll.poll(max(0, round(seconds * 1000))):
+        with interrupts.passing() if interruptible else contextlib.nullcontext():
+            ready = self._poll.poll(max(0, round(seconds * 1000)))
+        for fd, _ in ready:
             kind, i = self._what[fd]
             if kind == "gate":
                 self._gates[i].clear()

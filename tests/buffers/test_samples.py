@@ -57,6 +57,7 @@ def test_every_field_has_its_leading_dimensions_and_the_examples_dtype(n_T: int,
         "env.terminated": (cells, np.bool_),
         "env.truncated": (cells, np.bool_),
         "env.done": (cells, np.bool_),
+        "env.prev_done": (cells, np.bool_),
         "env.valid": (cells, np.bool_),
         "env.final_obs.camera": ((*cells, 2, 3), np.uint8),
         "env.final_obs.goal._0": (cells, np.int64),
@@ -174,8 +175,8 @@ def snapshot(buffer: SamplesBuffer) -> dict[str, Any]:
     return {name: leaf.copy() for name, leaf in buffer.memory.arrays.leaves()}
 
 
-CARRIED = ("observation.camera", "observation.goal._0", "action", "reward")
-CLEARED = ("terminated", "truncated", "done", "final_value")
+CARRIED = ("observation.camera", "observation.goal._0", "action", "reward", "done")
+CLEARED = ("terminated", "truncated", "final_value")
 
 
 @pytest.mark.parametrize("columns", [slice(0, B), slice(1, 3)])
@@ -187,6 +188,7 @@ def test_begin_batch_carries_the_last_row_over_and_clears_the_flags_of_its_colum
         expected[name][0, columns] = expected[name][T, columns]
     for name in CLEARED:
         expected[name][:, columns] = 0
+    expected["done"][1:, columns] = 0
     for name in ("final_obs.camera", "final_obs.goal._0"):
         expected[name][:, columns] = 0  # done everywhere, after fill
     begin_batch(buffer.columns(columns))
@@ -212,5 +214,14 @@ def test_begin_batch_without_optional_fields_carries_all_the_same() -> None:
     columns.reward[T] = 3
     columns.done[...] = True
     begin_batch(columns)
+    assert columns.begins.all()
     assert (columns.reward[0] == 3).all()
     assert not columns.done.any()
+
+
+def test_a_column_that_was_parked_at_the_end_begins_an_episode() -> None:
+    columns = buffer_of().columns(slice(0, B))
+    columns.valid[T - 1, 1] = False
+    columns.done[T - 1, 2] = True
+    begin_batch(columns)
+    assert columns.begins.tolist() == [b in (1, 2) for b in range(B)]

@@ -1,0 +1,165 @@
+"""Ctrl-C is held back, let through, and answered once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from penstock import ParallelSampler, RandomAgent, SamplerState, SamplerStateError
+from penstock.envs import CountingEnv
+from penstock.samplers import crew as crew_module
+from penstock.samplers.gates import Gate
+from penstock.samplers.interrupts import interrupts
+
+
+def ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def _handler_is_restored() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_it_is_answered_at_the_end() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts.held():
+        ctrl_c()
+        done.append(1)
+        with interrupts.held(), interrupts:
+            done.append(2)
+        done.append(3)
+    assert done == [1, 2, 3]
+
+
+def test_it_is_answered_where_it_may_pass() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts.held():
+        ctrl_c()
+        done.append(1)
+        with interrupts.passing():
+            done.append(2)
+    with pytest.raises(KeyboardInterrupt), interrupts.held(), interrupts.passing():
+        done.append(3)
+        ctrl_c()
+        done.append(4)
+    assert done == [1, 3]
+
+
+def test_a_second_one_is_answered_at_once() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts.held():
+        ctrl_c()
+        done.append(1)
+        ctrl_c()
+        done.append(2)
+    assert done == [1]
+
+
+def test_none_leaves_no_trace() -> None:
+    with interrupts.held(), interrupts.passing():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c()
+
+
+def test_another_thread_holds_nothing_back() -> None:
+    handlers: list[Any] = []
+
+    def in_thread() -> None:
+        with interrupts.held(), interrupts.passing(), interrupts:
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=in_thread)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.getsignal(signal.SIGINT)]
+
+
+# ---- samplers at their worst moments -----------------------------------------------------------
+
+
+def sampler_of(**kwargs: Any) -> ParallelSampler:
+    return ParallelSampler(CountingEnv, batch_T=4, batch_B=4, n_workers=2, max_decorrelation_steps=0, **kwargs)
+
+
+def test_between_two_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every batch is given exactly once: nothing is skipped, nothing comes twice."""
+    with sampler_of() as sampler:
+        sampler.initialize(RandomAgent())
+        with monkeypatch.context() as patched:
+            plain, opened = Gate.open, []
+
+            def interrupted(gate: Gate) -> None:
+                plain(gate)
+                opened.append(gate)
+                if len(opened) == 1:
+                    ctrl_c()
+
+            patched.setattr(Gate, "open", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                sampler.obtain_samples(0)
+        assert sampler.state is SamplerState.SAMPLING
+        counts = [sampler.wait_samples()[0].env.observation[0, 0, 1].item()]
+        counts.append(sampler.obtain_samples(1)[0].env.observation[0, 0, 1].item())
+        assert counts == [0, 4]
+
+
+def test_while_processes_start(monkeypatch: pytest.MonkeyPatch, start_method: str) -> None:
+    started = []
+    plain = crew_module.Launcher.start
+
+    def interrupted(launcher: Any, setup: Any) -> Any:
+        process = plain(launcher, setup)
+        started.append(process.pid)
+        ctrl_c()
+        return process
+
+    monkeypatch.setattr(crew_module.Launcher, "start", interrupted)
+    with sampler_of(start_method=start_method) as sampler, pytest.raises(KeyboardInterrupt):
+        sampler.initialize(RandomAgent())
+    assert len(started) == 1  # the suite's own check finds that it is gone
+
+
+def test_shutdown_that_is_cut_short_is_done_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = sampler_of()
+    sampler.initialize(RandomAgent())
+    plain = crew_module.Crew._await_deaths
+
+    def interrupted(crew: Any, members: Any, seconds: float) -> Any:
+        ctrl_c()
+        ctrl_c()
+        return plain(crew, members, seconds)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(crew_module.Crew, "_await_deaths", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sampler.shutdown()
+    sampler.shutdown()
+    sampler.shutdown()
+
+
+def test_a_fork_may_not_drive_its_parents_workers() -> None:
+    with sampler_of() as sampler:
+        sampler.initialize(RandomAgent())
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                sampler.obtain_samples(0)
+            except SamplerStateError as error:
+                os.write(write, str(error).encode())
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            said = pipe.read()
+        os.waitpid(child, 0)
+        assert f"was called in process {child}, a fork of process {os.getpid()}" in said
+        assert len(sampler.obtain_samples(0)[0].env.reward) == 4
