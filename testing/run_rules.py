@@ -85,12 +85,13 @@ def _unparked(value: Any, parked: Any) -> Any:
 
 def _fill(samples: Samples) -> None:
     """Overwrite all that a collector has to write, and nothing that it may carry over or is to keep."""
-    last = len(samples.env.done) - 1  # of action and reward, this row goes to the next batch's first
+    last = len(samples.env.done) - 1  # of action, reward and done, this row goes to the next batch's first
     for name, field in (*samples.env.items(), *samples.agent.items()):
-        if name in ("prev_action", "prev_reward", "valid", "final_obs"):  # the first two are of the same memory
+        # The first three are of the same memory as the fields that they precede.
+        if name in ("prev_action", "prev_reward", "prev_done", "valid", "final_obs"):
             continue
         for _, leaf in leaves(field, name):
-            rows = leaf[:last] if name in ("action", "reward") else leaf
+            rows = leaf[:last] if name in ("action", "reward", "done") else leaf
             rows[...] = _pattern(leaf.dtype)
 
 
