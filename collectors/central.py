@@ -53,33 +53,36 @@ class RemoteAgent(Agent):
     def connect(self, port: Port) -> None:
         """Ask through `port` from now on. Every column begins anew."""
         self._port = port
+        # Fields looked up once: by name they cost as much as writing into them.
+        row = port.row
+        self._inputs = row.observation, row.prev_action, row.prev_reward
+        self._reset, self._answer = row.reset, AgentStep(row.action, row.agent_info)
         self.reset()
 
     def reset(self) -> None:
         if hasattr(self, "_port"):
-            self._port.row.reset[...] = True
+            self._reset[...] = True
 
     def reset_one(self, column: int) -> None:
-        self._port.row.reset[column] = True
+        self._reset[column] = True
 
     def pull_shared_memory(self) -> None:
         """The server does so."""
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
-        row = self._port.row
-        row.observation[...], row.prev_action[...], row.prev_reward[...] = observation, prev_action, prev_reward
+        into = self._inputs
+        into[0][...], into[1][...], into[2][...] = observation, prev_action, prev_reward
         self._port.ask(Question.STEP)
-        return AgentStep(row.action, row.agent_info)
+        return self._answer
 
     def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
-        row = self._port.row
-        n, at_once = len(prev_reward), len(row.prev_reward)
+        into = self._inputs
+        n, at_once = len(prev_reward), len(self._reset)
         values = np.empty(n, np.float32)
         for first in range(0, n, at_once):  # any number of rows may be asked about, as many as there are columns fit
             part = slice(first, min(first + at_once, n))
             filled = slice(0, part.stop - first)
-            row.observation[filled] = observation[part]
-            row.prev_action[filled], row.prev_reward[filled] = prev_action[part], prev_reward[part]
+            into[0][filled], into[1][filled], into[2][filled] = observation[part], prev_action[part], prev_reward[part]
             self._port.ask(Question.VALUE)
-            values[part] = row.value[filled]
+            values[part] = self._port.row.value[filled]
         return values
