@@ -102,7 +102,6 @@ class ActionServer:
         self._n_evaluations = 0
         self._error: SamplerBrokenError | None = None  # what the agent has raised, for `serve`
         self._is_acting = False  # stays so when something ends the agent's step that is no mere exception
-        #: Ctrl-C waits for the end of a step: the agent would make it again, with other noise and a state of later.
         self._served: Counter[int] = Counter()
         self._acting = self._waiting = 0.0
         self._left = time.monotonic()
@@ -168,6 +167,8 @@ class ActionServer:
         spin_until = began + self._spin_seconds
         while True:
             if self._serve_once(answer):
+                if interrupts.has_come:  # whoever waits for us is to answer it now, and not at the batch's end
+                    break
                 spin_until = time.monotonic() + self._spin_seconds
             elif time.monotonic() >= spin_until:
                 break
@@ -189,6 +190,7 @@ class ActionServer:
         ranks = values or self._policy.choose(asking, working)
         if not ranks:
             return False
+        # Ctrl-C waits for the end of the step: else it would be made again, with other noise and a later state.
         with interrupts:
             self._act(ranks, for_values=bool(values))
             if not values and not self._policy.may_go(working):

@@ -176,6 +176,7 @@ class ServedCrew:
                     if self._own.is_at_work:
                         self._crew.close(broken=True)
                     raise
+            self._serve()  # who asked before a Ctrl-C does not ask again
             self._crew.wait_out(occasion, starting=starting, on_wake=self._serve, look_again=look_again)
 
     def _serve(self) -> None:

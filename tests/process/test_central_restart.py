@@ -1,0 +1,299 @@
+"""Replaced workers and Ctrl-C where one process acts for all: nothing shows in the columns that were not hit."""
+
+import functools
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from penstock import (
+    Agent,
+    AgentStep,
+    AlternatingSampler,
+    CategoricalPgAgent,
+    EvalCollector,
+    GpuSampler,
+    RandomAgent,
+    RecurrentCategoricalPgAgent,
+    SamplerState,
+    WorkerDiedError,
+    WorkerError,
+)
+from penstock.envs import CountingEnv
+from penstock.testing import DelegatingAgent, Fault, faulty_env, faulty_eval_collector
+
+from .support import FULL, Notebook, check_counting, generator, killer, methods, scaled, until
+from .test_main_process import Interrupts
+
+cloudpickle.register_pickle_by_value(sys.modules[Interrupts.__module__])
+
+pytestmark = pytest.mark.timeout(scaled(1800, 60))
+
+B, T = 6, 24
+CARTPOLE = functools.partial(gym.make, "CartPole-v1", max_episode_steps=25)
+
+MODES: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
+    "lock-step": (GpuSampler, {}),
+    "first-ready": (GpuSampler, {"min_ready": 2}),
+    "alternating": (AlternatingSampler, {}),
+    "no overlap": (AlternatingSampler, {"overlap": False}),
+}
+modes = pytest.mark.parametrize("mode", MODES)
+OWN_SHARE: tuple[type[GpuSampler], dict[str, Any]] = (GpuSampler, {"serve_envs": 2, "n_workers": 2})
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.out = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        out = self.out(torch.tanh(self.body(observation)))
+        return out[:, :2], out[:, 2]
+
+
+class Gru(nn.Module):
+    state_shape = (8,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(4, 8), nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
+        state = self.cell(observation, state)
+        out = self.out(state)
+        return out[:, :2], out[:, 2], state
+
+
+AGENTS: dict[str, Callable[[], Agent]] = {
+    "random": RandomAgent,
+    "categorical": lambda: CategoricalPgAgent(Net),
+    "recurrent": lambda: RecurrentCategoricalPgAgent(Gru),
+}
+
+
+def sampler_of(mode: str, env_fn: Any, **kwargs: Any) -> GpuSampler:
+    cls, options = MODES.get(mode, OWN_SHARE)
+    arguments: dict[str, Any] = {"batch_T": T, "batch_B": B, "n_workers": 3, "on_worker_failure": "restart"}
+    arguments.update(eval_n_envs=3, eval_max_steps=3 * 60, max_decorrelation_steps=0, eval_env_kwargs={})
+    return cls(env_fn, **{**arguments, **options, **kwargs})
+
+
+def batches(sampler: GpuSampler, agent: Agent, n: int = 4) -> list[Any]:
+    sampler.initialize(agent, seed=9, bootstrap_value=True)
+    found = []
+    for itr in range(n):
+        _, infos = sampler.obtain_samples(itr)
+        assert len(infos) == int(sampler.samples_np.env.done.sum())
+        found.append(sampler.samples_np.copy())
+        if itr == 2:
+            assert sampler.evaluate_agent(itr)
+    return found
+
+
+def assert_same(ours: list[Any], theirs: list[Any], columns: Any = slice(None), *, close: bool = False) -> None:
+    for itr, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        for (name, left), (_, right) in zip(one.leaves(), other.leaves(), strict=True):
+            a, b = (leaf[columns] if leaf.ndim == 1 else leaf[:, columns] for leaf in (left, right))  # some are [B]
+            if close and name.startswith(("agent.agent_info", "agent.bootstrap", "agent.final")):
+                np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9, err_msg=f"{name}, {itr}")
+            else:
+                assert a.tobytes() == b.tobytes(), (name, itr)
+
+
+# ---- replacements --------------------------------------------------------------------------
+
+
+@functools.cache
+def undisturbed(agent: str) -> list[Any]:
+    with sampler_of("lock-step", faulty_env(CARTPOLE, Fault("delay", at=10**9))) as sampler:
+        return batches(sampler, AGENTS[agent]())
+
+
+@modes
+@pytest.mark.parametrize(
+    ("agent", "at"), [(agent, at) for agent in AGENTS for at in (1, 30) if FULL or agent != "categorical" or at > 1]
+)
+def test_a_replacement_changes_no_other_column(agent: str, at: int, mode: str, tmp_path: Path) -> None:
+    """env_rank 3 kills its worker, of columns 2 and 3: at once, or in the second batch."""
+    fns = [faulty_env(CARTPOLE, Fault("delay", at=10**9))] * B
+    fns[3] = faulty_env(CARTPOLE, Notebook(tmp_path).fault("kill", at))
+    with sampler_of(mode, fns) as sampler:
+        found = batches(sampler, AGENTS[agent]())
+        assert [worker.restarts for worker in sampler.stats().workers] == [0, 1, 0]
+    assert_same(found, undisturbed(agent), [0, 1, 4, 5], close=agent != "random")
+    for batch in found:
+        assert batch.env.valid.all()
+        assert np.isfinite(batch.env.observation).all()
+        assert (np.abs(batch.env.observation[..., 2]) < 0.25)[~batch.env.done].all(), "a pole that stands"
+    hit = [batch.agent.action[:, 2:4] for batch in (found[-1], undisturbed(agent)[-1])]
+    assert not np.array_equal(*hit), "its streams are fresh"
+
+
+@methods("forkserver")
+@modes
+def test_what_is_redone_is_complete_and_valid_wherever_it_was_cut(mode: str, start_method: str) -> None:
+    rng = generator("central", mode, start_method)
+    kwargs: dict[str, Any] = {"max_restarts": 10**6, "start_method": start_method}
+    with killer() as kill, sampler_of(mode, CountingEnv, **kwargs) as sampler:
+        sampler.initialize(RandomAgent(), seed=5)
+        itr = 0
+        for wanted in range(1, scaled(30, 3) + 1):
+            kill.kill([rng.choice(sampler._team.pids)], rng.uniform(0, 0.02))
+            while sampler.stats().restarts < wanted:
+                samples, infos = sampler.obtain_samples(itr)
+                check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
+                assert {info.Length for info in infos} == {5}
+                assert len(infos) == int(samples.env.done.sum())
+                assert len(sampler.evaluate_agent(itr)) == 3 * 12
+                itr += 1
+            kill.when()
+
+
+class Telling(CountingEnv):
+    """The return tells which actions were taken, in order."""
+
+    def step(self, action: Any) -> Any:
+        observation, _, *rest = super().step(action)
+        return observation, float(int(action) * 4**self.count), *rest
+
+
+def evaluations(folder: Path | None, mode: str, seed: int = 9) -> list[list[float]]:
+    """Two evaluations; in the first, one worker is killed if there is a folder for its fault."""
+    kwargs: dict[str, Any] = {}
+    if folder is not None:
+        kwargs["eval_collector_cls"] = faulty_eval_collector(EvalCollector, Notebook(folder).fault("kill", 4))
+    with sampler_of(mode, Telling, **kwargs) as sampler:
+        sampler.initialize(RandomAgent(), seed=seed)
+        return [[info.Return for info in sampler.evaluate_agent(itr)] for itr in range(2)]
+
+
+@modes
+def test_an_evaluation_is_made_good(mode: str, tmp_path: Path) -> None:
+    whole, hit = evaluations(None, mode), evaluations(tmp_path, mode)
+    assert [len(returns) for returns in hit] == [36, 36]
+    env_rank = [[hit[e][b::3] == whole[e][b::3] for b in range(3)] for e in range(2)]
+    assert env_rank[0].count(True) == env_rank[1].count(True) == 2, "the other two are what they would have been"
+    (b,) = (b for b in range(3) if not env_rank[0][b])
+    assert not env_rank[1][b]
+    assert not set(hit[0][b::3]) & set(hit[1][b::3]), "the redone evaluation shares no noise with the next"
+
+
+def test_the_quota_ends_it() -> None:
+    fns = [CountingEnv] * 5 + [faulty_env(CountingEnv, Fault("kill", at=3))]
+    with sampler_of("lock-step", fns, max_restarts=1) as sampler:
+        sampler.initialize(RandomAgent())
+        with pytest.raises(WorkerDiedError, match=r"(?s)^worker 2 .*max_restarts=1 in 60 s are used up"):
+            sampler.obtain_samples(0)
+
+
+# ---- Ctrl-C --------------------------------------------------------------------------------
+
+
+class Interrupting(DelegatingAgent):
+    """Ctrl-C comes in some of its steps: before it has drawn its noise, or when its state has advanced."""
+
+    def __init__(self, agent: Agent, at: set[int], *, late: bool, times: int = 1) -> None:
+        super().__init__(agent)
+        self.at, self.late, self.times, self.calls = at, late, times, [0]
+
+    def _interrupt(self) -> None:
+        if self.in_worker and self.calls[0] in self.at:
+            for _ in range(self.times):
+                signal.raise_signal(signal.SIGINT)
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        self.calls[0] += self.in_worker
+        if not self.late:
+            self._interrupt()
+        step = super().step(observation, prev_action, prev_reward)
+        if self.late:
+            self._interrupt()
+        return step
+
+
+@pytest.mark.parametrize("mode", [*MODES, "own share"])
+@pytest.mark.parametrize("agent", ["random", "recurrent"])
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_ctrl_c_while_the_agent_acts_changes_nothing(agent: str, late: bool, mode: str) -> None:
+    interrupted = 0
+    found = []
+    with sampler_of(mode, faulty_env(CARTPOLE, Fault("delay", at=10**9))) as sampler:
+        # With an own share, one Ctrl-C waits for the end of the batch, and another does not.
+        at = {1, 70} if mode == "own share" else {1, 10, 70, 200}
+        sampler.initialize(Interrupting(AGENTS[agent](), at, late=late), seed=9, bootstrap_value=True)
+        for itr in range(4):
+            try:
+                _, infos = sampler.obtain_samples(itr)
+            except KeyboardInterrupt:
+                interrupted += 1
+                while sampler.state is SamplerState.SAMPLING:
+                    try:
+                        _, infos = sampler.wait_samples()
+                    except KeyboardInterrupt:
+                        interrupted += 1
+            assert len(infos) == int(sampler.samples_np.env.done.sum())
+            found.append(sampler.samples_np.copy())
+    assert interrupted >= 2
+    assert_same(found, undisturbed(agent), close=agent != "random")
+
+
+@pytest.mark.parametrize("mode", [*MODES, "own share"])
+def test_ctrl_c_in_an_evaluation_changes_nothing_that_follows(mode: str) -> None:
+    def run(at: set[int]) -> list[Any]:
+        found = []
+        with sampler_of(mode, CARTPOLE, eval_max_steps=3 * 10**6) as sampler:
+            agent = Interrupting(RandomAgent(), at, late=True)
+            sampler.initialize(agent, seed=9)
+            for itr in range(3):
+                sampler.obtain_samples(itr)
+                found.append(sampler.samples_np.copy())
+                if at:
+                    agent.at |= {agent.calls[0] + 30}
+                    with pytest.raises(KeyboardInterrupt):
+                        sampler.evaluate_agent(itr)
+                    assert sampler.state is SamplerState.READY
+        return found
+
+    assert_same(run({0}), run(set()))
+
+
+def test_ctrl_c_at_any_moment_changes_nothing() -> None:
+    def run(delay: float | None) -> list[Any]:
+        found = []
+        with sampler_of("lock-step", CARTPOLE, batch_T=400, eval_n_envs=0) as sampler:
+            sampler.initialize(RandomAgent(), seed=9)
+            for itr in range(2):
+                sampler.start_samples(itr)
+                if delay is not None:
+                    with Interrupts(delay), pytest.raises(KeyboardInterrupt):
+                        sampler.wait_samples()
+                        until(lambda: False)  # it may have been too late for the batch
+                if sampler.state is SamplerState.SAMPLING:
+                    sampler.wait_samples()
+                found.append(sampler.samples_np.copy())
+        return found
+
+    wanted, rng = run(None), generator("central", "ctrl-c")
+    for _ in range(scaled(20, 3)):
+        assert_same(run(rng.uniform(0, 0.1)), wanted)
+
+
+@pytest.mark.parametrize("mode", ["lock-step", "own share"])
+def test_a_second_ctrl_c_ends_a_step_that_hangs_and_the_sampler_says_so(mode: str) -> None:
+    with sampler_of(mode, CARTPOLE) as sampler:
+        sampler.initialize(Interrupting(RandomAgent(), {5}, late=True, times=2), seed=9)
+        with pytest.raises(KeyboardInterrupt):
+            sampler.obtain_samples(0)
+        with pytest.raises(WorkerError, match="was interrupted while"):
+            sampler.wait_samples()
