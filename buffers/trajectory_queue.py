@@ -13,10 +13,12 @@ There is no lock: each ring and each pipe has one writer, and a worker that dies
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -26,8 +28,9 @@ import numpy.typing as npt
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
+from penstock.errors import TrajectoryCountError
 
-__all__ = ["FIGURES", "RECORD", "Frame", "ObjectPipe", "RecordRings", "TrajectoryCountError"]
+__all__ = ["FIGURES", "RECORD", "Frame", "ObjectPipe", "RecordRings", "Unreadable"]
 
 #: One finished trajectory of the stock TrajInfo: where it ended, and its four figures.
 RECORD = np.dtype(
@@ -44,14 +47,19 @@ RECORD = np.dtype(
 #: The names of the four figures.
 FIGURES = ("Length", "Return", "NonzeroRewards", "DiscountedReturn")
 
+
+@dataclass(frozen=True)
+class Unreadable:
+    """Stands for the attributes of an object that arrived and could not be unpickled."""
+
+    attribute: str  #: which of them it was
+    error: Exception
+
+
 #: A subclass's object on its way: t, env_rank, the instance's attributes.
-Frame = tuple[int, int, dict[str, Any]]
+Frame = tuple[int, int, dict[str, Any] | Unreadable]
 
-_HEAD = struct.Struct("=q")
-
-
-class TrajectoryCountError(RuntimeError):
-    """A worker delivered another number of trajectories than it promised; a defect of penstock."""
+_HEAD = struct.Struct("=qqq")  # t, env_rank, bytes of the attributes
 
 
 class RecordRings:
@@ -83,12 +91,13 @@ class ObjectPipe:
 
     def put(self, frames: Sequence[Frame]) -> None:
         """Worker: write every frame; blocks while the pipe is full and the main process drains it."""
-        for frame in frames:
+        for t, env_rank, attributes in frames:
+            assert isinstance(attributes, dict)
             try:
-                body = pickle.dumps(frame, pickle.HIGHEST_PROTOCOL)
+                body = _dumps(attributes, pickle.Pickler)
             except Exception:  # a class or function defined in the user's script: goes by value
-                body = cloudpickle.dumps(frame)
-            view = memoryview(_HEAD.pack(len(body)) + body)
+                body = _dumps(attributes, cloudpickle.Pickler)
+            view = memoryview(_HEAD.pack(t, env_rank, len(body)) + body)
             while view:
                 view = view[os.write(self.writer.fd, view) :]
 
@@ -104,23 +113,27 @@ class ObjectPipe:
             self._received += chunk
 
     def take(self, promised: int) -> list[Frame]:
-        """Main process: the frames of this batch; all of them were written before the gate."""
+        """Main process: the frames of this batch; all of them were written before the gate.
+
+        They are taken whether they can be unpickled or not: what is `Unreadable` now will always be.
+        Raises `TrajectoryCountError` if there are not as many as were promised.
+        """
         self.drain()
         frames: list[Frame] = []
         at = 0
         received = bytes(self._received)
+        self._received.clear()
         while len(received) - at >= _HEAD.size:
-            (size,) = _HEAD.unpack_from(received, at)
+            t, env_rank, size = _HEAD.unpack_from(received, at)
             if len(received) - at - _HEAD.size < size:
                 break
             at += _HEAD.size
-            frames.append(pickle.loads(received[at : at + size]))
+            frames.append((t, env_rank, _loads(received[at : at + size])))
             at += size
         if len(frames) != promised or at != len(received):
             raise TrajectoryCountError(
                 f"{len(frames)} trajectories arrived of {promised} promised, with {len(received) - at} bytes left over"
             )
-        self._received.clear()
         return frames
 
     def successor(self, *, keep: bool) -> ObjectPipe:
@@ -144,3 +157,24 @@ class ObjectPipe:
     def __setstate__(self, writer: InheritedFd) -> None:
         self.reader, self.writer = InheritedFd(-1), writer
         self._received = bytearray()
+
+
+def _dumps(attributes: dict[str, Any], pickler_cls: Any) -> bytes:
+    """The names, then value after value, with one memo: so that the one that cannot be unpickled can be named."""
+    stream = io.BytesIO()
+    pickler = pickler_cls(stream, pickle.HIGHEST_PROTOCOL)
+    pickler.dump(list(attributes))
+    for value in attributes.values():
+        pickler.dump(value)
+    return stream.getvalue()
+
+
+def _loads(body: bytes) -> dict[str, Any] | Unreadable:
+    unpickler = pickle.Unpickler(io.BytesIO(body))
+    attributes: dict[str, Any] = {}
+    for name in unpickler.load():
+        try:
+            attributes[name] = unpickler.load()
+        except Exception as error:  # it runs the user's code: anything may come
+            return Unreadable(name, error)
+    return attributes

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from penstock.agents import Agent
 from penstock.buffers import Samples
-from penstock.buffers.trajectory_queue import FIGURES, Frame
+from penstock.buffers.trajectory_queue import FIGURES, Frame, Unreadable
 from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted, fresh_seed
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
@@ -26,6 +26,7 @@ from penstock.samplers.config import EnvKwargs, SamplerConfig
 from penstock.samplers.env_calls import EnvCall, results
 from penstock.samplers.interrupts import interrupts
 from penstock.samplers.plan import Affinity, WorkerPlan
+from penstock.samplers.reports import in_one_line
 from penstock.samplers.stats import SamplerStats, worker_stats
 from penstock.samplers.team import Team
 
@@ -305,12 +306,15 @@ class Sampler(ABC):
         try:
             self._team.wait_out(occasion, **how)
         except SamplerBrokenError as error:
-            self._calls.break_with(error)
-            self._team.close(broken=True)
-            self._give_back()
+            self._break(error)
             raise
         except KeyboardInterrupt as interrupt:  # where exactly the wait was is of no interest to the user
             raise interrupt.with_traceback(None) from None
+
+    def _break(self, error: SamplerBrokenError) -> None:
+        self._calls.break_with(error)
+        self._team.close(broken=True)
+        self._give_back()
 
     def _take_traj_infos(self) -> list[TrajInfo]:
         control, cls = self._allocation.control, self.config.traj_info_cls
@@ -319,31 +323,38 @@ class Sampler(ABC):
         if cls is TrajInfo:
             records = self._allocation.rings.take(promised)[list(FIGURES)]
             return cls.from_figures(records.tolist())
-        frames = sorted(self._take_frames(), key=lambda frame: frame[:2])
-        return [cls.restore(attributes) for _, _, attributes in frames]
+        infos = []
+        for t, env_rank, attributes in sorted(self._take_frames(), key=lambda frame: frame[:2]):
+            if isinstance(attributes, Unreadable):
+                raise ConfigError(
+                    f"the attribute {attributes.attribute!r} of a {cls.__name__} of env_rank {env_rank}, t={t}, cannot "
+                    f"be unpickled in the main process: {in_one_line(attributes.error)}"
+                ) from attributes.error
+            infos.append(cls.restore(attributes))
+        return infos
 
     # ---- calls on the environments -----------------------------------------------------------
 
-    def call(self, name: str, *args: Any, evaluation: bool = False, **kwargs: Any) -> list[Any]:
+    def call(self, name: str, /, *args: Any, evaluation: bool = False, **kwargs: Any) -> list[Any]:
         """Call the method `name` of every training (or evaluation) environment, between two batches.
 
         Wrappers are searched from the outermost inwards. Returns the results by env_rank. Raises
-        `ConfigError` naming the environment if one raises; the sampler goes on working.
+        `EnvCallError` naming the environment if one raises; the sampler goes on working.
         """
         return self._perform(EnvCall("call", name, evaluation, args, kwargs))
 
-    def get_attr(self, name: str, *, evaluation: bool = False) -> list[Any]:
+    def get_attr(self, name: str, /, *, evaluation: bool = False) -> list[Any]:
         """The attribute `name` of every environment; see `call`."""
-        return self._perform(EnvCall("get", name, evaluation))
+        return self._perform(EnvCall("get_attr", name, evaluation))
 
-    def set_attr(self, name: str, value: Any, *, evaluation: bool = False) -> None:
+    def set_attr(self, name: str, /, value: Any, *, evaluation: bool = False) -> None:
         """Set the attribute `name` of every environment: to `value`, or, if that is a list or a tuple, each to
         its own. A worker that replaces another builds its environments anew, without what was set here."""
         n_envs = self.config.eval_n_envs if evaluation else self.batch_B
         values = value if isinstance(value, list | tuple) else [value] * n_envs
         if len(values) != n_envs:
             raise ConfigError(f"set_attr({name!r}) got {len(values)} values for {n_envs} environments")
-        self._perform(EnvCall("set", name, evaluation, values=values))
+        self._perform(EnvCall("set_attr", name, evaluation, values=values))
 
     def _perform(self, call: EnvCall) -> list[Any]:
         with self._calls.expecting(call.verb, SamplerState.READY):
@@ -357,7 +368,12 @@ class Sampler(ABC):
             return results(call, self._take_frames())
 
     def _take_frames(self) -> list[Frame]:
-        return self._team.take_frames([self._allocation.control.trajectories(p.worker_rank) for p in self._plans])
+        promised = [self._allocation.control.trajectories(plan.worker_rank) for plan in self._plans]
+        try:
+            return self._team.take_frames(promised)
+        except SamplerBrokenError as error:  # not as many as were promised
+            self._break(error)
+            raise
 
     # ---- looking at it ---------------------------------------------------------------------
 

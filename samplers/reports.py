@@ -11,7 +11,7 @@ import numpy as np
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
 
-__all__ = ["RemoteTraceback", "Report", "ReportBoard", "in_one_line"]
+__all__ = ["RemoteTraceback", "Report", "ReportBoard", "in_one_line", "read_account", "write_account"]
 
 _TEXT_BYTES = 40 * 1024
 _EXCEPTION_BYTES = 16 * 1024
@@ -62,14 +62,10 @@ class ReportBoard:
     def write(self, worker_rank: int, error: BaseException) -> None:
         """Worker: leave an account of `error`."""
         areas = self.memory.arrays
-        headline = in_one_line(error).encode(errors="replace")[:_HEADLINE_BYTES]
-        text = _format(error).encode(errors="replace")
-        if len(text) > _TEXT_BYTES:  # the innermost frames and the message stand at the end
-            text = b"[...]\n" + text[6 - _TEXT_BYTES :]
-        pickled = _pickle(error)
+        headline, text, pickled = account = write_account(error)
         for area, part in ((areas.headline, headline), (areas.text, text), (areas.exception, pickled)):
             area[worker_rank, : len(part)] = np.frombuffer(part, np.uint8)
-        areas.sizes[worker_rank] = len(headline), len(text), len(pickled)  # last: says that the rest is complete
+        areas.sizes[worker_rank] = tuple(map(len, account))  # last: says that the rest is complete
 
     def read(self, worker_rank: int) -> Report | None:
         """Main process: the account of a worker that is dead, if it left one."""
@@ -77,18 +73,35 @@ class ReportBoard:
         n_headline, n_text, n_pickled = areas.sizes[worker_rank].tolist()
         if not n_headline:
             return None
-        headline = areas.headline[worker_rank, :n_headline].tobytes().decode(errors="replace")
-        text = areas.text[worker_rank, :n_text].tobytes().decode(errors="replace")
-        exception = None
-        if n_pickled:
-            try:
-                exception = pickle.loads(areas.exception[worker_rank, :n_pickled].tobytes())
-            except Exception:  # a class that only the worker can build: the text has it all the same
-                exception = None
-        return Report(headline, text, exception if isinstance(exception, BaseException) else None)
+        return read_account(
+            areas.headline[worker_rank, :n_headline].tobytes(),
+            areas.text[worker_rank, :n_text].tobytes(),
+            areas.exception[worker_rank, :n_pickled].tobytes(),
+        )
+
+
+def read_account(headline: bytes, text: bytes, pickled: bytes) -> Report:
+    """Main process: the report that `write_account` gave the parts of."""
+    exception = None
+    if pickled:
+        try:
+            exception = pickle.loads(pickled)
+        except Exception:  # a class that only the worker can build: the text has it all the same
+            exception = None
+    is_one = isinstance(exception, BaseException)
+    return Report(headline.decode(errors="replace"), text.decode(errors="replace"), exception if is_one else None)
 
 
 # What follows runs the exception's own methods, which may raise anything: SystemExit, KeyboardInterrupt.
+
+
+def write_account(error: BaseException) -> tuple[bytes, bytes, bytes]:
+    """Worker: headline, traceback and, if it can be pickled and rebuilt, the exception itself, each cut to size."""
+    headline = in_one_line(error).encode(errors="replace")[:_HEADLINE_BYTES]
+    text = _format(error).encode(errors="replace")
+    if len(text) > _TEXT_BYTES:  # the innermost frames and the message stand at the end
+        text = b"[...]\n" + text[6 - _TEXT_BYTES :]
+    return headline, text, _pickle(error)
 
 
 def in_one_line(error: BaseException) -> str:

@@ -1,25 +1,29 @@
 """The exception tree: every error that penstock raises on purpose, and who is at fault.
 
-    PenstockError
-    ├── ConfigError (ValueError)          the caller's arguments, or this machine's limits
-    ├── SpaceError (ValueError)           a space, or data that does not fit its space
-    └── SamplerStateError (RuntimeError)  the order of the caller's calls
-        ├── SamplerClosedError            ... a call after shutdown
-        └── SamplerBrokenError            a worker; once broken, a sampler always gives the same error
-            ├── WorkerError               an exception in the worker: environment, collector or agent
-            ├── WorkerDiedError           the worker process ended without an exception
-            └── WorkerTimeoutError        a worker made no progress for longer than its limit
+PenstockError
+├── ConfigError (ValueError)          the caller's arguments, or this machine's limits
+├── SpaceError (ValueError)           a space, or data that does not fit its space
+├── EnvCallError (RuntimeError)       a method or attribute of an environment, asked for by `sampler.call`
+└── SamplerStateError (RuntimeError)  the order of the caller's calls
+    ├── SamplerClosedError            ... a call after shutdown
+    └── SamplerBrokenError            a worker; once broken, a sampler always gives the same error
+        ├── WorkerError               an exception in the worker: environment, collector or agent
+        ├── WorkerDiedError           the worker process ended without an exception
+        ├── WorkerTimeoutError        a worker made no progress for longer than its limit
+        └── TrajectoryCountError      penstock itself: trajectories were lost or doubled on their way
 """
 
 from __future__ import annotations
 
 __all__ = [
     "ConfigError",
+    "EnvCallError",
     "PenstockError",
     "SamplerBrokenError",
     "SamplerClosedError",
     "SamplerStateError",
     "SpaceError",
+    "TrajectoryCountError",
     "WorkerDiedError",
     "WorkerError",
     "WorkerTimeoutError",
@@ -36,6 +40,13 @@ class ConfigError(PenstockError, ValueError):
 
 class SpaceError(PenstockError, ValueError):
     """A space cannot be recorded, or data does not fit the space that was declared for it."""
+
+
+class EnvCallError(PenstockError, RuntimeError):
+    """An environment raised in `sampler.call`, `get_attr` or `set_attr`, or returned what cannot be handed over.
+
+    `__cause__` is its exception. The sampler goes on working.
+    """
 
 
 class SamplerStateError(PenstockError, RuntimeError):
@@ -60,3 +71,7 @@ class WorkerDiedError(SamplerBrokenError):
 
 class WorkerTimeoutError(SamplerBrokenError):
     """A worker made no progress for longer than `step_timeout` or `start_timeout` allows."""
+
+
+class TrajectoryCountError(SamplerBrokenError):
+    """A worker delivered another number of trajectories than it promised; a defect of penstock."""

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.buffers import ObjectPipe, RecordRings
-from penstock.buffers.trajectory_queue import RECORD, TrajectoryCountError
+from penstock.buffers.trajectory_queue import RECORD, Unreadable
+from penstock.errors import TrajectoryCountError
 
 quick = settings(max_examples=30, deadline=None)
 
@@ -204,7 +205,25 @@ def test_objects_that_only_cloudpickle_can_send_arrive(pipe: ObjectPipe) -> None
 
 def test_an_object_that_nothing_can_send_is_an_error_for_the_worker(pipe: ObjectPipe) -> None:
     with pytest.raises(TypeError, match="pickle"):
-        pipe.put([(0, 0, {"lock": threading.Lock()})])
+        pipe.put([(0, 0, {"Length": 1, "lock": threading.Lock()})])
+    assert pipe.take(0) == []
+
+
+class NeedsTwo(Exception):
+    """As many are: its pickle calls it with one argument."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one)
+
+
+def test_what_cannot_be_unpickled_is_named_and_taken_for_good(pipe: ObjectPipe) -> None:
+    shared = [1]
+    pipe.put([(0, 1, {"Length": 1, "Error": NeedsTwo(1, 2), "Rest": 3}), (4, 2, {"a": shared, "b": shared})])
+    (t, env_rank, broken), (_, _, whole) = pipe.take(2)
+    assert isinstance(broken, Unreadable)
+    assert (t, env_rank, broken.attribute, type(broken.error)) == (0, 1, "Error", TypeError)
+    assert isinstance(whole, dict)
+    assert whole["a"] is whole["b"], "what was one object still is"
     assert pipe.take(0) == []
 
 
@@ -213,9 +232,10 @@ def test_another_number_than_promised_is_an_error_that_names_both(pipe: ObjectPi
     pipe.put([(0, 0, {}), (1, 0, {})])
     with pytest.raises(TrajectoryCountError, match=f"2 trajectories arrived of {promised} promised, with 0 bytes"):
         pipe.take(promised)
+    assert pipe.take(0) == []
 
 
-@pytest.mark.parametrize("cut", [1, 9])  # inside the length, and inside the body
+@pytest.mark.parametrize("cut", [1, 25])  # inside the length, and inside the body
 def test_half_a_frame_is_an_error_that_names_the_bytes(pipe: ObjectPipe, cut: int) -> None:
     other = ObjectPipe()
     other.put([(0, 0, {"a": 1})])

@@ -6,7 +6,16 @@ from typing import Any
 import gymnasium as gym
 import pytest
 
-from penstock import ConfigError, ParallelSampler, RandomAgent, Sampler, SamplerStateError, SerialSampler, TrajInfo
+from penstock import (
+    ConfigError,
+    EnvCallError,
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SamplerStateError,
+    SerialSampler,
+    TrajInfo,
+)
 from penstock.envs import CountingEnv, EnvContext, Purpose
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
@@ -14,6 +23,18 @@ both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 
 class Own(TrajInfo):
     """Its infos share the pipe with the results of calls."""
+
+
+class Unreadable:
+    """Can be pickled, but not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return eval, ("1/0",)
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
 
 
 class Levelled(CountingEnv):
@@ -31,6 +52,15 @@ class Levelled(CountingEnv):
 
     def unpicklable(self) -> Any:
         return lambda: None
+
+    def unreadable(self) -> Any:
+        return Unreadable()
+
+    def unspeakable(self) -> None:
+        raise Unspeakable
+
+    def named(self, name: str) -> str:
+        return name
 
     def big(self) -> bytes:
         return bytes(300_000)
@@ -76,12 +106,25 @@ def test_results_of_any_size_arrive(cls: type[Sampler]) -> None:
 def test_an_exception_names_its_environment_and_harms_nobody(cls: type[Sampler]) -> None:
     with make(cls) as sampler:
         sampler.initialize(RandomAgent())
-        with pytest.raises(ConfigError, match="call 'fail_on' on env_rank 3 raised ArithmeticError: not here"):
+        with pytest.raises(
+            EnvCallError, match="call 'fail_on' on env_rank 3 raised ArithmeticError: not here"
+        ) as caught:
             sampler.call("fail_on", 3)
-        with pytest.raises(ConfigError, match="get 'nothing' on env_rank 0 raised AttributeError"):
+        assert isinstance(caught.value.__cause__, ArithmeticError)
+        assert "in fail_on" in str(caught.value.__cause__.__cause__)
+        with pytest.raises(EnvCallError, match="get_attr 'nothing' on env_rank 0 raised AttributeError"):
             sampler.get_attr("nothing")
-        with pytest.raises(ConfigError, match="call 'unpicklable' on env_rank 0 raised"):
+        with pytest.raises(EnvCallError, match="call 'unpicklable' on env_rank 0 raised"):
             sampler.call("unpicklable")
+        with pytest.raises(EnvCallError, match="call 'unreadable' on env_rank 0 raised ZeroDivisionError"):
+            sampler.call("unreadable")
+        with pytest.raises(
+            EnvCallError, match=r"on env_rank 0 raised .*Unspeakable: .its message could not be formatted"
+        ):
+            sampler.call("unspeakable")
+        with pytest.raises(ConfigError, match="call needs the name of a method or an attribute, got 3"):
+            sampler.call(3)  # type: ignore[arg-type]
+        assert sampler.call("named", name="x") == ["x"] * 5, "an argument may be called name"
         with pytest.raises(ConfigError, match=r"set_attr\('level'\) got 2 values for 5 environments"):
             sampler.set_attr("level", [1, 2])
         with pytest.raises(ConfigError, match="arguments for 'add' cannot be pickled"):
@@ -96,8 +139,10 @@ def test_calls_have_their_time() -> None:
         sampler.call("add", 1)
     sampler.initialize(RandomAgent())
     sampler.start_samples(0)
-    with pytest.raises(SamplerStateError, match="wait_samples"):
+    with pytest.raises(SamplerStateError, match=r"get_attr was called out of order: .* wait_samples"):
         sampler.get_attr("level")
+    with pytest.raises(SamplerStateError, match=r"set_attr was called out of order: .* wait_samples"):
+        sampler.set_attr("level", 3)
     sampler.shutdown()
 
 
