@@ -1,0 +1,352 @@
+"""What every sampler promises, held against the central ones: collectors, spaces, evaluation, infos and calls."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from penstock import (
+    Agent,
+    AgentStep,
+    AlternatingSampler,
+    GpuSampler,
+    RandomAgent,
+    ResetCollector,
+    Sampler,
+    SerialSampler,
+    TrajInfo,
+    VectorEnvCollector,
+    WaitResetCollector,
+)
+from penstock.buffers.control import ControlBlock
+from penstock.envs import BatchedCartPole, CountingEnv, EnvContext, NestedEnv
+from penstock.samplers.supervision import Limits, _Stopwatch
+
+HOW: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
+    "lock-step": (GpuSampler, {"n_workers": 2}),
+    "first-ready": (GpuSampler, {"n_workers": 3, "min_ready": 1}),
+    "alternating": (AlternatingSampler, {"n_workers": 3}),
+    "no overlap": (AlternatingSampler, {"n_workers": 2, "overlap": False}),
+}
+each = pytest.mark.parametrize("how", HOW)
+
+
+class Attentive(Agent):
+    """Acts on all that it is given and on what its column remembers; `value` tells all of it."""
+
+    recurrent = False
+
+    def seed_columns(self, rngs: Any) -> None:
+        self.rngs, self.memory = list(rngs), np.zeros(len(rngs))
+
+    def reseed_columns(self, columns: Any, rngs: Any) -> None:
+        for b, rng in zip(columns, rngs, strict=True):
+            self.rngs[b] = rng
+
+    def reset(self) -> None:
+        self.memory[...] = 0
+
+    def reset_one(self, column: int) -> None:
+        self.memory[column] = 0
+
+    def _mixed(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        return observation.reshape(len(prev_reward), -1).sum(axis=1) * 7 + prev_action * 3 + prev_reward * 5
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        columns = np.arange(len(self.rngs)) if self.selected is None else self.selected
+        self.memory[columns] += 1
+        noise = np.array([self.rngs[b].integers(0, 100) for b in columns])
+        mixed = self._mixed(observation, prev_action, prev_reward) + noise + self.memory[columns]
+        info = {"age": self.memory[columns], "prev_action": prev_action.copy(), "prev_reward": prev_reward.copy()}
+        return AgentStep(mixed.astype(np.int64) % 3, info)
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        known = self._mixed(observation, prev_action, prev_reward)
+        if not self.recurrent:
+            return known
+        return known + 1000 * self.memory[slice(None) if self.selected is None else self.selected]
+
+
+class Remembering(Attentive):
+    """Is asked for values while its columns' state is that of the step."""
+
+    recurrent = True
+
+
+class Own(TrajInfo):
+    """Goes through the pipe, with attributes of its own."""
+
+    def __init__(self, discount: float = 1.0, scale: float = 1.0) -> None:
+        super().__init__(discount)
+        self.actions: list[int] = []
+        self.Speed, self._scale = 0.0, scale
+
+    def step(self, observation: Any, action: Any, *rest: Any) -> None:
+        super().step(observation, action, *rest)
+        self.actions.append(int(action))
+        self.Speed += self._scale * rest[-1]["count"]
+
+    def terminate(self, final_observation: Any) -> None:
+        self.final = final_observation.copy()
+
+
+def run(cls: type[Sampler], agent: Agent, env_fn: Any, n: int = 4, **kwargs: Any) -> list[Any]:
+    arguments: dict[str, Any] = {"batch_T": 13, "batch_B": 5, "eval_n_envs": 3, "eval_max_steps": 3 * 40, **kwargs}
+    found: list[Any] = []
+    with cls(env_fn, **arguments) as sampler:
+        sampler.initialize(agent, seed=5, bootstrap_value=True, traj_info_kwargs={"discount": 0.9})
+        for itr in range(n):
+            _, infos = sampler.obtain_samples(itr)
+            found.append((sampler.samples_np.copy(), list(map(vars, infos))))
+            if sampler.config.eval_n_envs:
+                found.append((None, list(map(vars, sampler.evaluate_agent(itr)))))
+    return found
+
+
+def assert_same(one: list[Any], other: list[Any]) -> None:
+    for (batch, infos), (again, others) in zip(one, other, strict=True):
+        np.testing.assert_equal(others, infos)
+        for (name, a), (_, b) in zip(batch.leaves(), again.leaves(), strict=True) if batch is not None else ():
+            np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+class Halting(ResetCollector):
+    """A custom collector: repeats the first action in every third row."""
+
+    def collect_batch(self, itr: int) -> None:
+        self.begin_batch(itr)
+        for t in range(self.batch_T):
+            self.act(t)
+            if t % 3 == 2:
+                self.prev_action[...] = self.samples.action[1]
+                self.samples.action[t + 1] = self.prev_action
+            self.step_envs(t)
+        self.end_batch()
+
+
+# ---- collectors ----------------------------------------------------------------------------
+
+
+@each
+@pytest.mark.parametrize("agent_cls", [Attentive, Remembering])
+@pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector, Halting])
+def test_every_collector_records_what_it_does_in_one_process(collector_cls: Any, agent_cls: Any, how: str) -> None:
+    cls, kwargs = HOW[how]
+    env_kwargs = [{"length": n, "truncate": n > 3} for n in (3, 5, 1, 4, 7)]
+    arguments: dict[str, Any] = {"env_kwargs": env_kwargs, "collector_cls": collector_cls}
+    wanted = run(SerialSampler, agent_cls(), CountingEnv, **arguments)
+    assert any(batch.agent.final_value.any() for batch, _ in wanted[::2])
+    assert_same(run(cls, agent_cls(), CountingEnv, **arguments, **kwargs), wanted)
+
+
+@each
+def test_a_batched_environment_in_each_worker(how: str) -> None:
+    cls, kwargs = HOW[how]
+    arguments: dict[str, Any] = {"collector_cls": VectorEnvCollector, "batch_T": 60}
+    wanted = run(SerialSampler, RandomAgent(), BatchedCartPole, **arguments)
+    assert_same(run(cls, RandomAgent(), BatchedCartPole, **arguments, **kwargs), wanted)
+
+
+@each
+def test_an_episode_begins_without_a_past(how: str) -> None:
+    cls, kwargs = HOW[how]
+    (batch, _), *_ = run(cls, Attentive(), CountingEnv, 1, max_decorrelation_steps=0, eval_n_envs=0, **kwargs)
+    info, done = batch.agent.agent_info, batch.env.done
+    begins = np.vstack([np.ones((1, 5), bool), done[:-1]])
+    assert (info.prev_action[begins] == 0).all()
+    assert (info.prev_reward[begins] == 0).all()
+    assert (info.age == batch.env.observation[..., 1] + 1).all(), "reset with its environment, and only then"
+    inside = ~begins
+    assert (info.prev_action[inside] == batch.agent.prev_action[inside]).all()
+    assert (info.prev_reward[inside] == batch.env.prev_reward[inside]).all()
+
+
+# ---- spaces --------------------------------------------------------------------------------
+
+
+class OfSpace(gym.Env[Any, Any]):
+    """Shows samples of its space, from its own stream."""
+
+    def __init__(self, space: Any) -> None:
+        self.observation_space, self.action_space = copy.deepcopy(space), spaces.Discrete(3)
+        self.count = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        self.count = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        self.count += 1
+        return self.observation_space.sample(), float(action), self.count == 6, False, {}
+
+
+SPACES = {
+    "discrete": spaces.Discrete(7, start=-2),
+    "float16": spaces.Box(-1, 1, (2,), np.float16),
+    "uint8": spaces.Box(0, 255, (3, 4), np.uint8),
+    "scalar": spaces.Box(-1, 1, (), np.float64),
+    "binary": spaces.MultiBinary(3),
+    "multi-discrete": spaces.MultiDiscrete([3, 5]),
+    "nested": spaces.Dict(
+        {
+            "a": spaces.Tuple((spaces.Discrete(3), spaces.Dict({"b": spaces.Box(-1, 1, (2,))}))),
+            "c": spaces.MultiBinary(2),
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_observations_of_every_space_travel(name: str) -> None:
+    make, agent = partial(OfSpace, SPACES[name]), RandomAgent if name == "nested" else Attentive
+    wanted = run(SerialSampler, agent(), make, 2)
+    for how in ("lock-step", "first-ready"):
+        cls, kwargs = HOW[how]
+        assert_same(run(cls, agent(), make, 2, **kwargs), wanted)
+
+
+@each
+def test_nested_actions_travel(how: str) -> None:
+    cls, kwargs = HOW[how]
+    assert_same(run(cls, RandomAgent(), NestedEnv, **kwargs), run(SerialSampler, RandomAgent(), NestedEnv))
+
+
+def test_observations_may_be_recorded_in_another_dtype() -> None:
+    for dtype in (np.float32, np.float16):
+        arguments: dict[str, Any] = {"observation_dtype": dtype, "n_workers": 2}
+        found = run(GpuSampler, Attentive(), partial(CountingEnv, dtype=np.float64), 2, **arguments)
+        assert found[0][0].env.observation.dtype == dtype
+        assert_same(found, run(SerialSampler, Attentive(), partial(CountingEnv, dtype=np.float64), 2, **arguments))
+
+
+# ---- evaluation ----------------------------------------------------------------------------
+
+
+@each
+def test_evaluation_is_bounded_by_steps_trajectories_or_episodes(how: str) -> None:
+    cls, kwargs = HOW[how]
+
+    def evaluate(**bound: Any) -> list[int]:
+        arguments: dict[str, Any] = {"env_kwargs": {"length": 4}, **kwargs, **bound}
+        with cls(CountingEnv, batch_T=2, batch_B=4, eval_n_envs=3, **arguments) as sampler:
+            sampler.initialize(RandomAgent(), seed=0)
+            sampler.obtain_samples(0)
+            first = [info.Length for info in sampler.evaluate_agent(0)]
+            assert len(sampler.evaluate_agent(1)) >= (0 if "eval_max_trajectories" in bound else len(first))
+            sampler.obtain_samples(1)
+            return first
+
+    assert evaluate(eval_max_steps=3 * 41) == [4] * 3 * 10
+    few = evaluate(eval_max_steps=3_000_000_000, eval_max_trajectories=10)
+    assert 10 <= len(few) <= 3 * 12
+    for n in (1, 2, 7):  # some environments, and with one episode some workers, have nothing to do
+        assert evaluate(eval_max_steps=3_000_000, eval_episodes=n) == [4] * n
+    with pytest.warns(RuntimeWarning, match="2 of 5 episodes had not ended"):
+        assert evaluate(eval_max_steps=3 * 7, eval_episodes=5) == [4] * 3
+
+
+@pytest.mark.parametrize("own", [1, 2])
+def test_who_is_done_first_in_an_evaluation_holds_up_nobody(own: int) -> None:
+    """Shares of different lengths: of the workers, and of what the serving process steps itself."""
+    lengths = [{"length": n} for n in (2, 30, 5, 9)]
+    for serve_envs in (0, own):
+        for order in (lengths, lengths[::-1]):
+            arguments: dict[str, Any] = {"eval_env_kwargs": order, "eval_n_envs": 4, "eval_max_steps": 4000}
+            with GpuSampler(
+                CountingEnv, batch_T=2, batch_B=4, n_workers=2, serve_envs=serve_envs, eval_episodes=10, **arguments
+            ) as sampler:
+                sampler.initialize(RandomAgent(), seed=0)
+                for itr in range(2):
+                    assert len(sampler.evaluate_agent(itr)) == 10
+                    sampler.obtain_samples(itr)
+
+
+# ---- infos, calls, shares ------------------------------------------------------------------
+
+
+@each
+def test_trajectory_infos_of_ones_own_and_env_info(how: str) -> None:
+    cls, kwargs = HOW[how]
+    arguments: dict[str, Any] = {"traj_info_cls": Own, "env_info": ["count"], "env_kwargs": {"length": 4}}
+    found = run(cls, Attentive(), CountingEnv, **arguments, **kwargs)
+    assert_same(found, run(SerialSampler, Attentive(), CountingEnv, **arguments))
+    batch, infos = found[0]
+    assert (batch.env.env_info.count == batch.env.reward).all()
+    assert infos
+    assert all(info["Speed"] == 1 + 2 + 3 + 4 and info["final"][1] == 4 for info in infos)
+
+
+class Levelled(CountingEnv):
+    def __init__(self, context: EnvContext) -> None:
+        super().__init__()
+        self.context, self.level = context, 0
+
+    def add(self, n: int) -> tuple[int, int]:
+        self.level += n
+        return self.context.env_rank, self.level
+
+
+@each
+def test_calls_reach_every_environment_between_batches(how: str) -> None:
+    cls, kwargs = HOW[how]
+    with cls(Levelled, batch_T=6, batch_B=5, eval_n_envs=3, eval_max_steps=30, **kwargs) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        for itr in range(2):
+            sampler.obtain_samples(itr)
+            assert sampler.call("add", 2) == [(b, 2 * itr + 2) for b in range(5)]
+            sampler.evaluate_agent(itr)
+        assert sampler.call("add", 1, evaluation=True) == [(b, 1) for b in range(3)]
+        sampler.set_attr("level", [10, 11, 12, 13, 14])
+        assert sampler.get_attr("level") == [10, 11, 12, 13, 14]
+        assert sampler.get_attr("level", evaluation=True) == [1, 1, 1]
+        sampler.obtain_samples(2)
+
+
+@each
+@pytest.mark.parametrize(("batch_B", "n_workers"), [(2, 5), (5, 4), (7, 3)])
+def test_uneven_shares_and_more_workers_than_environments(batch_B: int, n_workers: int, how: str) -> None:
+    cls, kwargs = HOW[how]
+    arguments: dict[str, Any] = {**kwargs, "n_workers": n_workers, "batch_B": batch_B}
+    found = run(cls, Attentive(), CountingEnv, 2, **arguments)
+    assert_same(found, run(SerialSampler, Attentive(), CountingEnv, 2, batch_B=batch_B))
+
+
+@each
+def test_start_and_wait_are_the_two_halves_of_obtain(how: str) -> None:
+    cls, kwargs = HOW[how]
+    wanted = run(SerialSampler, Attentive(), CountingEnv, eval_n_envs=0)
+    found = []
+    with cls(CountingEnv, batch_T=13, batch_B=5, **kwargs) as sampler:
+        sampler.initialize(Attentive(), seed=5, bootstrap_value=True, traj_info_kwargs={"discount": 0.9})
+        for itr in range(4):
+            sampler.start_samples(itr)
+            _, infos = sampler.wait_samples()
+            found.append((sampler.samples_np.copy(), list(map(vars, infos))))
+        sampler.start_samples(9)  # and shutdown with a batch outstanding
+    assert_same(found, wanted)
+
+
+def test_an_answer_that_was_long_in_coming_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has its answer, and has had no time to wake up yet, does not hang."""
+    now, member = 0.0, type("Member", (), {"rank": 0})()
+    monkeypatch.setattr("penstock.samplers.supervision.time.monotonic", lambda: now)
+    control = ControlBlock(1, 1, shared=False)
+    control.progress(0).ask(1)
+    stopwatch = _Stopwatch(Limits(0.5, 1.0), control)
+    assert stopwatch.overdue([member]) == []
+    now = 9.0
+    control.answer(0)
+    assert stopwatch.overdue([member]) == [], "the agent took 9 seconds"
+    now = 9.4
+    assert stopwatch.overdue([member]) == []
+    now = 9.6
+    assert stopwatch.overdue([member]) == [(member, 0.5)], "but now it has had its time"
