@@ -17,7 +17,6 @@ class ResetCollector(Collector):
     def __init__(self, parts: CollectorParts) -> None:
         super().__init__(parts)
         self._t = 0
-        self._observation_rows = [self.envs.prepare_row(row) for row in self.samples.observation_rows]
         self._ended: list[int] = []  # columns whose episode ended in the current row
 
     def collect_batch(self, itr: int) -> None:
@@ -33,10 +32,7 @@ class ResetCollector(Collector):
         self._t = t
         self.envs.step(self.prev_action, self._on_done, self.on_step)
         self.record_env_info(t)
-        self.envs.write_prepared(self._observation_rows[t + 1])
-        reward = self.samples.reward_rows[t + 1]
-        self.envs.write_rewards(reward)
-        self.prev_reward[...] = reward
+        self.write_step(t)
         for column in self._ended:
             self.prev_reward[column] = 0
         self._ended.clear()

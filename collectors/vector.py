@@ -50,16 +50,13 @@ class VectorEnvCollector(ResetCollector):
 
     def step_envs(self, t: int) -> None:
         self.progress.begin_stepping(t)
-        envs, samples, on_step = self.envs, self.samples, self.tracker.on_step
+        envs, on_step = self.envs, self.tracker.on_step
         ends = envs.step_rows(self.prev_action, on_step)
         self.record_env_info(t)
         if ends is not None:
             self._record_ends(t, ends)
             envs.reset_columns(ends.columns)
-        envs.write_prepared(self._observation_rows[t + 1])
-        reward = samples.reward_rows[t + 1]
-        envs.write_rewards(reward)
-        self.prev_reward[...] = reward
+        self.write_step(t)
         if ends is not None:
             self.prev_reward[ends.columns] = 0
             self.prev_action[ends.columns] = 0

@@ -22,7 +22,6 @@ class WaitResetCollector(Collector):
     def __init__(self, parts: CollectorParts) -> None:
         super().__init__(parts)
         self._t = 0
-        self._observation_rows = [self.envs.prepare_row(row) for row in self.samples.observation_rows]
 
     def reset_if_needed(self) -> None:
         for column in self.envs.parked:
@@ -51,10 +50,7 @@ class WaitResetCollector(Collector):
         self._t = t
         self.envs.step(self.prev_action, self._on_done, self.on_step)
         self.record_env_info(t)
-        self.envs.write_prepared(self._observation_rows[t + 1])
-        reward = self.samples.reward_rows[t + 1]
-        self.envs.write_rewards(reward)
-        self.prev_reward[...] = reward
+        self.write_step(t)
         for column in self.envs.parked:
             self.samples.observation_rows[t + 1][column] = 0
             self.prev_reward[column] = 0

@@ -105,6 +105,7 @@ def reference(  # noqa: C901
 
         parked = False
         for t in range(T):
+            write(prev_done=rows["done"][-1] if t else not episode)
             if parked:
                 step = ask(agent.step, np.zeros_like(observation))
                 write(observation=np.zeros_like(observation), prev_action=recorded_action, prev_reward=recorded_reward)

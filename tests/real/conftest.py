@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import cloudpickle
 
+from ..envs import space_strategies
 from . import comparing, environments
 
-for module in (comparing, environments):
+for module in (comparing, environments, space_strategies):
     cloudpickle.register_pickle_by_value(module)

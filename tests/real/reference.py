@@ -78,6 +78,7 @@ def play(  # noqa: C901
         for t in range(T):
             cell = {"observation": row(seen, None if parked else observation), "valid": not parked}
             cell |= {"prev_action": recorded["action"], "prev_reward": recorded["reward"]}
+            cell["prev_done"] = batch["done"][-1] if t else not episode
             choice, info, ended = ask(agent.step), {}, (False, False)
             cell |= {"final_obs": row(seen, None), "final_value": 0.0, "agent_info": choice.agent_info}
             if parked:  # it is asked all the same, and its answer forgotten
