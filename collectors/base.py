@@ -66,6 +66,7 @@ class Collector(ABC):
         self._begins = np.ones(len(parts.envs), np.bool_)  # whether a column's first row is an episode's first
         self._info_writer = None if parts.samples.env_info is None else InfoWriter(parts.samples.env_info)
         self.envs.keep_infos = self._info_writer is not None
+        self._observation_rows = [self.envs.prepare_row(row) for row in parts.samples.observation_rows]
         self._has_agent_info = len(parts.samples.agent_info) > 0
 
     def start_envs(self) -> None:
@@ -146,6 +147,14 @@ class Collector(ABC):
         """Row t has been stepped: record what was asked for of the infos, if anything was."""
         if self._info_writer is not None:
             self._info_writer.write(self.samples.env_info[t], self.envs.infos, self.envs.env_ranks)
+
+    def write_step(self, t: int) -> None:
+        """All environments have been stepped with the actions of row t: write their observations and rewards into
+        row t + 1. `prev_reward` then holds the rewards."""
+        self.envs.write_prepared(self._observation_rows[t + 1])
+        reward = self.samples.reward_rows[t + 1]
+        self.envs.write_rewards(reward)
+        self.prev_reward[...] = reward
 
     def record_end(
         self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool
