@@ -102,8 +102,8 @@ class Agent(ABC):
 
     @abstractmethod
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
-        """Actions for `observation` `[B, ...]`. `prev_action` and `prev_reward` are zero at the first
-        step of an episode."""
+        """Actions for `observation` `[B, ...]`, as an `AgentStep`. `prev_action` and `prev_reward` are zero at the
+        first step of an episode."""
 
     def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
         """Estimated values `[B]` of `observation`. Must leave the columns' state as it is."""

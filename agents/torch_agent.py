@@ -141,11 +141,34 @@ class TorchAgent(Agent):
 
     def server_copy(self: _Self) -> _Self:
         twin = super().worker_copy()
-        twin.model = copy.deepcopy(self.model)
+        twin.model = _copy_of(self.model)
         device = next((p.device for p in twin.model.parameters()), None)
         twin._device = device if device is not None and device.type != "cpu" else None
         twin._model_source = nn.Identity  # the factory may be anything; the worker has no need of it
         return twin
+
+
+def _copy_of(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        for path, module in model.named_modules():
+            for name, value in vars(module).items():
+                try:
+                    if name != "_modules":
+                        copy.deepcopy(value)
+                except Exception as cause:
+                    where = f"its attribute {path + '.' if path else ''}{name}"
+                    raise _copy_error(model, where, cause) from cause
+        raise _copy_error(model, "it", error) from error
+
+
+def _copy_error(model: nn.Module, what: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the model, a {type(model).__name__}, cannot be copied for the workers, which act with copies of their own: "
+        f"copy.deepcopy of {what} raised {type(error).__name__}: {error}. Leave it out "
+        "(__deepcopy__, __getstate__), or make it when it is first used"
+    )
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

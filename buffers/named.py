@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["NamedArrays", "as_named", "map_leaves"]
+__all__ = ["NamedArrays", "as_named", "fields_of", "map_leaves"]
 
 _Self = TypeVar("_Self", bound="NamedArrays")
 
@@ -159,19 +159,26 @@ def _unpickle(cls: type[_Self], values: dict[str, Any]) -> _Self:
 
 def _parts(node: NamedArrays, value: Any) -> Mapping[str, Any] | None:
     """`value` split over the fields of `node`; None if it is one thing for all fields."""
-    if isinstance(value, NamedArrays):
-        parts: Mapping[str, Any] = value._values
-    elif isinstance(value, Mapping):
-        parts = value
-    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
-        parts = value._asdict()
-    elif isinstance(value, tuple):
-        parts = {f"_{i}": part for i, part in enumerate(value)}
-    else:
+    parts = fields_of(value)
+    if parts is None:
         return None
     if parts.keys() != node._values.keys():
         raise ValueError(f"fields do not match: writing {sorted(parts)} into {sorted(node._values)}")
     return parts
+
+
+def fields_of(value: Any) -> Mapping[str, Any] | None:
+    """The fields of what can be written into a `NamedArrays`, by name; None if `value` is a single leaf."""
+    if isinstance(value, NamedArrays):
+        return value._values
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        fields: Mapping[str, Any] = value._asdict()
+        return fields
+    if isinstance(value, tuple):
+        return {f"_{i}": part for i, part in enumerate(value)}
+    return None
 
 
 def as_named(value: Any) -> Any:

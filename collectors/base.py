@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.agents.base import Agent
+from penstock.agents.base import Agent, AgentStep
 from penstock.buffers.control import Phase, Progress
 from penstock.buffers.named import map_leaves
 from penstock.buffers.samples import BatchColumns
+from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step
 from penstock.collectors.checks import write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.decorrelation import decorrelate
@@ -68,6 +69,7 @@ class Collector(ABC):
         self.envs.keep_infos = self._info_writer is not None
         self._observation_rows = [self.envs.prepare_row(row) for row in parts.samples.observation_rows]
         self._has_agent_info = len(parts.samples.agent_info) > 0
+        self._agent_info_writer = AgentInfoWriter(parts.samples.agent_info)
 
     def start_envs(self) -> None:
         """Reset every environment and put it out of phase with the others. Runs once."""
@@ -118,12 +120,15 @@ class Collector(ABC):
         """
         self.progress.begin_acting(t)
         samples = self.samples
-        action, agent_info = self.agent.step(samples.observation_rows[t], self.prev_action, self.prev_reward)
+        step = self.agent.step(samples.observation_rows[t], self.prev_action, self.prev_reward)
+        if step.__class__ is not AgentStep:
+            step = as_agent_step(step, self.agent)
+        action, agent_info = step
         action_row = samples.action_rows[t + 1]
         write_action(action_row, action)
         self.prev_action[...] = action_row
-        if self._has_agent_info:
-            samples.agent_info[t] = agent_info
+        if self._has_agent_info or agent_info is not NO_AGENT_INFO:
+            self._agent_info_writer.write(t, agent_info)
         if self.tracker.on_step is not None:
             self.tracker.set_agent_info(samples.agent_info[t])
 

@@ -11,6 +11,8 @@ import numpy as np
 
 from penstock.agents.base import Agent
 from penstock.buffers.control import Phase, Progress
+from penstock.buffers.named import map_leaves
+from penstock.collectors.acting import AgentInfoWriter, as_agent_step
 from penstock.collectors.checks import write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.tracking import Tracker
@@ -83,6 +85,7 @@ class EvalCollector(BaseEvalCollector):
         self._reward = np.zeros((_CHUNK, len(parts.envs)), np.float32)
         self._done = np.zeros((_CHUNK, len(parts.envs)), np.bool_)
         self._observation_row = parts.envs.prepare_row(self.observation)
+        self._agent_info_writer = AgentInfoWriter(map_leaves(lambda leaf: leaf[np.newaxis], self.agent_info))
         self._t = self._row = 0
 
     def collect_evaluation(self, itr: int) -> None:
@@ -109,10 +112,10 @@ class EvalCollector(BaseEvalCollector):
             progress.begin_row(self._t)
             if self.is_enough:
                 return row
-            step = agent.step(self.observation, prev_action, prev_reward)
+            step = as_agent_step(agent.step(self.observation, prev_action, prev_reward), agent)
             write_action(prev_action, step.action)
             if tracker.on_step is not None:
-                self.agent_info[...] = step.agent_info
+                self._agent_info_writer.write(0, step.agent_info)
                 tracker.set_agent_info(self.agent_info)
             progress.enter(Phase.STEPPING)
             envs.step(prev_action, self._on_done, tracker.on_step)

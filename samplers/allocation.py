@@ -11,10 +11,11 @@ import gymnasium as gym
 import numpy as np
 
 from penstock.agents import Agent, SharedParameters
-from penstock.buffers import ControlBlock, NamedArrays, RecordRings, SamplesBuffer, SampleSpec, as_named
+from penstock.buffers import ControlBlock, NamedArrays, RecordRings, SamplesBuffer, SampleSpec
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import map_leaves
 from penstock.collectors import BaseEvalCollector, EpisodeEvalCollector, EvalCollector, TrajInfo
+from penstock.collectors.acting import agent_info_example, as_agent_step
 from penstock.collectors.checks import Checks, write_action
 from penstock.envs import (
     ColumnStreams,
@@ -201,7 +202,7 @@ def _try_agent(agent: Agent, config: SamplerConfig, bootstrap_value: bool, world
         # Both pose as the first environment, which there always is.
         trial.set_columns([0] * _TRIAL_COLUMNS, config.batch_B * world_size)
         trial.sample_mode(0)
-        step = trial.step(*inputs)
+        step = as_agent_step(trial.step(*inputs), agent)
         value = np.asarray(trial.value(*inputs)) if bootstrap_value else None
     except PenstockError:
         raise
@@ -213,10 +214,7 @@ def _try_agent(agent: Agent, config: SamplerConfig, bootstrap_value: bool, world
     write_action(columns(action), step.action)  # raises if it does not fit
     if value is not None and value.shape != (_TRIAL_COLUMNS,):
         raise SpaceError(f"agent.value must return one value per column: shape [B], got {list(value.shape)} for B=2")
-    agent_info = as_named(step.agent_info).map(np.asarray)
-    for name, leaf in agent_info.leaves():
-        if leaf.ndim == 0 or leaf.shape[0] != _TRIAL_COLUMNS or leaf.dtype == object:
-            raise SpaceError(f"agent_info.{name} must be a numeric array [B, ...], got {list(leaf.shape)} {leaf.dtype}")
+    agent_info = agent_info_example(step.agent_info, _TRIAL_COLUMNS)
     return SampleSpec(
         observation, action, agent_info.map(lambda leaf: leaf[0]), bootstrap_value, config.record_final_obs
     )

@@ -25,7 +25,8 @@ __all__ = ["SerialSampler"]
 class SerialSampler(Sampler):
     """The same collectors and the same results as `ParallelSampler`, without processes.
 
-    `breakpoint()` works in environments, agents and collectors, and nothing needs to be pickled.
+    `breakpoint()` works in environments, agents and collectors, and nothing needs to be pickled; but a model must
+    allow `copy.deepcopy`, since the environments are acted in with a copy here too.
     `n_workers`, `affinity`, `start_method` and the timeouts have no effect.
     """
 

@@ -12,6 +12,7 @@ import numpy as np
 from penstock.agents import Agent, RandomAgent
 from penstock.buffers import NamedArrays, as_named
 from penstock.buffers.named import map_leaves
+from penstock.collectors.acting import as_agent_step
 from penstock.envs import ColumnStreams, EnvFn, Purpose, build_example_env, env_factories
 from penstock.errors import ConfigError
 from penstock.samplers import Sampler, SerialSampler
@@ -152,7 +153,7 @@ def act(
 
 def step(agent: Agent, observation: Any, prev_action: Any, prev_reward: Any) -> NamedArrays:
     """One step's action and agent_info, copied."""
-    result = agent.step(observation, prev_action, prev_reward)
+    result = as_agent_step(agent.step(observation, prev_action, prev_reward), agent)
     both = NamedArrays(action=as_named(result.action), agent_info=as_named(result.agent_info))
     return both.map(np.array)
 

@@ -1,0 +1,218 @@
+"""What agents may and may not return: told by name, in the first step and in later ones."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from penstock import (
+    Agent,
+    AgentStep,
+    CategoricalPgAgent,
+    ConfigError,
+    NamedArrays,
+    ParallelSampler,
+    Sampler,
+    SerialSampler,
+    SpaceError,
+    TrajInfo,
+    WorkerError,
+)
+from penstock.collectors.acting import AgentInfoWriter
+from penstock.envs import CountingEnv
+from penstock.testing import check_agent
+
+both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+
+
+class Scripted(Agent):
+    """Acts as a function says from its n-th step on, and as it should before."""
+
+    def __init__(self, returned: Callable[[int], Any], first: int = 1) -> None:
+        self.returned, self.first, self.n_steps = returned, first, 0
+
+    def seed_columns(self, rngs: Any) -> None:
+        self.n_steps = 0
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        self.n_steps += 1
+        B = len(prev_reward)
+        good = AgentStep(zeros(B), {"x": np.full(B, self.n_steps, np.float32), "deep": {"y": np.zeros((B, 2))}})
+        returned: AgentStep = good if self.n_steps < self.first else self.returned(B)
+        return returned
+
+
+def zeros(n: int) -> Any:
+    return np.zeros(n, np.int64)
+
+
+def info(B: int, **fields: Any) -> dict[str, Any]:
+    return {"x": np.zeros(B, np.float32), "deep": {"y": np.zeros((B, 2))}, **fields}
+
+
+NO_STEPS: dict[str, Callable[[int], Any]] = {
+    "None": lambda B: None,
+    "an array": zeros,
+    "a tuple": lambda B: (zeros(B), info(B)),
+    "a dict": lambda B: {"action": zeros(B)},
+}
+
+BAD_INFO: dict[str, tuple[Callable[[int], Any], str, str]] = {
+    "None": (lambda B: None, "must be a dict of arrays .* got None", r"with the fields \['x', 'deep'\], .* got None"),
+    "an array": (zeros, r"must be a dict of arrays .* got array", r"with the fields .* got array"),
+    "text": (
+        lambda B: info(B, x=["a"] * B),
+        r"agent_info\.x must be a numeric array \[B, ...\], got \[2\] <U1",
+        r"agent_info\.x with shape \(\d,\) and dtype float32, as in its first step, got \(\d,\) <U1",
+    ),
+    "a number": (
+        lambda B: info(B, x=1.0),
+        r"agent_info\.x must be a numeric array \[B, ...\], got \[\] float64",
+        r"agent_info\.x with shape \(\d,\) and dtype float32, as in its first step, got \(\) float64",
+    ),
+    "nothing in a field": (
+        lambda B: info(B, x=None),
+        r"agent_info\.x must be a numeric array \[B, ...\], got \[\] object",
+        r"agent_info\.x with shape \(\d,\) .* got \(\) object",
+    ),
+    "a number below": (
+        lambda B: info(B, deep={"y": 1.0}),
+        r"agent_info\.deep\.y must be a numeric array",
+        r"agent_info\.deep\.y with shape \(\d, 2\) .* got \(\) float64",
+    ),
+    "ragged": (
+        lambda B: info(B, x=[[1], [1, 2]]),
+        r"agent_info\.x cannot be made an array: ValueError",
+        r"agent_info\.x cannot be made an array: ValueError",
+    ),
+    "a gradient": (
+        lambda B: info(B, x=torch.zeros(B, requires_grad=True)),
+        r"agent_info\.x cannot be made an array: RuntimeError: .*grad",
+        r"agent_info\.x cannot be made an array: RuntimeError: .*grad",
+    ),
+}
+
+BAD_LATER: dict[str, tuple[Callable[[int], Any], str]] = {
+    "left out": (lambda B: NamedArrays(), r"with the fields \['x', 'deep'\], .* got the fields \[\]"),
+    "a field too many": (lambda B: info(B, z=zeros(B)), r"with the fields \['x', 'deep'\], .* got the fields \['x', "),
+    "another field": (lambda B: {"x": zeros(B), "z": zeros(B)}, r"with the fields \['x', 'deep'\]"),
+    "another shape": (lambda B: info(B, x=np.zeros((B, 2))), r"agent_info\.x with shape \(\d,\) .* got \(\d, 2\)"),
+    "a leaf for a node": (lambda B: info(B, deep=zeros(B)), r"agent_info\.deep with the fields \['y'\], .* got array"),
+}
+
+
+def make(cls: type[Sampler] = SerialSampler, **kwargs: Any) -> Sampler:
+    kwargs = {"batch_T": 4, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0, **kwargs}
+    return cls(CountingEnv, **kwargs)
+
+
+def later(cls: type[Sampler], returned: Callable[[int], Any], message: str, **kwargs: Any) -> None:
+    with make(cls, **kwargs) as sampler:
+        sampler.initialize(Scripted(returned, first=3))
+        with pytest.raises(WorkerError, match=message) as caught:
+            sampler.obtain_samples(0)
+    assert isinstance(caught.value.__cause__, SpaceError)
+    assert "t=2" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", NO_STEPS)
+def test_what_is_no_agent_step_is_refused_by_name(name: str) -> None:
+    returned, message = NO_STEPS[name], r"Scripted\.step must return AgentStep\(action, agent_info\): got "
+    with make() as sampler, pytest.raises(SpaceError, match=message):
+        sampler.initialize(Scripted(returned))
+    with pytest.raises(SpaceError, match=message):
+        check_agent(lambda: Scripted(returned), CountingEnv)
+    later(SerialSampler, returned, message)
+
+
+@both
+def test_so_it_is_in_workers_and_in_evaluation(cls: type[Sampler]) -> None:
+    message = r"Scripted\.step must return AgentStep"
+    later(cls, NO_STEPS["an array"], message)
+    with make(cls, eval_n_envs=2, eval_max_steps=20) as sampler:
+        sampler.initialize(Scripted(NO_STEPS["a tuple"], first=6))
+        sampler.obtain_samples(0)
+        with pytest.raises(WorkerError, match=message):
+            sampler.evaluate_agent(0)
+
+
+@pytest.mark.parametrize("name", BAD_INFO)
+def test_a_bad_agent_info_is_named_in_the_first_step_and_later(name: str) -> None:
+    returned, at_first, afterwards = BAD_INFO[name]
+    with make() as sampler, pytest.raises(SpaceError, match=at_first):
+        sampler.initialize(Scripted(lambda B: AgentStep(zeros(B), returned(B))))
+    later(SerialSampler, lambda B: AgentStep(zeros(B), returned(B)), afterwards)
+
+
+@pytest.mark.parametrize("name", BAD_LATER)
+def test_an_agent_info_that_changes_is_named(name: str) -> None:
+    returned, message = BAD_LATER[name]
+    later(SerialSampler, lambda B: AgentStep(zeros(B), returned(B)), message)
+
+
+class Own(TrajInfo):
+    """Has the agent's report recorded in evaluation too."""
+
+
+@both
+def test_so_it_is_in_evaluation(cls: type[Sampler]) -> None:
+    with make(cls, eval_n_envs=2, eval_max_steps=20, traj_info_cls=Own) as sampler:
+        sampler.initialize(Scripted(lambda B: AgentStep(zeros(B), info(B, x=1.0)), first=6))
+        sampler.obtain_samples(0)
+        with pytest.raises(WorkerError, match=r"agent_info\.x with shape"):
+            sampler.evaluate_agent(0)
+
+
+def test_a_report_that_comes_later_is_not_lost_in_silence() -> None:
+    class Late(Scripted):
+        def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+            step = super().step(observation, prev_action, prev_reward)
+            return AgentStep(step.action) if self.n_steps < 3 else step
+
+    with make() as sampler:
+        sampler.initialize(Late(lambda B: None, first=99))
+        with pytest.raises(WorkerError, match=r"with the fields \[\], as in its first step, got the fields \['x', 'd"):
+            sampler.obtain_samples(0)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        {"a": [1, 2], "b": {"c": (3.0, 4.0)}},
+        {"a": np.array([1, 2]), "b": {"c": np.array([3, 4])}},
+        {"b": NamedArrays(c=torch.tensor([3.0, 4.0])), "a": torch.tensor([1, 2])},
+        NamedArrays(a=np.array([1, 2], np.int8), b={"c": np.array([3, 4])}),
+    ],
+    ids=["lists", "arrays", "tensors", "named"],
+)
+def test_what_can_be_recorded_is(report: Any) -> None:
+    if isinstance(report, dict) and isinstance(report["b"], dict):
+        report["b"] = {"c": np.asarray(report["b"]["c"])}
+    rows = NamedArrays(a=np.zeros((3, 2), np.float32), b=NamedArrays(c=np.zeros((3, 2))))
+    AgentInfoWriter(rows).write(1, report)
+    assert rows.a.tolist() == [[0, 0], [1, 2], [0, 0]]
+    assert rows.b.c.tolist() == [[0, 0], [3, 4], [0, 0]]
+
+
+class WithHandle(nn.Module):
+    """What it opened when it was built cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 4)
+        self.layer.handle = (i for i in range(3))  # type: ignore[assignment]
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        return self.layer(observation)[:, :3], self.layer(observation)[:, 3]
+
+
+@both
+def test_a_model_that_cannot_be_copied_is_told_with_its_attribute(cls: type[Sampler]) -> None:
+    message = (
+        r"the model, a WithHandle, cannot be copied for the workers, .* its attribute layer\.handle raised TypeError"
+    )
+    with make(cls) as sampler, pytest.raises(ConfigError, match=message):
+        sampler.initialize(CategoricalPgAgent(WithHandle))
