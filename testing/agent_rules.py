@@ -12,15 +12,23 @@ import numpy as np
 from penstock.agents import Agent
 from penstock.buffers import NamedArrays
 from penstock.buffers.named import map_leaves
-from penstock.envs import action_splitter, example_of
+from penstock.envs import ColumnStreams, Purpose, action_splitter, example_of
 from penstock.errors import ConfigError
-from penstock.samplers import ParallelSampler, SerialSampler
+from penstock.samplers import GpuSampler, ParallelSampler, SerialSampler
 from penstock.testing.rules import Violation, first_difference, leaves
 from penstock.testing.subjects import Subject, Tape, act, stack, step
 
-__all__ = ["ACTING_RULES", "COLUMN_RULE", "PARAMETER_RULES", "acts_in_a_worker_as_here"]
+__all__ = [
+    "ACTING_RULES",
+    "CENTRAL_RULES",
+    "COLUMN_RULE",
+    "PARAMETER_RULES",
+    "acts_for_central_samplers_as_here",
+    "acts_in_a_worker_as_here",
+]
 
 _NOISE = "draw column b's noise from rngs[b] of seed_columns(rngs), and from nothing else"
+_SELECT = "take of all that is kept per column what belongs to self.selected (None: all), and put it back there"
 _STATE = "make all state per column anew in seed_columns or reset, never in __init__ or initialize"
 
 
@@ -205,6 +213,57 @@ def columns_do_not_depend_on_their_number(subject: Subject) -> None:
     _same(many, few, when, remedy, close=True)
 
 
+def columns_may_be_stepped_a_few_at_a_time(subject: Subject) -> None:
+    """After agent.select(columns), step and value are for these columns alone, which do what they do among all."""
+    agent, tape, rng = subject.copy(), subject.tape, np.random.default_rng(subject.seed)
+    reference = subject.reference()
+    found = reference.map(np.zeros_like)
+    at = np.zeros(subject.batch_B, np.intp)  # each column has a t of its own
+    while (running := np.flatnonzero(at < subject.batch_T)).size:
+        columns = running[rng.random(running.size) < 0.6]
+        if not columns.size:
+            continue
+        for b in columns:
+            if at[b] and tape.done[at[b] - 1, b]:
+                agent.reset_one(int(b))
+        agent.select(None if columns.size == subject.batch_B else columns)
+        rows = at[columns]
+        fields = (tape.observation, tape.prev_action, tape.prev_reward)
+        inputs = tuple(map_leaves(lambda leaf: leaf[rows, columns], field) for field in fields)  # noqa: B023
+        try:
+            _value(agent, inputs)
+            done = dict(step(agent, *inputs).leaves())
+        except Exception as error:
+            raise Violation(f"{type(error).__name__}: {error}, for the columns {columns.tolist()}", _SELECT) from error
+        for name, leaf in done.items():
+            if len(leaf) != columns.size:
+                raise Violation(f"{len(leaf)} rows of {name} for the columns {columns.tolist()}", _SELECT)
+            found[name][rows, columns] = leaf
+        at[columns] += 1
+    _same(reference, found, "all at once and a few at a time", _SELECT, close=True)
+
+
+def reseeded_columns_begin_anew(subject: Subject) -> None:
+    """After agent.reseed_columns(columns, rngs) and reset_one of each, they do what columns of a new copy do that has
+    these streams. Nothing changes for the others."""
+    half, rest = subject.batch_T // 2, range(subject.batch_T // 2, subject.batch_T)
+    agent, columns = subject.copy(), np.array([1])
+    act(agent, subject.tape, range(half))
+    streams = ColumnStreams(subject.seed + 1, range(subject.batch_B)).rngs(Purpose.ACTION)
+    agent.reseed_columns(columns, [streams[b] for b in columns])
+    for b in columns:
+        agent.reset_one(int(b))
+    found, fresh = act(agent, subject.tape, rest), act(subject.copy(seed=1), subject.tape, rest)
+    before = subject.reference()
+    remedy = "take the new streams in reseed_columns, and drop what was drawn from the old ones"
+    for name, wanted, chosen in (
+        ("reseeded", fresh, columns),
+        ("other", before.map(lambda leaf: leaf[half:]), np.delete(np.arange(subject.batch_B), columns)),
+    ):
+        left, right = (both.map(lambda leaf: leaf[:, chosen]) for both in (wanted, found))  # noqa: B023
+        _same(left, right, f"in the {name} columns, before and after reseed_columns", remedy, close=True)
+
+
 # ---- parameters ----------------------------------------------------------------------------
 
 
@@ -290,6 +349,14 @@ def acts_in_a_worker_as_here(subject: Subject) -> None:
     _same(here, there, "in this process and in two workers", remedy, close=True)
 
 
+def acts_for_central_samplers_as_here(subject: Subject) -> None:
+    """Where it acts for environments as they become ready, the agent does what it does elsewhere, up to rounding in
+    agent_info."""
+    here = subject.sampled(SerialSampler)
+    there = subject.sampled(GpuSampler, n_workers=2, min_ready=1, start_method=subject.start_method)
+    _same(here, there, "in this process and as a central sampler's agent", _SELECT, close=True)
+
+
 #: In the order in which they are applied: what others build upon comes first.
 ACTING_RULES: tuple[Callable[[Subject], None], ...] = (
     agent_info_keeps_its_shape,
@@ -304,6 +371,10 @@ ACTING_RULES: tuple[Callable[[Subject], None], ...] = (
     reset_one_leaves_other_columns_alone,
     reset_one_forgets_its_column,
     reset_forgets_every_column,
+)
+CENTRAL_RULES: tuple[Callable[[Subject], None], ...] = (
+    columns_may_be_stepped_a_few_at_a_time,
+    reseeded_columns_begin_anew,
 )
 COLUMN_RULE: Callable[[Subject], None] = columns_do_not_depend_on_their_number
 PARAMETER_RULES: tuple[Callable[[Subject], None], ...] = (

@@ -10,7 +10,14 @@ from penstock.collectors import Collector
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
 from penstock.testing import run_rules
-from penstock.testing.agent_rules import ACTING_RULES, COLUMN_RULE, PARAMETER_RULES, acts_in_a_worker_as_here
+from penstock.testing.agent_rules import (
+    ACTING_RULES,
+    CENTRAL_RULES,
+    COLUMN_RULE,
+    PARAMETER_RULES,
+    acts_for_central_samplers_as_here,
+    acts_in_a_worker_as_here,
+)
 from penstock.testing.collector_rules import CONTINUITY_RULE, STEPPED_RULE, TRACE_RULES, SteppedTrajInfo
 from penstock.testing.rules import ConformanceError, apply
 from penstock.testing.subjects import Subject
@@ -30,6 +37,7 @@ def check_collector(
     n_batches: int = 4,
     n_workers: Sequence[int] = (2, 3),
     continues: bool = True,
+    central: bool = True,
     seed: int = 0,
     start_method: str = "forkserver",
 ) -> None:
@@ -49,6 +57,7 @@ def check_collector(
         n_workers: numbers of workers that must all give what one process gives.
         continues: False if the collector may give running episodes up, for example to begin every
             batch with new ones.
+        central: False if the collector, or `agent`, is not for the samplers whose workers hold no agent.
 
     Raises `ConformanceError` for the first rule that is broken, saying which, what was seen and where, and
     what to do; and what the sampler raises where the collector cannot run at all.
@@ -69,6 +78,8 @@ def check_collector(
         apply(rule, name, trace)
     apply(STEPPED_RULE, name, record(setup, SteppedTrajInfo))
     apply(run_rules.any_number_of_workers_gives_the_same, name, setup, n_workers)
+    if central:
+        apply(run_rules.central_samplers_give_the_same, name, setup)
     apply(run_rules.nothing_is_left_over, name, setup)
 
 
@@ -80,6 +91,7 @@ def check_agent(
     batch_T: int = 16,
     batch_B: int = 4,
     batch_invariant: bool = True,
+    central: bool = True,
     seed: int = 0,
     start_method: str = "forkserver",
 ) -> None:
@@ -94,6 +106,7 @@ def check_agent(
         batch_T, batch_B, seed, start_method: of the runs.
         batch_invariant: False if what the agent does for a column may depend on how many columns there
             are (batch normalization, say, or a sum in another order that decides between two actions).
+        central: False if the agent is not for the samplers that serve a few columns at a time.
 
     Raises `ConformanceError` for the first rule that is broken, saying which, what was seen and where, and
     what to do; and whatever the agent raises.
@@ -103,7 +116,10 @@ def check_agent(
             f"batch_T must be 4 or more and batch_B 2 or more for a check to see anything, got {batch_T}, {batch_B}"
         )
     subject = Subject(make_agent, env_fn, env_kwargs, int(batch_T), int(batch_B), seed, start_method)
-    for rule in (*ACTING_RULES, *((COLUMN_RULE,) if batch_invariant else ()), *PARAMETER_RULES):
+    invariance = ((COLUMN_RULE,), CENTRAL_RULES if central else ()) if batch_invariant else ()
+    for rule in (*ACTING_RULES, *(rule for rules in invariance for rule in rules), *PARAMETER_RULES):
         apply(rule, subject.name, subject)
     if batch_invariant:
         apply(acts_in_a_worker_as_here, subject.name, subject)
+    if batch_invariant and central:
+        apply(acts_for_central_samplers_as_here, subject.name, subject)

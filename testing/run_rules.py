@@ -15,12 +15,13 @@ import psutil
 from penstock.buffers import Samples
 from penstock.collectors import TrajInfo
 from penstock.errors import SamplerBrokenError
-from penstock.samplers import ParallelSampler, Sampler, SerialSampler
+from penstock.samplers import AlternatingSampler, GpuSampler, ParallelSampler, Sampler, SerialSampler
 from penstock.testing.rules import Violation, first_difference, leaves
 from penstock.testing.traces import Setup, Trace, record
 
 __all__ = [
     "any_number_of_workers_gives_the_same",
+    "central_samplers_give_the_same",
     "every_cell_is_written",
     "nothing_is_left_over",
     "one_seed_gives_one_batch",
@@ -109,16 +110,38 @@ def any_number_of_workers_gives_the_same(setup: Setup, n_workers: Sequence[int])
     )
     reference = _run(setup, SerialSampler)
     for n in n_workers:
-        batches = _run(setup, ParallelSampler, n_workers=n)
-        for itr, ((one, infos), (other, other_infos)) in enumerate(zip(reference, batches, strict=True)):
-            difference = first_difference(_pairs(one, other), close=setup.agent is not None)
-            if difference is not None:
-                raise Violation(f"{difference} in one process and in {n} workers, batch {itr}", remedy)
-            if infos != other_infos:
-                raise Violation(f"{infos} in one process and {other_infos} in {n} workers, batch {itr}", remedy)
+        _compare(setup, reference, _run(setup, ParallelSampler, n_workers=n), f"{n} workers", remedy)
 
 
-def _run(setup: Setup, cls: type[Sampler], **arguments: Any) -> list[tuple[Samples, list[tuple[int, float]]]]:
+def central_samplers_give_the_same(setup: Setup) -> None:
+    """GpuSampler and AlternatingSampler give what SerialSampler gives, in whatever order columns are served."""
+    remedy = (
+        "act by self.act(t) or self.agent.step once a row, for all columns of the worker at once, and copy what it "
+        "returns before the next; check with central=False what is not for samplers whose workers hold no agent"
+    )
+    reference = _run(setup, SerialSampler)
+    ways: tuple[tuple[str, type[Sampler], dict[str, Any]], ...] = (
+        ("a GpuSampler", GpuSampler, {}),
+        ("a GpuSampler with min_ready=1", GpuSampler, {"min_ready": 1}),
+        ("an AlternatingSampler", AlternatingSampler, {}),
+    )
+    for name, cls, arguments in ways:
+        _compare(setup, reference, _run(setup, cls, n_workers=2, **arguments), name, remedy)
+
+
+_Run = list[tuple[Samples, list[tuple[int, float]]]]
+
+
+def _compare(setup: Setup, reference: _Run, batches: _Run, where: str, remedy: str) -> None:
+    for itr, ((one, infos), (other, other_infos)) in enumerate(zip(reference, batches, strict=True)):
+        difference = first_difference(_pairs(one, other), close=setup.agent is not None)
+        if difference is not None:
+            raise Violation(f"{difference} in one process and in {where}, batch {itr}", remedy)
+        if infos != other_infos:
+            raise Violation(f"{infos} in one process and {other_infos} in {where}, batch {itr}", remedy)
+
+
+def _run(setup: Setup, cls: type[Sampler], **arguments: Any) -> _Run:
     batches = []
     with setup.sampler(cls, **arguments) as sampler:
         sampler.initialize(setup.make_agent(), seed=setup.seed, bootstrap_value=setup.agent is None)
@@ -134,7 +157,7 @@ def _run(setup: Setup, cls: type[Sampler], **arguments: Any) -> list[tuple[Sampl
 def nothing_is_left_over(setup: Setup) -> None:
     """After shutdown no process, thread or descriptor remains that the collector has started or opened."""
     _run(setup, ParallelSampler, n_workers=1)  # first, for what it starts is for good: the fork server
-    for cls in (SerialSampler, ParallelSampler):
+    for cls in (SerialSampler, ParallelSampler):  # a central sampler's workers differ in nothing that could be left
         before, children = _holdings(), _children()
         with setup.sampler(cls, n_workers=1) as sampler:
             sampler.initialize(setup.make_agent(), seed=setup.seed)

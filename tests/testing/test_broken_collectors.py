@@ -228,6 +228,23 @@ class HangsOnColumns(ResetCollector):
         self.samples.action[t + 1] = self.prev_action
 
 
+class RecordsLate(ResetCollector):
+    """Keeps what the agent has returned until the next step, which a remote agent returns in the same memory."""
+
+    last: Any = None
+
+    def act(self, t: int) -> None:
+        self.progress.begin_acting(t)
+        step = self.agent.step(self.samples.observation[t], self.prev_action, self.prev_reward)
+        self.samples.action[t + 1] = step.action
+        self.prev_action[...] = step.action
+        if t:
+            self.samples.agent_info[t - 1] = self.last
+        self.last = step.agent_info
+        if t == self.batch_T - 1:
+            self.samples.agent_info[t] = step.agent_info
+
+
 BROKEN: list[tuple[type[Collector], str, str]] = [
     (Draws, "one_seed_gives_one_batch", r"in two runs with one seed, itr=7"),
     (LeavesGaps, "every_cell_is_written", r"agent\.agent_info\.probe at t=1, env_rank=0: .* and nan"),
@@ -268,6 +285,7 @@ BROKEN: list[tuple[type[Collector], str, str]] = [
     (LosesTrajectories, "trajectories_are_those_that_ended", r"trajectories were handed over in the batch itr=7"),
     (SkipsSteps, "a_stepped_trajectory_sees_every_step", r"SteppedTrajInfo\(Length=.*for the episode that ended"),
     (HangsOnColumns, "any_number_of_workers_gives_the_same", r"in one process and in 2 workers, batch 0"),
+    (RecordsLate, "central_samplers_give_the_same", r"agent_info\.probe at t=.* and in a GpuSampler.*central=False"),
 ]
 
 
@@ -279,6 +297,10 @@ def test_what_breaks_a_rule_is_caught_by_it(cls: type[Collector], rule: str, wor
     assert caught.value.rule == rule, message
     assert message.startswith(f"{cls.__name__} breaks the rule {rule}\n  rule: ")
     assert "\n  do:   " in message
+
+
+def test_a_collector_need_not_be_for_central_samplers() -> None:
+    check_collector(RecordsLate, CountingEnv, central=False)
 
 
 def test_every_rule_states_itself_and_is_shown_to_catch_something() -> None:

@@ -70,6 +70,14 @@ class Recurrent(Agent):
         self.rngs = list(rngs)
         self.mean = np.zeros((len(self.rngs), 2), np.float32)
 
+    def reseed_columns(self, columns: Any, rngs: Any) -> None:
+        for b, rng in zip(columns, rngs, strict=True):
+            self.rngs[b] = rng
+
+    @property
+    def mine(self) -> Any:
+        return np.arange(len(self.rngs)) if self.selected is None else self.selected
+
     def reset(self) -> None:
         self.mean[:] = 0
 
@@ -77,16 +85,16 @@ class Recurrent(Agent):
         self.mean[column] = 0
 
     def draw(self) -> Any:
-        return np.array([rng.random() for rng in self.rngs])
+        return np.array([self.rngs[b].random() for b in self.mine])
 
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        self.mean = 0.5 * self.mean + 0.5 * observation
-        score = (self.mean * self.weight).sum(1) + prev_reward
+        self.mean[self.mine] = mean = 0.5 * self.mean[self.mine] + 0.5 * observation
+        score = (mean * self.weight).sum(1) + prev_reward
         action = np.floor(self.draw() * 3).astype(np.int64)
-        return AgentStep((action + (score > 0)) % 3, {"score": score, "mean": self.mean})
+        return AgentStep((action + (score > 0)) % 3, {"score": score, "mean": mean})
 
     def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-        return ((0.5 * self.mean + 0.5 * observation) * self.weight).sum(1)
+        return ((0.5 * self.mean[self.mine] + 0.5 * observation) * self.weight).sum(1)
 
     def read_parameters(self) -> dict[str, Any]:
         return {"weight": self.weight}
@@ -239,6 +247,37 @@ class Normalizes(Recurrent):
         return super().step(observation - observation.mean(0), *rest)
 
 
+class SelectsNobody(Recurrent):
+    mine = slice(None)  # type: ignore[assignment]
+
+    def draw(self) -> Any:
+        return np.array([rng.random() for rng in self.rngs])
+
+
+class TakesTheFirst(Recurrent):
+    @property
+    def mine(self) -> Any:
+        return np.arange(len(self.rngs) if self.selected is None else len(self.selected))
+
+
+class KeepsItsStreams(Recurrent):
+    def reseed_columns(self, columns: Any, rngs: Any) -> None:
+        pass
+
+
+class ServesOtherwise(Recurrent):
+    offset = 0
+
+    def server_copy(self) -> Any:
+        twin = super().server_copy()
+        twin.offset = 1
+        return twin
+
+    def step(self, *inputs: Any) -> AgentStep:
+        action, info = super().step(*inputs)
+        return AgentStep((action + self.offset) % 3, info)
+
+
 class Unpicklable(Recurrent):
     def worker_copy(self) -> Any:
         twin = super().worker_copy()
@@ -332,6 +371,13 @@ BROKEN: list[tuple[Callable[[], Agent], str, str]] = [
     ),
     (OneStream, "columns_do_not_depend_on_their_number", r"action at t=.*among 4 columns and among 2"),
     (Normalizes, "columns_do_not_depend_on_their_number", r"among 4 columns and among 2.*batch_invariant=False"),
+    (SelectsNobody, "columns_may_be_stepped_a_few_at_a_time", r"ValueError: operands .*, for the columns \[\d"),
+    (
+        TakesTheFirst,
+        "columns_may_be_stepped_a_few_at_a_time",
+        r" at t=\d+, env_rank=\d.*all at once and a few at a time",
+    ),
+    (KeepsItsStreams, "reseeded_columns_begin_anew", r"action at t=\d+, env_rank=0: . and ., in the reseeded columns"),
     (Unpicklable, "pickling_changes_nothing", r"TypeError: cannot pickle '_thread\.lock' object"),
     (ForgetsItself, "pickling_changes_nothing", r" at t=.*before and after pickling"),
     (HidesParameters, "parameters_survive_a_round_trip", r"agent_info\.hidden at t=0.*in an agent and in one with"),
@@ -339,6 +385,7 @@ BROKEN: list[tuple[Callable[[], Agent], str, str]] = [
     (KeepsParameters, "parameters_are_copied", r"parameter weight at .*: .* and 0\.0 when the arrays given are zeroed"),
     (LeaksParameters, "a_workers_copy_follows_the_learner", r"parameter weight at .* before sync_shared_memory"),
     (IgnoresTheLearner, "a_workers_copy_follows_the_learner", r"parameter weight at .* after sync_shared_memory"),
+    (ServesOtherwise, "acts_for_central_samplers_as_here", r" and as a central sampler's agent"),
     (CountsInTheClass, "acts_in_a_worker_as_here", r"agent_info\.here at t=0, env_rank=0.*in two workers"),
 ]
 
@@ -357,9 +404,15 @@ def test_an_agent_that_looks_at_all_columns_is_a_matter_of_documentation() -> No
     check_agent(Normalizes, CountingEnv, batch_invariant=False)
 
 
+@pytest.mark.parametrize("make", [SelectsNobody, KeepsItsStreams, ServesOtherwise])
+def test_an_agent_need_not_be_for_central_samplers(make: Any) -> None:
+    check_agent(make, CountingEnv, central=False)
+
+
 def test_every_rule_states_itself_and_is_shown_to_catch_something() -> None:
-    rules = [*agent_rules.ACTING_RULES, agent_rules.COLUMN_RULE, *agent_rules.PARAMETER_RULES]
-    rules.append(agent_rules.acts_in_a_worker_as_here)
+    rules = [*agent_rules.ACTING_RULES, agent_rules.COLUMN_RULE, *agent_rules.CENTRAL_RULES]
+    rules += [*agent_rules.PARAMETER_RULES, agent_rules.acts_in_a_worker_as_here]
+    rules.append(agent_rules.acts_for_central_samplers_as_here)
     assert all(rule.__doc__ and rule.__doc__.rstrip().endswith(".") for rule in rules)
     assert {rule.__name__ for rule in rules} == {rule for _, rule, _ in BROKEN}
 
