@@ -1,5 +1,6 @@
 """The code in README and docs, run as it is written there."""
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,17 @@ def test_the_readme_example_runs_as_written() -> None:
     assert namespace["samples"].env.observation.shape == (128, 32, 4)
 
 
+def test_the_central_sampler_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = (block for block in blocks("README.md") if "GpuSampler" in block)
+    exec(compile(block, "README.md", "exec"), {})
+    served = ast.literal_eval(capsys.readouterr().out)
+    assert sum(n * times for n, times in served.items()) == 32 * 8
+
+
 def test_the_sticky_collector_of_the_readme() -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(blocks("README.md")[1], "README.md", "exec"), namespace)
+    (block,) = (block for block in blocks("README.md") if "StickyCollector" in block)
+    exec(compile(block, "README.md", "exec"), namespace)
     batches = []
     for n_workers in (1, 2, 3):
         with ParallelSampler(
