@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import psutil
 
-__all__ = ["limit_threads", "pin", "usable_cpus"]
+__all__ = ["keeping_off", "limit_threads", "pin", "usable_cpus"]
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -25,6 +26,24 @@ def pin(cpus: Sequence[int]) -> None:
     actual = usable_cpus()
     if set(actual) != set(cpus):
         raise OSError(f"pinning to CPUs {sorted(cpus)} gave {list(actual)}")
+
+
+@contextlib.contextmanager
+def keeping_off(cpus: Collection[int]) -> Iterator[None]:
+    """Keep the calling thread off these CPUs, on which workers are pinned: it would be stopped for every one that it
+    wakes there. Does nothing if that leaves it no CPU, or if torch works with several threads, which a single CPU
+    would set against each other."""
+    torch = sys.modules.get("torch")
+    mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    rest = mask - set(cpus)
+    if not rest or rest == mask or (torch is not None and torch.get_num_threads() > 1):
+        yield
+        return
+    os.sched_setaffinity(0, rest)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, mask)
 
 
 def limit_threads(n: int) -> None:

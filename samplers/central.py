@@ -49,6 +49,9 @@ class GpuSampler(ParallelSampler):
             default one worker less. Their errors are told as those of a worker, but a crash or a hang is the caller's.
         spin_seconds: how long server and workers look for each other before they sleep. By default 200 µs
             where there are more CPUs than workers, and not at all otherwise.
+
+    On CPUs, `torch.set_num_threads(1)` in the main process pays for small policies: while it acts, it then keeps to
+    CPUs that no worker is pinned to.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ from penstock.buffers.trajectory_queue import Frame
 from penstock.collectors.central import Question
 from penstock.errors import SamplerBrokenError, WorkerError
 from penstock.samplers.action_server import ActionServer
+from penstock.samplers.affinity import keeping_off
 from penstock.samplers.crew import Crew
 from penstock.samplers.failures import Witness
 from penstock.samplers.interrupts import interrupts
@@ -131,6 +132,7 @@ class ServedCrew:
         self._crew, self._server, self._control, self._own = crew, server, control, own
         self._steps = [steps for steps in (state.steps, state.eval_steps) if steps is not None]
         self.restarts = crew.restarts
+        self._worker_cpus = {cpu for member in crew.members for cpu in member.plan.cpus}
         self._occasion, self._look_again = "start-up", 1.0
         self._on_wake: Callable[[], None] | None = None
         if own is not None:
@@ -163,7 +165,7 @@ class ServedCrew:
         look_again: float = 1.0,
     ) -> None:
         self._occasion, self._on_wake, self._look_again = occasion, on_wake, look_again
-        with interrupts.held():
+        with interrupts.held(), keeping_off(self._worker_cpus):
             if self._own is not None:
                 if self._crew.closed:
                     raise WorkerError(f"{self._own.witness()} was interrupted while stepping for itself ({occasion})")
