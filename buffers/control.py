@@ -67,6 +67,7 @@ class ControlBlock:
             timeline=ArraySpec((n_workers, 2 * batch_T + 1), np.dtype(np.float64)),
         )
         self.memory = NamedMemory(specs, shared=shared, purpose="the control block")
+        self.memory.arrays.progress[:, _T] = -1  # no row has been begun
         self._bind()
 
     def _bind(self) -> None:
@@ -179,7 +180,7 @@ class ControlBlock:
         """Make a dead worker's row its replacement's. What it had answered stays answered and promised;
         totals go on. (The row's one writer is dead, the next is not yet born.)"""
         row = self.memory.arrays.progress[worker_rank]
-        row[[_T, _ENV_RANK]] = 0
+        row[_T], row[_ENV_RANK] = -1, 0
         if row[_ARRIVED] != self.opened(worker_rank):
             row[[_BEGUN, _TRAJECTORIES]] = 0
         self.answer(worker_rank)

@@ -119,6 +119,7 @@ class NamedMemory:
         self._layout = specs.map(self._place)
         self._block = SharedBlock(self._end, purpose) if shared else None
         if self._block is None:
+            check_memory(self._end, purpose)  # numpy would promise it, and the system kill who uses it
             self.arrays = specs.map(lambda spec: np.zeros(spec.shape, spec.dtype))
         else:
             self.arrays = self._views(self._block)

@@ -194,7 +194,15 @@ class EnvColumns:
             array = None
         if array is None or array.shape != row.shape or array.dtype.kind not in "fiub":
             array = self._numbers()
-        row[...] = array
+        try:
+            row[...] = array
+        except RuntimeWarning:  # see penstock.envs.rows
+            column = int(np.abs(array).argmax())
+            self._progress.at_env(self.env_ranks[column])
+            raise SpaceError(
+                f"the reward of env_rank {self.env_ranks[column]} must be a number that {row.dtype} can hold, got "
+                f"{brief(self.rewards[column])}"
+            ) from None
         if self.checks.check_finite and not (finite := np.isfinite(row)).all():
             column = int(finite.argmin())
             raise self._not_finite(column, self.rewards[column])

@@ -120,7 +120,7 @@ class FinalObservations:
                 if value.shape != shape or not (value.dtype == dtype or value.dtype.kind == "f" == dtype.kind):
                     return False
                 leaf[t, column] = value
-        except (AttributeError, KeyError, IndexError, TypeError):
+        except (AttributeError, KeyError, IndexError, TypeError, RuntimeWarning):
             return False
         return bool(self._cells)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 __all__ = ["TrajInfo"]
@@ -22,6 +23,9 @@ class TrajInfo:
     """
 
     def __init__(self, discount: float = 1.0) -> None:
+        number: object = discount  # numpy's floats are real numbers too
+        if not isinstance(number, Real):
+            raise TypeError(f"discount must be a number, got {discount!r}")
         self.Length = 0
         self.Return = 0.0
         self.NonzeroRewards = 0

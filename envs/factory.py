@@ -43,7 +43,12 @@ class EnvFactory:
 
     def __call__(self, context: EnvContext = _EXAMPLE) -> gym.Env[Any, Any]:
         kwargs = {**self.kwargs, "context": context} if _asks_for_context(self.fn) else self.kwargs
-        env = self.fn(**kwargs)
+        env: Any = self.fn(**kwargs)
+        if isinstance(env, VectorEnv):
+            raise ConfigError(
+                f"env_fn returned a batched environment, {_describe(env)}: pass collector_cls=VectorEnvCollector, for "
+                "which env_fn(num_envs=n) builds one of n environments"
+            )
         if not isinstance(env, gym.Env):
             raise ConfigError(
                 f"env_fn must return a gymnasium.Env, got {type(env).__module__}.{type(env).__qualname__}"

@@ -6,6 +6,7 @@ nested space then costs per row and leaf, not per environment.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -18,6 +19,12 @@ from penstock.errors import SpaceError
 __all__ = ["ColumnError", "RowWriter", "action_splitter", "row_writer"]
 
 Splitter = Callable[[Any], Sequence[Any]]
+
+# A float64 that is too large for float32 becomes inf with a warning. As an error it is found where it happens, and
+# costs nothing where it does not. Where the user has other filters than this, inf is recorded.
+warnings.filterwarnings(
+    "error", "overflow encountered in cast", RuntimeWarning, r"penstock\.(envs\.rows|collectors\.(columns|finals))"
+)
 
 
 class RowWriter(Protocol):
@@ -79,7 +86,7 @@ class _ArrayWriter:
             if flat is None or list(map(len, values)) != lengths:
                 raise ValueError
             np.concatenate(values, out=flat, casting=casting)  # one C loop for the row
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RuntimeWarning):
             _write_each(row, values, self._name)
 
 
@@ -99,7 +106,7 @@ class _ScalarWriter:
             if array.shape == row.shape and np.can_cast(array.dtype, row.dtype, _casting(row.dtype)):
                 row[...] = array
                 return
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RuntimeWarning):
             pass  # named below, column by column
         _write_each(row, values, self._name)
 
@@ -115,13 +122,15 @@ class _StructureWriter:
 
     def write(self, prepared: Any, values: Sequence[Any]) -> None:
         try:
+            if list(map(len, values)) != [len(prepared)] * len(values):
+                raise TypeError
             for key, write, part in prepared:
                 write(part, [value[key] for value in values])
         except (KeyError, IndexError, TypeError) as error:
             wanted = [key for _, key, _ in self._parts]
             for column, value in enumerate(values):
-                if not _has_all(value, wanted):
-                    has = list(value) if isinstance(value, dict) else type(value).__name__
+                if not _has_just(value, wanted):
+                    has = list(value) if isinstance(value, dict) else _description(value)
                     problem = f"must have the entries {wanted}, got {has}"
                     raise ColumnError(column, self._name, problem) from error
             raise
@@ -132,8 +141,10 @@ def _casting(target: np.dtype[Any]) -> Literal["safe", "same_kind"]:
     return "same_kind" if target.kind == "f" else "safe"
 
 
-def _has_all(value: Any, keys: Sequence[Any]) -> bool:
+def _has_just(value: Any, keys: Sequence[Any]) -> bool:
     try:
+        if len(value) != len(keys):
+            return False
         for key in keys:
             value[key]
     except (KeyError, IndexError, TypeError):
@@ -150,10 +161,11 @@ def _write_each(row: Any, values: Sequence[Any], name: str) -> None:
         except ValueError as error:
             raise ColumnError(column, name, f"is ragged: {error}") from error
         if array.shape != row.shape[1:]:
+            got = _description(value) if array.dtype == object else array.shape
             raise ColumnError(
                 column,
                 name,
-                f"must have shape {row.shape[1:]}, got {array.shape}: "
+                f"must have shape {row.shape[1:]}, got {got}: "
                 "the environment's declared space and what it returns differ",
             )
         target = row.dtype
@@ -172,7 +184,23 @@ def _write_each(row: Any, values: Sequence[Any], name: str) -> None:
                 )
                 + ": the environment's declared space and what it returns differ",
             )
-        row[column] = array
+        with np.errstate(over="ignore"):
+            row[column] = array
+        if (
+            target.kind == "f"
+            and array.dtype.kind == "f"
+            and (lost := np.isinf(row[column]) & np.isfinite(array)).any()
+        ):
+            raise ColumnError(column, name, f"must have values that {target} can hold, got {array[lost].flat[0]}")
+
+
+def _description(value: Any) -> str:
+    """What came instead of an array or a structure."""
+    if value is None:
+        return "None"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"
 
 
 def _in_range(array: Any, dtype: np.dtype[Any]) -> bool:

@@ -85,6 +85,8 @@ def allocate(
     eval_kwargs = _eval_kwargs(config)
     evals = env_factories(_eval_fn(config), eval_kwargs, config.eval_n_envs, "eval_") if config.eval_n_envs else ()
     env_info = _prepare_agent(agent, train[0], seed, config)
+    if not (traj_info_kwargs is None or isinstance(traj_info_kwargs, Mapping)):
+        raise ConfigError(f"traj_info_kwargs must be a dict of arguments for traj_info_cls, got {traj_info_kwargs!r}")
     traj_kwargs = dict(traj_info_kwargs or {})
     _check_traj_info(config.traj_info_cls, traj_kwargs)
     worker_agent = agent.worker_copy()

@@ -21,6 +21,7 @@ from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, Res
 from penstock.envs import EnvFn, InfoWanted, fresh_seed
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, allocate
+from penstock.samplers.arguments import integer
 from penstock.samplers.calls import Calls, SamplerState
 from penstock.samplers.config import EnvKwargs, SamplerConfig
 from penstock.samplers.env_calls import EnvCall, results
@@ -121,7 +122,7 @@ class Sampler(ABC):
         self._calls = Calls(of_this_process=self._shared_memory)  # first: repr and shutdown work even if the rest fails
         arguments = {name: value for name, value in locals().items() if name in SamplerConfig.__dataclass_fields__}
         self.config = SamplerConfig(**arguments)
-        self.batch_T, self.batch_B = int(batch_T), int(batch_B)
+        self.batch_T, self.batch_B = self.config.batch_T, self.config.batch_B
         #: The seed in use, for the record where none was given.
         self.seed: int | None = None
         self._plans: tuple[WorkerPlan, ...] = ()
@@ -172,13 +173,13 @@ class Sampler(ABC):
         Raises `ConfigError`, `SpaceError`, or a `SamplerBrokenError` if a worker fails to start.
         """
         with self._calls.expecting("initialize", SamplerState.CREATED):
-            if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
+            rank, world_size = integer("rank", rank), integer("world_size", world_size, 1, 2**31)
+            if not 0 <= rank < world_size:
                 raise ConfigError(f"rank must be in range(world_size), got rank={rank!r}, world_size={world_size!r}")
-            if seed is not None and (not hasattr(seed, "__index__") or seed < 0):
-                raise ConfigError(f"seed must be a non-negative integer or None, got {seed!r}")
+            seed = seed if seed is None else integer("seed", seed, 0, None)
             if not isinstance(affinity, Affinity):
                 affinity = Affinity(cpus=affinity)
-            self.seed = fresh_seed() if seed is None else int(seed)
+            self.seed = fresh_seed() if seed is None else seed
             self._plans = self._make_plans(affinity, rank)
             self._agent = agent
             with interrupts.passing():  # the user's code runs here, and nothing is begun that must be ended
@@ -242,6 +243,7 @@ class Sampler(ABC):
             return self._finish()
 
     def _start(self, itr: int) -> None:
+        itr = integer("itr", itr)
         self._end_what_was_interrupted()
         control = self._allocation.control
         control.itr, control.do_eval = itr, False
@@ -263,6 +265,7 @@ class Sampler(ABC):
         with self._calls.expecting("evaluate_agent", SamplerState.READY):
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
+            itr = integer("itr", itr)
             self._end_what_was_interrupted()
             control, limit = self._allocation.control, self.config.eval_max_trajectories
             control.itr, control.do_eval, control.stop_eval = itr, True, False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,20 @@ import numpy.typing as npt
 from penstock.collectors import BaseEvalCollector, Collector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted
 from penstock.errors import ConfigError
+from penstock.samplers.arguments import MOST_ENVS, integer, seconds
 from penstock.samplers.launch import START_METHODS
 
 __all__ = ["EnvKwargs", "SamplerConfig"]
 
-_LEAST = {"batch_T": 1, "batch_B": 1, "max_decorrelation_steps": 0, "eval_n_envs": 0, "max_restarts": 0}
+#: The least and the most of every number that is always given.
+_BOUNDS = {
+    "batch_T": (1, 2**63 - 1),
+    "batch_B": (1, MOST_ENVS),
+    "max_decorrelation_steps": (0, 10**9),
+    "eval_n_envs": (0, MOST_ENVS),
+    "eval_max_steps": (0, 2**63 - 1),
+    "max_restarts": (0, 2**63 - 1),
+}
 
 EnvKwargs = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
@@ -52,14 +61,14 @@ class SamplerConfig:
     debug: bool
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            self._check_int(name, least)
+        for name, (least, most) in _BOUNDS.items():
+            self._put(name, integer(name, getattr(self, name), least, most))
         for name in ("n_workers", "eval_max_trajectories", "eval_episodes"):
             if getattr(self, name) is not None:
-                self._check_int(name, 1)
+                self._put(name, integer(name, getattr(self, name), 1))
         for name in ("step_timeout", "start_timeout", "restart_window"):
             if name != "step_timeout" or self.step_timeout is not None:
-                self._check_seconds(name)
+                self._put(name, seconds(name, getattr(self, name)))
         self._check_evaluation()
         for name, choices in (("start_method", START_METHODS), ("on_worker_failure", ("raise", "restart"))):
             if getattr(self, name) not in choices:
@@ -67,8 +76,13 @@ class SamplerConfig:
         self._check_kinds()
 
     def _check_evaluation(self) -> None:
-        if self.eval_n_envs:
-            self._check_int("eval_max_steps", self.eval_n_envs)
+        if self.eval_max_steps < self.eval_n_envs:
+            raise ConfigError(
+                f"eval_max_steps must be at least eval_n_envs={self.eval_n_envs}, a step for each evaluation "
+                f"environment, got {self.eval_max_steps}"
+            )
+        if self.eval_env_kwargs is not None and len(self.eval_env_kwargs) and not self.eval_n_envs:
+            raise ConfigError("eval_env_kwargs needs evaluation environments: give eval_n_envs too")
         if self.eval_episodes is not None and not self.eval_n_envs:
             raise ConfigError("eval_episodes needs evaluation environments: give eval_n_envs too")
         if self.eval_episodes is not None and self.eval_max_trajectories is not None:
@@ -88,15 +102,14 @@ class SamplerConfig:
             if not (isinstance(cls, type) and issubclass(cls, base)):
                 raise ConfigError(f"{name} must be a subclass of {base.__name__} (the class itself), got {cls!r}")
 
-    def _check_seconds(self, name: str) -> None:
-        seconds = getattr(self, name)
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-            raise ConfigError(f"{name} must be a positive number of seconds, got {seconds!r}")
+        wanted = self.env_info
+        is_names = isinstance(wanted, Collection) and not isinstance(wanted, str)
+        if not (isinstance(wanted, bool) or (is_names and all(isinstance(name, str) for name in wanted))):
+            raise ConfigError(f"env_info must be True, False, a list of names or a dict of examples, got {wanted!r}")
 
-    def _check_int(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
-            raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+    def _put(self, name: str, value: Any) -> None:
+        """What was checked, as a plain Python number."""
+        object.__setattr__(self, name, value)
 
 
 def _is_float_dtype(value: Any) -> bool:

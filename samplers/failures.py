@@ -6,6 +6,9 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
+
+import psutil
 
 from penstock.buffers.control import Phase, ProgressSnapshot
 from penstock.errors import SamplerBrokenError, WorkerDiedError, WorkerError, WorkerTimeoutError
@@ -16,6 +19,7 @@ __all__ = ["Casualty", "Witness", "add_to", "describe_exit", "failure"]
 
 _MAX_LISTED = 32  # of workers that fail at once, each with a line of its own
 _MAX_STACKS = 3
+_NO_EXIT_CODE = 255  # multiprocessing's for a worker whose fork server can no longer tell
 
 _WORDS = {
     Phase.STARTING: "starting",
@@ -89,6 +93,8 @@ def describe_exit(exitcode: int | None) -> str:
     """An exit code in words, with the signal's name."""
     if exitcode is None:
         return "ended in an unknown way"
+    if exitcode == _NO_EXIT_CODE and _fork_server_has_ended():
+        return "ended with the fork server, which has been killed"
     if exitcode >= 0:
         return f"exited with code {exitcode}"
     try:
@@ -97,6 +103,14 @@ def describe_exit(exitcode: int | None) -> str:
         name = f"signal {-exitcode}"
     hint = " (out of memory?)" if name == "SIGKILL" else ""
     return f"was killed by {name}{hint}"
+
+
+def _fork_server_has_ended() -> bool:
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    try:
+        return pid is not None and psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
 
 
 def failure(dead: Sequence[Casualty], others: Sequence[Witness], occasion: str, note: str = "") -> SamplerBrokenError:
@@ -133,5 +147,7 @@ def add_to(error: SamplerBrokenError, killed: Sequence[Casualty]) -> None:
 
 
 def _sign_of_life(witness: Witness) -> str:
+    if witness.progress.heartbeat == 0:
+        return f"worker {witness.plan.worker_rank}: {witness.doing}, no sign of life yet"
     seconds = time.monotonic() - witness.progress.heartbeat
     return f"worker {witness.plan.worker_rank}: {witness.doing}, last sign of life {seconds:.1f} s ago"

@@ -114,7 +114,7 @@ def assign_cpus(affinity: Affinity, n_workers: int, mask: Sequence[int]) -> list
 
     Raises `ConfigError` for a wrong number of entries or a CPU outside the mask.
     """
-    if not isinstance(affinity.torch_threads, int) or affinity.torch_threads < 1:
+    if not hasattr(affinity.torch_threads, "__index__") or affinity.torch_threads < 1:
         raise ConfigError(f"torch_threads must be at least 1, got {affinity.torch_threads!r}")
     if affinity.cpus is None:
         pin = affinity.pin and len(mask) > 0

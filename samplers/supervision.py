@@ -121,7 +121,7 @@ class Supervisor:
         casualties = []
         for member, limit in overdue:
             witness = member.witness(self._control)
-            stopped = " and is stopped (SIGSTOP)" if member.is_stopped else ""
+            stopped = " and is stopped by a signal" if member.is_stopped else ""
             stack = member.stacks.ask(member.pid)
             member.signal_group(signal.SIGKILL)
             hung = f"made no progress for {limit:g} s{stopped}"

@@ -108,7 +108,7 @@ def test_no_two_rows_lie_in_one_pair_of_cache_lines(n_workers: int) -> None:
 def test_a_fresh_row_says_that_the_worker_is_starting(block: ControlBlock) -> None:
     snapshot = block.snapshot(0)
     assert snapshot.phase is Phase.STARTING
-    assert (snapshot.t, snapshot.batches, snapshot.steps, snapshot.heartbeat) == (0, 0, 0, 0)
+    assert (snapshot.t, snapshot.batches, snapshot.steps, snapshot.heartbeat) == (-1, 0, 0, 0)
 
 
 @pytest.mark.parametrize("phase", Phase)

@@ -99,7 +99,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "observation of env_rank 3 must have dtype float32, got complex128",
     ),
-    "observation None": (observation(None), {}, r"observation of env_rank 3 must have shape \(2,\), got \(\)"),
+    "observation None": (observation(None), {}, r"observation of env_rank 3 must have shape \(2,\), got None"),
     "ragged observation": (observation([[1.0], [1.0, 2.0]]), {}, "observation of env_rank 3 is ragged"),
     "missing key": (
         {"spoil": replacing(0, {"grid": np.zeros(2, np.float32)}), "nested": True},
@@ -109,7 +109,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "nested observation None": (
         {"spoil": replacing(0, None), "nested": True},
         {},
-        r"observation of env_rank 3 must have the entries \['goal', 'grid'\], got NoneType",
+        r"observation of env_rank 3 must have the entries \['goal', 'grid'\], got None",
     ),
     "nested leaf of wrong dtype": (
         nested(goal=(2.5, (0.0,))),

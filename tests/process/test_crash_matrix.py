@@ -38,7 +38,7 @@ class Place(NamedTuple):
 # Batches of 8 steps, episodes of 5, no decorrelation: in the first batch, every episode ends at t=4 and no other.
 PLACES = {
     "init": Place(1, r"building env_rank 3 \(start-up\)"),
-    "first reset": Place(1, r"resetting env_rank 3, t=0 \(start-up\)"),
+    "first reset": Place(1, r"resetting env_rank 3 \(start-up\)"),
     "reset": Place(2, r"resetting env_rank 3, t=4 \(itr=0\)"),
     "step": Place(3, r"stepping env_rank 3, t=2 \(itr=0\)"),
     "agent": Place(7, r"acting, t=6 \(itr=0\)"),

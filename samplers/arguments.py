@@ -1,0 +1,40 @@
+"""The numbers that callers give: integers and seconds, numpy's scalars included, anything else refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from penstock.collectors.checks import brief
+from penstock.errors import ConfigError
+
+__all__ = ["MOST_ENVS", "integer", "seconds"]
+
+MOST_ENVS = 10**7  #: more in one process are a mistake, which is better told than tried
+_INT64 = 2**63 - 1
+
+
+def integer(name: str, value: Any, least: int | None = None, most: int | None = _INT64) -> int:
+    """`value` as an int; raises `ConfigError` naming the argument unless it is an integer within the bounds.
+
+    Arrays and tensors are refused, those of one element too: what was meant as a list must not pass for a number.
+    """
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise ConfigError(f"{name} must be an integer{bound}, got {brief(value)}")
+    if most is not None and not (-most <= value <= most):
+        raise ConfigError(f"{name} must be at most {most:,}, got {brief(value)}")
+    return int(value)
+
+
+def seconds(name: str, value: Any) -> float:
+    """`value` as a float; raises `ConfigError` naming the argument unless it is a positive number."""
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not is_number or not value > 0:
+        raise ConfigError(f"{name} must be a positive number of seconds, got {brief(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
