@@ -21,9 +21,9 @@ class FunctionAgent(Agent):
     """Acts by calling `fn(observation)`: a scripted policy, a controller, a model of another library.
 
     `observation` is an array `[B, ...]`, or `NamedArrays` for Dict and Tuple spaces; what is returned are the actions
-    `[B, ...]`, a dict or tuple of arrays for Dict and Tuple action spaces. If the signature of `fn` names
-    `rngs`, it is called as `fn(observation, rngs=rngs)` with one random generator per column: what is drawn for
-    column b from `rngs[b]` is the same with any number of workers.
+    `[B, ...]`, a dict or tuple of arrays for Dict and Tuple action spaces. If a parameter of `fn` is named `rngs`, by
+    that very name, it is called as `fn(observation, rngs=rngs)` with one random generator per column: what is drawn
+    for column b from `rngs[b]` is the same with any number of workers.
 
     `fn` may also return `(action, agent_info)`, agent_info a dict of arrays `[B, ...]` to record; where the action
     space is a Tuple, return `AgentStep(action, agent_info)`, which cannot be mistaken. `fn` travels to the workers
@@ -35,9 +35,18 @@ class FunctionAgent(Agent):
             raise ConfigError(f"FunctionAgent needs a function of the observation, got {type(fn).__name__}")
         self._fn = fn
         try:
-            self._takes_rngs = "rngs" in inspect.signature(fn).parameters
+            signature = inspect.signature(fn)
         except ValueError:  # written in C, without a signature
             self._takes_rngs = False
+            return
+        self._takes_rngs = "rngs" in signature.parameters
+        try:
+            signature.bind(None, **({"rngs": ()} if self._takes_rngs else {}))
+        except TypeError:
+            raise ConfigError(
+                f"FunctionAgent calls its function as fn(observation), or as fn(observation, rngs=rngs) where a "
+                f"parameter is named rngs; this one has the parameters {signature}"
+            ) from None
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
         self._rngs = rngs

@@ -12,8 +12,8 @@ __all__ = ["TrajInfo"]
 class TrajInfo:
     """Length, Return, NonzeroRewards and DiscountedReturn of one trajectory.
 
-    Subclasses add attributes in `__init__`, override `step`, which is called once per environment step,
-    and `terminate`, called once when the trajectory has ended; both call their `super()`. Constants
+    Subclasses add attributes in `__init__` and override `step`, which is called once per environment step, and
+    `terminate`, called once when the trajectory has ended. `step` calls its `super()`, which counts. Constants
     come through `sampler.initialize(..., traj_info_kwargs={...})` as arguments of `__init__`.
     Attributes without a leading underscore are the record; everything in the instance's `__dict__`
     travels from the worker to the main process and must pickle.

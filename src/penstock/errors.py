@@ -39,7 +39,10 @@ class ConfigError(PenstockError, ValueError):
 
 
 class SpaceError(PenstockError, ValueError):
-    """A space cannot be recorded, or data does not fit the space that was declared for it."""
+    """A space cannot be recorded, or data does not fit what was declared for it.
+
+    `initialize` raises it itself; in a batch it is the `__cause__` of the `WorkerError`, which quotes it.
+    """
 
 
 class EnvCallError(PenstockError, RuntimeError):

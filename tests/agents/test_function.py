@@ -76,6 +76,14 @@ def test_what_is_no_function_is_refused() -> None:
         FunctionAgent(3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("fn", [lambda o, r: o, lambda: 0, lambda rngs: 0, lambda o, *, key: o])
+def test_a_function_that_asks_for_something_else_is_told_what_there_is(fn: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"fn\(observation, rngs=rngs\) where a parameter is named rngs; this one has"
+    ):
+        FunctionAgent(fn)
+
+
 def test_lambdas_travel() -> None:
     twin = cloudpickle.loads(cloudpickle.dumps(agent_for(lambda o: o[:, 1])))
     assert act(twin).action.tolist() == [1, 1]
