@@ -333,13 +333,15 @@ def _cell(values: Sequence[float], form: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=[*MEASUREMENTS, []], default=list(MEASUREMENTS))
+    parser.add_argument("what", nargs="*", help=f"of {', '.join(MEASUREMENTS)}; all by default")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each contestant's turn, at least")
     parser.add_argument("--batch-T", type=int, help="time steps of a batch, instead of each measurement's own")
     parser.add_argument("--n-envs", type=int, default=32, help="environments of `vector`")
     parser.add_argument("--json", help="write machine and all figures to this file")
     args = parser.parse_args()
+    if unknown := set(args.what) - set(MEASUREMENTS):
+        parser.error(f"there is no measurement {', '.join(unknown)}")
     results = {}
     for name in args.what or MEASUREMENTS:
         sizes = {} if args.batch_T is None else {"batch_T": args.batch_T}

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from penstock.agents.base import Agent
 from penstock.buffers.control import ControlBlock
-from penstock.buffers.named import map_leaves
+from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.step_buffer import StepBuffer
+from penstock.collectors.acting import AgentInfoWriter, as_agent_step
 from penstock.collectors.central import Question
 from penstock.collectors.checks import write_action
 from penstock.envs.seeding import ColumnStreams, Purpose
@@ -44,6 +45,8 @@ class Desk:
         """`agent` has state for all columns; `shares` are the columns of each worker."""
         self.agent, self._shares = agent, [np.arange(share.start, share.stop) for share in shares]
         self._row = steps.memory.arrays
+        self._whole_row = AgentInfoWriter(self._row.agent_info.map(lambda leaf: leaf[None]))
+        self._parts: dict[int, tuple[NamedArrays, AgentInfoWriter]] = {}
 
     def n_columns(self, rank: int) -> int:
         """How many environments worker `rank` has here."""
@@ -52,16 +55,26 @@ class Desk:
     def step(self, ranks: Sequence[int]) -> int:
         """Act for these workers; returns for how many environments."""
         row, (columns, inputs) = self._row, self._select(ranks)
-        step = self.agent.step(*inputs)
+        n = len(inputs[-1])
+        step = as_agent_step(self.agent.step(*inputs), self.agent)
         if columns is None:
             write_action(row.action, step.action)
-            row.agent_info[...] = step.agent_info
+            self._whole_row.write(0, step.agent_info)
         else:
             action = map_leaves(lambda leaf: leaf[columns], row.action)
             write_action(action, step.action)
             row.action[columns] = action
-            row.agent_info[columns] = step.agent_info
-        return len(inputs[-1])
+            agent_info, writer = self._part_of_a_row(n)
+            writer.write(0, step.agent_info)
+            row.agent_info[columns] = agent_info[0]
+        return n
+
+    def _part_of_a_row(self, n: int) -> tuple[NamedArrays, AgentInfoWriter]:
+        """Room for the agent_info of n columns, `[1, n, ...]`, with its writer; made once."""
+        if n not in self._parts:
+            room = self._row.agent_info.map(lambda leaf: np.zeros((1, n, *leaf.shape[1:]), leaf.dtype))
+            self._parts[n] = room, AgentInfoWriter(room)
+        return self._parts[n]
 
     def value(self, ranks: Sequence[int]) -> None:
         """Estimate the values that these workers ask about."""
