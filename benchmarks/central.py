@@ -307,7 +307,7 @@ def sync(repeats: int, seconds: float, batch_T: int = 512) -> Figures:
 
 MEASUREMENTS = {"vector": vector, "uneven": uneven, "alternating": alternating, "sync": sync}
 #: What the others are divided by, where it is a matter of steps per second.
-YARDSTICKS = {"vector": "GpuSampler, serve_envs", "uneven": "lock-step", "alternating": "GpuSampler"}
+YARDSTICKS = {"vector": "GpuSampler", "uneven": "lock-step", "alternating": "GpuSampler"}
 
 
 def show(name: str, figures: Figures) -> None:

@@ -19,15 +19,13 @@ from penstock.samplers.action_server import ActionServer, Desk, ServerStats
 from penstock.samplers.affinity import usable_cpus
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.crew import Crew
-from penstock.samplers.parallel import ParallelSampler, crew_rules
+from penstock.samplers.parallel import SPIN_SECONDS, ParallelSampler, crew_rules
 from penstock.samplers.plan import Affinity, WorkerPlan
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
 from penstock.samplers.served_crew import OwnShare, ServedCrew
 from penstock.samplers.team import Team
 
 __all__ = ["AlternatingSampler", "GpuSampler"]
-
-_SPIN_SECONDS = 200e-6  # a few environment steps
 
 
 class GpuSampler(ParallelSampler):
@@ -47,7 +45,7 @@ class GpuSampler(ParallelSampler):
         serve_envs: environments that the serving process steps itself, beside acting for all. Where CPUs are few this
             saves wake-ups from one to another, which cost as much as several steps. "auto" takes an equal share, and by
             default one worker less. Their errors are told as those of a worker, but a crash or a hang is the caller's.
-        spin_seconds: how long server and workers look for each other before they sleep. By default 200 µs
+        spin_seconds: how long server and workers look for each other before they sleep. By default 50 µs
             where there are more CPUs than workers, and not at all otherwise.
 
     On CPUs, `torch.set_num_threads(1)` in the main process pays for small policies: while it acts, it then keeps to
@@ -105,7 +103,7 @@ class GpuSampler(ParallelSampler):
         if spin is None:
             # Each has a CPU to itself then: the workers, and the server.
             n_processes = len(plans) + (not self._keeps_some)
-            spin = _SPIN_SECONDS if len(usable_cpus()) >= n_processes else 0.0
+            spin = SPIN_SECONDS if len(usable_cpus()) >= n_processes else 0.0
         arrays, n_evals = allocation.buffer.memory.arrays, self.config.eval_n_envs
         steps = StepBuffer(arrays, self.batch_B, shared=True)
         eval_steps = StepBuffer(arrays, n_evals, shared=True) if n_evals else None
