@@ -4,6 +4,9 @@ The ceiling is what the machine could do if sampling cost nothing: one process p
 same CPU, stepping the same environments with the same policy and recording nothing. Ceiling and samplers
 run in one session, in short turns in random order, and are compared turn by turn.
 
+With the MLP, the ceiling acts with penstock's own agent, which is faster than torch.distributions; "by hand" is the
+same loop with those, as training scripts have it.
+
 A batch is complete when its slowest worker is. On a shared host, where one CPU may for a while be half as
 fast as the next, bare loops that wait for nobody are out of any batch's reach; so the share is also taken
 of the ceiling in step: the slowest bare process, times their number. On a quiet machine both are the same.
@@ -23,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
@@ -31,8 +34,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributions import Categorical
 
-from penstock import Agent, CategoricalPgAgent, ParallelSampler, RandomAgent, Sampler, SerialSampler
+from penstock import Agent, CategoricalPgAgent, ParallelSampler, RandomAgent, Sampler, SerialSampler, TorchAgent
 from penstock.samplers.affinity import limit_threads, pin, usable_cpus
 from penstock.samplers.plan import split
 
@@ -71,7 +75,7 @@ ENV = partial(gym.make, "CartPole-v1")
 # ---- the ceiling -------------------------------------------------------------------------------
 
 
-def _bare_process(pipe: Any, n_envs: int, cpu: int | None, setting: Setting) -> None:
+def _bare_process(pipe: Any, n_envs: int, cpu: int | None, setting: Setting, by_hand: bool) -> None:
     """Step `n_envs` environments for as many seconds as the pipe says; answer with the steps per second."""
     if cpu is not None:
         pin([cpu])
@@ -83,7 +87,9 @@ def _bare_process(pipe: Any, n_envs: int, cpu: int | None, setting: Setting) -> 
     agent.sample_mode(0)
     observation = np.stack([env.reset(seed=i)[0] for i, env in enumerate(envs)])
     prev_action, prev_reward = np.zeros(n_envs, np.int64), np.zeros(n_envs, np.float32)
-    run = _bare_loop_seeing if setting.agent == "mlp" else _bare_loop_blind
+    run: Callable[..., int] = _bare_loop_blind
+    if setting.agent == "mlp":
+        run = _bare_loop_by_hand if by_hand else _bare_loop_seeing
     while (seconds := pipe.recv()) is not None:
         began = time.monotonic()
         steps = run(envs, agent, (observation, prev_action, prev_reward), seconds)
@@ -96,6 +102,25 @@ def _bare_loop_seeing(envs: Sequence[gym.Env[Any, Any]], agent: Agent, inputs: t
     rows, end = 0, time.monotonic() + seconds
     while time.monotonic() < end:
         actions = agent.step(*inputs).action.tolist()
+        for b, (step, action) in enumerate(zip(steps, actions, strict=True)):
+            seen, _, terminated, truncated, _ = step(action)
+            if terminated or truncated:
+                seen, _ = envs[b].reset()
+            observation[b] = seen
+        rows += 1
+    return rows * len(envs)
+
+
+def _bare_loop_by_hand(envs: Sequence[gym.Env[Any, Any]], agent: Agent, inputs: tuple[Any, ...], seconds: float) -> int:
+    """The same network, with actions drawn as training scripts write it, by torch's distributions."""
+    model, observation = cast(TorchAgent, agent).model, inputs[0]
+    seen_by_model = torch.from_numpy(observation)
+    steps = [env.step for env in envs]
+    rows, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        with torch.no_grad():
+            logits, _ = model(seen_by_model)
+            actions = Categorical(logits=logits).sample().tolist()
         for b, (step, action) in enumerate(zip(steps, actions, strict=True)):
             seen, _, terminated, truncated, _ = step(action)
             if terminated or truncated:
@@ -122,14 +147,16 @@ def _bare_loop_blind(envs: Sequence[gym.Env[Any, Any]], agent: Agent, inputs: tu
 class Ceiling:
     """The bare processes, waiting to be run."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, *, by_hand: bool = False) -> None:
         cpus = usable_cpus()
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
         for i, columns in enumerate(split(setting.batch_B, setting.n_workers)):
             here, there = context.Pipe()
             cpu = cpus[i % len(cpus)] if cpus else None
-            process = context.Process(target=_bare_process, args=(there, len(columns), cpu, setting), daemon=True)
+            process = context.Process(
+                target=_bare_process, args=(there, len(columns), cpu, setting, by_hand), daemon=True
+            )
             process.start()
             self._pipes.append(here)
             self._processes.append(process)
@@ -179,13 +206,15 @@ def measure(
     setting: Setting, seconds: float, repeats: int, serial: bool = True, say: Callable[[str], None] = print
 ) -> dict[str, list[float]]:
     """Steps per second, `repeats` figures each: "ceiling", "ceiling in step", "ParallelSampler" and, if
-    `serial`, "SerialSampler"."""
+    `serial`, "SerialSampler" and "ceiling, by hand"."""
     ceiling = Ceiling(setting)
     contestants: dict[str, Ceiling | Sampling] = {"ceiling": ceiling}
     try:
         contestants["ParallelSampler"] = Sampling(ParallelSampler, setting)
         if serial:
             contestants["SerialSampler"] = Sampling(SerialSampler, setting)
+            if setting.agent == "mlp":
+                contestants["ceiling, by hand"] = Ceiling(setting, by_hand=True)
         for contestant in contestants.values():
             contestant.run(seconds / 4)  # warm-up
         figures: dict[str, list[float]] = {name: [] for name in ("ceiling", "ceiling in step", *contestants)}
@@ -262,7 +291,7 @@ def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
             middle, low, high = (form.format(row[name][key]) for key in ("median", "low", "high"))
             cells.append(f"{middle} ({low} to {high})")
         table.add_row(row["agent"], row["who"], *cells)
-    Console(width=140).print(table)
+    Console(width=150).print(table)
 
 
 def machine() -> dict[str, Any]:
