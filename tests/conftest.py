@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 
 from penstock import ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
+
+# In the background, and under nohup, SIGINT is ignored, and so it would be in all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 START_METHODS = ("fork", "forkserver", "spawn")
 
