@@ -20,7 +20,7 @@ __all__ = ["Limits", "Supervisor"]
 
 _LOOK_AGAIN_SECONDS = 1.0  # nothing depends on it: all that matters wakes the watch
 _LOOKS_PER_LIMIT = 20
-_GATHER_SECONDS = 0.004  # after each death, for another that comes of the same cause
+_GATHER_SECONDS = 0.001  # after each death, for another that comes of the same cause
 _DYING_SECONDS = 0.5  # for one that is known to be dying
 
 

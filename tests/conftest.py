@@ -16,8 +16,10 @@ import pytest
 from penstock import ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
 
-# In the background, and under nohup, SIGINT is ignored, and so it would be in all that the tests start.
+# In the background SIGINT is ignored, and under nohup SIGHUP, and so they would be in all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 START_METHODS = ("fork", "forkserver", "spawn")
 

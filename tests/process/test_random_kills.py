@@ -27,7 +27,7 @@ from .support import (
 )
 
 KILLS = scaled({"fork": 200, "forkserver": 200, "spawn": 200}, {"fork": 8, "forkserver": 15, "spawn": 3})
-MEDIAN_SECONDS = 0.020 * (1 if FULL else 4)
+MEDIAN_SECONDS = 0.020 * (1 if FULL else 10)  # a fork of all that the suite has loaded takes long to die
 LONGEST_DELAY = 0.05
 
 pytestmark = pytest.mark.timeout(scaled(1800, 40))
