@@ -2,7 +2,7 @@
 
 The ceiling is what the machine could do if sampling cost nothing: one process per worker, pinned to the
 same CPU, stepping the same environments with the same policy and recording nothing. Ceiling and samplers
-run in one session, in short turns in random order, and are compared turn by turn.
+run side by side, in short turns in random order, and are compared turn by turn.
 
 With the MLP, the ceiling acts with penstock's own agent, which is faster than torch.distributions; "by hand" is the
 same loop with those, as training scripts have it.
