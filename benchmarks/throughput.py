@@ -70,6 +70,7 @@ class Setting:
 
 
 ENV = partial(gym.make, "CartPole-v1")
+Act = Callable[[], Sequence[int]]  #: the actions of one row
 
 
 # ---- the ceiling -------------------------------------------------------------------------------
@@ -87,41 +88,37 @@ def _bare_process(pipe: Any, n_envs: int, cpu: int | None, setting: Setting, by_
     agent.sample_mode(0)
     observation = np.stack([env.reset(seed=i)[0] for i, env in enumerate(envs)])
     prev_action, prev_reward = np.zeros(n_envs, np.int64), np.zeros(n_envs, np.float32)
-    run: Callable[..., int] = _bare_loop_blind
-    if setting.agent == "mlp":
-        run = _bare_loop_by_hand if by_hand else _bare_loop_seeing
+
+    def act() -> Sequence[int]:
+        actions: list[int] = agent.step(observation, prev_action, prev_reward).action.tolist()
+        return actions
+
+    run = _bare_loop_seeing if setting.agent == "mlp" else _bare_loop_blind
+    choose = _by_hand(cast(TorchAgent, agent).model, observation) if by_hand else act
     while (seconds := pipe.recv()) is not None:
         began = time.monotonic()
-        steps = run(envs, agent, (observation, prev_action, prev_reward), seconds)
+        steps = run(envs, choose, observation, seconds)
         pipe.send(steps / (time.monotonic() - began))
 
 
-def _bare_loop_seeing(envs: Sequence[gym.Env[Any, Any]], agent: Agent, inputs: tuple[Any, ...], seconds: float) -> int:
-    observation = inputs[0]
-    steps = [env.step for env in envs]
-    rows, end = 0, time.monotonic() + seconds
-    while time.monotonic() < end:
-        actions = agent.step(*inputs).action.tolist()
-        for b, (step, action) in enumerate(zip(steps, actions, strict=True)):
-            seen, _, terminated, truncated, _ = step(action)
-            if terminated or truncated:
-                seen, _ = envs[b].reset()
-            observation[b] = seen
-        rows += 1
-    return rows * len(envs)
-
-
-def _bare_loop_by_hand(envs: Sequence[gym.Env[Any, Any]], agent: Agent, inputs: tuple[Any, ...], seconds: float) -> int:
-    """The same network, with actions drawn as training scripts write it, by torch's distributions."""
-    model, observation = cast(TorchAgent, agent).model, inputs[0]
+def _by_hand(model: nn.Module, observation: Any) -> Act:
+    """Actions of the same network as training scripts draw them, by torch's distributions."""
     seen_by_model = torch.from_numpy(observation)
-    steps = [env.step for env in envs]
-    rows, end = 0, time.monotonic() + seconds
-    while time.monotonic() < end:
+
+    def act() -> list[int]:
         with torch.no_grad():
             logits, _ = model(seen_by_model)
-            actions = Categorical(logits=logits).sample().tolist()
-        for b, (step, action) in enumerate(zip(steps, actions, strict=True)):
+            actions: list[int] = Categorical(logits=logits).sample().tolist()
+            return actions
+
+    return act
+
+
+def _bare_loop_seeing(envs: Sequence[gym.Env[Any, Any]], act: Act, observation: Any, seconds: float) -> int:
+    steps = [env.step for env in envs]
+    rows, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        for b, (step, action) in enumerate(zip(steps, act(), strict=True)):
             seen, _, terminated, truncated, _ = step(action)
             if terminated or truncated:
                 seen, _ = envs[b].reset()
@@ -130,13 +127,12 @@ def _bare_loop_by_hand(envs: Sequence[gym.Env[Any, Any]], agent: Agent, inputs: 
     return rows * len(envs)
 
 
-def _bare_loop_blind(envs: Sequence[gym.Env[Any, Any]], agent: Agent, inputs: tuple[Any, ...], seconds: float) -> int:
+def _bare_loop_blind(envs: Sequence[gym.Env[Any, Any]], act: Act, observation: Any, seconds: float) -> int:
     """For a policy that does not look: observations are not even kept."""
     steps = [env.step for env in envs]
     rows, end = 0, time.monotonic() + seconds
     while time.monotonic() < end:
-        actions = agent.step(*inputs).action.tolist()
-        for b, (step, action) in enumerate(zip(steps, actions, strict=True)):
+        for b, (step, action) in enumerate(zip(steps, act(), strict=True)):
             _, _, terminated, truncated, _ = step(action)
             if terminated or truncated:
                 envs[b].reset()
