@@ -34,14 +34,16 @@ class Interrupts(threading.local):
             with self:
                 yield
             return
-        self._handler, self.has_come, self._depth = handler, False, 0
+        self._handler, self.has_come, self._depth = handler, False, 1
         try:
             signal.signal(signal.SIGINT, self._note)
-            with self:
-                yield
+            yield
         finally:
-            self._handler = None
+            self._handler, self._depth = None, 0
             signal.signal(signal.SIGINT, handler)
+            if self.has_come:  # answered here and not deeper down, for the sake of a short traceback
+                self.has_come = False
+                handler(signal.SIGINT, None)
 
     @contextmanager
     def passing(self) -> Iterator[None]:
