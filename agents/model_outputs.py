@@ -38,9 +38,9 @@ def output_array(output: Any, name: str, *shapes: tuple[int, ...]) -> npt.NDArra
         raise SpaceError(f"the model's {name} must have shape {_any_of(shapes)}, got {tuple(output.shape)}")
     if output.dtype not in _NUMPY_HAS:
         output = output.float()
-    array: npt.NDArray[Any] = (
-        (output.detach() if output.requires_grad else output).cpu().numpy()
-    )  # a parameter itself does
+    if output.requires_grad:  # a parameter itself does
+        output = output.detach()
+    array: npt.NDArray[Any] = output.cpu().numpy()
     return array
 
 

@@ -48,10 +48,6 @@ class Desk:
         self._whole_row = AgentInfoWriter(self._row.agent_info.map(lambda leaf: leaf[None]))
         self._parts: dict[int, tuple[NamedArrays, AgentInfoWriter]] = {}
 
-    def n_columns(self, rank: int) -> int:
-        """How many environments worker `rank` has here."""
-        return len(self._shares[rank])
-
     def step(self, ranks: Sequence[int]) -> int:
         """Act for these workers; returns for how many environments."""
         row, (columns, inputs) = self._row, self._select(ranks)

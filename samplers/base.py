@@ -6,6 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ from penstock.samplers.interrupts import interrupts
 from penstock.samplers.plan import Affinity, WorkerPlan
 from penstock.samplers.reports import in_one_line
 from penstock.samplers.stats import SamplerStats, worker_stats
-from penstock.samplers.team import Team
+from penstock.samplers.team import Team, Wait
 
 __all__ = ["Sampler"]
 
@@ -203,7 +204,7 @@ class Sampler(ABC):
                 self._team = self._make_team(allocation)
                 # Runs when this object is collected and at exit, before multiprocessing joins children.
                 self._finalizer = Finalize(self, _close, (self._team, allocation), exitpriority=100)
-                self._wait("start-up", starting=True)
+                self._wait(Wait("start-up", starting=True))
             except SamplerBrokenError as error:
                 self._calls.break_with(error)  # unless `_wait` has done so already
                 self._give_back()
@@ -253,7 +254,7 @@ class Sampler(ABC):
 
     def _finish(self) -> tuple[Samples, list[TrajInfo]]:
         itr = self._allocation.control.itr
-        self._wait(f"itr={itr}")
+        self._wait(Wait(f"itr={itr}"))
         self._calls.state = SamplerState.READY
         return self._samples, self._take_traj_infos()
 
@@ -271,15 +272,15 @@ class Sampler(ABC):
             control.itr, control.do_eval, control.stop_eval = itr, True, False
 
             def stop_if_enough() -> None:
-                if limit is not None and sum(map(control.trajectories, range(len(self._plans)))) >= limit:
+                if limit is not None and sum(self._promised()) >= limit:
                     control.stop_eval = True
 
             self._is_away = True
             self._team.open_gates()
-            bounded: dict[str, Any] = (
-                {} if limit is None else {"on_wake": stop_if_enough, "look_again": _EVAL_LOOK_AGAIN_SECONDS}
-            )
-            self._wait(f"evaluation, itr={itr}", **bounded)
+            wait = Wait(f"evaluation, itr={itr}")
+            if limit is not None:
+                wait = replace(wait, on_wake=stop_if_enough, look_again=_EVAL_LOOK_AGAIN_SECONDS)
+            self._wait(wait)
             self._is_away = False
             infos = self._take_traj_infos()
             wanted = self.config.eval_episodes
@@ -297,7 +298,7 @@ class Sampler(ABC):
         if self._is_away:
             control = self._allocation.control
             control.stop_eval = True
-            self._wait("what was interrupted")
+            self._wait(Wait("what was interrupted"))
             self._is_away = False
             if control.do_call:
                 self._take_frames()
@@ -305,9 +306,9 @@ class Sampler(ABC):
             else:
                 self._take_traj_infos()
 
-    def _wait(self, occasion: str, **how: Any) -> None:
+    def _wait(self, wait: Wait) -> None:
         try:
-            self._team.wait_out(occasion, **how)
+            self._team.wait_out(wait)
         except SamplerBrokenError as error:
             self._break(error)
             raise
@@ -319,9 +320,12 @@ class Sampler(ABC):
         self._team.close(broken=True)
         self._give_back()
 
+    def _promised(self) -> list[int]:
+        """How many trajectories, or results of a call, each worker says that it has handed over."""
+        return [self._allocation.control.trajectories(plan.worker_rank) for plan in self._plans]
+
     def _take_traj_infos(self) -> list[TrajInfo]:
-        control, cls = self._allocation.control, self.config.traj_info_cls
-        promised = [control.trajectories(plan.worker_rank) for plan in self._plans]
+        cls, promised = self.config.traj_info_cls, self._promised()
         self._delivered.update(dict(enumerate(promised)))
         if cls is TrajInfo:
             records = self._allocation.rings.take(promised)[list(FIGURES)]
@@ -366,14 +370,13 @@ class Sampler(ABC):
             self._allocation.mailbox.post(call.dumps())
             control.do_call = self._is_away = True
             self._team.open_gates()
-            self._wait(f"{call.verb} {call.name!r} on the environments")
+            self._wait(Wait(f"{call.verb} {call.name!r} on the environments"))
             control.do_call = self._is_away = False
             return results(call, self._take_frames())
 
     def _take_frames(self) -> list[Frame]:
-        promised = [self._allocation.control.trajectories(plan.worker_rank) for plan in self._plans]
         try:
-            return self._team.take_frames(promised)
+            return self._team.take_frames(self._promised())
         except SamplerBrokenError as error:  # not as many as were promised
             self._break(error)
             raise

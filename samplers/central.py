@@ -19,11 +19,13 @@ from penstock.samplers.action_server import ActionServer, Desk, ServerStats
 from penstock.samplers.affinity import usable_cpus
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.crew import Crew
+from penstock.samplers.local_worker import LocalWorker
 from penstock.samplers.parallel import SPIN_SECONDS, ParallelSampler, crew_rules
 from penstock.samplers.plan import Affinity, WorkerPlan
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
-from penstock.samplers.served_crew import OwnShare, ServedCrew
+from penstock.samplers.served_crew import ServedCrew
 from penstock.samplers.team import Team
+from penstock.samplers.worker import Job
 
 __all__ = ["AlternatingSampler", "GpuSampler"]
 
@@ -107,20 +109,18 @@ class GpuSampler(ParallelSampler):
         arrays, n_evals = allocation.buffer.memory.arrays, self.config.eval_n_envs
         steps = StepBuffer(arrays, self.batch_B, shared=True)
         eval_steps = StepBuffer(arrays, n_evals, shared=True) if n_evals else None
-        agent = self._agent.server_copy()
+        agent, job = self._agent.server_copy(), allocation.job
         agent.attach(allocation.parameters)
         agent.pull_shared_memory()
-        train = _desk(agent, self.seed or 0, plans, steps, Purpose.ACTION, allocation.job.world_size)
-        evaluation = None
-        if eval_steps is not None:
-            evaluation = _desk(agent, self.seed or 0, plans, eval_steps, Purpose.EVAL_ACTION, allocation.job.world_size)
+        train = _desk(agent, job, plans, steps, Purpose.ACTION)
+        evaluation = None if eval_steps is None else _desk(agent, job, plans, eval_steps, Purpose.EVAL_ACTION)
         self._server = ActionServer(
-            allocation.control, plans, self.seed or 0, (train, evaluation), self._readiness(), spin_seconds=spin
+            allocation.control, plans, job.seed, (train, evaluation), self._readiness(), spin_seconds=spin
         )
-        job = replace(allocation.job, agent=RemoteAgent(self._agent))
+        job = replace(job, agent=RemoteAgent(self._agent))
         state = replace(allocation.state, steps=steps, eval_steps=eval_steps)
         rules = crew_rules(self.config, spin)
-        own = OwnShare(plans[-1]) if self._keeps_some else None
+        own = LocalWorker(plans[-1], state) if self._keeps_some else None
         crew = Crew(plans[:-1] if own else plans, job, state, rules, on_replace=self._server.replace)
         return ServedCrew(crew, self._server, allocation.control, own, job, state)
 
@@ -132,15 +132,13 @@ def _seconds(spin_seconds: Any) -> float:
     return float(spin_seconds)
 
 
-def _desk(
-    agent: Agent, seed: int, plans: Sequence[WorkerPlan], steps: StepBuffer, purpose: Purpose, world_size: int
-) -> Desk:
+def _desk(agent: Agent, job: Job, plans: Sequence[WorkerPlan], steps: StepBuffer, purpose: Purpose) -> Desk:
     is_eval = purpose is Purpose.EVAL_ACTION
     shares = [plan.eval_columns if is_eval else plan.columns for plan in plans]
     ranks = [plan.eval_env_ranks if is_eval else plan.env_ranks for plan in plans]
     env_ranks = range(ranks[0].start, ranks[-1].stop)
-    copy = agent.column_copy(ColumnStreams(seed, env_ranks).rngs(purpose))
-    copy.set_columns(env_ranks, len(env_ranks) * world_size)
+    copy = agent.column_copy(ColumnStreams(job.seed, env_ranks).rngs(purpose))
+    copy.set_columns(env_ranks, len(env_ranks) * job.world_size)
     return Desk(copy, steps, shares)
 
 

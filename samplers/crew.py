@@ -29,6 +29,7 @@ from penstock.samplers.reports import ReportBoard
 from penstock.samplers.restarts import RestartPolicy, Restarts
 from penstock.samplers.stacks import StackFile
 from penstock.samplers.supervision import Limits, Supervisor
+from penstock.samplers.team import Wait
 from penstock.samplers.watch import DeathWatch, Watch
 from penstock.samplers.worker import Job, SharedState
 
@@ -147,21 +148,11 @@ class Crew:
             while self._control.opened(member.rank) < self._openings:
                 member.gate.open()
 
-    def wait_out(
-        self,
-        occasion: str,
-        *,
-        starting: bool = False,
-        on_wake: Callable[[], None] | None = None,
-        look_again: float = 1.0,
-        until: Callable[[], bool] | None = None,
-    ) -> None:
+    def wait_out(self, wait: Wait) -> None:
         """Wait until every worker stands at barrier_out; see `Supervisor.wait_out`."""
         self._open_to_the_last()  # should Ctrl-C have come between two gates
         try:
-            self._supervisor.wait_out(
-                self, occasion, starting=starting, on_wake=on_wake, look_again=look_again, until=until
-            )
+            self._supervisor.wait_out(self, wait)
         except SamplerBrokenError as error:
             add_to(error, self._end(broken=True))
             raise

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from penstock.buffers.control import Phase
 from penstock.buffers.trajectory_queue import Frame
-from penstock.errors import SamplerBrokenError, WorkerError
+from penstock.errors import SamplerBrokenError
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.base import Sampler
 from penstock.samplers.failures import Witness
 from penstock.samplers.interrupts import interrupts
+from penstock.samplers.local_worker import LocalWorker
 from penstock.samplers.plan import Affinity, WorkerPlan, make_plans
 from penstock.samplers.restarts import RestartPolicy, Restarts
-from penstock.samplers.team import Team
-from penstock.samplers.worker import Worker
+from penstock.samplers.team import Team, Wait
 
 __all__ = ["SerialSampler"]
 
@@ -43,46 +40,28 @@ class _InProcess:
     """A team of one, who works while the gates open and has always arrived when it is waited for."""
 
     def __init__(self, plan: WorkerPlan, allocation: Allocation) -> None:
-        self._plan, self._control = plan, allocation.control
-        self._frames: list[Frame] = []
+        self._control = allocation.control
+        self._worker = LocalWorker(plan, allocation.state)
         self.restarts = Restarts(RestartPolicy(0, 0.0))  # there is no process that could be replaced
         self._failure: SamplerBrokenError | None = None
-        self._worker: Worker | None = None
         with self._catching("start-up"):
-            self._worker = Worker(plan, allocation.job, allocation.state, self)
-            self._worker.progress.enter(Phase.WAITING)
-
-    def put(self, frames: Sequence[Frame]) -> None:
-        """The worker's end of the trajectory queue."""
-        self._frames += frames
+            self._worker.build(allocation.job)
 
     def take_frames(self, promised: Sequence[int]) -> list[Frame]:
-        frames, self._frames = self._frames, []
-        return frames
+        return self._worker.take_frames()
 
     def open_gates(self) -> None:
-        control, rank = self._control, self._plan.worker_rank
-        control.open(rank)
+        control = self._control
+        self._worker.open()
         with self._catching(f"{'evaluation, ' if control.do_eval else ''}itr={control.itr}"):
-            assert self._worker is not None  # start-up would have failed
-            self._worker.collector.reset_if_needed()
-            self._worker.run()
-            self._worker.progress.arrived += 1
-            self._worker.progress.enter(Phase.WAITING)
+            self._worker.work()
 
-    def wait_out(
-        self,
-        occasion: str,
-        *,
-        starting: bool = False,
-        on_wake: Callable[[], None] | None = None,
-        look_again: float = 1.0,
-    ) -> None:
+    def wait_out(self, wait: Wait) -> None:
         if self._failure is not None:
             raise self._failure
 
     def witnesses(self) -> list[Witness]:
-        return [Witness(self._plan, os.getpid(), self._control.snapshot(self._plan.worker_rank))]
+        return [self._worker.witness()]
 
     @contextmanager
     def _catching(self, occasion: str) -> Iterator[None]:
@@ -91,20 +70,9 @@ class _InProcess:
             with interrupts.passing():  # here the environments are at work, which may hang
                 yield
         except BaseException as error:
-            (witness,) = self.witnesses()
-            self._failure = WorkerError(
-                f"{witness} raised {type(error).__name__}: {error} while {witness.doing} ({occasion})"
-            )
-            self._failure.__cause__ = error
+            self._failure = self._worker.failure(error, occasion)
             if not isinstance(error, Exception):  # Ctrl-C: the user wants out of here, now
                 raise
 
     def close(self, *, broken: bool = False) -> None:
-        worker, self._worker = self._worker, None
-        if worker is None:
-            return
-        try:
-            worker.close()
-        except Exception as error:
-            if not broken:
-                warnings.warn(f"closing an environment raised {error!r}", RuntimeWarning, stacklevel=2)
+        self._worker.close(broken=broken)

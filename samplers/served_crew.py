@@ -3,8 +3,9 @@ steps itself."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 from penstock.buffers.control import ControlBlock, Phase, Progress
 from penstock.buffers.step_buffer import StepBuffer
@@ -16,90 +17,11 @@ from penstock.samplers.affinity import keeping_off
 from penstock.samplers.crew import Crew
 from penstock.samplers.failures import Witness
 from penstock.samplers.interrupts import interrupts
-from penstock.samplers.plan import WorkerPlan
-from penstock.samplers.worker import Job, SharedState, Worker
+from penstock.samplers.local_worker import LocalWorker
+from penstock.samplers.team import Wait
+from penstock.samplers.worker import Job, SharedState
 
-__all__ = ["OwnShare", "ServedCrew"]
-
-
-class OwnShare:
-    """The environments that the main process steps itself, between two rounds of acting for all."""
-
-    def __init__(self, plan: WorkerPlan) -> None:
-        self.plan = plan
-        self._worker: Worker | None = None
-        self._frames: list[Frame] = []
-
-    def build(self, job: Job, state: SharedState, wait_for: Callable[[Callable[[], bool]], None]) -> None:
-        """Build its environments. `wait_for(condition)` serves everybody until the condition holds."""
-        self._control, rank = state.control, self.plan.worker_rank
-        self._control.open(rank)
-        progress = self._control.progress(rank)
-
-        def connect(steps: StepBuffer, columns: range) -> _OwnPort:
-            return _OwnPort(steps, columns, progress, wait_for)
-
-        def build() -> None:
-            own_job = job.with_factories(*job.factories_of(self.plan))
-            self._worker = Worker(self.plan, own_job, state, self, connect)
-
-        self._occasion = "start-up"
-        self._perform(build)
-
-    def open(self) -> None:
-        """It has something to do, which `work` then does."""
-        self._control.open(self.plan.worker_rank)
-
-    @property
-    def is_at_work(self) -> bool:
-        """Whether it has something to do, or has left it in the middle."""
-        rank = self.plan.worker_rank
-        return self._worker is not None and self._control.arrived(rank) != self._control.opened(rank)
-
-    def work(self, occasion: str) -> None:
-        """Do what is to be done, if anything is. Raises `WorkerError` if an environment or a collector raises."""
-        if not self.is_at_work:
-            return
-        self._occasion = occasion
-        self._perform(self._run)
-
-    def _run(self) -> None:
-        assert self._worker is not None
-        self._worker.collector.reset_if_needed()
-        self._worker.run()
-
-    def _perform(self, what: Callable[[], None]) -> None:
-        try:
-            what()
-        except SamplerBrokenError:
-            raise  # of a worker, or of the agent
-        except Exception as error:
-            witness = self.witness()
-            raise WorkerError(
-                f"{witness} raised {type(error).__name__}: {error} while {witness.doing} ({self._occasion})"
-            ) from error
-        assert self._worker is not None
-        self._worker.progress.arrived += 1
-        self._worker.progress.enter(Phase.WAITING)
-
-    def put(self, frames: Sequence[Frame]) -> None:
-        """The worker's end of the trajectory queue."""
-        self._frames += frames
-
-    def take_frames(self) -> list[Frame]:
-        """What has been put."""
-        frames, self._frames = self._frames, []
-        return frames
-
-    def witness(self) -> Witness:
-        """Where it is now."""
-        return Witness(self.plan, os.getpid(), self._control.snapshot(self.plan.worker_rank))
-
-    def close(self) -> None:
-        """Close its environments."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
+__all__ = ["ServedCrew"]
 
 
 class _OwnPort:
@@ -125,22 +47,37 @@ class ServedCrew:
         crew: Crew,
         server: ActionServer,
         control: ControlBlock,
-        own: OwnShare | None,
+        own: LocalWorker | None,
         job: Job,
         state: SharedState,
     ) -> None:
         self._crew, self._server, self._control, self._own = crew, server, control, own
         self._steps = [steps for steps in (state.steps, state.eval_steps) if steps is not None]
         self.restarts = crew.restarts
-        self._worker_cpus = {cpu for member in crew.members for cpu in member.plan.cpus}
-        self._occasion, self._look_again = "start-up", 1.0
         self._on_wake: Callable[[], None] | None = None
+        self._worker_cpus = {cpu for member in crew.members for cpu in member.plan.cpus}
+        self._wait = Wait("start-up", on_wake=self._serve)
         if own is not None:
             try:
-                own.build(job, state, self._serve_until)
+                with self._telling_of(own):
+                    own.build(job, self._connect)
             except BaseException:
                 crew.close(broken=True)
                 raise
+
+    def _connect(self, steps: StepBuffer, columns: range) -> _OwnPort:
+        assert self._own is not None
+        return _OwnPort(steps, columns, self._own.progress, self._serve_until)
+
+    @contextmanager
+    def _telling_of(self, own: LocalWorker) -> Iterator[None]:
+        """An exception of its environments or its collector is told as that of a worker."""
+        try:
+            yield
+        except SamplerBrokenError:
+            raise  # of another worker, or of the agent
+        except Exception as error:
+            raise own.failure(error, self._wait.occasion) from error
 
     @property
     def pids(self) -> list[int]:
@@ -156,30 +93,29 @@ class ServedCrew:
         if self._own is not None:
             self._own.open()
 
-    def wait_out(
-        self,
-        occasion: str,
-        *,
-        starting: bool = False,
-        on_wake: Callable[[], None] | None = None,
-        look_again: float = 1.0,
-    ) -> None:
-        self._occasion, self._on_wake, self._look_again = occasion, on_wake, look_again
+    def wait_out(self, wait: Wait) -> None:
+        self._wait = replace(wait, on_wake=self._serve)
+        self._on_wake = wait.on_wake
         with interrupts.held(), keeping_off(self._worker_cpus):
             if self._own is not None:
-                if self._crew.closed:
-                    raise WorkerError(f"{self._own.witness()} was interrupted while stepping for itself ({occasion})")
-                try:
-                    # Only a second Ctrl-C comes through.
-                    with interrupts:
-                        self._own.work(occasion)
-                except BaseException:
-                    # A collector that was left in the middle of a batch cannot go on, nor can those beside it.
-                    if self._own.is_at_work:
-                        self._crew.close(broken=True)
-                    raise
+                self._work(self._own)
             self._serve()  # who asked before a Ctrl-C does not ask again
-            self._crew.wait_out(occasion, starting=starting, on_wake=self._serve, look_again=look_again)
+            self._crew.wait_out(self._wait)
+
+    def _work(self, own: LocalWorker) -> None:
+        if self._crew.closed:
+            raise WorkerError(f"{own.witness()} was interrupted while stepping for itself ({self._wait.occasion})")
+        if not own.is_at_work:
+            return
+        try:
+            # Only a second Ctrl-C comes through.
+            with interrupts, self._telling_of(own):
+                own.work()
+        except BaseException:
+            # A collector that was left in the middle of a batch cannot go on, nor can those beside it.
+            if own.is_at_work:
+                self._crew.close(broken=True)
+            raise
 
     def _serve(self) -> None:
         if interrupts.has_come:
@@ -191,7 +127,7 @@ class ServedCrew:
     def _serve_until(self, condition: Callable[[], bool]) -> None:
         self._serve()
         while not condition():
-            self._crew.wait_out(self._occasion, on_wake=self._serve, look_again=self._look_again, until=condition)
+            self._crew.wait_out(replace(self._wait, starting=False, until=condition))
             if not condition():  # all workers have come to their end, and it is this process's turn
                 self._serve()
 
@@ -211,6 +147,6 @@ class ServedCrew:
     def close(self, *, broken: bool = False) -> None:
         self._crew.close(broken=broken)
         if self._own is not None:
-            self._own.close()
+            self._own.close(broken=broken)
         for steps in self._steps:
             steps.memory.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,11 +14,11 @@ from penstock.samplers.failures import Casualty, failure
 from penstock.samplers.member import Member
 from penstock.samplers.reports import ReportBoard
 from penstock.samplers.restarts import Restarts
+from penstock.samplers.team import Wait
 from penstock.samplers.watch import Watch
 
 __all__ = ["Limits", "Supervisor"]
 
-_LOOK_AGAIN_SECONDS = 1.0  # nothing depends on it: all that matters wakes the watch
 _LOOKS_PER_LIMIT = 20
 _GATHER_SECONDS = 0.001  # after each death, for another that comes of the same cause
 _DYING_SECONDS = 0.5  # for one that is known to be dying
@@ -49,45 +49,33 @@ class Supervisor:
         self._control, self._reports, self._restarts, self._limits = control, reports, restarts, limits
         self._watch: Watch | None = None  # made anew when the members are no longer those of before
 
-    def wait_out(
-        self,
-        staff: Staff,
-        occasion: str,
-        *,
-        starting: bool = False,
-        on_wake: Callable[[], None] | None = None,
-        look_again: float = _LOOK_AGAIN_SECONDS,
-        until: Callable[[], bool] | None = None,
-    ) -> None:
-        """Wait until every worker of `staff` stands at barrier_out, or `until` says that it has been enough.
-
-        `occasion` is quoted in errors; `starting` says that all workers have just been started;
-        `on_wake` is called at least every `look_again` seconds.
+    def wait_out(self, staff: Staff, wait: Wait) -> None:
+        """Wait until every worker of `staff` stands at barrier_out, or `wait.until` says that it has been enough.
 
         Raises `WorkerError`, `WorkerDiedError` or `WorkerTimeoutError` as soon as a worker fails that
         must not be replaced.
         """
         stopwatch = _Stopwatch(self._limits, self._control)
-        if starting:
+        if wait.starting:
             stopwatch.starting.update(member.rank for member in staff.members)
         while True:
             pending = _pending(staff)
-            seconds = min(look_again, stopwatch.look_again) if pending else 0.0
+            seconds = min(wait.look_again, stopwatch.look_again) if pending else 0.0
             # Who waits for something in particular is in the middle of it.
-            dead = self._watch_of(staff).wait(seconds, interruptible=until is None)
+            dead = self._watch_of(staff).wait(seconds, interruptible=wait.until is None)
             if staff.closed:  # by another thread; the deaths are of its making
-                raise SamplerClosedError(f"the sampler was shut down by another thread during {occasion}")
+                raise SamplerClosedError(f"the sampler was shut down by another thread during {wait.occasion}")
             pending = _pending(staff)
             casualties = self._examine_dead(staff, dead) if dead else self._examine_hung(stopwatch.overdue(pending))
             if casualties:
-                self._replace_or_raise(staff, casualties, occasion)
+                self._replace_or_raise(staff, casualties, wait.occasion)
                 stopwatch.starting.update(casualty.rank for casualty in casualties)
                 continue
             if not pending:
                 return
-            if on_wake is not None:
-                on_wake()
-            if until is not None and until():
+            if wait.on_wake is not None:
+                wait.on_wake()
+            if wait.until is not None and wait.until():
                 return
 
     def _watch_of(self, staff: Staff) -> Watch:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.buffers.trajectory_queue import Frame
 from penstock.samplers.failures import Witness
 from penstock.samplers.restarts import Restarts
 
-__all__ = ["Team"]
+__all__ = ["Team", "Wait"]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """How the main process waits for all workers to stand at barrier_out."""
+
+    occasion: str  #: quoted in errors
+    starting: bool = False  #: all workers have just been started
+    on_wake: Callable[[], None] | None = None  #: called at least every `look_again` seconds
+    look_again: float = 1.0  #: nothing depends on it: all that matters wakes the main process
+    until: Callable[[], bool] | None = None  #: says when it has been enough before that
 
 
 class Team(Protocol):
@@ -20,14 +32,7 @@ class Team(Protocol):
     def open_gates(self) -> None:
         """Let all workers begin what the control block says."""
 
-    def wait_out(
-        self,
-        occasion: str,
-        *,
-        starting: bool = False,
-        on_wake: Callable[[], None] | None = None,
-        look_again: float = 1.0,
-    ) -> None:
+    def wait_out(self, wait: Wait) -> None:
         """Wait until all workers have finished it; raise `SamplerBrokenError` if one fails that is not
         replaced."""
 

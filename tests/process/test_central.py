@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
@@ -27,6 +27,7 @@ from penstock import (
 from penstock.envs import CountingEnv
 from penstock.testing import Fault, FaultyAgent, InjectedFault, faulty_collector, faulty_env, faulty_eval_collector
 
+from . import crashes
 from .support import (
     ERROR_SECONDS,
     FULL,
@@ -52,27 +53,9 @@ MODES: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
 modes = pytest.mark.parametrize("mode", MODES)
 
 
-class Place(NamedTuple):
-    at: int  #: the call that fails
-    doing: str  #: what the error says that the worker was doing
-
-
-# Batches of 8 steps, episodes of 5, no decorrelation.
-PLACES = {
-    "init": Place(1, r"building env_rank 3 \(start-up\)"),
-    "first reset": Place(1, r"resetting env_rank 3 \(start-up\)"),
-    "reset": Place(2, r"resetting env_rank 3, t=4 \(itr=0\)"),
-    "step": Place(3, r"stepping env_rank 3, t=2 \(itr=0\)"),
-    "collector": Place(2, r"\w[^()]* \(itr=1\)"),
-    "parked": Place(2, r"waiting at barrier_in \(itr=[01]\)"),
-    "evaluation": Place(4, r"stepping env_rank [01], t=3 \(evaluation, itr=1\)"),
-}
-HOWS = {
-    "raise": r"raised (\w+\.)*InjectedFault: a fault was injected",
-    "kill": r"was killed by SIGKILL \(out of memory\?\)",
-    "segfault": r"was killed by SIGSEGV",
-    "exit": r"exited with code 0",
-}
+# Those of the crash matrix that are another matter where the agent is elsewhere.
+PLACES = {name: place for name, place in crashes.PLACES.items() if name not in ("agent", "handing over")}
+HOWS = {name: crashes.HOWS[name] for name in ("raise", "kill", "segfault", "exit")}
 
 
 def combinations() -> list[Any]:

@@ -4,7 +4,7 @@ import re
 import time
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -27,35 +27,8 @@ from penstock.testing import (
     faulty_traj_info,
 )
 
+from .crashes import HOWS, PLACES
 from .support import ERROR_SECONDS, FULL, Notebook, NotedFault, killer, note
-
-
-class Place(NamedTuple):
-    at: int  #: the call that fails
-    doing: str  #: what the error says that the worker was doing
-
-
-# Batches of 8 steps, episodes of 5, no decorrelation: in the first batch, every episode ends at t=4 and no other.
-PLACES = {
-    "init": Place(1, r"building env_rank 3 \(start-up\)"),
-    "first reset": Place(1, r"resetting env_rank 3 \(start-up\)"),
-    "reset": Place(2, r"resetting env_rank 3, t=4 \(itr=0\)"),
-    "step": Place(3, r"stepping env_rank 3, t=2 \(itr=0\)"),
-    "agent": Place(7, r"acting, t=6 \(itr=0\)"),
-    "collector": Place(2, r"\w[^()]* \(itr=1\)"),
-    "parked": Place(2, r"waiting at barrier_in \(itr=[01]\)"),
-    "evaluation": Place(4, r"stepping env_rank [01], t=3 \(evaluation, itr=1\)"),
-    "handing over": Place(3, r"handing trajectory infos over \(itr=1\)"),
-}
-
-HOWS = {
-    "raise": r"raised (\w+\.)*InjectedFault: a fault was injected",
-    "unpicklable": r"raised (\w+\.)*UnpicklableFault: a fault was injected",
-    "system exit": r"raised SystemExit: a fault was injected",
-    "kill": r"was killed by SIGKILL \(out of memory\?\)",
-    "segfault": r"was killed by SIGSEGV",
-    "exit": r"exited with code 0",
-}
 
 
 def combinations(places: Any) -> list[Any]:
