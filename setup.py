@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import setup
 
 HERE = Path(__file__).parent
-ROOMS = ("buffers", "envs", "agents", "collectors", "samplers", "testing")
+ROOMS = ("buffers", "workers", "envs", "agents", "collectors", "samplers", "testing")
 
 # src/penstock/ holds relative links to the rooms. A checkout made without symbolic links has text
 # files there instead; then each room is mapped from the top level. Everything still installs below

@@ -40,7 +40,7 @@ from penstock import (
     Sampler,
     SerialSampler,
 )
-from penstock.samplers.affinity import usable_cpus
+from penstock.workers.affinity import usable_cpus
 
 Figures = dict[str, list[float]]
 

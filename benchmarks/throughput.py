@@ -37,8 +37,8 @@ from torch import nn
 from torch.distributions import Categorical
 
 from penstock import Agent, CategoricalPgAgent, ParallelSampler, RandomAgent, Sampler, SerialSampler, TorchAgent
-from penstock.samplers.affinity import limit_threads, pin, usable_cpus
-from penstock.samplers.plan import split
+from penstock.workers.affinity import limit_threads, pin, usable_cpus
+from penstock.workers.plan import split
 
 
 class ActorCritic(nn.Module):

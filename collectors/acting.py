@@ -9,8 +9,7 @@ import numpy as np
 
 from penstock.agents.base import Agent, AgentStep
 from penstock.buffers.named import NamedArrays, fields_of
-from penstock.collectors.checks import brief
-from penstock.errors import SpaceError
+from penstock.errors import SpaceError, brief
 
 __all__ = ["NO_AGENT_INFO", "AgentInfoWriter", "agent_info_example", "as_agent_step"]
 

@@ -19,11 +19,10 @@ from gymnasium import spaces
 
 from penstock.buffers.named import NamedArrays, as_named
 from penstock.envs.rows import ColumnError, RowWriter, row_writer
-from penstock.errors import SpaceError
+from penstock.errors import SpaceError, brief
 
 __all__ = [
     "Checks",
-    "brief",
     "checked_writer",
     "episode_flags",
     "require_info",
@@ -32,8 +31,6 @@ __all__ = [
     "write_action",
 ]
 
-_BRIEF = 200  # characters of a value that an error quotes
-
 
 @dataclass(frozen=True)
 class Checks:
@@ -41,14 +38,6 @@ class Checks:
 
     check_finite: bool = False  #: NaN and inf in rewards and floating-point observations
     debug: bool = False  #: actions and observations against their spaces, one by one
-
-
-def brief(value: Any) -> str:
-    """`value` for an error message: on one line, not too long, dtype and shape of an array included."""
-    text = " ".join(repr(value).split())
-    if len(text) > _BRIEF:
-        text = f"{text[: _BRIEF - 5]} ..."
-    return f"{text} ({value.dtype}, shape {value.shape})" if isinstance(value, np.ndarray) else text
 
 
 # ---- always on: what an environment returns ----------------------------------------------------

@@ -13,7 +13,6 @@ from penstock.buffers.control import Phase, Progress
 from penstock.buffers.named import map_leaves
 from penstock.collectors.checks import (
     Checks,
-    brief,
     checked_writer,
     episode_flags,
     require_info,
@@ -23,7 +22,7 @@ from penstock.collectors.checks import (
 from penstock.collectors.tracking import StepHook, kept
 from penstock.envs.examples import example_of
 from penstock.envs.rows import ColumnError, RowWriter, action_splitter
-from penstock.errors import SpaceError
+from penstock.errors import SpaceError, brief
 
 __all__ = ["DoneHook", "EnvColumns"]
 

@@ -1,14 +1,14 @@
-"""The processes around the collectors. To see the protocol, read in this order: `gates`, `process`
-(the worker's loop), `crew` and `supervision` (the main process's side), `base` (what the user calls)."""
+"""What the user calls (`base`), and what workers do between two gates (`worker`). The gates themselves and the
+processes behind them are in `penstock.workers`, whose first lines say in which order to read them."""
 
 from penstock.samplers.action_server import ServerStats
 from penstock.samplers.base import Sampler
-from penstock.samplers.calls import SamplerState
 from penstock.samplers.central import AlternatingSampler, GpuSampler
 from penstock.samplers.parallel import ParallelSampler
-from penstock.samplers.plan import Affinity
 from penstock.samplers.serial import SerialSampler
+from penstock.samplers.state import SamplerState
 from penstock.samplers.stats import SamplerStats, WorkerStats
+from penstock.workers.plan import Affinity
 
 __all__ = [
     "Affinity",

@@ -20,10 +20,10 @@ from penstock.collectors.central import Question
 from penstock.collectors.checks import write_action
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import SamplerBrokenError, WorkerError
-from penstock.samplers.interrupts import interrupts
-from penstock.samplers.plan import WorkerPlan
 from penstock.samplers.readiness import LockStep, Readiness
-from penstock.samplers.reports import in_one_line
+from penstock.workers.interrupts import interrupts
+from penstock.workers.plan import WorkerPlan
+from penstock.workers.reports import in_one_line
 
 __all__ = ["ActionServer", "Desk", "ServerStats"]
 

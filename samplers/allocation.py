@@ -29,8 +29,8 @@ from penstock.envs import (
 )
 from penstock.errors import ConfigError, PenstockError, SpaceError
 from penstock.samplers.config import SamplerConfig
-from penstock.samplers.plan import WorkerPlan, eval_max_T
 from penstock.samplers.worker import Job, SharedState
+from penstock.workers.plan import WorkerPlan, eval_max_T
 
 __all__ = ["Allocation", "allocate"]
 

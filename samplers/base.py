@@ -22,15 +22,16 @@ from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, Res
 from penstock.envs import EnvFn, InfoWanted, fresh_seed
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, allocate
-from penstock.samplers.arguments import integer
-from penstock.samplers.calls import Calls, SamplerState
 from penstock.samplers.config import EnvKwargs, SamplerConfig
-from penstock.samplers.env_calls import EnvCall, results
-from penstock.samplers.interrupts import interrupts
-from penstock.samplers.plan import Affinity, WorkerPlan
-from penstock.samplers.reports import in_one_line
+from penstock.samplers.state import LIFETIME, SamplerState
 from penstock.samplers.stats import SamplerStats, worker_stats
-from penstock.samplers.team import Team, Wait
+from penstock.workers.arguments import integer
+from penstock.workers.calls import Calls
+from penstock.workers.env_calls import EnvCall, results
+from penstock.workers.interrupts import interrupts
+from penstock.workers.plan import Affinity, WorkerPlan
+from penstock.workers.reports import in_one_line
+from penstock.workers.team import Team, Wait
 
 __all__ = ["Sampler"]
 
@@ -120,7 +121,8 @@ class Sampler(ABC):
         check_finite: bool = False,
         debug: bool = False,
     ) -> None:
-        self._calls = Calls(of_this_process=self._shared_memory)  # first: repr and shutdown work even if the rest fails
+        # First: repr and shutdown work even if the rest fails.
+        self._calls = Calls(LIFETIME, of_this_process=self._shared_memory)
         arguments = {name: value for name, value in locals().items() if name in SamplerConfig.__dataclass_fields__}
         self.config = SamplerConfig(**arguments)
         self.batch_T, self.batch_B = self.config.batch_T, self.config.batch_B

@@ -16,16 +16,16 @@ from penstock.collectors.central import RemoteAgent
 from penstock.envs import ColumnStreams, EnvFn, Purpose
 from penstock.errors import ConfigError
 from penstock.samplers.action_server import ActionServer, Desk, ServerStats
-from penstock.samplers.affinity import usable_cpus
 from penstock.samplers.allocation import Allocation
-from penstock.samplers.crew import Crew
 from penstock.samplers.local_worker import LocalWorker
 from penstock.samplers.parallel import SPIN_SECONDS, ParallelSampler, crew_rules
-from penstock.samplers.plan import Affinity, WorkerPlan
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
 from penstock.samplers.served_crew import ServedCrew
-from penstock.samplers.team import Team
 from penstock.samplers.worker import Job
+from penstock.workers.affinity import usable_cpus
+from penstock.workers.crew import Crew
+from penstock.workers.plan import Affinity, WorkerPlan
+from penstock.workers.team import Team
 
 __all__ = ["AlternatingSampler", "GpuSampler"]
 
@@ -119,7 +119,7 @@ class GpuSampler(ParallelSampler):
         )
         job = replace(job, agent=RemoteAgent(self._agent))
         state = replace(allocation.state, steps=steps, eval_steps=eval_steps)
-        rules = crew_rules(self.config, spin)
+        rules = crew_rules(self.config, spin, with_torch=False)
         own = LocalWorker(plans[-1], state) if self._keeps_some else None
         crew = Crew(plans[:-1] if own else plans, job, state, rules, on_replace=self._server.replace)
         return ServedCrew(crew, self._server, allocation.control, own, job, state)

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from penstock.collectors import BaseEvalCollector, Collector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted
 from penstock.errors import ConfigError
-from penstock.samplers.arguments import MOST_ENVS, integer, seconds
-from penstock.samplers.launch import START_METHODS
+from penstock.workers.arguments import MOST_ENVS, integer, seconds
+from penstock.workers.launch import START_METHODS
 
 __all__ = ["EnvKwargs", "SamplerConfig"]
 

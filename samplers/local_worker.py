@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from penstock.buffers.control import Phase, Progress
 from penstock.buffers.trajectory_queue import Frame
 from penstock.errors import WorkerError
-from penstock.samplers.failures import Witness
-from penstock.samplers.plan import WorkerPlan
 from penstock.samplers.worker import Connect, Job, SharedState, Worker
+from penstock.workers.failures import Witness
+from penstock.workers.plan import WorkerPlan
 
 __all__ = ["LocalWorker"]
 
@@ -27,7 +27,7 @@ class LocalWorker:
     def build(self, job: Job, connect: Connect | None = None) -> None:
         """Build everything; this answers the first opening, as with every worker."""
         self.open()
-        own_job = job.with_factories(*job.factories_of(self._plan))
+        own_job = job.with_share(job.share_of(self._plan))
         self._worker = Worker(self._plan, own_job, self._state, self, connect)
         self._arrive()
 
@@ -44,7 +44,7 @@ class LocalWorker:
     def work(self) -> None:
         """Do it."""
         assert self._worker is not None  # start-up would have failed
-        self._worker.collector.reset_if_needed()
+        self._worker.prepare()
         self._worker.run()
         self._arrive()
 

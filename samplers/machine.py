@@ -8,7 +8,7 @@ import platform
 from importlib.metadata import version
 
 from penstock.buffers.memory_limits import free_memory
-from penstock.samplers.affinity import usable_cpus
+from penstock.workers.affinity import usable_cpus
 
 __all__ = ["describe_machine"]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from penstock.samplers.affinity import usable_cpus
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.base import Sampler
 from penstock.samplers.config import SamplerConfig
-from penstock.samplers.crew import Crew, CrewRules
-from penstock.samplers.plan import Affinity, WorkerPlan, assign_cpus, make_plans, n_workers_default
-from penstock.samplers.restarts import RestartPolicy
-from penstock.samplers.supervision import Limits
-from penstock.samplers.team import Team
+from penstock.workers.affinity import usable_cpus
+from penstock.workers.crew import Crew, CrewRules
+from penstock.workers.plan import Affinity, WorkerPlan, assign_cpus, make_plans, n_workers_default
+from penstock.workers.restarts import RestartPolicy
+from penstock.workers.supervision import Limits
+from penstock.workers.team import Team
 
 __all__ = ["SPIN_SECONDS", "ParallelSampler", "crew_rules"]
 
@@ -57,8 +57,8 @@ class ParallelSampler(Sampler):
         return Crew(self._plans, allocation.job, allocation.state, crew_rules(self.config, spin_seconds))
 
 
-def crew_rules(config: SamplerConfig, spin_seconds: float) -> CrewRules:
-    """What `config` says of processes and their failures."""
+def crew_rules(config: SamplerConfig, spin_seconds: float, *, with_torch: bool = True) -> CrewRules:
+    """What `config` says of processes and their failures; `with_torch`: whether agents act in them."""
     return CrewRules(
         start_method=config.start_method,
         spin_seconds=spin_seconds,
@@ -66,4 +66,5 @@ def crew_rules(config: SamplerConfig, spin_seconds: float) -> CrewRules:
         restarts=RestartPolicy(
             config.max_restarts if config.on_worker_failure == "restart" else 0, config.restart_window
         ),
+        preload=("torch", "penstock.samplers.worker") if with_torch else ("penstock.samplers.worker",),
     )

@@ -7,7 +7,7 @@ from typing import Any
 from penstock.buffers.control import Phase, Progress
 from penstock.buffers.step_buffer import StepBuffer
 from penstock.collectors.central import Question
-from penstock.samplers.gates import Gate
+from penstock.workers.gates import Gate
 
 __all__ = ["WorkerPort"]
 

@@ -9,12 +9,12 @@ from penstock.buffers.trajectory_queue import Frame
 from penstock.errors import SamplerBrokenError
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.base import Sampler
-from penstock.samplers.failures import Witness
-from penstock.samplers.interrupts import interrupts
 from penstock.samplers.local_worker import LocalWorker
-from penstock.samplers.plan import Affinity, WorkerPlan, make_plans
-from penstock.samplers.restarts import RestartPolicy, Restarts
-from penstock.samplers.team import Team, Wait
+from penstock.workers.failures import Witness
+from penstock.workers.interrupts import interrupts
+from penstock.workers.plan import Affinity, WorkerPlan, make_plans
+from penstock.workers.restarts import RestartPolicy, Restarts
+from penstock.workers.team import Team, Wait
 
 __all__ = ["SerialSampler"]
 

@@ -13,13 +13,13 @@ from penstock.buffers.trajectory_queue import Frame
 from penstock.collectors.central import Question
 from penstock.errors import SamplerBrokenError, WorkerError
 from penstock.samplers.action_server import ActionServer
-from penstock.samplers.affinity import keeping_off
-from penstock.samplers.crew import Crew
-from penstock.samplers.failures import Witness
-from penstock.samplers.interrupts import interrupts
 from penstock.samplers.local_worker import LocalWorker
-from penstock.samplers.team import Wait
 from penstock.samplers.worker import Job, SharedState
+from penstock.workers.affinity import keeping_off
+from penstock.workers.crew import Crew
+from penstock.workers.failures import Witness
+from penstock.workers.interrupts import interrupts
+from penstock.workers.team import Wait
 
 __all__ = ["ServedCrew"]
 

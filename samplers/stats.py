@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.buffers.control import ControlBlock
-from penstock.samplers.plan import WorkerPlan
-from penstock.samplers.restarts import Restarts
+from penstock.workers.plan import WorkerPlan
+from penstock.workers.restarts import Restarts
 
 __all__ = ["SamplerStats", "WorkerStats", "worker_stats"]
 

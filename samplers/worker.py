@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from penstock.buffers.named import map_leaves
 from penstock.buffers.samples import BatchColumns
 from penstock.buffers.shared import NamedMemory
 from penstock.buffers.step_buffer import StepBuffer
-from penstock.buffers.trajectory_queue import Frame, RecordRings
+from penstock.buffers.trajectory_queue import RecordRings
 from penstock.collectors.base import Collector, CollectorParts
 from penstock.collectors.central import Port, RemoteAgent
 from penstock.collectors.checks import Checks
@@ -29,10 +30,14 @@ from penstock.collectors.vector import VectorColumns
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import SpaceError
-from penstock.samplers.env_calls import EnvCall, perform
-from penstock.samplers.plan import WorkerPlan, episode_shares
+from penstock.samplers.ports import WorkerPort
+from penstock.workers.env_calls import EnvCall, perform
+from penstock.workers.plan import WorkerPlan, episode_shares
+from penstock.workers.work import FrameQueue, Station
 
-__all__ = ["Connect", "FrameQueue", "Job", "SharedState", "Worker"]
+__all__ = ["Connect", "Job", "SharedState", "Worker"]
+
+_Factories = tuple[Sequence[EnvFactory], Sequence[EnvFactory]]  #: for training, for evaluation
 
 
 @dataclass(frozen=True)
@@ -56,20 +61,29 @@ class Job:
     seed: int
     checks: Checks
 
-    def factories_of(self, plan: WorkerPlan) -> tuple[list[EnvFactory], list[EnvFactory]]:
+    argument_names: ClassVar[Mapping[str, str]] = {
+        "env_factories": "env_fn (or env_kwargs)",
+        "eval_env_factories": "env_fn (or eval_env_kwargs)",
+    }
+
+    def common(self) -> Job:
+        """All but the factories."""
+        return self.with_share(((), ()))
+
+    def share_of(self, plan: WorkerPlan) -> _Factories:
         """Of both kinds of factories, those of `plan`'s columns."""
         return [self.env_factories[b] for b in plan.columns], [self.eval_env_factories[b] for b in plan.eval_columns]
 
-    def with_factories(self, train: Sequence[EnvFactory], evals: Sequence[EnvFactory]) -> Job:
+    def with_share(self, share: _Factories) -> Job:
         """The same job with these factories, as a worker gets it."""
-        return replace(self, env_factories=train, eval_env_factories=evals)
+        return replace(self, env_factories=share[0], eval_env_factories=share[1])
 
-
-class FrameQueue(Protocol):
-    """Where a worker puts trajectory infos that have attributes of their own."""
-
-    def put(self, frames: Sequence[Frame]) -> None:
-        """Hand `frames` over."""
+    def start_work(self, station: Station) -> Worker:
+        """In a worker process: build its environments and collectors."""
+        state: SharedState = station.memory
+        progress = state.control.progress(station.plan.worker_rank)
+        connect = partial(WorkerPort, station.gate, progress, station.main_process)
+        return Worker(station.plan, self, state, station.frames, connect)
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,10 @@ class SharedState:
     mailbox: Mailbox
     steps: StepBuffer | None = None  #: where workers hold no agent: what they exchange with it ...
     eval_steps: StepBuffer | None = None  #: ... and the same for evaluation
+
+    def count_finished(self, plan: WorkerPlan, t: int) -> int:
+        """How many trajectories have ended in rows 0 to `t` of the batch that `plan`'s worker is in."""
+        return int(self.samples.arrays.done[1 : t + 2, plan.columns.start : plan.columns.stop].sum())
 
 
 class Connect(Protocol):
@@ -209,6 +227,10 @@ class Worker:
         )
 
     # ---- working ---------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Reset what needs it, while the learner trains."""
+        self.collector.reset_if_needed()
 
     def run(self) -> None:
         """What the control block says: one batch or one evaluation, with the newest parameters, or a call."""

@@ -12,7 +12,7 @@ import pytest
 import penstock
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("buffers", "envs", "agents", "collectors", "samplers", "testing")
+ROOMS = ("buffers", "workers", "envs", "agents", "collectors", "samplers", "testing")
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "src", *ROOMS)
 
 SAMPLE = """

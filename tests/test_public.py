@@ -26,7 +26,7 @@ def test_every_error_is_one_of_the_tree() -> None:
 
 
 def test_importing_penstock_does_not_import_torch() -> None:
-    code = "import sys, penstock, penstock.samplers.process; print('torch' in sys.modules)"
+    code = "import sys, penstock, penstock.workers.process; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("False\n", "")
 

@@ -15,6 +15,10 @@ PenstockError
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 __all__ = [
     "ConfigError",
     "EnvCallError",
@@ -28,6 +32,16 @@ __all__ = [
     "WorkerError",
     "WorkerTimeoutError",
 ]
+
+_BRIEF = 200  # characters of a value that an error quotes
+
+
+def brief(value: Any) -> str:
+    """`value` for an error message: on one line, not too long, dtype and shape of an array included."""
+    text = " ".join(repr(value).split())
+    if len(text) > _BRIEF:
+        text = f"{text[: _BRIEF - 5]} ..."
+    return f"{text} ({value.dtype}, shape {value.shape})" if isinstance(value, np.ndarray) else text
 
 
 class PenstockError(Exception):

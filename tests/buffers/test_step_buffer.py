@@ -16,7 +16,7 @@ from penstock.buffers.step_buffer import StepBuffer
 from penstock.collectors.central import Question, RemoteAgent
 from penstock.envs import CountingEnv, NestedEnv, example_of, observation_example
 from penstock.samplers.action_server import Desk
-from penstock.samplers.plan import split
+from penstock.workers.plan import split
 
 T, B = 3, 5
 

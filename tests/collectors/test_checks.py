@@ -19,8 +19,9 @@ from penstock import (
     WorkerError,
 )
 from penstock.buffers import NamedArrays
-from penstock.collectors.checks import brief, write_action
+from penstock.collectors.checks import write_action
 from penstock.envs import CountingEnv
+from penstock.errors import brief
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 NAN, INF = float("nan"), float("inf")

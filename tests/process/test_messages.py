@@ -11,8 +11,8 @@ import pytest
 
 from penstock import ConfigError, ParallelSampler, RandomAgent, WorkerDiedError, WorkerError
 from penstock.envs import CountingEnv
-from penstock.samplers.affinity import usable_cpus
 from penstock.testing import Fault, faulty_env
+from penstock.workers.affinity import usable_cpus
 
 from .support import scaled
 

@@ -15,7 +15,7 @@ import pytest
 from penstock import AgentStep, AlternatingSampler, GpuSampler, RandomAgent
 from penstock.collectors.central import Question
 from penstock.envs import CountingEnv
-from penstock.samplers.plan import split
+from penstock.workers.plan import split
 
 T = 10
 

@@ -26,7 +26,7 @@ from penstock import (
 )
 from penstock.buffers.control import ControlBlock
 from penstock.envs import BatchedCartPole, CountingEnv, EnvContext, NestedEnv
-from penstock.samplers.supervision import Limits, _Stopwatch
+from penstock.workers.supervision import Limits, _Stopwatch
 
 HOW: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     "lock-step": (GpuSampler, {"n_workers": 2}),
@@ -338,7 +338,7 @@ def test_start_and_wait_are_the_two_halves_of_obtain(how: str) -> None:
 def test_an_answer_that_was_long_in_coming_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has its answer, and has had no time to wake up yet, does not hang."""
     now, member = 0.0, type("Member", (), {"rank": 0})()
-    monkeypatch.setattr("penstock.samplers.supervision.time.monotonic", lambda: now)
+    monkeypatch.setattr("penstock.workers.supervision.time.monotonic", lambda: now)
     control = ControlBlock(1, 1, shared=False)
     control.progress(0).ask(1)
     stopwatch = _Stopwatch(Limits(0.5, 1.0), control)

@@ -12,9 +12,9 @@ import pytest
 
 from penstock import ParallelSampler, RandomAgent, SamplerState, SamplerStateError
 from penstock.envs import CountingEnv
-from penstock.samplers import crew as crew_module
-from penstock.samplers.gates import Gate
-from penstock.samplers.interrupts import interrupts
+from penstock.workers import crew as crew_module
+from penstock.workers.gates import Gate
+from penstock.workers.interrupts import interrupts
 
 
 def ctrl_c() -> None:

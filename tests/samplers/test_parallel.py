@@ -28,7 +28,7 @@ from penstock import (
     TrajInfo,
 )
 from penstock.envs import CountingEnv
-from penstock.samplers.affinity import usable_cpus
+from penstock.workers.affinity import usable_cpus
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 

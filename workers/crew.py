@@ -1,4 +1,4 @@
-"""The crew: the worker processes of one sampler, started, let through the gates, replaced and closed as one."""
+"""The crew: worker processes that do one job, started, let through the gates, replaced and closed as one."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from penstock.buffers.control import Phase
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.trajectory_queue import Frame, ObjectPipe
 from penstock.errors import SamplerBrokenError
-from penstock.samplers.failures import Casualty, Witness, add_to
-from penstock.samplers.forks import abandon_in_forks
-from penstock.samplers.gates import Gate
-from penstock.samplers.guardian import Guardian
-from penstock.samplers.interrupts import interrupts
-from penstock.samplers.launch import Launcher, PickledJob
-from penstock.samplers.member import Member
-from penstock.samplers.plan import WorkerPlan
-from penstock.samplers.process import WorkerSetup
-from penstock.samplers.reports import ReportBoard
-from penstock.samplers.restarts import RestartPolicy, Restarts
-from penstock.samplers.stacks import StackFile
-from penstock.samplers.supervision import Limits, Supervisor
-from penstock.samplers.team import Wait
-from penstock.samplers.watch import DeathWatch, Watch
-from penstock.samplers.worker import Job, SharedState
+from penstock.workers.failures import Casualty, Witness, add_to
+from penstock.workers.forks import abandon_in_forks
+from penstock.workers.gates import Gate
+from penstock.workers.guardian import Guardian
+from penstock.workers.interrupts import interrupts
+from penstock.workers.launch import Launcher, PickledJob
+from penstock.workers.member import Member
+from penstock.workers.plan import WorkerPlan
+from penstock.workers.process import WorkerSetup
+from penstock.workers.reports import ReportBoard
+from penstock.workers.restarts import RestartPolicy, Restarts
+from penstock.workers.stacks import StackFile
+from penstock.workers.supervision import Limits, Supervisor
+from penstock.workers.team import Wait
+from penstock.workers.watch import DeathWatch, Watch
+from penstock.workers.work import Job, Memory
 
 __all__ = ["Crew", "CrewRules"]
 
@@ -51,6 +51,7 @@ class CrewRules:
     spin_seconds: float  #: how long a waiting worker spins before it sleeps
     limits: Limits
     restarts: RestartPolicy
+    preload: Sequence[str] = ()  #: modules that workers import, for the fork server to have at hand
 
 
 class Crew:
@@ -60,12 +61,12 @@ class Crew:
         self,
         plans: Sequence[WorkerPlan],
         job: Job,
-        state: SharedState,
+        memory: Memory,
         rules: CrewRules,
         on_replace: Callable[[WorkerPlan], None] = lambda plan: None,
     ) -> None:
         """`on_replace` is told the plan of each worker that takes a dead one's place, before it starts."""
-        self._state, self._rules, self._control, self._on_replace = state, rules, state.control, on_replace
+        self._memory, self._rules, self._control, self._on_replace = memory, rules, memory.control, on_replace
         self._owner_pid = os.getpid()
         self._close_lock = threading.Lock()
         self._closing_thread: int | None = None
@@ -75,7 +76,7 @@ class Crew:
         self.members: list[Member] = []
         self.restarts = Restarts(rules.restarts)
         self._job = PickledJob(job, plans)  # all of it, before the first process starts
-        self._launcher = Launcher(rules.start_method, len(plans), with_torch=state.steps is None)
+        self._launcher = Launcher(rules.start_method, len(plans), rules.preload)
         self._reports = ReportBoard(len(plans), shared=True)
         self._main_process = InheritedFd(os.pidfd_open(os.getpid())) if hasattr(os, "pidfd_open") else None
         self._guardian = Guardian()
@@ -110,7 +111,7 @@ class Crew:
         setup = WorkerSetup(
             plan=plan,
             order=self._job.order_for(plan.worker_rank),
-            state=self._state,
+            memory=self._memory,
             gate=gate,
             reports=self._reports,
             pipe=pipe,
@@ -190,8 +191,7 @@ class Crew:
             return lost
         if control.do_eval:
             return lost + len(plan.eval_columns) + control.trajectories(rank)
-        rows, columns = slice(1, control.snapshot(rank).t + 2), slice(plan.columns.start, plan.columns.stop)
-        return lost + int(self._state.samples.arrays.done[rows, columns].sum())
+        return lost + self._memory.count_finished(plan, control.snapshot(rank).t)
 
     # ---- the end ---------------------------------------------------------------------------
 

@@ -10,12 +10,12 @@ from typing import Protocol
 
 from penstock.buffers.control import ControlBlock, ProgressSnapshot
 from penstock.errors import ConfigError, SamplerClosedError
-from penstock.samplers.failures import Casualty, failure
-from penstock.samplers.member import Member
-from penstock.samplers.reports import ReportBoard
-from penstock.samplers.restarts import Restarts
-from penstock.samplers.team import Wait
-from penstock.samplers.watch import Watch
+from penstock.workers.failures import Casualty, failure
+from penstock.workers.member import Member
+from penstock.workers.reports import ReportBoard
+from penstock.workers.restarts import Restarts
+from penstock.workers.team import Wait
+from penstock.workers.watch import Watch
 
 __all__ = ["Limits", "Supervisor"]
 

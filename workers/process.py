@@ -13,20 +13,18 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from penstock.buffers.control import Phase, StopCollecting
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.trajectory_queue import ObjectPipe
-from penstock.samplers.affinity import limit_threads, pin
-from penstock.samplers.gates import Gate, MainProcessGone
-from penstock.samplers.plan import WorkerPlan
-from penstock.samplers.ports import WorkerPort
-from penstock.samplers.reports import ReportBoard
-from penstock.samplers.stacks import StackFile
-from penstock.samplers.worker import Job, SharedState, Worker
+from penstock.workers.affinity import limit_threads, pin
+from penstock.workers.gates import Gate, MainProcessGone
+from penstock.workers.plan import WorkerPlan
+from penstock.workers.reports import ReportBoard
+from penstock.workers.stacks import StackFile
+from penstock.workers.work import Job, Memory, Station
 
 __all__ = ["WorkerSetup", "worker_main"]
 
@@ -40,8 +38,8 @@ class WorkOrder:
 
     mailbox: Mailbox
     environ: slice  #: pickled: the environment variables to run with
-    job: slice  #: a cloudpickled `Job` without factories
-    factories: slice  #: this worker's share of them
+    job: slice  #: cloudpickled: what all workers share of it
+    share: slice  #: and what is this worker's own
 
     def read_environ(self) -> dict[str, str]:
         """The environment variables."""
@@ -51,7 +49,7 @@ class WorkOrder:
     def read_job(self) -> Job:
         """The job; unpickling it imports the user's modules."""
         job: Job = pickle.loads(self.mailbox.read(self.job))
-        return job.with_factories(*pickle.loads(self.mailbox.read(self.factories)))
+        return job.with_share(pickle.loads(self.mailbox.read(self.share)))
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class WorkerSetup:
 
     plan: WorkerPlan
     order: WorkOrder
-    state: SharedState
+    memory: Memory
     gate: Gate
     reports: ReportBoard
     pipe: ObjectPipe
@@ -73,7 +71,7 @@ def worker_main(setup: WorkerSetup) -> None:
     """Entry point of a worker process. Never returns: environments may have left threads and exit
     handlers behind that would keep an ordinary exit waiting."""
     code = 1
-    progress = setup.state.control.progress(setup.plan.worker_rank)
+    progress = setup.memory.control.progress(setup.plan.worker_rank)
     try:
         _detach(setup)
         _serve(setup)
@@ -92,11 +90,10 @@ def worker_main(setup: WorkerSetup) -> None:
 
 
 def _serve(setup: WorkerSetup) -> None:
-    gate, control = setup.gate, setup.state.control
+    gate, control = setup.gate, setup.memory.control
     progress = control.progress(setup.plan.worker_rank)
-    connect = partial(WorkerPort, gate, progress, setup.main_process)
-    worker = Worker(setup.plan, setup.order.read_job(), setup.state, setup.pipe, connect)
-    progress = worker.progress
+    station = Station(setup.plan, setup.memory, gate, setup.pipe, setup.main_process)
+    work = setup.order.read_job().start_work(station)
     limit_threads(setup.plan.torch_threads)  # again: unpickling the job may have loaded torch
     gc.freeze()  # what exists now is for good: collections need not go through torch's modules again
     # Start-up is answered once. A replacement finds its gate open for what its forerunner has left undone.
@@ -107,15 +104,15 @@ def _serve(setup: WorkerSetup) -> None:
             if not is_replacement:
                 gate.arrive(progress)
             is_replacement = False
-            worker.collector.reset_if_needed()
+            work.prepare()
             progress.enter(Phase.WAITING)
             gate.wait_in(progress, setup.main_process)
             if control.quit:
                 break
-            worker.run()
+            work.run()
     except StopCollecting:
         pass
-    worker.close()
+    work.close()
 
 
 def _detach(setup: WorkerSetup) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.buffers import ControlBlock
 from penstock.buffers.descriptors import InheritedFd
-from penstock.samplers.gates import Gate, MainProcessGone, WakeUp
+from penstock.workers.gates import Gate, MainProcessGone, WakeUp
 
 
 @pytest.fixture(params=["eventfd", "pipe"])

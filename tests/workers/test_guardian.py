@@ -9,7 +9,7 @@ import textwrap
 import psutil
 import pytest
 
-from penstock.samplers.guardian import Guardian
+from penstock.workers.guardian import Guardian
 
 
 def sleeper() -> "subprocess.Popen[bytes]":
@@ -21,7 +21,7 @@ def test_the_end_of_its_owner_is_the_end_of_the_groups_it_watches(end: str) -> N
     groups = [sleeper() for _ in range(3)]
     script = f"""
         import os, signal
-        from penstock.samplers.guardian import Guardian
+        from penstock.workers.guardian import Guardian
         guardian = Guardian()
         for pid in {[group.pid for group in groups]}:
             guardian.watch(pid)
@@ -58,7 +58,7 @@ def test_a_fork_of_its_owner_does_not_keep_it_waiting() -> None:
     group = sleeper()
     script = f"""
         import os, time
-        from penstock.samplers.guardian import Guardian
+        from penstock.workers.guardian import Guardian
         guardian = Guardian()
         guardian.watch({group.pid})
         if os.fork() == 0:

@@ -12,7 +12,7 @@ import contextlib
 import os
 import subprocess
 
-from penstock.samplers.forks import abandon_in_forks
+from penstock.workers.forks import abandon_in_forks
 
 __all__ = ["Guardian"]
 

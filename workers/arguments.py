@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.collectors.checks import brief
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, brief
 
 __all__ = ["MOST_ENVS", "integer", "seconds"]
 

@@ -12,8 +12,8 @@ import psutil
 
 from penstock.buffers.control import Phase, ProgressSnapshot
 from penstock.errors import SamplerBrokenError, WorkerDiedError, WorkerError, WorkerTimeoutError
-from penstock.samplers.plan import WorkerPlan
-from penstock.samplers.reports import Report
+from penstock.workers.plan import WorkerPlan
+from penstock.workers.reports import Report
 
 __all__ = ["Casualty", "Witness", "add_to", "describe_exit", "failure"]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import PenstockError
-from penstock.samplers.failures import Casualty
+from penstock.workers.failures import Casualty
 
 __all__ = ["RestartPolicy", "Restarts"]
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import ConfigError
-from penstock.samplers.plan import Affinity, assign_cpus, eval_max_T, make_plans, n_workers_default, split
+from penstock.workers.plan import Affinity, assign_cpus, eval_max_T, make_plans, n_workers_default, split
 
 counts = st.integers(1, 200)
 

@@ -7,11 +7,11 @@ import pytest
 
 from penstock.buffers.control import ControlBlock
 from penstock.errors import SpaceError
-from penstock.samplers import restarts as module
-from penstock.samplers.failures import Casualty, Witness
-from penstock.samplers.plan import make_plans
-from penstock.samplers.reports import Report
-from penstock.samplers.restarts import RestartPolicy, Restarts
+from penstock.workers import restarts as module
+from penstock.workers.failures import Casualty, Witness
+from penstock.workers.plan import make_plans
+from penstock.workers.reports import Report
+from penstock.workers.restarts import RestartPolicy, Restarts
 
 PLANS = make_plans(4, 0, [(), ()])
 

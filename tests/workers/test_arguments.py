@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from penstock import ConfigError, ParallelSampler, RandomAgent, Sampler, SerialSampler, TrajInfo
-from penstock.collectors.checks import brief
 from penstock.envs import CountingEnv
+from penstock.errors import brief
 
 INTEGERS = (
     "batch_T", "batch_B", "n_workers", "max_decorrelation_steps", "eval_n_envs", "eval_max_steps", "eval_episodes",

@@ -8,14 +8,14 @@ import textwrap
 
 import pytest
 
-from penstock.samplers.stacks import StackFile
+from penstock.workers.stacks import StackFile
 
 
 def child(stacks: StackFile, body: str) -> "subprocess.Popen[str]":
     script = f"""
         import ctypes, os, signal, sys, threading, time
         from penstock.buffers.descriptors import InheritedFd
-        from penstock.samplers.stacks import StackFile
+        from penstock.workers.stacks import StackFile
         stacks = StackFile.__new__(StackFile)
         stacks._file = InheritedFd({stacks._file.fd})
         stacks.install()
@@ -75,7 +75,7 @@ def test_the_watchdog_thread_is_left_out_and_the_frames_below_the_loop_too() -> 
         stacks._file.fd,
         b'Thread 0x01 (most recent call first):\n  File "process.py", line 9 in _watch_main_process\n\n'
         b'Current thread 0x02 (most recent call first):\n  File "env.py", line 3 in step\n'
-        b'  File "/x/samplers/process.py", line 5 in _serve\n  File "popen_fork.py", line 7 in _launch\n',
+        b'  File "/x/workers/process.py", line 5 in _serve\n  File "popen_fork.py", line 7 in _launch\n',
     )
     text = stacks.read()
     assert "step" in text

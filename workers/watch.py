@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.trajectory_queue import ObjectPipe
-from penstock.samplers.gates import Gate
-from penstock.samplers.interrupts import interrupts
+from penstock.workers.gates import Gate
+from penstock.workers.interrupts import interrupts
 
 __all__ = ["DeathWatch", "Watch"]
 

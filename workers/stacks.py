@@ -67,6 +67,6 @@ def _shortened(stack: str) -> str:
     """Without the frames below the worker's loop, of which there are many under fork."""
     lines = stack.rstrip().splitlines()
     for i, line in enumerate(lines):
-        if re.search(r"samplers[/\\]process\.py.* in _serve$", line):
+        if re.search(r"workers[/\\]process\.py.* in _serve$", line):
             return "\n".join(lines[: i + 1])
     return "\n".join(lines)

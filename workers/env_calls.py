@@ -12,7 +12,7 @@ import gymnasium as gym
 
 from penstock.buffers.trajectory_queue import Frame, Unreadable
 from penstock.errors import ConfigError, EnvCallError
-from penstock.samplers.reports import in_one_line, read_account, write_account
+from penstock.workers.reports import in_one_line, read_account, write_account
 
 __all__ = ["EnvCall", "perform", "results"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.samplers import limits
-from penstock.samplers.limits import check_limits
+from penstock.workers import limits
+from penstock.workers.limits import check_limits
 
 
 def test_what_fits_passes() -> None:

@@ -13,11 +13,11 @@ import psutil
 
 from penstock.buffers.control import ControlBlock
 from penstock.buffers.trajectory_queue import ObjectPipe
-from penstock.samplers.failures import Witness
-from penstock.samplers.gates import Gate
-from penstock.samplers.plan import WorkerPlan
-from penstock.samplers.stacks import StackFile
-from penstock.samplers.watch import DeathWatch
+from penstock.workers.failures import Witness
+from penstock.workers.gates import Gate
+from penstock.workers.plan import WorkerPlan
+from penstock.workers.stacks import StackFile
+from penstock.workers.watch import DeathWatch
 
 __all__ = ["Member"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.buffers.trajectory_queue import Frame
-from penstock.samplers.failures import Witness
-from penstock.samplers.restarts import Restarts
+from penstock.workers.failures import Witness
+from penstock.workers.restarts import Restarts
 
 __all__ = ["Team", "Wait"]
 

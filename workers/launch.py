@@ -10,7 +10,6 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from multiprocessing import forkserver
 from typing import Any
 
@@ -19,26 +18,23 @@ from gymnasium.vector.utils import clear_mpi_env_vars
 
 from penstock.buffers.mailbox import Mailbox
 from penstock.errors import ConfigError, WorkerDiedError
-from penstock.samplers.limits import check_limits
-from penstock.samplers.plan import WorkerPlan
-from penstock.samplers.process import WorkerSetup, WorkOrder, worker_main
-from penstock.samplers.worker import Job
+from penstock.workers.limits import check_limits
+from penstock.workers.plan import WorkerPlan
+from penstock.workers.process import WorkerSetup, WorkOrder, worker_main
+from penstock.workers.work import Job
 
 __all__ = ["START_METHODS", "Launcher", "PickledJob"]
 
 START_METHODS = ("fork", "forkserver", "spawn")
 
 #: Imported once by the fork server, so that workers start in milliseconds, not seconds.
-_PRELOAD = ["penstock.samplers.process", "gymnasium", "gymnasium.envs.classic_control"]
-_TORCH = ["torch"]
+_PRELOAD = ("penstock.workers.process", "gymnasium", "gymnasium.envs.classic_control")
 
 _start_lock = threading.Lock()
 
-_ARGUMENT_NAMES = {"env_factories": "env_fn (or env_kwargs)", "eval_env_factories": "env_fn (or eval_env_kwargs)"}
-
 
 class PickledJob:
-    """A job on its way to the workers: what all share is pickled once, factories for each worker.
+    """A job on its way to the workers: what all share is pickled once, the rest for each worker.
 
     It lies in a file that the workers read. `multiprocessing` would send it through a pipe, and wait for
     ever if a worker died before it had read its part.
@@ -53,27 +49,26 @@ class PickledJob:
             environ = pickle.dumps(dict(os.environ))
         parts = [environ, *_pickled(job, plans)]
         self.mailbox = Mailbox()
-        self.environ, self.common, *self.factories = self.mailbox.post_parts(parts)
+        self.environ, self.common, *self.shares = self.mailbox.post_parts(parts)
 
     def order_for(self, worker_rank: int) -> WorkOrder:
         """What one worker is to read."""
-        return WorkOrder(self.mailbox, self.environ, self.common, self.factories[worker_rank])
+        return WorkOrder(self.mailbox, self.environ, self.common, self.shares[worker_rank])
 
     def close(self) -> None:
         self.mailbox.close()
 
 
 def _pickled(job: Job, plans: Sequence[WorkerPlan]) -> list[bytes]:
-    common = replace(job, env_factories=(), eval_env_factories=())
     try:
-        return [bytes(cloudpickle.dumps(part)) for part in (common, *map(job.factories_of, plans))]
+        return [bytes(cloudpickle.dumps(part)) for part in (job.common(), *map(job.share_of, plans))]
     except Exception as error:  # pickling runs the user's code: anything may come
         for name, value in vars(job).items():
             try:
                 cloudpickle.dumps(value)
             except Exception as cause:
                 raise ConfigError(
-                    f"{_ARGUMENT_NAMES.get(name, name)} cannot be pickled for the workers: {cause}. Build such "
+                    f"{job.argument_names.get(name, name)} cannot be pickled for the workers: {cause}. Build such "
                     "objects inside the function instead of closing over them; SerialSampler pickles nothing"
                 ) from cause
         raise ConfigError(f"the workers' job cannot be pickled: {error}") from error
@@ -85,8 +80,9 @@ class Launcher:
     Raises `ConfigError` where the start method or this machine's limits do not allow them.
     """
 
-    def __init__(self, start_method: str, n_workers: int, *, with_torch: bool) -> None:
-        self._start_method, self._preload = start_method, _TORCH + _PRELOAD if with_torch else _PRELOAD
+    def __init__(self, start_method: str, n_workers: int, preload: Sequence[str]) -> None:
+        """`preload`: modules that the job's workers import, beside those that all do."""
+        self._start_method, self._preload = start_method, [*preload, *_PRELOAD]
         check_limits(n_workers, start_method)
         _refuse_unsafe_fork(start_method)
 
