@@ -118,11 +118,20 @@ class ObjectPipe:
         They are taken whether they can be unpickled or not: what is `Unreadable` now will always be.
         Raises `TrajectoryCountError` if there are not as many as were promised.
         """
+        frames = self.take_complete()
+        if len(frames) != promised or self._received:
+            left, self._received = len(self._received), bytearray()
+            raise TrajectoryCountError(
+                f"{len(frames)} trajectories arrived of {promised} promised, with {left} bytes left over"
+            )
+        return frames
+
+    def take_complete(self) -> list[Frame]:
+        """Main process: the frames that have arrived whole; the beginning of another is left where it is."""
         self.drain()
         frames: list[Frame] = []
         at = 0
         received = bytes(self._received)
-        self._received.clear()
         while len(received) - at >= _HEAD.size:
             t, env_rank, size = _HEAD.unpack_from(received, at)
             if len(received) - at - _HEAD.size < size:
@@ -130,10 +139,7 @@ class ObjectPipe:
             at += _HEAD.size
             frames.append((t, env_rank, _loads(received[at : at + size])))
             at += size
-        if len(frames) != promised or at != len(received):
-            raise TrajectoryCountError(
-                f"{len(frames)} trajectories arrived of {promised} promised, with {len(received) - at} bytes left over"
-            )
+        del self._received[:at]
         return frames
 
     def successor(self, *, keep: bool) -> ObjectPipe:

@@ -11,15 +11,9 @@ import numpy as np
 
 from penstock.buffers.control import Phase, Progress
 from penstock.buffers.named import map_leaves
-from penstock.collectors.checks import (
-    Checks,
-    checked_writer,
-    episode_flags,
-    require_info,
-    require_number,
-    step_values_error,
-)
+from penstock.collectors.checks import Checks, checked_writer
 from penstock.collectors.tracking import StepHook, kept
+from penstock.envs.checks import episode_flags, require_info, require_number, step_values_error
 from penstock.envs.examples import example_of
 from penstock.envs.rows import ColumnError, RowWriter, action_splitter
 from penstock.errors import SpaceError, brief

@@ -8,6 +8,7 @@ from penstock.envs.infos import InfoWanted, InfoWriter, info_example
 from penstock.envs.rows import action_splitter, row_writer
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed, stream
 from penstock.envs.toy import CountingEnv, CrashingEnv, NestedEnv, SlowEnv
+from penstock.envs.vector_env import ShmVectorEnv
 
 __all__ = [
     "BatchedCartPole",
@@ -23,6 +24,7 @@ __all__ = [
     "NestedEnv",
     "Purpose",
     "SameStep",
+    "ShmVectorEnv",
     "SlowEnv",
     "action_splitter",
     "build_example_env",

@@ -127,7 +127,7 @@ class ServedCrew:
     def _serve_until(self, condition: Callable[[], bool]) -> None:
         self._serve()
         while not condition():
-            self._crew.wait_out(replace(self._wait, starting=False, until=condition))
+            self._crew.wait_out(replace(self._wait, starting=False, until=condition, interruptible=False))
             if not condition():  # all workers have come to their end, and it is this process's turn
                 self._serve()
 

@@ -27,9 +27,9 @@ from penstock.collectors.evaluation import BaseEvalCollector, EvalCollectorParts
 from penstock.collectors.tracking import Tracker, make_tracker
 from penstock.collectors.traj_info import TrajInfo
 from penstock.collectors.vector import VectorColumns
+from penstock.envs.built import BuiltEnvs
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.errors import SpaceError
 from penstock.samplers.ports import WorkerPort
 from penstock.workers.env_calls import EnvCall, perform
 from penstock.workers.plan import WorkerPlan, episode_shares
@@ -135,7 +135,7 @@ class Worker:
         self._agent = job.agent
         self._agent.attach(state.parameters)
         self._agent.pull_shared_memory()
-        self._built: list[tuple[int, Any]] = []
+        self._built = BuiltEnvs(self.progress, self._agent.observation_space, self._agent.action_space)
         arrays = state.samples.arrays
         self.collector = self._build_collector(
             BatchColumns(arrays, slice(plan.columns.start, plan.columns.stop)),
@@ -148,28 +148,12 @@ class Worker:
         env_ranks, seeds = streams.env_ranks, streams.env_seeds(purpose)
         if self._job.collector_cls.batched:
             context = EnvContext(env_ranks[0], self._plan.worker_rank, seeds[0], purpose)
-            return cast(EnvColumns, self._build_batched(factories[0], env_ranks, context))
+            env = self._built.build_batched(factories[0], len(env_ranks), context)
+            return cast(EnvColumns, VectorColumns(env, env_ranks, self.progress, self._job.checks))
         envs = []
-        self.progress.enter(Phase.BUILDING)
         for factory, env_rank, seed in zip(factories, env_ranks, seeds, strict=True):
-            self.progress.at_env(env_rank)
-            env = factory(EnvContext(env_rank, self._plan.worker_rank, seed, purpose))
-            self._built.append((env_rank, env))
-            for name in ("observation_space", "action_space"):
-                if getattr(env, name) != getattr(self._agent, name):
-                    raise SpaceError(
-                        f"the {name} of env_rank {env_rank} is {getattr(env, name)}, that of the example "
-                        f"environment is {getattr(self._agent, name)}: all environments must have the same spaces"
-                    )
-            envs.append(env)
+            envs.append(self._built.build(factory, EnvContext(env_rank, self._plan.worker_rank, seed, purpose)))
         return EnvColumns(envs, env_ranks, self.progress, self._job.checks)
-
-    def _build_batched(self, factory: EnvFactory, env_ranks: range, context: EnvContext) -> VectorColumns:
-        self.progress.enter(Phase.BUILDING)
-        self.progress.at_env(context.env_rank)
-        env = factory.batched(len(env_ranks), context)
-        self._built.append((context.env_rank, env))
-        return VectorColumns(env, env_ranks, self.progress, self._job.checks)
 
     def _copy_of_agent(self, streams: ColumnStreams, purpose: Purpose, n_envs: int) -> Agent:
         agent = self._agent.column_copy(streams.rngs(purpose))
@@ -261,15 +245,4 @@ class Worker:
 
     def close(self) -> None:
         """Close every environment that was built; the first exception is raised when all have had their turn."""
-        failed: tuple[int, Exception] | None = None
-        self.progress.enter(Phase.CLOSING)
-        while self._built:
-            env_rank, env = self._built.pop()
-            self.progress.at_env(env_rank)
-            try:
-                env.close()
-            except Exception as error:
-                failed = failed or (env_rank, error)
-        if failed is not None:
-            self.progress.at_env(failed[0])
-            raise failed[1]
+        self._built.close()

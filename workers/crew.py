@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.buffers.control import Phase
@@ -65,14 +65,14 @@ class Crew:
         rules: CrewRules,
         on_replace: Callable[[WorkerPlan], None] = lambda plan: None,
     ) -> None:
-        """`on_replace` is told the plan of each worker that takes a dead one's place, before it starts."""
+        """`on_replace` is told the plan of each worker that takes a dead one's place, before anything is touched."""
         self._memory, self._rules, self._control, self._on_replace = memory, rules, memory.control, on_replace
         self._owner_pid = os.getpid()
         self._close_lock = threading.Lock()
         self._closing_thread: int | None = None
         self.closed = False  # or being closed
         self._is_over = False
-        self._openings = 1  # of every gate; number one is start-up
+        self._openings = [1] * len(plans)  # of each gate; number one is start-up
         self.members: list[Member] = []
         self.restarts = Restarts(rules.restarts)
         self._job = PickledJob(job, plans)  # all of it, before the first process starts
@@ -139,14 +139,15 @@ class Crew:
 
     # ---- gates -----------------------------------------------------------------------------
 
-    def open_gates(self) -> None:
-        """Let every worker through barrier_in."""
-        self._openings += 1
+    def open_gates(self, ranks: Iterable[int] | None = None) -> None:
+        """Let every worker through barrier_in, or those of `ranks`. One that is at work comes through again."""
+        for rank in range(len(self.members)) if ranks is None else ranks:
+            self._openings[rank] += 1
         self._open_to_the_last()
 
     def _open_to_the_last(self) -> None:
         for member in self.members:
-            while self._control.opened(member.rank) < self._openings:
+            while self._control.opened(member.rank) < self._openings[member.rank]:
                 member.gate.open()
 
     def wait_out(self, wait: Wait) -> None:
@@ -165,13 +166,13 @@ class Crew:
         lost = self._count_lost(old)
         self.restarts.note(casualty, occasion, lost)
         _log.warning("%s (%s); it is being replaced, %d trajectories are lost", casualty, occasion, lost)
+        plan = replace(old.plan, generation=old.plan.generation + 1)
+        self._on_replace(plan)
         pipe = old.pipe.successor(keep=old.gate.arrived)
         self._reports.clear(rank)
         old.stacks.clear()
         self._control.reset_row(rank)
         self._guardian.forget(old.pid)
-        plan = replace(old.plan, generation=old.plan.generation + 1)
-        self._on_replace(plan)
         try:
             self.members[rank] = self._start(plan, old.gate, pipe, old.stacks)
         except BaseException:

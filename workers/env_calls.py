@@ -14,19 +14,20 @@ from penstock.buffers.trajectory_queue import Frame, Unreadable
 from penstock.errors import ConfigError, EnvCallError
 from penstock.workers.reports import in_one_line, read_account, write_account
 
-__all__ = ["EnvCall", "perform", "results"]
+__all__ = ["EnvCall", "perform", "pickled", "results"]
 
 
 @dataclass(frozen=True)
 class EnvCall:
     """What is to be done on every training environment, or on every evaluation environment."""
 
-    verb: str  #: the sampler's method: "call", "get_attr" or "set_attr"
+    verb: str  #: the caller's method: "call", "get_attr" or "set_attr"; or "call_or_get", whichever it allows
     name: str
     evaluation: bool = False
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] | None = None
     values: Sequence[Any] | None = None  #: of "set_attr", one per environment
+    only: frozenset[int] | None = None  #: the columns that it concerns; None: all
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -34,16 +35,23 @@ class EnvCall:
 
     def dumps(self) -> bytes:
         """Pickled, by value where it comes from a script. Raises `ConfigError` if that is impossible."""
-        try:
-            return bytes(cloudpickle.dumps(self))
-        except Exception as error:
-            raise ConfigError(f"the arguments for {self.name!r} cannot be pickled for the workers: {error}") from error
+        return pickled(self, f"the arguments for {self.name!r}")
+
+
+def pickled(order: Any, what: str) -> bytes:
+    """An order for the workers; raises `ConfigError` saying that `what` cannot be pickled if it cannot."""
+    try:
+        return bytes(cloudpickle.dumps(order))
+    except Exception as error:
+        raise ConfigError(f"{what} cannot be pickled for the workers: {error}") from error
 
 
 def perform(call: EnvCall, envs: Sequence[gym.Env[Any, Any]], columns: range, env_ranks: range) -> list[Frame]:
     """Worker: do it on its environments. An exception is a result too; it does not harm the worker."""
     frames: list[Frame] = []
     for env, column, env_rank in zip(envs, columns, env_ranks, strict=True):
+        if call.only is not None and column not in call.only:
+            continue
         try:
             outcome = {"result": _perform_one(call, env, column)}
             pickle.loads(pickle.dumps(outcome))
@@ -59,7 +67,9 @@ def _perform_one(call: EnvCall, env: gym.Env[Any, Any], column: int) -> Any:
         env.set_wrapper_attr(call.name, call.values[column])
         return None
     attribute = env.get_wrapper_attr(call.name)
-    return attribute(*call.args, **(call.kwargs or {})) if call.verb == "call" else attribute
+    if call.verb == "call" or (call.verb == "call_or_get" and callable(attribute)):
+        return attribute(*call.args, **(call.kwargs or {}))
+    return attribute
 
 
 def results(call: EnvCall, frames: Sequence[Frame]) -> list[Any]:

@@ -123,6 +123,10 @@ class Gate:
         progress.arrived += 1
         self._done.notify()
 
+    def signal(self) -> None:
+        """Have the main process look again, though this worker has not arrived."""
+        self._done.notify()
+
     def ask(self, progress: Progress, question: int, main_process: Any) -> None:
         """Ask the main process, in the middle of a batch, and wait for its answer. Raises as `wait_in` does,
         and `StopCollecting` once the sampler is shutting down."""

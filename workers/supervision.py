@@ -61,10 +61,9 @@ class Supervisor:
         while True:
             pending = _pending(staff)
             seconds = min(wait.look_again, stopwatch.look_again) if pending else 0.0
-            # Who waits for something in particular is in the middle of it.
-            dead = self._watch_of(staff).wait(seconds, interruptible=wait.until is None)
+            dead = self._watch_of(staff).wait(seconds, interruptible=wait.interruptible)
             if staff.closed:  # by another thread; the deaths are of its making
-                raise SamplerClosedError(f"the sampler was shut down by another thread during {wait.occasion}")
+                raise SamplerClosedError(f"it was shut down by another thread during {wait.occasion}")
             pending = _pending(staff)
             casualties = self._examine_dead(staff, dead) if dead else self._examine_hung(stopwatch.overdue(pending))
             if casualties:

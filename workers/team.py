@@ -22,6 +22,7 @@ class Wait:
     on_wake: Callable[[], None] | None = None  #: called at least every `look_again` seconds
     look_again: float = 1.0  #: nothing depends on it: all that matters wakes the main process
     until: Callable[[], bool] | None = None  #: says when it has been enough before that
+    interruptible: bool = True  #: whether Ctrl-C may end the waiting: it can be begun again
 
 
 class Team(Protocol):

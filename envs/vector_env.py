@@ -1,0 +1,414 @@
+"""ShmVectorEnv: Gymnasium's vector environment, with the environments in worker processes and shared memory between."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.util import Finalize
+from types import TracebackType
+from typing import Any, TypeVar
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from penstock.buffers.trajectory_queue import Frame
+from penstock.envs.factory import EnvFactory, build_example_env
+from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed
+from penstock.envs.tiling import tile
+from penstock.envs.vector_arguments import (
+    as_factories,
+    as_mode,
+    as_plans,
+    as_rules,
+    as_seeds,
+    env_ids_within,
+    split_mask,
+)
+from penstock.envs.vector_exchange import Exchange, Ids, batch_infos
+from penstock.envs.vector_memory import VectorMemory, taken
+from penstock.envs.vector_worker import ResetOrder, VectorJob
+from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
+from penstock.workers.arguments import integer
+from penstock.workers.calls import Calls, Lifetime
+from penstock.workers.crew import Crew
+from penstock.workers.env_calls import EnvCall, results
+from penstock.workers.interrupts import interrupts
+from penstock.workers.plan import Affinity, WorkerPlan
+from penstock.workers.team import Wait
+
+__all__ = ["ShmVectorEnv"]
+
+_Self = TypeVar("_Self", bound="ShmVectorEnv")
+_Step = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]
+
+
+class _State(enum.Enum):
+    """Where a vector environment is in its life. The value names the calls that are expected next."""
+
+    NEW = "reset"
+    READY = "step, step_async, send or reset"
+    STEPPING = "step_wait"
+    SENT = "recv, send or reset"
+    BROKEN = "close"
+    CLOSED = "none"
+
+
+_LIFETIME = Lifetime(
+    first=_State.NEW, broken=_State.BROKEN, closed=_State.CLOSED, noun="vector environment", end="close"
+)
+_ANY = (_State.NEW, _State.READY, _State.STEPPING, _State.SENT)
+_BETWEEN_STEPS = (_State.NEW, _State.READY, _State.SENT)
+
+
+class ShmVectorEnv(VectorEnv[Any, Any, Any]):
+    """`len(env_fns)` environments in worker processes, behind Gymnasium's own `VectorEnv` interface.
+
+    Observations, rewards, flags and actions lie in shared memory: a step pickles nothing. Infos travel only when there
+    are any. A worker that raises, dies or hangs ends the call at once with the samplers' errors.
+
+    Args:
+        env_fns: callables that return a `gymnasium.Env`, one for each environment. Lambdas and closures are fine. The
+            first is called once more in the main process, to read the spaces.
+        in_series: how many environments a process steps one after the other. With `n` environments there are
+            `n / in_series` processes, rounded up, whose shares differ by one at most.
+        n_workers: the number of processes instead.
+        context: "forkserver", "spawn" or "fork".
+        autoreset_mode: what a step does about an episode's end, a `gymnasium.vector.AutoresetMode` or its name.
+        copy: return copies. Otherwise observations are views of the shared memory, which the next step overwrites.
+        affinity: CPUs for each worker, or an `Affinity`. None pins worker i to the i-th CPU of this process's mask if
+            there are CPUs enough, and leaves them where the system puts them otherwise.
+        step_timeout: seconds that a worker may go without progress before `WorkerTimeoutError`; None waits for ever, as
+            long as the worker lives.
+        start_timeout: the same, while environments are built.
+        on_worker_failure: "raise" breaks the vector environment when a worker raises, dies or hangs. "restart"
+            replaces the worker: for each of its environments the next step is `truncated`, with the observation that
+            was last seen (under SAME_STEP: as `final_obs`) and `worker_restarted` in its info.
+        max_restarts: replacements within `restart_window` seconds at most; one more raises, with the history.
+        restart_window: seconds.
+
+    Environments of uneven speed are stepped first-ready: `send(actions, env_ids)` asks some of them to step, and
+    `recv(min_ready)` waits for the first that have.
+
+    Raises `ConfigError` for arguments that cannot work, `SpaceError` for a space whose elements have no fixed shape,
+    and a `SamplerBrokenError` if a worker fails to start.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], gym.Env[Any, Any]]],
+        in_series: int = 1,
+        n_workers: int | None = None,
+        context: str = "forkserver",
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        copy: bool = True,
+        *,
+        affinity: Affinity | Sequence[int | Sequence[int]] | None = None,
+        step_timeout: float | None = None,
+        start_timeout: float = 120.0,
+        on_worker_failure: str = "raise",
+        max_restarts: int = 3,
+        restart_window: float = 60.0,
+    ) -> None:
+        self._calls = Calls(_LIFETIME, of_this_process=True)
+        factories = as_factories(env_fns)
+        self.num_envs, self.copy = len(factories), copy
+        rules = as_rules(context, step_timeout, start_timeout, on_worker_failure, max_restarts, restart_window)
+        self._plans = as_plans(self.num_envs, in_series, n_workers, affinity)
+        self.autoreset_mode = as_mode(autoreset_mode)
+        self._describe(factories[0])
+        job = VectorJob(
+            factories,
+            ColumnStreams(fresh_seed(), range(self.num_envs)).env_seeds(Purpose.TRAIN),
+            self.single_observation_space,
+            self.single_action_space,
+            self.autoreset_mode,
+        )
+        memory = VectorMemory.allocate(
+            self.single_observation_space, self.single_action_space, self.num_envs, len(self._plans)
+        )
+        self._memory, self._control = memory, memory.control
+        self._exchange = Exchange(
+            memory,
+            self.single_observation_space,
+            self.single_action_space,
+            self._take_frames,
+            same_step=self.autoreset_mode is AutoresetMode.SAME_STEP,
+        )
+        self._ended = np.zeros(self.num_envs, np.bool_)
+        self._owners = np.repeat(
+            [plan.worker_rank for plan in self._plans], [len(plan.columns) for plan in self._plans]
+        )
+        self._is_away = False  # the workers are on an order, whose wait the user may have interrupted
+        with self._calls.expecting("ShmVectorEnv", _State.NEW):
+            try:
+                self._crew = Crew(self._plans, job, memory, rules, on_replace=self._save_infos)
+                self._finalizer = Finalize(self, _end, (self._crew, memory), exitpriority=100)
+                self._wait(Wait("start-up", starting=True))
+            except BaseException:
+                memory.close()
+                if "_crew" in vars(self):
+                    self._crew.close(broken=True)
+                raise
+
+    def _describe(self, factory: EnvFactory) -> None:
+        env = build_example_env(factory)
+        try:
+            self.metadata = {**env.metadata, "autoreset_mode": self.autoreset_mode}
+            self.spec, self.render_mode = env.spec, env.render_mode
+            self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
+        finally:
+            env.close()
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+
+    # ---- Gymnasium's interface -------------------------------------------------------------
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset all environments, in parallel, or those of `options["reset_mask"]`, a bool array `[n]`.
+
+        Steps that are outstanding are finished first; of environments that are reset, their results are dropped.
+
+        Args:
+            seed: environment i gets `seed + i`, or the i-th of a list.
+            options: given to every environment.
+
+        Returns observations `[n, ...]` and batched infos.
+        """
+        with self._calls.expecting("reset", *_ANY):
+            seeds = as_seeds(seed, self.num_envs)
+            which, options = split_mask(options, self.num_envs)
+            message = ResetOrder(seeds, options).dumps()
+            self._come_back()
+            exchange = self._exchange
+            exchange.forget(exchange.all if self._calls.state is _State.STEPPING else which)
+            exchange.put_seeds(seeds, which)
+            exchange.request(which)
+            self._calls.state = _State.SENT  # should this be interrupted, a reset is expected, or what was outstanding
+            self._send_order(message, Wait("reset"))
+            self._ended[which] = False
+            infos = exchange.take(which)
+            self._calls.state = _State.SENT if len(exchange.outstanding) else _State.READY
+            return self._observations(), batch_infos(infos, self.num_envs)
+
+    def step(self, actions: Any) -> _Step:
+        """Step all environments with `actions`, batched as `action_space` is.
+
+        Returns observations `[n, ...]`, rewards, terminations and truncations `[n]`, and batched infos.
+        """
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        """Have all environments step, and return; `step_wait` gives what comes of it."""
+        with self._calls.expecting("step_async", _State.READY):
+            if self.autoreset_mode is AutoresetMode.DISABLED:
+                self._require_running(slice(None))
+            self._exchange.put_actions(actions)
+            self._exchange.request()
+            self._crew.open_gates()
+            self._calls.state = _State.STEPPING
+
+    def step_wait(self) -> _Step:
+        """Wait for the step that `step_async` began; returns as `step` does."""
+        with self._calls.expecting("step_wait", _State.STEPPING):
+            self._wait(Wait("step"))
+            exchange = self._exchange
+            infos = exchange.take(exchange.all)
+            reward, terminated, truncated = (
+                exchange.reward.copy(),
+                exchange.terminated.copy(),
+                exchange.truncated.copy(),
+            )
+            np.logical_or(terminated, truncated, out=self._ended)
+            self._calls.state = _State.READY
+            batched = batch_infos(infos, self.num_envs) if infos else {}
+            return self._observations(), reward, terminated, truncated, batched
+
+    def render(self) -> tuple[Any, ...] | None:
+        """The frames of all environments."""
+        return self._call(EnvCall("call", "render"))
+
+    def render_tiled(self) -> npt.NDArray[np.uint8]:
+        """The frames of all environments `[height, width, 3]` in one picture, row by row."""
+        return tile(self._call(EnvCall("call", "render")))
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """What `env.name(*args, **kwargs)` returns in each environment, or `env.name` where it is no method.
+
+        Steps that are outstanding are finished first. An exception is an `EnvCallError`; the environments live on.
+        """
+        return self._call(EnvCall("call_or_get", name, args=args, kwargs=kwargs))
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """The attribute `name` of each environment."""
+        return self._call(EnvCall("get_attr", name))
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set the attribute `name` of each environment, from a list or tuple of `n` values or to the same value."""
+        each = values if isinstance(values, list | tuple) else [values] * self.num_envs
+        if len(each) != self.num_envs:
+            raise ConfigError(f"set_attr needs one value, or {self.num_envs} of them in a list, got {len(each)}")
+        self._call(EnvCall("set_attr", name, values=each))
+
+    def broadcast(self, parameters: Mapping[str, Any], env_ids: Sequence[int] | None = None) -> None:
+        """Set attributes of all environments, or of those in `env_ids`: between steps, for curricula.
+
+        Returns when every environment has all of them. Raises `EnvCallError` for one that refuses.
+        """
+        if not isinstance(parameters, Mapping):
+            raise ConfigError(f"broadcast needs a dict of attributes and values, got {parameters!r}")
+        only = None if env_ids is None else frozenset(env_ids_within(env_ids, self.num_envs).tolist())
+        for name, value in parameters.items():
+            self._call(EnvCall("set_attr", name, values=[value] * self.num_envs, only=only))
+
+    @property
+    def np_random_seed(self) -> tuple[Any, ...]:  # type: ignore[override]
+        """The seeds of the environments' random generators."""
+        return self.get_attr("np_random_seed")
+
+    @property  # type: ignore[misc]
+    def np_random(self) -> tuple[Any, ...]:  # type: ignore[override]
+        """Copies of the environments' random generators."""
+        return self.get_attr("np_random")
+
+    # ---- first-ready stepping --------------------------------------------------------------
+
+    def send(self, actions: Any, env_ids: Sequence[int] | None = None) -> None:
+        """Have the environments `env_ids` (None: all) step with `actions` `[k, ...]`, and return.
+
+        Raises `SamplerStateError` for one that is still stepping, or whose last result has not been received.
+        """
+        with self._calls.expecting("send", _State.READY, _State.SENT):
+            self._end_order()
+            which = self._exchange.all if env_ids is None else env_ids_within(env_ids, self.num_envs)
+            if len(busy := np.intersect1d(which, self._exchange.outstanding)):
+                raise SamplerStateError(f"send: environments {busy.tolist()} have not been received yet: call recv")
+            if self.autoreset_mode is AutoresetMode.DISABLED:
+                self._require_running(which)
+            self._exchange.put_actions(actions, which)
+            self._exchange.request(which, one_by_one=True)
+            self._calls.state = _State.SENT
+            self._crew.open_gates(self._workers_of(which))
+
+    def recv(self, min_ready: int = 1) -> _Step:
+        """Wait until `min_ready` of the environments that were sent actions have stepped (or all of them, should they
+        be fewer), and return all that have.
+
+        Returns observations `[k, ...]`, rewards, terminations and truncations `[k]`, and infos batched for the `k`,
+        with their indices in `infos["env_id"]`. What is not received now will be, before long: nothing that is ready is
+        left out.
+        """
+        with self._calls.expecting("recv", _State.SENT):
+            exchange = self._exchange
+            wanted = min(integer("min_ready", min_ready, 1), len(exchange.outstanding))
+            self._end_order()
+            if len(exchange.ready) < wanted:
+                self._wait(Wait("step", until=lambda: len(exchange.ready) >= wanted))
+            which = exchange.ready
+            infos = exchange.take(which)
+            positions = {i: k for k, i in enumerate(which.tolist())}
+            batched = batch_infos([(positions[i], info) for i, info in infos], len(which))
+            batched["env_id"] = which
+            reward, terminated, truncated = (
+                exchange.reward[which],
+                exchange.terminated[which],
+                exchange.truncated[which],
+            )
+            self._ended[which] = terminated | truncated
+            if not len(exchange.outstanding):
+                self._calls.state = _State.READY
+            return taken(exchange.observation, which), reward, terminated, truncated, batched
+
+    # ---- orders, and the crew --------------------------------------------------------------
+
+    def _call(self, call: EnvCall) -> tuple[Any, ...]:
+        with self._calls.expecting(call.verb.partition("_or_")[0], *_BETWEEN_STEPS):
+            message = call.dumps()
+            self._come_back()
+            self._exchange.collect_infos()
+            self._send_order(message, Wait(f"{call.verb} {call.name!r}"))
+            promised = [self._control.trajectories(plan.worker_rank) for plan in self._plans]
+            return tuple(results(call, self._crew.take_frames(promised)))
+
+    def _come_back(self) -> None:
+        """Wait until no worker is at work. What has been sent stays to be received."""
+        self._end_order()
+        self._wait(Wait("step"))
+
+    def _send_order(self, message: bytes, wait: Wait) -> None:
+        self._memory.mailbox.post(message)
+        self._control.do_call = self._is_away = True
+        self._crew.open_gates()
+        self._wait(wait)
+        self._control.do_call = self._is_away = False
+
+    def _end_order(self) -> None:
+        """Wait for the end of an order whose wait was interrupted."""
+        if self._is_away:
+            self._wait(Wait("what was interrupted"))
+            self._control.do_call = self._is_away = False
+            self._exchange.collect_infos()  # and drop the results that nobody waits for any more
+
+    def _wait(self, wait: Wait) -> None:
+        try:
+            self._crew.wait_out(wait)
+        except SamplerBrokenError as error:
+            self._calls.break_with(error)
+            self._memory.close()
+            raise
+
+    def _take_frames(self) -> list[Frame]:
+        return [frame for member in self._crew.members for frame in member.pipe.take_complete()]
+
+    def _save_infos(self, plan: WorkerPlan) -> None:
+        """A worker is being replaced: what it has told of answered requests is still to be taken."""
+        self._exchange.collect_infos()
+
+    def _workers_of(self, which: Ids) -> list[int]:
+        ranks: list[int] = np.unique(self._owners[which]).tolist()
+        return ranks
+
+    def _require_running(self, which: Any) -> None:
+        ended = np.flatnonzero(self._ended & np.isin(self._exchange.all, self._exchange.all[which]))
+        if len(ended):
+            raise SamplerStateError(
+                f"the episodes of environments {ended.tolist()} have ended, and autoreset_mode is DISABLED: call "
+                "reset(options={'reset_mask': mask}) first"
+            )
+
+    def _observations(self) -> Any:
+        view = self._exchange.observation
+        return taken(view, slice(None)) if self.copy else view
+
+    @property
+    def n_restarts(self) -> int:
+        """How many workers have been replaced."""
+        return self._crew.restarts.total
+
+    # ---- the end ---------------------------------------------------------------------------
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """End the workers. Never raises; bounded; a worker that must be killed is named in a `RuntimeWarning`."""
+        with interrupts.held():
+            self._calls.close()
+            if "_finalizer" in vars(self) and not self._calls.is_foreign:
+                _end(self._crew, self._memory)
+                self._finalizer.cancel()
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _end(crew: Crew, memory: VectorMemory) -> None:
+    crew.close()
+    memory.close()
