@@ -18,6 +18,7 @@ from penstock.workers.crew import CrewRules
 from penstock.workers.launch import START_METHODS
 from penstock.workers.plan import Affinity, WorkerPlan, assign_cpus, make_plans
 from penstock.workers.restarts import RestartPolicy
+from penstock.workers.spinning import SPIN_SECONDS
 from penstock.workers.supervision import Limits
 
 __all__ = ["as_factories", "as_mode", "as_plans", "as_rules", "as_seeds", "env_ids_within", "split_mask"]
@@ -85,7 +86,7 @@ def as_rules(
     policy = RestartPolicy(
         n_restarts if on_worker_failure == "restart" else 0, seconds("restart_window", restart_window)
     )
-    return CrewRules(context, 0.0, limits, policy, preload=("penstock.envs.vector_worker",))
+    return CrewRules(context, SPIN_SECONDS, limits, policy, preload=("penstock.envs.vector_worker",))
 
 
 def as_seeds(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int | None]:

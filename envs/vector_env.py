@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.util import Finalize
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -14,7 +14,6 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from penstock.buffers.trajectory_queue import Frame
 from penstock.envs.factory import EnvFactory, build_example_env
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed
 from penstock.envs.tiling import tile
@@ -27,22 +26,24 @@ from penstock.envs.vector_arguments import (
     env_ids_within,
     split_mask,
 )
-from penstock.envs.vector_exchange import Exchange, Ids, batch_infos
+from penstock.envs.vector_crew import VectorCrew
+from penstock.envs.vector_exchange import Ids, batch_infos
 from penstock.envs.vector_memory import VectorMemory, taken
 from penstock.envs.vector_worker import ResetOrder, VectorJob
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.workers.arguments import integer
 from penstock.workers.calls import Calls, Lifetime
-from penstock.workers.crew import Crew
-from penstock.workers.env_calls import EnvCall, results
+from penstock.workers.env_calls import EnvCall
 from penstock.workers.interrupts import interrupts
-from penstock.workers.plan import Affinity, WorkerPlan
-from penstock.workers.team import Wait
+from penstock.workers.plan import Affinity
 
 __all__ = ["ShmVectorEnv"]
 
 _Self = TypeVar("_Self", bound="ShmVectorEnv")
 _Step = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]
+
+_Infos = list[tuple[int, dict[str, Any]]]
+_Listed = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], _Infos]
 
 
 class _State(enum.Enum):
@@ -116,7 +117,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         factories = as_factories(env_fns)
         self.num_envs, self.copy = len(factories), copy
         rules = as_rules(context, step_timeout, start_timeout, on_worker_failure, max_restarts, restart_window)
-        self._plans = as_plans(self.num_envs, in_series, n_workers, affinity)
+        plans = as_plans(self.num_envs, in_series, n_workers, affinity)
         self.autoreset_mode = as_mode(autoreset_mode)
         self._describe(factories[0])
         job = VectorJob(
@@ -126,32 +127,20 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             self.single_action_space,
             self.autoreset_mode,
         )
-        memory = VectorMemory.allocate(
-            self.single_observation_space, self.single_action_space, self.num_envs, len(self._plans)
-        )
-        self._memory, self._control = memory, memory.control
-        self._exchange = Exchange(
-            memory,
-            self.single_observation_space,
-            self.single_action_space,
-            self._take_frames,
-            same_step=self.autoreset_mode is AutoresetMode.SAME_STEP,
-        )
         self._ended = np.zeros(self.num_envs, np.bool_)
-        self._owners = np.repeat(
-            [plan.worker_rank for plan in self._plans], [len(plan.columns) for plan in self._plans]
-        )
-        self._is_away = False  # the workers are on an order, whose wait the user may have interrupted
-        with self._calls.expecting("ShmVectorEnv", _State.NEW):
-            try:
-                self._crew = Crew(self._plans, job, memory, rules, on_replace=self._save_infos)
-                self._finalizer = Finalize(self, _end, (self._crew, memory), exitpriority=100)
-                self._wait(Wait("start-up", starting=True))
-            except BaseException:
-                memory.close()
-                if "_crew" in vars(self):
-                    self._crew.close(broken=True)
-                raise
+        memory = VectorMemory.allocate(job.observation_space, job.action_space, self.num_envs, len(plans))
+        with self._expecting("ShmVectorEnv", _State.NEW):
+            self._crew = VectorCrew(plans, job, memory, rules)
+            self._exchange = self._crew.exchange
+
+    @contextmanager
+    def _expecting(self, name: str, *states: _State) -> Iterator[None]:
+        try:
+            with self._calls.expecting(name, *states):
+                yield
+        except SamplerBrokenError as error:
+            self._calls.break_with(error)
+            raise
 
     def _describe(self, factory: EnvFactory) -> None:
         env = build_example_env(factory)
@@ -179,55 +168,82 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
 
         Returns observations `[n, ...]` and batched infos.
         """
-        with self._calls.expecting("reset", *_ANY):
+        observations, infos = self.reset_listed(seed=seed, options=options)
+        return observations, batch_infos(infos, self.num_envs)
+
+    def reset_listed(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, _Infos]:
+        """As `reset`, with infos as the environments gave them: pairs (index, info) of those that had any."""
+        with self._expecting("reset", *_ANY):
             seeds = as_seeds(seed, self.num_envs)
             which, options = split_mask(options, self.num_envs)
-            message = ResetOrder(seeds, options).dumps()
-            self._come_back()
-            exchange = self._exchange
-            exchange.forget(exchange.all if self._calls.state is _State.STEPPING else which)
-            exchange.put_seeds(seeds, which)
-            exchange.request(which)
-            self._calls.state = _State.SENT  # should this be interrupted, a reset is expected, or what was outstanding
-            self._send_order(message, Wait("reset"))
+            self._crew.reset(ResetOrder(seeds, options), which)
             self._ended[which] = False
-            infos = exchange.take(which)
-            self._calls.state = _State.SENT if len(exchange.outstanding) else _State.READY
-            return self._observations(), batch_infos(infos, self.num_envs)
+            infos = self._exchange.take(which)
+            if self._calls.state is _State.NEW or not len(self._exchange.outstanding):
+                self._calls.state = _State.READY
+            return self._observations(), infos
 
     def step(self, actions: Any) -> _Step:
         """Step all environments with `actions`, batched as `action_space` is.
 
         Returns observations `[n, ...]`, rewards, terminations and truncations `[n]`, and batched infos.
         """
-        self.step_async(actions)
-        return self.step_wait()
+        with self._expecting("step", _State.READY):
+            self._begin_step(actions)
+            return self._end_step()
 
     def step_async(self, actions: Any) -> None:
         """Have all environments step, and return; `step_wait` gives what comes of it."""
-        with self._calls.expecting("step_async", _State.READY):
-            if self.autoreset_mode is AutoresetMode.DISABLED:
-                self._require_running(slice(None))
-            self._exchange.put_actions(actions)
-            self._exchange.request()
-            self._crew.open_gates()
-            self._calls.state = _State.STEPPING
+        with self._expecting("step_async", _State.READY):
+            self._begin_step(actions)
 
     def step_wait(self) -> _Step:
         """Wait for the step that `step_async` began; returns as `step` does."""
-        with self._calls.expecting("step_wait", _State.STEPPING):
-            self._wait(Wait("step"))
-            exchange = self._exchange
-            infos = exchange.take(exchange.all)
-            reward, terminated, truncated = (
-                exchange.reward.copy(),
-                exchange.terminated.copy(),
-                exchange.truncated.copy(),
+        with self._expecting("step_wait", _State.STEPPING):
+            return self._end_step()
+
+    def _begin_step(self, actions: Any) -> None:
+        if self.autoreset_mode is AutoresetMode.DISABLED:
+            self._require_running(self._exchange.all)
+        self._crew.step(actions)
+        self._calls.state = _State.STEPPING
+
+    def _end_step(self) -> _Step:
+        *results, infos = self._take_step()
+        return (*results, batch_infos(infos, self.num_envs))
+
+    def _take_step(self) -> _Listed:
+        self._crew.wait()
+        exchange = self._exchange
+        infos = exchange.take(exchange.all)
+        reward, terminated, truncated = exchange.reward.copy(), exchange.terminated.copy(), exchange.truncated.copy()
+        np.logical_or(terminated, truncated, out=self._ended)
+        self._calls.state = _State.READY
+        return self._observations(), reward, terminated, truncated, infos
+
+    def step_wait_listed(self) -> _Listed:
+        """As `step_wait`, with infos as the environments gave them: pairs (index, info) of those that had any, with
+        `final_obs` and `final_info` where an episode ended and the environment was reset at once."""
+        with self._expecting("step_wait_listed", _State.STEPPING):
+            return self._take_step()
+
+    def to_sb3(self) -> Any:
+        """The same environments as a Stable-Baselines3 `VecEnv`; needs `autoreset_mode="SAME_STEP"`.
+
+        Raises `ConfigError` in another mode, and where Stable-Baselines3 is not installed.
+        """
+        if self.autoreset_mode is not AutoresetMode.SAME_STEP:
+            raise ConfigError(
+                "Stable-Baselines3 expects environments to be reset in the step that ends an episode: construct with "
+                'autoreset_mode="SAME_STEP"'
             )
-            np.logical_or(terminated, truncated, out=self._ended)
-            self._calls.state = _State.READY
-            batched = batch_infos(infos, self.num_envs) if infos else {}
-            return self._observations(), reward, terminated, truncated, batched
+        try:
+            from penstock.envs.vector_sb3 import Sb3VecEnv
+        except ImportError as error:
+            raise ConfigError(f"to_sb3 needs Stable-Baselines3: pip install 'penstock[sb3]' ({error})") from error
+        return Sb3VecEnv(self)
 
     def render(self) -> tuple[Any, ...] | None:
         """The frames of all environments."""
@@ -243,6 +259,17 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         Steps that are outstanding are finished first. An exception is an `EnvCallError`; the environments live on.
         """
         return self._call(EnvCall("call_or_get", name, args=args, kwargs=kwargs))
+
+    def call_some(self, env_ids: Sequence[int], name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """As `call`, in the environments `env_ids` alone, in ascending order."""
+        only = frozenset(env_ids_within(env_ids, self.num_envs).tolist())
+        return self._call(EnvCall("call_or_get", name, args=args, kwargs=kwargs, only=only))
+
+    def apply(self, function: Callable[[gym.Env[Any, Any]], Any]) -> tuple[Any, ...]:
+        """What `function(env)` returns for each environment, in its worker."""
+        if not callable(function):
+            raise ConfigError(f"apply needs a function of an environment, got {function!r}")
+        return self._call(EnvCall("apply", getattr(function, "__name__", "function"), args=(function,)))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """The attribute `name` of each environment."""
@@ -283,103 +310,50 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
 
         Raises `SamplerStateError` for one that is still stepping, or whose last result has not been received.
         """
-        with self._calls.expecting("send", _State.READY, _State.SENT):
-            self._end_order()
+        with self._expecting("send", _State.READY, _State.SENT):
             which = self._exchange.all if env_ids is None else env_ids_within(env_ids, self.num_envs)
             if len(busy := np.intersect1d(which, self._exchange.outstanding)):
                 raise SamplerStateError(f"send: environments {busy.tolist()} have not been received yet: call recv")
             if self.autoreset_mode is AutoresetMode.DISABLED:
                 self._require_running(which)
-            self._exchange.put_actions(actions, which)
-            self._exchange.request(which, one_by_one=True)
+            self._crew.step_some(actions, which)
             self._calls.state = _State.SENT
-            self._crew.open_gates(self._workers_of(which))
 
     def recv(self, min_ready: int = 1) -> _Step:
         """Wait until `min_ready` of the environments that were sent actions have stepped (or all of them, should they
         be fewer), and return all that have.
 
         Returns observations `[k, ...]`, rewards, terminations and truncations `[k]`, and infos batched for the `k`,
-        with their indices in `infos["env_id"]`. What is not received now will be, before long: nothing that is ready is
-        left out.
+        with their indices in `infos["env_id"]`. Nothing that is ready is left out, so nobody waits for long.
         """
-        with self._calls.expecting("recv", _State.SENT):
+        with self._expecting("recv", _State.SENT):
             exchange = self._exchange
             wanted = min(integer("min_ready", min_ready, 1), len(exchange.outstanding))
-            self._end_order()
-            if len(exchange.ready) < wanted:
-                self._wait(Wait("step", until=lambda: len(exchange.ready) >= wanted))
+            self._crew.wait(until=lambda: len(exchange.ready) >= wanted)
             which = exchange.ready
             infos = exchange.take(which)
             positions = {i: k for k, i in enumerate(which.tolist())}
             batched = batch_infos([(positions[i], info) for i, info in infos], len(which))
-            batched["env_id"] = which
             reward, terminated, truncated = (
-                exchange.reward[which],
-                exchange.terminated[which],
-                exchange.truncated[which],
+                row[which] for row in (exchange.reward, exchange.terminated, exchange.truncated)
             )
             self._ended[which] = terminated | truncated
             if not len(exchange.outstanding):
                 self._calls.state = _State.READY
-            return taken(exchange.observation, which), reward, terminated, truncated, batched
+            return taken(exchange.observation, which), reward, terminated, truncated, {**batched, "env_id": which}
 
-    # ---- orders, and the crew --------------------------------------------------------------
+    def _require_running(self, which: Ids) -> None:
+        if self._ended[which].any():
+            raise SamplerStateError(
+                f"the episodes of environments {which[self._ended[which]].tolist()} have ended, and autoreset_mode is "
+                "DISABLED: call reset(options={'reset_mask': mask}) first"
+            )
+
+    # ---- the end ---------------------------------------------------------------------------
 
     def _call(self, call: EnvCall) -> tuple[Any, ...]:
-        with self._calls.expecting(call.verb.partition("_or_")[0], *_BETWEEN_STEPS):
-            message = call.dumps()
-            self._come_back()
-            self._exchange.collect_infos()
-            self._send_order(message, Wait(f"{call.verb} {call.name!r}"))
-            promised = [self._control.trajectories(plan.worker_rank) for plan in self._plans]
-            return tuple(results(call, self._crew.take_frames(promised)))
-
-    def _come_back(self) -> None:
-        """Wait until no worker is at work. What has been sent stays to be received."""
-        self._end_order()
-        self._wait(Wait("step"))
-
-    def _send_order(self, message: bytes, wait: Wait) -> None:
-        self._memory.mailbox.post(message)
-        self._control.do_call = self._is_away = True
-        self._crew.open_gates()
-        self._wait(wait)
-        self._control.do_call = self._is_away = False
-
-    def _end_order(self) -> None:
-        """Wait for the end of an order whose wait was interrupted."""
-        if self._is_away:
-            self._wait(Wait("what was interrupted"))
-            self._control.do_call = self._is_away = False
-            self._exchange.collect_infos()  # and drop the results that nobody waits for any more
-
-    def _wait(self, wait: Wait) -> None:
-        try:
-            self._crew.wait_out(wait)
-        except SamplerBrokenError as error:
-            self._calls.break_with(error)
-            self._memory.close()
-            raise
-
-    def _take_frames(self) -> list[Frame]:
-        return [frame for member in self._crew.members for frame in member.pipe.take_complete()]
-
-    def _save_infos(self, plan: WorkerPlan) -> None:
-        """A worker is being replaced: what it has told of answered requests is still to be taken."""
-        self._exchange.collect_infos()
-
-    def _workers_of(self, which: Ids) -> list[int]:
-        ranks: list[int] = np.unique(self._owners[which]).tolist()
-        return ranks
-
-    def _require_running(self, which: Any) -> None:
-        ended = np.flatnonzero(self._ended & np.isin(self._exchange.all, self._exchange.all[which]))
-        if len(ended):
-            raise SamplerStateError(
-                f"the episodes of environments {ended.tolist()} have ended, and autoreset_mode is DISABLED: call "
-                "reset(options={'reset_mask': mask}) first"
-            )
+        with self._expecting(call.verb.partition("_or_")[0], *_BETWEEN_STEPS):
+            return self._crew.call(call)
 
     def _observations(self) -> Any:
         view = self._exchange.observation
@@ -388,17 +362,14 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     @property
     def n_restarts(self) -> int:
         """How many workers have been replaced."""
-        return self._crew.restarts.total
-
-    # ---- the end ---------------------------------------------------------------------------
+        return self._crew.n_restarts
 
     def close_extras(self, **kwargs: Any) -> None:
         """End the workers. Never raises; bounded; a worker that must be killed is named in a `RuntimeWarning`."""
         with interrupts.held():
             self._calls.close()
-            if "_finalizer" in vars(self) and not self._calls.is_foreign:
-                _end(self._crew, self._memory)
-                self._finalizer.cancel()
+            if "_crew" in vars(self) and not self._calls.is_foreign:
+                self._crew.close()
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -407,8 +378,3 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _end(crew: Crew, memory: VectorMemory) -> None:
-    crew.close()
-    memory.close()

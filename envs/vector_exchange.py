@@ -9,10 +9,11 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from penstock.buffers.trajectory_queue import Frame, Unreadable
 from penstock.envs.vector_memory import VectorMemory, batched_view, taken
+from penstock.envs.vector_worker import VectorJob
 from penstock.errors import EnvCallError, SpaceError, brief
 from penstock.workers.reports import in_one_line
 
@@ -27,16 +28,14 @@ class Exchange:
     def __init__(
         self,
         memory: VectorMemory,
-        observation_space: gym.Space[Any],
-        action_space: gym.Space[Any],
+        job: VectorJob,
         take_frames: Callable[[], Sequence[Frame]],
-        *,
-        same_step: bool,
     ) -> None:
-        """`take_frames` gives the infos that have arrived; `same_step`: environments reset themselves at once."""
+        """`take_frames` gives the infos that have arrived."""
         rows = memory.rows.arrays
-        self._rows, self._take_frames, self._same_step = rows, take_frames, same_step
-        self._action_space, self._action = action_space, rows.action
+        self._rows, self._take_frames = rows, take_frames
+        self._same_step = job.autoreset_mode is AutoresetMode.SAME_STEP
+        self._action_space, self._action = job.action_space, rows.action
         self._requested, self._answered, self._told, self._one_by_one = (
             rows.requested,
             rows.answered,
@@ -45,8 +44,8 @@ class Exchange:
         )
         self._taken = np.zeros(len(rows.requested), np.int64)  # the last request of which the answer was taken
         self._inbox: dict[int, tuple[int, Mapping[str, Any]]] = {}
-        self.observation = batched_view(observation_space, rows.observation)
-        self._final = batched_view(observation_space, rows.final_observation)
+        self.observation = batched_view(job.observation_space, rows.observation)
+        self._final = batched_view(job.observation_space, rows.final_observation)
         self.reward, self.terminated, self.truncated = rows.reward, rows.terminated, rows.truncated
         self.all: Ids = np.arange(len(rows.requested))
 
@@ -79,8 +78,9 @@ class Exchange:
     # ---- answers -----------------------------------------------------------------------------
 
     def take(self, which: Ids) -> list[tuple[int, dict[str, Any]]]:
-        """The answers of `which` count as taken. Returns the infos that came with them, by environment: those of
-        episodes that ended and were reset at once with `final_obs` and `final_info`."""
+        """The answers of `which` count as taken. Returns the infos that came with those that had not been, by
+        environment: of episodes that ended and were reset at once with `final_obs` and `final_info`."""
+        which = which[self._taken[which] != self._requested[which]]
         self._taken[which] = self._requested[which]
         telling = self._told[which] == self._requested[which]
         if self._same_step:
@@ -88,8 +88,8 @@ class Exchange:
         return [(i, self._info_of(i)) for i in which[telling].tolist()] if telling.any() else []
 
     def forget(self, which: Ids) -> None:
-        """Drop the answers of `which`, where there are any to be taken."""
-        self.take(np.intersect1d(which, self.outstanding))
+        """Drop the answers of `which`."""
+        self.take(which)
 
     def collect_infos(self) -> None:
         """Take what infos have arrived out of the pipes."""
@@ -126,6 +126,8 @@ class _Batch(VectorEnv[Any, Any, Any]):
 def batch_infos(infos: Sequence[tuple[int, dict[str, Any]]], n: int) -> dict[str, Any]:
     """Infos by position, batched for `n` environments by Gymnasium's conventions: arrays, and masks of the same name
     with an underscore in front."""
+    if not infos:
+        return {}
     batch, batched = _Batch(n), dict[str, Any]()
     for position, info in infos:
         batched = batch._add_info(batched, info, position)

@@ -18,13 +18,14 @@ from penstock.errors import ConfigError
 from penstock.samplers.action_server import ActionServer, Desk, ServerStats
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.local_worker import LocalWorker
-from penstock.samplers.parallel import SPIN_SECONDS, ParallelSampler, crew_rules
+from penstock.samplers.parallel import ParallelSampler, crew_rules
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
 from penstock.samplers.served_crew import ServedCrew
 from penstock.samplers.worker import Job
 from penstock.workers.affinity import usable_cpus
 from penstock.workers.crew import Crew
 from penstock.workers.plan import Affinity, WorkerPlan
+from penstock.workers.spinning import SPIN_SECONDS
 from penstock.workers.team import Team
 
 __all__ = ["AlternatingSampler", "GpuSampler"]

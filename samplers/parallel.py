@@ -12,12 +12,12 @@ from penstock.workers.affinity import usable_cpus
 from penstock.workers.crew import Crew, CrewRules
 from penstock.workers.plan import Affinity, WorkerPlan, assign_cpus, make_plans, n_workers_default
 from penstock.workers.restarts import RestartPolicy
+from penstock.workers.spinning import SPIN_SECONDS
 from penstock.workers.supervision import Limits
 from penstock.workers.team import Team
 
-__all__ = ["SPIN_SECONDS", "ParallelSampler", "crew_rules"]
+__all__ = ["ParallelSampler", "crew_rules"]
 
-SPIN_SECONDS = 50e-6  # about what a wake-up across cores costs
 _log = logging.getLogger("penstock")
 
 
@@ -52,9 +52,7 @@ class ParallelSampler(Sampler):
         return n_workers_default(self.config.n_workers, self.batch_B, mask)
 
     def _make_team(self, allocation: Allocation) -> Team:
-        # A waiting worker may spin only where the main process has a core to itself.
-        spin_seconds = SPIN_SECONDS if len(usable_cpus()) > len(self._plans) else 0.0
-        return Crew(self._plans, allocation.job, allocation.state, crew_rules(self.config, spin_seconds))
+        return Crew(self._plans, allocation.job, allocation.state, crew_rules(self.config, SPIN_SECONDS))
 
 
 def crew_rules(config: SamplerConfig, spin_seconds: float, *, with_torch: bool = True) -> CrewRules:

@@ -48,7 +48,7 @@ class CrewRules:
     """How processes are started, how long they may be silent, and what happens when one fails."""
 
     start_method: str
-    spin_seconds: float  #: how long a waiting worker spins before it sleeps
+    spin_seconds: float  #: how long either side looks out for the other before it sleeps
     limits: Limits
     restarts: RestartPolicy
     preload: Sequence[str] = ()  #: modules that workers import, for the fork server to have at hand
@@ -89,7 +89,7 @@ class Crew:
                     pass  # between two workers, none of which is only half there
                 self._control.open(plan.worker_rank)  # opening number one: start-up
                 self.members.append(self._start_first(plan))
-            self._supervisor = Supervisor(self._control, self._reports, self.restarts, rules.limits)
+            self._supervisor = Supervisor(self._control, self._reports, self.restarts, rules.limits, rules.spin_seconds)
         except BaseException:
             self.close(broken=True)
             raise

@@ -21,7 +21,7 @@ __all__ = ["EnvCall", "perform", "pickled", "results"]
 class EnvCall:
     """What is to be done on every training environment, or on every evaluation environment."""
 
-    verb: str  #: the caller's method: "call", "get_attr" or "set_attr"; or "call_or_get", whichever it allows
+    verb: str  #: the caller's method: "call", "get_attr" or "set_attr"; "call_or_get", whichever it allows; or "apply"
     name: str
     evaluation: bool = False
     args: Sequence[Any] = ()
@@ -66,6 +66,8 @@ def _perform_one(call: EnvCall, env: gym.Env[Any, Any], column: int) -> Any:
         assert call.values is not None
         env.set_wrapper_attr(call.name, call.values[column])
         return None
+    if call.verb == "apply":
+        return call.args[0](env)
     attribute = env.get_wrapper_attr(call.name)
     if call.verb == "call" or (call.verb == "call_or_get" and callable(attribute)):
         return attribute(*call.args, **(call.kwargs or {}))

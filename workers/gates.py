@@ -26,6 +26,7 @@ from typing import Any
 
 from penstock.buffers.control import ControlBlock, Progress
 from penstock.buffers.descriptors import InheritedFd
+from penstock.workers.spinning import spin
 
 __all__ = ["Gate", "MainProcessGone", "WakeUp"]
 
@@ -135,11 +136,8 @@ class Gate:
         self._wait(lambda: progress.is_answered, main_process)
 
     def _wait(self, has_come: Callable[[], bool], main_process: Any) -> None:
-        # Spinning wins where a core is free for it, and loses badly where processes share one.
-        spin_until = time.monotonic() + self._spin_seconds
-        while time.monotonic() < spin_until:
-            if has_come():
-                return
+        if spin(has_come, self._spin_seconds):
+            return
         if self._poll is None:
             self._poll = select.poll()
             self._poll.register(self._go.fileno(), select.POLLIN)

@@ -14,6 +14,7 @@ from penstock.workers.failures import Casualty, failure
 from penstock.workers.member import Member
 from penstock.workers.reports import ReportBoard
 from penstock.workers.restarts import Restarts
+from penstock.workers.spinning import spin
 from penstock.workers.team import Wait
 from penstock.workers.watch import Watch
 
@@ -45,8 +46,11 @@ class Staff(Protocol):
 class Supervisor:
     """Waits until all workers have arrived; finds the dead and the hung, and has them replaced or raises."""
 
-    def __init__(self, control: ControlBlock, reports: ReportBoard, restarts: Restarts, limits: Limits) -> None:
+    def __init__(
+        self, control: ControlBlock, reports: ReportBoard, restarts: Restarts, limits: Limits, spin_seconds: float
+    ) -> None:
         self._control, self._reports, self._restarts, self._limits = control, reports, restarts, limits
+        self._spin_seconds = spin_seconds
         self._watch: Watch | None = None  # made anew when the members are no longer those of before
 
     def wait_out(self, staff: Staff, wait: Wait) -> None:
@@ -58,9 +62,12 @@ class Supervisor:
         stopwatch = _Stopwatch(self._limits, self._control)
         if wait.starting:
             stopwatch.starting.update(member.rank for member in staff.members)
+        is_enough = False
+        if wait.on_wake is None:  # else what is done on waking has its own way of looking out
+            is_enough = spin(wait.until or (lambda: not _pending(staff)), self._spin_seconds)
         while True:
             pending = _pending(staff)
-            seconds = min(wait.look_again, stopwatch.look_again) if pending else 0.0
+            seconds = min(wait.look_again, stopwatch.look_again) if pending and not is_enough else 0.0
             dead = self._watch_of(staff).wait(seconds, interruptible=wait.interruptible)
             if staff.closed:  # by another thread; the deaths are of its making
                 raise SamplerClosedError(f"it was shut down by another thread during {wait.occasion}")
