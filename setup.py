@@ -29,6 +29,7 @@ DM_CONTROL = [
 ]
 # Built for these versions of Python; with its assets it takes some 700 MB.
 ENVPOOL = ["envpool>=1.2; python_version >= '3.11' and python_version < '3.15'"]
+SB3 = ["stable-baselines3>=2.4"]
 DEV = [
     "pytest>=8",
     "pytest-timeout>=2.3",
@@ -45,6 +46,7 @@ DEV = [
     *MUJOCO,
     *DM_CONTROL,
     *ENVPOOL,
+    *SB3,
 ]
 
 setup(
@@ -73,6 +75,7 @@ setup(
         "mujoco": MUJOCO,
         "dm_control": DM_CONTROL,
         "envpool": ENVPOOL,
+        "sb3": SB3,
         "dev": DEV + BENCH,
     },
     entry_points={"console_scripts": ["penstock = penstock.__main__:main"]},

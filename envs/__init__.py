@@ -7,6 +7,7 @@ from penstock.envs.factory import EnvContext, EnvFactory, EnvFn, build_example_e
 from penstock.envs.infos import InfoWanted, InfoWriter, info_example
 from penstock.envs.rows import action_splitter, row_writer
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed, stream
+from penstock.envs.tiling import tile
 from penstock.envs.toy import CountingEnv, CrashingEnv, NestedEnv, SlowEnv
 from penstock.envs.vector_env import ShmVectorEnv
 
@@ -35,4 +36,5 @@ __all__ = [
     "observation_example",
     "row_writer",
     "stream",
+    "tile",
 ]

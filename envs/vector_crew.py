@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.buffers.trajectory_queue import Frame
+from penstock.buffers.trajectory_queue import ObjectPipe
 from penstock.envs.vector_exchange import Exchange, Ids
 from penstock.envs.vector_memory import VectorMemory
 from penstock.envs.vector_worker import ResetOrder, VectorJob
@@ -28,11 +28,16 @@ class VectorCrew:
 
     def __init__(self, plans: Sequence[WorkerPlan], job: VectorJob, memory: VectorMemory, rules: CrewRules) -> None:
         self._memory, self._control, self._plans = memory, memory.control, plans
-        self.exchange = Exchange(memory, job, self._take_frames)
+        self.exchange = exchange = Exchange(memory, job)
+
+        def save_infos(plan: WorkerPlan, pipe: ObjectPipe) -> None:
+            """A worker is being replaced: what it has told of answered requests is still to be taken."""
+            exchange.put_infos(pipe.take_complete())
+
         self._owners = np.repeat([plan.worker_rank for plan in plans], [len(plan.columns) for plan in plans])
         self._is_away = False  # the workers are on an order, whose wait the user may have interrupted
         try:
-            self._crew = Crew(plans, job, memory, rules, on_replace=self._save_infos)
+            self._crew = Crew(plans, job, memory, rules, on_replace=save_infos)
             # Runs when this object is collected and at exit, before multiprocessing joins children.
             self._finalizer = Finalize(self, _end, (self._crew, memory), exitpriority=100)
             self._crew.wait_out(Wait("start-up", starting=True))
@@ -68,6 +73,12 @@ class VectorCrew:
         self.end_order()
         self._crew.wait_out(Wait("step", until=until))
 
+    def take(self, which: Ids) -> list[tuple[int, dict[str, Any]]]:
+        """The answers of `which` count as taken; returns the infos that came with them, by environment."""
+        if self.exchange.is_told(which):
+            self._collect_infos()
+        return self.exchange.take(which)
+
     # ---- orders ----------------------------------------------------------------------------
 
     def reset(self, order: ResetOrder, which: Ids) -> None:
@@ -75,7 +86,7 @@ class VectorCrew:
         same environments is dropped. Raises `ConfigError` before anything has been done."""
         message = order.dumps()
         self.wait()
-        self.exchange.forget(which)
+        self.take(which)  # and drop it
         self.exchange.put_seeds(order.seeds, which)
         self.exchange.request(which)
         self._send(message, Wait("reset"))
@@ -84,7 +95,7 @@ class VectorCrew:
         """What the environments return. Steps that are outstanding are ended first, and stay to be received."""
         message = call.dumps()
         self.wait()
-        self.exchange.collect_infos()
+        self._collect_infos()
         self._send(message, Wait(f"{call.verb} {call.name!r}"))
         promised = [self._control.trajectories(plan.worker_rank) for plan in self._plans]
         return tuple(results(call, self._crew.take_frames(promised)))
@@ -101,14 +112,11 @@ class VectorCrew:
         if self._is_away:
             self._crew.wait_out(Wait("what was interrupted"))
             self._control.do_call = self._is_away = False
-            self.exchange.collect_infos()  # and drop the results that nobody waits for any more
+            self._collect_infos()  # and drop the results that nobody waits for any more
 
-    def _take_frames(self) -> list[Frame]:
-        return [frame for member in self._crew.members for frame in member.pipe.take_complete()]
-
-    def _save_infos(self, plan: WorkerPlan) -> None:
-        """A worker is being replaced: what it has told of answered requests is still to be taken."""
-        self.exchange.collect_infos()
+    def _collect_infos(self) -> None:
+        for member in self._crew.members:
+            self.exchange.put_infos(member.pipe.take_complete())
 
     def close(self) -> None:
         """End the workers. Never raises; again is harmless."""

@@ -180,7 +180,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             which, options = split_mask(options, self.num_envs)
             self._crew.reset(ResetOrder(seeds, options), which)
             self._ended[which] = False
-            infos = self._exchange.take(which)
+            infos = self._crew.take(which)
             if self._calls.state is _State.NEW or not len(self._exchange.outstanding):
                 self._calls.state = _State.READY
             return self._observations(), infos
@@ -217,7 +217,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     def _take_step(self) -> _Listed:
         self._crew.wait()
         exchange = self._exchange
-        infos = exchange.take(exchange.all)
+        infos = self._crew.take(exchange.all)
         reward, terminated, truncated = exchange.reward.copy(), exchange.terminated.copy(), exchange.truncated.copy()
         np.logical_or(terminated, truncated, out=self._ended)
         self._calls.state = _State.READY
@@ -331,7 +331,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             wanted = min(integer("min_ready", min_ready, 1), len(exchange.outstanding))
             self._crew.wait(until=lambda: len(exchange.ready) >= wanted)
             which = exchange.ready
-            infos = exchange.take(which)
+            infos = self._crew.take(which)
             positions = {i: k for k, i in enumerate(which.tolist())}
             batched = batch_infos([(positions[i], info) for i, info in infos], len(which))
             reward, terminated, truncated = (

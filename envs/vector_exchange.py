@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -25,15 +25,8 @@ Ids = npt.NDArray[np.intp]
 class Exchange:
     """Keeps count of what has been requested of each environment, and of what has come of it."""
 
-    def __init__(
-        self,
-        memory: VectorMemory,
-        job: VectorJob,
-        take_frames: Callable[[], Sequence[Frame]],
-    ) -> None:
-        """`take_frames` gives the infos that have arrived."""
-        rows = memory.rows.arrays
-        self._rows, self._take_frames = rows, take_frames
+    def __init__(self, memory: VectorMemory, job: VectorJob) -> None:
+        self._rows = rows = memory.rows.arrays
         self._same_step = job.autoreset_mode is AutoresetMode.SAME_STEP
         self._action_space, self._action = job.action_space, rows.action
         self._requested, self._answered, self._told, self._one_by_one = (
@@ -77,6 +70,10 @@ class Exchange:
 
     # ---- answers -----------------------------------------------------------------------------
 
+    def is_told(self, which: Ids) -> bool:
+        """Whether infos come with the answers of `which`: what has arrived in the pipes is to be put in then."""
+        return bool((self._told[which] == self._requested[which]).any())
+
     def take(self, which: Ids) -> list[tuple[int, dict[str, Any]]]:
         """The answers of `which` count as taken. Returns the infos that came with those that had not been, by
         environment: of episodes that ended and were reset at once with `final_obs` and `final_info`."""
@@ -87,13 +84,9 @@ class Exchange:
             telling |= self.terminated[which] | self.truncated[which]
         return [(i, self._info_of(i)) for i in which[telling].tolist()] if telling.any() else []
 
-    def forget(self, which: Ids) -> None:
-        """Drop the answers of `which`."""
-        self.take(which)
-
-    def collect_infos(self) -> None:
-        """Take what infos have arrived out of the pipes."""
-        for number, i, told in self._take_frames():
+    def put_infos(self, frames: Sequence[Frame]) -> None:
+        """What has arrived in a worker's pipe."""
+        for number, i, told in frames:
             if not number:
                 continue  # the result of a call that nobody waits for any more
             if isinstance(told, Unreadable):
@@ -106,8 +99,6 @@ class Exchange:
     def _info_of(self, i: int) -> dict[str, Any]:
         told: Mapping[str, Any] = {}
         if self._told[i] == self._requested[i]:
-            if self._inbox.get(i, (0,))[0] != self._requested[i]:
-                self.collect_infos()
             told = self._inbox.pop(i)[1]
         info: dict[str, Any] = {}
         if self._same_step and (self.terminated[i] or self.truncated[i]):

@@ -95,4 +95,4 @@ def taken(batch: Any, which: Any) -> Any:
         return {key: taken(part, which) for key, part in batch.items()}
     if isinstance(batch, tuple):
         return tuple(taken(part, which) for part in batch)
-    return np.array(batch[which])
+    return batch[which].copy()

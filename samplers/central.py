@@ -121,8 +121,8 @@ class GpuSampler(ParallelSampler):
         job = replace(job, agent=RemoteAgent(self._agent))
         state = replace(allocation.state, steps=steps, eval_steps=eval_steps)
         rules = crew_rules(self.config, spin, with_torch=False)
-        own = LocalWorker(plans[-1], state) if self._keeps_some else None
-        crew = Crew(plans[:-1] if own else plans, job, state, rules, on_replace=self._server.replace)
+        own, server = LocalWorker(plans[-1], state) if self._keeps_some else None, self._server
+        crew = Crew(plans[:-1] if own else plans, job, state, rules, on_replace=lambda plan, pipe: server.replace(plan))
         return ServedCrew(crew, self._server, allocation.control, own, job, state)
 
 

@@ -63,9 +63,9 @@ class Crew:
         job: Job,
         memory: Memory,
         rules: CrewRules,
-        on_replace: Callable[[WorkerPlan], None] = lambda plan: None,
+        on_replace: Callable[[WorkerPlan, ObjectPipe], None] = lambda plan, pipe: None,
     ) -> None:
-        """`on_replace` is told the plan of each worker that takes a dead one's place, before anything is touched."""
+        """`on_replace` is told the plan of each worker that takes a dead one's place, and that one's pipe."""
         self._memory, self._rules, self._control, self._on_replace = memory, rules, memory.control, on_replace
         self._owner_pid = os.getpid()
         self._close_lock = threading.Lock()
@@ -167,7 +167,7 @@ class Crew:
         self.restarts.note(casualty, occasion, lost)
         _log.warning("%s (%s); it is being replaced, %d trajectories are lost", casualty, occasion, lost)
         plan = replace(old.plan, generation=old.plan.generation + 1)
-        self._on_replace(plan)
+        self._on_replace(plan, old.pipe)
         pipe = old.pipe.successor(keep=old.gate.arrived)
         self._reports.clear(rank)
         old.stacks.clear()
