@@ -17,7 +17,7 @@ import json
 import multiprocessing
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from rich.console import Console
-from rich.table import Table
-from throughput import ENV, ActorCritic, spread
+from throughput import ENV, ActorCritic
+from turns import Figures, show, take_turns
 
 from penstock import (
     AgentStep,
@@ -41,8 +40,6 @@ from penstock import (
     SerialSampler,
 )
 from penstock.workers.affinity import usable_cpus
-
-Figures = dict[str, list[float]]
 
 
 class SleepingEnv(gym.Env[Any, Any]):
@@ -192,24 +189,6 @@ class StableBaselines(Recording):
 # ---- measurements --------------------------------------------------------------------------------
 
 
-def take_turns(contestants: Mapping[str, Any], repeats: int, seconds: float) -> Figures:
-    """Environment steps per second of every contestant, `repeats` times, in turn."""
-    figures: Figures = {name: [] for name in contestants}
-    try:
-        for contestant in contestants.values():
-            contestant.batch()
-        for repeat in range(repeats):
-            for name in np.random.default_rng(repeat).permutation(list(contestants)):
-                began, steps = time.monotonic(), 0
-                while time.monotonic() - began < seconds:
-                    steps += contestants[name].batch()
-                figures[name].append(steps / (time.monotonic() - began))
-    finally:
-        for contestant in contestants.values():
-            contestant.close()
-    return figures
-
-
 def vector(repeats: int, seconds: float, n_envs: int = 32, batch_T: int = 128, n_workers: int = 2) -> Figures:
     """Steps per second on CartPole-v1, the same policy and the same record."""
     torch.set_num_threads(1)  # or the threads of this process push the environments' processes aside
@@ -310,27 +289,6 @@ MEASUREMENTS = {"vector": vector, "uneven": uneven, "alternating": alternating, 
 YARDSTICKS = {"vector": "GpuSampler", "uneven": "lock-step", "alternating": "GpuSampler"}
 
 
-def show(name: str, figures: Figures) -> None:
-    yardstick = YARDSTICKS.get(name)
-    table = Table(title=name, caption="median (middle half of the turns); ratios are taken turn by turn")
-    for heading in ("", "steps/s" if yardstick else "µs a time step", *([f"of {yardstick}"] if yardstick else [])):
-        table.add_column(heading, justify="right" if heading else "left")
-    for who, values in figures.items():
-        cells = [_cell(values, "{:,.0f}" if yardstick else "{:.1f}")]
-        if yardstick:
-            ratios = [value / other for value, other in zip(values, figures[yardstick], strict=True)]
-            cells.append(_cell(ratios, "{:.3f}"))
-        table.add_row(who, *cells)
-    Console(width=120).print(table)
-
-
-def _cell(values: Sequence[float], form: str) -> str:
-    if len(values) < 2:
-        return form.format(values[0])
-    parts = spread(values)
-    return f"{form.format(parts['median'])} ({form.format(parts['low'])} to {form.format(parts['high'])})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", help=f"of {', '.join(MEASUREMENTS)}; all by default")
@@ -348,7 +306,7 @@ def main() -> None:
         if name == "vector":
             sizes["n_envs"] = args.n_envs
         results[name] = MEASUREMENTS[name](args.repeats, args.seconds, **sizes)
-        show(name, results[name])
+        show(name, results[name], YARDSTICKS.get(name))
     if args.json:
         versions = {"numpy": np.__version__, "torch": torch.__version__, "gymnasium": gym.__version__}
         content = {"platform": platform.platform(), "versions": versions, "results": results}

@@ -54,3 +54,10 @@ def test_central(tmp_path: Path, what: str) -> None:
     assert {"GpuSampler", "AlternatingSampler", "lock-step", "1 worker"} & figures.keys()
     assert all(len(values) == 2 for values in figures.values())
     assert what == "sync" or all(min(values) > 0 for values in figures.values())
+
+
+@pytest.mark.parametrize("what", ["cartpole", "pixels", "sleeping"])
+def test_vector_env(tmp_path: Path, what: str) -> None:
+    printed, content = run(tmp_path, "vector_env", what, "--repeats", 2, "--seconds", 0.01)
+    assert "steps/s" in printed
+    assert all(len(values) == 2 and min(values) > 0 for values in content["results"][what].values())

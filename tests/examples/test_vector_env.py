@@ -1,0 +1,31 @@
+"""The examples around the vector environment run, and do what they say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(*command: object) -> str:
+    line = [sys.executable, *map(str, command)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_ppo_learns_the_same_on_ours_and_on_gymnasiums() -> None:
+    ours, theirs = (run("examples/vector_ppo.py", "--vector", kind, "--total-steps", 3072) for kind in ("shm", "sync"))
+    outcome = re.compile(r"return +([\d.]+)|magnitudes: ([\d.]+)")
+    assert outcome.findall(ours) == outcome.findall(theirs)
+    assert len(outcome.findall(ours)) == 2
+
+
+def test_stable_baselines3_trains_on_it() -> None:
+    pytest.importorskip("stable_baselines3")
+    assert re.search(
+        r"return \d+\.\d \+- \d+\.\d after 512 steps", run("examples/vector_sb3.py", "--steps", 512, "--num-envs", 4)
+    )
