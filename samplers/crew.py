@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing.process
 import os
@@ -15,7 +16,8 @@ from dataclasses import dataclass, replace
 from penstock.buffers.control import Phase
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.trajectory_queue import Frame, ObjectPipe
-from penstock.errors import SamplerBrokenError
+from penstock.envs.port_holdings import sweep_lock_files
+from penstock.errors import PortLeaseError, SamplerBrokenError
 from penstock.samplers.failures import Casualty, Witness, add_to
 from penstock.samplers.forks import abandon_in_forks
 from penstock.samplers.gates import Gate
@@ -220,9 +222,11 @@ class Crew:
     def _end_all(self, broken: bool) -> list[Casualty]:
         forced = self._make_them_end(_ASK_BROKEN_SECONDS if broken else _ASK_SECONDS)
         complaints, killed = [], []
+        exitcodes = set()
         for member in self.members:
             is_new = not member.is_buried
             exitcode = member.bury()  # and what its environments left behind
+            exitcodes.add(exitcode)
             witness, report = member.witness(self._control), self._reports.read(member.rank)
             casualty = Casualty(witness, exitcode, report)
             if member.rank in forced:
@@ -234,6 +238,9 @@ class Crew:
                 complaints.append(str(casualty))
         self._release()
         self._is_over = True
+        if exitcodes != {0}:
+            with contextlib.suppress(PortLeaseError):  # whoever takes a lease is told of it
+                sweep_lock_files()  # of ports that the killed had leased
         if complaints and not broken:
             warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=4)
         return killed

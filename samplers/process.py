@@ -20,6 +20,7 @@ from penstock.buffers.control import Phase, StopCollecting
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.trajectory_queue import ObjectPipe
+from penstock.envs.port_holdings import release_leases
 from penstock.samplers.affinity import limit_threads, pin
 from penstock.samplers.gates import Gate, MainProcessGone
 from penstock.samplers.plan import WorkerPlan
@@ -85,6 +86,7 @@ def worker_main(setup: WorkerSetup) -> None:
         setup.reports.write(setup.plan.worker_rank, error)
     else:
         progress.enter(Phase.CLOSED)
+    release_leases()  # those that environments have not: exit handlers do not run
     with contextlib.suppress(OSError, ValueError):  # a closed or broken stream must not keep us
         sys.stdout.flush()
         sys.stderr.flush()
@@ -154,6 +156,9 @@ def _watch_main_process(main_process: InheritedFd | None) -> None:
 
 
 def _kill_own_group() -> Any:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-    os._exit(1)
+    try:
+        release_leases()  # or their lock files would be left; a port that a server still has is found to be bound
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        os._exit(1)
