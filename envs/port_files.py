@@ -52,7 +52,9 @@ def _opened(folder: Path, *, make: bool = False) -> Iterator[int]:
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not make:
             raise
-        raise _unsafe(folder, "is a symbolic link" if os.path.islink(folder) else f"cannot be used: {error}") from error
+        raise _unsafe(
+            folder, "is a symbolic link" if os.path.islink(folder) else f"cannot be used: {error.strerror}"
+        ) from error
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid():
@@ -139,7 +141,7 @@ def _open(path: Path, at: int, flags: int) -> int:
             raise _suspect(path, "is a symbolic link") from error
         if error.errno == errno.ENOENT and not flags & os.O_CREAT:
             raise
-        raise PortLeaseError(f"the lock file {path} cannot be opened: {error}") from error
+        raise PortLeaseError(f"the lock file {path} cannot be opened: {error.strerror}") from error
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or status.st_uid != os.geteuid():
         os.close(descriptor)

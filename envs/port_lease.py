@@ -68,8 +68,10 @@ class PortLease:
 
     def __del__(self) -> None:
         if self.held:
-            warnings.warn(f"{self!r} was not released", ResourceWarning, stacklevel=2, source=self)
-            self.release()
+            try:
+                warnings.warn(f"{self!r} was not released", ResourceWarning, stacklevel=2, source=self)
+            finally:  # warnings may be errors
+                self.release()
 
     def __repr__(self) -> str:
         state = "held" if self.held else "released, or another process's"

@@ -27,6 +27,15 @@ while read -r line; do
         -*) case $groups in *" -$pid "*) groups="${groups%% -$pid *} ${groups#* -$pid }" ;; esac ;;
     esac
 done
+# The watchdogs first: they also give back what their process holds.
+for seconds in 0.05 0.05 0.1 0.1 0.2; do
+    left=
+    for group in $groups; do
+        kill -s 0 -- "$group" || kill -s 0 -- "${group#-}" && left=some
+    done
+    [ "$left" ] || exit 0
+    sleep "$seconds"
+done
 for group in $groups; do
     # One that is only just starting has no group of its own yet.
     kill -s KILL -- "$group" || kill -s KILL -- "${group#-}"
