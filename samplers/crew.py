@@ -80,11 +80,9 @@ class Crew:
         self._launcher = Launcher(rules.start_method, len(plans), with_torch=state.steps is None)
         self._reports = ReportBoard(len(plans), shared=True)
         self._main_process = InheritedFd(os.pidfd_open(os.getpid())) if hasattr(os, "pidfd_open") else None
-        self._guardian = Guardian()
+        self._guardian = Guardian(self._launcher.prepare())
         abandon_in_forks(self)
         try:
-            if (starter := self._launcher.prepare()) is not None:
-                self._guardian.watch(starter)
             for plan in plans:
                 with interrupts.passing():
                     pass  # between two workers, none of which is only half there

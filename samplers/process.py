@@ -33,6 +33,7 @@ __all__ = ["WorkerSetup", "worker_main"]
 
 _PR_SET_PDEATHSIG = 1
 _PARENT_POLL_SECONDS = 0.5
+_RELEASE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,14 @@ def _watch_main_process(main_process: InheritedFd | None) -> None:
     _kill_own_group()
 
 
+_ending = threading.Lock()  # taken by the first that finds the main process gone, and never given back
+
+
 def _kill_own_group() -> Any:
+    _ending.acquire(timeout=_RELEASE_SECONDS)  # a second one would kill the first in the midst of what it is doing
     try:
+        # The main thread may be busy, and would get the interpreter for 5 ms after each system call of ours.
+        sys.setswitchinterval(1e-6)
         release_leases()  # or their lock files would be left; a port that a server still has is found to be bound
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
