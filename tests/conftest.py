@@ -15,6 +15,7 @@ import pytest
 
 from penstock import ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
+from penstock.envs.port_files import FOLDER_VARIABLE, lock_folder, ports_noted
 
 # In the background SIGINT is ignored, and under nohup SIGHUP, and so they would be in all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -36,7 +37,13 @@ def start_method(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _servers() -> None:
+def _port_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A folder of lock files that no other program uses."""
+    os.environ[FOLDER_VARIABLE] = str(tmp_path_factory.mktemp("ports") / "locks")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _servers(_port_folder: None) -> None:
     """Let the fork server and the resource tracker start, which live as long as the process."""
     with ParallelSampler(CountingEnv, batch_T=1, batch_B=1) as sampler:
         sampler.initialize(RandomAgent())
@@ -62,12 +69,13 @@ def _shm_names() -> set[str]:
 
 
 def _holdings() -> list[set[object]]:
-    return [set(_children()), set(_descriptors()), set(_shm_names()), set(threading.enumerate())]
+    lock_files = set(ports_noted(lock_folder()))
+    return [set(_children()), set(_descriptors()), set(_shm_names()), set(threading.enumerate()), set(lock_files)]
 
 
 @pytest.fixture(autouse=True)
 def nothing_left(_servers: None) -> Iterator[None]:
-    """No child process, descriptor, thread or name in /dev/shm may outlive a test."""
+    """No child process, descriptor, thread, lock file or name in /dev/shm may outlive a test."""
     before = _holdings()
     yield
     if not any(after - then for after, then in zip(_holdings(), before, strict=True)):
@@ -75,6 +83,6 @@ def nothing_left(_servers: None) -> Iterator[None]:
     gc.collect()  # slow, so only where something is there that garbage may hold
     left = [psutil.Process(pid) for pid in _children() - before[0] if psutil.pid_exists(pid)]
     psutil.wait_procs(left, timeout=2)
-    kinds = ("processes", "descriptors", "names in /dev/shm", "threads")
+    kinds = ("processes", "descriptors", "names in /dev/shm", "threads", "lock files")
     for kind, after, then in zip(kinds, _holdings(), before, strict=True):
         assert after - then == set(), f"{kind} left behind"

@@ -16,6 +16,7 @@ from penstock.buffers.control import Phase
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.trajectory_queue import Frame, ObjectPipe
 from penstock.errors import SamplerBrokenError
+from penstock.workers import belongings
 from penstock.workers.failures import Casualty, Witness, add_to
 from penstock.workers.forks import abandon_in_forks
 from penstock.workers.gates import Gate
@@ -79,11 +80,9 @@ class Crew:
         self._launcher = Launcher(rules.start_method, len(plans), rules.preload)
         self._reports = ReportBoard(len(plans), shared=True)
         self._main_process = InheritedFd(os.pidfd_open(os.getpid())) if hasattr(os, "pidfd_open") else None
-        self._guardian = Guardian()
+        self._guardian = Guardian(self._launcher.prepare())
         abandon_in_forks(self)
         try:
-            if (starter := self._launcher.prepare()) is not None:
-                self._guardian.watch(starter)
             for plan in plans:
                 with interrupts.passing():
                     pass  # between two workers, none of which is only half there
@@ -221,9 +220,11 @@ class Crew:
     def _end_all(self, broken: bool) -> list[Casualty]:
         forced = self._make_them_end(_ASK_BROKEN_SECONDS if broken else _ASK_SECONDS)
         complaints, killed = [], []
+        exitcodes = set()
         for member in self.members:
             is_new = not member.is_buried
             exitcode = member.bury()  # and what its environments left behind
+            exitcodes.add(exitcode)
             witness, report = member.witness(self._control), self._reports.read(member.rank)
             casualty = Casualty(witness, exitcode, report)
             if member.rank in forced:
@@ -235,6 +236,8 @@ class Crew:
                 complaints.append(str(casualty))
         self._release()
         self._is_over = True
+        if exitcodes != {0}:
+            belongings.sweep_all()
         if complaints and not broken:
             warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=4)
         return killed

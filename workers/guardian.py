@@ -4,6 +4,9 @@ A worker watches the main process itself, from a thread. That thread cannot run 
 interpreter lock, and the kernel's parent-death signal reaches the worker but not the processes that its
 environments have started. The guardian needs neither: it sleeps on a pipe whose other end the main
 process holds, and the end of that pipe is the end of the main process, however it came.
+
+It lets the watchdogs go first, for half a second: they also give back what their process holds. Until then it keeps the
+fork server, whose end is what the parent-death signal waits for, from ending.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import os
 import subprocess
 
 from penstock.workers.forks import abandon_in_forks
+from penstock.workers.launch import Starter
 
 __all__ = ["Guardian"]
 
-# Lines "+pid" and "-pid" add and remove a process group; "done" ends it without killing anybody.
+# Lines "+pid" and "-pid" add and remove a process group; "done" ends it without killing anybody. Its argument is
+# the process id of the fork server, if there is one.
 _SCRIPT = """
 groups=" "
 while read -r line; do
@@ -27,7 +32,15 @@ while read -r line; do
         -*) case $groups in *" -$pid "*) groups="${groups%% -$pid *} ${groups#* -$pid }" ;; esac ;;
     esac
 done
-for group in $groups; do
+for seconds in 0.05 0.05 0.1 0.1 0.2; do
+    left=
+    for group in $groups; do
+        kill -s 0 -- "$group" || kill -s 0 -- "${group#-}" && left=some
+    done
+    [ "$left" ] || exit 0
+    sleep "$seconds"
+done
+for group in $groups ${1:+"-$1"}; do
     # One that is only just starting has no group of its own yet.
     kill -s KILL -- "$group" || kill -s KILL -- "${group#-}"
 done
@@ -39,11 +52,12 @@ class Guardian:
     """Watches over the processes that it is told of, and their groups. Without a shell there is none, and the
     workers' own watchdogs must do."""
 
-    def __init__(self) -> None:
+    def __init__(self, starter: Starter | None = None) -> None:
         self._shell: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(OSError):
             self._shell = subprocess.Popen(
-                ["/bin/sh", "-c", _SCRIPT],
+                ["/bin/sh", "-c", _SCRIPT, "guardian", *([str(starter.pid)] if starter else [])],
+                pass_fds=[starter.alive_fd] if starter else [],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -54,7 +68,7 @@ class Guardian:
         abandon_in_forks(self)
 
     def watch(self, pid: int) -> None:
-        """A worker, or what starts workers, has been started."""
+        """A worker has been started."""
         self._say(f"+{pid}")
 
     def forget(self, pid: int) -> None:

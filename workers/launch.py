@@ -10,6 +10,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from typing import Any
 
@@ -23,7 +24,7 @@ from penstock.workers.plan import WorkerPlan
 from penstock.workers.process import WorkerSetup, WorkOrder, worker_main
 from penstock.workers.work import Job
 
-__all__ = ["START_METHODS", "Launcher", "PickledJob"]
+__all__ = ["START_METHODS", "Launcher", "PickledJob", "Starter"]
 
 START_METHODS = ("fork", "forkserver", "spawn")
 
@@ -74,6 +75,14 @@ def _pickled(job: Job, plans: Sequence[WorkerPlan]) -> list[bytes]:
         raise ConfigError(f"the workers' job cannot be pickled: {error}") from error
 
 
+@dataclass(frozen=True)
+class Starter:
+    """The fork server."""
+
+    pid: int
+    alive_fd: int  #: a pipe; the fork server ends when every copy of this end of it is closed
+
+
 class Launcher:
     """Starts the workers of one sampler, and later their replacements.
 
@@ -86,8 +95,8 @@ class Launcher:
         check_limits(n_workers, start_method)
         _refuse_unsafe_fork(start_method)
 
-    def prepare(self) -> int | None:
-        """Start what starts the workers, if it has not been; returns its process id, None if that is this process."""
+    def prepare(self) -> Starter | None:
+        """Start what starts the workers, if it has not been; None if that is this process."""
         if self._start_method != "forkserver":
             return None
         with _start_lock, _no_main_module():
@@ -95,16 +104,17 @@ class Launcher:
                 multiprocessing.set_forkserver_preload(self._preload)
             with _explaining("the fork server"):
                 forkserver.ensure_running()
-        pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-        return pid
+        server: Any = forkserver._forkserver
+        return Starter(server._forkserver_pid, server._forkserver_alive_fd)
 
     @property
     def dies_with_starter(self) -> bool:
         """Whether a worker should also ask the kernel to kill it when its starter ends.
 
-        The fork server ends a moment after the main process: time enough for the worker's watchdog to kill
-        its whole group first. With fork and spawn the kernel would be first, and what the environments
-        have started would live on; the guardian gets those whose interpreter is stuck in C.
+        The fork server ends when the main process and its guardian have ended: time enough for the worker's
+        watchdog to give back what the worker holds, and to kill its whole group. With fork and spawn the kernel
+        would be first, and what the environments have started would live on; the guardian gets those whose
+        interpreter is stuck in C.
         """
         return self._start_method == "forkserver"
 

@@ -19,6 +19,7 @@ from penstock.buffers.control import Phase, StopCollecting
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.trajectory_queue import ObjectPipe
+from penstock.workers import belongings
 from penstock.workers.affinity import limit_threads, pin
 from penstock.workers.gates import Gate, MainProcessGone
 from penstock.workers.plan import WorkerPlan
@@ -30,6 +31,7 @@ __all__ = ["WorkerSetup", "worker_main"]
 
 _PR_SET_PDEATHSIG = 1
 _PARENT_POLL_SECONDS = 0.5
+_RELEASE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def worker_main(setup: WorkerSetup) -> None:
         setup.reports.write(setup.plan.worker_rank, error)
     else:
         progress.enter(Phase.CLOSED)
+    belongings.release_all()  # what environments have not given back: exit handlers do not run
     with contextlib.suppress(OSError, ValueError):  # a closed or broken stream must not keep us
         sys.stdout.flush()
         sys.stderr.flush()
@@ -150,7 +153,16 @@ def _watch_main_process(main_process: InheritedFd | None) -> None:
     _kill_own_group()
 
 
+_ending = threading.Lock()  # taken by the first that finds the main process gone, and never given back
+
+
 def _kill_own_group() -> Any:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-    os._exit(1)
+    _ending.acquire(timeout=_RELEASE_SECONDS)  # a second one would kill the first in the midst of what it is doing
+    try:
+        # The main thread may be busy, and would get the interpreter for 5 ms after each system call of ours.
+        sys.setswitchinterval(1e-6)
+        belongings.release_all()
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        os._exit(1)

@@ -3,6 +3,7 @@
 PenstockError
 ├── ConfigError (ValueError)          the caller's arguments, or this machine's limits
 ├── SpaceError (ValueError)           a space, or data that does not fit its space
+├── PortLeaseError (RuntimeError)     no port is left to lease, or the folder of lock files cannot be trusted
 ├── EnvCallError (RuntimeError)       a method or attribute of an environment, asked for by `sampler.call`
 └── SamplerStateError (RuntimeError)  the order of the caller's calls
     ├── SamplerClosedError            ... a call after shutdown
@@ -23,6 +24,7 @@ __all__ = [
     "ConfigError",
     "EnvCallError",
     "PenstockError",
+    "PortLeaseError",
     "SamplerBrokenError",
     "SamplerClosedError",
     "SamplerStateError",
@@ -64,6 +66,10 @@ class EnvCallError(PenstockError, RuntimeError):
 
     `__cause__` is its exception. The sampler goes on working.
     """
+
+
+class PortLeaseError(PenstockError, RuntimeError):
+    """No port is left to lease, the message lists who has them; or the folder of lock files cannot be trusted."""
 
 
 class SamplerStateError(PenstockError, RuntimeError):

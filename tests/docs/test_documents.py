@@ -190,3 +190,9 @@ def test_every_link_between_documents_leads_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_ports_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    definitions("docs/ports.md")
+    first, second, third = ast.literal_eval(capsys.readouterr().out)
+    assert (second, third) == (first + 1, first + 2)

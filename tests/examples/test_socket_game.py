@@ -1,0 +1,75 @@
+"""The game behind a socket: it plays by its rules, a killed server is recovered from, and no process is left."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from penstock.envs.port_files import FOLDER_VARIABLE
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def env() -> Any:
+    spec = importlib.util.spec_from_file_location("socket_game", ROOT / "examples" / "socket_game.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    game = module.SocketGame()
+    yield game
+    game.close()
+    assert not psutil.pid_exists(game.server_pid)
+
+
+@pytest.mark.filterwarnings("ignore:.*WARN.*")  # a game behind a socket has no spec and no render mode
+def test_the_game_keeps_gymnasiums_rules(env: Any) -> None:
+    check_env(env, skip_render_check=True, skip_close_check=True)
+
+
+def test_a_ball_is_caught_or_not(env: Any) -> None:
+    for caught in (True, False):
+        observation, _ = env.reset(seed=1)
+        over = False
+        for t in range(9):
+            assert not over
+            assert observation[1] == t
+            way = observation[0] - observation[2]
+            observation, reward, over, truncated, _ = env.step(1 + (way > 0) - (way < 0) if caught else 0)
+        assert over
+        assert not truncated
+        assert (observation[0] == observation[2]) == caught == (reward == 1.0)
+
+
+def test_a_server_that_is_gone_is_told(env: Any) -> None:
+    env.reset(seed=1)
+    os.kill(env.server_pid, signal.SIGKILL)
+    with pytest.raises(ConnectionError):
+        for _ in range(9):
+            env.step(1)
+
+
+def test_the_example_recovers_from_a_killed_server(tmp_path: Path) -> None:
+    locks = tmp_path / "locks"
+    done = subprocess.run(
+        [sys.executable, "examples/socket_game.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, FOLDER_VARIABLE: str(locks)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 worker was replaced" in done.stdout
+    assert "raised Connection" in done.stderr, "the sampler says why"
+    assert list(locks.iterdir()) == []
+    servers = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"]]
+    assert not any(str(ROOT / "examples" / "socket_game_server.py") in line for line in servers)

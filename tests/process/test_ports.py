@@ -1,0 +1,309 @@
+"""Port leases of many processes: never two owners, whoever is killed; free when the owner is gone, and nothing left."""
+
+import mmap
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from penstock import PortLeaseError
+from penstock.envs import lease_port, leases, port_names
+from penstock.envs.port_files import FOLDER_VARIABLE, lock_folder, ports_noted
+
+from .peers import Peer, all_at_once, bind, free_stretch, peers, server_at
+from .support import BOUND, SLACK, note, pause, scaled, until
+
+FREE_SECONDS = 1.0 * SLACK  # from the owner's death until its port can be leased
+
+pytestmark = pytest.mark.timeout(scaled(3600, 60))
+
+
+@pytest.fixture(params=[True, False], ids=["names", "files alone"])
+def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """With the kernel's names, and as on systems that have none. Holds in peers too, which are forks."""
+    monkeypatch.setattr(port_names, "_HAS_NAMES", request.param and sys.platform == "linux")
+    return bool(request.param)
+
+
+# ---- no port twice -------------------------------------------------------------------------
+
+
+def test_as_many_processes_as_ports(names: bool) -> None:
+    n = 10
+    ports = free_stretch(n)
+    with peers(n) as them:
+        for _ in range(scaled(200, 20)):
+            began = time.monotonic()
+            assert sorted(all_at_once(them, 1, ports, timeout=BOUND)) == list(ports)
+            kind = "names and files" if names else "files alone"
+            note(f"10 processes lease the only 10 ports, {kind}, s", time.monotonic() - began, 10)
+            for peer in them:
+                peer.release()
+
+
+def test_many_leases_of_many_processes(names: bool) -> None:
+    n_peers, n = scaled(64, 8), 50
+    ports = range(12_000, 12_000 + n_peers * n * 5 // 4)
+    with peers(n_peers) as them:
+        began = time.monotonic()
+        got = all_at_once(them, n, ports, timeout=BOUND)
+        kind = "names and files" if names else "files alone"
+        note(f"{n_peers} processes lease {n} ports each, {kind}, s", time.monotonic() - began, BOUND)
+        assert len(got) == len(set(got)) == n_peers * n
+        assert set(got) <= set(ports)
+        for peer in them[::2]:
+            peer.release()
+        for peer in them[1::2]:
+            peer.kill()
+        with peers(1) as (late,):
+            late.lease(1, ports)
+            left = ports_noted(lock_folder())
+            assert len(left) == 1, "what the killed have left is removed with the first lease of another"
+
+
+class Witness:
+    """Shared memory in which those who have a port say so, independently of all locks: one word per port."""
+
+    def __init__(self, ports: range, n_peers: int) -> None:
+        self._base = ports.start
+        words = np.frombuffer(mmap.mmap(-1, 8 * (len(ports) + 3 * n_peers)), np.int64)
+        self.owner, counts = words[: len(ports)], words[len(ports) :]
+        self.clashes, self.leased, self.grabbed = counts.reshape(3, n_peers)  # one writer each
+
+    def enter(self, me: int, port: int, doomed: "np.typing.NDArray[np.int64]") -> None:
+        before = int(self.owner[port - self._base])
+        # Who is being killed loses the port before it can be seen to be dead.
+        if before and not doomed[before - 1] and before - 1 != me:
+            self.clashes[me] += 1
+        self.owner[port - self._base] = me + 1
+        self.leased[me] += 1
+
+    def leave(self, me: int, port: int) -> None:
+        if self.owner[port - self._base] != me + 1:
+            self.clashes[me] += 1
+        self.owner[port - self._base] = 0
+
+
+def churn(me: int, ports: range, witness: Witness, doomed: "np.typing.NDArray[np.int64]") -> None:
+    """Lease, bind, unbind, release, for ever."""
+    rng = np.random.default_rng(me)
+    while True:
+        with lease_port(ports.start, ports.stop, timeout=BOUND) as mine:
+            witness.enter(me, mine.port, doomed)
+            for _ in range(rng.integers(3)):
+                try:
+                    server = bind(mine.port)
+                except OSError:
+                    witness.grabbed[me] += 1  # by an outsider, or by one who only looks
+                    break
+                time.sleep(rng.uniform(0, 0.002))
+                server.close()
+            time.sleep(rng.uniform(0, 0.002))
+            witness.leave(me, mine.port)
+
+
+def run_churn(n_peers: int, n_ports: int, seconds: float, *, kills: bool, outsider: bool) -> Witness:
+    """`n_peers` at once on `n_ports`; with `kills`, one of them is killed and replaced every few milliseconds."""
+    ports = free_stretch(n_ports)
+    total = 20_000 if kills else n_peers
+    witness = Witness(ports, total)
+    doomed = np.frombuffer(mmap.mmap(-1, 8 * total), np.int64)
+    rng = np.random.default_rng(0)
+    born = 0
+
+    def one() -> Peer:
+        nonlocal born
+        me, born = born, born + 1
+        return Peer(lambda: churn(me, ports, witness, doomed))
+
+    grabbed: list[socket.socket] = []
+    with ExitStack() as stack:
+        them = [(i, stack.enter_context(closing(one()))) for i in range(n_peers)]
+        until(lambda: witness.leased.sum() >= n_peers, "every process's first lease")
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if kills:
+                k = int(rng.integers(n_peers))
+                number, peer = them[k]
+                doomed[number] = 1
+                peer.kill()
+                them[k] = (born, stack.enter_context(closing(one())))
+            if outsider:
+                if len(grabbed) > n_ports // 3:
+                    grabbed.pop(0).close()
+                try:
+                    grabbed.append(bind(int(rng.choice(ports))))
+                except OSError:
+                    pass  # somebody has it
+            pause(rng.uniform(0, 0.01))
+        doomed[:] = 1
+    for each in grabbed:
+        each.close()
+    assert witness.clashes.sum() == 0
+    assert witness.leased.sum() > n_peers
+    if kills:
+        assert born > n_peers
+    with leases(n_ports, ports.start, ports.stop, timeout=BOUND) as everything:
+        assert everything.ports == tuple(ports), "all are free at the end"
+    assert ports_noted(lock_folder()) == []
+    note(f"leases in the churn of {n_peers} processes on {n_ports} ports", float(witness.leased.sum()), float("inf"))
+    note(f"killed in the churn of {n_peers} processes on {n_ports} ports", float(born - n_peers), float("inf"))
+    return witness
+
+
+def test_random_kills(names: bool) -> None:
+    witness = run_churn(*scaled((50, 64), (10, 13)), scaled(60, 1.5), kills=True, outsider=False)
+    if names:
+        assert witness.grabbed.sum() == 0, "nobody binds a port that somebody else has leased"
+
+
+def test_an_outsider_that_grabs_ports(names: bool) -> None:
+    run_churn(*scaled((50, 96), (8, 24)), scaled(60, 1.0), kills=False, outsider=True)
+
+
+def test_an_outsider_that_has_them_all() -> None:
+    ports = free_stretch(6)
+    with ExitStack() as stack:
+        (peer,) = stack.enter_context(peers(1))  # before there is something to inherit
+        for port in ports[:3]:
+            stack.enter_context(bind(port))
+        peer.lease(3, ports)
+        began = time.monotonic()
+        with pytest.raises(PortLeaseError) as caught:
+            lease_port(ports.start, ports.stop, timeout=0.2)
+        note("a search of 0.2 s in a range without a free port, s", time.monotonic() - began, 1.0 * SLACK)
+        lines = str(caught.value).splitlines()
+        assert f"  {ports[0]}-{ports[2]}: not leased, but bound by pid {os.getpid()} (" in lines[1]
+        assert re.match(rf"  {ports[3]}-{ports[5]}: leased by pid {peer.pid} \(.*\), since \d{{4}}-", lines[2])
+        assert len(lines) == 3
+
+
+# ---- the owner's end -----------------------------------------------------------------------
+
+
+def seconds_until_free(port: int) -> float:
+    """Seconds from now on until `port` can be leased; it is given back at once."""
+    began = time.monotonic()
+    lease_port(port, port + 1, timeout=BOUND).release()
+    return time.monotonic() - began
+
+
+def test_a_killed_owners_port_is_free(names: bool) -> None:
+    ports = free_stretch(1)
+    for _ in range(scaled(100, 5)):
+        with peers(1) as (peer,):
+            peer.lease(1, ports)
+            with pytest.raises(PortLeaseError, match=f"leased by pid {peer.pid}"):
+                lease_port(ports.start, ports.stop, timeout=0)
+            os.kill(peer.pid, signal.SIGKILL)
+            note("owner killed, to its port leased anew, s", seconds_until_free(ports[0]), FREE_SECONDS)
+
+
+def test_a_killed_owners_port_is_not_free_while_its_server_lives(names: bool) -> None:
+    ports = free_stretch(2)
+    with peers(1) as (peer,):
+        mine = peer.lease(1, ports[:1])[0]
+        with server_at(mine) as server:
+            peer.kill()
+            with pytest.raises(PortLeaseError, match=f"{mine}: not leased, but bound by pid {server.pid} "):
+                lease_port(mine, mine + 1, timeout=0.1)
+            for _ in range(10):
+                with lease_port(ports.start, ports.stop) as other:
+                    assert other.port == ports[1]
+            server.kill()
+            note("server of a dead owner killed, to its port leased anew, s", seconds_until_free(mine), FREE_SECONDS)
+
+
+def test_a_forks_life_does_not_prolong_a_lease(names: bool) -> None:
+    ports = free_stretch(1)
+    with peers(1) as (peer,):
+        peer.lease(1, ports)
+        fork = peer.fork()
+        try:
+            peer.kill()
+            note("owner killed, its fork lives, to its port leased anew, s", seconds_until_free(ports[0]), FREE_SECONDS)
+            assert psutil.pid_exists(fork)
+        finally:
+            os.kill(fork, signal.SIGKILL)
+
+
+def test_a_lock_file_that_was_removed() -> None:
+    if sys.platform != "linux":
+        pytest.skip("lock files are all that other systems have")
+    ports = free_stretch(1)
+    with peers(1) as (peer,):
+        peer.lease(1, ports)
+        (lock_folder() / f"{ports[0]}.lock").unlink()
+        with pytest.raises(PortLeaseError, match=f"{ports[0]}: leased by pid {peer.pid} "):
+            lease_port(ports.start, ports.stop, timeout=0)
+        peer.release()
+        lease_port(ports.start, ports.stop).release()
+
+
+def test_looking_at_a_lock_file_does_not_unlock_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing any descriptor of a file frees the POSIX locks that this process has on it."""
+    monkeypatch.setattr(port_names, "_HAS_NAMES", False)
+    ports = free_stretch(1)
+    with lease_port(ports.start, ports.stop), peers(1) as (peer,):
+        for _ in range(3):
+            with pytest.raises(PortLeaseError, match="this process"):
+                lease_port(ports.start, ports.stop, timeout=0)
+            with pytest.raises(PortLeaseError, match=f"leased by pid {os.getpid()} "):
+                peer.lease(1, ports, timeout=0)
+
+
+# ---- two users -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder as /tmp is, for the folders of several users."""
+    if os.geteuid() != 0:
+        pytest.skip("only the administrator can be two users")
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o1777)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder / "0"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def become(uid: int, folder: Path) -> None:
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    os.setgid(uid)
+    os.setuid(uid)
+
+
+def test_two_users_side_by_side(shared_folder: Path) -> None:
+    one, other = 65_533, 65_534
+    ports = free_stretch(12)
+    with ExitStack() as stack:
+        ones = stack.enter_context(peers(3, lambda: become(one, shared_folder / "1")))
+        others = stack.enter_context(peers(3, lambda: become(other, shared_folder / "2")))
+        for _ in range(scaled(50, 5)):
+            assert sorted(all_at_once([*ones, *others], 2, ports, timeout=BOUND)) == list(ports)
+            assert [(shared_folder / name).stat().st_uid for name in "12"] == [one, other]
+            with pytest.raises(PortLeaseError, match=f"leased by pid {others[0].pid} .* of user {other}"):
+                ones[0].lease(1, ports, timeout=0)
+            for peer in (*ones, *others):
+                peer.release()
+    with leases(len(ports), ports.start, ports.stop):
+        pass  # all free for a third
+
+
+def test_anothers_folder_is_refused(shared_folder: Path) -> None:
+    lease_port().release()
+    with peers(1, lambda: become(65_534, shared_folder / "0")) as (peer,):
+        for _ in range(2):
+            with pytest.raises(PortLeaseError, match="cannot be used: Permission denied"):
+                peer.lease(1, range(20_000, 21_000), timeout=0)
