@@ -196,3 +196,9 @@ def test_the_ports_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> N
     definitions("docs/ports.md")
     first, second, third = ast.literal_eval(capsys.readouterr().out)
     assert (second, third) == (first + 1, first + 2)
+
+
+def test_the_vector_page_runs_as_written() -> None:
+    names = definitions("docs/vector_env.md")
+    assert names["envs"].closed
+    assert len(names["ids"]) >= 2
