@@ -9,13 +9,14 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.buffers.control import Phase
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.trajectory_queue import Frame, ObjectPipe
 from penstock.errors import SamplerBrokenError
+from penstock.samplers.action_server import ServerJob
 from penstock.samplers.failures import Casualty, Witness, add_to
 from penstock.samplers.forks import abandon_in_forks
 from penstock.samplers.gates import Gate
@@ -23,7 +24,7 @@ from penstock.samplers.guardian import Guardian
 from penstock.samplers.interrupts import interrupts
 from penstock.samplers.launch import Launcher, PickledJob
 from penstock.samplers.member import Member
-from penstock.samplers.plan import WorkerPlan
+from penstock.samplers.plan import WorkerPlan, server_plan
 from penstock.samplers.process import WorkerSetup
 from penstock.samplers.reports import ReportBoard
 from penstock.samplers.restarts import RestartPolicy, Restarts
@@ -54,7 +55,10 @@ class CrewRules:
 
 
 class Crew:
-    """One process per plan. Every wait watches the workers' deaths and is bounded."""
+    """One process per plan. Every wait watches the workers' deaths and is bounded.
+
+    An action server with a process of its own is the last member: supervised as all are, but never replaced.
+    """
 
     def __init__(
         self,
@@ -62,10 +66,10 @@ class Crew:
         job: Job,
         state: SharedState,
         rules: CrewRules,
-        on_replace: Callable[[WorkerPlan], None] = lambda plan: None,
+        server: ServerJob | None = None,
     ) -> None:
-        """`on_replace` is told the plan of each worker that takes a dead one's place, before it starts."""
-        self._state, self._rules, self._control, self._on_replace = state, rules, state.control, on_replace
+        """`server` is to be a process of its own."""
+        self._state, self._rules, self._control = state, rules, state.control
         self._owner_pid = os.getpid()
         self._close_lock = threading.Lock()
         self._closing_thread: int | None = None
@@ -74,16 +78,18 @@ class Crew:
         self._openings = 1  # of every gate; number one is start-up
         self.members: list[Member] = []
         self.restarts = Restarts(rules.restarts)
-        self._job = PickledJob(job, plans)  # all of it, before the first process starts
-        self._launcher = Launcher(rules.start_method, len(plans), with_torch=state.steps is None)
-        self._reports = ReportBoard(len(plans), shared=True)
+        self._job = PickledJob(job, plans, server)  # all of it, before the first process starts
+        all_plans = plans if server is None else [*plans, server_plan(plans, server.torch_threads)]
+        self._launcher = Launcher(rules.start_method, len(all_plans), with_torch=state.steps is None)
+        self._reports = ReportBoard(len(all_plans), shared=True)
+        self._server_gate = None if server is None else self._gate(len(plans))
         self._main_process = InheritedFd(os.pidfd_open(os.getpid())) if hasattr(os, "pidfd_open") else None
         self._guardian = Guardian()
         abandon_in_forks(self)
         try:
             if (starter := self._launcher.prepare()) is not None:
                 self._guardian.watch(starter)
-            for plan in plans:
+            for plan in all_plans:
                 with interrupts.passing():
                     pass  # between two workers, none of which is only half there
                 self._control.open(plan.worker_rank)  # opening number one: start-up
@@ -93,12 +99,13 @@ class Crew:
             self.close(broken=True)
             raise
 
+    def _gate(self, worker_rank: int, server: Gate | None = None) -> Gate:
+        return Gate(self._control, worker_rank, spin_seconds=self._rules.spin_seconds, server=server)
+
     def _start_first(self, plan: WorkerPlan) -> Member:
-        gate, pipe, stacks = (
-            Gate(self._control, plan.worker_rank, spin_seconds=self._rules.spin_seconds),
-            ObjectPipe(),
-            StackFile(),
-        )
+        server_gate = self._server_gate
+        gate = server_gate if plan.is_server and server_gate else self._gate(plan.worker_rank, server_gate)
+        pipe, stacks = ObjectPipe(), StackFile()
         try:
             return self._start(plan, gate, pipe, stacks)
         except BaseException:
@@ -109,7 +116,7 @@ class Crew:
     def _start(self, plan: WorkerPlan, gate: Gate, pipe: ObjectPipe, stacks: StackFile) -> Member:
         setup = WorkerSetup(
             plan=plan,
-            order=self._job.order_for(plan.worker_rank),
+            order=self._job.order_for(plan),
             state=self._state,
             gate=gate,
             reports=self._reports,
@@ -117,6 +124,7 @@ class Crew:
             stacks=stacks,
             main_process=self._main_process,
             die_with_parent=self._launcher.dies_with_starter,
+            served=[member.gate for member in self.members] if plan.is_server else (),
         )
         begun = self._control.begun(plan.worker_rank)
         process = self._launcher.start(setup)
@@ -134,7 +142,8 @@ class Crew:
 
     def take_frames(self, promised: Sequence[int]) -> list[Frame]:
         """Trajectory infos that came through the pipes: `promised[i]` of worker i."""
-        return [frame for member, n in zip(self.members, promised, strict=True) for frame in member.pipe.take(n)]
+        # An action server, the last member, has none to promise.
+        return [frame for member, n in zip(self.members, promised, strict=False) for frame in member.pipe.take(n)]
 
     # ---- gates -----------------------------------------------------------------------------
 
@@ -169,8 +178,7 @@ class Crew:
         old.stacks.clear()
         self._control.reset_row(rank)
         self._guardian.forget(old.pid)
-        plan = replace(old.plan, generation=old.plan.generation + 1)
-        self._on_replace(plan)
+        plan = replace(old.plan, generation=self._control.generation(rank))
         try:
             self.members[rank] = self._start(plan, old.gate, pipe, old.stacks)
         except BaseException:
@@ -268,6 +276,8 @@ class Crew:
 
     def _release(self) -> None:
         self._guardian.close()
+        if self._server_gate is not None:
+            self._server_gate.close()  # its process may never have been started
         for member in self.members:
             member.release()
             for thing in (member.gate, member.pipe, member.stacks):

@@ -19,6 +19,7 @@ from gymnasium.vector.utils import clear_mpi_env_vars
 
 from penstock.buffers.mailbox import Mailbox
 from penstock.errors import ConfigError, WorkerDiedError
+from penstock.samplers.action_server import ServerJob
 from penstock.samplers.limits import check_limits
 from penstock.samplers.plan import WorkerPlan
 from penstock.samplers.process import WorkerSetup, WorkOrder, worker_main
@@ -46,18 +47,20 @@ class PickledJob:
     Raises `ConfigError` naming the argument that cannot be pickled.
     """
 
-    def __init__(self, job: Job, plans: Sequence[WorkerPlan]) -> None:
+    def __init__(self, job: Job, plans: Sequence[WorkerPlan], server: ServerJob | None = None) -> None:
         with clear_mpi_env_vars():
             # Today's variables, not those of the day the fork server began, and without those that would
             # make libraries think that the workers are MPI ranks.
             environ = pickle.dumps(dict(os.environ))
-        parts = [environ, *_pickled(job, plans)]
+        parts = [environ, *_pickled(job, plans), _pickled_one(server)]
         self.mailbox = Mailbox()
-        self.environ, self.common, *self.factories = self.mailbox.post_parts(parts)
+        self.environ, self.common, *self.factories, self.server = self.mailbox.post_parts(parts)
 
-    def order_for(self, worker_rank: int) -> WorkOrder:
+    def order_for(self, plan: WorkerPlan) -> WorkOrder:
         """What one worker is to read."""
-        return WorkOrder(self.mailbox, self.environ, self.common, self.factories[worker_rank])
+        if plan.is_server:
+            return WorkOrder(self.mailbox, self.environ, self.server, slice(0, 0))
+        return WorkOrder(self.mailbox, self.environ, self.common, self.factories[plan.worker_rank])
 
     def close(self) -> None:
         self.mailbox.close()
@@ -65,8 +68,21 @@ class PickledJob:
 
 def _pickled(job: Job, plans: Sequence[WorkerPlan]) -> list[bytes]:
     common = replace(job, env_factories=(), eval_env_factories=())
+    with _naming_what_cannot_be(job):
+        parts = [bytes(cloudpickle.dumps(part)) for part in (common, *map(job.factories_of, plans))]
+    return parts
+
+
+def _pickled_one(server: ServerJob | None) -> bytes:
+    with _naming_what_cannot_be(server):
+        pickled: bytes = cloudpickle.dumps(server)
+    return pickled
+
+
+@contextlib.contextmanager
+def _naming_what_cannot_be(job: Job | ServerJob | None) -> Iterator[None]:
     try:
-        return [bytes(cloudpickle.dumps(part)) for part in (common, *map(job.factories_of, plans))]
+        yield
     except Exception as error:  # pickling runs the user's code: anything may come
         for name, value in vars(job).items():
             try:
@@ -116,21 +132,20 @@ class Launcher:
         """Start the process; returns the `multiprocessing.Process`."""
         _refuse_unsafe_fork(self._start_method)
         context = multiprocessing.get_context(self._start_method)
+        name = setup.plan.name
         process = context.Process(  # type: ignore[attr-defined]
-            target=worker_main, args=(setup,), name=f"penstock-worker-{setup.plan.worker_rank}"
+            target=worker_main, args=(setup,), name=f"penstock-{name.removeprefix('the ').replace(' ', '-')}"
         )
         main_module = contextlib.nullcontext() if self._start_method == "fork" else _no_main_module()
         with _start_lock, main_module, _not_daemonic():
             try:
-                with _explaining(f"worker {setup.plan.worker_rank}"):
+                with _explaining(name):
                     process.start()
             except BrokenPipeError as error:  # the fork server's child is gone, and its process id with it
-                raise WorkerDiedError(
-                    f"worker {setup.plan.worker_rank} died before it could be told what to do (start-up)"
-                ) from error
+                raise WorkerDiedError(f"{name} died before it could be told what to do (start-up)") from error
             except (EOFError, ConnectionError) as error:
                 raise ConfigError(
-                    f"worker {setup.plan.worker_rank} could not be started: the fork server has ended ({error}). "
+                    f"{name} could not be started: the fork server has ended ({error}). "
                     "If this machine allows no more processes, lower n_workers or raise the limit (ulimit -u)"
                 ) from error
         return process

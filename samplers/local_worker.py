@@ -44,7 +44,7 @@ class LocalWorker:
     def work(self) -> None:
         """Do it."""
         assert self._worker is not None  # start-up would have failed
-        self._worker.collector.reset_if_needed()
+        self._worker.reset_if_needed()
         self._worker.run()
         self._arrive()
 

@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,11 +21,13 @@ from penstock.buffers.control import Phase, StopCollecting
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.trajectory_queue import ObjectPipe
+from penstock.samplers.action_server import ServerJob
 from penstock.samplers.affinity import limit_threads, pin
 from penstock.samplers.gates import Gate, MainProcessGone
 from penstock.samplers.plan import WorkerPlan
 from penstock.samplers.ports import WorkerPort
 from penstock.samplers.reports import ReportBoard
+from penstock.samplers.server_process import ServingWorker
 from penstock.samplers.stacks import StackFile
 from penstock.samplers.worker import Job, SharedState, Worker
 
@@ -40,7 +43,7 @@ class WorkOrder:
 
     mailbox: Mailbox
     environ: slice  #: pickled: the environment variables to run with
-    job: slice  #: a cloudpickled `Job` without factories
+    job: slice  #: a cloudpickled `Job` without factories; or the action server's `ServerJob`
     factories: slice  #: this worker's share of them
 
     def read_environ(self) -> dict[str, str]:
@@ -52,6 +55,11 @@ class WorkOrder:
         """The job; unpickling it imports the user's modules."""
         job: Job = pickle.loads(self.mailbox.read(self.job))
         return job.with_factories(*pickle.loads(self.mailbox.read(self.factories)))
+
+    def read_server_job(self) -> ServerJob:
+        """The job of the action server."""
+        job: ServerJob = pickle.loads(self.mailbox.read(self.job))
+        return job
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ class WorkerSetup:
     stacks: StackFile
     main_process: InheritedFd | None  #: a pidfd of the main process, where there is such a thing
     die_with_parent: bool  #: whether the death of the starting process or thread is the main process's
+    served: Sequence[Gate] = ()  #: the gates of those whom it answers, if it is the action server
 
 
 def worker_main(setup: WorkerSetup) -> None:
@@ -93,9 +102,7 @@ def worker_main(setup: WorkerSetup) -> None:
 
 def _serve(setup: WorkerSetup) -> None:
     gate, control = setup.gate, setup.state.control
-    progress = control.progress(setup.plan.worker_rank)
-    connect = partial(WorkerPort, gate, progress, setup.main_process)
-    worker = Worker(setup.plan, setup.order.read_job(), setup.state, setup.pipe, connect)
+    worker = _build(setup)
     progress = worker.progress
     limit_threads(setup.plan.torch_threads)  # again: unpickling the job may have loaded torch
     gc.freeze()  # what exists now is for good: collections need not go through torch's modules again
@@ -107,7 +114,7 @@ def _serve(setup: WorkerSetup) -> None:
             if not is_replacement:
                 gate.arrive(progress)
             is_replacement = False
-            worker.collector.reset_if_needed()
+            worker.reset_if_needed()
             progress.enter(Phase.WAITING)
             gate.wait_in(progress, setup.main_process)
             if control.quit:
@@ -116,6 +123,14 @@ def _serve(setup: WorkerSetup) -> None:
     except StopCollecting:
         pass
     worker.close()
+
+
+def _build(setup: WorkerSetup) -> Worker | ServingWorker:
+    gate, state = setup.gate, setup.state
+    if setup.plan.is_server:
+        return ServingWorker(setup.order.read_server_job(), state, gate, setup.served, setup.main_process)
+    connect = partial(WorkerPort, gate, state.control.progress(setup.plan.worker_rank), setup.main_process)
+    return Worker(setup.plan, setup.order.read_job(), state, setup.pipe, connect)
 
 
 def _detach(setup: WorkerSetup) -> None:

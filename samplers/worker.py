@@ -31,6 +31,7 @@ from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import SpaceError
 from penstock.samplers.env_calls import EnvCall, perform
 from penstock.samplers.plan import WorkerPlan, episode_shares
+from penstock.samplers.server_totals import ServerTotals
 
 __all__ = ["Connect", "FrameQueue", "Job", "SharedState", "Worker"]
 
@@ -82,7 +83,8 @@ class SharedState:
     parameters: SharedParameters
     mailbox: Mailbox
     steps: StepBuffer | None = None  #: where workers hold no agent: what they exchange with it ...
-    eval_steps: StepBuffer | None = None  #: ... and the same for evaluation
+    eval_steps: StepBuffer | None = None  #: ... the same for evaluation ...
+    totals: ServerTotals | None = None  #: ... and what has been done for them
 
 
 class Connect(Protocol):
@@ -209,6 +211,10 @@ class Worker:
         )
 
     # ---- working ---------------------------------------------------------------------------
+
+    def reset_if_needed(self) -> None:
+        """Between two batches, while the learner trains."""
+        self.collector.reset_if_needed()
 
     def run(self) -> None:
         """What the control block says: one batch or one evaluation, with the newest parameters, or a call."""

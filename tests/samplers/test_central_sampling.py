@@ -344,7 +344,7 @@ def test_an_answer_that_was_long_in_coming_is_a_sign_of_life(monkeypatch: pytest
     stopwatch = _Stopwatch(Limits(0.5, 1.0), control)
     assert stopwatch.overdue([member]) == []
     now = 9.0
-    control.answer(0)
+    control.answer(0, 1)
     assert stopwatch.overdue([member]) == [], "the agent took 9 seconds"
     now = 9.4
     assert stopwatch.overdue([member]) == []
