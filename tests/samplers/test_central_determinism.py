@@ -61,6 +61,9 @@ SAMPLERS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
     "first-ready, half": (GpuSampler, {"n_workers": 3, "min_ready": 0.5}),
     "alternating": (AlternatingSampler, {"n_workers": 3}),
     "alternating, no overlap": (AlternatingSampler, {"n_workers": 2, "overlap": False}),
+    "own process": (GpuSampler, {"n_workers": 2, "server": "process"}),
+    "own process, first-ready": (GpuSampler, {"n_workers": 3, "min_ready": 1, "server": "process"}),
+    "own process, no overlap": (AlternatingSampler, {"n_workers": 3, "overlap": False, "server": "process"}),
 }
 
 
@@ -96,7 +99,10 @@ def assert_same(case: str, wanted: list[tuple[Any, Any]], found: list[tuple[Any,
 
 
 #: Of the ways that differ in timing only, the agents that differ in kind.
-ALWAYS = ("lock-step, 1 worker", "lock-step, 2 workers", "lock-step, 3 workers", "first-ready, 1 of 5", "alternating")
+ALWAYS = (
+    *("lock-step, 1 worker", "lock-step, 2 workers", "lock-step, 3 workers", "first-ready, 1 of 5", "alternating"),
+    "own process",
+)
 KINDS = (*EXACT, "epsilon-greedy", "recurrent categorical")
 
 
@@ -109,9 +115,11 @@ def test_every_agent_acts_as_in_one_process(case: str, how: str) -> None:
     assert_same(case, reference(case), batches(cls, case, **kwargs))
 
 
+@pytest.mark.parametrize("server", ["caller", "process"])
 @pytest.mark.parametrize("cls", [GpuSampler, AlternatingSampler])
-def test_every_start_method_gives_the_same(cls: type[Sampler], start_method: str) -> None:
-    assert_same("tabular", reference("tabular"), batches(cls, "tabular", n_workers=2, start_method=start_method))
+def test_every_start_method_gives_the_same(cls: type[Sampler], server: str, start_method: str) -> None:
+    kwargs: dict[str, Any] = {"n_workers": 2, "server": server, "start_method": start_method}
+    assert_same("tabular", reference("tabular"), batches(cls, "tabular", **kwargs))
 
 
 @settings(max_examples=10, deadline=None)
