@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +18,9 @@ from penstock.buffers.step_buffer import StepBuffer
 from penstock.collectors.acting import AgentInfoWriter, as_agent_step
 from penstock.collectors.central import Question
 from penstock.collectors.checks import write_action
+from penstock.envs.examples import example_of
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.errors import SamplerBrokenError, WorkerError
+from penstock.errors import ConfigError, SamplerBrokenError, WorkerError
 from penstock.samplers.interrupts import interrupts
 from penstock.samplers.plan import WorkerPlan
 from penstock.samplers.readiness import LockStep, Readiness
@@ -38,6 +40,7 @@ class ServerJob:
     seed: int
     world_size: int  #: how many such samplers there are
     spin_seconds: float  #: how long it looks for questions before it sleeps
+    compile_options: Mapping[str, Any] | None  #: arguments of `torch.compile`, if the model is to be compiled
     # Of a process of its own:
     sign_of_life: float  #: seconds between two of those that it gives while nobody asks
     torch_threads: int
@@ -115,8 +118,15 @@ class ActionServer:
         agent = job.agent
         agent.attach(state.parameters)
         agent.pull_shared_memory()
+        if job.compile_options is not None:
+            agent.compile_model(job.compile_options)
         self._train = _desk(agent, job, state.steps, Purpose.ACTION)
         self._eval = None if state.eval_steps is None else _desk(agent, job, state.eval_steps, Purpose.EVAL_ACTION)
+        # A GPU reads inputs where the workers have written them.
+        self._locks = ExitStack()
+        for steps in (state.steps, state.eval_steps):
+            if steps is not None:
+                self._locks.enter_context(agent.page_locked(steps.memory.whole))
         self._desk, self._policy = self._train, self._readiness
         self._asked = [0] * len(self._plans)  # the number of each worker's question, as it was last looked at
         self._kept: list[int] = []  # workers whose actions lie ready, but who may not have them yet
@@ -124,6 +134,10 @@ class ActionServer:
         self._error: SamplerBrokenError | None = None  # what the agent has raised, for `serve`
         self._is_acting = False  # stays so when something ends the agent's step that is no mere exception
         self._left = time.monotonic()
+
+    def close(self) -> None:
+        """Let go of the step buffers; again is harmless."""
+        self._locks.close()
 
     # ---- occasions -------------------------------------------------------------------------
 
@@ -284,13 +298,26 @@ class ActionServer:
 
 
 def _desk(agent: Agent, job: ServerJob, steps: StepBuffer, purpose: Purpose) -> Desk:
+    """What acts for one kind of environments. A compiled model has been run once then: that compiles it."""
     is_eval = purpose is Purpose.EVAL_ACTION
     shares = [plan.eval_columns if is_eval else plan.columns for plan in job.plans]
     ranks = [plan.eval_env_ranks if is_eval else plan.env_ranks for plan in job.plans]
     env_ranks = range(ranks[0].start, ranks[-1].stop)
-    copy = agent.column_copy(ColumnStreams(job.seed, env_ranks).rngs(purpose))
-    copy.set_columns(env_ranks, len(env_ranks) * job.world_size)
-    return Desk(copy, steps, shares)
+
+    def copy_of_agent() -> Agent:
+        copy = agent.column_copy(ColumnStreams(job.seed, env_ranks).rngs(purpose))
+        copy.set_columns(env_ranks, len(env_ranks) * job.world_size)
+        return copy
+
+    if job.compile_options is not None:
+        row, trial = steps.memory.arrays, copy_of_agent()
+        row.observation[...] = example_of(agent.observation_space)
+        trial.sample_mode(0)
+        try:
+            trial.step(row.observation, row.prev_action, row.prev_reward)
+        except Exception as error:
+            raise ConfigError(f"the model could not be compiled: {in_one_line(error)}") from error
+    return Desk(copy_of_agent(), steps, shares)
 
 
 def _rngs(seed: int, plan: WorkerPlan, purpose: Purpose, *key: int) -> list[np.random.Generator]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -52,6 +52,9 @@ class GpuSampler(ParallelSampler):
             `step_timeout` counts for the agent's steps too; but it is never replaced, since what the agent remembers
             of each environment would be lost. It uses as many torch threads as this process does (a forked one: one).
             It steps no environments: `serve_envs` is for "caller".
+        compile_model: run the model through `torch.compile`, with its defaults or with these arguments. It is compiled
+            while the sampler is initialized, for all environments together; with `min_ready` again in the first batch,
+            for any number of them, and `step_timeout` must leave time for that where the server is a process.
         spin_seconds: how long server and workers look for each other before they sleep. By default 50 µs
             where there are more CPUs than workers, and not at all otherwise.
 
@@ -68,6 +71,7 @@ class GpuSampler(ParallelSampler):
         min_ready: int | float | None = None,
         serve_envs: int | Literal["auto"] = 0,
         server: Literal["caller", "process"] = "caller",
+        compile_model: bool | Mapping[str, Any] = False,
         spin_seconds: float | None = None,
         **kwargs: Any,
     ) -> None:
@@ -82,6 +86,10 @@ class GpuSampler(ParallelSampler):
             )
         if server not in ("caller", "process"):
             raise ConfigError(f'server must be "caller" or "process", got {server!r}')
+        if not isinstance(compile_model, bool | Mapping):
+            raise ConfigError(f"compile_model must be True, False or arguments of torch.compile, got {compile_model!r}")
+        options = {} if isinstance(compile_model, bool) else dict(compile_model)
+        self._compile_options = None if compile_model is False else options
         self._is_process = server == "process"
         if self._is_process and serve_envs:
             raise ConfigError(
@@ -138,6 +146,7 @@ class GpuSampler(ParallelSampler):
             seed=job.seed,
             world_size=job.world_size,
             spin_seconds=spin,
+            compile_options=self._compile_options,
             sign_of_life=min(1.0, (config.step_timeout or 4.0) / 4),
             # A fork inherits what OpenMP believes about threads that are not there, and would wait for them.
             torch_threads=1 if config.start_method == "fork" else threads_here(),
@@ -148,8 +157,12 @@ class GpuSampler(ParallelSampler):
             return Crew(plans, job, allocation.state, rules, server_job)
         server = ActionServer(server_job, allocation.state)
         own = LocalWorker(plans[-1], allocation.state) if self._keeps_some else None
-        crew = Crew(plans[:-1] if own else plans, job, allocation.state, rules)
-        return ServedCrew(crew, server, allocation.control, own, job)
+        try:
+            crew = Crew(plans[:-1] if own else plans, job, allocation.state, rules)
+            return ServedCrew(crew, server, allocation.control, own, job)
+        except BaseException:
+            server.close()
+            raise
 
 
 def _seconds(spin_seconds: Any) -> float:

@@ -142,5 +142,6 @@ class ServedCrew:
 
     def close(self, *, broken: bool = False) -> None:
         self._crew.close(broken=broken)
+        self._server.close()
         if self._own is not None:
             self._own.close(broken=broken)

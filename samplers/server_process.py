@@ -63,4 +63,5 @@ class ServingWorker:
         self._served[rank].wake()
 
     def close(self) -> None:
-        """There is nothing to be closed."""
+        """No question will come any more."""
+        self._server.close()

@@ -165,7 +165,8 @@ def test_a_server_that_hangs_is_named_and_no_worker_is(how: str, tmp_path: Path)
     first = str(caught.value).splitlines()[0]
     stopped = " and is stopped by a signal" if how == "stop" else ""
     assert first == f"the action server (pid {pid}) made no progress for {LIMIT:g} s{stopped} while acting (itr=0)"
-    assert re.search(r"^  worker 0: (waiting for actions|stepping env_rank \d), t=\d, last sign of life", str(caught.value), re.MULTILINE)
+    if how != "stop":  # to be asked for its stack, a stopped one is continued
+        assert re.search(r"^  worker 0: waiting for actions, t=3, last sign of life", str(caught.value), re.MULTILINE)
     assert re.search(r"^  the action server: acting, last sign of life", str(caught.value), re.MULTILINE)
     assert "the stack of the action server:" in str(caught.value)
     note("server process, step_timeout: limit to error, s", seen - struck - LIMIT, 0.5 * SLACK)
