@@ -54,3 +54,13 @@ def test_central(tmp_path: Path, what: str) -> None:
     assert {"GpuSampler", "AlternatingSampler", "lock-step", "1 worker"} & figures.keys()
     assert all(len(values) == 2 for values in figures.values())
     assert what == "sync" or all(min(values) > 0 for values in figures.values())
+
+
+def test_startup(tmp_path: Path) -> None:
+    options = ["--workers", 1, "--methods", "forkserver", "--samplers", "GpuSampler, server", "--repeats", 1]
+    printed, ((row),) = run(tmp_path, "startup", *options)
+    assert "MB a worker" in printed
+    (figures,) = row["figures"]
+    assert figures.keys() == {"first", "again", "worker", "server"}
+    assert min(figures.values()) > 0
+    assert figures["worker"] < figures["server"] / 4, "a process with torch takes more than one without"

@@ -61,6 +61,8 @@ SAMPLERS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
     "first-ready, half": (GpuSampler, {"n_workers": 3, "min_ready": 0.5}),
     "alternating": (AlternatingSampler, {"n_workers": 3}),
     "alternating, no overlap": (AlternatingSampler, {"n_workers": 2, "overlap": False}),
+    "own share": (GpuSampler, {"n_workers": 2, "serve_envs": 2}),
+    "own share, first-ready": (GpuSampler, {"serve_envs": "auto", "min_ready": 1}),
     "own process": (GpuSampler, {"n_workers": 2, "server": "process"}),
     "own process, first-ready": (GpuSampler, {"n_workers": 3, "min_ready": 1, "server": "process"}),
     "own process, no overlap": (AlternatingSampler, {"n_workers": 3, "overlap": False, "server": "process"}),

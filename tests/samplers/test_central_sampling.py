@@ -33,6 +33,7 @@ HOW: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     "first-ready": (GpuSampler, {"n_workers": 3, "min_ready": 1}),
     "alternating": (AlternatingSampler, {"n_workers": 3}),
     "no overlap": (AlternatingSampler, {"n_workers": 2, "overlap": False}),
+    "own share": (GpuSampler, {"n_workers": 2, "serve_envs": "auto"}),
     "own process": (GpuSampler, {"n_workers": 3, "min_ready": 1, "server": "process"}),
 }
 each = pytest.mark.parametrize("how", HOW)
