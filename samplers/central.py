@@ -121,16 +121,23 @@ class GpuSampler(ParallelSampler):
     def _keeps_some(self) -> bool:
         return self._serve_envs != 0 and self.batch_B > 1
 
+    @property
+    def _most_workers(self) -> int:
+        """So many that each has an environment."""
+        if not self._keeps_some:
+            return self.batch_B
+        return self.batch_B - (1 if self._serve_envs == "auto" else int(self._serve_envs))
+
     def _n_workers(self, mask: Sequence[int]) -> int:
         if self._keeps_some and self.config.n_workers is None:
-            return max(1, min(len(mask) - 1, self.batch_B - 1))
-        return super()._n_workers(mask)
+            return max(1, min(len(mask) - 1, self._most_workers))
+        return min(super()._n_workers(mask), self._most_workers)
 
     def _kept(self, n_workers: int) -> tuple[int, int]:
         if not self._keeps_some:
             return 0, 0
         n_envs = self.batch_B // (n_workers + 1) if self._serve_envs == "auto" else int(self._serve_envs)
-        return max(1, n_envs), self.config.eval_n_envs * n_envs // self.batch_B
+        return n_envs, self.config.eval_n_envs * n_envs // self.batch_B
 
     def _make_team(self, allocation: Allocation) -> Team:
         plans, config, job = self._plans, self.config, allocation.job
@@ -190,13 +197,16 @@ class AlternatingSampler(GpuSampler):
         if not isinstance(overlap, bool | np.bool_):
             raise ConfigError(f"overlap must be True or False, got {overlap!r}")
         self._overlap = bool(overlap)
-        if self.batch_B < 2:
-            raise ConfigError(f"AlternatingSampler needs at least two environments, got batch_B={self.batch_B}")
+        if self._most_workers < 2:
+            kept = f" and serve_envs={self._serve_envs!r}" if self._keeps_some else ""
+            raise ConfigError(
+                f"AlternatingSampler needs at least two environments for its workers, got batch_B={self.batch_B}{kept}"
+            )
         if self.config.n_workers == 1:
             raise ConfigError("AlternatingSampler needs at least two workers, got n_workers=1: leave it out, or use 2")
 
     def _n_workers(self, mask: Sequence[int]) -> int:
-        return max(2, min(self.config.n_workers or 2 * max(1, len(mask)), self.batch_B))
+        return max(2, min(self.config.n_workers or 2 * max(1, len(mask)), self._most_workers))
 
     def _readiness(self) -> Readiness:
         ranks = range(len(self._plans))

@@ -322,6 +322,19 @@ def test_uneven_shares_and_more_workers_than_environments(batch_B: int, n_worker
     assert_same(found, run(SerialSampler, Attentive(), CountingEnv, 2, batch_B=batch_B))
 
 
+@pytest.mark.parametrize("serve_envs", [1, 3, 4, "auto"])
+@pytest.mark.parametrize("n_workers", [None, 1, 5])
+def test_every_worker_has_an_environment_however_many_are_kept(n_workers: int | None, serve_envs: Any) -> None:
+    with GpuSampler(CountingEnv, batch_T=3, batch_B=5, n_workers=n_workers, serve_envs=serve_envs) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        shares = [len(worker.env_ranks) for worker in sampler.stats().workers]
+        assert sum(shares) == 5
+        assert min(shares) >= 1
+        assert serve_envs == "auto" or shares[-1] == serve_envs
+        assert sampler.n_workers == len(shares)
+        sampler.obtain_samples(0)
+
+
 @each
 def test_start_and_wait_are_the_two_halves_of_obtain(how: str) -> None:
     cls, kwargs = HOW[how]
