@@ -53,8 +53,9 @@ class GpuSampler(ParallelSampler):
             of each environment would be lost. It uses as many torch threads as this process does (a forked one: one).
             It steps no environments: `serve_envs` is for "caller".
         compile_model: run the model through `torch.compile`, with its defaults or with these arguments. It is compiled
-            while the sampler is initialized, for all environments together; with `min_ready` again in the first batch,
-            for any number of them, and `step_timeout` must leave time for that where the server is a process.
+            while the sampler is initialized, for all environments together. For other numbers of them (`min_ready`,
+            halves, values at the ends of episodes) torch compiles it once more when they first come, and where the
+            server is a process `step_timeout` must leave time for that.
         spin_seconds: how long server and workers look for each other before they sleep. By default 50 µs
             where there are more CPUs than workers, and not at all otherwise.
 
