@@ -38,6 +38,7 @@ from .support import (
     gone_after,
     is_running,
     killer,
+    methods,
     note,
     pause,
     scaled,
@@ -113,6 +114,7 @@ def test_every_failure_of_the_server_is_named_at_once(tmp_path: Path, start_meth
     note("server process, fault to error, s", seen - struck, ERROR_SECONDS)
 
 
+@methods("fork", "forkserver")
 def test_a_server_killed_between_two_batches(start_method: str) -> None:
     with killer() as kill, sampler_of(start_method=start_method) as sampler:
         sampler.initialize(RandomAgent())
@@ -197,6 +199,7 @@ def test_who_waits_for_slow_environments_is_not_overdue() -> None:
 # ---- failures of others --------------------------------------------------------------------
 
 
+@methods("forkserver", "spawn")
 @pytest.mark.parametrize("cls", [GpuSampler, AlternatingSampler])
 def test_a_dead_worker_ends_the_server_too(tmp_path: Path, cls: type[GpuSampler], start_method: str) -> None:
     notebook = Notebook(tmp_path)
@@ -210,6 +213,7 @@ def test_a_dead_worker_ends_the_server_too(tmp_path: Path, cls: type[GpuSampler]
     note("server process, worker killed to error, s", seen - notebook.read()[0], ERROR_SECONDS)
 
 
+@methods("forkserver")
 def test_a_killed_main_process_leaves_no_server(tmp_path: Path, start_method: str) -> None:
     body = """
     from penstock import GpuSampler

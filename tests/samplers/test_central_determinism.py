@@ -101,10 +101,7 @@ def assert_same(case: str, wanted: list[tuple[Any, Any]], found: list[tuple[Any,
 
 
 #: Of the ways that differ in timing only, the agents that differ in kind.
-ALWAYS = (
-    *("lock-step, 1 worker", "lock-step, 2 workers", "lock-step, 3 workers", "first-ready, 1 of 5", "alternating"),
-    "own process",
-)
+ALWAYS = ("lock-step, 1 worker", "lock-step, 2 workers", "lock-step, 3 workers", "first-ready, 1 of 5", "alternating")
 KINDS = (*EXACT, "epsilon-greedy", "recurrent categorical")
 
 

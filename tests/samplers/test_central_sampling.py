@@ -357,6 +357,7 @@ def test_an_answer_that_was_long_in_coming_is_a_sign_of_life(monkeypatch: pytest
     control = ControlBlock(1, 1, shared=False)
     control.progress(0).ask(1)
     stopwatch = _Stopwatch(Limits(0.5, 1.0), control)
+    now = 1.0
     assert stopwatch.overdue([member]) == []
     now = 9.0
     control.answer(0, 1)
