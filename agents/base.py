@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import gymnasium as gym
@@ -183,6 +184,16 @@ class Agent(ABC):
         """A copy to act for all environments in the main process: as `worker_copy`, but where the learner's
         model is, on a GPU if it is on one."""
         return self.worker_copy()
+
+    def compile_model(self, options: Mapping[str, Any]) -> None:
+        """In a copy that is about to act for all environments: compile the model, with these arguments of
+        `torch.compile`. Raises `ConfigError` if there is none."""
+        raise ConfigError(f"{type(self).__name__} has no model that could be compiled: leave compile_model out")
+
+    def page_locked(self, memory: npt.NDArray[np.uint8]) -> AbstractContextManager[None]:
+        """In such a copy: while this is entered, inputs come from `memory`. One that acts on a GPU keeps it
+        page-locked."""
+        return nullcontext()
 
     def attach(self, parameters: SharedParameters) -> None:
         """Follow the shared parameters, as a worker's copy."""

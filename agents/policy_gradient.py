@@ -99,6 +99,7 @@ class PgAgent(TorchAgent):
 
     def _choose(self, outputs: Sequence[Any], value: Any, rows: int, **more: Any) -> tuple[Any, NamedArrays]:
         """Actions, and what is recorded beside them: of the head, the value, and `more`."""
+        *outputs, value = self.fetched([*outputs, value])
         noise = None if self._greedy else self._noise.next_row(self.selected)
         action, info = self._head.act(self.model, outputs, rows, noise)
         return action, NamedArrays(info, value=value_array(value, rows), **more)

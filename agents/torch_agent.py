@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import gymnasium as gym
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from penstock.agents.base import Agent
+from penstock.agents.device import DeviceLink
 from penstock.buffers.named import map_leaves
 from penstock.errors import ConfigError
 
@@ -34,7 +36,8 @@ class TorchAgent(Agent):
     """
 
     model: nn.Module
-    _device: torch.device | None = None  #: where a copy's model is, if not on the CPU
+    _link: DeviceLink | None = None  #: the way to where a copy's model is, if not on the CPU
+    _compiled: Callable[..., Any] | None = None  #: a copy's model, compiled
 
     def __init__(self, model: nn.Module | Callable[..., nn.Module]) -> None:
         if not (isinstance(model, nn.Module) or callable(model)):
@@ -82,23 +85,26 @@ class TorchAgent(Agent):
         Floating-point inputs are cast to the dtype of the model's parameters; integers stay. A `state`, in
         tensors, is passed on as it is.
         """
+        model = self.model if self._compiled is None else self._compiled
         with torch.inference_mode():
             if state is not None:
-                return self.model(
-                    self._tensor(observation), self._tensor(prev_action), self._tensor(prev_reward), state
-                )
+                return model(self._tensor(observation), self._tensor(prev_action), self._tensor(prev_reward), state)
             if self._takes_previous:
-                return self.model(self._tensor(observation), self._tensor(prev_action), self._tensor(prev_reward))
-            return self.model(self._tensor(observation))
+                return model(self._tensor(observation), self._tensor(prev_action), self._tensor(prev_reward))
+            return model(self._tensor(observation))
+
+    def fetched(self, outputs: Sequence[Any]) -> Sequence[Any]:
+        """Several outputs of the model in this process's memory, waited for together: from a GPU, each by itself
+        costs a wait."""
+        return outputs if self._link is None else self._link.fetch(outputs)
 
     def _tensor(self, value: Any) -> Any:
         return map_leaves(self._leaf_tensor, value)
 
     def _leaf_tensor(self, leaf: npt.NDArray[Any]) -> torch.Tensor:
+        if self._link is not None:
+            return self._link.send(leaf, self._float_dtype)
         tensor = torch.from_numpy(leaf)
-        if self._device is not None:
-            dtype = self._float_dtype if tensor.is_floating_point() else tensor.dtype
-            return tensor.to(self._device, dtype, non_blocking=True)
         return tensor.to(self._float_dtype) if tensor.is_floating_point() else tensor
 
     # ---- modes -----------------------------------------------------------------------------
@@ -136,16 +142,26 @@ class TorchAgent(Agent):
     def worker_copy(self: _Self) -> _Self:
         twin = self.server_copy()
         twin.model = twin.model.cpu()
-        twin._device = None
+        twin._link = None
         return twin
 
     def server_copy(self: _Self) -> _Self:
         twin = super().worker_copy()
         twin.model = _copy_of(self.model)
         device = next((p.device for p in twin.model.parameters()), None)
-        twin._device = device if device is not None and device.type != "cpu" else None
+        twin._link = DeviceLink(device) if device is not None and device.type != "cpu" else None
+        twin._compiled = None
         twin._model_source = nn.Identity  # the factory may be anything; the worker has no need of it
         return twin
+
+    def compile_model(self, options: Mapping[str, Any]) -> None:
+        try:
+            self._compiled = torch.compile(self.model, **options)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"torch.compile(model, **{dict(options)}) raised {error}") from error
+
+    def page_locked(self, memory: npt.NDArray[np.uint8]) -> AbstractContextManager[None]:
+        return nullcontext() if self._link is None else self._link.page_locked(memory)
 
 
 def _copy_of(model: nn.Module) -> nn.Module:

@@ -1,7 +1,9 @@
-"""Start-up: seconds from `initialize` to ready, for each start method and number of workers.
+"""Start-up: seconds from `initialize` to ready, and memory, for each sampler, start method and number of workers.
 
-The first sampler of a process also starts the fork server, which imports torch once; "first" is that,
-"again" a second sampler in the same process. Every figure is taken in a process of its own.
+The first sampler of a process also starts the fork server, which imports torch once where workers act themselves;
+"first" is that, "again" a second sampler in the same process. Memory is what a process has to itself (its unique set
+size) after one batch: that of a worker, on average, and that of the action server where it is a process. Every figure
+is taken in a process of its own.
 
     python benchmarks/startup.py --workers 2 8
 """
@@ -14,6 +16,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,9 +24,10 @@ from rich.table import Table
 _PROGRAM = """
 import json, sys, time
 import gymnasium as gym
+import psutil
 import torch
 from torch import nn
-from penstock import CategoricalPgAgent, ParallelSampler
+import penstock
 
 class Model(nn.Module):
     def __init__(self):
@@ -32,49 +36,75 @@ class Model(nn.Module):
     def forward(self, observation):
         return self.policy(observation), self.value(observation)
 
-method, n_workers = sys.argv[1], int(sys.argv[2])
+cls, method, n_workers = getattr(penstock, sys.argv[1]), sys.argv[2], int(sys.argv[3])
+kwargs = json.loads(sys.argv[4])
 seconds = []
 for _ in range(2):
     size = {"batch_T": 8, "batch_B": n_workers, "n_workers": n_workers}
-    with ParallelSampler("CartPole-v1", start_method=method, **size) as sampler:
+    with cls("CartPole-v1", start_method=method, **size, **kwargs) as sampler:
         began = time.monotonic()
-        sampler.initialize(CategoricalPgAgent(Model), seed=0)
+        sampler.initialize(penstock.CategoricalPgAgent(Model), seed=0)
         seconds.append(time.monotonic() - began)
-print(json.dumps(seconds))
+        sampler.obtain_samples(0)
+        memory = [psutil.Process(pid).memory_full_info().uss / 2**20 for pid in sampler._team.pids]
+print(json.dumps({"seconds": seconds, "memory": memory}))
 """
 
+SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ParallelSampler": ("ParallelSampler", {}),
+    "GpuSampler": ("GpuSampler", {}),
+    "GpuSampler, server": ("GpuSampler", {"server": "process"}),
+}
 
-def measure(method: str, n_workers: int) -> tuple[float, float]:
-    """Seconds of the first and of the second `initialize` in a fresh process."""
-    command = [sys.executable, "-c", _PROGRAM, method, str(n_workers)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    first, again = json.loads(done.stdout)
-    return first, again
+
+def measure(sampler: str, method: str, n_workers: int) -> dict[str, float]:
+    """Seconds of the first and of the second `initialize` in a fresh process, and MB of a worker and of the server."""
+    cls, kwargs = SAMPLERS[sampler]
+    command = [sys.executable, "-c", _PROGRAM, cls, method, str(n_workers), json.dumps(kwargs)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        raise SystemExit(f"{sampler}, {method}, {n_workers} workers:\n{done.stderr}")
+    found = json.loads(done.stdout)
+    workers, server = found["memory"][:n_workers], found["memory"][n_workers:]
+    figures = {"first": found["seconds"][0], "again": found["seconds"][1], "worker": statistics.mean(workers)}
+    return {**figures, "server": server[0]} if server else figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--methods", nargs="+", default=["forkserver", "fork", "spawn"])
+    parser.add_argument("--samplers", nargs="+", default=list(SAMPLERS), choices=list(SAMPLERS))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", help="write all figures to this file")
     args = parser.parse_args()
 
-    table = Table(title="seconds until all workers are ready", caption="median (minimum to maximum)")
-    for heading in ("start method", "workers", "first", "again"):
-        table.add_column(heading, justify="left" if heading == "start method" else "right")
-    cases = [(method, n) for method in args.methods for n in args.workers]
-    figures: dict[tuple[str, int], list[tuple[float, float]]] = {case: [] for case in cases}
+    table = Table(title="until all workers are ready", caption="median (minimum to maximum)")
+    headings = ("sampler", "start method", "workers", "first, s", "again, s", "MB a worker", "MB the server")
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if i < 2 else "right")
+    cases = [(sampler, method, n) for method in args.methods for n in args.workers for sampler in args.samplers]
+    figures: dict[tuple[str, str, int], list[dict[str, float]]] = {case: [] for case in cases}
     for _ in range(args.repeats):
         for case in cases:
             figures[case].append(measure(*case))
-    for (method, n), pairs in figures.items():
-        first, again = zip(*pairs, strict=True)
-        table.add_row(method, str(n), _spread(first), _spread(again))
-    Console(width=100).print(table)
+    for (sampler, method, n), found in figures.items():
+        cells = [
+            _spread([one[key] for one in found if key in one], form)
+            for key, form in (("first", ".2f"), ("again", ".2f"), ("worker", ".1f"), ("server", ".1f"))
+        ]
+        table.add_row(sampler, method, str(n), *cells)
+    Console(width=130).print(table)
+    if args.json:
+        content = [{"sampler": s, "method": m, "workers": n, "figures": f} for (s, m, n), f in figures.items()]
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+def _spread(values: Sequence[float], form: str) -> str:
+    if not values:
+        return ""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ class Phase(enum.IntEnum):
     BEGINNING = 10
     CALLING = 11
     ASKING = 12
+    SERVING = 13
 
 
 # Plain integers for the loop over time: an enum's member takes 50 ns more to store.
@@ -49,19 +50,21 @@ class StopCollecting(Exception):
 _QUIT, _DO_EVAL, _STOP_EVAL, _ITR, _DO_CALL = range(5)
 # ... and by each worker, in a row of its own.
 _PHASE, _T, _ENV_RANK, _HEARTBEAT, _BEGUN, _ARRIVED, _TRAJECTORIES, _BATCHES = range(8)
-_STEPPING, _ACTING, _RESETTING, _WAITING, _STEPS, _ASKED, _QUESTION = range(8, 15)
+_STEPPING, _ACTING, _RESETTING, _WAITING, _STEPS, _ASKED, _QUESTION, _VERSION = range(8, 16)
 _ROW = 16  # 128 bytes: no two workers write to one cache line, nor to one pair that is fetched together
 
 
 class ControlBlock:
-    """`quit`, `do_eval`, `stop_eval`, `itr`, one `opened` and one `answered` count per worker, the progress
-    rows, and the time stamps of the last batch. Written by the main process, except for the rows."""
+    """`quit`, `do_eval`, `stop_eval`, `itr`, three counts per worker, `opened`, `generation` and `answered`, the
+    progress rows, and the time stamps of the last batch. Written by the main process, except for the rows, and for
+    `answered`, which is the action server's, wherever that runs. It has a row of its own, behind the workers'."""
 
     def __init__(self, n_workers: int, batch_T: int, *, shared: bool) -> None:
         int64 = np.dtype(np.int64)
         specs = NamedArrays(
             words=ArraySpec((_ROW,), int64),
             opened=ArraySpec((n_workers,), int64),
+            generation=ArraySpec((n_workers,), int64),
             answered=ArraySpec((n_workers, _ROW), int64),
             progress=ArraySpec((n_workers, _ROW), int64),
             timeline=ArraySpec((n_workers, 2 * batch_T + 1), np.dtype(np.float64)),
@@ -74,6 +77,7 @@ class ControlBlock:
         """Items of memoryviews are Python integers, and cost a third of numpy's."""
         arrays = self.memory.arrays
         self._words, self._opened = memoryview(arrays.words), memoryview(arrays.opened)
+        self._generation = memoryview(arrays.generation)
         # Typed as Any: memoryview's annotations know of one dimension only.
         self._answered: Any = memoryview(arrays.answered)
         self._rows: Any = memoryview(arrays.progress)
@@ -140,18 +144,34 @@ class ControlBlock:
 
     def question(self, worker_rank: int) -> int:
         """What this worker has asked the action server and not been answered; 0 for nothing."""
-        rows = self._rows
-        question: int = rows[worker_rank, _QUESTION]
-        return question if rows[worker_rank, _ASKED] != self._answered[worker_rank, 0] else 0
+        if self.asked(worker_rank) == self.answered(worker_rank):
+            return 0
+        question: int = self._rows[worker_rank, _QUESTION]  # after the number, which makes it visible
+        return question
 
     def answered(self, worker_rank: int) -> int:
         """How many questions of this worker have been answered."""
         answered: int = self._answered[worker_rank, 0]
         return answered
 
-    def answer(self, worker_rank: int) -> None:
-        """This worker's question is answered. (If it is dead: was dropped.)"""
-        self._answered[worker_rank, 0] = self._rows[worker_rank, _ASKED]
+    def asked(self, worker_rank: int) -> int:
+        """How many questions this worker has asked."""
+        asked: int = self._rows[worker_rank, _ASKED]
+        return asked
+
+    def answer(self, worker_rank: int, asked: int) -> None:
+        """Action server: question number `asked` of this worker is answered. Not a later one, which a replacement
+        may have asked meanwhile."""
+        self._answered[worker_rank, 0] = asked
+
+    def generation(self, worker_rank: int) -> int:
+        """How many workers had this rank before and failed."""
+        return self._generation[worker_rank]
+
+    def version(self, server_rank: int) -> int:
+        """The version of the parameters with which the action server acts, or last acted."""
+        version: int = self._rows[server_rank, _VERSION]
+        return version
 
     def progress(self, worker_rank: int) -> Progress:
         """The writing end of one worker's row; only that worker may use it."""
@@ -178,13 +198,15 @@ class ControlBlock:
 
     def reset_row(self, worker_rank: int) -> None:
         """Make a dead worker's row its replacement's. What it had answered stays answered and promised;
-        totals go on. (The row's one writer is dead, the next is not yet born.)"""
+        totals go on, and what it had asked is dropped. (The row's one writer is dead, the next is not yet born.)"""
         row = self.memory.arrays.progress[worker_rank]
         row[_T], row[_ENV_RANK] = -1, 0
         if row[_ARRIVED] != self.opened(worker_rank):
             row[[_BEGUN, _TRAJECTORIES]] = 0
-        self.answer(worker_rank)
+        row[_QUESTION] = 0
         row[_PHASE], row[_HEARTBEAT] = Phase.STARTING, time.monotonic_ns()
+        # Last: who sees a question of the new worker sees this too.
+        self._generation[worker_rank] += 1
 
     def snapshot(self, worker_rank: int) -> ProgressSnapshot:
         """A readable copy of one progress row."""
@@ -306,6 +328,15 @@ class Progress:
         if self._main[_QUIT]:
             raise StopCollecting
         return False
+
+    @property
+    def version(self) -> int:
+        """The version of the parameters that are acted with. For the action server to set."""
+        return self.words[_VERSION]
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self.words[_VERSION] = value
 
     @property
     def trajectories(self) -> int:

@@ -129,6 +129,13 @@ class NamedMemory:
         """Bytes laid out, alignment included."""
         return self._end
 
+    @property
+    def whole(self) -> npt.NDArray[np.uint8]:
+        """All of the block, of shared memory, as bytes."""
+        if self._block is None:
+            raise TypeError("these arrays are of this process alone, each by itself")
+        return self._block.array(0, (self._end,), np.uint8)
+
     def close(self) -> None:
         """Give the descriptor back; the arrays stay valid as long as anything refers to them."""
         if self._block is not None:

@@ -30,7 +30,7 @@ class VectorCrew:
         self._memory, self._control, self._plans = memory, memory.control, plans
         self.exchange = exchange = Exchange(memory, job)
 
-        def save_infos(plan: WorkerPlan, pipe: ObjectPipe) -> None:
+        def save_infos(pipe: ObjectPipe) -> None:
             """A worker is being replaced: what it has told of answered requests is still to be taken."""
             exchange.put_infos(pipe.take_complete())
 

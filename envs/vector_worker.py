@@ -6,7 +6,7 @@ import enum
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -53,7 +53,9 @@ class VectorJob:
     action_space: gym.Space[Any]
     autoreset_mode: AutoresetMode
 
-    argument_names: ClassVar[Mapping[str, str]] = {"env_factories": "env_fns"}
+    def arguments(self) -> Mapping[str, Any]:
+        """What it is made of, by the names that the user knows it by."""
+        return {"env_fns": self.env_factories, "autoreset_mode": self.autoreset_mode}
 
     def common(self) -> VectorJob:
         """All but the factories."""

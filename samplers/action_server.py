@@ -1,41 +1,50 @@
-"""The action server: one agent that acts for the environments of all workers, in the main process."""
+"""The action server: one agent that acts for the environments of all workers, in whatever process it runs."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.agents.base import Agent
-from penstock.buffers.control import ControlBlock
+from penstock.buffers.control import Phase
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.step_buffer import StepBuffer
 from penstock.collectors.acting import AgentInfoWriter, as_agent_step
 from penstock.collectors.central import Question
 from penstock.collectors.checks import write_action
+from penstock.envs.examples import example_of
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.errors import SamplerBrokenError, WorkerError
+from penstock.errors import ConfigError, SamplerBrokenError, WorkerError
 from penstock.samplers.readiness import LockStep, Readiness
+from penstock.samplers.worker import SharedState
 from penstock.workers.interrupts import interrupts
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.reports import in_one_line
+from penstock.workers.spinning import let_others_run
 
-__all__ = ["ActionServer", "Desk", "ServerStats"]
+__all__ = ["ActionServer", "Desk", "ServerJob"]
 
 
 @dataclass(frozen=True)
-class ServerStats:
-    """What the action server has done since the sampler was initialized: `served[n]` counts the steps that it
-    made for n environments at once; `acting` and `waiting` are seconds."""
+class ServerJob:
+    """What an action server is made from. Travels by cloudpickle where that is a process of its own."""
 
-    served: dict[int, int]
-    acting: float
-    waiting: float
+    agent: Agent  #: a copy that acts where the learner's model is
+    plans: Sequence[WorkerPlan]  #: of all that ask
+    readiness: Readiness
+    seed: int
+    world_size: int  #: how many such samplers there are
+    spin_seconds: float  #: how long it looks for questions before it sleeps
+    compile_options: Mapping[str, Any] | None  #: arguments of `torch.compile`, if the model is to be compiled
+    # Of a process of its own:
+    sign_of_life: float  #: seconds between two of those that it gives while nobody asks
+    torch_threads: int
 
 
 class Desk:
@@ -77,6 +86,13 @@ class Desk:
         columns, inputs = self._select(ranks)
         self._row.value[... if columns is None else columns] = self.agent.value(*inputs)
 
+    def begin_anew(self, rank: int, rngs: Sequence[np.random.Generator]) -> None:
+        """This worker's columns have new environments, and new streams."""
+        columns = self._shares[rank]
+        self.agent.reseed_columns(columns, rngs)
+        for column in columns:
+            self.agent.reset_one(int(column))
+
     def _select(self, ranks: Sequence[int]) -> tuple[npt.NDArray[np.intp] | None, tuple[Any, Any, Any]]:
         """Turn the agent to these workers' columns (None: all); returns them, and their inputs."""
         row, everyone = self._row, len(ranks) == len(self._shares)
@@ -93,42 +109,46 @@ class Desk:
 class ActionServer:
     """Answers the workers' questions. `serve` is called whenever somebody may have asked."""
 
-    def __init__(
-        self,
-        control: ControlBlock,
-        plans: Sequence[WorkerPlan],
-        seed: int,
-        desks: tuple[Desk, Desk | None],
-        readiness: Readiness,
-        *,
-        spin_seconds: float,
-    ) -> None:
-        self._control, self._plans, self._seed = control, list(plans), seed
-        (self._train, self._eval), self._readiness = desks, readiness
-        self._spin_seconds = spin_seconds
-        self._desk, self._policy = self._train, readiness
+    def __init__(self, job: ServerJob, state: SharedState) -> None:
+        assert state.steps is not None
+        assert state.totals is not None
+        self._control, self._parameters, self._totals = state.control, state.parameters, state.totals
+        self._plans, self._seed, self._readiness = list(job.plans), job.seed, job.readiness
+        self._spin_seconds = job.spin_seconds
+        self.progress = state.control.progress(len(job.plans))
+        agent = job.agent
+        agent.attach(state.parameters)
+        agent.pull_shared_memory()
+        if job.compile_options is not None:
+            agent.compile_model(job.compile_options)
+        self._train = _desk(agent, job, state.steps, Purpose.ACTION)
+        self._eval = None if state.eval_steps is None else _desk(agent, job, state.eval_steps, Purpose.EVAL_ACTION)
+        # A GPU reads inputs where the workers have written them.
+        self._locks = ExitStack()
+        for steps in (state.steps, state.eval_steps):
+            if steps is not None:
+                self._locks.enter_context(agent.page_locked(steps.memory.whole))
+        self._desk, self._policy = self._train, self._readiness
+        self._asked = [0] * len(self._plans)  # the number of each worker's question, as it was last looked at
         self._kept: list[int] = []  # workers whose actions lie ready, but who may not have them yet
         self._n_evaluations = 0
         self._error: SamplerBrokenError | None = None  # what the agent has raised, for `serve`
         self._is_acting = False  # stays so when something ends the agent's step that is no mere exception
-        self._served: Counter[int] = Counter()
-        self._acting = self._waiting = 0.0
         self._left = time.monotonic()
 
-    @property
-    def stats(self) -> ServerStats:
-        """What it has done so far."""
-        return ServerStats(dict(sorted(self._served.items())), self._acting, self._waiting)
+    def close(self) -> None:
+        """Let go of the step buffers; again is harmless."""
+        self._locks.close()
 
     # ---- occasions -------------------------------------------------------------------------
 
     def begin_batch(self, itr: int) -> None:
         """A batch is about to begin: act with the newest parameters."""
         self._desk, self._policy = self._train, self._readiness
-        agent = self._train.agent
+        self._take_replacements()
         try:
-            agent.pull_shared_memory()
-            agent.sample_mode(itr)
+            self._refresh(self._train.agent)
+            self._train.agent.sample_mode(itr)
         except Exception as error:
             self._error = self._failure(error, "beginning", range(len(self._plans)))
         self._left = time.monotonic()
@@ -137,9 +157,10 @@ class ActionServer:
         """An evaluation is about to begin. Noise and state begin anew, as in the collectors."""
         assert self._eval is not None
         self._desk, self._policy = self._eval, LockStep()
+        self._take_replacements()
         agent, key = self._eval.agent, self._n_evaluations
-        rngs = [rng for plan in self._plans for rng in _rngs(self._seed, plan, Purpose.EVAL_ACTION, key)]
         try:
+            rngs = [rng for plan in self._plans for rng in _rngs(self._seed, plan, Purpose.EVAL_ACTION, key)]
             agent.pull_shared_memory()
             agent.select(None)
             agent.seed_columns(rngs)
@@ -150,50 +171,68 @@ class ActionServer:
         self._left = time.monotonic()
         self._n_evaluations += 1  # at last: should Ctrl-C come before, the workers have not begun it either
 
-    def replace(self, plan: WorkerPlan) -> None:
-        """A new worker does `plan` from the start: its noise begins anew, and what its forerunner asked is dropped."""
+    def _refresh(self, agent: Agent) -> None:
+        """Take the newest parameters over, and note which they are."""
+        version = -1
+        while version != self._parameters.version:  # or others were published meanwhile
+            version = self._parameters.version
+            agent.pull_shared_memory()
+        self.progress.version = version
+
+    def _take_replacements(self) -> bool:
+        """Where a new worker has a dead one's place, its noise and its columns' state begin anew, and an answer
+        that was kept for the dead one is dropped. Returns whether there is such a place."""
+        control, found = self._control, False
+        for rank, plan in enumerate(self._plans):
+            if control.generation(rank) != plan.generation:
+                found = True
+                try:
+                    self._replace(replace(plan, generation=control.generation(rank)))
+                except Exception as error:
+                    self._error = self._failure(error, "beginning anew", [rank])
+        return found
+
+    def _replace(self, plan: WorkerPlan) -> None:
         rank = plan.worker_rank
         self._plans[rank] = plan
         if rank in self._kept:
             self._kept.remove(rank)
-        columns = np.arange(plan.columns.start, plan.columns.stop)
-        self._train.agent.reseed_columns(columns, _rngs(self._seed, plan, Purpose.ACTION))
+        self._train.begin_anew(rank, _rngs(self._seed, plan, Purpose.ACTION))
         if self._eval is not None and self._n_evaluations:
             # Of the evaluation that is running, if one is; each begins with new ones.
-            rngs = _rngs(self._seed, plan, Purpose.EVAL_ACTION, self._n_evaluations - 1)
-            columns = np.arange(plan.eval_columns.start, plan.eval_columns.stop)
-            self._eval.agent.reseed_columns(columns, rngs)
+            self._eval.begin_anew(rank, _rngs(self._seed, plan, Purpose.EVAL_ACTION, self._n_evaluations - 1))
 
     # ---- serving ---------------------------------------------------------------------------
 
-    def serve(self, answer: Callable[[int], None]) -> None:
-        """Answer all that can be answered now; `answer(rank)` wakes a worker whose answer lies ready.
+    def serve(self, wake: Callable[[int], None]) -> None:
+        """Answer all that can be answered now; `wake(rank)` wakes a worker whose answer lies ready.
 
         Raises `WorkerError` if the agent raises.
         """
         began = time.monotonic()
-        self._waiting += began - self._left
+        self._totals.add_seconds(waiting=began - self._left)
         spin_until = began + self._spin_seconds
         while True:
-            if self._serve_once(answer):
+            if self._serve_once(wake):
                 if interrupts.has_come:  # whoever waits for us is to answer it now, and not at the batch's end
                     break
                 spin_until = time.monotonic() + self._spin_seconds
             elif time.monotonic() >= spin_until:
                 break
+            else:
+                let_others_run()
         self._left = time.monotonic()
 
-    def _serve_once(self, answer: Callable[[int], None]) -> bool:
+    def _serve_once(self, wake: Callable[[int], None]) -> bool:
         """Answer one round of questions; returns False if there was nothing to be done."""
         if self._is_acting:
             raise WorkerError(f"the action server was interrupted while acting (itr={self._control.itr})")
+        values, asking, working = self._look()
         if self._error is not None:
             raise self._error
-        values, asking, working = self._look()
         if self._kept and self._policy.may_go(working):
             kept, self._kept = self._kept, []
-            for rank in kept:
-                answer(rank)
+            self._answer(kept, wake)
             return True
         # Values first, by themselves: those who ask for them are in the middle of a step.
         ranks = values or self._policy.choose(asking, working)
@@ -205,38 +244,50 @@ class ActionServer:
             if not values and not self._policy.may_go(working):
                 self._kept = list(ranks)
             elif self._error is None:
-                for rank in ranks:
-                    answer(rank)
+                self._answer(ranks, wake)
         return True
+
+    def _answer(self, ranks: Sequence[int], wake: Callable[[int], None]) -> None:
+        for rank in ranks:
+            self._control.answer(rank, self._asked[rank])
+            wake(rank)
 
     def _act(self, ranks: Sequence[int], *, for_values: bool) -> None:
         began = time.monotonic()
+        self.progress.enter(Phase.ACTING)
         self._is_acting = True
         try:
             if for_values:
                 self._desk.value(ranks)
             else:
-                self._served[self._desk.step(ranks)] += 1
+                self._totals.count_step(self._desk.step(ranks))
         except Exception as error:
             self._error = self._failure(error, "acting", ranks)
+        else:
+            self.progress.enter(Phase.SERVING)
         self._is_acting = False
-        self._acting += time.monotonic() - began
+        self._totals.add_seconds(acting=time.monotonic() - began)
 
     def _look(self) -> tuple[list[int], list[int], list[int]]:
         """The workers that ask for values, those that ask for actions, and those that are in their batch and ask
         nothing."""
         control = self._control
-        values, asking, working = [], [], []
-        for rank in range(len(self._plans)):
-            question = control.question(rank)
-            if question == Question.VALUE:
-                values.append(rank)
-            elif question == Question.STEP:
-                if rank not in self._kept:
-                    asking.append(rank)
-            elif control.arrived(rank) != control.opened(rank):
-                working.append(rank)
-        return values, asking, working
+        while True:
+            values, asking, working = [], [], []
+            for rank in range(len(self._plans)):
+                # The number first: a question that comes now is for the next look.
+                self._asked[rank] = asked = control.asked(rank)
+                question = control.question(rank) if asked != control.answered(rank) else 0
+                if question == Question.VALUE:
+                    values.append(rank)
+                elif question == Question.STEP:
+                    if rank not in self._kept:
+                        asking.append(rank)
+                elif control.arrived(rank) != control.opened(rank):
+                    working.append(rank)
+            # In this order: a new worker's question is seen no sooner than that it is a new worker's.
+            if not self._take_replacements():
+                return values, asking, working
 
     def _failure(self, error: Exception, doing: str, ranks: Sequence[int]) -> SamplerBrokenError:
         is_eval = self._desk is self._eval
@@ -247,6 +298,29 @@ class ActionServer:
         )
         failure.__cause__ = error
         return failure
+
+
+def _desk(agent: Agent, job: ServerJob, steps: StepBuffer, purpose: Purpose) -> Desk:
+    """What acts for one kind of environments. A compiled model has been run once then: that compiles it."""
+    is_eval = purpose is Purpose.EVAL_ACTION
+    shares = [plan.eval_columns if is_eval else plan.columns for plan in job.plans]
+    ranks = [plan.eval_env_ranks if is_eval else plan.env_ranks for plan in job.plans]
+    env_ranks = range(ranks[0].start, ranks[-1].stop)
+
+    def copy_of_agent() -> Agent:
+        copy = agent.column_copy(ColumnStreams(job.seed, env_ranks).rngs(purpose))
+        copy.set_columns(env_ranks, len(env_ranks) * job.world_size)
+        return copy
+
+    if job.compile_options is not None:
+        row, trial = steps.memory.arrays, copy_of_agent()
+        row.observation[...] = example_of(agent.observation_space)
+        trial.sample_mode(0)
+        try:
+            trial.step(row.observation, row.prev_action, row.prev_reward)
+        except Exception as error:
+            raise ConfigError(f"the model could not be compiled: {in_one_line(error)}") from error
+    return Desk(copy_of_agent(), steps, shares)
 
 
 def _rngs(seed: int, plan: WorkerPlan, purpose: Purpose, *key: int) -> list[np.random.Generator]:

@@ -14,6 +14,8 @@ from penstock.agents import Agent, SharedParameters
 from penstock.buffers import ControlBlock, NamedArrays, RecordRings, SamplesBuffer, SampleSpec
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import map_leaves
+from penstock.buffers.shared import NamedMemory
+from penstock.buffers.step_buffer import StepBuffer
 from penstock.collectors import BaseEvalCollector, EpisodeEvalCollector, EvalCollector, TrajInfo
 from penstock.collectors.acting import agent_info_example, as_agent_step
 from penstock.collectors.checks import Checks, write_action
@@ -29,6 +31,7 @@ from penstock.envs import (
 )
 from penstock.errors import ConfigError, PenstockError, SpaceError
 from penstock.samplers.config import SamplerConfig
+from penstock.samplers.server_totals import ServerTotals
 from penstock.samplers.worker import Job, SharedState
 from penstock.workers.plan import WorkerPlan, eval_max_T
 
@@ -47,21 +50,32 @@ class Allocation:
     parameters: SharedParameters
     mailbox: Mailbox
     job: Job
+    #: Where workers hold no agent: step buffers of training and, if there is one, of evaluation; and the server's
+    #: statistics.
+    steps: StepBuffer | None = None
+    eval_steps: StepBuffer | None = None
+    totals: ServerTotals | None = None
 
     @property
     def state(self) -> SharedState:
         """What of it a worker sees."""
-        return SharedState(self.control, self.buffer.memory, self.rings, self.parameters, self.mailbox)
+        memory, serving = self.buffer.memory, (self.steps, self.eval_steps, self.totals)
+        return SharedState(self.control, memory, self.rings, self.parameters, self.mailbox, *serving)
+
+    @property
+    def _own_memory(self) -> list[NamedMemory]:
+        """All of it but the parameters, which the agent gives back."""
+        parts = (self.buffer, self.control, self.rings, self.steps, self.eval_steps, self.totals)
+        return [part.memory for part in parts if part is not None]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        parts = (self.buffer.memory, self.control.memory, self.rings.memory, self.parameters.memory)
-        return sum(memory.nbytes for memory in parts)
+        return sum(memory.nbytes for memory in [*self._own_memory, self.parameters.memory])
 
     def close(self) -> None:
         """Give descriptors back. Arrays stay valid as long as the user holds views of them."""
-        for memory in (self.buffer.memory, self.control.memory, self.rings.memory):
+        for memory in self._own_memory:
             memory.close()
         self.mailbox.close()
 
@@ -76,8 +90,10 @@ def allocate(
     traj_info_kwargs: Mapping[str, Any] | None,
     world_size: int,
     shared: bool,
+    central: bool,
 ) -> Allocation:
-    """Read the spaces, initialize the agent, try it on an example, and allocate everything.
+    """Read the spaces, initialize the agent, try it on an example, and allocate everything; with what workers without
+    agent exchange with it, if it is `central`.
 
     Raises `ConfigError` or `SpaceError`; nothing is left allocated then but the agent's model.
     """
@@ -114,13 +130,21 @@ def allocate(
         seed=seed,
         checks=Checks(config.check_finite, config.debug),
     )
+    buffer = SamplesBuffer(spec, config.batch_T, config.batch_B, shared=shared)
+    serving: dict[str, Any] = {}
+    if central:
+        for name, n in (("steps", config.batch_B), ("eval_steps", config.eval_n_envs)):
+            serving[name] = StepBuffer(buffer.memory.arrays, n, shared=shared) if n else None
+        serving["totals"] = ServerTotals(max(config.batch_B, config.eval_n_envs), shared=shared)
     return Allocation(
-        buffer=SamplesBuffer(spec, config.batch_T, config.batch_B, shared=shared),
-        control=ControlBlock(len(plans), config.batch_T, shared=shared),
+        buffer=buffer,
+        # Behind the workers' rows one for the action server.
+        control=ControlBlock(len(plans) + central, config.batch_T, shared=shared),
         rings=RecordRings(capacities, shared=shared),
         parameters=agent.share_memory(shared=shared),
         mailbox=Mailbox(),
         job=job,
+        **serving,
     )
 
 

@@ -138,6 +138,9 @@ class Sampler(ABC):
     #: Whether workers are other processes, so that memory must be shared.
     _shared_memory = True
 
+    #: Whether one agent acts for the environments of all workers, which hold none then.
+    _central = False
+
     @abstractmethod
     def _make_plans(self, affinity: Affinity, rank: int) -> tuple[WorkerPlan, ...]:
         """Divide the environments among workers."""
@@ -195,6 +198,7 @@ class Sampler(ABC):
                     traj_info_kwargs=traj_info_kwargs,
                     world_size=world_size,
                     shared=self._shared_memory,
+                    central=self._central,
                 )
             self._allocation = allocation
             self.observation_space: gym.Space[Any] = agent.observation_space

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
-from penstock.agents import Agent
-from penstock.buffers.step_buffer import StepBuffer
+from penstock.buffers import Samples
+from penstock.collectors import TrajInfo
 from penstock.collectors.central import RemoteAgent
-from penstock.envs import ColumnStreams, EnvFn, Purpose
+from penstock.envs import EnvFn
 from penstock.errors import ConfigError
-from penstock.samplers.action_server import ActionServer, Desk, ServerStats
+from penstock.samplers.action_server import ActionServer, ServerJob
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.local_worker import LocalWorker
 from penstock.samplers.parallel import ParallelSampler, crew_rules
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
 from penstock.samplers.served_crew import ServedCrew
-from penstock.samplers.worker import Job
-from penstock.workers.affinity import usable_cpus
+from penstock.samplers.server_process import ServedJob
+from penstock.samplers.server_totals import ServerStats
+from penstock.workers.affinity import threads_here, usable_cpus
 from penstock.workers.crew import Crew
-from penstock.workers.plan import Affinity, WorkerPlan
+from penstock.workers.plan import Affinity, WorkerPlan, server_plan
 from penstock.workers.spinning import SPIN_SECONDS
 from penstock.workers.team import Team
 
@@ -32,14 +33,15 @@ __all__ = ["AlternatingSampler", "GpuSampler"]
 
 
 class GpuSampler(ParallelSampler):
-    """The workers step environments only; the agent acts for all of them at once, in the caller's process.
+    """The workers step environments only; the agent acts for all of them at once, in one process.
 
     Use it when the policy is too large for a CPU core, or when environments are of uneven speed. The agent acts on
     the device that its model is on when the sampler is initialized, with a copy that follows
     `agent.sync_shared_memory()` as every sampler's copies do. Workers need no torch.
 
-    `obtain_samples` and `wait_samples` compute the actions: nothing is sampled between `start_samples` and
-    `wait_samples` but the steps that were under way.
+    By default that process is the caller's, and `obtain_samples` and `wait_samples` compute the actions: nothing is
+    sampled between `start_samples` and `wait_samples` but the steps that were under way. With `server="process"` it is
+    one of its own, and the batch goes on while the caller trains.
 
     Args beside those of every sampler:
         min_ready: the agent acts as soon as this many environments wait for it (a whole number), or this fraction
@@ -48,12 +50,22 @@ class GpuSampler(ParallelSampler):
         serve_envs: environments that the serving process steps itself, beside acting for all. Where CPUs are few this
             saves wake-ups from one to another, which cost as much as several steps. "auto" takes an equal share, and by
             default one worker less. Their errors are told as those of a worker, but a crash or a hang is the caller's.
-        spin_seconds: how long server and workers look for each other before they sleep. By default 50 µs
-            where there are more CPUs than workers, and not at all otherwise.
+        server: "caller", or "process" for a process that does nothing but act. It is supervised as the workers are, and
+            `step_timeout` counts for the agent's steps too; but it is never replaced, since what the agent remembers
+            of each environment would be lost. It uses as many torch threads as this process does (a forked one: one).
+            It steps no environments: `serve_envs` is for "caller".
+        compile_model: run the model through `torch.compile`, with its defaults or with these arguments. It is compiled
+            while the sampler is initialized, for all environments together. For other numbers of them (`min_ready`,
+            halves, values at the ends of episodes) torch compiles it once more when they first come, and where the
+            server is a process `step_timeout` must leave time for that.
+        spin_seconds: how long server and workers look out for each other before they sleep, letting others run in
+            between. By default 200 µs.
 
     On CPUs, `torch.set_num_threads(1)` in the main process pays for small policies: while it acts, it then keeps to
     CPUs that no worker is pinned to.
     """
+
+    _central = True
 
     def __init__(
         self,
@@ -61,6 +73,8 @@ class GpuSampler(ParallelSampler):
         *,
         min_ready: int | float | None = None,
         serve_envs: int | Literal["auto"] = 0,
+        server: Literal["caller", "process"] = "caller",
+        compile_model: bool | Mapping[str, Any] = False,
         spin_seconds: float | None = None,
         **kwargs: Any,
     ) -> None:
@@ -73,57 +87,89 @@ class GpuSampler(ParallelSampler):
                 'serve_envs must be "auto" or a number of environments from 0 to '
                 f"batch_B - 1 = {self.batch_B - 1}, got {serve_envs!r}"
             )
+        if server not in ("caller", "process"):
+            raise ConfigError(f'server must be "caller" or "process", got {server!r}')
+        if not isinstance(compile_model, bool | Mapping):
+            raise ConfigError(f"compile_model must be True, False or arguments of torch.compile, got {compile_model!r}")
+        options = {} if isinstance(compile_model, bool) else dict(compile_model)
+        self._compile_options = None if compile_model is False else options
+        self._is_process = server == "process"
+        if self._is_process and serve_envs:
+            raise ConfigError(
+                f'serve_envs={serve_envs!r} is for server="caller": a server that is a process of its own steps no '
+                "environments"
+            )
         self._serve_envs: int | str = serve_envs
 
     @property
     def server_stats(self) -> ServerStats:
         """How many environments the agent has acted for at once, and where its time went."""
         self._require_initialized("server_stats")
-        return self._server.stats
+        totals = self._allocation.totals
+        assert totals is not None
+        return totals.stats
+
+    def _finish(self) -> tuple[Samples, list[TrajInfo]]:
+        batch = super()._finish()
+        if self._is_process:  # it began a moment after `start_samples`, and what it took over then is what counts
+            self._policy_version = self._allocation.control.version(len(self._plans))
+        return batch
 
     def _readiness(self) -> Readiness:
         if self._min_columns is None:
             return LockStep()
-        return FirstReady(self._min_columns, lambda rank: len(self._plans[rank].columns))
+        return FirstReady(self._min_columns, [len(plan.columns) for plan in self._plans].__getitem__)
 
     @property
     def _keeps_some(self) -> bool:
         return self._serve_envs != 0 and self.batch_B > 1
 
+    @property
+    def _most_workers(self) -> int:
+        """So many that each has an environment."""
+        if not self._keeps_some:
+            return self.batch_B
+        return self.batch_B - (1 if self._serve_envs == "auto" else int(self._serve_envs))
+
     def _n_workers(self, mask: Sequence[int]) -> int:
         if self._keeps_some and self.config.n_workers is None:
-            return max(1, min(len(mask) - 1, self.batch_B - 1))
-        return super()._n_workers(mask)
+            return max(1, min(len(mask) - 1, self._most_workers))
+        return min(super()._n_workers(mask), self._most_workers)
 
     def _kept(self, n_workers: int) -> tuple[int, int]:
         if not self._keeps_some:
             return 0, 0
         n_envs = self.batch_B // (n_workers + 1) if self._serve_envs == "auto" else int(self._serve_envs)
-        return max(1, n_envs), self.config.eval_n_envs * n_envs // self.batch_B
+        return n_envs, self.config.eval_n_envs * n_envs // self.batch_B
 
     def _make_team(self, allocation: Allocation) -> Team:
-        plans, spin = self._plans, self._spin_seconds
-        if spin is None:
-            # Each has a CPU to itself then: the workers, and the server.
-            n_processes = len(plans) + (not self._keeps_some)
-            spin = SPIN_SECONDS if len(usable_cpus()) >= n_processes else 0.0
-        arrays, n_evals = allocation.buffer.memory.arrays, self.config.eval_n_envs
-        steps = StepBuffer(arrays, self.batch_B, shared=True)
-        eval_steps = StepBuffer(arrays, n_evals, shared=True) if n_evals else None
-        agent, job = self._agent.server_copy(), allocation.job
-        agent.attach(allocation.parameters)
-        agent.pull_shared_memory()
-        train = _desk(agent, job, plans, steps, Purpose.ACTION)
-        evaluation = None if eval_steps is None else _desk(agent, job, plans, eval_steps, Purpose.EVAL_ACTION)
-        self._server = ActionServer(
-            allocation.control, plans, job.seed, (train, evaluation), self._readiness(), spin_seconds=spin
+        plans, config, job = self._plans, self.config, allocation.job
+        spin = SPIN_SECONDS if self._spin_seconds is None else self._spin_seconds
+        server_job = ServerJob(
+            agent=self._agent.server_copy(),
+            plans=plans,
+            readiness=self._readiness(),
+            seed=job.seed,
+            world_size=job.world_size,
+            spin_seconds=spin,
+            compile_options=self._compile_options,
+            sign_of_life=min(1.0, (config.step_timeout or 4.0) / 4),
+            # A fork inherits what OpenMP believes about threads that are not there, and would wait for them.
+            torch_threads=1 if config.start_method == "fork" else threads_here(),
         )
         job = replace(job, agent=RemoteAgent(self._agent))
-        state = replace(allocation.state, steps=steps, eval_steps=eval_steps)
-        rules = crew_rules(self.config, spin, with_torch=False)
-        own, server = LocalWorker(plans[-1], state) if self._keeps_some else None, self._server
-        crew = Crew(plans[:-1] if own else plans, job, state, rules, on_replace=lambda plan, pipe: server.replace(plan))
-        return ServedCrew(crew, self._server, allocation.control, own, job, state)
+        rules = crew_rules(config, spin, with_torch=False)
+        if self._is_process:
+            all_plans = [*plans, server_plan(plans, server_job.torch_threads)]
+            return Crew(all_plans, ServedJob(job, server_job), allocation.state, rules)
+        server = ActionServer(server_job, allocation.state)
+        own = LocalWorker(plans[-1], allocation.state) if self._keeps_some else None
+        try:
+            crew = Crew(plans[:-1] if own else plans, job, allocation.state, rules)
+            return ServedCrew(crew, server, allocation.control, own, job)
+        except BaseException:
+            server.close()
+            raise
 
 
 def _seconds(spin_seconds: Any) -> float:
@@ -131,16 +177,6 @@ def _seconds(spin_seconds: Any) -> float:
     if not (is_number and math.isfinite(spin_seconds) and spin_seconds >= 0):
         raise ConfigError(f"spin_seconds must be a number of seconds, 0 or more, got {spin_seconds!r}")
     return float(spin_seconds)
-
-
-def _desk(agent: Agent, job: Job, plans: Sequence[WorkerPlan], steps: StepBuffer, purpose: Purpose) -> Desk:
-    is_eval = purpose is Purpose.EVAL_ACTION
-    shares = [plan.eval_columns if is_eval else plan.columns for plan in plans]
-    ranks = [plan.eval_env_ranks if is_eval else plan.env_ranks for plan in plans]
-    env_ranks = range(ranks[0].start, ranks[-1].stop)
-    copy = agent.column_copy(ColumnStreams(job.seed, env_ranks).rngs(purpose))
-    copy.set_columns(env_ranks, len(env_ranks) * job.world_size)
-    return Desk(copy, steps, shares)
 
 
 class AlternatingSampler(GpuSampler):
@@ -161,13 +197,16 @@ class AlternatingSampler(GpuSampler):
         if not isinstance(overlap, bool | np.bool_):
             raise ConfigError(f"overlap must be True or False, got {overlap!r}")
         self._overlap = bool(overlap)
-        if self.batch_B < 2:
-            raise ConfigError(f"AlternatingSampler needs at least two environments, got batch_B={self.batch_B}")
+        if self._most_workers < 2:
+            kept = f" and serve_envs={self._serve_envs!r}" if self._keeps_some else ""
+            raise ConfigError(
+                f"AlternatingSampler needs at least two environments for its workers, got batch_B={self.batch_B}{kept}"
+            )
         if self.config.n_workers == 1:
             raise ConfigError("AlternatingSampler needs at least two workers, got n_workers=1: leave it out, or use 2")
 
     def _n_workers(self, mask: Sequence[int]) -> int:
-        return max(2, min(self.config.n_workers or 2 * max(1, len(mask)), self.batch_B))
+        return max(2, min(self.config.n_workers or 2 * max(1, len(mask)), self._most_workers))
 
     def _readiness(self) -> Readiness:
         ranks = range(len(self._plans))

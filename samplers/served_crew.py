@@ -14,7 +14,7 @@ from penstock.collectors.central import Question
 from penstock.errors import SamplerBrokenError, WorkerError
 from penstock.samplers.action_server import ActionServer
 from penstock.samplers.local_worker import LocalWorker
-from penstock.samplers.worker import Job, SharedState
+from penstock.samplers.worker import Job
 from penstock.workers.affinity import keeping_off
 from penstock.workers.crew import Crew
 from penstock.workers.failures import Witness
@@ -49,10 +49,8 @@ class ServedCrew:
         control: ControlBlock,
         own: LocalWorker | None,
         job: Job,
-        state: SharedState,
     ) -> None:
         self._crew, self._server, self._control, self._own = crew, server, control, own
-        self._steps = [steps for steps in (state.steps, state.eval_steps) if steps is not None]
         self.restarts = crew.restarts
         self._on_wake: Callable[[], None] | None = None
         self._worker_cpus = {cpu for member in crew.members for cpu in member.plan.cpus}
@@ -120,7 +118,7 @@ class ServedCrew:
     def _serve(self) -> None:
         if interrupts.has_come:
             self._control.stop_eval = True  # should it be an evaluation: nobody will see its end
-        self._server.serve(self._answer)
+        self._server.serve(self._wake)
         if self._on_wake is not None:
             self._on_wake()
 
@@ -131,11 +129,9 @@ class ServedCrew:
             if not condition():  # all workers have come to their end, and it is this process's turn
                 self._serve()
 
-    def _answer(self, rank: int) -> None:
-        if rank < len(self._crew.members):
-            self._crew.members[rank].gate.answer()
-        else:
-            self._control.answer(rank)
+    def _wake(self, rank: int) -> None:
+        if rank < len(self._crew.members):  # else it is this thread's own share that has its answer
+            self._crew.members[rank].gate.wake()
 
     def take_frames(self, promised: Sequence[int]) -> list[Frame]:
         frames = self._crew.take_frames(promised[: len(self._crew.members)])
@@ -146,7 +142,6 @@ class ServedCrew:
 
     def close(self, *, broken: bool = False) -> None:
         self._crew.close(broken=broken)
+        self._server.close()
         if self._own is not None:
             self._own.close(broken=broken)
-        for steps in self._steps:
-            steps.memory.close()

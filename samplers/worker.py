@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from penstock.envs.built import BuiltEnvs
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.samplers.ports import WorkerPort
+from penstock.samplers.server_totals import ServerTotals
 from penstock.workers.env_calls import EnvCall, perform
 from penstock.workers.plan import WorkerPlan, episode_shares
 from penstock.workers.work import FrameQueue, Station
@@ -61,10 +62,13 @@ class Job:
     seed: int
     checks: Checks
 
-    argument_names: ClassVar[Mapping[str, str]] = {
-        "env_factories": "env_fn (or env_kwargs)",
-        "eval_env_factories": "env_fn (or eval_env_kwargs)",
-    }
+    def arguments(self) -> Mapping[str, Any]:
+        """What it is made of, by the names that the user knows it by."""
+        names = {
+            "env_factories": "env_fn (or env_kwargs)",
+            "eval_env_factories": "env_fn (or eval_env_kwargs)",
+        }
+        return {names.get(name, name): value for name, value in vars(self).items()}
 
     def common(self) -> Job:
         """All but the factories."""
@@ -96,7 +100,8 @@ class SharedState:
     parameters: SharedParameters
     mailbox: Mailbox
     steps: StepBuffer | None = None  #: where workers hold no agent: what they exchange with it ...
-    eval_steps: StepBuffer | None = None  #: ... and the same for evaluation
+    eval_steps: StepBuffer | None = None  #: ... the same for evaluation ...
+    totals: ServerTotals | None = None  #: ... and what has been done for them
 
     def count_finished(self, plan: WorkerPlan, t: int) -> int:
         """How many trajectories have ended in rows 0 to `t` of the batch that `plan`'s worker is in."""

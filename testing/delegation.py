@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import gymnasium as gym
@@ -110,6 +111,12 @@ class DelegatingAgent(Agent):
         twin = super().server_copy()
         twin.agent = self.agent.server_copy()
         return twin
+
+    def compile_model(self, options: Mapping[str, Any]) -> None:
+        self.agent.compile_model(options)
+
+    def page_locked(self, memory: npt.NDArray[np.uint8]) -> AbstractContextManager[None]:
+        return self.agent.page_locked(memory)
 
     def column_copy(self: _Self, rngs: Sequence[np.random.Generator]) -> _Self:
         # Not super's, which would seed and reset the agent that the other copies have too.

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import psutil
 
-__all__ = ["keeping_off", "limit_threads", "pin", "usable_cpus"]
+__all__ = ["keeping_off", "limit_threads", "pin", "threads_here", "usable_cpus"]
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -33,10 +33,9 @@ def keeping_off(cpus: Collection[int]) -> Iterator[None]:
     """Keep the calling thread off these CPUs, on which workers are pinned: it would be stopped for every one that it
     wakes there. Does nothing if that leaves it no CPU, or if torch works with several threads, which a single CPU
     would set against each other."""
-    torch = sys.modules.get("torch")
     mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     rest = mask - set(cpus)
-    if not rest or rest == mask or (torch is not None and torch.get_num_threads() > 1):
+    if not rest or rest == mask or threads_here() > 1:
         yield
         return
     os.sched_setaffinity(0, rest)
@@ -44,6 +43,12 @@ def keeping_off(cpus: Collection[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, mask)
+
+
+def threads_here() -> int:
+    """How many threads torch works with in this process; 1 if it is not loaded."""
+    torch = sys.modules.get("torch")
+    return 1 if torch is None else int(torch.get_num_threads())
 
 
 def limit_threads(n: int) -> None:

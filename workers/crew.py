@@ -56,7 +56,10 @@ class CrewRules:
 
 
 class Crew:
-    """One process per plan. Every wait watches the workers' deaths and is bounded."""
+    """One process per plan. Every wait watches the workers' deaths and is bounded.
+
+    An action server with a process of its own has the last plan: supervised as all are, but never replaced.
+    """
 
     def __init__(
         self,
@@ -64,9 +67,9 @@ class Crew:
         job: Job,
         memory: Memory,
         rules: CrewRules,
-        on_replace: Callable[[WorkerPlan, ObjectPipe], None] = lambda plan, pipe: None,
+        on_replace: Callable[[ObjectPipe], None] = lambda pipe: None,
     ) -> None:
-        """`on_replace` is told the plan of each worker that takes a dead one's place, and that one's pipe."""
+        """`on_replace` is given the pipe of each worker that is to be replaced."""
         self._memory, self._rules, self._control, self._on_replace = memory, rules, memory.control, on_replace
         self._owner_pid = os.getpid()
         self._close_lock = threading.Lock()
@@ -79,6 +82,7 @@ class Crew:
         self._job = PickledJob(job, plans)  # all of it, before the first process starts
         self._launcher = Launcher(rules.start_method, len(plans), rules.preload)
         self._reports = ReportBoard(len(plans), shared=True)
+        self._server_gate = self._gate(len(plans) - 1) if plans[-1].is_server else None
         self._main_process = InheritedFd(os.pidfd_open(os.getpid())) if hasattr(os, "pidfd_open") else None
         self._guardian = Guardian(self._launcher.prepare())
         abandon_in_forks(self)
@@ -93,12 +97,13 @@ class Crew:
             self.close(broken=True)
             raise
 
+    def _gate(self, worker_rank: int, server: Gate | None = None) -> Gate:
+        return Gate(self._control, worker_rank, spin_seconds=self._rules.spin_seconds, server=server)
+
     def _start_first(self, plan: WorkerPlan) -> Member:
-        gate, pipe, stacks = (
-            Gate(self._control, plan.worker_rank, spin_seconds=self._rules.spin_seconds),
-            ObjectPipe(),
-            StackFile(),
-        )
+        server_gate = self._server_gate
+        gate = server_gate if plan.is_server and server_gate else self._gate(plan.worker_rank, server_gate)
+        pipe, stacks = ObjectPipe(), StackFile()
         try:
             return self._start(plan, gate, pipe, stacks)
         except BaseException:
@@ -109,7 +114,7 @@ class Crew:
     def _start(self, plan: WorkerPlan, gate: Gate, pipe: ObjectPipe, stacks: StackFile) -> Member:
         setup = WorkerSetup(
             plan=plan,
-            order=self._job.order_for(plan.worker_rank),
+            order=self._job.order_for(plan),
             memory=self._memory,
             gate=gate,
             reports=self._reports,
@@ -117,6 +122,7 @@ class Crew:
             stacks=stacks,
             main_process=self._main_process,
             die_with_parent=self._launcher.dies_with_starter,
+            served=[member.gate for member in self.members] if plan.is_server else (),
         )
         begun = self._control.begun(plan.worker_rank)
         process = self._launcher.start(setup)
@@ -134,7 +140,8 @@ class Crew:
 
     def take_frames(self, promised: Sequence[int]) -> list[Frame]:
         """Trajectory infos that came through the pipes: `promised[i]` of worker i."""
-        return [frame for member, n in zip(self.members, promised, strict=True) for frame in member.pipe.take(n)]
+        # An action server, the last member, has none to promise.
+        return [frame for member, n in zip(self.members, promised, strict=False) for frame in member.pipe.take(n)]
 
     # ---- gates -----------------------------------------------------------------------------
 
@@ -165,13 +172,13 @@ class Crew:
         lost = self._count_lost(old)
         self.restarts.note(casualty, occasion, lost)
         _log.warning("%s (%s); it is being replaced, %d trajectories are lost", casualty, occasion, lost)
-        plan = replace(old.plan, generation=old.plan.generation + 1)
-        self._on_replace(plan, old.pipe)
+        self._on_replace(old.pipe)
         pipe = old.pipe.successor(keep=old.gate.arrived)
         self._reports.clear(rank)
         old.stacks.clear()
         self._control.reset_row(rank)
         self._guardian.forget(old.pid)
+        plan = replace(old.plan, generation=self._control.generation(rank))
         try:
             self.members[rank] = self._start(plan, old.gate, pipe, old.stacks)
         except BaseException:
@@ -272,6 +279,8 @@ class Crew:
 
     def _release(self) -> None:
         self._guardian.close()
+        if self._server_gate is not None:
+            self._server_gate.close()  # its process may never have been started
         for member in self.members:
             member.release()
             for thing in (member.gate, member.pipe, member.stacks):

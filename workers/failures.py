@@ -35,6 +35,7 @@ _WORDS = {
     Phase.BEGINNING: "beginning",
     Phase.CALLING: "in a call on its environments",
     Phase.ASKING: "waiting for actions",
+    Phase.SERVING: "waiting for questions",
 }
 
 
@@ -47,10 +48,12 @@ class Witness:
     progress: ProgressSnapshot
 
     def __str__(self) -> str:
+        if self.plan.is_server:
+            return f"{self.plan.name} (pid {self.pid})"
         envs = f"env_rank {_span(self.plan.env_ranks)}"
         if len(self.plan.eval_env_ranks):
             envs += f", for evaluation {_span(self.plan.eval_env_ranks)}"
-        return f"worker {self.plan.worker_rank} (pid {self.pid}, {envs})"
+        return f"{self.plan.name} (pid {self.pid}, {envs})"
 
     @property
     def doing(self) -> str:
@@ -127,11 +130,11 @@ def failure(dead: Sequence[Casualty], others: Sequence[Witness], occasion: str, 
         everyone = sorted([*others, *(casualty.witness for casualty in dead)], key=lambda w: w.plan.worker_rank)
         lines += [f"  {_sign_of_life(witness)}" for witness in everyone]
     elif others:
-        lines.append("the others: " + "; ".join(f"worker {w.plan.worker_rank} {w.doing}" for w in others))
+        lines.append("the others: " + "; ".join(f"{w.plan.name} {w.doing}" for w in others))
     if note:
         lines.append(note)
     for casualty in [casualty for casualty in dead if casualty.stack][:_MAX_STACKS]:
-        lines += [f"the stack of worker {casualty.rank}:", casualty.stack]
+        lines += [f"the stack of {casualty.witness.plan.name}:", casualty.stack]
     kind = WorkerTimeoutError if hung else WorkerError if reported else WorkerDiedError
     error = kind("\n".join(lines))
     if reported:
@@ -148,6 +151,6 @@ def add_to(error: SamplerBrokenError, killed: Sequence[Casualty]) -> None:
 
 def _sign_of_life(witness: Witness) -> str:
     if witness.progress.heartbeat == 0:
-        return f"worker {witness.plan.worker_rank}: {witness.doing}, no sign of life yet"
+        return f"{witness.plan.name}: {witness.doing}, no sign of life yet"
     seconds = time.monotonic() - witness.progress.heartbeat
-    return f"worker {witness.plan.worker_rank}: {witness.doing}, last sign of life {seconds:.1f} s ago"
+    return f"{witness.plan.name}: {witness.doing}, last sign of life {seconds:.1f} s ago"

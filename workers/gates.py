@@ -9,7 +9,10 @@ A gate is two counts in shared memory, each with one writer, and a wake-up for e
 and, in between, where the agent acts in the main process, at every step:
 
     question: asked != answered              <--   ask():     asked += 1, wake main, until answered
-    answer(): answered = asked, wake it      -->
+    answered = asked, then wake()            -->
+
+Where the agent acts in a process of its own, that process is the one to wake for a question, and for an arrival too;
+what wakes it is what wakes it for its own gate, which it has as all workers do.
 
 The counts are the truth; a wake-up only says "look again", so a stray or doubled one does no harm, and
 neither side can be wedged by the other's death: there is no lock to die with. Start-up is opening number
@@ -75,9 +78,13 @@ class WakeUp:
 class Gate:
     """One worker's gate; see the module's first lines. Pickles to that worker while it is started."""
 
-    def __init__(self, control: ControlBlock, worker_rank: int, *, spin_seconds: float) -> None:
+    def __init__(
+        self, control: ControlBlock, worker_rank: int, *, spin_seconds: float, server: Gate | None = None
+    ) -> None:
+        """`server` is the gate of the action server, if that is a process of its own."""
         self._control, self._rank, self._spin_seconds = control, worker_rank, spin_seconds
         self._go, self._done = WakeUp(), WakeUp()
+        self._server_go = None if server is None else server._go
         self._poll: Any = None  # the worker's, made there
 
     # ---- main process ----------------------------------------------------------------------
@@ -104,9 +111,10 @@ class Gate:
         self._go.close()
         self._done.close()
 
-    def answer(self) -> None:
-        """Let the worker go on with the answer to its question, which lies in the step buffer."""
-        self._control.answer(self._rank)
+    # ---- action server ---------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Wake the worker: its question has been answered."""
         self._go.notify()
 
     # ---- worker ----------------------------------------------------------------------------
@@ -123,28 +131,34 @@ class Gate:
         """Answer the opening."""
         progress.arrived += 1
         self._done.notify()
+        if self._server_go is not None:
+            self._server_go.notify()
 
     def signal(self) -> None:
         """Have the main process look again, though this worker has not arrived."""
         self._done.notify()
 
     def ask(self, progress: Progress, question: int, main_process: Any) -> None:
-        """Ask the main process, in the middle of a batch, and wait for its answer. Raises as `wait_in` does,
+        """Ask the action server, in the middle of a batch, and wait for its answer. Raises as `wait_in` does,
         and `StopCollecting` once the sampler is shutting down."""
         progress.ask(question)
-        self._done.notify()
+        (self._server_go or self._done).notify()
         self._wait(lambda: progress.is_answered, main_process)
 
     def _wait(self, has_come: Callable[[], bool], main_process: Any) -> None:
         if spin(has_come, self._spin_seconds):
             return
+        while not has_come():
+            self.sleep(main_process)
+
+    def sleep(self, main_process: Any, milliseconds: int = _LOOK_AGAIN_MS) -> None:
+        """Wait to be woken, so long at most; raises as `wait_in` does. What has come is for the caller to see."""
         if self._poll is None:
             self._poll = select.poll()
             self._poll.register(self._go.fileno(), select.POLLIN)
             if main_process is not None:
                 self._poll.register(main_process.fileno(), select.POLLIN)
-        while not has_come():
-            for fd, _ in self._poll.poll(_LOOK_AGAIN_MS):
-                if fd != self._go.fileno():
-                    raise MainProcessGone
-            self._go.clear()
+        for fd, _ in self._poll.poll(milliseconds):
+            if fd != self._go.fileno():
+                raise MainProcessGone
+        self._go.clear()

@@ -52,9 +52,9 @@ class PickledJob:
         self.mailbox = Mailbox()
         self.environ, self.common, *self.shares = self.mailbox.post_parts(parts)
 
-    def order_for(self, worker_rank: int) -> WorkOrder:
+    def order_for(self, plan: WorkerPlan) -> WorkOrder:
         """What one worker is to read."""
-        return WorkOrder(self.mailbox, self.environ, self.common, self.shares[worker_rank])
+        return WorkOrder(self.mailbox, self.environ, self.common, self.shares[plan.worker_rank])
 
     def close(self) -> None:
         self.mailbox.close()
@@ -64,12 +64,12 @@ def _pickled(job: Job, plans: Sequence[WorkerPlan]) -> list[bytes]:
     try:
         return [bytes(cloudpickle.dumps(part)) for part in (job.common(), *map(job.share_of, plans))]
     except Exception as error:  # pickling runs the user's code: anything may come
-        for name, value in vars(job).items():
+        for name, value in job.arguments().items():
             try:
                 cloudpickle.dumps(value)
             except Exception as cause:
                 raise ConfigError(
-                    f"{job.argument_names.get(name, name)} cannot be pickled for the workers: {cause}. Build such "
+                    f"{name} cannot be pickled for the workers: {cause}. Build such "
                     "objects inside the function instead of closing over them; SerialSampler pickles nothing"
                 ) from cause
         raise ConfigError(f"the workers' job cannot be pickled: {error}") from error
@@ -122,21 +122,20 @@ class Launcher:
         """Start the process; returns the `multiprocessing.Process`."""
         _refuse_unsafe_fork(self._start_method)
         context = multiprocessing.get_context(self._start_method)
+        name = setup.plan.name
         process = context.Process(  # type: ignore[attr-defined]
-            target=worker_main, args=(setup,), name=f"penstock-worker-{setup.plan.worker_rank}"
+            target=worker_main, args=(setup,), name=f"penstock-{name.removeprefix('the ').replace(' ', '-')}"
         )
         main_module = contextlib.nullcontext() if self._start_method == "fork" else _no_main_module()
         with _start_lock, main_module, _not_daemonic():
             try:
-                with _explaining(f"worker {setup.plan.worker_rank}"):
+                with _explaining(name):
                     process.start()
             except BrokenPipeError as error:  # the fork server's child is gone, and its process id with it
-                raise WorkerDiedError(
-                    f"worker {setup.plan.worker_rank} died before it could be told what to do (start-up)"
-                ) from error
+                raise WorkerDiedError(f"{name} died before it could be told what to do (start-up)") from error
             except (EOFError, ConnectionError) as error:
                 raise ConfigError(
-                    f"worker {setup.plan.worker_rank} could not be started: the fork server has ended ({error}). "
+                    f"{name} could not be started: the fork server has ended ({error}). "
                     "If this machine allows no more processes, lower n_workers or raise the limit (ulimit -u)"
                 ) from error
         return process

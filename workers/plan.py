@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from penstock.errors import ConfigError
 
-__all__ = ["Affinity", "WorkerPlan", "assign_cpus", "make_plans", "split"]
+__all__ = ["Affinity", "WorkerPlan", "assign_cpus", "make_plans", "server_plan", "split"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,16 @@ class WorkerPlan:
     cpus: tuple[int, ...]  #: CPUs to run on; empty: not pinned
     torch_threads: int
     generation: int = 0  #: how many workers had these columns before and failed
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this is the action server, which owns no columns, as every worker does."""
+        return not self.columns
+
+    @property
+    def name(self) -> str:
+        """As errors call it."""
+        return "the action server" if self.is_server else f"worker {self.worker_rank}"
 
     def capacity(self, batch_T: int, eval_max_T: int, eval_max_trajectories: int | None) -> int:
         """The most trajectories that can end between two gates: one per environment step; and in an
@@ -107,6 +117,12 @@ def make_plans(
             )
         )
     return tuple(plans)
+
+
+def server_plan(plans: Sequence[WorkerPlan], torch_threads: int) -> WorkerPlan:
+    """The plan of an action server that is a process of its own: the rank behind the workers', and no columns."""
+    nothing = range(0)
+    return WorkerPlan(len(plans), nothing, nothing, nothing, nothing, (), torch_threads)
 
 
 def assign_cpus(affinity: Affinity, n_workers: int, mask: Sequence[int]) -> list[tuple[int, ...]]:

@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from penstock.workers.gates import Gate, MainProcessGone
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.reports import ReportBoard
 from penstock.workers.stacks import StackFile
-from penstock.workers.work import Job, Memory, Station
+from penstock.workers.work import Job, Memory, Station, Task
 
 __all__ = ["WorkerSetup", "worker_main"]
 
@@ -48,8 +49,8 @@ class WorkOrder:
         environ: dict[str, str] = pickle.loads(self.mailbox.read(self.environ))
         return environ
 
-    def read_job(self) -> Job:
-        """The job; unpickling it imports the user's modules."""
+    def read_job(self) -> Task:
+        """The job, as far as it is this worker's; unpickling it imports the user's modules."""
         job: Job = pickle.loads(self.mailbox.read(self.job))
         return job.with_share(pickle.loads(self.mailbox.read(self.share)))
 
@@ -67,6 +68,7 @@ class WorkerSetup:
     stacks: StackFile
     main_process: InheritedFd | None  #: a pidfd of the main process, where there is such a thing
     die_with_parent: bool  #: whether the death of the starting process or thread is the main process's
+    served: Sequence[Gate] = ()  #: the gates of all workers before it, if it is the action server
 
 
 def worker_main(setup: WorkerSetup) -> None:
@@ -95,7 +97,7 @@ def worker_main(setup: WorkerSetup) -> None:
 def _serve(setup: WorkerSetup) -> None:
     gate, control = setup.gate, setup.memory.control
     progress = control.progress(setup.plan.worker_rank)
-    station = Station(setup.plan, setup.memory, gate, setup.pipe, setup.main_process)
+    station = Station(setup.plan, setup.memory, gate, setup.pipe, setup.main_process, setup.served)
     work = setup.order.read_job().start_work(station)
     limit_threads(setup.plan.torch_threads)  # again: unpickling the job may have loaded torch
     gc.freeze()  # what exists now is for good: collections need not go through torch's modules again

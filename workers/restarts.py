@@ -44,6 +44,8 @@ class Restarts:
         if self.policy.max_restarts == 0:
             return ""
         for casualty in casualties:
+            if casualty.witness.plan.is_server:
+                return "the action server is not replaced: noise and state of every environment's agent went with it"
             if casualty.exitcode is not None and -casualty.exitcode in _SUSPECT:
                 return (
                     f"worker {casualty.rank} is not replaced: after a {signal.Signals(-casualty.exitcode).name} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from penstock.workers.watch import Watch
 __all__ = ["Limits", "Supervisor"]
 
 _LOOKS_PER_LIMIT = 20
+_LOOK_SECONDS = 0.25  # and at least so often, if there is a limit
 _GATHER_SECONDS = 0.001  # after each death, for another that comes of the same cause
 _DYING_SECONDS = 0.5  # for one that is known to be dying
 
@@ -61,7 +62,7 @@ class Supervisor:
         """
         stopwatch = _Stopwatch(self._limits, self._control)
         if wait.starting:
-            stopwatch.starting.update(member.rank for member in staff.members)
+            stopwatch.start(member.rank for member in staff.members)
         is_enough = False
         if wait.on_wake is None:  # else what is done on waking has its own way of looking out
             is_enough = spin(wait.until or (lambda: not _pending(staff)), self._spin_seconds)
@@ -75,7 +76,7 @@ class Supervisor:
             casualties = self._examine_dead(staff, dead) if dead else self._examine_hung(stopwatch.overdue(pending))
             if casualties:
                 self._replace_or_raise(staff, casualties, wait.occasion)
-                stopwatch.starting.update(casualty.rank for casualty in casualties)
+                stopwatch.start(casualty.rank for casualty in casualties)
                 continue
             if not pending:
                 return
@@ -146,26 +147,36 @@ class _Stopwatch:
     def __init__(self, limits: Limits, control: ControlBlock) -> None:
         self._limits, self._control = limits, control
         self._seen: dict[int, tuple[tuple[ProgressSnapshot, int], float]] = {}
-        #: Ranks of the workers that are being started, and are given the time for it.
-        self.starting: set[int] = set()
+        self._starting: set[int] = set()
+        self._next_look = time.monotonic() + self.look_again
+
+    def start(self, ranks: Iterable[int]) -> None:
+        """These workers are being started, and are given the time for it."""
+        self._starting.update(ranks)
+        self._next_look = min(self._next_look, time.monotonic() + self.look_again)
 
     @property
     def look_again(self) -> float:
         """Seconds after which to look at the rows again."""
-        limits = [self._limits.start if self.starting else None, self._limits.step]
-        return min([seconds / _LOOKS_PER_LIMIT for seconds in limits if seconds is not None], default=3600.0)
+        limits = [self._limits.start if self._starting else None, self._limits.step]
+        looks = [min(seconds / _LOOKS_PER_LIMIT, _LOOK_SECONDS) for seconds in limits if seconds is not None]
+        return min(looks, default=3600.0)
 
     def overdue(self, members: Sequence[Member]) -> list[tuple[Member, float]]:
-        """The members that are overdue, each with its limit."""
+        """The members that are overdue, each with its limit. Looks no oftener than it has to: where actions are
+        computed in between, this is called several times a row."""
         now = time.monotonic()
+        if now < self._next_look:
+            return []
+        self._next_look = now + self.look_again
         overdue = []
         for member in members:
             rank = member.rank
             # An answer of the action server counts too: it may have been long in coming.
             row = self._control.snapshot(rank), self._control.answered(rank)
             if self._control.has_begun(rank):
-                self.starting.discard(rank)
-            limit = self._limits.start if rank in self.starting else self._limits.step
+                self._starting.discard(rank)
+            limit = self._limits.start if rank in self._starting else self._limits.step
             # One that waits for the action server makes no progress, and that is not its fault.
             if rank not in self._seen or self._seen[rank][0] != row or self._control.question(rank):
                 self._seen[rank] = row, now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from penstock.buffers.control import ControlBlock
 from penstock.buffers.descriptors import InheritedFd
@@ -12,7 +12,7 @@ from penstock.buffers.trajectory_queue import Frame
 from penstock.workers.gates import Gate
 from penstock.workers.plan import WorkerPlan
 
-__all__ = ["FrameQueue", "Job", "Memory", "Station", "Work"]
+__all__ = ["FrameQueue", "Job", "Memory", "Station", "Task", "Work"]
 
 
 class FrameQueue(Protocol):
@@ -42,6 +42,7 @@ class Station:
     gate: Gate
     frames: FrameQueue
     main_process: InheritedFd | None  #: a pidfd of the main process, where there is such a thing
+    served: Sequence[Gate]  #: the gates of all workers, if this is the action server
 
 
 class Work(Protocol):
@@ -60,8 +61,8 @@ class Work(Protocol):
 class Job(Protocol):
     """What all workers are to do. Travels by cloudpickle: user classes and closures included."""
 
-    #: What a user calls those attributes that are not arguments of the same name.
-    argument_names: ClassVar[Mapping[str, str]]
+    def arguments(self) -> Mapping[str, Any]:
+        """What it is made of, by the names that the user knows it by."""
 
     def common(self) -> Job:
         """The part that all workers need."""
@@ -69,8 +70,12 @@ class Job(Protocol):
     def share_of(self, plan: WorkerPlan) -> Any:
         """The part that only `plan`'s worker needs."""
 
-    def with_share(self, share: Any) -> Job:
+    def with_share(self, share: Any) -> Task:
         """The common part made whole by a worker's own."""
+
+
+class Task(Protocol):
+    """What one worker is to do."""
 
     def start_work(self, station: Station) -> Work:
         """In the worker: build everything."""

@@ -61,3 +61,13 @@ def test_vector_env(tmp_path: Path, what: str) -> None:
     printed, content = run(tmp_path, "vector_env", what, "--repeats", 2, "--seconds", 0.01)
     assert "steps/s" in printed
     assert all(len(values) == 2 and min(values) > 0 for values in content["results"][what].values())
+
+
+def test_startup(tmp_path: Path) -> None:
+    options = ["--workers", 1, "--methods", "forkserver", "--samplers", "GpuSampler, server", "--repeats", 1]
+    printed, ((row),) = run(tmp_path, "startup", *options)
+    assert "MB a worker" in printed
+    (figures,) = row["figures"]
+    assert figures.keys() == {"first", "again", "worker", "server"}
+    assert min(figures.values()) > 0
+    assert figures["worker"] < figures["server"] / 4, "a process with torch takes more than one without"

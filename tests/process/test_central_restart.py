@@ -46,8 +46,12 @@ MODES: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     "alternating": (AlternatingSampler, {}),
     "no overlap": (AlternatingSampler, {"overlap": False}),
 }
-modes = pytest.mark.parametrize("mode", MODES)
 OWN_SHARE: tuple[type[GpuSampler], dict[str, Any]] = (GpuSampler, {"serve_envs": 2, "n_workers": 2})
+#: As `MODES`, with the server in a process of its own. (What Ctrl-C does there is nobody's business but the caller's.)
+ELSEWHERE: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
+    f"own process, {mode}": (cls, {"server": "process", **options}) for mode, (cls, options) in MODES.items()
+}
+everywhere = pytest.mark.parametrize("mode", [*MODES, *(ELSEWHERE if FULL else list(ELSEWHERE)[1::2])])
 
 
 class Net(nn.Module):
@@ -83,7 +87,7 @@ AGENTS: dict[str, Callable[[], Agent]] = {
 
 
 def sampler_of(mode: str, env_fn: Any, **kwargs: Any) -> GpuSampler:
-    cls, options = MODES.get(mode, OWN_SHARE)
+    cls, options = {**MODES, **ELSEWHERE}.get(mode, OWN_SHARE)
     arguments: dict[str, Any] = {"batch_T": T, "batch_B": B, "n_workers": 3, "on_worker_failure": "restart"}
     arguments.update(eval_n_envs=3, eval_max_steps=3 * 60, max_decorrelation_steps=0, eval_env_kwargs={})
     return cls(env_fn, **{**arguments, **options, **kwargs})
@@ -120,7 +124,7 @@ def undisturbed(agent: str) -> list[Any]:
         return batches(sampler, AGENTS[agent]())
 
 
-@modes
+@everywhere
 @pytest.mark.parametrize(
     ("agent", "at"), [(agent, at) for agent in AGENTS for at in (1, 30) if FULL or agent == "random" or at > 1]
 )
@@ -141,7 +145,7 @@ def test_a_replacement_changes_no_other_column(agent: str, at: int, mode: str, t
 
 
 @methods("forkserver")
-@modes
+@everywhere
 def test_what_is_redone_is_complete_and_valid_wherever_it_was_cut(mode: str, start_method: str) -> None:
     rng = generator("central", mode, start_method)
     kwargs: dict[str, Any] = {"max_restarts": 10**6, "start_method": start_method}
@@ -178,7 +182,7 @@ def evaluations(folder: Path | None, mode: str, seed: int = 9) -> list[list[floa
         return [[info.Return for info in sampler.evaluate_agent(itr)] for itr in range(2)]
 
 
-@modes
+@everywhere
 def test_an_evaluation_is_made_good(mode: str, tmp_path: Path) -> None:
     whole, hit = evaluations(None, mode), evaluations(tmp_path, mode)
     assert [len(returns) for returns in hit] == [36, 36]

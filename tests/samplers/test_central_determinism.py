@@ -61,6 +61,11 @@ SAMPLERS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
     "first-ready, half": (GpuSampler, {"n_workers": 3, "min_ready": 0.5}),
     "alternating": (AlternatingSampler, {"n_workers": 3}),
     "alternating, no overlap": (AlternatingSampler, {"n_workers": 2, "overlap": False}),
+    "own share": (GpuSampler, {"n_workers": 2, "serve_envs": 2}),
+    "own share, first-ready": (GpuSampler, {"serve_envs": "auto", "min_ready": 1}),
+    "own process": (GpuSampler, {"n_workers": 2, "server": "process"}),
+    "own process, first-ready": (GpuSampler, {"n_workers": 3, "min_ready": 1, "server": "process"}),
+    "own process, no overlap": (AlternatingSampler, {"n_workers": 3, "overlap": False, "server": "process"}),
 }
 
 
@@ -109,9 +114,11 @@ def test_every_agent_acts_as_in_one_process(case: str, how: str) -> None:
     assert_same(case, reference(case), batches(cls, case, **kwargs))
 
 
+@pytest.mark.parametrize("server", ["caller", "process"])
 @pytest.mark.parametrize("cls", [GpuSampler, AlternatingSampler])
-def test_every_start_method_gives_the_same(cls: type[Sampler], start_method: str) -> None:
-    assert_same("tabular", reference("tabular"), batches(cls, "tabular", n_workers=2, start_method=start_method))
+def test_every_start_method_gives_the_same(cls: type[Sampler], server: str, start_method: str) -> None:
+    kwargs: dict[str, Any] = {"n_workers": 2, "server": server, "start_method": start_method}
+    assert_same("tabular", reference("tabular"), batches(cls, "tabular", **kwargs))
 
 
 @settings(max_examples=10, deadline=None)

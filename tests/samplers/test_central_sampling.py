@@ -33,6 +33,8 @@ HOW: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     "first-ready": (GpuSampler, {"n_workers": 3, "min_ready": 1}),
     "alternating": (AlternatingSampler, {"n_workers": 3}),
     "no overlap": (AlternatingSampler, {"n_workers": 2, "overlap": False}),
+    "own share": (GpuSampler, {"n_workers": 2, "serve_envs": "auto"}),
+    "own process": (GpuSampler, {"n_workers": 3, "min_ready": 1, "server": "process"}),
 }
 each = pytest.mark.parametrize("how", HOW)
 
@@ -320,6 +322,19 @@ def test_uneven_shares_and_more_workers_than_environments(batch_B: int, n_worker
     assert_same(found, run(SerialSampler, Attentive(), CountingEnv, 2, batch_B=batch_B))
 
 
+@pytest.mark.parametrize("serve_envs", [1, 3, 4, "auto"])
+@pytest.mark.parametrize("n_workers", [None, 1, 5])
+def test_every_worker_has_an_environment_however_many_are_kept(n_workers: int | None, serve_envs: Any) -> None:
+    with GpuSampler(CountingEnv, batch_T=3, batch_B=5, n_workers=n_workers, serve_envs=serve_envs) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        shares = [len(worker.env_ranks) for worker in sampler.stats().workers]
+        assert sum(shares) == 5
+        assert min(shares) >= 1
+        assert serve_envs == "auto" or shares[-1] == serve_envs
+        assert sampler.n_workers == len(shares)
+        sampler.obtain_samples(0)
+
+
 @each
 def test_start_and_wait_are_the_two_halves_of_obtain(how: str) -> None:
     cls, kwargs = HOW[how]
@@ -342,9 +357,10 @@ def test_an_answer_that_was_long_in_coming_is_a_sign_of_life(monkeypatch: pytest
     control = ControlBlock(1, 1, shared=False)
     control.progress(0).ask(1)
     stopwatch = _Stopwatch(Limits(0.5, 1.0), control)
+    now = 1.0
     assert stopwatch.overdue([member]) == []
     now = 9.0
-    control.answer(0)
+    control.answer(0, 1)
     assert stopwatch.overdue([member]) == [], "the agent took 9 seconds"
     now = 9.4
     assert stopwatch.overdue([member]) == []

@@ -194,6 +194,22 @@ def test_what_is_published_during_a_batch_counts_for_the_next(cls: type[Sampler]
             os.close(fd)
 
 
+def test_step_buffers_are_counted_in_the_bytes_that_are_shared() -> None:
+    """Each environment's observation, action, previous action and reward, value and reset flag, at the least."""
+
+    def bytes_shared(cls: type[Sampler], B: int, n_evals: int) -> int:
+        with cls(
+            CountingEnv, batch_T=1, batch_B=B, n_workers=1, eval_n_envs=n_evals, eval_max_steps=n_evals
+        ) as sampler:
+            sampler.initialize(RandomAgent())
+            return sampler.stats().bytes_shared
+
+    one = 2 * 4 + 8 + 8 + 4 + 4 + 1
+    for B, n_evals in ((1000, 0), (1, 1000)):
+        more = bytes_shared(GpuSampler, B, n_evals) - bytes_shared(ParallelSampler, B, n_evals)
+        assert 1000 * one <= more <= 1000 * one + 1000 * 8 + 8000, "and no copy of anything"
+
+
 def test_statistics_before_initialize_say_what_is_missing() -> None:
     with pytest.raises(SamplerStateError, match=r"server_stats was called before initialize"):
         _ = GpuSampler(CountingEnv, batch_T=1, batch_B=1).server_stats

@@ -1,0 +1,422 @@
+"""The action server as a process of its own: what ends it, what it ends, and what goes on meanwhile."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from penstock import (
+    AgentStep,
+    AlternatingSampler,
+    CategoricalPgAgent,
+    ConfigError,
+    GpuSampler,
+    RandomAgent,
+    SamplerState,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+)
+from penstock.envs import CountingEnv, SlowEnv
+from penstock.testing import FaultyAgent, InjectedFault, faulty_env
+
+from .support import (
+    ERROR_SECONDS,
+    FULL,
+    SLACK,
+    Notebook,
+    Script,
+    check_counting,
+    gone_after,
+    is_running,
+    killer,
+    methods,
+    note,
+    pause,
+    scaled,
+    until,
+)
+from .test_main_process import Interrupts
+
+pytestmark = pytest.mark.timeout(scaled(1800, 60))
+
+SERVER_RANK = 2
+
+
+def sampler_of(env_fn: Any = CountingEnv, cls: type[GpuSampler] = GpuSampler, **kwargs: Any) -> GpuSampler:
+    arguments: dict[str, Any] = {"batch_T": 8, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0}
+    return cls(env_fn, server="process", **{**arguments, **kwargs})
+
+
+def server_pid(sampler: GpuSampler) -> int:
+    pid: int = sampler._team.pids[SERVER_RANK]
+    return pid
+
+
+def is_idle(sampler: GpuSampler) -> bool:
+    """Whether all members have come to their barrier_out."""
+    control = sampler._allocation.control
+    return all(control.arrived(rank) == control.opened(rank) for rank in range(SERVER_RANK + 1))
+
+
+# ---- failures of the server ----------------------------------------------------------------
+
+HOWS = {
+    "raise": "raised .*InjectedFault",
+    "kill": "was killed by SIGKILL",
+    "segfault": "was killed by SIGSEGV",
+    "exit": "exited with code 0",
+}
+PLACES = {"step": (5, "acting"), "sample_mode": (2, "beginning"), "value": (1, "acting")}
+
+
+@pytest.mark.parametrize(
+    ("start_method", "where", "how"),
+    [
+        (method, where, how)
+        for i, method in enumerate(("fork", "forkserver", "spawn"))
+        for j, where in enumerate(PLACES)
+        for k, how in enumerate(HOWS)
+        if FULL or (method == "forkserver" and (j == 0 or k == 0)) or (i, j, k) in ((0, 0, 1), (2, 0, 1))
+    ],
+)
+def test_every_failure_of_the_server_is_named_at_once(tmp_path: Path, start_method: str, where: str, how: str) -> None:
+    at, doing = PLACES[where]
+    notebook = Notebook(tmp_path)
+    agent = FaultyAgent(RandomAgent(), notebook.fault(how, at), where)
+    with (
+        sampler_of(start_method=start_method, on_worker_failure="restart") as sampler,
+        pytest.raises(WorkerError if how == "raise" else WorkerDiedError) as caught,
+    ):
+        sampler.initialize(agent, seed=0, bootstrap_value=True)
+        pids = sampler._team.pids
+        for itr in range(3):
+            sampler.obtain_samples(itr)
+    seen = time.monotonic()
+    struck, pid = notebook.read()
+    message = str(caught.value)
+    assert re.match(rf"the action server \(pid {pid}\) {HOWS[how]}.* while {doing} \(itr=\d\)", message), message
+    assert "the action server is not replaced" in message
+    assert re.search(r"^the others: worker 0 .*; worker 1 ", message, re.MULTILINE)
+    assert pid == pids[SERVER_RANK]
+    if how == "raise":
+        assert isinstance(caught.value.__cause__, InjectedFault)
+    assert sampler.state is SamplerState.BROKEN
+    assert not any(map(psutil.pid_exists, pids))
+    note("server process, fault to error, s", seen - struck, ERROR_SECONDS)
+
+
+@methods("fork", "forkserver")
+def test_a_server_killed_between_two_batches(start_method: str) -> None:
+    with killer() as kill, sampler_of(start_method=start_method) as sampler:
+        sampler.initialize(RandomAgent())
+        sampler.obtain_samples(0)
+        pid = server_pid(sampler)
+        kill.kill([pid], 0)
+        kill.when()
+        until(lambda: not is_running(pid))
+        began = time.monotonic()
+        with pytest.raises(WorkerDiedError, match=rf"the action server \(pid {pid}\) was killed by SIGKILL"):
+            sampler.obtain_samples(1)
+        note("server process, killed between two calls: call to error, s", time.monotonic() - began, ERROR_SECONDS)
+
+
+class NotHere(RandomAgent):
+    """Cannot be built again from what was pickled, but in the process that it comes from."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if os.getpid() != state["pid"]:
+            raise RuntimeError("not in this process")
+        vars(self).update(state)
+
+
+def test_a_server_that_cannot_be_started(start_method: str) -> None:
+    with (
+        sampler_of(start_method=start_method) as sampler,
+        pytest.raises(
+            WorkerError, match=r"the action server \(pid \d+\) raised RuntimeError: not in .* while starting"
+        ),
+    ):
+        sampler.initialize(NotHere())
+
+
+LIMIT = scaled(2.0, 0.5)
+
+
+@pytest.mark.parametrize("how", ["hang", "stop", "hold the gil"])
+def test_a_server_that_hangs_is_named_and_no_worker_is(how: str, tmp_path: Path) -> None:
+    notebook = Notebook(tmp_path)
+    agent = FaultyAgent(RandomAgent(), notebook.fault(how, at=4))
+    with sampler_of(step_timeout=LIMIT) as sampler:
+        sampler.initialize(agent, seed=0)
+        with pytest.raises(WorkerTimeoutError) as caught:
+            sampler.obtain_samples(0)
+    seen = time.monotonic()
+    struck, pid = notebook.read()
+    first = str(caught.value).splitlines()[0]
+    stopped = " and is stopped by a signal" if how == "stop" else ""
+    assert first == f"the action server (pid {pid}) made no progress for {LIMIT:g} s{stopped} while acting (itr=0)"
+    if how != "stop":  # to be asked for its stack, a stopped one is continued
+        assert re.search(r"^  worker 0: waiting for actions, t=3, last sign of life", str(caught.value), re.MULTILINE)
+    assert re.search(r"^  the action server: acting, last sign of life", str(caught.value), re.MULTILINE)
+    assert "the stack of the action server:" in str(caught.value)
+    note("server process, step_timeout: limit to error, s", seen - struck - LIMIT, 0.5 * SLACK)
+
+
+@pytest.mark.parametrize("serving", [False, True], ids=["parked", "waiting for questions"])
+def test_a_server_that_is_stopped_while_it_waits(serving: bool) -> None:
+    with sampler_of(SlowEnv, env_kwargs={"seconds": 0.05}, step_timeout=LIMIT) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        if serving:
+            sampler.start_samples(0)
+            until(lambda: sampler.server_stats.served)
+        os.kill(server_pid(sampler), signal.SIGSTOP)
+        with pytest.raises(WorkerTimeoutError, match=r"the action server .* and is stopped by a signal while"):
+            sampler.wait_samples() if serving else sampler.obtain_samples(0)
+
+
+def test_who_waits_for_slow_environments_is_not_overdue() -> None:
+    """One worker is at work all the time; the other, and the server, have nothing to do for longer than they may."""
+    env_fns = [CountingEnv] * 3 + [lambda: SlowEnv(seconds=0.6 * LIMIT)]
+    kwargs: dict[str, Any] = {"batch_T": 3, "step_timeout": LIMIT}
+    with sampler_of(env_fns, n_workers=2, min_ready=1, **kwargs) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
+
+
+# ---- failures of others --------------------------------------------------------------------
+
+
+@methods("forkserver", "spawn")
+@pytest.mark.parametrize("cls", [GpuSampler, AlternatingSampler])
+def test_a_dead_worker_ends_the_server_too(tmp_path: Path, cls: type[GpuSampler], start_method: str) -> None:
+    notebook = Notebook(tmp_path)
+    fns = [CountingEnv] * 3 + [faulty_env(CountingEnv, notebook.fault("kill", at=4))]
+    with sampler_of(fns, cls, start_method=start_method) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(WorkerDiedError, match=r"(?s)worker 1 .* was killed by SIGKILL .*; the action server "):
+            sampler.obtain_samples(0)
+        seen = time.monotonic()
+        assert not any(map(psutil.pid_exists, sampler._team.pids))
+    note("server process, worker killed to error, s", seen - notebook.read()[0], ERROR_SECONDS)
+
+
+@methods("forkserver")
+def test_a_killed_main_process_leaves_no_server(tmp_path: Path, start_method: str) -> None:
+    body = """
+    from penstock import GpuSampler
+    with GpuSampler(SlowEnv, env_kwargs={"seconds": 0.01}, batch_T=20, batch_B=2, n_workers=2, server="process",
+                    start_method=METHOD) as sampler:
+        sampler.initialize(RandomAgent())
+        say(*sampler._team.pids)
+        for itr in range(10**6):
+            sampler.obtain_samples(itr)
+            say(itr)
+    """
+    with Script(tmp_path, body, METHOD=start_method) as script:
+        pids = script.pids()
+        assert len(pids) == 3
+        script.line()
+        everyone = script.descendants()
+        assert set(pids) <= set(everyone)
+        began = time.monotonic()
+        script.process.kill()
+        gone_after(everyone, began, 2.0 * SLACK)
+        assert script.end()[1] == ""
+
+
+# ---- the end -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["slow environment", "agent hangs"])
+def test_a_shutdown_in_the_middle_of_a_batch(how: str, tmp_path: Path) -> None:
+    notebook = Notebook(tmp_path)
+    agent = FaultyAgent(RandomAgent(), notebook.fault("hang", at=2)) if how == "agent hangs" else RandomAgent()
+    sampler = sampler_of(SlowEnv, env_kwargs={"seconds": 0.02}, batch_T=1000)
+    with sampler:
+        sampler.initialize(agent)
+        sampler.start_samples(0)
+        until(lambda: sampler.server_stats.served)
+        pids = sampler._team.pids
+        if how == "agent hangs":
+            until((tmp_path / "note").exists)
+        began = time.monotonic()
+        if how == "agent hangs":
+            with pytest.warns(RuntimeWarning, match=r"the action server \(pid \d+\) did not end while acting"):
+                sampler.shutdown()
+        else:
+            sampler.shutdown()
+        note(f"server process, shutdown in a batch, {how}, s", time.monotonic() - began, 2.5 * SLACK)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+# ---- the batch goes on ---------------------------------------------------------------------
+
+
+def test_a_batch_is_run_while_the_caller_does_something_else(start_method: str) -> None:
+    with sampler_of(start_method=start_method) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        assert sampler.server_stats.served == {}
+        for itr in range(3):
+            sampler.start_samples(itr)
+            until(lambda: is_idle(sampler))  # with no call on the sampler meanwhile
+            assert sampler.server_stats.served == {4: 8 * (1 + itr)}
+            samples, infos = sampler.wait_samples()
+            check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
+            assert len(infos) == int(samples.env.done.sum())
+        stats = sampler.server_stats
+        assert stats.acting > 0
+        assert stats.waiting > 0
+        assert [worker.batches for worker in sampler.stats().workers] == [3, 3]
+
+
+def test_ctrl_c_leaves_the_batch_to_wait_samples() -> None:
+    def batches(interrupt: bool) -> list[Any]:
+        found = []
+        kwargs: dict[str, Any] = {"eval_n_envs": 2, "eval_max_steps": 10**6, "eval_env_kwargs": {"seconds": 0.005}}
+        with sampler_of(SlowEnv, env_kwargs={"seconds": 0.005}, **kwargs) as sampler:
+            sampler.initialize(RandomAgent(), seed=4)
+            for itr in range(3):
+                sampler.start_samples(itr)
+                if interrupt and itr == 1:
+                    with Interrupts(0.0), pytest.raises(KeyboardInterrupt):
+                        while True:
+                            until(lambda: False)
+                sampler.wait_samples()
+                found.append(sampler.samples_np.copy())
+                if interrupt:
+                    with Interrupts(0.05), pytest.raises(KeyboardInterrupt):
+                        sampler.evaluate_agent(itr)
+                    assert sampler.state is SamplerState.READY
+        return found
+
+    for ours, theirs in zip(batches(True), batches(False), strict=True):
+        for (name, a), (_, b) in zip(ours.leaves(), theirs.leaves(), strict=True):
+            assert a.tobytes() == b.tobytes(), name
+
+
+class Constant(nn.Module):
+    """Its value shows which parameters acted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        return torch.zeros(len(observation), 3), self.weight.expand(len(observation))
+
+
+def test_policy_version_is_that_which_acted_whenever_the_learner_publishes() -> None:
+    """In the middle of a batch, and right after it has been started: at random before or after the server's start."""
+    agent = CategoricalPgAgent(Constant)
+
+    def publish() -> None:
+        with torch.no_grad():
+            agent.model.weight += 1
+        agent.sync_shared_memory()
+
+    rng = np.random.default_rng(0)
+    with sampler_of(eval_n_envs=2, eval_max_steps=20) as sampler:
+        sampler.initialize(agent, seed=0)
+        assert sampler.policy_version is None
+        for itr in range(scaled(300, 40)):
+            sampler.start_samples(itr)
+            if itr % 4:
+                for _ in range(rng.integers(1, 30)):
+                    publish()
+            samples, _ = sampler.wait_samples()
+            (value,) = samples.agent.agent_info.value.unique().tolist()
+            assert sampler.policy_version == 1 + value, "version 1 has weight 0"
+            if itr % 8 == 0:
+                sampler.evaluate_agent(itr)
+                assert sampler.policy_version == 1 + value, "an evaluation is no batch"
+
+
+class Held(CountingEnv):
+    """Reads a pipe for leave to step."""
+
+    def __init__(self, gate: int) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def step(self, action: Any) -> Any:
+        os.read(self.gate, 1)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("spin_seconds", [None, 0.001])
+def test_nobody_burns_cpu_while_nothing_can_be_done(spin_seconds: float | None) -> None:
+    """For a second, in which there is nothing but signs of life."""
+    read, write = os.pipe()
+    kwargs: dict[str, Any] = {"start_method": "fork", "step_timeout": 2.0, "spin_seconds": spin_seconds}
+    try:
+        with sampler_of(Held, env_kwargs={"gate": read}, batch_T=2, **kwargs) as sampler:
+            sampler.initialize(RandomAgent())
+            processes = [psutil.Process(), *map(psutil.Process, sampler._team.pids)]
+            sampler.start_samples(0)
+            until(lambda: sampler.server_stats.served)
+
+            def used() -> float:
+                return sum(sum(process.cpu_times()[:2]) for process in processes[1:])
+
+            began, before = time.monotonic(), used()
+            pause(1.0)  # this is what is looked at
+            took, cpu = time.monotonic() - began, used() - before
+            os.write(write, bytes(8))
+            samples, _ = sampler.wait_samples()
+            check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
+    finally:
+        os.close(read)
+        os.close(write)
+    assert cpu < 0.25 * took, "it would be all of it, three times, if anything were looked at again and again"
+
+
+# ---- arguments -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("server", ["gpu", None, True, 1, ["process"]])
+def test_odd_servers_are_refused(server: Any) -> None:
+    with pytest.raises(ConfigError, match=r'server must be "caller" or "process", got') as caught:
+        GpuSampler(CountingEnv, batch_T=2, batch_B=4, server=server)
+    assert repr(server) in str(caught.value)
+
+
+@pytest.mark.parametrize("serve_envs", ["auto", 1])
+def test_a_server_of_its_own_steps_no_environments(serve_envs: Any) -> None:
+    with pytest.raises(ConfigError, match=r'serve_envs=.* is for server="caller"'):
+        GpuSampler(CountingEnv, batch_T=2, batch_B=4, server="process", serve_envs=serve_envs)
+
+
+def test_an_agent_that_cannot_travel_is_named() -> None:
+    class Open(RandomAgent):
+        def __init__(self) -> None:
+            self.file = (line for line in ())
+
+    with sampler_of() as sampler, pytest.raises(ConfigError, match="agent cannot be pickled"):
+        sampler.initialize(Open())
+
+
+def test_what_an_agent_returns_is_checked() -> None:
+    class TooFew(RandomAgent):
+        def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+            action, info = super().step(observation, prev_action, prev_reward)
+            return AgentStep(action[:-1] if observation.max() > 3 else action, info)
+
+    with (
+        sampler_of() as sampler,
+        pytest.raises(WorkerError, match=r"the action server \(pid \d+\) raised .*SpaceError: .* while acting"),
+    ):
+        sampler.initialize(TooFew(), seed=0)
+        sampler.obtain_samples(0)
