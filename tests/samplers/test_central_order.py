@@ -132,7 +132,7 @@ def test_the_agent_waits_for_as_many_as_it_was_told() -> None:
     with gates(1) as gate:
 
         def let_go(columns: list[int]) -> None:
-            if agent.counts()[1] == T:
+            if max(agent.counts().values()) == T:  # whichever came first: the slow one may be among the first three
                 gate.let(0, T)
 
         with sampler_of(GpuSampler, [{"gate": gate.pipes[0][0]}, {}, {}, {}], min_ready=3) as sampler:
