@@ -151,35 +151,49 @@ class VectorWork:
         return [i for i in range(len(requested)) if requested[i] != answered[i]]
 
     def _step_all(self) -> None:
-        advance = self._advance
-        results = [advance(i, action) for i, action in enumerate(self._split(self._action))]
-        observations, self._reward[:], self._terminated[:], self._truncated[:] = zip(*results, strict=True)
+        everyone = range(len(self._envs))
+        observations, self._reward[:] = self._advance(everyone, self._split(self._action))
         self._write(self._writer, self._whole, observations, 0)
-        self._answer(range(len(results)))
+        self._answer(everyone)
 
     def _step_one(self, i: int) -> None:
-        (action,) = self._split(self._action[i : i + 1])
-        observation, self._reward[i], self._terminated[i], self._truncated[i] = self._advance(i, action)
-        self._write(self._writer, self._single[i], [observation], i)
+        observations, self._reward[i : i + 1] = self._advance(range(i, i + 1), self._split(self._action[i : i + 1]))
+        self._write(self._writer, self._single[i], observations, i)
         self._answer([i])
 
-    def _advance(self, i: int, action: Any) -> _Result:
-        """Step environment `i`, or whatever its mode says instead."""
-        self._progress.words[Progress.ENV_RANK] = env_rank = self._plan.env_ranks[i]
-        if self._next[i] is not _Next.STEP:
-            return self._begin_anew(i)
+    def _advance(self, which: range, actions: Sequence[Any]) -> tuple[list[Any], list[float]]:
+        """Step the environments `which`, or do whatever their mode says instead: observations and rewards. Flags are
+        written."""
+        words, at, first = self._progress.words, Progress.ENV_RANK, self._plan.env_ranks.start
+        steps, following, step = self._steps, self._next, _Next.STEP
+        terminated, truncated = self._terminated, self._truncated
+        observations, rewards = [], []
+        terminated[which.start : which.stop] = truncated[which.start : which.stop] = False
         try:
-            observation, reward, terminated, truncated, info = self._steps[i](action)
+            for i, action in zip(which, actions, strict=True):
+                words[at] = first + i
+                if following[i] is step:
+                    observation, reward, over, cut, info = steps[i](action)
+                    is_plain = over is False and cut is False and reward.__class__ is float
+                    if not is_plain or info or info.__class__ is not dict:
+                        observation, reward, over, cut = self._tell(i, observation, reward, over, cut, info)
+                        terminated[i], truncated[i] = over, cut
+                else:
+                    observation, reward, terminated[i], truncated[i] = self._begin_anew(i)
+                observations.append(observation)
+                rewards.append(reward)
         except (TypeError, ValueError) as error:
-            if (own := step_values_error(error, env_rank)) is not None:
+            if (own := step_values_error(error, first + i)) is not None:
                 raise own from error
             raise
-        if not (terminated.__class__ is bool and truncated.__class__ is bool):
-            terminated, truncated = episode_flags(terminated, truncated, env_rank)
-        if reward.__class__ is not float:
-            reward = require_number(reward, env_rank)
-        if info.__class__ is not dict:
-            require_info(info, env_rank)
+        return observations, rewards
+
+    def _tell(self, i: int, observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> _Result:
+        """What a step has returned that is not of the commonest kind: checked, and with what follows from it."""
+        env_rank = self._plan.env_ranks[i]
+        terminated, truncated = episode_flags(terminated, truncated, env_rank)
+        reward = require_number(reward, env_rank)
+        require_info(info, env_rank)
         if terminated or truncated:
             observation, info = self._end(i, observation, info)
         if info:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+# `signal` tries to make an enum's member of every handler that passes through it, which takes several microseconds and
+# fails. What it wraps does not, and this is done at every step of a vector environment.
+try:
+    _bare: Any = importlib.import_module("_signal")
+except ImportError:  # another Python than CPython
+    _bare = signal
 
 __all__ = ["Interrupts", "interrupts"]
 
@@ -29,18 +37,18 @@ class Interrupts(threading.local):
         """Hold Ctrl-C back. Outside the main thread this does nothing, and need not: Python answers signals in the
         main thread alone."""
         is_main = threading.current_thread() is threading.main_thread()
-        handler = signal.getsignal(signal.SIGINT) if is_main and self._handler is None else None
+        handler = _bare.getsignal(signal.SIGINT) if is_main and self._handler is None else None
         if not callable(handler):
             with self:
                 yield
             return
         self._handler, self.has_come, self._depth = handler, False, 1
         try:
-            signal.signal(signal.SIGINT, self._note)
+            _bare.signal(signal.SIGINT, self._note)
             yield
         finally:
             self._handler, self._depth = None, 0
-            signal.signal(signal.SIGINT, handler)
+            _bare.signal(signal.SIGINT, handler)
             if self.has_come:  # answered here and not deeper down, for the sake of a short traceback
                 self.has_come = False
                 handler(signal.SIGINT, None)

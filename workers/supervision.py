@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,7 @@ __all__ = ["Limits", "Supervisor"]
 
 _LOOKS_PER_LIMIT = 20
 _LOOK_SECONDS = 0.25  # and at least so often, if there is a limit
+_LOOK_AROUND_SECONDS = 0.1  # for deaths that nobody waits to hear of, though all goes well
 _GATHER_SECONDS = 0.001  # after each death, for another that comes of the same cause
 _DYING_SECONDS = 0.5  # for one that is known to be dying
 
@@ -52,6 +54,7 @@ class Supervisor:
     ) -> None:
         self._control, self._reports, self._restarts, self._limits = control, reports, restarts, limits
         self._spin_seconds = spin_seconds
+        self._looked = -math.inf  # when it was last looked for deaths
         self._watch: Watch | None = None  # made anew when the members are no longer those of before
 
     def wait_out(self, staff: Staff, wait: Wait) -> None:
@@ -60,15 +63,18 @@ class Supervisor:
         Raises `WorkerError`, `WorkerDiedError` or `WorkerTimeoutError` as soon as a worker fails that
         must not be replaced.
         """
-        stopwatch = _Stopwatch(self._limits, self._control)
-        if wait.starting:
-            stopwatch.start(member.rank for member in staff.members)
         is_enough = False
         if wait.on_wake is None:  # else what is done on waking has its own way of looking out
             is_enough = spin(wait.until or (lambda: not _pending(staff)), self._spin_seconds)
+            if is_enough and time.monotonic() - self._looked < _LOOK_AROUND_SECONDS and not staff.closed:
+                return
+        stopwatch = _Stopwatch(self._limits, self._control)
+        if wait.starting:
+            stopwatch.start(member.rank for member in staff.members)
         while True:
             pending = _pending(staff)
             seconds = min(wait.look_again, stopwatch.look_again) if pending and not is_enough else 0.0
+            self._looked = time.monotonic()
             dead = self._watch_of(staff).wait(seconds, interruptible=wait.interruptible)
             if staff.closed:  # by another thread; the deaths are of its making
                 raise SamplerClosedError(f"it was shut down by another thread during {wait.occasion}")
