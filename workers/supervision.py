@@ -12,6 +12,7 @@ from typing import Protocol
 from penstock.buffers.control import ControlBlock, ProgressSnapshot
 from penstock.errors import ConfigError, SamplerClosedError
 from penstock.workers.failures import Casualty, failure
+from penstock.workers.interrupts import interrupts
 from penstock.workers.member import Member
 from penstock.workers.reports import ReportBoard
 from penstock.workers.restarts import Restarts
@@ -66,7 +67,8 @@ class Supervisor:
         is_enough = False
         if wait.on_wake is None:  # else what is done on waking has its own way of looking out
             is_enough = spin(wait.until or (lambda: not _pending(staff)), self._spin_seconds)
-            if is_enough and time.monotonic() - self._looked < _LOOK_AROUND_SECONDS and not staff.closed:
+            is_all_well = not (staff.closed or interrupts.has_come)
+            if is_enough and is_all_well and time.monotonic() - self._looked < _LOOK_AROUND_SECONDS:
                 return
         stopwatch = _Stopwatch(self._limits, self._control)
         if wait.starting:
