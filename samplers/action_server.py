@@ -204,8 +204,9 @@ class ActionServer:
 
     # ---- serving ---------------------------------------------------------------------------
 
-    def serve(self, wake: Callable[[int], None]) -> None:
-        """Answer all that can be answered now; `wake(rank)` wakes a worker whose answer lies ready.
+    def serve(self, wake: Callable[[int], None], until: Callable[[], bool] = lambda: False) -> None:
+        """Answer all that can be answered now, and look out for more for a while; `wake(rank)` wakes a worker whose
+        answer lies ready. Returns at once when `until` is true.
 
         Raises `WorkerError` if the agent raises.
         """
@@ -215,6 +216,8 @@ class ActionServer:
         while True:
             if self._serve_once(wake):
                 if interrupts.has_come:  # whoever waits for us is to answer it now, and not at the batch's end
+                    break
+                if until():
                     break
                 spin_until = time.monotonic() + self._spin_seconds
             elif time.monotonic() >= spin_until:

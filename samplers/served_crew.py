@@ -115,15 +115,15 @@ class ServedCrew:
                 self._crew.close(broken=True)
             raise
 
-    def _serve(self) -> None:
+    def _serve(self, until: Callable[[], bool] = lambda: False) -> None:
         if interrupts.has_come:
             self._control.stop_eval = True  # should it be an evaluation: nobody will see its end
-        self._server.serve(self._wake)
+        self._server.serve(self._wake, until)
         if self._on_wake is not None:
             self._on_wake()
 
     def _serve_until(self, condition: Callable[[], bool]) -> None:
-        self._serve()
+        self._serve(condition)
         while not condition():
             self._crew.wait_out(replace(self._wait, starting=False, until=condition, interruptible=False))
             if not condition():  # all workers have come to their end, and it is this process's turn
