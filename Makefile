@@ -13,7 +13,7 @@ run: $(VENV)/.installed
 	$(BIN)/python benchmarks/report.py runs/cartpole
 
 test: $(VENV)/.installed
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -33,6 +33,7 @@ SB3 = ["stable-baselines3>=2.4"]
 DEV = [
     "pytest>=8",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     "hypothesis>=6.100",
     "ruff>=0.8",
     "mypy>=1.13",

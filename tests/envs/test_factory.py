@@ -77,7 +77,7 @@ def test_an_unknown_id_is_named(env_id: str) -> None:
         env_factories(env_id, None, 1)
 
 
-@pytest.mark.parametrize("env_fn", [None, 5, ["CartPole-v1"], [CountingEnv, None], {"a": 1}, CountingEnv()], ids=repr)
+@pytest.mark.parametrize("env_fn", [None, 5, ["CartPole-v1"], [CountingEnv, None], {"a": 1}, CountingEnv()])
 def test_what_is_no_env_fn_is_shown_with_an_example_of_one(env_fn: Any) -> None:
     with pytest.raises(ConfigError, match=r"eval_env_fn must be a callable.*, got .*functools.partial"):
         env_factories(env_fn, None, 2, "eval_")

@@ -13,6 +13,8 @@ from penstock.envs import PortLease, lease_port, leases
 from penstock.envs.port_files import FOLDER_VARIABLE, lock_folder, ports_noted
 from penstock.envs.port_holdings import sweep_lock_files
 
+pytestmark = pytest.mark.xdist_group("ports")
+
 
 @pytest.fixture
 def port() -> int:

@@ -17,6 +17,8 @@ from penstock.envs.port_files import lock_folder, ports_noted
 from penstock.envs.port_holdings import release_leases
 from penstock.envs.port_probe import place_of
 
+pytestmark = pytest.mark.xdist_group("ports")
+
 
 @pytest.fixture
 def stretch() -> range:

@@ -14,6 +14,8 @@ from gymnasium.utils.env_checker import check_env
 
 from penstock.envs.port_files import FOLDER_VARIABLE
 
+pytestmark = pytest.mark.xdist_group("ports")
+
 ROOT = Path(__file__).parent.parent.parent
 
 

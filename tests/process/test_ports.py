@@ -26,7 +26,7 @@ from .support import BOUND, SLACK, note, pause, scaled, until
 
 FREE_SECONDS = 1.0 * SLACK  # from the owner's death until its port can be leased
 
-pytestmark = pytest.mark.timeout(scaled(3600, 60))
+pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.xdist_group("ports")]
 
 
 @pytest.fixture(params=[True, False], ids=["names", "files alone"])

@@ -15,7 +15,7 @@ from penstock.testing import Fault, faulty_env
 
 from .support import SLACK, Script, gone_after, methods, note, scaled, until
 
-pytestmark = pytest.mark.timeout(scaled(3600, 60))
+pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.xdist_group("ports")]
 
 
 class Leasing(CountingEnv):
