@@ -3,7 +3,7 @@
 from penstock.envs.batched import BatchedCartPole, SameStep
 from penstock.envs.batched_envpool import BatchedEnvPool
 from penstock.envs.examples import example_of, observation_example
-from penstock.envs.factory import EnvContext, EnvFactory, EnvFn, build_example_env, env_factories
+from penstock.envs.factory import EnvContext, EnvFactory, EnvFn, build_example_env, close_example_env, env_factories
 from penstock.envs.infos import InfoWanted, InfoWriter, info_example
 from penstock.envs.port_lease import PortLease, PortLeases, lease_port, leases
 from penstock.envs.rows import action_splitter, row_writer
@@ -32,6 +32,7 @@ __all__ = [
     "SlowEnv",
     "action_splitter",
     "build_example_env",
+    "close_example_env",
     "env_factories",
     "example_of",
     "fresh_seed",

@@ -13,7 +13,7 @@ from gymnasium.vector import VectorEnv
 from penstock.envs.seeding import Purpose
 from penstock.errors import ConfigError
 
-__all__ = ["EnvContext", "EnvFactory", "EnvFn", "build_example_env", "env_factories"]
+__all__ = ["EnvContext", "EnvFactory", "EnvFn", "build_example_env", "close_example_env", "env_factories"]
 
 EnvFn = Callable[..., gym.Env[Any, Any]] | str | Sequence[Callable[..., gym.Env[Any, Any]]]
 
@@ -143,6 +143,16 @@ def build_example_env(factory: EnvFactory, *, batched: bool = False) -> Any:
             env.close()
             raise ConfigError(f"the environment's {name} must be a gymnasium space, got {_describe(space)}")
     return env
+
+
+def close_example_env(env: Any) -> None:
+    """Close it. Raises `ConfigError` with the environment's own exception as its cause."""
+    try:
+        env.close()
+    except Exception as error:
+        raise ConfigError(
+            f"closing the example environment, which the spaces are read from, raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def _asks_for_context(fn: Callable[..., Any]) -> bool:

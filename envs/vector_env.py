@@ -14,7 +14,7 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from penstock.envs.factory import EnvFactory, build_example_env
+from penstock.envs.factory import EnvFactory, build_example_env, close_example_env
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed
 from penstock.envs.tiling import tile
 from penstock.envs.vector_arguments import (
@@ -149,7 +149,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             self.spec, self.render_mode = env.spec, env.render_mode
             self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
         finally:
-            env.close()
+            close_example_env(env)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
 

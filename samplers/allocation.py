@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 
 from penstock.agents import Agent, SharedParameters
@@ -24,6 +23,7 @@ from penstock.envs import (
     EnvFactory,
     Purpose,
     build_example_env,
+    close_example_env,
     env_factories,
     example_of,
     info_example,
@@ -191,19 +191,10 @@ def _prepare_agent(agent: Agent, factory: EnvFactory, seed: int, config: Sampler
             if skipped:
                 warnings.warn(f"these entries of info are not numeric and not recorded: {skipped}", stacklevel=5)
     finally:
-        _close_example(env)
+        close_example_env(env)
     model_seed = ColumnStreams(seed, range(1)).env_seeds(Purpose.MODEL)[0]
     agent.ensure_initialized(observation_space, action_space, model_seed)
     return env_info
-
-
-def _close_example(env: gym.Env[Any, Any]) -> None:
-    try:
-        env.close()
-    except Exception as error:
-        raise ConfigError(
-            f"closing the example environment, which the spaces are read from, raised {type(error).__name__}: {error}"
-        ) from error
 
 
 def _check_traj_info(cls: type[TrajInfo], kwargs: Mapping[str, Any]) -> None:

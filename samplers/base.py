@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from types import TracebackType
@@ -17,12 +17,13 @@ import numpy.typing as npt
 
 from penstock.agents import Agent
 from penstock.buffers import Samples
-from penstock.buffers.trajectory_queue import FIGURES, Frame, Unreadable
+from penstock.buffers.trajectory_queue import Frame
 from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted, fresh_seed
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, allocate
 from penstock.samplers.config import EnvKwargs, SamplerConfig
+from penstock.samplers.deliveries import Deliveries
 from penstock.samplers.state import LIFETIME, SamplerState
 from penstock.samplers.stats import SamplerStats, worker_stats
 from penstock.workers.arguments import integer
@@ -30,7 +31,6 @@ from penstock.workers.calls import Calls
 from penstock.workers.env_calls import EnvCall, results
 from penstock.workers.interrupts import interrupts
 from penstock.workers.plan import Affinity, WorkerPlan
-from penstock.workers.reports import in_one_line
 from penstock.workers.team import Team, Wait
 
 __all__ = ["Sampler"]
@@ -129,7 +129,6 @@ class Sampler(ABC):
         #: The seed in use, for the record where none was given.
         self.seed: int | None = None
         self._plans: tuple[WorkerPlan, ...] = ()
-        self._delivered: Counter[int] = Counter()  # trajectories returned, by worker rank
         self._policy_version: int | None = None
         self._is_away = False  # the workers are on an evaluation or a call, whose wait the user may have interrupted
 
@@ -201,6 +200,7 @@ class Sampler(ABC):
                     central=self._central,
                 )
             self._allocation = allocation
+            self._deliveries = Deliveries(self._plans, allocation.control, allocation.rings, self.config.traj_info_cls)
             self.observation_space: gym.Space[Any] = agent.observation_space
             self.action_space: gym.Space[Any] = agent.action_space
             #: The same memory as the torch views that `obtain_samples` returns, as numpy arrays.
@@ -278,7 +278,7 @@ class Sampler(ABC):
             control.itr, control.do_eval, control.stop_eval = itr, True, False
 
             def stop_if_enough() -> None:
-                if limit is not None and sum(self._promised()) >= limit:
+                if limit is not None and sum(self._deliveries.promised()) >= limit:
                     control.stop_eval = True
 
             self._is_away = True
@@ -314,37 +314,29 @@ class Sampler(ABC):
 
     def _wait(self, wait: Wait) -> None:
         try:
-            self._team.wait_out(wait)
-        except SamplerBrokenError as error:
-            self._break(error)
-            raise
+            with self._breaking():
+                self._team.wait_out(wait)
         except KeyboardInterrupt as interrupt:  # where exactly the wait was is of no interest to the user
             raise interrupt.with_traceback(None) from None
 
-    def _break(self, error: SamplerBrokenError) -> None:
-        self._calls.break_with(error)
-        self._team.close(broken=True)
-        self._give_back()
-
-    def _promised(self) -> list[int]:
-        """How many trajectories, or results of a call, each worker says that it has handed over."""
-        return [self._allocation.control.trajectories(plan.worker_rank) for plan in self._plans]
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """What breaks the sampler in here breaks it for good."""
+        try:
+            yield
+        except SamplerBrokenError as error:
+            self._calls.break_with(error)
+            self._team.close(broken=True)
+            self._give_back()
+            raise
 
     def _take_traj_infos(self) -> list[TrajInfo]:
-        cls, promised = self.config.traj_info_cls, self._promised()
-        self._delivered.update(dict(enumerate(promised)))
-        if cls is TrajInfo:
-            records = self._allocation.rings.take(promised)[list(FIGURES)]
-            return cls.from_figures(records.tolist())
-        infos = []
-        for t, env_rank, attributes in sorted(self._take_frames(), key=lambda frame: frame[:2]):
-            if isinstance(attributes, Unreadable):
-                raise ConfigError(
-                    f"the attribute {attributes.attribute!r} of a {cls.__name__} of env_rank {env_rank}, t={t}, cannot "
-                    f"be unpickled in the main process: {in_one_line(attributes.error)}"
-                ) from attributes.error
-            infos.append(cls.restore(attributes))
-        return infos
+        with self._breaking():
+            return self._deliveries.take_traj_infos(self._team)
+
+    def _take_frames(self) -> list[Frame]:
+        with self._breaking():
+            return self._deliveries.take_frames(self._team)
 
     # ---- calls on the environments -----------------------------------------------------------
 
@@ -380,13 +372,6 @@ class Sampler(ABC):
             control.do_call = self._is_away = False
             return results(call, self._take_frames())
 
-    def _take_frames(self) -> list[Frame]:
-        try:
-            return self._team.take_frames(self._promised())
-        except SamplerBrokenError as error:  # not as many as were promised
-            self._break(error)
-            raise
-
     # ---- looking at it ---------------------------------------------------------------------
 
     @property
@@ -412,7 +397,7 @@ class Sampler(ABC):
         """Where the workers' time went since `initialize`."""
         self._require_initialized("stats")
         control, restarts = self._allocation.control, self._team.restarts
-        workers = tuple(worker_stats(plan, control, self._delivered, restarts) for plan in self._plans)
+        workers = tuple(worker_stats(plan, control, self._deliveries.delivered, restarts) for plan in self._plans)
         return SamplerStats(workers, self._allocation.nbytes)
 
     def timeline(self) -> npt.NDArray[np.float64]:
