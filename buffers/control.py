@@ -50,7 +50,9 @@ class StopCollecting(Exception):
 _QUIT, _DO_EVAL, _STOP_EVAL, _ITR, _DO_CALL = range(5)
 # ... and by each worker, in a row of its own.
 _PHASE, _T, _ENV_RANK, _HEARTBEAT, _BEGUN, _ARRIVED, _TRAJECTORIES, _BATCHES = range(8)
-_STEPPING, _ACTING, _RESETTING, _WAITING, _STEPS, _ASKED, _QUESTION, _VERSION = range(8, 16)
+_STEPPING, _ACTING, _RESETTING, _WAITING, _STEPS, _ASKED, _VERSION = range(8, 15)
+_KIND_BITS = 2  # of a question; number and kind are one word, so that one store makes both visible
+_KIND = (1 << _KIND_BITS) - 1
 _ROW = 16  # 128 bytes: no two workers write to one cache line, nor to one pair that is fetched together
 
 
@@ -144,20 +146,18 @@ class ControlBlock:
 
     def question(self, worker_rank: int) -> int:
         """What this worker has asked the action server and not been answered; 0 for nothing."""
-        if self.asked(worker_rank) == self.answered(worker_rank):
-            return 0
-        question: int = self._rows[worker_rank, _QUESTION]  # after the number, which makes it visible
-        return question
+        return self.last_question(worker_rank)[1]
+
+    def last_question(self, worker_rank: int) -> tuple[int, int]:
+        """The number of the last question of this worker, and what it asked; 0 if that has been answered."""
+        word: int = self._rows[worker_rank, _ASKED]
+        number = word >> _KIND_BITS
+        return number, 0 if number == self._answered[worker_rank, 0] else word & _KIND
 
     def answered(self, worker_rank: int) -> int:
         """How many questions of this worker have been answered."""
         answered: int = self._answered[worker_rank, 0]
         return answered
-
-    def asked(self, worker_rank: int) -> int:
-        """How many questions this worker has asked."""
-        asked: int = self._rows[worker_rank, _ASKED]
-        return asked
 
     def answer(self, worker_rank: int, asked: int) -> None:
         """Action server: question number `asked` of this worker is answered. Not a later one, which a replacement
@@ -203,7 +203,7 @@ class ControlBlock:
         row[_T], row[_ENV_RANK] = -1, 0
         if row[_ARRIVED] != self.opened(worker_rank):
             row[[_BEGUN, _TRAJECTORIES]] = 0
-        row[_QUESTION] = 0
+        row[_ASKED] &= ~_KIND
         row[_PHASE], row[_HEARTBEAT] = Phase.STARTING, time.monotonic_ns()
         # Last: who sees a question of the new worker sees this too.
         self._generation[worker_rank] += 1
@@ -315,15 +315,14 @@ class Progress:
     def ask(self, question: int) -> None:
         """Ask the action server; the row of the step buffer has been written."""
         words = self.words
-        words[_QUESTION] = question
         words[_PHASE] = _IS_ASKING
-        words[_ASKED] += 1  # last: it makes the question visible
+        words[_ASKED] = ((words[_ASKED] >> _KIND_BITS) + 1) << _KIND_BITS | question  # last: all else is ready
 
     @property
     def is_answered(self) -> bool:
         """Whether the action server has answered the last question. Raises `StopCollecting` once the sampler
         is shutting down."""
-        if self._answered[0] == self.words[_ASKED]:
+        if self._answered[0] == self.words[_ASKED] >> _KIND_BITS:
             return True
         if self._main[_QUIT]:
             raise StopCollecting

@@ -120,7 +120,7 @@ def sweep_lock_files(folder: Path | None = None) -> None:
 
 
 def _sweep_unless_distrusted() -> None:
-    with contextlib.suppress(PortLeaseError):  # whoever takes a lease is told of it
+    with contextlib.suppress(PortLeaseError, OSError):  # whoever takes a lease is told of it
         sweep_lock_files()
 
 

@@ -16,7 +16,7 @@ from gymnasium import spaces
 
 from penstock.errors import SpaceError
 
-__all__ = ["ColumnError", "RowWriter", "action_splitter", "row_writer"]
+__all__ = ["ColumnError", "RowWriter", "action_splitter", "in_range", "row_writer"]
 
 Splitter = Callable[[Any], Sequence[Any]]
 
@@ -170,7 +170,7 @@ def _write_each(row: Any, values: Sequence[Any], name: str) -> None:
             )
         target = row.dtype
         fits = np.can_cast(array.dtype, target, _casting(target)) or (
-            array.dtype.kind in "iu" and target.kind in "iu" and _in_range(array, target)
+            array.dtype.kind in "iu" and target.kind in "iu" and in_range(array, target)
         )
         if not fits:
             raise ColumnError(
@@ -203,7 +203,8 @@ def _description(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _in_range(array: Any, dtype: np.dtype[Any]) -> bool:
+def in_range(array: Any, dtype: np.dtype[Any]) -> bool:
+    """Whether an array of integers can be held by the integer `dtype`."""
     limits = np.iinfo(dtype)
     return bool(array.size == 0 or (array.min() >= limits.min and array.max() <= limits.max))
 

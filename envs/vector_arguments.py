@@ -29,7 +29,7 @@ Options = dict[str, Any] | None
 def as_factories(env_fns: Sequence[Callable[..., gym.Env[Any, Any]]]) -> tuple[EnvFactory, ...]:
     """One factory for each environment."""
     given: Any = env_fns
-    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given or not all(map(callable, given)):
         raise ConfigError(f"env_fns must be a list of callables, one for each environment, got {brief(env_fns)}")
     return env_factories(env_fns, None, integer("the number of env_fns", len(env_fns), 1, MOST_ENVS))
 
@@ -93,16 +93,19 @@ def as_seeds(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int |
     """The seed of each environment's reset: `seed + i`, or the i-th of a list."""
     if seed is None:
         return [None] * n_envs
-    if isinstance(seed, Sequence | np.ndarray):
-        if len(seed) != n_envs:
-            raise ConfigError(f"seed must be a list of {n_envs} seeds, one for each environment, got {len(seed)}")
-        return [None if each is None else integer("seed", each, 0, None) for each in seed]
+    given: Any = seed
+    if isinstance(given, Sequence | np.ndarray) and not isinstance(given, str):
+        if len(given) != n_envs:
+            raise ConfigError(f"seed must be a list of {n_envs} seeds, one for each environment, got {len(given)}")
+        return [None if each is None else integer("seed", each, 0, None) for each in given]
     first = integer("seed", seed, 0, None)
     return [first + i for i in range(n_envs)]
 
 
 def split_mask(options: Options, n_envs: int) -> tuple[Ids, Options]:
     """The environments to reset, by `options["reset_mask"]` if it is there, and the other options."""
+    if not (options is None or isinstance(options, dict)):
+        raise ConfigError(f"options must be a dict or None, got {brief(options)}")
     if options is None or "reset_mask" not in options:
         return np.arange(n_envs), options
     mask = options["reset_mask"]

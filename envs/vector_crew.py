@@ -11,7 +11,7 @@ import numpy as np
 from penstock.buffers.trajectory_queue import ObjectPipe
 from penstock.envs.vector_exchange import Exchange, Ids
 from penstock.envs.vector_memory import VectorMemory
-from penstock.envs.vector_worker import ResetOrder, VectorJob
+from penstock.envs.vector_worker import VectorJob
 from penstock.workers.crew import Crew, CrewRules
 from penstock.workers.env_calls import EnvCall, results
 from penstock.workers.plan import WorkerPlan
@@ -35,7 +35,9 @@ class VectorCrew:
             exchange.put_infos(pipe.take_complete())
 
         self._owners = np.repeat([plan.worker_rank for plan in plans], [len(plan.columns) for plan in plans])
-        self._is_away = False  # the workers are on an order, whose wait the user may have interrupted
+        # The workers are on an order, whose wait the user may have interrupted; and if it is one to reset, whom.
+        self._is_away = False
+        self._resetting: Ids | None = None
         try:
             self._crew = Crew(plans, job, memory, rules, on_replace=save_infos)
             # Runs when this object is collected and at exit, before multiprocessing joins children.
@@ -81,22 +83,23 @@ class VectorCrew:
 
     # ---- orders ----------------------------------------------------------------------------
 
-    def reset(self, order: ResetOrder, which: Ids) -> None:
+    def reset(self, message: bytes, seeds: Sequence[int | None], which: Ids) -> None:
         """Reset the environments `which`, once steps that are outstanding have ended. What has come of those of the
-        same environments is dropped. Raises `ConfigError` before anything has been done."""
-        message = order.dumps()
+        same environments is dropped. `message` is a `ResetOrder`."""
         self.wait()
-        self.take(which)  # and drop it
-        self.exchange.put_seeds(order.seeds, which)
+        self.exchange.drop(which)
+        self.exchange.put_seeds(seeds, which)
+        self._resetting = which
         self.exchange.request(which)
         self._send(message, Wait("reset"))
+        self._resetting = None
 
     def call(self, call: EnvCall) -> tuple[Any, ...]:
         """What the environments return. Steps that are outstanding are ended first, and stay to be received."""
         message = call.dumps()
         self.wait()
         self._collect_infos()
-        self._send(message, Wait(f"{call.verb} {call.name!r}"))
+        self._send(message, Wait(f"{call.shown} {call.name!r}"))
         promised = [self._control.trajectories(plan.worker_rank) for plan in self._plans]
         return tuple(results(call, self._crew.take_frames(promised)))
 
@@ -113,6 +116,9 @@ class VectorCrew:
             self._crew.wait_out(Wait("what was interrupted"))
             self._control.do_call = self._is_away = False
             self._collect_infos()  # and drop the results that nobody waits for any more
+            if self._resetting is not None:
+                self.exchange.drop(self._resetting)
+                self._resetting = None
 
     def _collect_infos(self) -> None:
         for member in self._crew.members:

@@ -115,7 +115,9 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     ) -> None:
         self._calls = Calls(_LIFETIME, of_this_process=True)
         factories = as_factories(env_fns)
-        self.num_envs, self.copy = len(factories), copy
+        if not isinstance(copy, bool | np.bool_):
+            raise ConfigError(f"copy must be True or False, got {copy!r}")
+        self.num_envs, self.copy = len(factories), bool(copy)
         rules = as_rules(context, step_timeout, start_timeout, on_worker_failure, max_restarts, restart_window)
         plans = as_plans(self.num_envs, in_series, n_workers, affinity)
         self.autoreset_mode = as_mode(autoreset_mode)
@@ -178,8 +180,9 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         with self._expecting("reset", *_ANY):
             seeds = as_seeds(seed, self.num_envs)
             which, options = split_mask(options, self.num_envs)
-            self._crew.reset(ResetOrder(seeds, options), which)
-            self._ended[which] = False
+            message = ResetOrder(seeds, options).dumps()
+            self._ended[which] = False  # whatever becomes of the waiting
+            self._crew.reset(message, seeds, which)
             infos = self._crew.take(which)
             if self._calls.state is _State.NEW or not len(self._exchange.outstanding):
                 self._calls.state = _State.READY
@@ -217,10 +220,10 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     def _take_step(self) -> _Listed:
         self._crew.wait()
         exchange = self._exchange
-        infos = self._crew.take(exchange.all)
         reward, terminated, truncated = exchange.reward.copy(), exchange.terminated.copy(), exchange.truncated.copy()
         np.logical_or(terminated, truncated, out=self._ended)
-        self._calls.state = _State.READY
+        self._calls.state = _State.READY  # whatever the infos are like
+        infos = self._crew.take(exchange.all)
         return self._observations(), reward, terminated, truncated, infos
 
     def step_wait_listed(self) -> _Listed:
@@ -234,6 +237,8 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
 
         Raises `ConfigError` in another mode, and where Stable-Baselines3 is not installed.
         """
+        if not self.copy:
+            raise ConfigError("Stable-Baselines3 keeps observations while it steps: construct with copy=True")
         if self.autoreset_mode is not AutoresetMode.SAME_STEP:
             raise ConfigError(
                 "Stable-Baselines3 expects environments to be reset in the step that ends an episode: construct with "
@@ -312,6 +317,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         """
         with self._expecting("send", _State.READY, _State.SENT):
             which = self._exchange.all if env_ids is None else env_ids_within(env_ids, self.num_envs)
+            self._crew.end_order()
             if len(busy := np.intersect1d(which, self._exchange.outstanding)):
                 raise SamplerStateError(f"send: environments {busy.tolist()} have not been received yet: call recv")
             if self.autoreset_mode is AutoresetMode.DISABLED:
@@ -331,15 +337,15 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             wanted = min(integer("min_ready", min_ready, 1), len(exchange.outstanding))
             self._crew.wait(until=lambda: len(exchange.ready) >= wanted)
             which = exchange.ready
-            infos = self._crew.take(which)
-            positions = {i: k for k, i in enumerate(which.tolist())}
-            batched = batch_infos([(positions[i], info) for i, info in infos], len(which))
             reward, terminated, truncated = (
                 row[which] for row in (exchange.reward, exchange.terminated, exchange.truncated)
             )
             self._ended[which] = terminated | truncated
-            if not len(exchange.outstanding):
-                self._calls.state = _State.READY
+            if len(which) == len(exchange.outstanding):
+                self._calls.state = _State.READY  # whatever the infos are like
+            positions = {i: k for k, i in enumerate(which.tolist())}
+            infos = [(positions[i], info) for i, info in self._crew.take(which)]
+            batched = batch_infos(infos, len(which))
             return taken(exchange.observation, which), reward, terminated, truncated, {**batched, "env_id": which}
 
     def _require_running(self, which: Ids) -> None:
@@ -352,7 +358,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     # ---- the end ---------------------------------------------------------------------------
 
     def _call(self, call: EnvCall) -> tuple[Any, ...]:
-        with self._expecting(call.verb.partition("_or_")[0], *_BETWEEN_STEPS):
+        with self._expecting(call.shown, *_BETWEEN_STEPS):
             return self._crew.call(call)
 
     def _observations(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from penstock.buffers.trajectory_queue import Frame, Unreadable
+from penstock.envs.rows import in_range
 from penstock.envs.vector_memory import VectorMemory, batched_view, taken
 from penstock.envs.vector_worker import VectorJob
 from penstock.errors import EnvCallError, SpaceError, brief
@@ -84,26 +86,34 @@ class Exchange:
             telling |= self.terminated[which] | self.truncated[which]
         return [(i, self._info_of(i)) for i in which[telling].tolist()] if telling.any() else []
 
+    def drop(self, which: Ids) -> None:
+        """The answers of `which` count as taken, and nobody wants to know them."""
+        self._taken[which] = self._requested[which]
+
     def put_infos(self, frames: Sequence[Frame]) -> None:
         """What has arrived in a worker's pipe."""
         for number, i, told in frames:
-            if not number:
-                continue  # the result of a call that nobody waits for any more
-            if isinstance(told, Unreadable):
-                raise EnvCallError(
-                    f"the info of env_rank {i} has an entry that cannot be unpickled in the main process: "
-                    f"{in_one_line(told.error)}"
-                ) from told.error
-            self._inbox[i] = number, told
+            if number and not isinstance(told, Unreadable):  # else the result of a call that nobody waits for any more
+                self._inbox[i] = number, told
 
     def _info_of(self, i: int) -> dict[str, Any]:
         told: Mapping[str, Any] = {}
         if self._told[i] == self._requested[i]:
-            told = self._inbox.pop(i)[1]
+            told = {kind: _unpickled(info, i) for kind, info in self._inbox.pop(i)[1].items()}
         info: dict[str, Any] = {}
         if self._same_step and (self.terminated[i] or self.truncated[i]):
             info = {"final_obs": taken(self._final, i), "final_info": told.get("final_info", {})}
         return {**info, **told.get("info", {})}
+
+
+def _unpickled(info: bytes, i: int) -> Any:
+    try:
+        return pickle.loads(info)
+    except Exception as error:  # it runs the user's code: anything may come
+        raise EnvCallError(
+            f"the info of env_rank {i} has an entry that cannot be unpickled in the main process: "
+            f"{in_one_line(error)}. This step's results are lost; leave the entry out, or turn it into numbers or text"
+        ) from error
 
 
 class _Batch(VectorEnv[Any, Any, Any]):
@@ -139,7 +149,10 @@ def _put(space: gym.Space[Any], row: Any, value: Any, which: Any, name: str) -> 
     else:
         wanted = row.shape if isinstance(which, slice) else (len(which), *row.shape[1:])
         array = np.asarray(value)
-        if array.shape != wanted or not np.can_cast(array.dtype, row.dtype, "same_kind"):
+        fits = array.shape == wanted and np.can_cast(array.dtype, row.dtype, "same_kind")
+        if fits and array.dtype != row.dtype and row.dtype.kind in "iu" and not in_range(array, row.dtype):
+            raise SpaceError(f"{name} has values from {array.min()} to {array.max()}, which {row.dtype} cannot hold")
+        if not fits:
             raise SpaceError(
                 f"{name} must have shape {wanted} and dtype {row.dtype}, "
                 f"got shape {array.shape} and dtype {array.dtype}"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import cloudpickle
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -114,7 +115,7 @@ class VectorWork:
         is_replacement = plan.generation > 0
         self._next = [_Next.CUT if is_replacement else _Next.STEP] * len(self._envs)
         self._unseeded = set(range(len(self._envs))) if is_replacement else set()
-        self._infos: dict[int, dict[str, Any]] = {}  # of the requests that are being answered
+        self._infos: dict[int, dict[str, Any]] = {}  # pickled, of the requests that are being answered
 
     # ---- what the crew asks for --------------------------------------------------------------
 
@@ -196,9 +197,13 @@ class VectorWork:
         require_info(info, env_rank)
         if terminated or truncated:
             observation, info = self._end(i, observation, info)
-        if info:
-            self._infos.setdefault(i, {})["info"] = info
+        self._keep(i, "info", info)
         return observation, reward, terminated, truncated
+
+    def _keep(self, i: int, kind: str, info: Any) -> None:
+        """Have the main process told of `info`, as it is now: environments may use one dict again and again."""
+        if info:
+            self._infos.setdefault(i, {})[kind] = _pickled_info(info, self._plan.env_ranks[i])
 
     def _end(self, i: int, observation: Any, info: Any) -> tuple[Any, Any]:
         """An episode has ended with `observation` and `info`; returns those that are to be told."""
@@ -208,21 +213,18 @@ class VectorWork:
             return observation, info
         final = self._rows.final_observation[i : i + 1]
         self._write(self._final_writer, self._final_writer.prepare(final), [observation], i)
-        if info:
-            self._infos[i] = {"final_info": info}
+        self._keep(i, "final_info", info)
         return self._reset_one(i, None, None)
 
     def _begin_anew(self, i: int) -> _Result:
         if self._next[i] is _Next.RESET:
             observation, info = self._reset_one(i, None, None)
-            if info:
-                self._infos[i] = {"info": info}
+            self._keep(i, "info", info)
             return observation, 0.0, False, False
         # The episode is cut where the dead worker has left it.
         self._next[i] = _Next.STEP
         observation, info = self._end(i, taken(self._last, i), {RESTARTED: True})
-        if self._mode is not AutoresetMode.SAME_STEP or info:
-            self._infos.setdefault(i, {})["info"] = info
+        self._keep(i, "info", info)
         return observation, 0.0, False, True
 
     def _answer(self, which: Sequence[int]) -> None:
@@ -250,8 +252,7 @@ class VectorWork:
             self._progress.words[Progress.ENV_RANK] = self._plan.env_ranks[i]
             observation, info = self._reset_one(i, order.seeds[self._plan.columns[i]], order.options)
             self._reward[i], self._terminated[i], self._truncated[i] = 0.0, False, False
-            if info:
-                self._infos[i] = {"info": info}
+            self._keep(i, "info", info)
             self._write(self._writer, self._single[i], [observation], i)
             self._answer([i])
 
@@ -282,3 +283,19 @@ class VectorWork:
         frames = perform(call, self._envs, self._plan.columns, self._plan.env_ranks)
         self._station.frames.put(frames)
         self._progress.trajectories = len(frames)
+
+
+def _pickled_info(info: Mapping[str, Any], env_rank: int) -> bytes:
+    """Raises `SpaceError` naming the entry that cannot be pickled."""
+    try:
+        return pickle.dumps(dict(info), pickle.HIGHEST_PROTOCOL)
+    except Exception:  # a class or function defined in the user's script goes by value; the rest is named
+        for key, value in info.items():
+            try:
+                cloudpickle.dumps(value)
+            except Exception as error:
+                raise SpaceError(
+                    f"info[{key!r}] of env_rank {env_rank} cannot be pickled for the main process: {error}. Leave it "
+                    "out, or turn it into numbers, text or arrays"
+                ) from error
+        return bytes(cloudpickle.dumps(dict(info)))

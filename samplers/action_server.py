@@ -215,16 +215,21 @@ class ActionServer:
         spin_until = began + self._spin_seconds
         while True:
             if self._serve_once(wake):
-                if interrupts.has_come:  # whoever waits for us is to answer it now, and not at the batch's end
-                    break
-                if until():
+                if interrupts.has_come or until():  # Ctrl-C is for our caller to answer, and not at the batch's end
                     break
                 spin_until = time.monotonic() + self._spin_seconds
-            elif time.monotonic() >= spin_until:
+            elif self._is_done_with or time.monotonic() >= spin_until:
                 break
             else:
                 let_others_run()
         self._left = time.monotonic()
+
+    @property
+    def _is_done_with(self) -> bool:
+        """Whether nobody will ask any more before the next gate, or somebody else has something to say."""
+        control = self._control
+        all_arrived = all(control.arrived(rank) == control.opened(rank) for rank in range(len(self._plans)))
+        return all_arrived or interrupts.has_come or control.quit
 
     def _serve_once(self, wake: Callable[[int], None]) -> bool:
         """Answer one round of questions; returns False if there was nothing to be done."""
@@ -278,9 +283,7 @@ class ActionServer:
         while True:
             values, asking, working = [], [], []
             for rank in range(len(self._plans)):
-                # The number first: a question that comes now is for the next look.
-                self._asked[rank] = asked = control.asked(rank)
-                question = control.question(rank) if asked != control.answered(rank) else 0
+                self._asked[rank], question = control.last_question(rank)
                 if question == Question.VALUE:
                     values.append(rank)
                 elif question == Question.STEP:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +29,8 @@ from penstock.workers.spinning import SPIN_SECONDS
 from penstock.workers.team import Team
 
 __all__ = ["AlternatingSampler", "GpuSampler"]
+
+_MOST_SPIN_SECONDS = 0.01
 
 
 class GpuSampler(ParallelSampler):
@@ -59,7 +60,7 @@ class GpuSampler(ParallelSampler):
             halves, values at the ends of episodes) torch compiles it once more when they first come, and where the
             server is a process `step_timeout` must leave time for that.
         spin_seconds: how long server and workers look out for each other before they sleep, letting others run in
-            between. By default 200 µs.
+            between. By default 200 µs; at most 10 ms, for while they do they see nothing else.
 
     On CPUs, `torch.set_num_threads(1)` in the main process pays for small policies: while it acts, it then keeps to
     CPUs that no worker is pinned to.
@@ -81,8 +82,9 @@ class GpuSampler(ParallelSampler):
         super().__init__(env_fn, **kwargs)
         self._min_columns = None if min_ready is None else columns_wanted(min_ready, self.batch_B)
         self._spin_seconds = None if spin_seconds is None else _seconds(spin_seconds)
-        is_count = isinstance(serve_envs, int) and not isinstance(serve_envs, bool) and 0 <= serve_envs < self.batch_B
-        if not is_count and serve_envs != "auto":
+        is_word = isinstance(serve_envs, str) and serve_envs == "auto"
+        is_count = isinstance(serve_envs, int | np.integer) and not isinstance(serve_envs, bool)
+        if not is_word and not (is_count and 0 <= int(serve_envs) < self.batch_B):
             raise ConfigError(
                 'serve_envs must be "auto" or a number of environments from 0 to '
                 f"batch_B - 1 = {self.batch_B - 1}, got {serve_envs!r}"
@@ -99,7 +101,7 @@ class GpuSampler(ParallelSampler):
                 f'serve_envs={serve_envs!r} is for server="caller": a server that is a process of its own steps no '
                 "environments"
             )
-        self._serve_envs: int | str = serve_envs
+        self._serve_envs: int | str = serve_envs if isinstance(serve_envs, str) else int(serve_envs)
 
     @property
     def server_stats(self) -> ServerStats:
@@ -174,8 +176,10 @@ class GpuSampler(ParallelSampler):
 
 def _seconds(spin_seconds: Any) -> float:
     is_number = isinstance(spin_seconds, numbers.Real) and not isinstance(spin_seconds, bool)
-    if not (is_number and math.isfinite(spin_seconds) and spin_seconds >= 0):
-        raise ConfigError(f"spin_seconds must be a number of seconds, 0 or more, got {spin_seconds!r}")
+    if not (is_number and 0 <= spin_seconds <= _MOST_SPIN_SECONDS):
+        raise ConfigError(
+            f"spin_seconds must be a number of seconds from 0 to {_MOST_SPIN_SECONDS}, got {spin_seconds!r}"
+        )
     return float(spin_seconds)
 
 

@@ -26,7 +26,11 @@ class ServedJob:
 
     def arguments(self) -> Mapping[str, Any]:
         """What it is made of, by the names that the user knows it by."""
-        return {**self.workers.arguments(), **vars(self.server)}
+        names = {"compile_options": "compile_model"}
+        return {
+            **self.workers.arguments(),
+            **{names.get(name, name): value for name, value in vars(self.server).items()},
+        }
 
     def common(self) -> ServedJob:
         """What the workers share."""

@@ -69,7 +69,7 @@ class Crew:
         rules: CrewRules,
         on_replace: Callable[[ObjectPipe], None] = lambda pipe: None,
     ) -> None:
-        """`on_replace` is given the pipe of each worker that is to be replaced."""
+        """`on_replace` is given the pipe of each worker that is to be replaced in the midst of its work."""
         self._memory, self._rules, self._control, self._on_replace = memory, rules, memory.control, on_replace
         self._owner_pid = os.getpid()
         self._close_lock = threading.Lock()
@@ -91,7 +91,7 @@ class Crew:
                 with interrupts.passing():
                     pass  # between two workers, none of which is only half there
                 self._control.open(plan.worker_rank)  # opening number one: start-up
-                self.members.append(self._start_first(plan))
+                self._start_first(plan)
             self._supervisor = Supervisor(self._control, self._reports, self.restarts, rules.limits, rules.spin_seconds)
         except BaseException:
             self.close(broken=True)
@@ -100,18 +100,19 @@ class Crew:
     def _gate(self, worker_rank: int, server: Gate | None = None) -> Gate:
         return Gate(self._control, worker_rank, spin_seconds=self._rules.spin_seconds, server=server)
 
-    def _start_first(self, plan: WorkerPlan) -> Member:
+    def _start_first(self, plan: WorkerPlan) -> None:
         server_gate = self._server_gate
         gate = server_gate if plan.is_server and server_gate else self._gate(plan.worker_rank, server_gate)
         pipe, stacks = ObjectPipe(), StackFile()
         try:
-            return self._start(plan, gate, pipe, stacks)
+            self._start(plan, gate, pipe, stacks)
         except BaseException:
             for thing in (gate, pipe, stacks):
                 thing.close()
             raise
 
-    def _start(self, plan: WorkerPlan, gate: Gate, pipe: ObjectPipe, stacks: StackFile) -> Member:
+    def _start(self, plan: WorkerPlan, gate: Gate, pipe: ObjectPipe, stacks: StackFile) -> None:
+        """Start a worker and make it a member, in its forerunner's place if it has one."""
         setup = WorkerSetup(
             plan=plan,
             order=self._job.order_for(plan),
@@ -125,9 +126,17 @@ class Crew:
             served=[member.gate for member in self.members] if plan.is_server else (),
         )
         begun = self._control.begun(plan.worker_rank)
-        process = self._launcher.start(setup)
-        self._guardian.watch(process.pid)
-        return Member(plan, process, process.pid, gate, pipe, stacks, DeathWatch(process), begun)
+        process, rank = self._launcher.make(setup), plan.worker_rank
+        try:
+            self._launcher.start(process, plan.name)
+            self._guardian.watch(process.pid)
+            member = Member(plan, process, process.pid, gate, pipe, stacks, DeathWatch(process), begun)
+            self.members[rank : rank + 1] = [member]
+        except BaseException:  # a second Ctrl-C: nobody is to be there of whom nobody knows
+            if process.pid is not None:
+                process.kill()
+                process.join(_KILL_SECONDS)
+            raise
 
     @property
     def pids(self) -> list[int]:
@@ -172,7 +181,8 @@ class Crew:
         lost = self._count_lost(old)
         self.restarts.note(casualty, occasion, lost)
         _log.warning("%s (%s); it is being replaced, %d trajectories are lost", casualty, occasion, lost)
-        self._on_replace(old.pipe)
+        if not old.gate.arrived:  # else all that it wrote is kept
+            self._on_replace(old.pipe)
         pipe = old.pipe.successor(keep=old.gate.arrived)
         self._reports.clear(rank)
         old.stacks.clear()
@@ -180,7 +190,7 @@ class Crew:
         self._guardian.forget(old.pid)
         plan = replace(old.plan, generation=self._control.generation(rank))
         try:
-            self.members[rank] = self._start(plan, old.gate, pipe, old.stacks)
+            self._start(plan, old.gate, pipe, old.stacks)
         except BaseException:
             pipe.close()
             raise

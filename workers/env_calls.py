@@ -29,9 +29,14 @@ class EnvCall:
     values: Sequence[Any] | None = None  #: of "set_attr", one per environment
     only: frozenset[int] | None = None  #: the columns that it concerns; None: all
 
+    @property
+    def shown(self) -> str:
+        """The verb as errors have it."""
+        return self.verb.removesuffix("_or_get")
+
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            raise ConfigError(f"{self.verb} needs the name of a method or an attribute, got {self.name!r}")
+            raise ConfigError(f"{self.shown} needs the name of a method or an attribute, got {self.name!r}")
 
     def dumps(self) -> bytes:
         """Pickled, by value where it comes from a script. Raises `ConfigError` if that is impossible."""
@@ -78,7 +83,7 @@ def results(call: EnvCall, frames: Sequence[Frame]) -> list[Any]:
     """Main process: what the environments returned, in order; raises `EnvCallError` naming the first that raised."""
     found = []
     for _, env_rank, outcome in sorted(frames, key=lambda frame: frame[1]):
-        where = f"{call.verb} {call.name!r} on env_rank {env_rank}"
+        where = f"{call.shown} {call.name!r} on env_rank {env_rank}"
         if isinstance(outcome, Unreadable):
             problem = f"what cannot be unpickled in the main process: {in_one_line(outcome.error)}"
             raise EnvCallError(f"{where} gave {problem}") from outcome.error

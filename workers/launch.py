@@ -28,7 +28,8 @@ __all__ = ["START_METHODS", "Launcher", "PickledJob", "Starter"]
 
 START_METHODS = ("fork", "forkserver", "spawn")
 
-#: Imported once by the fork server, so that workers start in milliseconds, not seconds.
+#: Imported once by the fork server, so that workers start in milliseconds, not seconds. What else it imports is as the
+#: first in this process who has workers asks for it.
 _PRELOAD = ("penstock.workers.process", "gymnasium", "gymnasium.envs.classic_control")
 
 _start_lock = threading.Lock()
@@ -118,14 +119,17 @@ class Launcher:
         """
         return self._start_method == "forkserver"
 
-    def start(self, setup: WorkerSetup) -> Any:
-        """Start the process; returns the `multiprocessing.Process`."""
-        _refuse_unsafe_fork(self._start_method)
+    def make(self, setup: WorkerSetup) -> Any:
+        """The `multiprocessing.Process`, not started."""
         context = multiprocessing.get_context(self._start_method)
-        name = setup.plan.name
-        process = context.Process(  # type: ignore[attr-defined]
-            target=worker_main, args=(setup,), name=f"penstock-{name.removeprefix('the ').replace(' ', '-')}"
+        name = setup.plan.name.removeprefix("the ").replace(" ", "-")
+        return context.Process(  # type: ignore[attr-defined]
+            target=worker_main, args=(setup,), name=f"penstock-{name}"
         )
+
+    def start(self, process: Any, name: str) -> None:
+        """Start the process, which errors call `name`."""
+        _refuse_unsafe_fork(self._start_method)
         main_module = contextlib.nullcontext() if self._start_method == "fork" else _no_main_module()
         with _start_lock, main_module, _not_daemonic():
             try:
@@ -138,7 +142,6 @@ class Launcher:
                     f"{name} could not be started: the fork server has ended ({error}). "
                     "If this machine allows no more processes, lower n_workers or raise the limit (ulimit -u)"
                 ) from error
-        return process
 
 
 @contextlib.contextmanager

@@ -55,6 +55,8 @@ class Supervisor:
     ) -> None:
         self._control, self._reports, self._restarts, self._limits = control, reports, restarts, limits
         self._spin_seconds = spin_seconds
+        # One for all waits: a worker may be at work, and hang, through many of them.
+        self._stopwatch = _Stopwatch(limits, control)
         self._looked = -math.inf  # when it was last looked for deaths
         self._watch: Watch | None = None  # made anew when the members are no longer those of before
 
@@ -70,7 +72,7 @@ class Supervisor:
             is_all_well = not (staff.closed or interrupts.has_come)
             if is_enough and is_all_well and time.monotonic() - self._looked < _LOOK_AROUND_SECONDS:
                 return
-        stopwatch = _Stopwatch(self._limits, self._control)
+        stopwatch = self._stopwatch
         if wait.starting:
             stopwatch.start(member.rank for member in staff.members)
         while True:
@@ -137,12 +139,12 @@ class Supervisor:
         others = [member.witness(self._control) for member in staff.members if member.rank not in gone]
         if refusal is not None:
             raise failure(casualties, others, occasion, refusal)
+        self._watch = None  # first: descriptors that are closed may soon be others'
         for casualty in casualties:
             try:
                 staff.replace(casualty, occasion)
             except (ConfigError, OSError) as error:
                 raise failure(casualties, others, occasion, f"it could not be replaced: {error}") from error
-        self._watch = None
 
 
 def _pending(staff: Staff) -> list[Member]:

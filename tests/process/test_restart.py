@@ -213,13 +213,14 @@ def test_a_hung_worker_is_replaced_too(tmp_path: Path, start_method: str) -> Non
 
 def test_a_replacement_that_fails_at_start_is_replaced(start_method: str) -> None:
     rng = generator("start", start_method)
-    with killer() as kill, sampler_of(CountingEnv, start_method) as sampler:
-        for rank in range(scaled(N_WORKERS, 1)):
+    for rank in range(scaled(N_WORKERS, 1)):
+        with killer() as kill, sampler_of(CountingEnv, start_method) as sampler:
             kill.kill_newborn(rank, rng.uniform(0, 0.02))
-        sampler.initialize(RandomAgent(), seed=5)
-        kill.when()
-        sampler.obtain_samples(0)
-        assert sampler.stats().restarts == 1
+            sampler.initialize(RandomAgent(), seed=5)
+            kill.when()
+            sampler.obtain_samples(0)
+            sampler.obtain_samples(1)  # a death after the answer to the first is noticed now
+            assert sampler.stats().restarts == 1
 
 
 @methods("fork", "forkserver")

@@ -116,7 +116,7 @@ def test_while_processes_start(monkeypatch: pytest.MonkeyPatch, start_method: st
     started = []
     plain = crew_module.Launcher.start
 
-    def interrupted(launcher: Any, setup: Any) -> Any:
+    def interrupted(launcher: Any, *arguments: Any) -> Any:
         process = plain(launcher, setup)
         started.append(process.pid)
         ctrl_c()
