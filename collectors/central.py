@@ -1,4 +1,4 @@
-"""Central inference, the worker's side: an agent that asks the main process for every action."""
+"""Central inference, the worker's side: an agent that asks the action server for every action."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's connection to the action server, where actions are computed in the main process."""
+"""A worker's connection to the action server, where workers hold no agent."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ A gate is two counts in shared memory, each with one writer, and a wake-up for e
     open():   opened += 1, wake the worker   -->   wait_in(): until opened > arrived     (barrier_in)
     arrived:  arrived == opened              <--   arrive():  arrived += 1, wake main    (barrier_out)
 
-and, in between, where the agent acts in the main process, at every step:
+and, in between, where the action server acts in the main process, at every step:
 
     question: asked != answered              <--   ask():     asked += 1, wake main, until answered
     answered = asked, then wake()            -->

@@ -112,15 +112,16 @@ def test_between_two_gates(monkeypatch: pytest.MonkeyPatch) -> None:
         assert counts == [0, 4]
 
 
-def test_while_processes_start(monkeypatch: pytest.MonkeyPatch, start_method: str) -> None:
+@pytest.mark.parametrize("times", [1, 2])  # the second is answered at once
+def test_while_processes_start(monkeypatch: pytest.MonkeyPatch, start_method: str, times: int) -> None:
     started = []
     plain = crew_module.Launcher.start
 
-    def interrupted(launcher: Any, *arguments: Any) -> Any:
-        process = plain(launcher, setup)
+    def interrupted(launcher: Any, process: Any, name: str) -> None:
+        plain(launcher, process, name)
         started.append(process.pid)
-        ctrl_c()
-        return process
+        for _ in range(times):
+            ctrl_c()
 
     monkeypatch.setattr(crew_module.Launcher, "start", interrupted)
     with sampler_of(start_method=start_method) as sampler, pytest.raises(KeyboardInterrupt):
