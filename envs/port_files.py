@@ -159,9 +159,14 @@ def _acquire(lock: fasteners.InterProcessLock, path: Path) -> bool:
 
 
 def _sign(descriptor: int) -> None:
-    os.ftruncate(descriptor, 0)  # a dead owner's note
-    os.pwrite(descriptor, f"{os.getpid()} {time.time():.3f}\n".encode(), 0)
-    os.fchmod(descriptor, _FILE_MODE)
+    try:
+        os.ftruncate(descriptor, 0)  # a dead owner's note
+        os.pwrite(descriptor, f"{os.getpid()} {time.time():.3f}\n".encode(), 0)
+        os.fchmod(descriptor, _FILE_MODE)
+    except OSError as error:
+        raise PortLeaseError(
+            f"a lock file cannot be written: {error}. Is the disk full, or a limit reached?"
+        ) from error
 
 
 def _is_in_place(name: str, at: int, descriptor: int) -> bool:

@@ -31,7 +31,10 @@ def reserve_name(port: int) -> socket.socket | None:
     Where the system has no such names, a socket that reserves nothing. Raises `PortLeaseError` where it has
     them and refuses one.
     """
-    name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise PortLeaseError(f"port {port} cannot be reserved: {error}") from error
     if not _HAS_NAMES:
         return name
     try:

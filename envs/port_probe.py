@@ -54,7 +54,7 @@ class Place:
 
 def place_of(host: str, protocol: PortProtocol) -> Place:
     """The place that a user means. Raises `ConfigError` if there is no such address on this machine."""
-    if protocol not in _TYPES:
+    if not isinstance(protocol, str) or protocol not in _TYPES:
         raise ConfigError(f'protocol must be "tcp" or "udp", got {protocol!r}')
     if not isinstance(host, str) or not host:
         raise ConfigError(f'host must be an address or a name, as "127.0.0.1" or "::1", got {host!r}')

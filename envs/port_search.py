@@ -12,21 +12,27 @@ from penstock.envs.port_census import describe_takers
 from penstock.envs.port_holdings import Holding, hold
 from penstock.envs.port_probe import Place, default_ports
 from penstock.errors import ConfigError, PortLeaseError
+from penstock.workers.arguments import integer
 
 __all__ = ["PortSearch", "range_of"]
 
+_MOST_PORTS = 65_536
 # A port may be taken for a moment only: processes that look at one hold it meanwhile.
 _LOOK_AGAIN_SECONDS = 0.01
 
 
 def range_of(start: int | None, stop: int | None) -> range:
     """The ports from `start` to `stop - 1`, by default as `default_ports` says. Raises `ConfigError`."""
-    if start is None or stop is None:
+    first = None if start is None else integer("start", start)
+    last = None if stop is None else integer("stop", stop)
+    if first is None or last is None:
         default = default_ports()
-        start, stop = default.start if start is None else start, default.stop if stop is None else stop
-    if not all(isinstance(each, int) for each in (start, stop)) or not 1 <= start < stop <= 65_536:
-        raise ConfigError(f"start and stop must be numbers with 1 <= start < stop <= 65536, got {start!r} and {stop!r}")
-    return range(start, stop)
+        if last is None and first is not None and first >= default.stop:
+            default = range(first, _MOST_PORTS)  # all that lie beyond the default stretch
+        first, last = default.start if first is None else first, default.stop if last is None else last
+    if not 1 <= first < last <= _MOST_PORTS:
+        raise ConfigError(f"start and stop must be numbers with 1 <= start < stop <= 65536, got {first} and {last}")
+    return range(first, last)
 
 
 @dataclass(frozen=True)
@@ -41,11 +47,12 @@ class PortSearch:
     timeout: float  #: seconds; the range is searched once in any case
 
     def __post_init__(self) -> None:
-        if not isinstance(self.n, int) or not 1 <= self.n <= len(self.ports):
+        if not 1 <= integer("n", self.n) <= len(self.ports):
             raise ConfigError(
                 f"n must be a number of ports from 1 to {len(self.ports)}, as many as the range has, got {self.n!r}"
             )
-        if not self.timeout >= 0:
+        is_number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
+        if not is_number or not self.timeout >= 0:
             raise ConfigError(f"timeout must be a number of seconds from 0 on, got {self.timeout!r}")
 
     def run(self) -> list[Holding]:

@@ -47,7 +47,13 @@ class SocketGame(gym.Env[Any, Any]):
         # while the server is still starting and nothing is bound to it.
         self._lease = lease_port()
         self._server = subprocess.Popen([sys.executable, "-I", str(SERVER), str(self.port)])
-        self._socket = self._connect()
+        try:
+            self._socket = self._connect()
+        except BaseException:
+            self._server.kill()
+            self._server.wait()
+            self._lease.release()
+            raise
         self._lines = self._socket.makefile("rw", encoding="utf-8")
 
     @property

@@ -98,7 +98,11 @@ def test_stretches_name_each_port_once(ports: set[int]) -> None:
     [
         ({"start": 5, "stop": 5}, "start and stop must be numbers with 1 <= start < stop"),
         ({"stop": 70_000}, "got .* and 70000"),
-        ({"start": 2.5}, "start and stop must be numbers"),
+        ({"start": 2.5}, "start must be an integer, got 2.5"),
+        ({"start": True}, "start must be an integer, got True"),
+        ({"protocol": ["tcp"]}, 'protocol must be "tcp" or "udp"'),
+        ({"timeout": "x"}, "timeout must be"),
+        ({"timeout": None}, "timeout must be"),
         ({"host": ""}, "host must be an address or a name"),
         ({"host": "no.such.host.invalid"}, "neither an address nor a known name"),
         ({"host": "192.0.2.1"}, "no server can listen at host '192.0.2.1' on this machine"),
