@@ -71,6 +71,8 @@ class Supervisor:
             is_enough = spin(wait.until or (lambda: not _pending(staff)), self._spin_seconds)
             is_all_well = not (staff.closed or interrupts.has_come)
             if is_enough and is_all_well and time.monotonic() - self._looked < _LOOK_AROUND_SECONDS:
+                if wait.until is None:
+                    self._stopwatch.all_have_arrived()
                 return
         stopwatch = self._stopwatch
         if wait.starting:
@@ -89,6 +91,7 @@ class Supervisor:
                 stopwatch.start(casualty.rank for casualty in casualties)
                 continue
             if not pending:
+                stopwatch.all_have_arrived()
                 return
             if wait.on_wake is not None:
                 wait.on_wake()
@@ -164,6 +167,10 @@ class _Stopwatch:
         """These workers are being started, and are given the time for it."""
         self._starting.update(ranks)
         self._next_look = min(self._next_look, time.monotonic() + self.look_again)
+
+    def all_have_arrived(self) -> None:
+        """Whoever was being started has been."""
+        self._starting.clear()
 
     @property
     def look_again(self) -> float:

@@ -292,7 +292,7 @@ def test_ctrl_c_leaves_the_batch_to_wait_samples() -> None:
                 sampler.start_samples(itr)
                 if interrupt and itr == 1:
                     with Interrupts(0.02), pytest.raises(KeyboardInterrupt):
-                        sampler.wait_samples()  # a batch takes 0.3 s at least
+                        sampler.wait_samples()  # a batch takes 80 ms at least
                     assert sampler.state is SamplerState.SAMPLING
                 sampler.wait_samples()
                 found.append(sampler.samples_np.copy())
