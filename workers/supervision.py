@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.buffers.control import ControlBlock, ProgressSnapshot
+from penstock.buffers.control import ControlBlock, Phase, ProgressSnapshot
 from penstock.errors import ConfigError, SamplerClosedError
 from penstock.workers.failures import Casualty, failure
 from penstock.workers.interrupts import interrupts
@@ -66,14 +66,10 @@ class Supervisor:
         Raises `WorkerError`, `WorkerDiedError` or `WorkerTimeoutError` as soon as a worker fails that
         must not be replaced.
         """
-        is_enough = False
-        if wait.on_wake is None:  # else what is done on waking has its own way of looking out
-            is_enough = spin(wait.until or (lambda: not _pending(staff)), self._spin_seconds)
-            is_all_well = not (staff.closed or interrupts.has_come)
-            if is_enough and is_all_well and time.monotonic() - self._looked < _LOOK_AROUND_SECONDS:
-                if wait.until is None:
-                    self._stopwatch.all_have_arrived()
-                return
+        # What is done on waking has its own way of looking out.
+        is_enough = wait.on_wake is None and spin(wait.until or (lambda: not _pending(staff)), self._spin_seconds)
+        if is_enough and self._may_go_on(staff):
+            return
         stopwatch = self._stopwatch
         if wait.starting:
             stopwatch.start(member.rank for member in staff.members)
@@ -91,12 +87,16 @@ class Supervisor:
                 stopwatch.start(casualty.rank for casualty in casualties)
                 continue
             if not pending:
-                stopwatch.all_have_arrived()
                 return
             if wait.on_wake is not None:
                 wait.on_wake()
             if wait.until is not None and wait.until():
                 return
+
+    def _may_go_on(self, staff: Staff) -> bool:
+        """Whether all is well as far as it shows, and it has not been long since it was looked at closely."""
+        looked_lately = time.monotonic() - self._looked < _LOOK_AROUND_SECONDS
+        return looked_lately and not staff.closed and not interrupts.has_come
 
     def _watch_of(self, staff: Staff) -> Watch:
         if self._watch is None:
@@ -168,10 +168,6 @@ class _Stopwatch:
         self._starting.update(ranks)
         self._next_look = min(self._next_look, time.monotonic() + self.look_again)
 
-    def all_have_arrived(self) -> None:
-        """Whoever was being started has been."""
-        self._starting.clear()
-
     @property
     def look_again(self) -> float:
         """Seconds after which to look at the rows again."""
@@ -185,14 +181,13 @@ class _Stopwatch:
         now = time.monotonic()
         if now < self._next_look:
             return []
+        self._starting = {rank for rank in self._starting if not self._has_started(rank)}
         self._next_look = now + self.look_again
         overdue = []
         for member in members:
             rank = member.rank
             # An answer of the action server counts too: it may have been long in coming.
             row = self._control.snapshot(rank), self._control.answered(rank)
-            if self._control.has_begun(rank):
-                self._starting.discard(rank)
             limit = self._limits.start if rank in self._starting else self._limits.step
             # One that waits for the action server makes no progress, and that is not its fault.
             if rank not in self._seen or self._seen[rank][0] != row or self._control.question(rank):
@@ -200,3 +195,10 @@ class _Stopwatch:
             elif limit is not None and now - self._seen[rank][1] > limit:
                 overdue.append((member, limit))
         return overdue
+
+    def _has_started(self, rank: int) -> bool:
+        """Whether a worker that was being started has come to its gate, or through it."""
+        control = self._control
+        # One in the place of one that had arrived has that one's counts until the gate is opened again.
+        is_through = control.has_begun(rank) and control.arrived(rank) != control.opened(rank)
+        return is_through or control.snapshot(rank).phase is Phase.WAITING
