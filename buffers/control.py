@@ -182,6 +182,11 @@ class ControlBlock:
         arrived: int = self._rows[worker_rank, _ARRIVED]
         return arrived
 
+    def has_arrived(self, worker_rank: int) -> bool:
+        """Whether this worker has answered the last opening of its gate: it stands at barrier_out."""
+        arrived: bool = self._rows[worker_rank, _ARRIVED] == self._opened[worker_rank]
+        return arrived
+
     def trajectories(self, worker_rank: int) -> int:
         """How many trajectories this worker has finished since its gate was last opened."""
         # Until the worker has taken notice of the opening, the count is that of the batch before.

@@ -13,11 +13,11 @@ from penstock.envs.factory import EnvFactory, env_factories
 from penstock.envs.vector_exchange import Ids
 from penstock.errors import ConfigError, brief
 from penstock.workers.affinity import usable_cpus
-from penstock.workers.arguments import MOST_ENVS, integer, seconds
+from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds
 from penstock.workers.crew import CrewRules
 from penstock.workers.launch import START_METHODS
 from penstock.workers.plan import Affinity, WorkerPlan, assign_cpus, make_plans
-from penstock.workers.restarts import RestartPolicy
+from penstock.workers.restarts import ON_WORKER_FAILURE, RestartPolicy
 from penstock.workers.spinning import SPIN_SECONDS
 from penstock.workers.supervision import Limits
 
@@ -72,20 +72,14 @@ def as_rules(
     restart_window: float,
 ) -> CrewRules:
     """How processes are started, how long they may be silent, and what happens when one fails."""
-    for name, value, choices in (
-        ("context", context, START_METHODS),
-        ("on_worker_failure", on_worker_failure, ("raise", "restart")),
-    ):
-        if value not in choices:
-            raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    one_of("context", context, START_METHODS)
+    one_of("on_worker_failure", on_worker_failure, ON_WORKER_FAILURE)
     limits = Limits(
         None if step_timeout is None else seconds("step_timeout", step_timeout),
         seconds("start_timeout", start_timeout),
     )
-    n_restarts = integer("max_restarts", max_restarts, 0)
-    policy = RestartPolicy(
-        n_restarts if on_worker_failure == "restart" else 0, seconds("restart_window", restart_window)
-    )
+    n_restarts, window = integer("max_restarts", max_restarts, 0), seconds("restart_window", restart_window)
+    policy = RestartPolicy.of(on_worker_failure, n_restarts, window)
     return CrewRules(context, SPIN_SECONDS, limits, policy, preload=("penstock.envs.vector_worker",))
 
 

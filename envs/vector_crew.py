@@ -77,9 +77,7 @@ class VectorCrew:
 
     def take(self, which: Ids) -> list[tuple[int, dict[str, Any]]]:
         """The answers of `which` count as taken; returns the infos that came with them, by environment."""
-        if self.exchange.is_told(which):
-            self._collect_infos()
-        return self.exchange.take(which)
+        return self.exchange.take(which, self._collect_infos)
 
     # ---- orders ----------------------------------------------------------------------------
 

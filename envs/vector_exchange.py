@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -72,16 +72,14 @@ class Exchange:
 
     # ---- answers -----------------------------------------------------------------------------
 
-    def is_told(self, which: Ids) -> bool:
-        """Whether infos come with the answers of `which`: what has arrived in the pipes is to be put in then."""
-        return bool((self._told[which] == self._requested[which]).any())
-
-    def take(self, which: Ids) -> list[tuple[int, dict[str, Any]]]:
+    def take(self, which: Ids, collect_infos: Callable[[], None]) -> list[tuple[int, dict[str, Any]]]:
         """The answers of `which` count as taken. Returns the infos that came with those that had not been, by
         environment: of episodes that ended and were reset at once with `final_obs` and `final_info`."""
         which = which[self._taken[which] != self._requested[which]]
         self._taken[which] = self._requested[which]
         telling = self._told[which] == self._requested[which]
+        if telling.any():
+            collect_infos()
         if self._same_step:
             telling |= self.terminated[which] | self.truncated[which]
         return [(i, self._info_of(i)) for i in which[telling].tolist()] if telling.any() else []

@@ -68,11 +68,6 @@ class VectorMemory:
         """No batch, no count of trajectories."""
         return 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return self.rows.nbytes + self.control.memory.nbytes
-
     def close(self) -> None:
         """Give descriptors back; views stay valid."""
         self.rows.close()

@@ -228,8 +228,12 @@ class ActionServer:
     def _is_done_with(self) -> bool:
         """Whether nobody will ask any more before the next gate, or somebody else has something to say."""
         control = self._control
-        all_arrived = all(control.arrived(rank) == control.opened(rank) for rank in range(len(self._plans)))
-        return all_arrived or interrupts.has_come or control.quit
+        return self.all_have_arrived or interrupts.has_come or control.quit
+
+    @property
+    def all_have_arrived(self) -> bool:
+        """Whether every worker stands at barrier_out."""
+        return all(map(self._control.has_arrived, range(len(self._plans))))
 
     def _serve_once(self, wake: Callable[[int], None]) -> bool:
         """Answer one round of questions; returns False if there was nothing to be done."""
@@ -289,7 +293,7 @@ class ActionServer:
                 elif question == Question.STEP:
                     if rank not in self._kept:
                         asking.append(rank)
-                elif control.arrived(rank) != control.opened(rank):
+                elif not control.has_arrived(rank):
                     working.append(rank)
             # In this order: a new worker's question is seen no sooner than that it is a new worker's.
             if not self._take_replacements():

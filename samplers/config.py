@@ -12,8 +12,9 @@ import numpy.typing as npt
 from penstock.collectors import BaseEvalCollector, Collector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted
 from penstock.errors import ConfigError
-from penstock.workers.arguments import MOST_ENVS, integer, seconds
+from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds
 from penstock.workers.launch import START_METHODS
+from penstock.workers.restarts import ON_WORKER_FAILURE
 
 __all__ = ["EnvKwargs", "SamplerConfig"]
 
@@ -70,9 +71,8 @@ class SamplerConfig:
             if name != "step_timeout" or self.step_timeout is not None:
                 self._put(name, seconds(name, getattr(self, name)))
         self._check_evaluation()
-        for name, choices in (("start_method", START_METHODS), ("on_worker_failure", ("raise", "restart"))):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        one_of("start_method", self.start_method, START_METHODS)
+        one_of("on_worker_failure", self.on_worker_failure, ON_WORKER_FAILURE)
         self._check_kinds()
 
     def _check_evaluation(self) -> None:

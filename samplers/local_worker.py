@@ -38,8 +38,7 @@ class LocalWorker:
     @property
     def is_at_work(self) -> bool:
         """Whether there is something to do, or something was left in the middle."""
-        rank = self._plan.worker_rank
-        return self._worker is not None and self._control.arrived(rank) != self._control.opened(rank)
+        return self._worker is not None and not self._control.has_arrived(self._plan.worker_rank)
 
     def work(self) -> None:
         """Do it."""

@@ -61,8 +61,6 @@ def crew_rules(config: SamplerConfig, spin_seconds: float, *, with_torch: bool =
         start_method=config.start_method,
         spin_seconds=spin_seconds,
         limits=Limits(config.step_timeout, config.start_timeout),
-        restarts=RestartPolicy(
-            config.max_restarts if config.on_worker_failure == "restart" else 0, config.restart_window
-        ),
+        restarts=RestartPolicy.of(config.on_worker_failure, config.max_restarts, config.restart_window),
         preload=("torch", "penstock.samplers.worker") if with_torch else ("penstock.samplers.worker",),
     )

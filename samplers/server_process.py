@@ -77,7 +77,7 @@ class ServingWorker:
         begin = server.begin_evaluation if control.do_eval else server.begin_batch
         begin(control.itr)
         with keeping_off(self._worker_cpus):
-            while not self._all_arrived():
+            while not server.all_have_arrived:
                 if control.quit:
                     raise StopCollecting
                 self._serve()
@@ -91,10 +91,6 @@ class ServingWorker:
             cause = error.__cause__ or error
         # The agent's own exception: who raised it and when, the main process says as of every worker.
         raise cause
-
-    def _all_arrived(self) -> bool:
-        control = self._control
-        return all(control.arrived(rank) == control.opened(rank) for rank in range(len(self._served)))
 
     def _wake(self, rank: int) -> None:
         self._served[rank].wake()

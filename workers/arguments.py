@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from penstock.errors import ConfigError, brief
 
-__all__ = ["MOST_ENVS", "integer", "seconds"]
+__all__ = ["MOST_ENVS", "integer", "one_of", "seconds"]
 
 MOST_ENVS = 10**7  #: more in one process are a mistake, which is better told than tried
 _INT64 = 2**63 - 1
@@ -26,6 +27,12 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
     if most is not None and not (-most <= value <= most):
         raise ConfigError(f"{name} must be at most {most:,}, got {brief(value)}")
     return int(value)
+
+
+def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise `ConfigError` naming the argument unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def seconds(name: str, value: Any) -> float:

@@ -97,7 +97,7 @@ class Gate:
     @property
     def arrived(self) -> bool:
         """The worker has answered the last opening: it stands at barrier_out."""
-        return self._control.arrived(self._rank) == self._control.opened(self._rank)
+        return self._control.has_arrived(self._rank)
 
     def fileno(self) -> int:
         """Polled by the main process; readable when the worker may have arrived."""

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from penstock.errors import PenstockError
 from penstock.workers.failures import Casualty
 
-__all__ = ["RestartPolicy", "Restarts"]
+__all__ = ["ON_WORKER_FAILURE", "RestartPolicy", "Restarts"]
+
+ON_WORKER_FAILURE = ("raise", "restart")
 
 # After these a worker may have written anywhere in the shared memory: what is there cannot be trusted.
 _SUSPECT = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
@@ -23,6 +25,11 @@ class RestartPolicy:
 
     max_restarts: int
     window: float
+
+    @classmethod
+    def of(cls, on_worker_failure: str, max_restarts: int, window: float) -> RestartPolicy:
+        """What `on_worker_failure`, one of `ON_WORKER_FAILURE`, makes of the other two."""
+        return cls(max_restarts if on_worker_failure == "restart" else 0, window)
 
 
 @dataclass

@@ -200,5 +200,5 @@ class _Stopwatch:
         """Whether a worker that was being started has come to its gate, or through it."""
         control = self._control
         # One in the place of one that had arrived has that one's counts until the gate is opened again.
-        is_through = control.has_begun(rank) and control.arrived(rank) != control.opened(rank)
+        is_through = control.has_begun(rank) and not control.has_arrived(rank)
         return is_through or control.snapshot(rank).phase is Phase.WAITING
