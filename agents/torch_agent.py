@@ -113,10 +113,14 @@ class TorchAgent(Agent):
         self.model.train()
 
     def sample_mode(self, itr: int) -> None:
-        self.model.eval()
+        self._act_mode()
 
     def eval_mode(self, itr: int) -> None:
-        self.model.eval()
+        self._act_mode()
+
+    def _act_mode(self) -> None:
+        if self.model.training:  # else there is no need to go through all its modules again
+            self.model.eval()
 
     # ---- parameters ------------------------------------------------------------------------
 

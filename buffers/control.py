@@ -39,7 +39,9 @@ class Phase(enum.IntEnum):
 
 
 # Plain integers for the loop over time: an enum's member takes 50 ns more to store.
-_IS_ACTING, _IS_STEPPING, _IS_ASKING = int(Phase.ACTING), int(Phase.STEPPING), int(Phase.ASKING)
+_IS_ACTING, _IS_STEPPING, _IS_ASKING, _IS_RESETTING = (
+    int(phase) for phase in (Phase.ACTING, Phase.STEPPING, Phase.ASKING, Phase.RESETTING)
+)
 
 
 class StopCollecting(Exception):
@@ -296,11 +298,20 @@ class Progress:
     def end_batch(self, batch_T: int, n_steps: int) -> None:
         """A training batch of `batch_T` rows and `n_steps` environment steps is complete: add to the totals."""
         self._stamps[2 * batch_T] = time.monotonic()
-        spans = np.diff(np.asarray(self._stamps)[: 2 * batch_T + 1])
-        self.words[_ACTING] += int(spans[0::2].sum() * 1e9)
-        self.words[_STEPPING] += int(spans[1::2].sum() * 1e9)
+        stamps = np.asarray(self._stamps)[: 2 * batch_T + 1]
+        began, acted, stepped = (float(np.add.reduce(part)) for part in (stamps[:-1:2], stamps[1::2], stamps[2::2]))
+        self.words[_ACTING] += int((acted - began) * 1e9)
+        self.words[_STEPPING] += int((stepped - acted) * 1e9)
         self.words[_BATCHES] += 1
         self.words[_STEPS] += n_steps
+
+    def begin_resetting(self, env_rank: int) -> int:
+        """An environment is about to be reset: a phase, and a sign of life. Returns `time.monotonic_ns()`."""
+        words = self.words
+        words[_PHASE] = _IS_RESETTING
+        words[_ENV_RANK] = env_rank
+        words[_HEARTBEAT] = now = time.monotonic_ns()
+        return now
 
     def add_resetting_since(self, began_ns: int) -> None:
         """Add time spent in `env.reset`; within a batch it is part of the stepping time too."""

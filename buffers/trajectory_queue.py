@@ -44,6 +44,9 @@ RECORD = np.dtype(
     ]
 )
 
+# The same as plain bytes, which numpy copies as one piece.
+_AS_BYTES = np.dtype((np.void, RECORD.itemsize))
+
 #: The names of the four figures.
 FIGURES = ("Length", "Return", "NonzeroRewards", "DiscountedReturn")
 
@@ -76,7 +79,8 @@ class RecordRings:
     def take(self, promised: Sequence[int]) -> npt.NDArray[Any]:
         """Main process: a copy of what the workers promised, ordered by t, then env_rank."""
         rings = self.memory.arrays.values()
-        records = np.concatenate([ring[:n] for ring, n in zip(rings, promised, strict=True)])
+        parts = [ring[:n].view(_AS_BYTES) for ring, n in zip(rings, promised, strict=True)]
+        records = np.concatenate(parts).view(RECORD)
         return records[np.lexsort((records["env_rank"], records["t"]))]
 
 

@@ -11,9 +11,10 @@ import numpy as np
 from penstock.agents.base import Agent, AgentStep
 from penstock.buffers.control import Phase, Progress
 from penstock.buffers.named import map_leaves
+from penstock.buffers.native import copy, gather, gather_numbers
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step
-from penstock.collectors.checks import write_action
+from penstock.collectors.checks import Checks, write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.decorrelation import decorrelate
 from penstock.collectors.finals import FinalObservations
@@ -67,6 +68,8 @@ class Collector(ABC):
         self._begins = np.ones(len(parts.envs), np.bool_)  # whether a column's first row is an episode's first
         self._info_writer = None if parts.samples.env_info is None else InfoWriter(parts.samples.env_info)
         self.envs.keep_infos = self._info_writer is not None
+        # Whether what environments return need only be gathered, if it is as it should be.
+        self._gathers = not self.batched and parts.envs.checks == Checks()
         self._observation_rows = [self.envs.prepare_row(row) for row in parts.samples.observation_rows]
         self._has_agent_info = len(parts.samples.agent_info) > 0
         self._agent_info_writer = AgentInfoWriter(parts.samples.agent_info)
@@ -125,8 +128,10 @@ class Collector(ABC):
             step = as_agent_step(step, self.agent)
         action, agent_info = step
         action_row = samples.action_rows[t + 1]
-        write_action(action_row, action)
-        self.prev_action[...] = action_row
+        if not copy(action_row, action):
+            write_action(action_row, action)
+        if not copy(self.prev_action, action_row):
+            self.prev_action[...] = action_row
         if self._has_agent_info or agent_info is not NO_AGENT_INFO:
             self._agent_info_writer.write(t, agent_info)
         if self.tracker.on_step is not None:
@@ -156,19 +161,25 @@ class Collector(ABC):
     def write_step(self, t: int) -> None:
         """All environments have been stepped with the actions of row t: write their observations and rewards into
         row t + 1. `prev_reward` then holds the rewards."""
-        self.envs.write_prepared(self._observation_rows[t + 1])
-        reward = self.samples.reward_rows[t + 1]
-        self.envs.write_rewards(reward)
-        self.prev_reward[...] = reward
+        samples, envs, gathers = self.samples, self.envs, self._gathers
+        if not (gathers and gather(samples.observation_rows[t + 1], envs.observations)):
+            envs.write_prepared(self._observation_rows[t + 1])
+        reward = samples.reward_rows[t + 1]
+        if not (gathers and gather_numbers(reward, envs.rewards)):
+            envs.write_rewards(reward)
+        if not copy(self.prev_reward, reward):
+            self.prev_reward[...] = reward
 
     def record_end(
         self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool
     ) -> None:
         """Column's episode has ended at step t with `observation`: record it. Call before anything is reset."""
         samples = self.samples
-        samples.terminated[t, column] = terminated
-        samples.truncated[t, column] = truncated
-        samples.done[t, column] = True
+        if terminated:  # `clear` has left False everywhere
+            samples.terminated_rows[t][column] = True
+        if truncated:
+            samples.truncated_rows[t][column] = True
+        samples.done_rows[t][column] = True
         self.finals.record(t, column, observation, reward, terminated, truncated)
         self.tracker.on_done(t, column, observation)
 

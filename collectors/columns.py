@@ -48,6 +48,7 @@ class EnvColumns:
         self._final_writer = checked_writer(space, checks, "the final observation")
         self._scratch = map_leaves(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), example_of(space))
         self._action_space = envs[0].action_space if checks.debug else None
+        self._is_finite_wanted = checks.check_finite
         self.split_actions = action_splitter(envs[0].action_space)
         # All that the loop in `step` needs, in one tuple per environment: unpacked in one go.
         self._bound = self._active = [(b, env_ranks[b], env.step) for b, env in enumerate(envs)]
@@ -69,9 +70,9 @@ class EnvColumns:
 
     def reset_one(self, column: int, seed: int | None = None) -> Any:
         """Reset one environment and return its first observation, which is checked when it is written."""
-        began = self.enter(Phase.RESETTING, column)
-        result: Any = self.envs[column].reset(seed=seed)
         env_rank = self.env_ranks[column]
+        began = self._progress.begin_resetting(env_rank)
+        result: Any = self.envs[column].reset(seed=seed)
         if not isinstance(result, tuple) or len(result) != 2:
             got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
             raise SpaceError(f"env.reset of env_rank {env_rank} must return a tuple (observation, info), got {got}")
@@ -196,7 +197,7 @@ class EnvColumns:
                 f"the reward of env_rank {self.env_ranks[column]} must be a number that {row.dtype} can hold, got "
                 f"{brief(self.rewards[column])}"
             ) from None
-        if self.checks.check_finite and not (finite := np.isfinite(row)).all():
+        if self._is_finite_wanted and not (finite := np.isfinite(row)).all():
             column = int(finite.argmin())
             raise self._not_finite(column, self.rewards[column])
 

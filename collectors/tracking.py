@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.named import map_leaves
+from penstock.buffers.native import sum_episodes
 from penstock.buffers.trajectory_queue import FIGURES, RECORD, Frame
 from penstock.collectors.traj_info import TrajInfo
 
@@ -81,11 +82,10 @@ class BatchTracker:
     def __init__(self, env_ranks: range, put: Callable[[npt.NDArray[Any]], None], discount: float = 1.0) -> None:
         self._env_ranks = np.asarray(env_ranks)
         self._put = put
-        self._discount = discount
-        n = len(env_ranks)
-        # What each column's running trajectory has added up to so far.
-        self._length, self._nonzero = np.zeros(n, np.int64), np.zeros(n, np.int64)
-        self._return, self._discounted = np.zeros(n), np.zeros(n)
+        self._discount = float(discount)
+        # What each column's running trajectory has added up to so far: FIGURES `[4, B]`.
+        self._running = np.zeros((len(FIGURES), len(env_ranks)))
+        self._records = np.empty(0, RECORD)
 
     def set_agent_info(self, agent_info: Any) -> None:
         """Not needed."""
@@ -94,62 +94,66 @@ class BatchTracker:
         """Not needed: dones are read from the rows."""
 
     def restart(self) -> None:
-        for running in (self._length, self._nonzero, self._return, self._discounted):
-            running[...] = 0
+        self._running[...] = 0
 
     def drop(self, column: int) -> None:
-        self.preload(column, ())
+        self._running[:, column] = 0
 
     def preload(self, column: int, rewards: Sequence[float]) -> None:
         reward = np.asarray(rewards, np.float64)
-        self._length[column], self._nonzero[column] = len(reward), np.count_nonzero(reward)
-        self._return[column] = reward.sum()
-        self._discounted[column] = (reward * self._discount ** np.arange(len(reward))).sum()
+        weighted = reward * self._discount ** np.arange(len(reward))
+        self._running[:, column] = len(reward), reward.sum(), np.count_nonzero(reward), weighted.sum()
 
     def end_rows(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int = 0) -> int:
-        records = self._digest(reward, done, first_t)
+        if len(self._records) < reward.size:  # a trajectory may end in every cell
+            self._records = np.empty(reward.size, RECORD)
+        n = sum_episodes(
+            reward,
+            done,
+            self._running,
+            self._records.view(np.uint8),
+            first_t,
+            int(self._env_ranks[0]),
+            self._discount,
+        )
+        records = self._records[:n] if n >= 0 else self._digest(reward, done, first_t)
         if len(records):
             self._put(records)
         return len(records)
 
     def _digest(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int) -> npt.NDArray[Any]:
         """The trajectories that finish in these rows; what is left running stays in the sums."""
-        n_rows, n_columns = reward.shape
-        # Column after column in one line, cut into segments at column starts and behind dones.
-        rewards = reward.T.astype(np.float64).ravel()
-        begins = np.ones((n_columns, n_rows), np.bool_)
-        begins[:, 1:] = done.T[:, :-1]
-        starts = np.flatnonzero(begins)
-        first = np.searchsorted(starts, np.arange(0, rewards.size, n_rows))  # segment, of each column
-        last = np.append(first[1:], len(starts)) - 1
-        lengths = np.diff(starts, append=rewards.size)
-        ends = starts + lengths - 1
+        n_rows = len(reward)
+        # Column after column in one line, cut into segments behind dones and column ends.
+        rewards, is_done = reward.T.astype(np.float64).ravel(), done.T.ravel()
+        cuts = is_done.copy()
+        cuts[n_rows - 1 :: n_rows] = True
+        ends = np.flatnonzero(cuts)
+        starts = np.append(0, ends[:-1] + 1)
+        last = np.searchsorted(ends, np.arange(n_rows - 1, rewards.size, n_rows))  # segment, of each column
+        first = np.append(0, last[:-1] + 1)
 
-        weighted = rewards if self._discount == 1.0 else rewards * self._discount ** self._ages(starts, lengths, first)
-        sums = (
-            (lengths, self._length),
-            (np.add.reduceat(rewards, starts), self._return),
-            (np.add.reduceat(rewards != 0, starts, dtype=np.int64), self._nonzero),
-            (np.add.reduceat(weighted, starts), self._discounted),
-        )
-        running = ~done[-1]
-        for of_segments, so_far in sums:
-            of_segments[first] += so_far
-            so_far[...] = of_segments[last] * running
+        figures = np.empty((len(FIGURES), len(ends)))
+        figures[0] = ends - starts + 1
+        figures[1] = np.add.reduceat(rewards, starts)
+        figures[2] = np.add.reduceat(rewards != 0, starts, dtype=np.int64)
+        figures[3] = np.add.reduceat(rewards * self._discount ** self._ages(starts, ends, first), starts)
+        figures[:, first] += self._running
+        self._running[...] = figures[:, last] * ~is_done[ends[last]]
 
-        column, row = np.divmod(ends, n_rows)
-        finished = np.flatnonzero(done[row, column])
-        records = np.empty(len(finished), RECORD)
-        records["t"], records["env_rank"] = row[finished] + first_t, self._env_ranks[column[finished]]
-        for name, (of_segments, _) in zip(FIGURES, sums, strict=True):
-            records[name] = of_segments[finished]
+        finished = is_done[ends]
+        column, row = np.divmod(ends[finished], n_rows)
+        records = np.empty(len(row), RECORD)
+        records["t"], records["env_rank"] = row + first_t, self._env_ranks[column]
+        for name, figure in zip(FIGURES, figures[:, finished], strict=True):
+            records[name] = figure
         return records
 
-    def _ages(self, starts: Any, lengths: Any, first: Any) -> Any:
+    def _ages(self, starts: Any, ends: Any, first: Any) -> Any:
         """How many steps each reward's trajectory had made before it."""
-        begun = starts.copy()
-        begun[first] -= self._length
-        return np.arange(lengths.sum()) - np.repeat(begun, lengths)
+        begun = starts.astype(np.float64)
+        begun[first] -= self._running[0]
+        return np.arange(ends[-1] + 1) - np.repeat(begun, ends - starts + 1)
 
 
 class ObjectTracker:

@@ -72,12 +72,8 @@ class TrajInfo:
         for length, return_, nonzero_rewards, discounted_return in figures:
             info = cls.__new__(cls)
             # Written out, since thousands of short episodes may end in one batch: a third of `restore`'s cost.
-            info.__dict__ = {
-                "Length": length,
-                "Return": return_,
-                "NonzeroRewards": nonzero_rewards,
-                "DiscountedReturn": discounted_return,
-            }
+            info.Length, info.Return = length, return_
+            info.NonzeroRewards, info.DiscountedReturn = nonzero_rewards, discounted_return
             infos.append(info)
         return infos
 

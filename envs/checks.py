@@ -35,7 +35,7 @@ def step_values_error(error: Exception, env_rank: int) -> SpaceError | None:
 
 def require_info(info: Any, env_rank: int, call: str = "step") -> None:
     """Raise `SpaceError` unless `info`, from the environment's `call`, is a dict or another mapping."""
-    if not isinstance(info, Mapping):
+    if info.__class__ is not dict and not isinstance(info, Mapping):  # an abstract class is slow to answer
         raise SpaceError(f"the info that env.{call} of env_rank {env_rank} returned must be a dict, got {brief(info)}")
 
 
@@ -44,6 +44,8 @@ def episode_flags(terminated: Any, truncated: Any, env_rank: int) -> tuple[bool,
 
     Raises `SpaceError` naming the flag and the environment for anything else.
     """
+    if terminated.__class__ is truncated.__class__ is bool:
+        return terminated, truncated
     return _flag(terminated, "terminated", env_rank), _flag(truncated, "truncated", env_rank)
 
 

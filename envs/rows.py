@@ -14,6 +14,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from penstock.buffers.native import gather
 from penstock.errors import SpaceError
 
 __all__ = ["ColumnError", "RowWriter", "action_splitter", "in_range", "row_writer"]
@@ -81,6 +82,8 @@ class _ArrayWriter:
 
     def write(self, prepared: Any, values: Sequence[Any]) -> None:
         row, flat, lengths, casting = prepared
+        if gather(row, values):
+            return
         try:
             # `concatenate` compares all dimensions but the first, of which the sum might be right by chance.
             if flat is None or list(map(len, values)) != lengths:

@@ -45,8 +45,8 @@ class Deliveries:
         cls, promised = self._cls, self.promised()
         self.delivered.update(dict(enumerate(promised)))
         if cls is TrajInfo:
-            records = self._rings.take(promised)[list(FIGURES)]
-            return cls.from_figures(records.tolist())
+            records = self._rings.take(promised)
+            return cls.from_figures(zip(*(records[name].tolist() for name in FIGURES), strict=True))
         infos = []
         for t, env_rank, attributes in sorted(self.take_frames(team), key=lambda frame: frame[:2]):
             if isinstance(attributes, Unreadable):

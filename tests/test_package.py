@@ -4,16 +4,20 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import penstock
+from penstock.buffers.native import COMPILED
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("buffers", "workers", "envs", "agents", "collectors", "samplers", "testing")
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "src", *ROOMS)
+
+HAS_COMPILER = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]) is not None
 
 SAMPLE = """
 import penstock
@@ -40,7 +44,7 @@ def checkout(target: Path, *, links: bool) -> Path:
     for name in SOURCES:
         source = ROOT / name
         if source.is_dir():
-            ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
             shutil.copytree(source, target / name, symlinks=True, ignore=ignore)
         else:
             shutil.copy(source, target / name)
@@ -54,8 +58,9 @@ def checkout(target: Path, *, links: bool) -> Path:
     return target
 
 
-def build_wheel(source: Path, out: Path) -> Path:
-    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", out, source, cwd=out.parent)
+def build_wheel(source: Path, out: Path, **env: str) -> Path:
+    command = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", out, source)
+    run(*command, cwd=out.parent, **env)
     (wheel,) = out.glob("*.whl")
     return wheel
 
@@ -65,9 +70,12 @@ def modules(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
-def expected_modules() -> set[str]:
+def expected_modules(*, compiled: bool = True) -> set[str]:
     names = {f"penstock/{path.name}" for path in (ROOT / "src" / "penstock").glob("*.py")} | {"penstock/py.typed"}
-    return names | {f"penstock/{room}/{path.name}" for room in ROOMS for path in (ROOT / room).glob("*.py")}
+    names |= {f"penstock/{room}/{path.name}" for room in ROOMS for path in (ROOT / room).glob("*.py")}
+    native = "penstock/buffers/_native"
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    return names | {f"{native}.pyi"} | ({f"{native}{suffix}"} if compiled and HAS_COMPILER else set())
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["with links", "without links"])
@@ -79,6 +87,15 @@ def test_a_wheel_holds_penstock_and_nothing_else(tmp_path: Path, links: bool) ->
         archive.extractall(site)
         (record,) = [name for name in archive.namelist() if name.endswith("top_level.txt")]
         assert archive.read(record).decode().split() == ["penstock"]
+    assert str(site) in run(sys.executable, "-c", SAMPLE, cwd=tmp_path, PYTHONPATH=str(site))
+
+
+def test_where_nothing_can_be_compiled_a_wheel_works_all_the_same(tmp_path: Path) -> None:
+    wheel = build_wheel(checkout(tmp_path / "checkout", links=True), tmp_path / "wheels", CC="/bin/false")
+    assert modules(wheel) == expected_modules(compiled=False)
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
     assert str(site) in run(sys.executable, "-c", SAMPLE, cwd=tmp_path, PYTHONPATH=str(site))
 
 
@@ -110,6 +127,10 @@ def test_an_editable_install_works(tmp_path: Path, links: bool) -> None:
     assert str(source) in run(python, "-c", SAMPLE, cwd=tmp_path)
     top_level = {path.name for path in site.iterdir()} & set(ROOMS)
     assert not top_level
+
+
+def test_the_installed_package_is_compiled_where_there_is_a_compiler() -> None:
+    assert COMPILED or not HAS_COMPILER
 
 
 def test_the_installed_package_is_what_is_tested() -> None:

@@ -55,6 +55,7 @@ class Supervisor:
     ) -> None:
         self._control, self._reports, self._restarts, self._limits = control, reports, restarts, limits
         self._spin_seconds = spin_seconds
+        self._is_soon = True  # whether the last wait was a short one, and looking out pays
         # One for all waits: a worker may be at work, and hang, through many of them.
         self._stopwatch = _Stopwatch(limits, control)
         self._looked = -math.inf  # when it was last looked for deaths
@@ -66,16 +67,29 @@ class Supervisor:
         Raises `WorkerError`, `WorkerDiedError` or `WorkerTimeoutError` as soon as a worker fails that
         must not be replaced.
         """
-        # What is done on waking has its own way of looking out.
-        is_enough = wait.on_wake is None and spin(wait.until or (lambda: not _pending(staff)), self._spin_seconds)
-        if is_enough and self._may_go_on(staff):
-            return
+        began = time.monotonic()
+        # Who looks out in vain keeps a worker from its work: where batches take long, only the last one is looked for.
+        if not (self._is_soon and self._look_out(staff, wait)):
+            self._sleep_out(staff, wait)
+        self._is_soon = time.monotonic() - began < 2 * self._spin_seconds
+
+    def _look_out(self, staff: Staff, wait: Wait) -> bool:
+        """Wait awake, for a short time; returns whether that was enough, and all is well as far as it shows."""
+        if wait.on_wake is not None:
+            return False  # which has its own way of looking out
+        has_come = wait.until or (lambda: not _pending(staff))
+        return spin(has_come, self._spin_seconds) and self._may_go_on(staff)
+
+    def _sleep_out(self, staff: Staff, wait: Wait) -> None:
         stopwatch = self._stopwatch
         if wait.starting:
             stopwatch.start(member.rank for member in staff.members)
         while True:
             pending = _pending(staff)
-            seconds = min(wait.look_again, stopwatch.look_again) if pending and not is_enough else 0.0
+            if len(pending) == 1 < len(staff.members) and self._look_out(staff, wait):
+                return
+            is_enough = not pending or (wait.on_wake is None and wait.until is not None and wait.until())
+            seconds = 0.0 if is_enough else min(wait.look_again, stopwatch.look_again)
             self._looked = time.monotonic()
             dead = self._watch_of(staff).wait(seconds, interruptible=wait.interruptible)
             if staff.closed:  # by another thread; the deaths are of its making

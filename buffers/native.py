@@ -1,0 +1,47 @@
+"""What a collector does in every row and batch, in C where that was compiled: small copies, and sums.
+
+Each function looks whether its arguments are of the usual kind, with nothing to be converted; works if so, and says
+whether it has. What it has not done is for the caller to do with numpy, all of it: some may have been written, and
+without the compiled part nothing ever is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["COMPILED", "copy", "copy_fields", "gather", "gather_numbers", "put", "sum_episodes"]
+
+
+def _leave_it(*_: Any) -> bool:
+    return False
+
+
+def _sum_nothing(*_: Any) -> int:
+    return -1
+
+
+#: `copy(target, array)`: an array of the target's own shape and dtype.
+copy: Callable[[Any, Any], bool]
+#: `copy_fields(targets, arrays)`: the same for dicts with the same keys.
+copy_fields: Callable[[dict[str, Any], Any], bool]
+#: `put(row, b, array)`: an array like the entries of row `[B, ...]` into the one of column b.
+put: Callable[[Any, int, Any], bool]
+#: `gather(row, values)`: a list of arrays, one for each entry of row `[B, ...]` and like it.
+gather: Callable[[Any, Any], bool]
+#: `gather_numbers(row, values)`: a list of Python's floats and ints into float32 row `[B]`, if that can hold them.
+gather_numbers: Callable[[Any, Any], bool]
+#: `sum_episodes(reward, done, running, records, first_t, first_env_rank, discount)`: the trajectories that finish in
+#: rows `[T, B]`, as RECORDs of the trajectory queue, in `records`, which are bytes for T * B of them. Returns how many,
+#: or -1. `running` float64 `[4, B]` are the figures of those that had begun before, and then of those that go on. They
+#: are added up step by step, as `TrajInfo.step` does.
+sum_episodes: Callable[[Any, Any, Any, Any, int, int, float], int]
+
+try:
+    from penstock.buffers._native import copy, copy_fields, gather, gather_numbers, put, sum_episodes
+except ImportError:  # there was no C compiler, or the checkout is used as it is
+    copy = copy_fields = put = gather = gather_numbers = _leave_it
+    sum_episodes = _sum_nothing
+
+#: Whether anything is done here.
+COMPILED = copy is not _leave_it

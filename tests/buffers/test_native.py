@@ -1,0 +1,202 @@
+"""The compiled part: it does what numpy would, or says that it has not."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from penstock.buffers.native import COMPILED, copy, copy_fields, gather, gather_numbers, put, sum_episodes
+from penstock.buffers.trajectory_queue import RECORD
+
+pytestmark = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
+
+PLAIN = [np.bool_, np.int8, np.uint8, np.int16, np.int32, np.int64, np.uint64, np.float16, np.float32, np.float64, "c8"]
+shapes = hnp.array_shapes(min_dims=2, max_dims=4, min_side=1, max_side=5)
+
+
+def noise(shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
+    dtype = np.dtype(dtype)
+    raw = np.random.default_rng(seed).integers(0, 2, size=(*shape, dtype.itemsize), dtype=np.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bit for bit, NaN included."""
+    return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+
+
+@given(shape=shapes, dtype=st.sampled_from(PLAIN), seed=st.integers(0, 2**32))
+def test_equal_arrays_are_copied(shape: tuple[int, ...], dtype: Any, seed: int) -> None:
+    target, value = np.zeros(shape, dtype), noise(shape, dtype, seed)
+    assert copy(target, value)
+    assert same(target, value)
+    fields = {"a": np.zeros(shape, dtype), "b": np.zeros(3)}
+    assert copy_fields(fields, {"b": np.ones(3), "a": value})
+    assert same(fields["a"], value)
+    assert fields["b"].tolist() == [1, 1, 1]
+
+
+@given(shape=shapes, dtype=st.sampled_from(PLAIN), seed=st.integers(0, 2**32), data=st.data())
+def test_rows_are_gathered_and_put(shape: tuple[int, ...], dtype: Any, seed: int, data: st.DataObject) -> None:
+    # Rows of a batch are not contiguous with each other, but each is.
+    batch = np.zeros((3, shape[0] + 2, *shape[1:]), dtype)
+    row, wanted = batch[1, 1:-1], noise(shape, dtype, seed)
+    assert gather(row, [part.copy() for part in wanted])
+    assert same(row.copy(), wanted)
+    b = data.draw(st.integers(0, len(row) - 1))
+    value = noise(shape[1:], dtype, seed + 1)
+    assert put(row, b, value) is True
+    wanted[b] = value
+    assert same(row.copy(), wanted)
+    row[...] = 0
+    assert not batch.any()  # nothing beside it was touched
+
+
+@given(st.lists(st.one_of(st.floats(width=32), st.integers(-(2**24), 2**24)), min_size=1, max_size=20))
+def test_numbers_are_gathered(numbers: list[Any]) -> None:
+    row = np.zeros(len(numbers), np.float32)
+    assert gather_numbers(row, numbers)
+    assert same(row, np.asarray(numbers, np.float32))
+    assert gather_numbers(row, [np.float64(number) for number in numbers])
+    assert same(row, np.asarray(numbers, np.float32))
+
+
+@given(number=st.floats(allow_nan=False))
+def test_a_number_is_rounded_as_numpy_does_or_refused(number: float) -> None:
+    row = np.zeros(1, np.float32)
+    with np.errstate(over="ignore"):
+        wanted = np.asarray([number]).astype(np.float32)
+    fits = bool(np.isinf(number) or np.isfinite(wanted[0]))
+    assert gather_numbers(row, [number]) is fits
+    if fits:
+        assert same(row, wanted)
+
+
+class Subclass(np.ndarray):
+    pass
+
+
+def read_only() -> Any:
+    array = np.zeros(4)
+    array.flags.writeable = False
+    return array
+
+
+SWAPPED = np.dtype(np.float64).newbyteorder()
+
+
+@pytest.mark.parametrize(
+    ("target", "value"),
+    [
+        (np.zeros(4), np.zeros(5)),
+        (np.zeros(4), np.zeros((4, 1))),
+        (np.zeros(4), np.zeros(4, np.float32)),
+        (np.zeros(4), np.zeros(4, SWAPPED)),
+        (np.zeros(4, SWAPPED), np.zeros(4, SWAPPED)),
+        (np.zeros(4), np.zeros(8)[::2]),
+        (np.zeros(8)[::2], np.zeros(4)),
+        (read_only(), np.zeros(4)),
+        (np.zeros(4).view(Subclass), np.zeros(4)),
+        (np.zeros(4), np.zeros(4).view(Subclass)),
+        (np.zeros(2, object), np.zeros(2, object)),
+        (np.zeros(2, "M8[s]"), np.zeros(2, "M8[D]")),
+        (np.zeros(2, "V8"), np.zeros(2, "V8")),
+        (np.zeros(4), [0.0] * 4),
+        ([0.0] * 4, np.zeros(4)),
+        (np.zeros(4), None),
+        (None, None),
+    ],
+)
+def test_what_is_not_alike_is_left_alone(target: Any, value: Any) -> None:
+    assert copy(target, value) is False
+    assert copy_fields({"a": target}, {"a": value}) is False
+    if isinstance(target, np.ndarray) and target.dtype == np.float64 and target.flags.c_contiguous:
+        assert put(np.zeros((3, 4)), 1, value) is (type(value) is np.ndarray and copy(np.zeros(4), value))
+
+
+@pytest.mark.parametrize(
+    ("targets", "values"),
+    [
+        ({"a": np.zeros(2)}, {"b": np.zeros(2)}),
+        ({"a": np.zeros(2)}, {"a": np.zeros(2), "b": np.zeros(2)}),
+        ({"a": np.zeros(2), "b": np.zeros(2)}, {"a": np.zeros(2)}),
+        ({"a": np.zeros(2)}, [np.zeros(2)]),
+        ([np.zeros(2)], {"a": np.zeros(2)}),
+    ],
+)
+def test_other_fields_are_left_alone(targets: Any, values: Any) -> None:
+    assert copy_fields(targets, values) is False
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [np.zeros(2)] * 2,
+        [np.zeros(2)] * 4,
+        [np.zeros(2), np.zeros(3), np.zeros(2)],
+        [np.zeros(2), np.zeros(2, np.float32), np.zeros(2)],
+        [np.zeros(2), None, np.zeros(2)],
+        (np.zeros(2),) * 3,
+        np.zeros((3, 2)),
+        None,
+    ],
+    ids=repr,
+)
+def test_rows_that_do_not_fit_are_not_gathered(values: Any) -> None:
+    assert gather(np.zeros((3, 2)), values) is False
+    assert gather(np.zeros(()), []) is False
+
+
+@pytest.mark.parametrize("value", [None, "1", np.float32(1), np.int64(1), np.ones(1), 1j, 10**400, 1e39, -1e39, True])
+def test_what_is_no_ordinary_number_is_not_gathered(value: Any) -> None:
+    assert gather_numbers(np.zeros(2, np.float32), [0.0, value]) is False
+    assert gather_numbers(np.zeros(1, np.float64), [0.0]) is False
+    assert gather_numbers(np.zeros((1, 1), np.float32), [0.0]) is False
+
+
+@pytest.mark.parametrize("column", [-1, 3, 10**9])
+def test_a_column_that_is_not_there_is_not_written(column: int) -> None:
+    assert put(np.zeros((3, 2)), column, np.ones(2)) is False
+
+
+@pytest.mark.parametrize("function", [copy, copy_fields, put, gather, gather_numbers, sum_episodes])
+def test_too_few_arguments_are_an_error(function: Any) -> None:
+    with pytest.raises(TypeError, match="arguments are wanted, got 1"):
+        function(np.zeros(1))
+
+
+def test_errors_of_arguments_that_are_no_data_come_through() -> None:
+    with pytest.raises(TypeError):
+        put(np.zeros((1, 1)), "0", np.zeros(1))
+    with pytest.raises(OverflowError):
+        put(np.zeros((1, 1)), 2**100, np.zeros(1))
+
+    class Unhashed(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError("compared")
+
+    with pytest.raises(RuntimeError, match="compared"):
+        copy_fields({Unhashed("a"): np.zeros(1)}, {"a": np.zeros(1)})
+
+
+def test_sums_that_cannot_be_made_change_nothing() -> None:
+    reward, done, running = np.ones((3, 2), np.float32), np.ones((3, 2), np.bool_), np.zeros((4, 2))
+    room = np.zeros(6, RECORD).view(np.uint8)
+    for arguments in (
+        (reward.astype(np.float64), done, running, room),
+        (reward, done.astype(np.uint8), running, room),
+        (reward, done[:2], running, room),
+        (reward, done, running[:3], room),
+        (reward, done, running, room[:-1]),
+        (reward, done, running, np.zeros(6 * RECORD.itemsize + 8, np.uint8)[4:]),
+        (None, done, running, room),
+    ):
+        assert sum_episodes(*arguments, 0, 0, 1.0) == -1
+    assert not running.any()
+    assert sum_episodes(reward, done, running, room, 0, 0, 1.0) == 6

@@ -1,0 +1,97 @@
+"""What the compiled part records is what numpy records without it."""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from penstock import CategoricalPgAgent, RandomAgent, SerialSampler
+from penstock.buffers.native import COMPILED
+from penstock.envs import NestedEnv
+
+pytestmark = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
+
+USERS = (
+    "collectors.base",
+    "collectors.acting",
+    "collectors.checks",
+    "collectors.finals",
+    "collectors.tracking",
+    "envs.rows",
+)
+FUNCTIONS = ("copy", "copy_fields", "gather", "gather_numbers", "put", "sum_episodes")
+
+
+class Model(nn.Module):
+    def __init__(self, observation_space: Any, action_space: Any) -> None:
+        super().__init__()
+        self.policy, self.critic = nn.Linear(observation_space.shape[0], int(action_space.n)), nn.Linear(4, 1)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.policy(observation), self.critic(observation)
+
+
+@contextmanager
+def calls_of_native(*, compiled: bool) -> Iterator[list[str]]:
+    """The names of the compiled functions that have done something; without them, nothing may."""
+    done: list[str] = []
+
+    def watched(name: str, function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            result = function(*arguments) if compiled else (-1 if name == "sum_episodes" else False)
+            if result is True or (name == "sum_episodes" and result >= 0):
+                done.append(name)
+            return result
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for user in USERS:
+            module = importlib.import_module(f"penstock.{user}")
+            for name in FUNCTIONS:
+                if hasattr(module, name):
+                    patch.setattr(module, name, watched(name, getattr(module, name)))
+        yield done
+
+
+def sample(env_fn: Any, make_agent: Any, **kwargs: Any) -> tuple[list[Any], list[Any]]:
+    batches, infos = [], []
+    with SerialSampler(env_fn, batch_T=30, batch_B=5, eval_n_envs=2, eval_max_steps=100, **kwargs) as sampler:
+        sampler.initialize(make_agent(), seed=3, bootstrap_value=True, traj_info_kwargs={"discount": 0.9})
+        for itr in range(4):
+            _, finished = sampler.obtain_samples(itr)
+            batches.append(sampler.samples_np.copy())
+            infos += [vars(info) for info in [*finished, *sampler.evaluate_agent(itr)]]
+    return batches, infos
+
+
+CASES: list[tuple[Any, Any, dict[str, Any], set[str]]] = [
+    ("CartPole-v1", partial(CategoricalPgAgent, Model), {}, set(FUNCTIONS)),
+    ("CartPole-v1", RandomAgent, {"check_finite": True}, {"copy", "gather", "sum_episodes"}),
+    (partial(gym.make, "Pendulum-v1", max_episode_steps=20), RandomAgent, {}, set(FUNCTIONS) - {"copy_fields"}),
+    ("MountainCarContinuous-v0", RandomAgent, {"observation_dtype": np.float32}, {"copy", "gather", "sum_episodes"}),
+    ("Acrobot-v1", RandomAgent, {"record_final_obs": False}, {"copy", "gather", "gather_numbers", "sum_episodes"}),
+    (NestedEnv, RandomAgent, {}, {"sum_episodes"}),
+]
+
+
+@pytest.mark.parametrize(("env_fn", "make_agent", "kwargs", "used"), CASES)
+def test_batches_are_the_same_bit_for_bit(env_fn: Any, make_agent: Any, kwargs: Any, used: set[str]) -> None:
+    with calls_of_native(compiled=True) as done:
+        batches, infos = sample(env_fn, make_agent, **kwargs)
+    assert used <= set(done)
+    with calls_of_native(compiled=False) as done:
+        plain_batches, plain_infos = sample(env_fn, make_agent, **kwargs)
+    assert not done
+    for batch, plain in zip(batches, plain_batches, strict=True):
+        for (name, left), (_, right) in zip(batch.leaves(), plain.leaves(), strict=True):
+            assert left.tobytes() == right.tobytes(), name
+    # Sums are added up in another order.
+    assert infos == [pytest.approx(info) for info in plain_infos]
