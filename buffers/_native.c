@@ -29,70 +29,118 @@ static int is_plain(int type) {
     return PyTypeNum_ISBOOL(type) || PyTypeNum_ISNUMBER(type) || type == NPY_HALF;
 }
 
-/* `object` as an array that can be written into as one block of plain elements; NULL if it is something else. */
-static PyArrayObject *as_target(PyObject *object) {
-    if (!PyArray_CheckExact(object)) {
-        return NULL;
-    }
-    PyArrayObject *array = (PyArrayObject *)object;
-    return PyArray_ISCARRAY(array) && is_plain(PyArray_TYPE(array)) ? array : NULL;
-}
+/* A place that can be written into: `n` dimensions of plain elements, one behind the other. */
+typedef struct {
+    char *data;
+    const npy_intp *shape;
+    int n, type;
+    npy_intp nbytes;
+} Place;
 
-/* `object` as an array of `type` with the `n` dimensions `shape`, one element behind the other; else NULL. */
-static PyArrayObject *as_like(PyObject *object, int type, int n, const npy_intp *shape) {
+/* All of array `object`; 0 if it is something else, or not in one piece. */
+static int find_place(PyObject *object, Place *place) {
     if (!PyArray_CheckExact(object)) {
-        return NULL;
-    }
-    PyArrayObject *array = (PyArrayObject *)object;
-    int is_like = PyArray_TYPE(array) == type && PyArray_NDIM(array) == n && PyArray_ISCARRAY_RO(array) &&
-                  memcmp(PyArray_SHAPE(array), shape, n * sizeof(npy_intp)) == 0;
-    return is_like ? array : NULL;
-}
-
-static int copied(PyObject *into, PyObject *from) {
-    PyArrayObject *target = as_target(into);
-    if (target == NULL) {
         return 0;
     }
-    PyArrayObject *value = as_like(from, PyArray_TYPE(target), PyArray_NDIM(target), PyArray_SHAPE(target));
-    if (value == NULL) {
+    PyArrayObject *array = (PyArrayObject *)object;
+    if (!PyArray_ISCARRAY(array) || !is_plain(PyArray_TYPE(array))) {
         return 0;
     }
-    memmove(PyArray_DATA(target), PyArray_DATA(value), PyArray_NBYTES(target));
+    *place = (Place){PyArray_BYTES(array), PyArray_SHAPE(array), PyArray_NDIM(array), PyArray_TYPE(array),
+                     PyArray_NBYTES(array)};
     return 1;
 }
 
-static int is_in_row(PyArrayObject *row, Py_ssize_t b, PyObject *object) {
-    PyArrayObject *value = as_like(object, PyArray_TYPE(row), PyArray_NDIM(row) - 1, PyArray_SHAPE(row) + 1);
-    if (value == NULL) {
+/* Row t of array `object` `[T, ...]`, whose rows need not be one behind the other. */
+static int find_row(PyObject *object, Py_ssize_t t, Place *row) {
+    if (!PyArray_CheckExact(object)) {
         return 0;
     }
-    memmove(PyArray_BYTES(row) + b * PyArray_STRIDE(row, 0), PyArray_DATA(value), PyArray_NBYTES(value));
+    PyArrayObject *array = (PyArrayObject *)object;
+    int n = PyArray_NDIM(array);
+    if (n == 0 || t < 0 || t >= PyArray_DIM(array, 0) || !PyArray_ISBEHAVED(array) || !is_plain(PyArray_TYPE(array))) {
+        return 0;
+    }
+    npy_intp nbytes = PyArray_ITEMSIZE(array);
+    for (int i = n - 1; i > 0; i--) {
+        if (PyArray_STRIDE(array, i) != nbytes) {
+            return 0;
+        }
+        nbytes *= PyArray_DIM(array, i);
+    }
+    *row = (Place){PyArray_BYTES(array) + t * PyArray_STRIDE(array, 0), PyArray_SHAPE(array) + 1, n - 1,
+                   PyArray_TYPE(array), nbytes};
     return 1;
 }
+
+/* Entry b of `row` `[B, ...]`; the place must have one. */
+static Place entry_of(const Place *row, Py_ssize_t b) {
+    npy_intp nbytes = row->nbytes / row->shape[0];
+    return (Place){row->data + b * nbytes, row->shape + 1, row->n - 1, row->type, nbytes};
+}
+
+static int has_entry(const Place *row, Py_ssize_t b) { return row->n > 0 && 0 <= b && b < row->shape[0]; }
+
+/* Write `object` there if it is an array of the same type and shape, in one piece; returns whether it was. */
+static int wrote(const Place *place, PyObject *object) {
+    if (!PyArray_CheckExact(object)) {
+        return 0;
+    }
+    PyArrayObject *value = (PyArrayObject *)object;
+    if (PyArray_TYPE(value) != place->type || PyArray_NDIM(value) != place->n || !PyArray_ISCARRAY_RO(value) ||
+        memcmp(PyArray_SHAPE(value), place->shape, place->n * sizeof(npy_intp)) != 0) {
+        return 0;
+    }
+    memmove(place->data, PyArray_DATA(value), place->nbytes);
+    return 1;
+}
+
+/* An index among the arguments; -1 with an exception set if it is none. */
+static Py_ssize_t index_from(PyObject *argument) { return PyNumber_AsSsize_t(argument, PyExc_IndexError); }
 
 /* ---- copies ------------------------------------------------------------------------------------ */
 
 static PyObject *copy(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    return has_arguments(n, 2) ? PyBool_FromLong(copied(arguments[0], arguments[1])) : NULL;
-}
-
-static PyObject *copy_fields(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     if (!has_arguments(n, 2)) {
         return NULL;
     }
-    PyObject *targets = arguments[0], *values = arguments[1];
-    if (!PyDict_CheckExact(targets) || !PyDict_CheckExact(values) || PyDict_GET_SIZE(targets) != PyDict_GET_SIZE(values)) {
+    Place target;
+    return PyBool_FromLong(find_place(arguments[0], &target) && wrote(&target, arguments[1]));
+}
+
+static PyObject *copy_row(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+    if (!has_arguments(n, 3)) {
+        return NULL;
+    }
+    Py_ssize_t t = index_from(arguments[1]);
+    if (t == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    Place row;
+    return PyBool_FromLong(find_row(arguments[0], t, &row) && wrote(&row, arguments[2]));
+}
+
+static PyObject *copy_fields(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+    if (!has_arguments(n, 3)) {
+        return NULL;
+    }
+    PyObject *arrays = arguments[0], *values = arguments[2];
+    Py_ssize_t t = index_from(arguments[1]);
+    if (t == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    if (!PyDict_CheckExact(arrays) || !PyDict_CheckExact(values) || PyDict_GET_SIZE(arrays) != PyDict_GET_SIZE(values)) {
         Py_RETURN_FALSE;
     }
-    PyObject *name, *target;
+    PyObject *name, *array;
     Py_ssize_t at = 0;
-    while (PyDict_Next(targets, &at, &name, &target)) {
+    while (PyDict_Next(arrays, &at, &name, &array)) {
         PyObject *value = PyDict_GetItemWithError(values, name);
         if (value == NULL && PyErr_Occurred()) {
             return NULL;
         }
-        if (value == NULL || !copied(target, value)) {
+        Place row;
+        if (value == NULL || !find_row(array, t, &row) || !wrote(&row, value)) {
             Py_RETURN_FALSE;
         }
     }
@@ -100,35 +148,54 @@ static PyObject *copy_fields(PyObject *Py_UNUSED(module), Arguments arguments, P
 }
 
 static PyObject *put(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+    if (!has_arguments(n, 4)) {
+        return NULL;
+    }
+    Py_ssize_t t = index_from(arguments[1]), b = index_from(arguments[2]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    Place row;
+    if (!find_row(arguments[0], t, &row) || !has_entry(&row, b)) {
+        Py_RETURN_FALSE;
+    }
+    Place entry = entry_of(&row, b);
+    return PyBool_FromLong(wrote(&entry, arguments[3]));
+}
+
+static PyObject *set_flag(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     if (!has_arguments(n, 3)) {
         return NULL;
     }
-    PyArrayObject *row = as_target(arguments[0]);
-    Py_ssize_t b = PyLong_AsSsize_t(arguments[1]);
-    if (b == -1 && PyErr_Occurred()) {
+    Py_ssize_t t = index_from(arguments[1]), b = index_from(arguments[2]);
+    if (PyErr_Occurred()) {
         return NULL;
     }
-    int is_there = row != NULL && PyArray_NDIM(row) > 0 && 0 <= b && b < PyArray_DIM(row, 0);
-    return PyBool_FromLong(is_there && is_in_row(row, b, arguments[2]));
-}
-
-/* The row and its list of values, one for each entry; 0 if they are something else. */
-static int is_row_with_list(PyArrayObject *row, PyObject *values) {
-    return row != NULL && PyArray_NDIM(row) > 0 && PyList_CheckExact(values) &&
-           PyList_GET_SIZE(values) == PyArray_DIM(row, 0);
+    Place row;
+    int is_flag = find_row(arguments[0], t, &row) && row.type == NPY_BOOL && row.n == 1 && has_entry(&row, b);
+    if (is_flag) {
+        ((npy_bool *)row.data)[b] = NPY_TRUE;
+    }
+    return PyBool_FromLong(is_flag);
 }
 
 static PyObject *gather(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    if (!has_arguments(n, 2)) {
+    if (!has_arguments(n, 3)) {
         return NULL;
     }
-    PyArrayObject *row = as_target(arguments[0]);
-    PyObject *values = arguments[1];
-    if (!is_row_with_list(row, values)) {
+    Py_ssize_t t = index_from(arguments[1]);
+    if (t == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    PyObject *values = arguments[2];
+    Place row;
+    if (!find_row(arguments[0], t, &row) || row.n == 0 || !PyList_CheckExact(values) ||
+        PyList_GET_SIZE(values) != row.shape[0]) {
         Py_RETURN_FALSE;
     }
     for (Py_ssize_t b = 0; b < PyList_GET_SIZE(values); b++) {
-        if (!is_in_row(row, b, PyList_GET_ITEM(values, b))) {
+        Place entry = entry_of(&row, b);
+        if (!wrote(&entry, PyList_GET_ITEM(values, b))) {
             Py_RETURN_FALSE;
         }
     }
@@ -156,12 +223,13 @@ static PyObject *gather_numbers(PyObject *Py_UNUSED(module), Arguments arguments
     if (!has_arguments(n, 2)) {
         return NULL;
     }
-    PyArrayObject *row = as_target(arguments[0]);
     PyObject *values = arguments[1];
-    if (!is_row_with_list(row, values) || PyArray_NDIM(row) != 1 || PyArray_TYPE(row) != NPY_FLOAT32) {
+    Place row;
+    if (!find_place(arguments[0], &row) || row.n != 1 || row.type != NPY_FLOAT32 || !PyList_CheckExact(values) ||
+        PyList_GET_SIZE(values) != row.shape[0]) {
         Py_RETURN_FALSE;
     }
-    npy_float32 *at = PyArray_DATA(row);
+    npy_float32 *at = (npy_float32 *)row.data;
     for (Py_ssize_t b = 0; b < PyList_GET_SIZE(values); b++) {
         double number;
         if (!as_number(PyList_GET_ITEM(values, b), &number)) {
@@ -201,24 +269,25 @@ static PyObject *sum_episodes(PyObject *Py_UNUSED(module), Arguments arguments, 
         return NULL;
     }
     PyArrayObject *reward = as_array(arguments[0], NPY_FLOAT32, 2), *done = as_array(arguments[1], NPY_BOOL, 2);
-    PyArrayObject *running = as_target(arguments[2]), *records = as_target(arguments[3]);
+    Place running, records;
     long long first_t = PyLong_AsLongLong(arguments[4]), first_env_rank = PyLong_AsLongLong(arguments[5]);
     double discount = PyFloat_AsDouble(arguments[6]);
     if (PyErr_Occurred()) {
         return NULL;
     }
-    if (reward == NULL || done == NULL || running == NULL || records == NULL) {
+    if (reward == NULL || done == NULL || !find_place(arguments[2], &running) || !find_place(arguments[3], &records)) {
         return PyLong_FromLong(-1);
     }
     npy_intp n_rows = PyArray_DIM(reward, 0), n_columns = PyArray_DIM(reward, 1);
-    int fits = PyArray_DIM(done, 0) == n_rows && PyArray_DIM(done, 1) == n_columns &&
-               PyArray_TYPE(running) == NPY_FLOAT64 && PyArray_SIZE(running) == N_FIGURES * n_columns &&
-               PyArray_TYPE(records) == NPY_UINT8 && PyArray_SIZE(records) >= PyArray_SIZE(reward) * (npy_intp)sizeof(Record);
-    if (!fits || (npy_uintp)PyArray_DATA(records) % sizeof(double)) {
+    int fits = PyArray_DIM(done, 0) == n_rows && PyArray_DIM(done, 1) == n_columns && running.type == NPY_FLOAT64 &&
+               running.nbytes == N_FIGURES * n_columns * (npy_intp)sizeof(double) && records.type == NPY_UINT8 &&
+               records.nbytes >= PyArray_SIZE(reward) * (npy_intp)sizeof(Record) &&
+               (npy_uintp)records.data % sizeof(double) == 0;
+    if (!fits) {
         return PyLong_FromLong(-1);
     }
-    Record *record = PyArray_DATA(records);
-    double *sums = PyArray_DATA(running);
+    Record *record = (Record *)records.data;
+    double *sums = (double *)running.data;
     for (npy_intp b = 0; b < n_columns; b++) {
         double length = sums[LENGTH * n_columns + b], return_ = sums[RETURN * n_columns + b];
         double nonzero = sums[NONZERO_REWARDS * n_columns + b], discounted = sums[DISCOUNTED_RETURN * n_columns + b];
@@ -239,7 +308,7 @@ static PyObject *sum_episodes(PyObject *Py_UNUSED(module), Arguments arguments, 
         sums[LENGTH * n_columns + b] = length, sums[RETURN * n_columns + b] = return_;
         sums[NONZERO_REWARDS * n_columns + b] = nonzero, sums[DISCOUNTED_RETURN * n_columns + b] = discounted;
     }
-    return PyLong_FromSsize_t(record - (Record *)PyArray_DATA(records));
+    return PyLong_FromSsize_t(record - (Record *)records.data);
 }
 
 /* ---- the module -------------------------------------------------------------------------------- */
@@ -247,7 +316,7 @@ static PyObject *sum_episodes(PyObject *Py_UNUSED(module), Arguments arguments, 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 
 static PyMethodDef functions[] = {
-    FUNCTION(copy), FUNCTION(copy_fields), FUNCTION(put), FUNCTION(gather), FUNCTION(gather_numbers),
+    FUNCTION(copy), FUNCTION(copy_row), FUNCTION(copy_fields), FUNCTION(put), FUNCTION(set_flag), FUNCTION(gather), FUNCTION(gather_numbers),
     FUNCTION(sum_episodes),
     {NULL, NULL, 0, NULL},
 };

@@ -3,6 +3,9 @@
 Each function looks whether its arguments are of the usual kind, with nothing to be converted; works if so, and says
 whether it has. What it has not done is for the caller to do with numpy, all of it: some may have been written, and
 without the compiled part nothing ever is.
+
+Rows are given as an array `[T, ...]` and t, not as views made before: among thousands of views the processor has
+forgotten each by the time that its turn comes again.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["COMPILED", "copy", "copy_fields", "gather", "gather_numbers", "put", "sum_episodes"]
+__all__ = ["COMPILED", "copy", "copy_fields", "copy_row", "gather", "gather_numbers", "put", "set_flag", "sum_episodes"]
 
 
 def _leave_it(*_: Any) -> bool:
@@ -21,15 +24,19 @@ def _sum_nothing(*_: Any) -> int:
     return -1
 
 
-#: `copy(target, array)`: an array of the target's own shape and dtype.
+#: `copy(target, value)`: an array of the target's own shape and dtype.
 copy: Callable[[Any, Any], bool]
-#: `copy_fields(targets, arrays)`: the same for dicts with the same keys.
-copy_fields: Callable[[dict[str, Any], Any], bool]
-#: `put(row, b, array)`: an array like the entries of row `[B, ...]` into the one of column b.
-put: Callable[[Any, int, Any], bool]
-#: `gather(row, values)`: a list of arrays, one for each entry of row `[B, ...]` and like it.
-gather: Callable[[Any, Any], bool]
-#: `gather_numbers(row, values)`: a list of Python's floats and ints into float32 row `[B]`, if that can hold them.
+#: `copy_row(array, t, value)`: an array like the rows of `array` into row t.
+copy_row: Callable[[Any, int, Any], bool]
+#: `copy_fields(arrays, t, values)`: the same for dicts with the same keys.
+copy_fields: Callable[[dict[str, Any], int, Any], bool]
+#: `put(array, t, b, value)`: an array into `array[t, b]`, and like that.
+put: Callable[[Any, int, int, Any], bool]
+#: `set_flag(flags, t, b)`: True into bool `flags[t, b]`.
+set_flag: Callable[[Any, int, int], bool]
+#: `gather(array, t, values)`: a list of arrays, one for each entry of `array[t]` and like it.
+gather: Callable[[Any, int, Any], bool]
+#: `gather_numbers(target, values)`: a list of Python's floats and ints into float32 `[B]`, if that can hold them.
 gather_numbers: Callable[[Any, Any], bool]
 #: `sum_episodes(reward, done, running, records, first_t, first_env_rank, discount)`: the trajectories that finish in
 #: rows `[T, B]`, as RECORDs of the trajectory queue, in `records`, which are bytes for T * B of them. Returns how many,
@@ -38,9 +45,18 @@ gather_numbers: Callable[[Any, Any], bool]
 sum_episodes: Callable[[Any, Any, Any, Any, int, int, float], int]
 
 try:
-    from penstock.buffers._native import copy, copy_fields, gather, gather_numbers, put, sum_episodes
+    from penstock.buffers._native import (
+        copy,
+        copy_fields,
+        copy_row,
+        gather,
+        gather_numbers,
+        put,
+        set_flag,
+        sum_episodes,
+    )
 except ImportError:  # there was no C compiler, or the checkout is used as it is
-    copy = copy_fields = put = gather = gather_numbers = _leave_it
+    copy = copy_row = copy_fields = put = set_flag = gather = gather_numbers = _leave_it
     sum_episodes = _sum_nothing
 
 #: Whether anything is done here.

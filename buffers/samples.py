@@ -172,10 +172,6 @@ class BatchColumns:
         self.observation_rows = [self.observation[t] for t in range(self.batch_T + 1)]
         self.action_rows = [self.action[t] for t in range(self.batch_T + 1)]
         self.reward_rows = [self.reward[t] for t in range(self.batch_T + 1)]
-        # The same of the flags, of which single ones are set: items of memoryviews cost a third of numpy's.
-        self.terminated_rows, self.truncated_rows, self.done_rows = (
-            [memoryview(row) for row in flags] for flags in (self.terminated, self.truncated, self.done)
-        )
 
     def carry_over(self) -> None:
         """The last row of a batch is the first of the next. Call before `clear`."""

@@ -74,16 +74,13 @@ class AgentInfoWriter:
                 self._nodes.append((key, AgentInfoWriter(part, f"{name}.{key}")))
             else:
                 self._leaves.append((key, part, part.shape[1:]))
-        # Row by row the views of all fields, made once, where a row is no more than that.
-        names, arrays = [key for key, *_ in self._leaves], [array for _, array, _ in self._leaves]
-        is_flat = not self._nodes and bool(arrays)
-        self._rows = [dict(zip(names, row, strict=True)) for row in zip(*arrays, strict=True)] if is_flat else None
+        self._arrays = {key: array for key, array, _ in self._leaves}
 
     def write(self, t: int, agent_info: Any) -> None:
         """Record `agent_info` as row t. Raises `SpaceError` naming what is not as it was in the first step."""
         try:
             fields: Any = agent_info if agent_info.__class__ is dict else fields_of(agent_info)
-            if self._rows is not None and copy_fields(self._rows[t], fields):
+            if copy_fields(self._arrays, t, fields):  # all of them: parts of parts have no place there
                 return
             fits = len(fields) == self._n
             for key, array, shape in self._leaves:

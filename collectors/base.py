@@ -11,7 +11,7 @@ import numpy as np
 from penstock.agents.base import Agent, AgentStep
 from penstock.buffers.control import Phase, Progress
 from penstock.buffers.named import map_leaves
-from penstock.buffers.native import copy, gather, gather_numbers
+from penstock.buffers.native import copy, copy_row, gather, gather_numbers, set_flag
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step
 from penstock.collectors.checks import Checks, write_action
@@ -127,11 +127,9 @@ class Collector(ABC):
         if step.__class__ is not AgentStep:
             step = as_agent_step(step, self.agent)
         action, agent_info = step
-        action_row = samples.action_rows[t + 1]
-        if not copy(action_row, action):
-            write_action(action_row, action)
-        if not copy(self.prev_action, action_row):
-            self.prev_action[...] = action_row
+        if not (copy(self.prev_action, action) and copy_row(samples.action, t + 1, self.prev_action)):
+            write_action(samples.action_rows[t + 1], action)
+            self.prev_action[...] = samples.action_rows[t + 1]
         if self._has_agent_info or agent_info is not NO_AGENT_INFO:
             self._agent_info_writer.write(t, agent_info)
         if self.tracker.on_step is not None:
@@ -162,24 +160,22 @@ class Collector(ABC):
         """All environments have been stepped with the actions of row t: write their observations and rewards into
         row t + 1. `prev_reward` then holds the rewards."""
         samples, envs, gathers = self.samples, self.envs, self._gathers
-        if not (gathers and gather(samples.observation_rows[t + 1], envs.observations)):
+        if not (gathers and gather(samples.observation, t + 1, envs.observations)):
             envs.write_prepared(self._observation_rows[t + 1])
-        reward = samples.reward_rows[t + 1]
-        if not (gathers and gather_numbers(reward, envs.rewards)):
-            envs.write_rewards(reward)
-        if not copy(self.prev_reward, reward):
-            self.prev_reward[...] = reward
+        prev_reward = self.prev_reward
+        if not (gathers and gather_numbers(prev_reward, envs.rewards) and copy_row(samples.reward, t + 1, prev_reward)):
+            envs.write_rewards(samples.reward_rows[t + 1])
+            prev_reward[...] = samples.reward_rows[t + 1]
 
     def record_end(
         self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool
     ) -> None:
         """Column's episode has ended at step t with `observation`: record it. Call before anything is reset."""
         samples = self.samples
-        if terminated:  # `clear` has left False everywhere
-            samples.terminated_rows[t][column] = True
-        if truncated:
-            samples.truncated_rows[t][column] = True
-        samples.done_rows[t][column] = True
+        flags = samples.done, terminated and samples.terminated, truncated and samples.truncated
+        for array in flags:  # `clear` has left False everywhere
+            if array is not False and not set_flag(array, t, column):
+                array[t, column] = True
         self.finals.record(t, column, observation, reward, terminated, truncated)
         self.tracker.on_done(t, column, observation)
 

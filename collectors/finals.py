@@ -38,8 +38,7 @@ class FinalObservations:
         self._cells: list[_Cells] = []
         if samples.final_obs is not None and envs.checks == Checks():
             self._cells = list(_cells(_space_of(envs.envs[0]), samples.final_obs))
-        # Rows into which an observation that is one array may be put, if it is as it should be.
-        self._rows = list(samples.final_obs) if self._cells and not self._cells[0][0] else None
+        self._is_one_array = bool(self._cells) and not self._cells[0][0]
         # Where observations are written that the batch does not keep.
         self._scratch = map_leaves(lambda leaf: np.zeros_like(leaf[0, :1]), samples.observation)
         self._pending: list[tuple[int, int]] = []  # t, column of what is to be valued ...
@@ -51,7 +50,7 @@ class FinalObservations:
         Raises `SpaceError` naming the environment if `observation` does not fit, recorded or not.
         """
         samples = self._samples
-        is_put = self._rows is not None and put(self._rows[t], column, observation)
+        is_put = self._is_one_array and put(samples.final_obs, t, column, observation)
         if not is_put and not self._write_plain(t, column, observation):
             row = self._scratch if samples.final_obs is None else samples.final_obs[t][column : column + 1]
             self._envs.write_final(row, column, observation)

@@ -78,11 +78,11 @@ class _ArrayWriter:
     def prepare(self, row: Any) -> Any:
         # A row whose reshape would be a copy has no flat view, and is written value by value.
         flat = row.reshape(len(row) * row.shape[1], *row.shape[2:]) if row.flags.c_contiguous else None
-        return row, flat, [row.shape[1]] * len(row), _casting(row.dtype)
+        return row, row[np.newaxis], flat, [row.shape[1]] * len(row), _casting(row.dtype)
 
     def write(self, prepared: Any, values: Sequence[Any]) -> None:
-        row, flat, lengths, casting = prepared
-        if gather(row, values):
+        row, as_only_row, flat, lengths, casting = prepared
+        if gather(as_only_row, 0, values):
             return
         try:
             # `concatenate` compares all dimensions but the first, of which the sum might be right by chance.

@@ -8,7 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from penstock.buffers.native import COMPILED, copy, copy_fields, gather, gather_numbers, put, sum_episodes
+from penstock.buffers.native import (
+    COMPILED,
+    copy,
+    copy_fields,
+    copy_row,
+    gather,
+    gather_numbers,
+    put,
+    set_flag,
+    sum_episodes,
+)
 from penstock.buffers.trajectory_queue import RECORD
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
@@ -33,26 +43,42 @@ def test_equal_arrays_are_copied(shape: tuple[int, ...], dtype: Any, seed: int) 
     target, value = np.zeros(shape, dtype), noise(shape, dtype, seed)
     assert copy(target, value)
     assert same(target, value)
-    fields = {"a": np.zeros(shape, dtype), "b": np.zeros(3)}
-    assert copy_fields(fields, {"b": np.ones(3), "a": value})
-    assert same(fields["a"], value)
-    assert fields["b"].tolist() == [1, 1, 1]
+    # Rows of a worker's columns are not contiguous with each other, but each is.
+    batch = np.zeros((3, shape[0] + 2, *shape[1:]), dtype)
+    columns = batch[:, 1:-1]
+    assert copy_row(columns, 1, value)
+    assert same(columns[1].copy(), value)
+    fields = {"a": columns, "b": np.zeros((3, 2))}
+    assert copy_fields(fields, 2, {"b": np.ones(2), "a": value})
+    assert same(columns[2].copy(), value)
+    assert fields["b"].tolist() == [[0, 0], [0, 0], [1, 1]]
+    columns[1:] = 0
+    assert not batch.any()  # nothing beside them was touched
 
 
 @given(shape=shapes, dtype=st.sampled_from(PLAIN), seed=st.integers(0, 2**32), data=st.data())
 def test_rows_are_gathered_and_put(shape: tuple[int, ...], dtype: Any, seed: int, data: st.DataObject) -> None:
-    # Rows of a batch are not contiguous with each other, but each is.
     batch = np.zeros((3, shape[0] + 2, *shape[1:]), dtype)
-    row, wanted = batch[1, 1:-1], noise(shape, dtype, seed)
-    assert gather(row, [part.copy() for part in wanted])
-    assert same(row.copy(), wanted)
-    b = data.draw(st.integers(0, len(row) - 1))
+    columns, wanted = batch[:, 1:-1], noise(shape, dtype, seed)
+    assert gather(columns, 1, [part.copy() for part in wanted])
+    assert same(columns[1].copy(), wanted)
+    b = data.draw(st.integers(0, len(wanted) - 1))
     value = noise(shape[1:], dtype, seed + 1)
-    assert put(row, b, value) is True
+    assert put(columns, 1, b, value) is True
     wanted[b] = value
-    assert same(row.copy(), wanted)
-    row[...] = 0
-    assert not batch.any()  # nothing beside it was touched
+    assert same(columns[1].copy(), wanted)
+    columns[1] = 0
+    assert not batch.any()
+
+
+@given(shape=st.tuples(st.integers(1, 4), st.integers(1, 4)), data=st.data())
+def test_flags_are_set(shape: tuple[int, int], data: st.DataObject) -> None:
+    batch = np.zeros((shape[0], shape[1] + 2), np.bool_)
+    flags = batch[:, 1:-1]
+    t, b = data.draw(st.integers(0, shape[0] - 1)), data.draw(st.integers(0, shape[1] - 1))
+    assert set_flag(flags, t, b)
+    assert np.argwhere(flags).tolist() == [[t, b]]
+    assert batch.sum() == 1
 
 
 @given(st.lists(st.one_of(st.floats(width=32), st.integers(-(2**24), 2**24)), min_size=1, max_size=20))
@@ -112,23 +138,35 @@ SWAPPED = np.dtype(np.float64).newbyteorder()
 )
 def test_what_is_not_alike_is_left_alone(target: Any, value: Any) -> None:
     assert copy(target, value) is False
-    assert copy_fields({"a": target}, {"a": value}) is False
-    if isinstance(target, np.ndarray) and target.dtype == np.float64 and target.flags.c_contiguous:
-        assert put(np.zeros((3, 4)), 1, value) is (type(value) is np.ndarray and copy(np.zeros(4), value))
+    if isinstance(target, np.ndarray):
+        rows = np.broadcast_to(target, (2, *target.shape)) if not target.flags.writeable else np.stack([target] * 2)
+        rows = rows.view(type(target))
+        if target.flags.c_contiguous:
+            assert copy_row(rows, 1, value) is False
+            assert copy_fields({"a": rows}, 1, {"a": value}) is False
+            assert put(rows[np.newaxis], 0, 1, value) is False
+
+
+def test_rows_with_gaps_are_left_alone() -> None:
+    gaps = np.zeros((3, 8))[:, ::2]
+    assert copy_row(gaps, 1, np.ones(4)) is False
+    assert gather(np.zeros((3, 4, 8))[:, :, ::2], 1, [np.ones(4)] * 4) is False
+    assert set_flag(np.zeros((3, 8), np.bool_)[:, ::2], 1, 1) is False
+    assert not gaps.any()
 
 
 @pytest.mark.parametrize(
-    ("targets", "values"),
+    ("arrays", "values"),
     [
-        ({"a": np.zeros(2)}, {"b": np.zeros(2)}),
-        ({"a": np.zeros(2)}, {"a": np.zeros(2), "b": np.zeros(2)}),
-        ({"a": np.zeros(2), "b": np.zeros(2)}, {"a": np.zeros(2)}),
-        ({"a": np.zeros(2)}, [np.zeros(2)]),
-        ([np.zeros(2)], {"a": np.zeros(2)}),
+        ({"a": np.zeros((1, 2))}, {"b": np.zeros(2)}),
+        ({"a": np.zeros((1, 2))}, {"a": np.zeros(2), "b": np.zeros(2)}),
+        ({"a": np.zeros((1, 2)), "b": np.zeros((1, 2))}, {"a": np.zeros(2)}),
+        ({"a": np.zeros((1, 2))}, [np.zeros(2)]),
+        ([np.zeros((1, 2))], {"a": np.zeros(2)}),
     ],
 )
-def test_other_fields_are_left_alone(targets: Any, values: Any) -> None:
-    assert copy_fields(targets, values) is False
+def test_other_fields_are_left_alone(arrays: Any, values: Any) -> None:
+    assert copy_fields(arrays, 0, values) is False
 
 
 @pytest.mark.parametrize(
@@ -146,8 +184,8 @@ def test_other_fields_are_left_alone(targets: Any, values: Any) -> None:
     ids=repr,
 )
 def test_rows_that_do_not_fit_are_not_gathered(values: Any) -> None:
-    assert gather(np.zeros((3, 2)), values) is False
-    assert gather(np.zeros(()), []) is False
+    assert gather(np.zeros((1, 3, 2)), 0, values) is False
+    assert gather(np.zeros(1), 0, []) is False
 
 
 @pytest.mark.parametrize("value", [None, "1", np.float32(1), np.int64(1), np.ones(1), 1j, 10**400, 1e39, -1e39, True])
@@ -157,24 +195,43 @@ def test_what_is_no_ordinary_number_is_not_gathered(value: Any) -> None:
     assert gather_numbers(np.zeros((1, 1), np.float32), [0.0]) is False
 
 
-@pytest.mark.parametrize("column", [-1, 3, 10**9])
-def test_a_column_that_is_not_there_is_not_written(column: int) -> None:
-    assert put(np.zeros((3, 2)), column, np.ones(2)) is False
+@pytest.mark.parametrize("i", [-1, 3, 10**9])
+def test_what_is_not_there_is_not_written(i: int) -> None:
+    assert put(np.zeros((1, 3, 2)), 0, i, np.ones(2)) is False
+    assert put(np.zeros((3, 1, 2)), i, 0, np.ones(2)) is False
+    assert set_flag(np.zeros((1, 3), np.bool_), 0, i) is False
+    assert set_flag(np.zeros((3, 1), np.bool_), i, 0) is False
+    assert copy_row(np.zeros((3, 2)), i, np.ones(2)) is False
+    assert copy_fields({"a": np.zeros((3, 2))}, i, {"a": np.ones(2)}) is False
+    assert gather(np.zeros((3, 1, 2)), i, [np.ones(2)]) is False
 
 
-@pytest.mark.parametrize("function", [copy, copy_fields, put, gather, gather_numbers, sum_episodes])
+@pytest.mark.parametrize(
+    "flags", [None, np.zeros((1, 1), np.uint8), np.zeros(1, np.bool_), np.zeros((1, 1, 1), np.bool_)]
+)
+def test_what_are_no_flags_are_not_set(flags: Any) -> None:
+    assert set_flag(flags, 0, 0) is False
+
+
+FUNCTIONS = [copy, copy_row, copy_fields, put, set_flag, gather, gather_numbers, sum_episodes]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_too_few_arguments_are_an_error(function: Any) -> None:
     with pytest.raises(TypeError, match="arguments are wanted, got 1"):
         function(np.zeros(1))
 
 
-def test_errors_of_arguments_that_are_no_data_come_through() -> None:
-    with pytest.raises(TypeError):
-        put(np.zeros((1, 1)), "0", np.zeros(1))
-    with pytest.raises(OverflowError):
-        put(np.zeros((1, 1)), 2**100, np.zeros(1))
+@pytest.mark.parametrize("index", ["0", 0.0, None, 2**100])
+@pytest.mark.parametrize("function", [copy_row, copy_fields, gather, put, set_flag])
+def test_an_index_that_is_none_is_an_error(function: Any, index: Any) -> None:
+    more = {put: (0, np.zeros(1)), set_flag: (0,)}.get(function, (np.zeros(1),))
+    with pytest.raises((TypeError, IndexError)):
+        function(np.zeros((1, 1)), index, *more)
 
-    class Unhashed(str):
+
+def test_an_error_in_comparing_names_comes_through() -> None:
+    class Unequal(str):
         __slots__ = ()
         __hash__ = str.__hash__
 
@@ -182,7 +239,7 @@ def test_errors_of_arguments_that_are_no_data_come_through() -> None:
             raise RuntimeError("compared")
 
     with pytest.raises(RuntimeError, match="compared"):
-        copy_fields({Unhashed("a"): np.zeros(1)}, {"a": np.zeros(1)})
+        copy_fields({Unequal("a"): np.zeros((1, 1))}, 0, {"a": np.zeros(1)})
 
 
 def test_sums_that_cannot_be_made_change_nothing() -> None:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,7 +25,8 @@ USERS = (
     "collectors.tracking",
     "envs.rows",
 )
-FUNCTIONS = ("copy", "copy_fields", "gather", "gather_numbers", "put", "sum_episodes")
+FUNCTIONS = ("copy", "copy_fields", "copy_row", "gather", "gather_numbers", "put", "set_flag", "sum_episodes")
+ALWAYS = {"copy", "copy_row", "gather", "set_flag", "sum_episodes"}
 
 
 class Model(nn.Module):
@@ -74,11 +74,11 @@ def sample(env_fn: Any, make_agent: Any, **kwargs: Any) -> tuple[list[Any], list
 
 CASES: list[tuple[Any, Any, dict[str, Any], set[str]]] = [
     ("CartPole-v1", partial(CategoricalPgAgent, Model), {}, set(FUNCTIONS)),
-    ("CartPole-v1", RandomAgent, {"check_finite": True}, {"copy", "gather", "sum_episodes"}),
+    ("CartPole-v1", RandomAgent, {"check_finite": True}, ALWAYS),
     (partial(gym.make, "Pendulum-v1", max_episode_steps=20), RandomAgent, {}, set(FUNCTIONS) - {"copy_fields"}),
-    ("MountainCarContinuous-v0", RandomAgent, {"observation_dtype": np.float32}, {"copy", "gather", "sum_episodes"}),
-    ("Acrobot-v1", RandomAgent, {"record_final_obs": False}, {"copy", "gather", "gather_numbers", "sum_episodes"}),
-    (NestedEnv, RandomAgent, {}, {"sum_episodes"}),
+    (partial(gym.make, "MountainCarContinuous-v0", max_episode_steps=9), RandomAgent, {}, ALWAYS),
+    (partial(gym.make, "Acrobot-v1", max_episode_steps=9), RandomAgent, {"record_final_obs": False}, ALWAYS),
+    (NestedEnv, RandomAgent, {}, {"set_flag", "sum_episodes"}),
 ]
 
 
