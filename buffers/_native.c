@@ -147,6 +147,66 @@ static PyObject *copy_fields(PyObject *Py_UNUSED(module), Arguments arguments, P
     Py_RETURN_TRUE;
 }
 
+/* Write the number `object` there if it is one of numpy's of that type, or a Python int that int64 can hold. */
+static int wrote_number(const Place *place, PyObject *object) {
+    if (PyLong_CheckExact(object)) {
+        int overflow;
+        long long number = PyLong_AsLongLongAndOverflow(object, &overflow);
+        if (overflow || place->type != NPY_INT64) {
+            return 0;
+        }
+        *(npy_int64 *)place->data = number;
+        return 1;
+    }
+    if (!PyArray_IsScalar(object, Generic)) {
+        return 0;
+    }
+    PyArray_Descr *dtype = PyArray_DescrFromScalar(object);
+    int fits = dtype != NULL && dtype->type_num == place->type;
+    if (fits) {
+        PyArray_ScalarAsCtype(object, place->data);
+    }
+    Py_XDECREF(dtype);
+    return fits;
+}
+
+/* Write `value` into entry b of row t: of an array, or of every array in a dict or tuple of such, nested as `value` is.
+   `n_columns` is how many entries the row must have, or ANY. Returns 0 if something does not fit, -1 with an exception
+   set if names cannot be compared. */
+enum { ANY = -1 };
+
+static int wrote_entry(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value) {
+    if (PyTuple_CheckExact(arrays)) {
+        if (!PyTuple_Check(value) || PyTuple_GET_SIZE(value) != PyTuple_GET_SIZE(arrays)) {
+            return 0;
+        }
+        int result = 1;
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arrays) && result == 1; i++) {
+            result = wrote_entry(PyTuple_GET_ITEM(arrays, i), t, b, n_columns, PyTuple_GET_ITEM(value, i));
+        }
+        return result;
+    }
+    if (PyDict_CheckExact(arrays)) {
+        if (!PyDict_Check(value) || PyDict_GET_SIZE(value) != PyDict_GET_SIZE(arrays)) {
+            return 0;
+        }
+        PyObject *name, *part;
+        Py_ssize_t at = 0;
+        int result = 1;
+        while (result == 1 && PyDict_Next(arrays, &at, &name, &part)) {
+            PyObject *own = PyDict_GetItemWithError(value, name);
+            result = own != NULL ? wrote_entry(part, t, b, n_columns, own) : PyErr_Occurred() ? -1 : 0;
+        }
+        return result;
+    }
+    Place row;
+    if (!find_row(arrays, t, &row) || !has_entry(&row, b) || (n_columns != ANY && row.shape[0] != n_columns)) {
+        return 0;
+    }
+    Place entry = entry_of(&row, b);
+    return wrote(&entry, value) || (entry.n == 0 && wrote_number(&entry, value));
+}
+
 static PyObject *put(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     if (!has_arguments(n, 4)) {
         return NULL;
@@ -155,12 +215,25 @@ static PyObject *put(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_
     if (PyErr_Occurred()) {
         return NULL;
     }
-    Place row;
-    if (!find_row(arguments[0], t, &row) || !has_entry(&row, b)) {
-        Py_RETURN_FALSE;
+    int result = wrote_entry(arguments[0], t, b, ANY, arguments[3]);
+    return result < 0 ? NULL : PyBool_FromLong(result);
+}
+
+static PyObject *gather(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+    if (!has_arguments(n, 3)) {
+        return NULL;
     }
-    Place entry = entry_of(&row, b);
-    return PyBool_FromLong(wrote(&entry, arguments[3]));
+    Py_ssize_t t = index_from(arguments[1]);
+    PyObject *values = arguments[2];
+    if (t == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    int result = PyList_CheckExact(values);
+    Py_ssize_t n_columns = result ? PyList_GET_SIZE(values) : 0;
+    for (Py_ssize_t b = 0; b < n_columns && result == 1; b++) {
+        result = wrote_entry(arguments[0], t, b, n_columns, PyList_GET_ITEM(values, b));
+    }
+    return result < 0 ? NULL : PyBool_FromLong(result && n_columns > 0);
 }
 
 static PyObject *set_flag(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
@@ -177,29 +250,6 @@ static PyObject *set_flag(PyObject *Py_UNUSED(module), Arguments arguments, Py_s
         ((npy_bool *)row.data)[b] = NPY_TRUE;
     }
     return PyBool_FromLong(is_flag);
-}
-
-static PyObject *gather(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    if (!has_arguments(n, 3)) {
-        return NULL;
-    }
-    Py_ssize_t t = index_from(arguments[1]);
-    if (t == -1 && PyErr_Occurred()) {
-        return NULL;
-    }
-    PyObject *values = arguments[2];
-    Place row;
-    if (!find_row(arguments[0], t, &row) || row.n == 0 || !PyList_CheckExact(values) ||
-        PyList_GET_SIZE(values) != row.shape[0]) {
-        Py_RETURN_FALSE;
-    }
-    for (Py_ssize_t b = 0; b < PyList_GET_SIZE(values); b++) {
-        Place entry = entry_of(&row, b);
-        if (!wrote(&entry, PyList_GET_ITEM(values, b))) {
-            Py_RETURN_FALSE;
-        }
-    }
-    Py_RETURN_TRUE;
 }
 
 /* Python's number `object`; 0 if it is none. */

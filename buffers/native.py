@@ -30,11 +30,12 @@ copy: Callable[[Any, Any], bool]
 copy_row: Callable[[Any, int, Any], bool]
 #: `copy_fields(arrays, t, values)`: the same for dicts with the same keys.
 copy_fields: Callable[[dict[str, Any], int, Any], bool]
-#: `put(array, t, b, value)`: an array into `array[t, b]`, and like that.
+#: `put(arrays, t, b, value)`: an element of a space into `arrays[t, b]`: an array like that, or a number of that type.
+#: `arrays` may be a dict or tuple of arrays, nested as the value is.
 put: Callable[[Any, int, int, Any], bool]
 #: `set_flag(flags, t, b)`: True into bool `flags[t, b]`.
 set_flag: Callable[[Any, int, int], bool]
-#: `gather(array, t, values)`: a list of arrays, one for each entry of `array[t]` and like it.
+#: `gather(arrays, t, values)`: the same for a list of values, one for each entry of `arrays[t]`.
 gather: Callable[[Any, int, Any], bool]
 #: `gather_numbers(target, values)`: a list of Python's floats and ints into float32 `[B]`, if that can hold them.
 gather_numbers: Callable[[Any, Any], bool]

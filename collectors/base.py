@@ -20,6 +20,7 @@ from penstock.collectors.decorrelation import decorrelate
 from penstock.collectors.finals import FinalObservations
 from penstock.collectors.tracking import StepHook, Tracker
 from penstock.envs.infos import InfoWriter
+from penstock.envs.rows import arrays_like
 from penstock.envs.seeding import ColumnStreams, Purpose
 
 __all__ = ["Collector", "CollectorParts"]
@@ -70,6 +71,8 @@ class Collector(ABC):
         self.envs.keep_infos = self._info_writer is not None
         # Whether what environments return need only be gathered, if it is as it should be.
         self._gathers = not self.batched and parts.envs.checks == Checks()
+        if self._gathers:
+            self._observations = arrays_like(parts.envs.envs[0].observation_space, parts.samples.observation)
         self._observation_rows = [self.envs.prepare_row(row) for row in parts.samples.observation_rows]
         self._has_agent_info = len(parts.samples.agent_info) > 0
         self._agent_info_writer = AgentInfoWriter(parts.samples.agent_info)
@@ -160,7 +163,7 @@ class Collector(ABC):
         """All environments have been stepped with the actions of row t: write their observations and rewards into
         row t + 1. `prev_reward` then holds the rewards."""
         samples, envs, gathers = self.samples, self.envs, self._gathers
-        if not (gathers and gather(samples.observation, t + 1, envs.observations)):
+        if not (gathers and gather(self._observations, t + 1, envs.observations)):
             envs.write_prepared(self._observation_rows[t + 1])
         prev_reward = self.prev_reward
         if not (gathers and gather_numbers(prev_reward, envs.rewards) and copy_row(samples.reward, t + 1, prev_reward)):

@@ -16,6 +16,7 @@ from penstock.buffers.native import put
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.checks import Checks
 from penstock.collectors.columns import EnvColumns
+from penstock.envs.rows import arrays_like
 
 __all__ = ["FinalObservations"]
 
@@ -38,7 +39,7 @@ class FinalObservations:
         self._cells: list[_Cells] = []
         if samples.final_obs is not None and envs.checks == Checks():
             self._cells = list(_cells(_space_of(envs.envs[0]), samples.final_obs))
-        self._is_one_array = bool(self._cells) and not self._cells[0][0]
+        self._arrays = arrays_like(_space_of(envs.envs[0]), samples.final_obs) if self._cells else None
         # Where observations are written that the batch does not keep.
         self._scratch = map_leaves(lambda leaf: np.zeros_like(leaf[0, :1]), samples.observation)
         self._pending: list[tuple[int, int]] = []  # t, column of what is to be valued ...
@@ -50,7 +51,7 @@ class FinalObservations:
         Raises `SpaceError` naming the environment if `observation` does not fit, recorded or not.
         """
         samples = self._samples
-        is_put = self._is_one_array and put(samples.final_obs, t, column, observation)
+        is_put = self._arrays is not None and put(self._arrays, t, column, observation)
         if not is_put and not self._write_plain(t, column, observation):
             row = self._scratch if samples.final_obs is None else samples.final_obs[t][column : column + 1]
             self._envs.write_final(row, column, observation)

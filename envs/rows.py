@@ -17,7 +17,7 @@ from gymnasium import spaces
 from penstock.buffers.native import gather
 from penstock.errors import SpaceError
 
-__all__ = ["ColumnError", "RowWriter", "action_splitter", "in_range", "row_writer"]
+__all__ = ["ColumnError", "RowWriter", "action_splitter", "arrays_like", "in_range", "row_writer"]
 
 Splitter = Callable[[Any], Sequence[Any]]
 
@@ -62,11 +62,20 @@ def row_writer(space: gym.Space[Any], name: str = "observation") -> RowWriter:
     if isinstance(space, spaces.Dict):
         parts: list[tuple[str, Any, RowWriter]]
         parts = [(str(key), key, row_writer(sub, f"{name}[{key!r}]")) for key, sub in space.items()]
-        return _StructureWriter(parts, name)
+        return _StructureWriter(parts, space, name)
     if isinstance(space, spaces.Tuple):
         parts = [(f"_{i}", i, row_writer(sub, f"{name}[{i}]")) for i, sub in enumerate(space)]
-        return _StructureWriter(parts, name)
+        return _StructureWriter(parts, space, name)
     return _ArrayWriter(name) if space.shape else _ScalarWriter(name)
+
+
+def arrays_like(space: gym.Space[Any], arrays: Any) -> Any:
+    """The arrays of a space's elements in the structure of those: dicts and tuples, for `native.gather` and `put`."""
+    if isinstance(space, spaces.Dict):
+        return {key: arrays_like(sub, arrays[str(key)]) for key, sub in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(arrays_like(sub, arrays[f"_{i}"]) for i, sub in enumerate(space))
+    return arrays
 
 
 class _ArrayWriter:
@@ -100,10 +109,12 @@ class _ScalarWriter:
         self._name = name
 
     def prepare(self, row: Any) -> Any:
-        return row
+        return row, row[np.newaxis]
 
     def write(self, prepared: Any, values: Sequence[Any]) -> None:
-        row = prepared
+        row, as_only_row = prepared
+        if gather(as_only_row, 0, values):
+            return
         try:
             array = np.asarray(values)
             if array.shape == row.shape and np.can_cast(array.dtype, row.dtype, _casting(row.dtype)):
@@ -117,17 +128,21 @@ class _ScalarWriter:
 class _StructureWriter:
     """Dict and Tuple: a writer for every part."""
 
-    def __init__(self, parts: Sequence[tuple[str, Any, RowWriter]], name: str) -> None:
-        self._parts, self._name = parts, name
+    def __init__(self, parts: Sequence[tuple[str, Any, RowWriter]], space: gym.Space[Any], name: str) -> None:
+        self._parts, self._space, self._name = parts, space, name
 
     def prepare(self, row: Any) -> Any:
-        return [(key, writer.write, writer.prepare(row[field])) for field, key, writer in self._parts]
+        parts = [(key, writer.write, writer.prepare(row[field])) for field, key, writer in self._parts]
+        return arrays_like(self._space, row[np.newaxis]), parts
 
     def write(self, prepared: Any, values: Sequence[Any]) -> None:
+        as_only_row, parts = prepared
+        if gather(as_only_row, 0, values):
+            return
         try:
-            if list(map(len, values)) != [len(prepared)] * len(values):
+            if list(map(len, values)) != [len(parts)] * len(values):
                 raise TypeError
-            for key, write, part in prepared:
+            for key, write, part in parts:
                 write(part, [value[key] for value in values])
         except (KeyError, IndexError, TypeError) as error:
             wanted = [key for _, key, _ in self._parts]

@@ -1,5 +1,6 @@
 """The compiled part: it does what numpy would, or says that it has not."""
 
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,57 @@ def test_a_number_is_rounded_as_numpy_does_or_refused(number: float) -> None:
     assert gather_numbers(row, [number]) is fits
     if fits:
         assert same(row, wanted)
+
+
+def nested() -> Any:
+    return {"a": np.zeros((2, 3, 4)), "b": (np.zeros((2, 3), np.int64), {"c": np.zeros((2, 3), np.float32)})}
+
+
+def leaves(arrays: Any) -> list[Any]:
+    if isinstance(arrays, dict):
+        return [leaf for part in arrays.values() for leaf in leaves(part)]
+    return [leaf for part in arrays for leaf in leaves(part)] if isinstance(arrays, tuple) else [arrays]
+
+
+def test_structures_are_gathered_and_put() -> None:
+    arrays = nested()
+    values = [{"b": (b, {"c": np.float32(b / 4)}), "a": np.full(4, b + 0.5)} for b in range(1, 4)]
+    assert gather(arrays, 1, values)
+    assert arrays["a"].tolist() == [[[0.0] * 4] * 3, [[1.5] * 4, [2.5] * 4, [3.5] * 4]]
+    assert arrays["b"][0].tolist() == [[0, 0, 0], [1, 2, 3]]
+    assert arrays["b"][1]["c"].tolist() == [[0, 0, 0], [0.25, 0.5, 0.75]]
+    assert put(arrays, 0, 2, OrderedDict(b=(np.int64(7), {"c": np.float32(8)}), a=np.full(4, 9.0)))
+    assert [leaf[0, 2].tolist() for leaf in leaves(arrays)] == [[9.0] * 4, 7, 8.0]
+    assert [leaf[0, :2].any() for leaf in leaves(arrays)] == [False] * 3
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": np.ones(4)},
+        {"a": np.ones(4), "b": (1, {"c": np.float32(1)}), "d": 1},
+        {"a": np.ones(4), "d": (1, {"c": np.float32(1)})},
+        {"a": np.ones(4), "b": (1,)},
+        {"a": np.ones(4), "b": [1, {"c": np.float32(1)}]},
+        {"a": np.ones(4), "b": (1, {"d": np.float32(1)})},
+        {"a": np.ones(4), "b": (1.0, {"c": np.float32(1)})},
+        {"a": np.ones(4), "b": (2**63, {"c": np.float32(1)})},
+        {"a": np.ones(4), "b": (True, {"c": np.float32(1)})},
+        {"a": np.ones(4), "b": (np.int32(1), {"c": np.float32(1)})},
+        {"a": np.ones(4), "b": (1, {"c": np.float64(1)})},
+        {"a": np.ones(4), "b": (1, {"c": 1})},
+        {"a": np.ones(5), "b": (1, {"c": np.float32(1)})},
+        (np.ones(4), (1, {"c": np.float32(1)})),
+        None,
+    ],
+    ids=repr,
+)
+def test_structures_that_are_not_alike_are_left(value: Any) -> None:
+    right = {"a": np.ones(4), "b": (1, {"c": np.float32(1)})}
+    assert put(nested(), 0, 0, right) is True
+    assert put(nested(), 0, 0, value) is False
+    assert gather(nested(), 0, [right, right, value]) is False
+    assert gather(nested(), 0, [right, right]) is False
 
 
 class Subclass(np.ndarray):
@@ -238,8 +290,14 @@ def test_an_error_in_comparing_names_comes_through() -> None:
         def __eq__(self, other: object) -> bool:
             raise RuntimeError("compared")
 
-    with pytest.raises(RuntimeError, match="compared"):
-        copy_fields({Unequal("a"): np.zeros((1, 1))}, 0, {"a": np.zeros(1)})
+    arrays = {Unequal("a"): np.zeros((1, 1))}
+    for call in (
+        lambda: copy_fields(arrays, 0, {"a": np.zeros(1)}),
+        lambda: put(arrays, 0, 0, {"a": 0}),
+        lambda: gather({"b": arrays}, 0, [{"b": {"a": 0}}]),
+    ):
+        with pytest.raises(RuntimeError, match="compared"):
+            call()
 
 
 def test_sums_that_cannot_be_made_change_nothing() -> None:

@@ -78,7 +78,8 @@ CASES: list[tuple[Any, Any, dict[str, Any], set[str]]] = [
     (partial(gym.make, "Pendulum-v1", max_episode_steps=20), RandomAgent, {}, set(FUNCTIONS) - {"copy_fields"}),
     (partial(gym.make, "MountainCarContinuous-v0", max_episode_steps=9), RandomAgent, {}, ALWAYS),
     (partial(gym.make, "Acrobot-v1", max_episode_steps=9), RandomAgent, {"record_final_obs": False}, ALWAYS),
-    (NestedEnv, RandomAgent, {}, {"set_flag", "sum_episodes"}),
+    (NestedEnv, RandomAgent, {}, {"gather", "put", "set_flag", "sum_episodes"}),
+    ("FrozenLake-v1", RandomAgent, {}, ALWAYS),
 ]
 
 
