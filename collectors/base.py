@@ -175,10 +175,12 @@ class Collector(ABC):
     ) -> None:
         """Column's episode has ended at step t with `observation`: record it. Call before anything is reset."""
         samples = self.samples
-        flags = samples.done, terminated and samples.terminated, truncated and samples.truncated
-        for array in flags:  # `clear` has left False everywhere
-            if array is not False and not set_flag(array, t, column):
-                array[t, column] = True
+        if not set_flag(samples.done, t, column):
+            samples.done[t, column] = True
+        if terminated and not set_flag(samples.terminated, t, column):  # `clear` has left False everywhere
+            samples.terminated[t, column] = True
+        if truncated and not set_flag(samples.truncated, t, column):
+            samples.truncated[t, column] = True
         self.finals.record(t, column, observation, reward, terminated, truncated)
         self.tracker.on_done(t, column, observation)
 
