@@ -20,8 +20,8 @@ for room in ROOMS:
     if not (HERE / "src" / "penstock" / room).is_dir():
         package_dir[f"penstock.{room}"] = room
 
-# What collectors do in every row and batch, in C. Everything works without it, at 3 to 6 % less speed (see
-# benchmarks/README.md), so a machine that has no compiler needs none.
+# What collectors do in every row and batch, in C. Everything works without it, somewhat slower (benchmarks/native.py),
+# so a machine that has no compiler needs none.
 EXTENSIONS = []
 if numpy is not None:
     include_dirs = [numpy.get_include()]

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from penstock.buffers.native import COMPILED
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -71,3 +73,13 @@ def test_startup(tmp_path: Path) -> None:
     assert figures.keys() == {"first", "again", "worker", "server"}
     assert min(figures.values()) > 0
     assert figures["worker"] < figures["server"] / 4, "a process with torch takes more than one without"
+
+
+@pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
+def test_native(tmp_path: Path) -> None:
+    printed, content = run(tmp_path, "native", "--repeats", 3)
+    assert "saved" in printed
+    assert len(content["cpu_us_per_step"]) == 4
+    for figures in content["cpu_us_per_step"].values():
+        assert figures.keys() == {"compiled", "numpy"}
+        assert all(len(values) == 3 and min(values) > 0 for values in figures.values())

@@ -1,0 +1,91 @@
+"""The compiled part: what it saves, in microseconds of CPU time per environment step.
+
+The same sampler in this process, 16 environments, collects batch after batch with and without what was compiled, in
+turn. Without it everything is left to numpy, as on a machine that has no C compiler.
+
+    python benchmarks/native.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import random
+import time
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from spaces import SPACES, Returning
+from throughput import ENV, Setting, machine, spread
+
+from penstock import RandomAgent, SerialSampler
+from penstock.buffers import native
+from penstock.workers.affinity import limit_threads
+
+BATCH_T, BATCH_B = 128, 16
+FUNCTIONS = [name for name in native.__all__ if name != "COMPILED"]
+ROOMS = {"collectors": ("base", "acting", "checks", "finals", "tracking"), "envs": ("rows",)}
+USERS = [importlib.import_module(f"penstock.{room}.{name}") for room, names in ROOMS.items() for name in names]
+COMPILED = {name: getattr(native, name) for name in FUNCTIONS}
+PLAIN = {name: (lambda *_: -1) if name == "sum_episodes" else (lambda *_: False) for name in FUNCTIONS}
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "CartPole-v1, random": (ENV, RandomAgent),
+    "CartPole-v1, mlp": (ENV, Setting("mlp").make_agent),
+    "4 leaves, random": (partial(Returning, SPACES["nested, 4 leaves"]), RandomAgent),
+    "16 leaves, random": (partial(Returning, SPACES["nested, 16 leaves"]), RandomAgent),
+}
+
+
+def use(functions: dict[str, Any]) -> None:
+    """Have all who copy small arrays do it with these."""
+    for module in USERS:
+        for name, function in functions.items():
+            if hasattr(module, name):
+                setattr(module, name, function)
+
+
+def measure(env_fn: Any, make_agent: Any, repeats: int) -> dict[str, list[float]]:
+    """CPU time of a step in µs, `repeats` batches each."""
+    figures: dict[str, list[float]] = {"compiled": [], "numpy": []}
+    with SerialSampler(env_fn, batch_T=BATCH_T, batch_B=BATCH_B) as sampler:
+        sampler.initialize(make_agent(), seed=0)
+        sampler.obtain_samples(0)
+        for repeat in range(repeats):
+            for name in random.sample(list(figures), 2):
+                use(COMPILED if name == "compiled" else PLAIN)
+                began = time.process_time()
+                sampler.obtain_samples(repeat)
+                figures[name].append((time.process_time() - began) / (BATCH_T * BATCH_B) * 1e6)
+    use(COMPILED)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=200, help="batches of each")
+    parser.add_argument("--json", help="write machine and all figures to this file")
+    args = parser.parse_args()
+    limit_threads(1)
+    if not native.COMPILED:
+        raise SystemExit("nothing is compiled here: install penstock where there is a C compiler")
+
+    results = {case: measure(*arguments, args.repeats) for case, arguments in CASES.items()}
+    table = Table(title="CPU µs a step, 16 environments", caption="median (middle half of the turns), turn by turn")
+    for heading in ("", "compiled", "numpy", "saved"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for case, figures in results.items():
+        saved = [plain - compiled for compiled, plain in zip(figures["compiled"], figures["numpy"], strict=True)]
+        cells = [spread(values) for values in (figures["compiled"], figures["numpy"], saved)]
+        table.add_row(case, *(f"{cell['median']:.2f} ({cell['low']:.2f} to {cell['high']:.2f})" for cell in cells))
+    Console(width=120).print(table)
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({**machine(), "cpu_us_per_step": results}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
