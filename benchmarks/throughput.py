@@ -203,6 +203,9 @@ def measure(
 ) -> dict[str, list[float]]:
     """Steps per second, `repeats` figures each: "ceiling", "ceiling in step", "ParallelSampler" and, if
     `serial`, "SerialSampler" and "ceiling, by hand"."""
+    # SerialSampler's share is one of one core's. And the threads that torch would have here go on looking for work for
+    # milliseconds after it, on the CPUs of whoever has the next turn.
+    limit_threads(1)
     ceiling = Ceiling(setting)
     contestants: dict[str, Ceiling | Sampling] = {"ceiling": ceiling}
     try:
