@@ -298,7 +298,7 @@ class Progress:
     def end_batch(self, batch_T: int, n_steps: int) -> None:
         """A training batch of `batch_T` rows and `n_steps` environment steps is complete: add to the totals."""
         self._stamps[2 * batch_T] = time.monotonic()
-        stamps = np.asarray(self._stamps)[: 2 * batch_T + 1]
+        stamps = np.asarray(self._stamps)[: 2 * batch_T + 1] - self._stamps[0]  # small numbers, whatever the uptime
         began, acted, stepped = (float(np.add.reduce(part)) for part in (stamps[:-1:2], stamps[1::2], stamps[2::2]))
         self.words[_ACTING] += int((acted - began) * 1e9)
         self.words[_STEPPING] += int((stepped - acted) * 1e9)
