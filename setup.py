@@ -1,5 +1,7 @@
 """Build script: metadata, and the map from the rooms at the top level to the `penstock` package."""
 
+import os
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -23,11 +25,16 @@ for room in ROOMS:
 # What collectors do in every row and batch, in C. Everything works without it, somewhat slower (benchmarks/native.py),
 # so a machine that has no compiler needs none.
 EXTENSIONS = []
-if numpy is not None:
-    include_dirs = [numpy.get_include()]
-    EXTENSIONS = [
-        Extension("penstock.buffers._native", ["buffers/_native.c"], include_dirs=include_dirs, optional=True)
-    ]
+if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # which it relies on
+    native = Extension(
+        "penstock.buffers._native",
+        ["buffers/_native.c"],
+        include_dirs=[numpy.get_include()],
+        # Sums are to be those of Python, to the last bit.
+        extra_compile_args=["-ffp-contract=off"] if os.name == "posix" else [],
+        optional=True,
+    )
+    EXTENSIONS.append(native)
 
 BENCH = ["rich>=13", "matplotlib>=3.7"]
 # Environments that the tests sample.

@@ -119,7 +119,7 @@ class TorchAgent(Agent):
         self._act_mode()
 
     def _act_mode(self) -> None:
-        if self.model.training:  # else there is no need to go through all its modules again
+        if any(module.training for module in self.model.modules()):  # setting it takes ten times as long as looking
             self.model.eval()
 
     # ---- parameters ------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from penstock.buffers import native
 from penstock.workers.affinity import limit_threads
 
 BATCH_T, BATCH_B = 128, 16
-FUNCTIONS = [name for name in native.__all__ if name != "COMPILED"]
+FUNCTIONS = [name for name in native.__all__ if name.islower()]
 ROOMS = {"collectors": ("base", "acting", "checks", "finals", "tracking"), "envs": ("rows",)}
 USERS = [importlib.import_module(f"penstock.{room}.{name}") for room, names in ROOMS.items() for name in names]
 COMPILED = {name: getattr(native, name) for name in FUNCTIONS}

@@ -2,8 +2,8 @@
 
    numpy has to find out anew with every call what is to be done, which takes longer than doing it where a row has a few
    dozen numbers, the more so as the code for it has been forgotten by the processor since the row before. Here one
-   comparison says whether there is nothing to find out. Nothing is ever cast but Python's numbers to float32, and data
-   never raise: what is not as it should be is left to numpy, and to those who can say what is wrong with it. */
+   comparison says whether there is nothing to find out. Nothing is ever cast but Python's numbers to float32, and what is
+   not as it should be raises nothing: it is left to numpy, and to those who can say what is wrong with it. */
 
 #define PY_SSIZE_T_CLEAN
 #define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
@@ -26,7 +26,7 @@ static int has_arguments(Py_ssize_t given, Py_ssize_t wanted) {
 
 /* Whether elements of this type are their bytes: no references, no dates with units, no records. */
 static int is_plain(int type) {
-    return PyTypeNum_ISBOOL(type) || PyTypeNum_ISNUMBER(type) || type == NPY_HALF;
+    return (type >= 0 && PyTypeNum_ISNUMBER(type)) || type == NPY_BOOL || type == NPY_HALF;
 }
 
 /* A place that can be written into: `n` dimensions of plain elements, one behind the other. */
@@ -88,15 +88,18 @@ static int wrote(const Place *place, PyObject *object) {
     }
     PyArrayObject *value = (PyArrayObject *)object;
     if (PyArray_TYPE(value) != place->type || PyArray_NDIM(value) != place->n || !PyArray_ISCARRAY_RO(value) ||
-        memcmp(PyArray_SHAPE(value), place->shape, place->n * sizeof(npy_intp)) != 0) {
+        (place->n > 0 && memcmp(PyArray_SHAPE(value), place->shape, place->n * sizeof(npy_intp)) != 0)) {
         return 0;
     }
     memmove(place->data, PyArray_DATA(value), place->nbytes);
     return 1;
 }
 
-/* An index among the arguments; -1 with an exception set if it is none. */
-static Py_ssize_t index_from(PyObject *argument) { return PyNumber_AsSsize_t(argument, PyExc_IndexError); }
+/* Indices among the arguments; 0 with an exception set if one is none. */
+static int has_index(PyObject *argument, Py_ssize_t *index) {
+    *index = PyNumber_AsSsize_t(argument, PyExc_IndexError);
+    return *index != -1 || !PyErr_Occurred();
+}
 
 /* ---- copies ------------------------------------------------------------------------------------ */
 
@@ -109,11 +112,8 @@ static PyObject *copy(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize
 }
 
 static PyObject *copy_row(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    if (!has_arguments(n, 3)) {
-        return NULL;
-    }
-    Py_ssize_t t = index_from(arguments[1]);
-    if (t == -1 && PyErr_Occurred()) {
+    Py_ssize_t t;
+    if (!has_arguments(n, 3) || !has_index(arguments[1], &t)) {
         return NULL;
     }
     Place row;
@@ -121,14 +121,11 @@ static PyObject *copy_row(PyObject *Py_UNUSED(module), Arguments arguments, Py_s
 }
 
 static PyObject *copy_fields(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    if (!has_arguments(n, 3)) {
+    Py_ssize_t t;
+    if (!has_arguments(n, 3) || !has_index(arguments[1], &t)) {
         return NULL;
     }
     PyObject *arrays = arguments[0], *values = arguments[2];
-    Py_ssize_t t = index_from(arguments[1]);
-    if (t == -1 && PyErr_Occurred()) {
-        return NULL;
-    }
     if (!PyDict_CheckExact(arrays) || !PyDict_CheckExact(values) || PyDict_GET_SIZE(arrays) != PyDict_GET_SIZE(values)) {
         Py_RETURN_FALSE;
     }
@@ -141,7 +138,7 @@ static PyObject *copy_fields(PyObject *Py_UNUSED(module), Arguments arguments, P
         }
         Place row;
         if (value == NULL || !find_row(array, t, &row) || !wrote(&row, value)) {
-            Py_RETURN_FALSE;
+            Py_RETURN_FALSE; /* nothing of Python's runs between finding the value and this */
         }
     }
     Py_RETURN_TRUE;
@@ -162,41 +159,64 @@ static int wrote_number(const Place *place, PyObject *object) {
         return 0;
     }
     PyArray_Descr *dtype = PyArray_DescrFromScalar(object);
-    int fits = dtype != NULL && dtype->type_num == place->type;
+    if (dtype == NULL) {
+        PyErr_Clear();
+        return 0;
+    }
+    int fits = dtype->type_num == place->type;
     if (fits) {
         PyArray_ScalarAsCtype(object, place->data);
     }
-    Py_XDECREF(dtype);
+    Py_DECREF(dtype);
     return fits;
 }
 
 /* Write `value` into entry b of row t: of an array, or of every array in a dict or tuple of such, nested as `value` is.
    `n_columns` is how many entries the row must have, or ANY. Returns 0 if something does not fit, -1 with an exception
-   set if names cannot be compared. */
+   set if that could not be found out. Of a subclass, whose items may be others than those that lie there, nothing is
+   taken but of OrderedDict; what is taken is held, since comparing names may run the user's code. */
 enum { ANY = -1 };
 
-static int wrote_entry(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value) {
-    if (PyTuple_CheckExact(arrays)) {
-        if (!PyTuple_Check(value) || PyTuple_GET_SIZE(value) != PyTuple_GET_SIZE(arrays)) {
-            return 0;
-        }
-        int result = 1;
-        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arrays) && result == 1; i++) {
-            result = wrote_entry(PyTuple_GET_ITEM(arrays, i), t, b, n_columns, PyTuple_GET_ITEM(value, i));
-        }
-        return result;
+static int wrote_entry(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value);
+
+static int wrote_items(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value) {
+    if (!PyTuple_CheckExact(value) || PyTuple_GET_SIZE(value) != PyTuple_GET_SIZE(arrays)) {
+        return 0;
     }
-    if (PyDict_CheckExact(arrays)) {
-        if (!PyDict_Check(value) || PyDict_GET_SIZE(value) != PyDict_GET_SIZE(arrays)) {
-            return 0;
+    int result = 1;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arrays) && result == 1; i++) {
+        result = wrote_entry(PyTuple_GET_ITEM(arrays, i), t, b, n_columns, PyTuple_GET_ITEM(value, i));
+    }
+    return result;
+}
+
+static int wrote_named(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value) {
+    if (!(PyDict_CheckExact(value) || PyODict_CheckExact(value)) || PyDict_GET_SIZE(value) != PyDict_GET_SIZE(arrays)) {
+        return 0;
+    }
+    PyObject *name, *part;
+    Py_ssize_t at = 0;
+    int result = 1;
+    while (result == 1 && PyDict_Next(arrays, &at, &name, &part)) {
+        PyObject *own = PyDict_GetItemWithError(value, name);
+        if (own == NULL) {
+            return PyErr_Occurred() ? -1 : 0;
         }
-        PyObject *name, *part;
-        Py_ssize_t at = 0;
-        int result = 1;
-        while (result == 1 && PyDict_Next(arrays, &at, &name, &part)) {
-            PyObject *own = PyDict_GetItemWithError(value, name);
-            result = own != NULL ? wrote_entry(part, t, b, n_columns, own) : PyErr_Occurred() ? -1 : 0;
+        Py_INCREF(own);
+        result = wrote_entry(part, t, b, n_columns, own);
+        Py_DECREF(own);
+    }
+    return result;
+}
+
+static int wrote_entry(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value) {
+    if (PyTuple_CheckExact(arrays) || PyDict_CheckExact(arrays)) {
+        if (Py_EnterRecursiveCall(" while a nested value is written")) {
+            return -1;
         }
+        int result = PyTuple_CheckExact(arrays) ? wrote_items(arrays, t, b, n_columns, value)
+                                                : wrote_named(arrays, t, b, n_columns, value);
+        Py_LeaveRecursiveCall();
         return result;
     }
     Place row;
@@ -208,11 +228,8 @@ static int wrote_entry(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t 
 }
 
 static PyObject *put(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    if (!has_arguments(n, 4)) {
-        return NULL;
-    }
-    Py_ssize_t t = index_from(arguments[1]), b = index_from(arguments[2]);
-    if (PyErr_Occurred()) {
+    Py_ssize_t t, b;
+    if (!has_arguments(n, 4) || !has_index(arguments[1], &t) || !has_index(arguments[2], &b)) {
         return NULL;
     }
     int result = wrote_entry(arguments[0], t, b, ANY, arguments[3]);
@@ -220,28 +237,28 @@ static PyObject *put(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_
 }
 
 static PyObject *gather(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    if (!has_arguments(n, 3)) {
+    Py_ssize_t t;
+    if (!has_arguments(n, 3) || !has_index(arguments[1], &t)) {
         return NULL;
     }
-    Py_ssize_t t = index_from(arguments[1]);
     PyObject *values = arguments[2];
-    if (t == -1 && PyErr_Occurred()) {
-        return NULL;
-    }
     int result = PyList_CheckExact(values);
     Py_ssize_t n_columns = result ? PyList_GET_SIZE(values) : 0;
     for (Py_ssize_t b = 0; b < n_columns && result == 1; b++) {
-        result = wrote_entry(arguments[0], t, b, n_columns, PyList_GET_ITEM(values, b));
+        if (PyList_GET_SIZE(values) != n_columns) {
+            Py_RETURN_FALSE; /* changed by the user's code that compares names */
+        }
+        PyObject *value = PyList_GET_ITEM(values, b);
+        Py_INCREF(value);
+        result = wrote_entry(arguments[0], t, b, n_columns, value);
+        Py_DECREF(value);
     }
     return result < 0 ? NULL : PyBool_FromLong(result && n_columns > 0);
 }
 
 static PyObject *set_flag(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    if (!has_arguments(n, 3)) {
-        return NULL;
-    }
-    Py_ssize_t t = index_from(arguments[1]), b = index_from(arguments[2]);
-    if (PyErr_Occurred()) {
+    Py_ssize_t t, b;
+    if (!has_arguments(n, 3) || !has_index(arguments[1], &t) || !has_index(arguments[2], &b)) {
         return NULL;
     }
     Place row;
@@ -252,21 +269,19 @@ static PyObject *set_flag(PyObject *Py_UNUSED(module), Arguments arguments, Py_s
     return PyBool_FromLong(is_flag);
 }
 
-/* Python's number `object`; 0 if it is none. */
+/* The number `object`, if a double holds it exactly and float32 can be rounded from that; 0 if it is something else. */
 static int as_number(PyObject *object, double *number) {
-    if (PyFloat_Check(object)) { /* numpy's float64 is one too */
+    if (PyFloat_CheckExact(object) || Py_TYPE(object) == &PyDoubleArrType_Type) { /* numpy's float64 is laid out alike */
         *number = PyFloat_AS_DOUBLE(object);
         return 1;
     }
     if (!PyLong_CheckExact(object)) {
         return 0;
     }
-    *number = PyLong_AsDouble(object);
-    if (*number == -1.0 && PyErr_Occurred()) { /* too large */
-        PyErr_Clear();
-        return 0;
-    }
-    return 1;
+    int overflow;
+    long long integer = PyLong_AsLongLongAndOverflow(object, &overflow);
+    *number = (double)integer;
+    return !overflow && -(1LL << 53) <= integer && integer <= 1LL << 53;
 }
 
 static PyObject *gather_numbers(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
@@ -295,7 +310,7 @@ static PyObject *gather_numbers(PyObject *Py_UNUSED(module), Arguments arguments
 
 /* ---- trajectories ------------------------------------------------------------------------------ */
 
-enum { LENGTH, RETURN, NONZERO_REWARDS, DISCOUNTED_RETURN, N_FIGURES }; /* the rows of `running` */
+enum { LENGTH, RETURN, NONZERO_REWARDS, DISCOUNTED_RETURN, WEIGHT, N_SUMS }; /* the rows of `running` */
 
 /* A row of `records`: RECORD of trajectory_queue.py. */
 typedef struct {
@@ -320,9 +335,12 @@ static PyObject *sum_episodes(PyObject *Py_UNUSED(module), Arguments arguments, 
     }
     PyArrayObject *reward = as_array(arguments[0], NPY_FLOAT32, 2), *done = as_array(arguments[1], NPY_BOOL, 2);
     Place running, records;
-    long long first_t = PyLong_AsLongLong(arguments[4]), first_env_rank = PyLong_AsLongLong(arguments[5]);
+    Py_ssize_t first_t, first_env_rank;
+    if (!has_index(arguments[4], &first_t) || !has_index(arguments[5], &first_env_rank)) {
+        return NULL;
+    }
     double discount = PyFloat_AsDouble(arguments[6]);
-    if (PyErr_Occurred()) {
+    if (discount == -1.0 && PyErr_Occurred()) {
         return NULL;
     }
     if (reward == NULL || done == NULL || !find_place(arguments[2], &running) || !find_place(arguments[3], &records)) {
@@ -330,7 +348,7 @@ static PyObject *sum_episodes(PyObject *Py_UNUSED(module), Arguments arguments, 
     }
     npy_intp n_rows = PyArray_DIM(reward, 0), n_columns = PyArray_DIM(reward, 1);
     int fits = PyArray_DIM(done, 0) == n_rows && PyArray_DIM(done, 1) == n_columns && running.type == NPY_FLOAT64 &&
-               running.nbytes == N_FIGURES * n_columns * (npy_intp)sizeof(double) && records.type == NPY_UINT8 &&
+               running.nbytes == N_SUMS * n_columns * (npy_intp)sizeof(double) && records.type == NPY_UINT8 &&
                records.nbytes >= PyArray_SIZE(reward) * (npy_intp)sizeof(Record) &&
                (npy_uintp)records.data % sizeof(double) == 0;
     if (!fits) {
@@ -341,7 +359,7 @@ static PyObject *sum_episodes(PyObject *Py_UNUSED(module), Arguments arguments, 
     for (npy_intp b = 0; b < n_columns; b++) {
         double length = sums[LENGTH * n_columns + b], return_ = sums[RETURN * n_columns + b];
         double nonzero = sums[NONZERO_REWARDS * n_columns + b], discounted = sums[DISCOUNTED_RETURN * n_columns + b];
-        double weight = pow(discount, length);
+        double weight = sums[WEIGHT * n_columns + b];
         for (npy_intp t = 0; t < n_rows; t++) {
             double number = *(npy_float32 *)PyArray_GETPTR2(reward, t, b);
             length += 1;
@@ -357,6 +375,7 @@ static PyObject *sum_episodes(PyObject *Py_UNUSED(module), Arguments arguments, 
         }
         sums[LENGTH * n_columns + b] = length, sums[RETURN * n_columns + b] = return_;
         sums[NONZERO_REWARDS * n_columns + b] = nonzero, sums[DISCOUNTED_RETURN * n_columns + b] = discounted;
+        sums[WEIGHT * n_columns + b] = weight;
     }
     return PyLong_FromSsize_t(record - (Record *)records.data);
 }

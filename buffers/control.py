@@ -254,7 +254,8 @@ class Progress:
     step; a `memoryview` item costs 30 ns where a numpy one costs 50.
     """
 
-    PHASE, ENV_RANK, IS_STEPPING = _PHASE, _ENV_RANK, _IS_STEPPING
+    PHASE, ENV_RANK, HEARTBEAT, RESETTING = _PHASE, _ENV_RANK, _HEARTBEAT, _RESETTING
+    IS_STEPPING, IS_RESETTING = _IS_STEPPING, _IS_RESETTING
 
     def __init__(self, control: ControlBlock, worker_rank: int) -> None:
         self._control = control
@@ -304,14 +305,6 @@ class Progress:
         self.words[_STEPPING] += int((stepped - acted) * 1e9)
         self.words[_BATCHES] += 1
         self.words[_STEPS] += n_steps
-
-    def begin_resetting(self, env_rank: int) -> int:
-        """An environment is about to be reset: a phase, and a sign of life. Returns `time.monotonic_ns()`."""
-        words = self.words
-        words[_PHASE] = _IS_RESETTING
-        words[_ENV_RANK] = env_rank
-        words[_HEARTBEAT] = now = time.monotonic_ns()
-        return now
 
     def add_resetting_since(self, began_ns: int) -> None:
         """Add time spent in `env.reset`; within a batch it is part of the stepping time too."""

@@ -13,7 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["COMPILED", "copy", "copy_fields", "copy_row", "gather", "gather_numbers", "put", "set_flag", "sum_episodes"]
+__all__ = [
+    "COMPILED",
+    "MISSING",
+    "copy",
+    "copy_fields",
+    "copy_row",
+    "gather",
+    "gather_numbers",
+    "put",
+    "set_flag",
+    "sum_episodes",
+]
 
 
 def _leave_it(*_: Any) -> bool:
@@ -30,19 +41,19 @@ copy: Callable[[Any, Any], bool]
 copy_row: Callable[[Any, int, Any], bool]
 #: `copy_fields(arrays, t, values)`: the same for dicts with the same keys.
 copy_fields: Callable[[dict[str, Any], int, Any], bool]
-#: `put(arrays, t, b, value)`: an element of a space into `arrays[t, b]`: an array like that, or a number of that type.
-#: `arrays` may be a dict or tuple of arrays, nested as the value is.
+#: `put(arrays, t, b, value)`: an element of a space into `arrays[t, b]`: an array like that, a number of that type, or
+#: one of Python's ints into int64. `arrays` may be a dict or tuple of arrays, nested as the value is.
 put: Callable[[Any, int, int, Any], bool]
+#: `gather(arrays, t, values)`: `put` for a list of values, one for each entry of `arrays[t]`.
+gather: Callable[[Any, int, Any], bool]
 #: `set_flag(flags, t, b)`: True into bool `flags[t, b]`.
 set_flag: Callable[[Any, int, int], bool]
-#: `gather(arrays, t, values)`: the same for a list of values, one for each entry of `arrays[t]`.
-gather: Callable[[Any, int, Any], bool]
 #: `gather_numbers(target, values)`: a list of Python's floats and ints into float32 `[B]`, if that can hold them.
 gather_numbers: Callable[[Any, Any], bool]
 #: `sum_episodes(reward, done, running, records, first_t, first_env_rank, discount)`: the trajectories that finish in
 #: rows `[T, B]`, as RECORDs of the trajectory queue, in `records`, which are bytes for T * B of them. Returns how many,
-#: or -1. `running` float64 `[4, B]` are the figures of those that had begun before, and then of those that go on. They
-#: are added up step by step, as `TrajInfo.step` does.
+#: or -1. `running` float64 `[5, B]` are the figures of those that had begun before, with the weight of their next
+#: reward, and then of those that go on. They are added up step by step, as `TrajInfo.step` does.
 sum_episodes: Callable[[Any, Any, Any, Any, int, int, float], int]
 
 try:
@@ -56,9 +67,13 @@ try:
         set_flag,
         sum_episodes,
     )
-except ImportError:  # there was no C compiler, or the checkout is used as it is
+except ImportError as error:  # there was no C compiler, or the checkout is used as it is
     copy = copy_row = copy_fields = put = set_flag = gather = gather_numbers = _leave_it
     sum_episodes = _sum_nothing
+    #: Why nothing is done here.
+    MISSING = str(error)
+else:
+    MISSING = ""
 
 #: Whether anything is done here.
-COMPILED = copy is not _leave_it
+COMPILED = not MISSING

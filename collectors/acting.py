@@ -80,7 +80,7 @@ class AgentInfoWriter:
         """Record `agent_info` as row t. Raises `SpaceError` naming what is not as it was in the first step."""
         try:
             fields: Any = agent_info if agent_info.__class__ is dict else fields_of(agent_info)
-            if copy_fields(self._arrays, t, fields):  # all of them: parts of parts have no place there
+            if not self._nodes and copy_fields(self._arrays, t, fields):
                 return
             fits = len(fields) == self._n
             for key, array, shape in self._leaves:

@@ -58,6 +58,7 @@ class Collector(ABC):
         self.tracker, self.progress = parts.tracker, parts.progress
         self.batch_T = parts.samples.batch_T
         self.streams, self._max_decorrelation_steps = parts.streams, parts.max_decorrelation_steps
+        self._agent_has_state = type(parts.agent).reset_one is not Agent.reset_one
         self.finals = FinalObservations(parts.samples, parts.agent, parts.envs)
         # The agent's inputs beside the observation. Not views of the batch: these are zeroed when an
         # episode starts, where the batch keeps the last action of the episode before.
@@ -173,21 +174,24 @@ class Collector(ABC):
     def record_end(
         self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool
     ) -> None:
-        """Column's episode has ended at step t with `observation`: record it. Call before anything is reset."""
+        """Column's episode has ended at step t with `observation`: record it. Call before anything is reset, and in a
+        batch that `begin_batch` has begun, which leaves False in all flags."""
         samples = self.samples
         if not set_flag(samples.done, t, column):
             samples.done[t, column] = True
-        if terminated and not set_flag(samples.terminated, t, column):  # `clear` has left False everywhere
+        if terminated and not set_flag(samples.terminated, t, column):
             samples.terminated[t, column] = True
         if truncated and not set_flag(samples.truncated, t, column):
             samples.truncated[t, column] = True
         self.finals.record(t, column, observation, reward, terminated, truncated)
-        self.tracker.on_done(t, column, observation)
+        if self.tracker.on_step is not None:
+            self.tracker.on_done(t, column, observation)
 
     def reset_column(self, column: int) -> Any:
         """Column's episode has ended: reset its environment, its agent state and its previous action.
         Returns the new first observation. The caller zeroes `prev_reward` once the row is complete."""
         observation = self.envs.reset_one(column)
-        self.agent.reset_one(column)
+        if self._agent_has_state:
+            self.agent.reset_one(column)
         self.prev_action[column] = 0
         return observation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from penstock.buffers.control import Phase, Progress
 from penstock.buffers.named import map_leaves
 from penstock.collectors.checks import Checks, checked_writer
 from penstock.collectors.tracking import StepHook, kept
-from penstock.envs.checks import episode_flags, require_info, require_number, step_values_error
+from penstock.envs.checks import episode_flags, require_info, require_number, require_step, step_values_error
 from penstock.envs.examples import example_of
 from penstock.envs.rows import ColumnError, RowWriter, action_splitter
 from penstock.errors import SpaceError, brief
@@ -70,15 +71,17 @@ class EnvColumns:
 
     def reset_one(self, column: int, seed: int | None = None) -> Any:
         """Reset one environment and return its first observation, which is checked when it is written."""
-        env_rank = self.env_ranks[column]
-        began = self._progress.begin_resetting(env_rank)
+        env_rank, words = self.env_ranks[column], self._progress.words
+        words[Progress.PHASE], words[Progress.ENV_RANK] = Progress.IS_RESETTING, env_rank
+        words[Progress.HEARTBEAT] = began = time.monotonic_ns()
         result: Any = self.envs[column].reset(seed=seed)
         if not isinstance(result, tuple) or len(result) != 2:
             got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
             raise SpaceError(f"env.reset of env_rank {env_rank} must return a tuple (observation, info), got {got}")
         self.observations[column], info = result
-        require_info(info, env_rank, "reset")
-        self._progress.add_resetting_since(began)
+        if info.__class__ is not dict:
+            require_info(info, env_rank, "reset")
+        words[Progress.RESETTING] += time.monotonic_ns() - began
         return self.observations[column]
 
     def reset_all(self, seeds: Sequence[int | None]) -> None:
@@ -116,9 +119,7 @@ class EnvColumns:
                 observation, reward, terminated, truncated, info = step(action)
                 # One test lets the ordinary step pass; whatever is not ordinary is looked at more closely.
                 if terminated is not False or truncated is not False or is_watched or info.__class__ is not dict:
-                    require_info(info, env_rank)
-                    require_number(reward, env_rank)
-                    terminated, truncated = episode_flags(terminated, truncated, env_rank)
+                    terminated, truncated = require_step(reward, terminated, truncated, info, env_rank)
                     if is_watched:
                         self.infos[b] = info
                         if on_step is not None:

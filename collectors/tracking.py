@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.named import map_leaves
-from penstock.buffers.native import sum_episodes
+from penstock.buffers.native import COMPILED, sum_episodes
 from penstock.buffers.trajectory_queue import FIGURES, RECORD, Frame
 from penstock.collectors.traj_info import TrajInfo
 
@@ -83,9 +83,11 @@ class BatchTracker:
         self._env_ranks = np.asarray(env_ranks)
         self._put = put
         self._discount = float(discount)
-        # What each column's running trajectory has added up to so far: FIGURES `[4, B]`.
-        self._running = np.zeros((len(FIGURES), len(env_ranks)))
-        self._records = np.empty(0, RECORD)
+        # What each column's running trajectory has added up to so far: FIGURES, and the weight of its next reward.
+        self._running = np.zeros((len(FIGURES) + 1, len(env_ranks)))
+        self.restart()
+        self._is_compiled = COMPILED and env_ranks.step == 1
+        self._room = np.empty(0, RECORD)
 
     def set_agent_info(self, agent_info: Any) -> None:
         """Not needed."""
@@ -94,32 +96,33 @@ class BatchTracker:
         """Not needed: dones are read from the rows."""
 
     def restart(self) -> None:
-        self._running[...] = 0
+        self._running[:-1], self._running[-1] = 0, 1
 
     def drop(self, column: int) -> None:
-        self._running[:, column] = 0
+        self.preload(column, ())
 
     def preload(self, column: int, rewards: Sequence[float]) -> None:
-        reward = np.asarray(rewards, np.float64)
-        weighted = reward * self._discount ** np.arange(len(reward))
-        self._running[:, column] = len(reward), reward.sum(), np.count_nonzero(reward), weighted.sum()
+        info = TrajInfo(self._discount)
+        for reward in rewards:
+            info.step(None, None, reward, False, False, None, {})
+        self._running[:, column] = (*(getattr(info, name) for name in FIGURES), info._weight)
 
     def end_rows(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int = 0) -> int:
-        if len(self._records) < reward.size:  # a trajectory may end in every cell
-            self._records = np.empty(reward.size, RECORD)
-        n = sum_episodes(
-            reward,
-            done,
-            self._running,
-            self._records.view(np.uint8),
-            first_t,
-            int(self._env_ranks[0]),
-            self._discount,
-        )
-        records = self._records[:n] if n >= 0 else self._digest(reward, done, first_t)
+        records = self._sum(reward, done, first_t) if self._is_compiled else None
+        if records is None:
+            records = self._digest(reward, done, first_t)
         if len(records):
             self._put(records)
         return len(records)
+
+    def _sum(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int) -> npt.NDArray[Any] | None:
+        """`_digest`, compiled, if it can be."""
+        if len(self._room) < reward.size:  # a trajectory may end in every cell
+            self._room = np.empty(reward.size, RECORD)
+        first_env_rank = int(self._env_ranks[0])
+        room = self._room.view(np.uint8)
+        n = sum_episodes(reward, done, self._running, room, first_t, first_env_rank, self._discount)
+        return self._room[:n].copy() if n >= 0 else None
 
     def _digest(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int) -> npt.NDArray[Any]:
         """The trajectories that finish in these rows; what is left running stays in the sums."""
@@ -137,9 +140,11 @@ class BatchTracker:
         figures[0] = ends - starts + 1
         figures[1] = np.add.reduceat(rewards, starts)
         figures[2] = np.add.reduceat(rewards != 0, starts, dtype=np.int64)
-        figures[3] = np.add.reduceat(rewards * self._discount ** self._ages(starts, ends, first), starts)
-        figures[:, first] += self._running
-        self._running[...] = figures[:, last] * ~is_done[ends[last]]
+        weighted = rewards if self._discount == 1.0 else rewards * self._discount ** self._ages(starts, ends, first)
+        figures[3] = np.add.reduceat(weighted, starts)
+        figures[:, first] += self._running[:-1]
+        self._running[:-1] = np.where(is_done[ends[last]], 0.0, figures[:, last])
+        self._running[-1] = self._discount ** self._running[0]
 
         finished = is_done[ends]
         column, row = np.divmod(ends[finished], n_rows)

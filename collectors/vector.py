@@ -12,10 +12,8 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import iterate
 
-from penstock.agents.base import Agent
 from penstock.buffers.control import Phase, Progress
 from penstock.buffers.named import NamedArrays, as_named, map_leaves
-from penstock.collectors.base import CollectorParts
 from penstock.collectors.checks import Checks, checked_writer
 from penstock.collectors.columns import DoneHook
 from penstock.collectors.reset import ResetCollector
@@ -43,10 +41,6 @@ class VectorEnvCollector(ResetCollector):
 
     batched = True
     envs: VectorColumns  # type: ignore[assignment]
-
-    def __init__(self, parts: CollectorParts) -> None:
-        super().__init__(parts)
-        self._agent_has_state = type(parts.agent).reset_one is not Agent.reset_one
 
     def step_envs(self, t: int) -> None:
         self.progress.begin_stepping(t)

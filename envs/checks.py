@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.errors import SpaceError, brief
 
-__all__ = ["episode_flags", "require_info", "require_number", "step_values_error"]
+__all__ = ["episode_flags", "require_info", "require_number", "require_step", "step_values_error"]
 
 
 def step_values_error(error: Exception, env_rank: int) -> SpaceError | None:
@@ -35,8 +35,19 @@ def step_values_error(error: Exception, env_rank: int) -> SpaceError | None:
 
 def require_info(info: Any, env_rank: int, call: str = "step") -> None:
     """Raise `SpaceError` unless `info`, from the environment's `call`, is a dict or another mapping."""
-    if info.__class__ is not dict and not isinstance(info, Mapping):  # an abstract class is slow to answer
+    if not isinstance(info, Mapping):
         raise SpaceError(f"the info that env.{call} of env_rank {env_rank} returned must be a dict, got {brief(info)}")
+
+
+def require_step(reward: Any, terminated: Any, truncated: Any, info: Any, env_rank: int) -> tuple[bool, bool]:
+    """All of these for what `env.step` returned beside the observation; returns the flags."""
+    if info.__class__ is not dict:
+        require_info(info, env_rank)
+    if reward.__class__ is not float:
+        require_number(reward, env_rank)
+    if terminated.__class__ is truncated.__class__ is bool:
+        return terminated, truncated
+    return episode_flags(terminated, truncated, env_rank)
 
 
 def episode_flags(terminated: Any, truncated: Any, env_rank: int) -> tuple[bool, bool]:
@@ -44,8 +55,6 @@ def episode_flags(terminated: Any, truncated: Any, env_rank: int) -> tuple[bool,
 
     Raises `SpaceError` naming the flag and the environment for anything else.
     """
-    if terminated.__class__ is truncated.__class__ is bool:
-        return terminated, truncated
     return _flag(terminated, "terminated", env_rank), _flag(truncated, "truncated", env_rank)
 
 

@@ -17,7 +17,10 @@ ROOT = Path(__file__).parent.parent
 ROOMS = ("buffers", "workers", "envs", "agents", "collectors", "samplers", "testing")
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "src", *ROOMS)
 
-HAS_COMPILER = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]) is not None
+HAS_COMPILER = (
+    shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]) is not None
+    and (Path(sysconfig.get_path("include")) / "Python.h").exists()
+)
 
 SAMPLE = """
 import penstock
@@ -129,6 +132,7 @@ def test_an_editable_install_works(tmp_path: Path, links: bool) -> None:
     assert not top_level
 
 
+@pytest.mark.skipif(ROOT in Path(penstock.__file__).parents, reason="the checkout is tested, where nothing is built")
 def test_the_installed_package_is_compiled_where_there_is_a_compiler() -> None:
     assert COMPILED or not HAS_COMPILER
 

@@ -68,7 +68,7 @@ class Supervisor:
         must not be replaced.
         """
         began = time.monotonic()
-        # Who looks out in vain keeps a worker from its work: where batches take long, only the last one is looked for.
+        # Who looks out in vain keeps a worker from its work: where they are long at it, only the last is looked for.
         if not (self._is_soon and self._look_out(staff, wait)):
             self._sleep_out(staff, wait)
         self._is_soon = time.monotonic() - began < 2 * self._spin_seconds
@@ -85,10 +85,9 @@ class Supervisor:
         if wait.starting:
             stopwatch.start(member.rank for member in staff.members)
         while True:
-            pending = _pending(staff)
-            if len(pending) == 1 < len(staff.members) and self._look_out(staff, wait):
+            if len(_pending(staff)) == 1 < len(staff.members) and self._look_out(staff, wait):
                 return
-            is_enough = not pending or (wait.on_wake is None and wait.until is not None and wait.until())
+            is_enough = not _pending(staff) or (wait.on_wake is None and wait.until is not None and wait.until())
             seconds = 0.0 if is_enough else min(wait.look_again, stopwatch.look_again)
             self._looked = time.monotonic()
             dead = self._watch_of(staff).wait(seconds, interruptible=wait.interruptible)

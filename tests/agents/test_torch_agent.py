@@ -362,3 +362,12 @@ def test_tied_weights_stay_tied_in_a_worker() -> None:
     worker.pull_shared_memory()
     assert worker.model.decode.weight is worker.model.encode.weight
     assert_same_bits(worker.model, learner.model)
+
+
+@pytest.mark.parametrize("mode", ["sample_mode", "eval_mode"])
+def test_modules_that_are_in_training_mode_by_themselves_act_in_evaluation_mode_too(mode: str) -> None:
+    agent = agent_of(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)))
+    agent.model.eval()
+    agent.model[1].train()  # as one that is made in the first `forward` would be
+    getattr(agent, mode)(0)
+    assert not any(module.training for module in agent.model.modules())

@@ -1,7 +1,7 @@
 """The compiled part: it does what numpy would, or says that it has not."""
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -240,7 +240,9 @@ def test_rows_that_do_not_fit_are_not_gathered(values: Any) -> None:
     assert gather(np.zeros(1), 0, []) is False
 
 
-@pytest.mark.parametrize("value", [None, "1", np.float32(1), np.int64(1), np.ones(1), 1j, 10**400, 1e39, -1e39, True])
+@pytest.mark.parametrize(
+    "value", [None, "1", np.float32(1), np.int64(1), np.ones(1), 1j, 10**400, 2**53 + 1, 1e39, -1e39, True]
+)
 def test_what_is_no_ordinary_number_is_not_gathered(value: Any) -> None:
     assert gather_numbers(np.zeros(2, np.float32), [0.0, value]) is False
     assert gather_numbers(np.zeros(1, np.float64), [0.0]) is False
@@ -282,15 +284,60 @@ def test_an_index_that_is_none_is_an_error(function: Any, index: Any) -> None:
         function(np.zeros((1, 1)), index, *more)
 
 
+class Name(str):
+    """A name of the user's own, which does something when it is compared."""
+
+    __slots__ = ("on_compare",)
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        self.on_compare()
+        return str.__eq__(self, other)
+
+
+def test_what_is_written_is_held_while_names_are_compared() -> None:
+    name = Name("a")
+    values: list[Any] = [{"a": np.ones(2)} for _ in range(3)]
+    name.on_compare = values.clear
+    assert gather({name: np.zeros((1, 3, 2))}, 0, values) is False
+    value: dict[str, Any] = {"b": {"a": np.ones(2)}}
+    name.on_compare = value.clear
+    arrays = {"b": {name: np.zeros((1, 3, 2))}}
+    assert put(arrays, 0, 1, value)
+    assert arrays["b"][name][0, 1].tolist() == [1, 1]
+
+
+class Lazy(dict[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key) + 1
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+def test_of_subclasses_that_may_have_other_items_nothing_is_taken() -> None:
+    assert put({"a": np.zeros((1, 1))}, 0, 0, Lazy(a=np.zeros(()))) is False
+    assert put((np.zeros((1, 1)),) * 2, 0, 0, Pair(np.zeros(()), np.zeros(()))) is False
+
+
+def test_a_structure_without_end_is_an_error() -> None:
+    arrays: dict[str, Any] = {}
+    arrays["a"] = arrays
+    value: dict[str, Any] = {}
+    value["a"] = value
+    with pytest.raises(RecursionError):
+        put(arrays, 0, 0, value)
+
+
 def test_an_error_in_comparing_names_comes_through() -> None:
-    class Unequal(str):
-        __slots__ = ()
-        __hash__ = str.__hash__
+    def refuse() -> None:
+        raise RuntimeError("compared")
 
-        def __eq__(self, other: object) -> bool:
-            raise RuntimeError("compared")
-
-    arrays = {Unequal("a"): np.zeros((1, 1))}
+    name = Name("a")
+    name.on_compare = refuse
+    arrays = {name: np.zeros((1, 1))}
     for call in (
         lambda: copy_fields(arrays, 0, {"a": np.zeros(1)}),
         lambda: put(arrays, 0, 0, {"a": 0}),
@@ -301,13 +348,13 @@ def test_an_error_in_comparing_names_comes_through() -> None:
 
 
 def test_sums_that_cannot_be_made_change_nothing() -> None:
-    reward, done, running = np.ones((3, 2), np.float32), np.ones((3, 2), np.bool_), np.zeros((4, 2))
+    reward, done, running = np.ones((3, 2), np.float32), np.ones((3, 2), np.bool_), np.zeros((5, 2))
     room = np.zeros(6, RECORD).view(np.uint8)
     for arguments in (
         (reward.astype(np.float64), done, running, room),
         (reward, done.astype(np.uint8), running, room),
         (reward, done[:2], running, room),
-        (reward, done, running[:3], room),
+        (reward, done, running[:4], room),
         (reward, done, running, room[:-1]),
         (reward, done, running, np.zeros(6 * RECORD.itemsize + 8, np.uint8)[4:]),
         (None, done, running, room),

@@ -97,6 +97,7 @@ BAD_INFO: dict[str, tuple[Callable[[int], Any], str, str]] = {
 
 BAD_LATER: dict[str, tuple[Callable[[int], Any], str]] = {
     "left out": (lambda B: NamedArrays(), r"with the fields \['x', 'deep'\], .* got the fields \[\]"),
+    "a node left out": (lambda B: {"x": zeros(B)}, r"with the fields \['x', 'deep'\], .* got the fields \['x'\]"),
     "a field too many": (lambda B: info(B, z=zeros(B)), r"with the fields \['x', 'deep'\], .* got the fields \['x', "),
     "another field": (lambda B: {"x": zeros(B), "z": zeros(B)}, r"with the fields \['x', 'deep'\]"),
     "another shape": (lambda B: info(B, x=np.zeros((B, 2))), r"agent_info\.x with shape \(\d,\) .* got \(\d, 2\)"),

@@ -76,16 +76,16 @@ def batch_tracker(run: Run, columns: range, times_of: str = "batch") -> list[tup
     """The same of some columns by a BatchTracker."""
     handed_over: list[Any] = []
     ranks = range(FIRST_RANK + columns.start, FIRST_RANK + columns.stop)
-    tracker = BatchTracker(ranks, handed_over.append, run.discount)
+    with pytest.MonkeyPatch.context() as patch:
+        if not run.compiled:
+            patch.setattr(tracking, "COMPILED", False)
+        tracker = BatchTracker(ranks, handed_over.append, run.discount)
     for own, column in enumerate(columns):
         tracker.preload(own, run.before[column])
     found = []
     for batch, (start, stop) in enumerate(run.batches):
         rows = slice(start, stop), slice(columns.start, columns.stop)
-        with pytest.MonkeyPatch.context() as patch:
-            if not run.compiled:
-                patch.setattr(tracking, "sum_episodes", lambda *_: -1)
-            n = tracker.end_rows(run.reward[rows], run.done[rows], start if times_of == "run" else 0)
+        n = tracker.end_rows(run.reward[rows], run.done[rows], start if times_of == "run" else 0)
         assert n == sum(map(len, handed_over)) == run.done[rows].sum()
         found += [(batch, *record) for records in handed_over for record in records.tolist()]
         handed_over.clear()
@@ -186,6 +186,31 @@ def test_a_reward_that_is_not_finite_stays_in_its_own_trajectory(reward: float) 
     run.reward[1, 0] = reward
     strange = [r for r in batch_tracker(run, range(2)) if not np.isfinite(r[4])]
     assert [r[1:3] for r in strange] == [(1, FIRST_RANK)]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_nor_does_it_live_on_in_the_one_that_begins_with_the_next_batch(compiled: bool) -> None:
+    run = Run(np.ones((4, 1), np.float32), np.zeros((4, 1), bool), [[]], [0, 2, 4], 0.5, compiled)
+    run.reward[1], run.done[1], run.done[3] = np.inf, True, True
+    _, second = batch_tracker(run, range(1))
+    assert second[3:] == (2, 2.0, 2, 1.5)
+
+
+@pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
+@quick
+@given(runs())
+def test_compiled_sums_are_those_of_the_plain_loop_bit_for_bit(run: Run) -> None:
+    run.compiled = True
+    assert batch_tracker(run, range(run.reward.shape[1])) == plain_loop(run, "batch")
+
+
+def test_columns_of_other_environments_than_neighbours_are_named_right() -> None:
+    handed_over: list[Any] = []
+    tracker = BatchTracker(range(3, 9, 3), handed_over.append)
+    tracker.end_rows(np.ones((1, 2), np.float32), np.ones((1, 2), np.bool_))
+    tracker.end_rows(np.zeros((1, 2), np.float32), np.ones((1, 2), np.bool_))
+    assert [records["env_rank"].tolist() for records in handed_over] == [[3, 6]] * 2
+    assert [records["Return"].tolist() for records in handed_over] == [[1, 1], [0, 0]]  # each is its own
 
 
 # ---- ObjectTracker -----------------------------------------------------------------------------
