@@ -27,7 +27,7 @@ from penstock.workers.affinity import limit_threads
 
 BATCH_T, BATCH_B = 128, 16
 FUNCTIONS = [name for name in native.__all__ if name.islower()]
-ROOMS = {"collectors": ("base", "acting", "checks", "finals", "tracking"), "envs": ("rows",)}
+ROOMS = {"buffers": ("control",), "collectors": ("base", "acting", "checks", "finals", "tracking"), "envs": ("rows",)}
 USERS = [importlib.import_module(f"penstock.{room}.{name}") for room, names in ROOMS.items() for name in names]
 COMPILED = {name: getattr(native, name) for name in FUNCTIONS}
 PLAIN = {name: (lambda *_: -1) if name == "sum_episodes" else (lambda *_: False) for name in FUNCTIONS}

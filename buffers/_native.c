@@ -308,6 +308,33 @@ static PyObject *gather_numbers(PyObject *Py_UNUSED(module), Arguments arguments
     Py_RETURN_TRUE;
 }
 
+/* ---- progress ---------------------------------------------------------------------------------- */
+
+enum { PHASE, ROW_T, ENV_RANK, HEARTBEAT, N_WORDS }; /* the first words of a progress row, as control.py has them */
+
+static PyObject *mark(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+    Py_ssize_t i, phase, t;
+    if (!has_arguments(n, 6) || !has_index(arguments[2], &i) || !has_index(arguments[3], &phase) ||
+        !has_index(arguments[4], &t)) {
+        return NULL;
+    }
+    double now = PyFloat_AsDouble(arguments[5]);
+    if (now == -1.0 && PyErr_Occurred()) {
+        return NULL;
+    }
+    Place words, stamps;
+    if (!find_place(arguments[0], &words) || !find_place(arguments[1], &stamps) || words.type != NPY_INT64 ||
+        words.n != 1 || words.shape[0] < N_WORDS || stamps.type != NPY_FLOAT64 || stamps.n != 1 || !has_entry(&stamps, i)) {
+        Py_RETURN_FALSE;
+    }
+    npy_int64 *row = (npy_int64 *)words.data;
+    row[PHASE] = phase;
+    row[ROW_T] = t;
+    row[HEARTBEAT] = (npy_int64)(now * 1e9);
+    ((double *)stamps.data)[i] = now;
+    Py_RETURN_TRUE;
+}
+
 /* ---- trajectories ------------------------------------------------------------------------------ */
 
 enum { LENGTH, RETURN, NONZERO_REWARDS, DISCOUNTED_RETURN, WEIGHT, N_SUMS }; /* the rows of `running` */
@@ -386,7 +413,7 @@ static PyObject *sum_episodes(PyObject *Py_UNUSED(module), Arguments arguments, 
 
 static PyMethodDef functions[] = {
     FUNCTION(copy), FUNCTION(copy_row), FUNCTION(copy_fields), FUNCTION(put), FUNCTION(set_flag), FUNCTION(gather), FUNCTION(gather_numbers),
-    FUNCTION(sum_episodes),
+    FUNCTION(mark),           FUNCTION(sum_episodes),
     {NULL, NULL, 0, NULL},
 };
 

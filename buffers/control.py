@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from penstock.buffers.named import NamedArrays
+from penstock.buffers.native import mark
 from penstock.buffers.shared import ArraySpec, NamedMemory
 
 __all__ = ["ControlBlock", "Phase", "Progress", "ProgressSnapshot", "StopCollecting"]
@@ -50,7 +51,7 @@ class StopCollecting(Exception):
 
 # Words written by the main process, for all workers ...
 _QUIT, _DO_EVAL, _STOP_EVAL, _ITR, _DO_CALL = range(5)
-# ... and by each worker, in a row of its own.
+# ... and by each worker, in a row of its own. `native.mark` writes to the first four.
 _PHASE, _T, _ENV_RANK, _HEARTBEAT, _BEGUN, _ARRIVED, _TRAJECTORIES, _BATCHES = range(8)
 _STEPPING, _ACTING, _RESETTING, _WAITING, _STEPS, _ASKED, _VERSION = range(8, 15)
 _KIND_BITS = 2  # of a question; number and kind are one word, so that one store makes both visible
@@ -262,6 +263,8 @@ class Progress:
         self._main = memoryview(control.memory.arrays.words)
         self.words = memoryview(control.memory.arrays.progress[worker_rank])
         self._answered = memoryview(control.memory.arrays.answered[worker_rank])
+        # The same two as arrays, for what is compiled.
+        self._row, self._stamp_array = control.memory.arrays.progress[worker_rank], control.timeline(worker_rank)
         # Typed as Any: memoryview's annotations know of integer items only.
         self._stamps: Any = memoryview(cast(Any, control.timeline(worker_rank)))
 
@@ -278,12 +281,17 @@ class Progress:
 
     def begin_acting(self, t: int) -> None:
         """Row t of a batch begins. Raises `StopCollecting` once the sampler is shutting down."""
-        self._stamps[2 * t] = self.begin_row(t)
+        if not mark(self._row, self._stamp_array, 2 * t, _IS_ACTING, t, time.monotonic()):
+            self._stamps[2 * t] = self.begin_row(t)
+        elif self._main[_QUIT]:
+            raise StopCollecting
 
     def begin_stepping(self, t: int) -> None:
         """The agent has acted on row t of a batch; the environments are about to step."""
-        self.words[_PHASE] = _IS_STEPPING
-        self._stamps[2 * t + 1] = time.monotonic()
+        now = time.monotonic()
+        if not mark(self._row, self._stamp_array, 2 * t + 1, _IS_STEPPING, t, now):
+            self.words[_PHASE] = _IS_STEPPING
+            self._stamps[2 * t + 1] = now
 
     def begin_row(self, t: int) -> float:
         """As `begin_acting`, outside a batch: nothing is stamped. Returns `time.monotonic()`."""

@@ -21,6 +21,7 @@ __all__ = [
     "copy_row",
     "gather",
     "gather_numbers",
+    "mark",
     "put",
     "set_flag",
     "sum_episodes",
@@ -50,6 +51,8 @@ gather: Callable[[Any, int, Any], bool]
 set_flag: Callable[[Any, int, int], bool]
 #: `gather_numbers(target, values)`: a list of Python's floats and ints into float32 `[B]`, if that can hold them.
 gather_numbers: Callable[[Any, Any], bool]
+#: `mark(row, stamps, i, phase, t, now)`: phase, t and heartbeat into a progress row, and `now` into `stamps[i]`.
+mark: Callable[[Any, Any, int, int, int, float], bool]
 #: `sum_episodes(reward, done, running, records, first_t, first_env_rank, discount)`: the trajectories that finish in
 #: rows `[T, B]`, as RECORDs of the trajectory queue, in `records`, which are bytes for T * B of them. Returns how many,
 #: or -1. `running` float64 `[5, B]` are the figures of those that had begun before, with the weight of their next
@@ -63,12 +66,13 @@ try:
         copy_row,
         gather,
         gather_numbers,
+        mark,
         put,
         set_flag,
         sum_episodes,
     )
 except ImportError as error:  # there was no C compiler, or the checkout is used as it is
-    copy = copy_row = copy_fields = put = set_flag = gather = gather_numbers = _leave_it
+    copy = copy_row = copy_fields = put = set_flag = gather = gather_numbers = mark = _leave_it
     sum_episodes = _sum_nothing
     #: Why nothing is done here.
     MISSING = str(error)

@@ -36,8 +36,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-@pytest.fixture
-def block() -> ControlBlock:
+@pytest.fixture(params=["compiled", "plain"])
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ControlBlock:
+    if request.param == "plain":
+        monkeypatch.setattr(control, "mark", lambda *_: False)
     return ControlBlock(WORKERS, T, shared=False)
 
 

@@ -16,6 +16,7 @@ from penstock.buffers.native import (
     copy_row,
     gather,
     gather_numbers,
+    mark,
     put,
     set_flag,
     sum_episodes,
@@ -267,7 +268,7 @@ def test_what_are_no_flags_are_not_set(flags: Any) -> None:
     assert set_flag(flags, 0, 0) is False
 
 
-FUNCTIONS = [copy, copy_row, copy_fields, put, set_flag, gather, gather_numbers, sum_episodes]
+FUNCTIONS = [copy, copy_row, copy_fields, put, set_flag, gather, gather_numbers, mark, sum_episodes]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -345,6 +346,38 @@ def test_an_error_in_comparing_names_comes_through() -> None:
     ):
         with pytest.raises(RuntimeError, match="compared"):
             call()
+
+
+def test_a_row_and_its_time_are_marked() -> None:
+    row, stamps = np.zeros(6, np.int64), np.zeros(3)
+    assert mark(row, stamps, 1, 5, 7, 2.5)
+    assert row.tolist() == [5, 7, 0, 2_500_000_000, 0, 0]
+    assert stamps.tolist() == [0, 2.5, 0]
+
+
+ROW, STAMPS = np.zeros(6, np.int64), np.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("row", "stamps", "i"),
+    [
+        (ROW[:3], STAMPS, 0),
+        (ROW.astype(np.int32), STAMPS, 0),
+        (ROW[np.newaxis], STAMPS, 0),
+        (ROW, STAMPS.astype(np.float32), 0),
+        (ROW, STAMPS[np.newaxis], 0),
+        (ROW, STAMPS, 3),
+        (ROW, STAMPS, -1),
+        (None, STAMPS, 0),
+        (ROW, None, 0),
+    ],
+)
+def test_what_is_no_progress_row_is_not_marked(row: Any, stamps: Any, i: int) -> None:
+    assert mark(row, stamps, i, 5, 7, 2.5) is False
+    assert not ROW.any()
+    assert not STAMPS.any()
+    with pytest.raises(TypeError):
+        mark(ROW, STAMPS, 0, 5, 7, "now")
 
 
 def test_sums_that_cannot_be_made_change_nothing() -> None:
