@@ -29,6 +29,8 @@ BATCH_T, BATCH_B = 128, 16
 FUNCTIONS = [name for name in native.__all__ if name.islower()]
 ROOMS = {"buffers": ("control",), "collectors": ("base", "acting", "checks", "finals", "tracking"), "envs": ("rows",)}
 USERS = [importlib.import_module(f"penstock.{room}.{name}") for room, names in ROOMS.items() for name in names]
+#: What each of them has of it; `copy` may also be the standard library's.
+USES = [(user, name) for user in USERS for name in FUNCTIONS if getattr(user, name, None) is getattr(native, name)]
 COMPILED = {name: getattr(native, name) for name in FUNCTIONS}
 PLAIN = {name: (lambda *_: -1) if name == "sum_episodes" else (lambda *_: False) for name in FUNCTIONS}
 
@@ -42,10 +44,8 @@ CASES: dict[str, tuple[Any, Any]] = {
 
 def use(functions: dict[str, Any]) -> None:
     """Have all who copy small arrays do it with these."""
-    for module in USERS:
-        for name, function in functions.items():
-            if hasattr(module, name):
-                setattr(module, name, function)
+    for module, name in USES:
+        setattr(module, name, functions[name])
 
 
 def measure(env_fn: Any, make_agent: Any, repeats: int) -> dict[str, list[float]]:

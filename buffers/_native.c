@@ -412,9 +412,8 @@ static PyObject *sum_episodes(PyObject *Py_UNUSED(module), Arguments arguments, 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 
 static PyMethodDef functions[] = {
-    FUNCTION(copy), FUNCTION(copy_row), FUNCTION(copy_fields), FUNCTION(put), FUNCTION(set_flag), FUNCTION(gather), FUNCTION(gather_numbers),
-    FUNCTION(mark),           FUNCTION(sum_episodes),
-    {NULL, NULL, 0, NULL},
+    FUNCTION(copy),     FUNCTION(copy_row),       FUNCTION(copy_fields), FUNCTION(put),          FUNCTION(gather),
+    FUNCTION(set_flag), FUNCTION(gather_numbers), FUNCTION(mark),        FUNCTION(sum_episodes), {NULL, NULL, 0, NULL},
 };
 
 static int start(PyObject *Py_UNUSED(module)) {

@@ -33,10 +33,9 @@ class ResetCollector(Collector):
         self.envs.step(self.prev_action, self._on_done, self.on_step)
         self.record_env_info(t)
         self.write_step(t)
-        if self._ended:
-            for column in self._ended:
-                self.prev_reward[column] = 0
-            self._ended.clear()
+        for column in self._ended:
+            self.prev_reward[column] = 0
+        self._ended.clear()
 
     def _on_done(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
         """Record the end of column's episode and start the next one."""

@@ -13,8 +13,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from penstock.buffers.trajectory_queue import Frame, Unreadable
-from penstock.envs.rows import in_range
-from penstock.envs.vector_memory import VectorMemory, batched_view, taken
+from penstock.envs.rows import arrays_like, in_range
+from penstock.envs.vector_memory import VectorMemory, taken
 from penstock.envs.vector_worker import VectorJob
 from penstock.errors import EnvCallError, SpaceError, brief
 from penstock.workers.reports import in_one_line
@@ -39,8 +39,8 @@ class Exchange:
         )
         self._taken = np.zeros(len(rows.requested), np.int64)  # the last request of which the answer was taken
         self._inbox: dict[int, tuple[int, Mapping[str, Any]]] = {}
-        self.observation = batched_view(job.observation_space, rows.observation)
-        self._final = batched_view(job.observation_space, rows.final_observation)
+        self.observation = arrays_like(job.observation_space, rows.observation)
+        self._final = arrays_like(job.observation_space, rows.final_observation)
         self.reward, self.terminated, self.truncated = rows.reward, rows.terminated, rows.truncated
         self.all: Ids = np.arange(len(rows.requested))
 

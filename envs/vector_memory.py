@@ -7,7 +7,6 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium import spaces
 
 from penstock.buffers.control import ControlBlock
 from penstock.buffers.mailbox import Mailbox
@@ -16,7 +15,7 @@ from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.envs.examples import example_of
 from penstock.workers.plan import WorkerPlan
 
-__all__ = ["VectorMemory", "batched_view", "taken"]
+__all__ = ["VectorMemory", "taken"]
 
 
 @dataclass(frozen=True)
@@ -73,15 +72,6 @@ class VectorMemory:
         self.rows.close()
         self.control.memory.close()
         self.mailbox.close()
-
-
-def batched_view(space: gym.Space[Any], row: Any) -> Any:
-    """`row` `[n, ...]` in the structure of Gymnasium's batched spaces: dicts, tuples and arrays of the same memory."""
-    if isinstance(space, spaces.Dict):
-        return {key: batched_view(sub, row[str(key)]) for key, sub in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(batched_view(sub, row[f"_{i}"]) for i, sub in enumerate(space))
-    return row
 
 
 def taken(batch: Any, which: Any) -> Any:

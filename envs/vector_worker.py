@@ -17,9 +17,9 @@ from penstock.buffers.control import Phase, Progress
 from penstock.envs.built import BuiltEnvs
 from penstock.envs.checks import episode_flags, require_info, require_number, step_values_error
 from penstock.envs.factory import EnvContext, EnvFactory
-from penstock.envs.rows import ColumnError, action_splitter, row_writer
+from penstock.envs.rows import ColumnError, action_splitter, arrays_like, row_writer
 from penstock.envs.seeding import Purpose
-from penstock.envs.vector_memory import VectorMemory, batched_view, taken
+from penstock.envs.vector_memory import VectorMemory, taken
 from penstock.errors import SpaceError, brief
 from penstock.workers.env_calls import EnvCall, perform, pickled
 from penstock.workers.plan import WorkerPlan
@@ -111,7 +111,7 @@ class VectorWork:
         self._final_writer = row_writer(job.observation_space, "the final observation")
         self._whole = self._writer.prepare(own.observation)
         self._single = [self._writer.prepare(own.observation[i : i + 1]) for i in range(len(self._envs))]
-        self._last = batched_view(job.observation_space, own.observation)
+        self._last = arrays_like(job.observation_space, own.observation)
         is_replacement = plan.generation > 0
         self._next = [_Next.CUT if is_replacement else _Next.STEP] * len(self._envs)
         self._unseeded = set(range(len(self._envs))) if is_replacement else set()

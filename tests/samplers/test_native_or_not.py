@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from penstock import CategoricalPgAgent, RandomAgent, SerialSampler
+from penstock.buffers import native
 from penstock.buffers.native import COMPILED
 from penstock.envs import NestedEnv
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
 
 USERS = (
+    "buffers.control",
     "collectors.base",
     "collectors.acting",
     "collectors.checks",
@@ -25,8 +27,8 @@ USERS = (
     "collectors.tracking",
     "envs.rows",
 )
-FUNCTIONS = ("copy", "copy_fields", "copy_row", "gather", "gather_numbers", "put", "set_flag", "sum_episodes")
-ALWAYS = {"copy", "copy_row", "gather", "set_flag", "sum_episodes"}
+FUNCTIONS = ("copy", "copy_fields", "copy_row", "gather", "gather_numbers", "mark", "put", "set_flag", "sum_episodes")
+ALWAYS = {"copy", "copy_row", "gather", "mark", "set_flag", "sum_episodes"}
 
 
 class Model(nn.Module):
@@ -56,8 +58,9 @@ def calls_of_native(*, compiled: bool) -> Iterator[list[str]]:
         for user in USERS:
             module = importlib.import_module(f"penstock.{user}")
             for name in FUNCTIONS:
-                if hasattr(module, name):
-                    patch.setattr(module, name, watched(name, getattr(module, name)))
+                function = getattr(native, name)
+                if getattr(module, name, None) is function:  # `copy` may also be the standard library's
+                    patch.setattr(module, name, watched(name, function))
         yield done
 
 
