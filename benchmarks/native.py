@@ -1,7 +1,7 @@
 """The compiled part: what it saves, in microseconds of CPU time per environment step.
 
 The same sampler in this process, 16 environments, collects batch after batch with and without what was compiled, in
-turn. Without it everything is left to numpy, as on a machine that has no C compiler.
+turn. Without it everything is left to Python and numpy, as on a machine that has no C compiler.
 
     python benchmarks/native.py
 """
@@ -9,9 +9,9 @@ turn. Without it everything is left to numpy, as on a machine that has no C comp
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import random
+import sys
 import time
 from functools import partial
 from typing import Any
@@ -22,17 +22,20 @@ from spaces import SPACES, Returning
 from throughput import ENV, Setting, machine, spread
 
 from penstock import RandomAgent, SerialSampler
-from penstock.buffers import native
+from penstock.buffers import native as copies
+from penstock.collectors import native as loops
 from penstock.workers.affinity import limit_threads
 
 BATCH_T, BATCH_B = 128, 16
-FUNCTIONS = [name for name in native.__all__ if name.islower()]
-ROOMS = {"buffers": ("control",), "collectors": ("base", "acting", "checks", "finals", "tracking"), "envs": ("rows",)}
-USERS = [importlib.import_module(f"penstock.{room}.{name}") for room, names in ROOMS.items() for name in names]
-#: What each of them has of it; `copy` may also be the standard library's.
-USES = [(user, name) for user in USERS for name in FUNCTIONS if getattr(user, name, None) is getattr(native, name)]
-COMPILED = {name: getattr(native, name) for name in FUNCTIONS}
-PLAIN = {name: (lambda *_: -1) if name == "sum_episodes" else (lambda *_: False) for name in FUNCTIONS}
+PLAIN = {**copies.PYTHON, **loops.PYTHON}
+COMPILED = {name: getattr(copies if name in copies.PYTHON else loops, name) for name in PLAIN}
+#: Who has which of them. `copy` may also be the standard library's.
+USES = [
+    (user, name)
+    for module, user in list(sys.modules.items())
+    for name, function in COMPILED.items()
+    if module.startswith("penstock.") and vars(user).get(name) is function
+]
 
 CASES: dict[str, tuple[Any, Any]] = {
     "CartPole-v1, random": (ENV, RandomAgent),
@@ -43,7 +46,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 
 
 def use(functions: dict[str, Any]) -> None:
-    """Have all who copy small arrays do it with these."""
+    """Have all who use the compiled functions use these."""
     for module, name in USES:
         setattr(module, name, functions[name])
 
@@ -70,7 +73,7 @@ def main() -> None:
     parser.add_argument("--json", help="write machine and all figures to this file")
     args = parser.parse_args()
     limit_threads(1)
-    if not native.COMPILED:
+    if not (copies.COMPILED and loops.COMPILED):
         raise SystemExit("nothing is compiled here: install penstock where there is a C compiler")
 
     results = {case: measure(*arguments, args.repeats) for case, arguments in CASES.items()}

@@ -227,15 +227,6 @@ static int wrote_entry(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t 
     return wrote(&entry, value) || (entry.n == 0 && wrote_number(&entry, value));
 }
 
-static PyObject *put(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    Py_ssize_t t, b;
-    if (!has_arguments(n, 4) || !has_index(arguments[1], &t) || !has_index(arguments[2], &b)) {
-        return NULL;
-    }
-    int result = wrote_entry(arguments[0], t, b, ANY, arguments[3]);
-    return result < 0 ? NULL : PyBool_FromLong(result);
-}
-
 static PyObject *gather(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Py_ssize_t t;
     if (!has_arguments(n, 3) || !has_index(arguments[1], &t)) {
@@ -256,17 +247,34 @@ static PyObject *gather(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssi
     return result < 0 ? NULL : PyBool_FromLong(result && n_columns > 0);
 }
 
-static PyObject *set_flag(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+/* The cell `[t, b]` of `object`, if that is an array `[T, B]` of flags; else NULL. */
+static npy_bool *flag_at(PyObject *object, Py_ssize_t t, Py_ssize_t b) {
+    Place row;
+    int is_flag = find_row(object, t, &row) && row.type == NPY_BOOL && row.n == 1 && has_entry(&row, b);
+    return is_flag ? (npy_bool *)row.data + b : NULL;
+}
+
+static PyObject *put_end(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Py_ssize_t t, b;
-    if (!has_arguments(n, 3) || !has_index(arguments[1], &t) || !has_index(arguments[2], &b)) {
+    if (!has_arguments(n, 6) || !has_index(arguments[1], &t) || !has_index(arguments[2], &b)) {
         return NULL;
     }
-    Place row;
-    int is_flag = find_row(arguments[0], t, &row) && row.type == NPY_BOOL && row.n == 1 && has_entry(&row, b);
-    if (is_flag) {
-        ((npy_bool *)row.data)[b] = NPY_TRUE;
+    PyObject *ends = arguments[0], *terminated = arguments[4], *truncated = arguments[5];
+    if (!PyTuple_CheckExact(ends) || PyTuple_GET_SIZE(ends) != 4 || !PyBool_Check(terminated) || !PyBool_Check(truncated)) {
+        Py_RETURN_FALSE;
     }
-    return PyBool_FromLong(is_flag);
+    npy_bool *flags[3];
+    for (int i = 0; i < 3; i++) {
+        flags[i] = flag_at(PyTuple_GET_ITEM(ends, i), t, b);
+        if (flags[i] == NULL) {
+            Py_RETURN_FALSE;
+        }
+    }
+    int result = wrote_entry(PyTuple_GET_ITEM(ends, 3), t, b, ANY, arguments[3]);
+    if (result == 1) {
+        *flags[0] = NPY_TRUE, *flags[1] = terminated == Py_True, *flags[2] = truncated == Py_True;
+    }
+    return result < 0 ? NULL : PyBool_FromLong(result);
 }
 
 /* The number `object`, if a double holds it exactly and float32 can be rounded from that; 0 if it is something else. */
@@ -335,85 +343,13 @@ static PyObject *mark(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize
     Py_RETURN_TRUE;
 }
 
-/* ---- trajectories ------------------------------------------------------------------------------ */
-
-enum { LENGTH, RETURN, NONZERO_REWARDS, DISCOUNTED_RETURN, WEIGHT, N_SUMS }; /* the rows of `running` */
-
-/* A row of `records`: RECORD of trajectory_queue.py. */
-typedef struct {
-    npy_int64 t, env_rank, length;
-    double return_;
-    npy_int64 nonzero_rewards;
-    double discounted_return;
-} Record;
-
-/* `object` as an array of `type` with `n` dimensions, however it lies in memory; else NULL. */
-static PyArrayObject *as_array(PyObject *object, int type, int n) {
-    if (!PyArray_CheckExact(object)) {
-        return NULL;
-    }
-    PyArrayObject *array = (PyArrayObject *)object;
-    return PyArray_TYPE(array) == type && PyArray_NDIM(array) == n && PyArray_ISBEHAVED_RO(array) ? array : NULL;
-}
-
-static PyObject *sum_episodes(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    if (!has_arguments(n, 7)) {
-        return NULL;
-    }
-    PyArrayObject *reward = as_array(arguments[0], NPY_FLOAT32, 2), *done = as_array(arguments[1], NPY_BOOL, 2);
-    Place running, records;
-    Py_ssize_t first_t, first_env_rank;
-    if (!has_index(arguments[4], &first_t) || !has_index(arguments[5], &first_env_rank)) {
-        return NULL;
-    }
-    double discount = PyFloat_AsDouble(arguments[6]);
-    if (discount == -1.0 && PyErr_Occurred()) {
-        return NULL;
-    }
-    if (reward == NULL || done == NULL || !find_place(arguments[2], &running) || !find_place(arguments[3], &records)) {
-        return PyLong_FromLong(-1);
-    }
-    npy_intp n_rows = PyArray_DIM(reward, 0), n_columns = PyArray_DIM(reward, 1);
-    int fits = PyArray_DIM(done, 0) == n_rows && PyArray_DIM(done, 1) == n_columns && running.type == NPY_FLOAT64 &&
-               running.nbytes == N_SUMS * n_columns * (npy_intp)sizeof(double) && records.type == NPY_UINT8 &&
-               records.nbytes >= PyArray_SIZE(reward) * (npy_intp)sizeof(Record) &&
-               (npy_uintp)records.data % sizeof(double) == 0;
-    if (!fits) {
-        return PyLong_FromLong(-1);
-    }
-    Record *record = (Record *)records.data;
-    double *sums = (double *)running.data;
-    for (npy_intp b = 0; b < n_columns; b++) {
-        double length = sums[LENGTH * n_columns + b], return_ = sums[RETURN * n_columns + b];
-        double nonzero = sums[NONZERO_REWARDS * n_columns + b], discounted = sums[DISCOUNTED_RETURN * n_columns + b];
-        double weight = sums[WEIGHT * n_columns + b];
-        for (npy_intp t = 0; t < n_rows; t++) {
-            double number = *(npy_float32 *)PyArray_GETPTR2(reward, t, b);
-            length += 1;
-            return_ += number;
-            nonzero += number != 0;
-            discounted += weight * number;
-            weight *= discount;
-            if (*(npy_bool *)PyArray_GETPTR2(done, t, b)) {
-                *record++ = (Record){first_t + t, first_env_rank + b, (npy_int64)length, return_, (npy_int64)nonzero, discounted};
-                length = return_ = nonzero = discounted = 0;
-                weight = 1;
-            }
-        }
-        sums[LENGTH * n_columns + b] = length, sums[RETURN * n_columns + b] = return_;
-        sums[NONZERO_REWARDS * n_columns + b] = nonzero, sums[DISCOUNTED_RETURN * n_columns + b] = discounted;
-        sums[WEIGHT * n_columns + b] = weight;
-    }
-    return PyLong_FromSsize_t(record - (Record *)records.data);
-}
-
 /* ---- the module -------------------------------------------------------------------------------- */
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 
 static PyMethodDef functions[] = {
-    FUNCTION(copy),     FUNCTION(copy_row),       FUNCTION(copy_fields), FUNCTION(put),          FUNCTION(gather),
-    FUNCTION(set_flag), FUNCTION(gather_numbers), FUNCTION(mark),        FUNCTION(sum_episodes), {NULL, NULL, 0, NULL},
+    FUNCTION(copy),    FUNCTION(copy_row),       FUNCTION(copy_fields), FUNCTION(gather),
+    FUNCTION(put_end), FUNCTION(gather_numbers), FUNCTION(mark),        {NULL, NULL, 0, NULL},
 };
 
 static int start(PyObject *Py_UNUSED(module)) {

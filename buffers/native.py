@@ -1,4 +1,4 @@
-"""What a collector does in every row and batch, in C where that was compiled: small copies, and sums.
+"""What a collector does in every row and at every episode's end, in C where that was compiled: small copies.
 
 Each function looks whether its arguments are of the usual kind, with nothing to be converted; works if so, and says
 whether it has. What it has not done is for the caller to do with numpy, all of it: some may have been written, and
@@ -16,24 +16,19 @@ from typing import Any
 __all__ = [
     "COMPILED",
     "MISSING",
+    "PYTHON",
     "copy",
     "copy_fields",
     "copy_row",
     "gather",
     "gather_numbers",
     "mark",
-    "put",
-    "set_flag",
-    "sum_episodes",
+    "put_end",
 ]
 
 
 def _leave_it(*_: Any) -> bool:
     return False
-
-
-def _sum_nothing(*_: Any) -> int:
-    return -1
 
 
 #: `copy(target, value)`: an array of the target's own shape and dtype.
@@ -42,38 +37,26 @@ copy: Callable[[Any, Any], bool]
 copy_row: Callable[[Any, int, Any], bool]
 #: `copy_fields(arrays, t, values)`: the same for dicts with the same keys.
 copy_fields: Callable[[dict[str, Any], int, Any], bool]
-#: `put(arrays, t, b, value)`: an element of a space into `arrays[t, b]`: an array like that, a number of that type, or
-#: one of Python's ints into int64. `arrays` may be a dict or tuple of arrays, nested as the value is.
-put: Callable[[Any, int, int, Any], bool]
-#: `gather(arrays, t, values)`: `put` for a list of values, one for each entry of `arrays[t]`.
+#: `gather(arrays, t, values)`: a list of elements of a space into row t, one for each entry: arrays like those, numbers
+#: of that type, or Python's ints into int64. `arrays` may be a dict or tuple of arrays, nested as the values are.
 gather: Callable[[Any, int, Any], bool]
-#: `set_flag(flags, t, b)`: True into bool `flags[t, b]`.
-set_flag: Callable[[Any, int, int], bool]
+#: `put_end((done, terminated, truncated, arrays), t, b, value, is_terminated, is_truncated)`: one such element into
+#: `arrays[t, b]`; True and the two bools into flags `[T, B]`.
+put_end: Callable[[Any, int, int, Any, Any, Any], bool]
 #: `gather_numbers(target, values)`: a list of Python's floats and ints into float32 `[B]`, if that can hold them.
 gather_numbers: Callable[[Any, Any], bool]
 #: `mark(row, stamps, i, phase, t, now)`: phase, t and heartbeat into a progress row, and `now` into `stamps[i]`.
 mark: Callable[[Any, Any, int, int, int, float], bool]
-#: `sum_episodes(reward, done, running, records, first_t, first_env_rank, discount)`: the trajectories that finish in
-#: rows `[T, B]`, as RECORDs of the trajectory queue, in `records`, which are bytes for T * B of them. Returns how many,
-#: or -1. `running` float64 `[5, B]` are the figures of those that had begun before, with the weight of their next
-#: reward, and then of those that go on. They are added up step by step, as `TrajInfo.step` does.
-sum_episodes: Callable[[Any, Any, Any, Any, int, int, float], int]
+
+#: What is used where nothing is compiled, by name.
+PYTHON: dict[str, Callable[..., Any]] = dict.fromkeys(
+    ("copy", "copy_row", "copy_fields", "gather", "put_end", "gather_numbers", "mark"), _leave_it
+)
 
 try:
-    from penstock.buffers._native import (
-        copy,
-        copy_fields,
-        copy_row,
-        gather,
-        gather_numbers,
-        mark,
-        put,
-        set_flag,
-        sum_episodes,
-    )
+    from penstock.buffers._native import copy, copy_fields, copy_row, gather, gather_numbers, mark, put_end
 except ImportError as error:  # there was no C compiler, or the checkout is used as it is
-    copy = copy_row = copy_fields = put = set_flag = gather = gather_numbers = mark = _leave_it
-    sum_episodes = _sum_nothing
+    copy = copy_row = copy_fields = gather = put_end = gather_numbers = mark = _leave_it
     #: Why nothing is done here.
     MISSING = str(error)
 else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from penstock.buffers.control import Phase, Progress
 from penstock.buffers.named import map_leaves
 from penstock.collectors.checks import Checks, checked_writer
+from penstock.collectors.native import reset_timed, step_ordinary
 from penstock.collectors.tracking import StepHook, kept
 from penstock.envs.checks import episode_flags, require_info, require_number, require_step, step_values_error
 from penstock.envs.examples import example_of
@@ -71,17 +71,14 @@ class EnvColumns:
 
     def reset_one(self, column: int, seed: int | None = None) -> Any:
         """Reset one environment and return its first observation, which is checked when it is written."""
-        env_rank, words = self.env_ranks[column], self._progress.words
-        words[Progress.PHASE], words[Progress.ENV_RANK] = Progress.IS_RESETTING, env_rank
-        words[Progress.HEARTBEAT] = began = time.monotonic_ns()
-        result: Any = self.envs[column].reset(seed=seed)
+        env_rank = self.env_ranks[column]
+        result = reset_timed(self._progress.words, Progress.IS_RESETTING, env_rank, self.envs[column].reset, seed)
         if not isinstance(result, tuple) or len(result) != 2:
             got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
             raise SpaceError(f"env.reset of env_rank {env_rank} must return a tuple (observation, info), got {got}")
         self.observations[column], info = result
         if info.__class__ is not dict:
             require_info(info, env_rank, "reset")
-        words[Progress.RESETTING] += time.monotonic_ns() - began
         return self.observations[column]
 
     def reset_all(self, seeds: Sequence[int | None]) -> None:
@@ -102,38 +99,33 @@ class EnvColumns:
     def step(self, action_row: Any, on_done: DoneHook, on_step: StepHook | None = None) -> None:
         """Step every environment with its action. `observations` and `rewards` then hold the results.
 
-        This loop is what penstock adds to `env.step`, so it does nothing per environment that can be
-        done per row: values are gathered in lists, for `write_observations` and `write_rewards`.
+        This is what penstock adds to `env.step`, so nothing is done per environment that can be done per row:
+        values are gathered in lists, for `write_observations` and `write_rewards`.
         """
-        observations, rewards = self.observations, self.rewards
-        words, env_rank_word = self._progress.words, Progress.ENV_RANK
+        words, observations, rewards = self._progress.words, self.observations, self.rewards
         is_watched = on_step is not None or self.keep_infos
         actions = self.split_actions(action_row)
         if on_step is not None:  # an environment may write into what it has given, and into what it is given
             before, given = [kept(observation) for observation in observations], self.split_actions(action_row)
         if self.parked or self._action_space is not None:
             actions = self._select(actions)
-        try:
-            for (b, env_rank, step), action in zip(self._active, actions, strict=True):
-                words[env_rank_word] = env_rank
-                observation, reward, terminated, truncated, info = step(action)
-                # One test lets the ordinary step pass; whatever is not ordinary is looked at more closely.
-                if terminated is not False or truncated is not False or is_watched or info.__class__ is not dict:
-                    terminated, truncated = require_step(reward, terminated, truncated, info, env_rank)
-                    if is_watched:
-                        self.infos[b] = info
-                        if on_step is not None:
-                            on_step(b, before[b], given[b], reward, terminated, truncated, info)
-                    if terminated or truncated:
-                        observation = on_done(b, observation, reward, terminated, truncated)
-                        words[Progress.PHASE] = Progress.IS_STEPPING  # the hook may have noted a reset
-                observations[b] = observation
-                rewards[b] = reward
-        except (TypeError, ValueError) as error:
-            misfit = step_values_error(error, env_rank)
-            if misfit is None:
-                raise  # the environment's own
-            raise misfit from error
+        active, first = self._active, 0  # the hook may park a column: the row goes on with those that it began with
+        while unusual := step_ordinary(words, active, actions, first, is_watched, observations, rewards):
+            i, result = unusual
+            b, env_rank, _ = active[i]
+            try:
+                observation, reward, terminated, truncated, info = result
+            except (TypeError, ValueError) as error:
+                raise step_values_error(error, env_rank) or error from error
+            terminated, truncated = require_step(reward, terminated, truncated, info, env_rank)
+            if is_watched:
+                self.infos[b] = info
+                if on_step is not None:
+                    on_step(b, before[b], given[b], reward, terminated, truncated, info)
+            if terminated or truncated:
+                observation = on_done(b, observation, reward, terminated, truncated)
+                words[Progress.PHASE] = Progress.IS_STEPPING  # the hook may have noted a reset
+            observations[b], rewards[b], first = observation, reward, i + 1
 
     def step_one(self, column: int, action: Any) -> tuple[Any, float, bool, bool, Any]:
         """Step one environment, outside the loop over time, with an action drawn at random.

@@ -12,7 +12,6 @@ from gymnasium.vector import VectorEnv
 
 from penstock.agents.base import Agent
 from penstock.buffers.named import NamedArrays, map_leaves
-from penstock.buffers.native import put
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.checks import Checks
 from penstock.collectors.columns import EnvColumns
@@ -39,7 +38,8 @@ class FinalObservations:
         self._cells: list[_Cells] = []
         if samples.final_obs is not None and envs.checks == Checks():
             self._cells = list(_cells(_space_of(envs.envs[0]), samples.final_obs))
-        self._arrays = arrays_like(_space_of(envs.envs[0]), samples.final_obs) if self._cells else None
+        #: The same arrays for `native.put_end`; None if there is more to check, or nothing is recorded.
+        self.arrays = arrays_like(_space_of(envs.envs[0]), samples.final_obs) if self._cells else None
         # Where observations are written that the batch does not keep.
         self._scratch = map_leaves(lambda leaf: np.zeros_like(leaf[0, :1]), samples.observation)
         self._pending: list[tuple[int, int]] = []  # t, column of what is to be valued ...
@@ -51,11 +51,16 @@ class FinalObservations:
         Raises `SpaceError` naming the environment if `observation` does not fit, recorded or not.
         """
         samples = self._samples
-        is_put = self._arrays is not None and put(self._arrays, t, column, observation)
-        if not is_put and not self._write_plain(t, column, observation):
+        if not self._write_plain(t, column, observation):
             row = self._scratch if samples.final_obs is None else samples.final_obs[t][column : column + 1]
             self._envs.write_final(row, column, observation)
-        if samples.final_value is None or terminated or not truncated:
+        if truncated and not terminated:
+            self.value(t, column, reward)
+
+    def value(self, t: int, column: int, reward: float) -> None:
+        """Have the observation valued that is recorded for column's truncated step t; `record` does so itself."""
+        samples = self._samples
+        if samples.final_value is None:
             return
         if self._agent.recurrent:
             samples.final_value[t, column] = self._value_now(t, column, reward)

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.named import map_leaves
-from penstock.buffers.native import COMPILED, sum_episodes
 from penstock.buffers.trajectory_queue import FIGURES, RECORD, Frame
+from penstock.collectors.native import COMPILED, sum_episodes
 from penstock.collectors.traj_info import TrajInfo
 
 __all__ = ["BatchTracker", "ObjectTracker", "StepHook", "Tracker", "kept", "make_tracker"]

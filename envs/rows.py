@@ -71,7 +71,7 @@ def row_writer(space: gym.Space[Any], name: str = "observation") -> RowWriter:
 
 def arrays_like(space: gym.Space[Any], arrays: Any) -> Any:
     """The arrays in which elements of `space` are recorded, in the structure of those: dicts, tuples and arrays of the
-    same memory, as in Gymnasium's batched spaces, and as `native.gather` and `put` take them."""
+    same memory, as in Gymnasium's batched spaces, and as `native.gather` and `put_end` take them."""
     if isinstance(space, spaces.Dict):
         return {key: arrays_like(sub, arrays[str(key)]) for key, sub in space.items()}
     if isinstance(space, spaces.Tuple):

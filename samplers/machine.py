@@ -7,8 +7,9 @@ import os
 import platform
 from importlib.metadata import version
 
+from penstock.buffers import native as copies
 from penstock.buffers.memory_limits import free_memory
-from penstock.buffers.native import MISSING
+from penstock.collectors import native as loops
 from penstock.workers.affinity import usable_cpus
 
 __all__ = ["describe_machine"]
@@ -27,7 +28,7 @@ def describe_machine() -> dict[str, str]:
         "start methods": ", ".join(multiprocessing.get_all_start_methods()),
         "shared memory": _which("memfd_create", "anonymous (memfd)", "multiprocessing.RawArray"),
         "wake-ups": _which("eventfd", "eventfd", "pipe"),
-        "compiled part": f"not in use: {MISSING}" if MISSING else "in use",
+        "compiled part": f"not in use: {missing}" if (missing := copies.MISSING or loops.MISSING) else "in use",
         "death of a process": _which("pidfd_open", "pidfd", "sentinel"),
     }
 

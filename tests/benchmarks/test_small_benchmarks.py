@@ -75,6 +75,13 @@ def test_startup(tmp_path: Path) -> None:
     assert figures["worker"] < figures["server"] / 4, "a process with torch takes more than one without"
 
 
+def test_checks(tmp_path: Path) -> None:
+    printed, content = run(tmp_path, "checks", "--n-envs", 2, "--rows", 300, "--repeats", 2)
+    assert "ns per environment step" in printed
+    assert len(content["ns_per_step"]) == 9
+    assert all(len(values) == 2 for values in content["ns_per_step"].values())
+
+
 @pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
 def test_native(tmp_path: Path) -> None:
     printed, content = run(tmp_path, "native", "--repeats", 3)

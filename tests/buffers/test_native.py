@@ -17,11 +17,8 @@ from penstock.buffers.native import (
     gather,
     gather_numbers,
     mark,
-    put,
-    set_flag,
-    sum_episodes,
+    put_end,
 )
-from penstock.buffers.trajectory_queue import RECORD
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
 
@@ -33,6 +30,23 @@ def noise(shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
     dtype = np.dtype(dtype)
     raw = np.random.default_rng(seed).integers(0, 2, size=(*shape, dtype.itemsize), dtype=np.uint8)
     return raw.view(dtype).reshape(shape)
+
+
+def flags(*shape: int) -> tuple[Any, Any, Any]:
+    """done, terminated, truncated"""
+    done, terminated, truncated = np.zeros((3, *shape), np.bool_)
+    return done, terminated, truncated
+
+
+def put(arrays: Any, t: int, b: int, value: Any) -> bool:
+    """One element of a space, as the last of an episode that has terminated."""
+    leaf = leaves(arrays)[0]
+    done, terminated, truncated = flags(*np.shape(leaf)[:2]) if np.ndim(leaf) > 1 else flags(1, 1)
+    is_put = put_end((done, terminated, truncated, arrays), t, b, value, True, False)
+    marked = [(t, b)] if is_put else []
+    assert [tuple(cell) for cell in np.argwhere(done)] == [tuple(cell) for cell in np.argwhere(terminated)] == marked
+    assert not truncated.any()
+    return is_put
 
 
 def same(a: Any, b: Any) -> bool:
@@ -73,14 +87,16 @@ def test_rows_are_gathered_and_put(shape: tuple[int, ...], dtype: Any, seed: int
     assert not batch.any()
 
 
-@given(shape=st.tuples(st.integers(1, 4), st.integers(1, 4)), data=st.data())
-def test_flags_are_set(shape: tuple[int, int], data: st.DataObject) -> None:
-    batch = np.zeros((shape[0], shape[1] + 2), np.bool_)
-    flags = batch[:, 1:-1]
+@given(shape=st.tuples(st.integers(1, 4), st.integers(1, 4)), is_so=st.tuples(*[st.booleans()] * 2), data=st.data())
+def test_an_end_is_recorded(shape: tuple[int, int], is_so: tuple[bool, bool], data: st.DataObject) -> None:
+    batch = np.zeros((4, shape[0], shape[1] + 2), np.bool_)
+    done, terminated, truncated, final = batch[:, :, 1:-1]
     t, b = data.draw(st.integers(0, shape[0] - 1)), data.draw(st.integers(0, shape[1] - 1))
-    assert set_flag(flags, t, b)
-    assert np.argwhere(flags).tolist() == [[t, b]]
-    assert batch.sum() == 1
+    terminated[t, b] = truncated[t, b] = True
+    assert put_end((done, terminated, truncated, final), t, b, np.ones((), np.bool_), *is_so)
+    assert np.argwhere(done).tolist() == np.argwhere(final).tolist() == [[t, b]]
+    assert (bool(terminated[t, b]), bool(truncated[t, b])) == is_so
+    assert batch.sum() == 2 + sum(is_so)
 
 
 @given(st.lists(st.one_of(st.floats(width=32), st.integers(-(2**24), 2**24)), min_size=1, max_size=20))
@@ -204,7 +220,6 @@ def test_rows_with_gaps_are_left_alone() -> None:
     gaps = np.zeros((3, 8))[:, ::2]
     assert copy_row(gaps, 1, np.ones(4)) is False
     assert gather(np.zeros((3, 4, 8))[:, :, ::2], 1, [np.ones(4)] * 4) is False
-    assert set_flag(np.zeros((3, 8), np.bool_)[:, ::2], 1, 1) is False
     assert not gaps.any()
 
 
@@ -254,21 +269,45 @@ def test_what_is_no_ordinary_number_is_not_gathered(value: Any) -> None:
 def test_what_is_not_there_is_not_written(i: int) -> None:
     assert put(np.zeros((1, 3, 2)), 0, i, np.ones(2)) is False
     assert put(np.zeros((3, 1, 2)), i, 0, np.ones(2)) is False
-    assert set_flag(np.zeros((1, 3), np.bool_), 0, i) is False
-    assert set_flag(np.zeros((3, 1), np.bool_), i, 0) is False
     assert copy_row(np.zeros((3, 2)), i, np.ones(2)) is False
     assert copy_fields({"a": np.zeros((3, 2))}, i, {"a": np.ones(2)}) is False
     assert gather(np.zeros((3, 1, 2)), i, [np.ones(2)]) is False
 
 
+@pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize(
-    "flags", [None, np.zeros((1, 1), np.uint8), np.zeros(1, np.bool_), np.zeros((1, 1, 1), np.bool_)]
+    "wrong",
+    [
+        None,
+        np.zeros((1, 1), np.uint8),
+        np.zeros(1, np.bool_),
+        np.zeros((1, 1, 1), np.bool_),
+        np.zeros((1, 0), np.bool_),
+    ],
 )
-def test_what_are_no_flags_are_not_set(flags: Any) -> None:
-    assert set_flag(flags, 0, 0) is False
+def test_where_a_flag_cannot_be_set_no_end_is_recorded(which: int, wrong: Any) -> None:
+    ends = [*flags(1, 1), np.zeros((1, 1))]
+    ends[which] = wrong
+    assert put_end(tuple(ends), 0, 0, np.ones(()), True, False) is False
+    assert not any(np.any(part) for part in ends if part is not wrong)
 
 
-FUNCTIONS = [copy, copy_row, copy_fields, put, set_flag, gather, gather_numbers, mark, sum_episodes]
+def test_flags_with_gaps_are_left_alone() -> None:
+    gaps = np.zeros((3, 8), np.bool_)[:, ::2]
+    assert put_end((gaps, *flags(3, 4)[1:], np.zeros((3, 4))), 1, 1, np.ones(()), True, False) is False
+    assert not gaps.any()
+
+
+@pytest.mark.parametrize("is_so", [(1, False), (False, np.True_), (None, False)])
+def test_flags_that_are_no_bools_are_left_alone(is_so: tuple[Any, Any]) -> None:
+    ends = (*flags(1, 1), np.zeros((1, 1)))
+    assert put_end(ends, 0, 0, np.ones(()), *is_so) is False
+    assert put_end(list(ends), 0, 0, np.ones(()), True, False) is False
+    assert put_end(ends[:3], 0, 0, np.ones(()), True, False) is False
+    assert not any(part.any() for part in ends)
+
+
+FUNCTIONS = [copy, copy_row, copy_fields, put_end, gather, gather_numbers, mark]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -278,9 +317,9 @@ def test_too_few_arguments_are_an_error(function: Any) -> None:
 
 
 @pytest.mark.parametrize("index", ["0", 0.0, None, 2**100])
-@pytest.mark.parametrize("function", [copy_row, copy_fields, gather, put, set_flag])
+@pytest.mark.parametrize("function", [copy_row, copy_fields, gather, put_end])
 def test_an_index_that_is_none_is_an_error(function: Any, index: Any) -> None:
-    more = {put: (0, np.zeros(1)), set_flag: (0,)}.get(function, (np.zeros(1),))
+    more = (0, np.zeros(1), True, False) if function is put_end else (np.zeros(1),)
     with pytest.raises((TypeError, IndexError)):
         function(np.zeros((1, 1)), index, *more)
 
@@ -378,20 +417,3 @@ def test_what_is_no_progress_row_is_not_marked(row: Any, stamps: Any, i: int) ->
     assert not STAMPS.any()
     with pytest.raises(TypeError):
         mark(ROW, STAMPS, 0, 5, 7, "now")
-
-
-def test_sums_that_cannot_be_made_change_nothing() -> None:
-    reward, done, running = np.ones((3, 2), np.float32), np.ones((3, 2), np.bool_), np.zeros((5, 2))
-    room = np.zeros(6, RECORD).view(np.uint8)
-    for arguments in (
-        (reward.astype(np.float64), done, running, room),
-        (reward, done.astype(np.uint8), running, room),
-        (reward, done[:2], running, room),
-        (reward, done, running[:4], room),
-        (reward, done, running, room[:-1]),
-        (reward, done, running, np.zeros(6 * RECORD.itemsize + 8, np.uint8)[4:]),
-        (None, done, running, room),
-    ):
-        assert sum_episodes(*arguments, 0, 0, 1.0) == -1
-    assert not running.any()
-    assert sum_episodes(reward, done, running, room, 0, 0, 1.0) == 6

@@ -1,0 +1,234 @@
+"""The innermost loops do the same in C as in Python."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.buffers.control import Progress
+from penstock.buffers.trajectory_queue import RECORD
+from penstock.collectors import native
+from penstock.collectors.native import COMPILED, PYTHON, reset_timed, step_ordinary, sum_episodes
+
+needs_compiler = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
+STEPS = [pytest.param(PYTHON["step_ordinary"], id="python"), pytest.param(step_ordinary, id="as it is")]
+RESETS = [pytest.param(PYTHON["reset_timed"], id="python"), pytest.param(reset_timed, id="as it is")]
+
+
+class Info(dict[str, Any]):
+    pass
+
+
+class Five(tuple[Any, ...]):
+    pass
+
+
+ORDINARY = [("observation", 1.0, False, False, {}), (np.zeros(2), np.float32(2), False, False, {"a": 1})]
+OTHERS = [
+    (0, 1.0, True, False, {}),
+    (0, 1.0, False, True, {}),
+    (0, 1.0, np.False_, False, {}),
+    (0, 1.0, False, 0, {}),
+    (0, 1.0, False, False, None),
+    (0, 1.0, False, False, Info()),
+    Five((0, 1.0, False, False, {})),
+    [0, 1.0, False, False, {}],
+    (0, 1.0, False, {}),
+    (0, 1.0, False, False, {}, 0),
+    None,
+]
+
+
+def words() -> Any:
+    return memoryview(np.zeros(16, np.int64))
+
+
+class Row:
+    """Environments that return what they are told to, and one row of them stepped."""
+
+    def __init__(self, results: list[Any], columns: list[int], n_columns: int) -> None:
+        self.words, self.seen = words(), []
+        self.observations: list[Any] = [None] * n_columns
+        self.rewards: list[Any] = [None] * n_columns
+        self._results = results
+        self.bound = [(column, 10 + column, self._step_of(i)) for i, column in enumerate(columns)]
+        self.actions: list[Any] = [f"action {i}" for i in range(len(columns))]
+
+    def _step_of(self, i: int) -> Callable[[Any], Any]:
+        def step(action: Any) -> Any:
+            self.seen.append((i, action, self.words[Progress.ENV_RANK]))
+            return self._results[i]
+
+        return step
+
+    def run(self, step: Any, is_watched: bool = False) -> list[tuple[int, Any]]:
+        """What was handed back, up to the end of the row."""
+        unusual, first = [], 0
+        while found := step(self.words, self.bound, self.actions, first, is_watched, self.observations, self.rewards):
+            unusual.append(found)
+            first = found[0] + 1
+        return unusual
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[list[Any], list[int], int]:
+    n_columns = draw(st.integers(1, 6))
+    columns = sorted(draw(st.sets(st.integers(0, n_columns - 1))))
+    kinds = st.sampled_from(range(len(ORDINARY) + len(OTHERS)))
+    return [[*ORDINARY, *OTHERS][draw(kinds)] for _ in columns], columns, n_columns
+
+
+@pytest.mark.parametrize("step", STEPS)
+@given(row=rows(), is_watched=st.booleans())
+def test_every_environment_is_stepped_and_what_is_not_ordinary_handed_back(
+    step: Any, row: tuple[list[Any], list[int], int], is_watched: bool
+) -> None:
+    results, columns, n_columns = row
+    ran = Row(*row)
+    unusual = ran.run(step, is_watched)
+    assert ran.seen == [(i, f"action {i}", 10 + column) for i, column in enumerate(columns)]
+    is_ordinary = [not is_watched and any(result is one for one in ORDINARY) for result in results]
+    assert [i for i, _ in unusual] == [i for i, ordinary in enumerate(is_ordinary) if not ordinary]
+    assert all(found is results[i] for i, found in unusual)
+    stored = {
+        column: result for column, result, ordinary in zip(columns, results, is_ordinary, strict=True) if ordinary
+    }
+    for column in range(n_columns):
+        assert ran.observations[column] is (stored[column][0] if column in stored else None)
+        assert ran.rewards[column] is (stored[column][1] if column in stored else None)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_an_error_of_an_environment_comes_through_and_its_env_rank_is_noted(step: Any) -> None:
+    def fail(action: Any) -> Any:
+        raise KeyError("no such square")
+
+    row = Row([ORDINARY[0]] * 3, [0, 1, 2], 3)
+    row.bound[1] = (1, 11, fail)
+    with pytest.raises(KeyError, match="no such square"):
+        row.run(step)
+    assert [i for i, *_ in row.seen] == [0]
+    assert row.words[Progress.ENV_RANK] == 11
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_there_is_an_action_for_each(step: Any) -> None:
+    row = Row([ORDINARY[0]] * 3, [0, 1, 2], 3)
+    row.actions.pop()
+    with pytest.raises(ValueError, match="3 actions are wanted, got 2"):
+        row.run(step)
+    assert not row.seen
+
+
+@needs_compiler
+@pytest.mark.parametrize("what", ["bound", "actions", "observations", "rewards"])
+def test_a_list_may_be_emptied_while_its_environments_are_stepped(what: str) -> None:
+    row = Row([ORDINARY[0]] * 3, [0, 1, 2], 3)
+
+    def step(action: Any) -> Any:
+        getattr(row, what).clear()
+        return ("observation", 1.0, False, False, {})
+
+    row.bound[0] = (0, 10, step)
+    if what in ("observations", "rewards"):
+        with pytest.raises(IndexError):
+            row.run(step_ordinary)
+    else:
+        assert row.run(step_ordinary) == []
+    assert not row.seen
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("i", "wrong", "error"),
+    [
+        (0, memoryview(np.zeros(16, np.float64)), "progress row"),
+        (0, memoryview(np.zeros(16, np.int32)), "progress row"),
+        (0, memoryview(np.zeros(4, np.int64)), "progress row"),
+        (0, memoryview(np.zeros(32, np.int64))[::2], "contiguous"),
+        (0, memoryview(bytes(128)), "writable"),
+        (0, None, "bytes-like"),
+        (1, ((0, 0, print),), "must be lists"),
+        (1, [0], "list of .column, env_rank, env.step."),
+        (1, [(0, 0)], "list of .column, env_rank, env.step."),
+        (1, [(None, 0, print)], "NoneType"),
+        (1, [(0, None, print)], "NoneType"),
+        (1, [(0, 0, None)], "not callable"),
+        (2, (0,), "must be lists"),
+        (3, None, "NoneType"),
+        (3, -1, "no environment -1"),
+        (5, (None,), "must be lists"),
+        (6, None, "must be lists"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_an_error(i: int, wrong: Any, error: str) -> None:
+    arguments: list[Any] = [words(), [(0, 0, lambda action: ORDINARY[0])], [0], 0, False, [None], [None]]
+    assert step_ordinary(*arguments) is None  # type: ignore[call-arg]
+    arguments[i] = wrong
+    with pytest.raises((TypeError, IndexError, BufferError), match=error):
+        step_ordinary(*arguments)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_reset_is_timed_and_noted(reset: Any, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = words()
+    row[Progress.RESETTING] = 1_000
+    during: list[Any] = []
+
+    def own_reset(*, seed: int | None) -> Any:
+        during.append((seed, row[Progress.PHASE], row[Progress.ENV_RANK], row[Progress.HEARTBEAT] > 0))
+        return "observation", {}
+
+    assert reset(row, 2, 5, own_reset, seed) == ("observation", {})
+    assert during == [(seed, 2, 5, True)]
+    assert 1_000 <= row[Progress.RESETTING] < 1_000 + 60e9
+    assert row[Progress.RESETTING] > 1_000
+
+
+@pytest.mark.parametrize("reset", RESETS)
+def test_an_error_of_a_reset_comes_through(reset: Any) -> None:
+    row = words()
+
+    def fail(seed: int | None) -> Any:
+        raise OSError("no board")
+
+    with pytest.raises(OSError, match="no board"):
+        reset(row, 2, 5, fail, None)
+    assert (row[Progress.PHASE], row[Progress.ENV_RANK], row[Progress.RESETTING]) == (2, 5, 0)
+
+
+@needs_compiler
+def test_a_reset_that_cannot_be_noted_is_not_made() -> None:
+    with pytest.raises(TypeError, match="progress row"):
+        reset_timed(memoryview(np.zeros(16)), 2, 5, pytest.fail, None)
+    with pytest.raises(TypeError):
+        reset_timed(words(), 2, None, pytest.fail, None)  # type: ignore[arg-type]
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", PYTHON)
+def test_too_few_arguments_are_an_error(name: str) -> None:
+    with pytest.raises(TypeError, match="arguments are wanted, got 1"):
+        getattr(native, name)(None)
+
+
+@needs_compiler
+def test_sums_that_cannot_be_made_change_nothing() -> None:
+    reward, done, running = np.ones((3, 2), np.float32), np.ones((3, 2), np.bool_), np.zeros((5, 2))
+    room = np.zeros(6, RECORD).view(np.uint8)
+    for arguments in (
+        (reward.astype(np.float64), done, running, room),
+        (reward, done.astype(np.uint8), running, room),
+        (reward, done[:2], running, room),
+        (reward, done, running[:4], room),
+        (reward, done, running, room[:-1]),
+        (reward, done, running, np.zeros(6 * RECORD.itemsize + 8, np.uint8)[4:]),
+        (None, done, running, room),
+    ):
+        assert sum_episodes(*arguments, 0, 0, 1.0) == -1
+    assert not running.any()
+    assert sum_episodes(reward, done, running, room, 0, 0, 1.0) == 6
