@@ -31,6 +31,7 @@ if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # whi
         Extension(
             f"penstock.{room}._native",
             [f"{room}/_native.c"],
+            depends=["buffers/_native.h"],
             include_dirs=[numpy.get_include()],
             # Sums are to be those of Python, to the last bit.
             extra_compile_args=["-ffp-contract=off"] if os.name == "posix" else [],

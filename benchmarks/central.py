@@ -253,7 +253,7 @@ def _pong(here: Any, there: Any, n: int) -> None:
         there.release()
 
 
-def semaphore_round_trip(n: int = 20_000) -> float:
+def semaphore_round_trip(n: int) -> float:
     """µs for one process to wake another by a semaphore and be woken by it."""
     context = multiprocessing.get_context("spawn")
     ping, pong = context.Semaphore(0), context.Semaphore(0)
@@ -281,7 +281,8 @@ def sync(repeats: int, seconds: float, batch_T: int = 512) -> Figures:
     rates = take_turns({"1 worker": gpu(1), "2 workers": gpu(2)}, repeats, seconds)
     figures = {name: [1e6 * (1 + i) / rate for rate in rates[name]] for i, name in enumerate(rates)}
     figures["one more worker"] = [b - a for a, b in zip(figures["1 worker"], figures["2 workers"], strict=True)]
-    return {**figures, "semaphores, there and back": [semaphore_round_trip() for _ in range(repeats)]}
+    n = max(1, round(40_000 * seconds))
+    return {**figures, "semaphores, there and back": [semaphore_round_trip(n) for _ in range(repeats)]}
 
 
 MEASUREMENTS = {"vector": vector, "uneven": uneven, "alternating": alternating, "sync": sync}

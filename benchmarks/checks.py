@@ -42,7 +42,7 @@ _CUTS = {
         "terminated is not False or truncated is not False",
         "terminated or truncated",
     ),
-    "step returns five values": (" or result.__class__ is not tuple or len(result) != 5", ""),
+    "step returns five values": (" or type(result) is not tuple or len(result) != 5", ""),
 }
 
 

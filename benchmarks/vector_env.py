@@ -164,14 +164,14 @@ def peers(env_fn: Callable[[], Any], n_envs: int, T: int) -> dict[str, Any]:
     return found
 
 
-def cartpole(repeats: int, seconds: float) -> Figures:
+def cartpole(repeats: int, seconds: float, n: int = 32, T: int = 128) -> Figures:
     """32 CartPole-v1, 2 workers."""
-    return take_turns(peers(ENV, 32, 128), repeats, seconds)
+    return take_turns(peers(ENV, n, T), repeats, seconds)
 
 
-def pixels(repeats: int, seconds: float) -> Figures:
+def pixels(repeats: int, seconds: float, n: int = 16, T: int = 64) -> Figures:
     """16 environments of 28 kB a step, 2 workers."""
-    return take_turns(peers(PixelEnv, 16, 64), repeats, seconds)
+    return take_turns(peers(PixelEnv, n, T), repeats, seconds)
 
 
 def sleeping(repeats: int, seconds: float, n: int = 16, T: int = 128) -> Figures:
@@ -180,7 +180,7 @@ def sleeping(repeats: int, seconds: float, n: int = 16, T: int = 128) -> Figures
     contestants = {
         "lock-step": Recorder(ShmVectorEnv([env_fn] * n, in_series=2), T),
         "send and recv": FirstReady(ShmVectorEnv([env_fn] * n, in_series=2), T),
-        "bare, 8 processes": Bare(env_fn, n, 8, T),
+        "bare, 8 processes": Bare(env_fn, n, n // 2, T),
     }
     return take_turns(contestants, repeats, seconds)
 
@@ -194,13 +194,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("what", nargs="*", help=f"of {', '.join(MEASUREMENTS)}; all by default")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.4, help="of each contestant's turn, at least")
+    parser.add_argument("--n-envs", type=int, help="environments, an even number, instead of each measurement's own")
+    parser.add_argument("--batch-T", type=int, help="time steps of a batch, instead of each measurement's own")
     parser.add_argument("--json", help="write machine and all figures to this file")
     args = parser.parse_args(arguments)
     if unknown := set(args.what) - set(MEASUREMENTS):
         parser.error(f"there is no measurement {', '.join(unknown)}")
+    sizes = {name: n for name, n in (("n", args.n_envs), ("T", args.batch_T)) if n is not None}
     results = {}
     for name in args.what or MEASUREMENTS:
-        results[name] = MEASUREMENTS[name](args.repeats, args.seconds)
+        results[name] = MEASUREMENTS[name](args.repeats, args.seconds, **sizes)
         show(name, results[name], YARDSTICKS[name])
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:

@@ -5,22 +5,10 @@
    comparison says whether there is nothing to find out. Nothing is ever cast but Python's numbers to float32, and what is
    not as it should be raises nothing: it is left to numpy, and to those who can say what is wrong with it. */
 
-#define PY_SSIZE_T_CLEAN
-#define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
-#include <Python.h>
+#include "_native.h"
+
 #include <math.h>
-#include <numpy/arrayobject.h>
 #include <string.h>
-
-typedef PyObject *const *Arguments;
-
-static int has_arguments(Py_ssize_t given, Py_ssize_t wanted) {
-    if (given == wanted) {
-        return 1;
-    }
-    PyErr_Format(PyExc_TypeError, "%zd arguments are wanted, got %zd", wanted, given);
-    return 0;
-}
 
 /* ---- arrays ------------------------------------------------------------------------------------ */
 
@@ -93,12 +81,6 @@ static int wrote(const Place *place, PyObject *object) {
     }
     memmove(place->data, PyArray_DATA(value), place->nbytes);
     return 1;
-}
-
-/* Indices among the arguments; 0 with an exception set if one is none. */
-static int has_index(PyObject *argument, Py_ssize_t *index) {
-    *index = PyNumber_AsSsize_t(argument, PyExc_IndexError);
-    return *index != -1 || !PyErr_Occurred();
 }
 
 /* ---- copies ------------------------------------------------------------------------------------ */
@@ -318,8 +300,6 @@ static PyObject *gather_numbers(PyObject *Py_UNUSED(module), Arguments arguments
 
 /* ---- progress ---------------------------------------------------------------------------------- */
 
-enum { PHASE, ROW_T, ENV_RANK, HEARTBEAT, N_WORDS }; /* the first words of a progress row, as control.py has them */
-
 static PyObject *mark(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Py_ssize_t i, phase, t;
     if (!has_arguments(n, 6) || !has_index(arguments[2], &i) || !has_index(arguments[3], &phase) ||
@@ -332,7 +312,7 @@ static PyObject *mark(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize
     }
     Place words, stamps;
     if (!find_place(arguments[0], &words) || !find_place(arguments[1], &stamps) || words.type != NPY_INT64 ||
-        words.n != 1 || words.shape[0] < N_WORDS || stamps.type != NPY_FLOAT64 || stamps.n != 1 || !has_entry(&stamps, i)) {
+        words.n != 1 || words.shape[0] <= HEARTBEAT || stamps.type != NPY_FLOAT64 || stamps.n != 1 || !has_entry(&stamps, i)) {
         Py_RETURN_FALSE;
     }
     npy_int64 *row = (npy_int64 *)words.data;
@@ -344,8 +324,6 @@ static PyObject *mark(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize
 }
 
 /* ---- the module -------------------------------------------------------------------------------- */
-
-#define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 
 static PyMethodDef functions[] = {
     FUNCTION(copy),    FUNCTION(copy_row),       FUNCTION(copy_fields), FUNCTION(gather),

@@ -51,7 +51,7 @@ class StopCollecting(Exception):
 
 # Words written by the main process, for all workers ...
 _QUIT, _DO_EVAL, _STOP_EVAL, _ITR, _DO_CALL = range(5)
-# ... and by each worker, in a row of its own. `native.mark` writes to the first four.
+# ... and by each worker, in a row of its own. buffers/_native.h knows what is written by compiled functions.
 _PHASE, _T, _ENV_RANK, _HEARTBEAT, _BEGUN, _ARRIVED, _TRAJECTORIES, _BATCHES = range(8)
 _STEPPING, _ACTING, _RESETTING, _WAITING, _STEPS, _ASKED, _VERSION = range(8, 15)
 _KIND_BITS = 2  # of a question; number and kind are one word, so that one store makes both visible

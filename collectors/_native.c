@@ -3,32 +3,11 @@
    Between two calls of the environments' own Python, which drive everything else from the processor's caches, as little
    as possible is to be fetched again. What is not ordinary is left to Python, and to those who can say what is wrong. */
 
-#define PY_SSIZE_T_CLEAN
-#define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
-#include <Python.h>
-#include <numpy/arrayobject.h>
-
-typedef PyObject *const *Arguments;
-
-static int has_arguments(Py_ssize_t given, Py_ssize_t wanted) {
-    if (given == wanted) {
-        return 1;
-    }
-    PyErr_Format(PyExc_TypeError, "%zd arguments are wanted, got %zd", wanted, given);
-    return 0;
-}
-
-/* Indices among the arguments; 0 with an exception set if one is none. */
-static int has_index(PyObject *argument, Py_ssize_t *index) {
-    *index = PyNumber_AsSsize_t(argument, PyExc_IndexError);
-    return *index != -1 || !PyErr_Occurred();
-}
+#include "../buffers/_native.h"
 
 /* ---- environments ------------------------------------------------------------------------------ */
 
-enum { PHASE, ROW_T, ENV_RANK, HEARTBEAT, RESETTING = 10 }; /* words of a progress row, as control.py has them */
-
-static PyObject *monotonic_ns, *seed_name; /* time.monotonic_ns, ("seed",) */
+static PyObject *monotonic_ns, *reset_name, *seed_names; /* time.monotonic_ns, "reset", ("seed",) */
 
 /* The words of a progress row, from its memoryview; to be released. 0 with an exception set if there are none. */
 static int get_words(PyObject *object, Py_buffer *buffer) {
@@ -50,9 +29,8 @@ static int is_ordinary(PyObject *result) {
            PyTuple_GET_ITEM(result, 3) == Py_False && PyDict_CheckExact(PyTuple_GET_ITEM(result, 4));
 }
 
-/* Environment i's step, as it is in `bound`; which column it is goes to `column`, its env_rank to `words`. */
-static PyObject *step_bound(PyObject *bound, PyObject *actions, Py_ssize_t i, npy_int64 *words, Py_ssize_t *column) {
-    PyObject *entry = PyList_GET_ITEM(bound, i), *action = PyList_GET_ITEM(actions, i);
+/* `env.step(action)` of `entry`, (column, env_rank, env.step); the column goes to `column`, env_rank to `words`. */
+static PyObject *step_one(PyObject *entry, PyObject *action, npy_int64 *words, Py_ssize_t *column) {
     Py_ssize_t env_rank;
     if (!PyTuple_CheckExact(entry) || PyTuple_GET_SIZE(entry) != 3) {
         PyErr_SetString(PyExc_TypeError, "bound must be a list of (column, env_rank, env.step)");
@@ -62,34 +40,44 @@ static PyObject *step_bound(PyObject *bound, PyObject *actions, Py_ssize_t i, np
         return NULL;
     }
     words[ENV_RANK] = env_rank;
-    Py_INCREF(entry); /* the lists are the caller's, who may change them meanwhile */
-    Py_INCREF(action);
     PyObject *arguments[] = {NULL, action};
-    PyObject *result =
-        PyObject_Vectorcall(PyTuple_GET_ITEM(entry, 2), arguments + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
-    Py_DECREF(action);
-    Py_DECREF(entry);
-    return result;
+    return PyObject_Vectorcall(PyTuple_GET_ITEM(entry, 2), arguments + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+}
+
+/* Put what an ordinary step returned into the lists; 0 with an exception set if they have no such column. */
+static int store(PyObject *result, Py_ssize_t column, PyObject *observations, PyObject *rewards) {
+    PyObject *observation = PyTuple_GET_ITEM(result, 0), *reward = PyTuple_GET_ITEM(result, 1);
+    Py_INCREF(observation);
+    Py_INCREF(reward);
+    /* Either takes its reference, whether it succeeds or not. */
+    int is_stored = PyList_SetItem(observations, column, observation) == 0;
+    return PyList_SetItem(rewards, column, reward) == 0 && is_stored;
 }
 
 static PyObject *step_all(PyObject *bound, PyObject *actions, Py_ssize_t first, int is_watched, npy_int64 *words,
                           PyObject *observations, PyObject *rewards) {
-    for (Py_ssize_t i = first; i < PyList_GET_SIZE(bound) && i < PyList_GET_SIZE(actions); i++) {
-        Py_ssize_t column;
-        PyObject *result = step_bound(bound, actions, i, words, &column);
+    Py_ssize_t n = PyList_GET_SIZE(bound), column = 0;
+    for (Py_ssize_t i = first; i < n; i++) {
+        if (i >= PyList_GET_SIZE(bound) || i >= PyList_GET_SIZE(actions)) {
+            PyErr_SetString(PyExc_IndexError, "bound or actions have become shorter meanwhile");
+            return NULL;
+        }
+        PyObject *entry = PyList_GET_ITEM(bound, i), *action = PyList_GET_ITEM(actions, i);
+        Py_INCREF(entry); /* the lists may let go of them meanwhile */
+        Py_INCREF(action);
+        PyObject *result = step_one(entry, action, words, &column);
+        Py_DECREF(action);
+        Py_DECREF(entry);
         if (result == NULL) {
             return NULL;
         }
         if (is_watched || !is_ordinary(result)) {
             return Py_BuildValue("nN", i, result);
         }
-        PyObject *observation = PyTuple_GET_ITEM(result, 0), *reward = PyTuple_GET_ITEM(result, 1);
-        Py_INCREF(observation);
-        Py_INCREF(reward);
+        int is_stored = store(result, column, observations, rewards);
         Py_DECREF(result);
-        /* Either takes its reference, whether it succeeds or not. */
-        int is_lost = PyList_SetItem(observations, column, observation) < 0;
-        if (PyList_SetItem(rewards, column, reward) < 0 || is_lost) {
+        /* Signals: where `step` is no function of Python's, nobody else looks. */
+        if (!is_stored || PyErr_CheckSignals() < 0) {
             return NULL;
         }
     }
@@ -144,20 +132,21 @@ static PyObject *reset_timed(PyObject *Py_UNUSED(module), Arguments arguments, P
         return NULL;
     }
     npy_int64 *words = buffer.buf;
-    PyObject *with_seed[] = {NULL, arguments[4]}, *result = NULL;
-    long long began = now(), ended = -1;
+    PyObject *env_and_seed[] = {NULL, arguments[3], arguments[4]}, *result = NULL;
+    long long began = now();
     if (began >= 0) {
         words[PHASE] = phase, words[ENV_RANK] = env_rank, words[HEARTBEAT] = began;
-        result = PyObject_Vectorcall(arguments[3], with_seed + 1, PY_VECTORCALL_ARGUMENTS_OFFSET, seed_name);
+        result = PyObject_VectorcallMethod(reset_name, env_and_seed + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, seed_names);
     }
     if (result != NULL) {
-        ended = now();
-        words[RESETTING] += ended - began;
+        long long ended = now();
+        if (ended >= 0) {
+            words[RESETTING] += ended - began;
+        } else {
+            Py_CLEAR(result);
+        }
     }
     PyBuffer_Release(&buffer);
-    if (ended < 0) {
-        Py_CLEAR(result);
-    }
     return result;
 }
 
@@ -241,8 +230,6 @@ static PyObject *sum_episodes(PyObject *Py_UNUSED(module), Arguments arguments, 
 
 /* ---- the module -------------------------------------------------------------------------------- */
 
-#define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
-
 static PyMethodDef functions[] = {
     FUNCTION(step_ordinary), FUNCTION(reset_timed), FUNCTION(sum_episodes), {NULL, NULL, 0, NULL},
 };
@@ -255,8 +242,9 @@ static int start(PyObject *Py_UNUSED(module)) {
     }
     Py_XSETREF(monotonic_ns, PyObject_GetAttrString(time, "monotonic_ns"));
     Py_DECREF(time);
-    Py_XSETREF(seed_name, Py_BuildValue("(s)", "seed"));
-    return monotonic_ns != NULL && seed_name != NULL ? 0 : -1;
+    Py_XSETREF(reset_name, PyUnicode_InternFromString("reset"));
+    Py_XSETREF(seed_names, Py_BuildValue("(s)", "seed"));
+    return monotonic_ns != NULL && reset_name != NULL && seed_names != NULL ? 0 : -1;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, start}, {0, NULL}};

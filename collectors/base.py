@@ -11,7 +11,7 @@ import numpy as np
 from penstock.agents.base import Agent, AgentStep
 from penstock.buffers.control import Phase, Progress
 from penstock.buffers.named import map_leaves
-from penstock.buffers.native import copy, copy_row, gather, gather_numbers, put_end
+from penstock.buffers.native import copy, copy_row, gather, gather_numbers
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step
 from penstock.collectors.checks import Checks, write_action
@@ -56,13 +56,11 @@ class Collector(ABC):
     def __init__(self, parts: CollectorParts) -> None:
         self.envs, self.agent, self.samples = parts.envs, parts.agent, parts.samples
         self.tracker, self.progress = parts.tracker, parts.progress
-        #: The hook for `envs.step`: what follows each environment's step, or None if nothing does.
-        self.on_step: StepHook | None = parts.tracker.on_step
+        self._on_step = parts.tracker.on_step
         self.batch_T = parts.samples.batch_T
         self.streams, self._max_decorrelation_steps = parts.streams, parts.max_decorrelation_steps
         self._agent_has_state = type(parts.agent).reset_one is not Agent.reset_one
         self.finals = FinalObservations(parts.samples, parts.agent, parts.envs)
-        self._ends = (parts.samples.done, parts.samples.terminated, parts.samples.truncated, self.finals.arrays)
         # The agent's inputs beside the observation. Not views of the batch: these are zeroed when an
         # episode starts, where the batch keeps the last action of the episode before.
         self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), parts.samples.action)
@@ -139,7 +137,7 @@ class Collector(ABC):
             self.prev_action[...] = samples.action_rows[t + 1]
         if self._has_agent_info or agent_info is not NO_AGENT_INFO:
             self._agent_info_writer.write(t, agent_info)
-        if self.on_step is not None:
+        if self._on_step is not None:
             self.tracker.set_agent_info(samples.agent_info[t])
 
     def end_batch(self) -> None:
@@ -152,6 +150,11 @@ class Collector(ABC):
         self.finals.end_batch()
         progress.enter(Phase.HANDING_OVER)
         progress.trajectories = self.tracker.end_rows(samples.reward[1:], samples.done)
+
+    @property
+    def on_step(self) -> StepHook | None:
+        """The hook for `envs.step`: what follows each environment's step, or None if nothing does."""
+        return self._on_step
 
     def record_env_info(self, t: int) -> None:
         """Row t has been stepped: record what was asked for of the infos, if anything was."""
@@ -174,14 +177,8 @@ class Collector(ABC):
     ) -> None:
         """Column's episode has ended at step t with `observation`: record it. Call before anything is reset, and in a
         batch that `begin_batch` has begun, which leaves False in all flags."""
-        samples = self.samples
-        if not put_end(self._ends, t, column, observation, terminated, truncated):
-            samples.done[t, column], samples.terminated[t, column] = True, terminated
-            samples.truncated[t, column] = truncated
-            self.finals.record(t, column, observation, reward, terminated, truncated)
-        elif truncated and not terminated:
-            self.finals.value(t, column, reward)
-        if self.on_step is not None:
+        self.finals.record(t, column, observation, reward, terminated, truncated)
+        if self._on_step is not None:
             self.tracker.on_done(t, column, observation)
 
     def reset_column(self, column: int) -> Any:

@@ -51,7 +51,7 @@ class EnvColumns:
         self._action_space = envs[0].action_space if checks.debug else None
         self._is_finite_wanted = checks.check_finite
         self.split_actions = action_splitter(envs[0].action_space)
-        # All that the loop in `step` needs, in one tuple per environment: unpacked in one go.
+        # All that the loop over environments needs, in one tuple for each: unpacked in one go.
         self._bound = self._active = [(b, env_ranks[b], env.step) for b, env in enumerate(envs)]
         #: Columns that `step` leaves alone, in order.
         self.parked: list[int] = []
@@ -72,7 +72,7 @@ class EnvColumns:
     def reset_one(self, column: int, seed: int | None = None) -> Any:
         """Reset one environment and return its first observation, which is checked when it is written."""
         env_rank = self.env_ranks[column]
-        result = reset_timed(self._progress.words, Progress.IS_RESETTING, env_rank, self.envs[column].reset, seed)
+        result = reset_timed(self._progress.words, Progress.IS_RESETTING, env_rank, self.envs[column], seed)
         if not isinstance(result, tuple) or len(result) != 2:
             got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
             raise SpaceError(f"env.reset of env_rank {env_rank} must return a tuple (observation, info), got {got}")
@@ -116,7 +116,9 @@ class EnvColumns:
             try:
                 observation, reward, terminated, truncated, info = result
             except (TypeError, ValueError) as error:
-                raise step_values_error(error, env_rank) or error from error
+                if (misfit := step_values_error(error, env_rank)) is not None:
+                    raise misfit from error
+                raise
             terminated, truncated = require_step(reward, terminated, truncated, info, env_rank)
             if is_watched:
                 self.infos[b] = info
@@ -139,7 +141,9 @@ class EnvColumns:
         try:
             observation, reward, terminated, truncated, info = result
         except (TypeError, ValueError) as error:
-            raise step_values_error(error, env_rank) or error from error
+            if (misfit := step_values_error(error, env_rank)) is not None:
+                raise misfit from error
+            raise
         require_info(info, env_rank)
         number = require_number(reward, env_rank)
         if self.checks.check_finite and not math.isfinite(number):

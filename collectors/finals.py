@@ -12,6 +12,7 @@ from gymnasium.vector import VectorEnv
 
 from penstock.agents.base import Agent
 from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.buffers.native import put_end
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.checks import Checks
 from penstock.collectors.columns import EnvColumns
@@ -25,7 +26,7 @@ _Cells = tuple[tuple[Any, ...], npt.NDArray[Any], tuple[int, ...], np.dtype[Any]
 
 
 class FinalObservations:
-    """Writes `final_obs` and `final_value`.
+    """Writes `final_obs` and `final_value`, and of single environments the flags too, in the same stroke.
 
     Values of a stateless agent are asked for once, at the end of the batch, for all truncations
     together: truncations are rare, and a forward pass costs almost the same for one row as for many. A
@@ -38,29 +39,28 @@ class FinalObservations:
         self._cells: list[_Cells] = []
         if samples.final_obs is not None and envs.checks == Checks():
             self._cells = list(_cells(_space_of(envs.envs[0]), samples.final_obs))
-        #: The same arrays for `native.put_end`; None if there is more to check, or nothing is recorded.
-        self.arrays = arrays_like(_space_of(envs.envs[0]), samples.final_obs) if self._cells else None
+        # The same for `put_end`, with the flags; no arrays if there is more to check, or nothing is recorded.
+        arrays = arrays_like(_space_of(envs.envs[0]), samples.final_obs) if self._cells else None
+        self._ends = (samples.done, samples.terminated, samples.truncated, arrays)
         # Where observations are written that the batch does not keep.
         self._scratch = map_leaves(lambda leaf: np.zeros_like(leaf[0, :1]), samples.observation)
         self._pending: list[tuple[int, int]] = []  # t, column of what is to be valued ...
         self._unrecorded: list[Any] = []  # ... and their observations [k, ...], if the batch does not keep them
 
     def record(self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> None:
-        """Column's episode has ended at step t with `observation`. Call before anything is reset.
+        """Column's episode has ended at step t with `observation`: this and the flags are written, and the observation
+        valued if the episode was only truncated. Call before anything is reset.
 
         Raises `SpaceError` naming the environment if `observation` does not fit, recorded or not.
         """
         samples = self._samples
-        if not self._write_plain(t, column, observation):
-            row = self._scratch if samples.final_obs is None else samples.final_obs[t][column : column + 1]
-            self._envs.write_final(row, column, observation)
-        if truncated and not terminated:
-            self.value(t, column, reward)
-
-    def value(self, t: int, column: int, reward: float) -> None:
-        """Have the observation valued that is recorded for column's truncated step t; `record` does so itself."""
-        samples = self._samples
-        if samples.final_value is None:
+        if not put_end(self._ends, t, column, observation, terminated, truncated):
+            samples.done[t, column], samples.terminated[t, column] = True, terminated
+            samples.truncated[t, column] = truncated
+            if not self._write_plain(t, column, observation):
+                row = self._scratch if samples.final_obs is None else samples.final_obs[t][column : column + 1]
+                self._envs.write_final(row, column, observation)
+        if samples.final_value is None or terminated or not truncated:
             return
         if self._agent.recurrent:
             samples.final_value[t, column] = self._value_now(t, column, reward)
@@ -77,8 +77,8 @@ class FinalObservations:
         reward: npt.NDArray[Any],
         is_valued: npt.NDArray[np.bool_],
     ) -> None:
-        """`record` for many: `observation` `[k, ...]`, which is known to fit, `reward` `[k]`, and which of
-        `columns` `[k]` were only truncated. Call before anything is reset."""
+        """`record` for many, but for the flags: `observation` `[k, ...]`, which is known to fit, `reward` `[k]`, and
+        which of `columns` `[k]` were only truncated. Call before anything is reset."""
         samples = self._samples
         if samples.final_obs is not None:
             samples.final_obs[t, columns] = observation

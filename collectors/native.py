@@ -39,7 +39,7 @@ def _step_ordinary(
     for i in range(first, len(bound)):
         column, words[env_rank_word], step = bound[i]
         result = step(actions[i])
-        if is_watched or result.__class__ is not tuple or len(result) != 5:
+        if is_watched or type(result) is not tuple or len(result) != 5:
             return i, result
         observation, reward, terminated, truncated, info = result
         # One test lets the ordinary step pass; whatever is not ordinary is for the caller to look at more closely.
@@ -50,12 +50,12 @@ def _step_ordinary(
     return None
 
 
-def _reset_timed(words: Any, phase: int, env_rank: int, reset: Callable[..., Any], seed: int | None) -> Any:
-    """`reset(seed=seed)`. The progress row's `words` say `phase` and `env_rank` meanwhile, and then how much more time
-    resets have taken."""
+def _reset_timed(words: Any, phase: int, env_rank: int, env: Any, seed: int | None) -> Any:
+    """`env.reset(seed=seed)`. The progress row's `words` say `phase` and `env_rank` meanwhile, and then how much more
+    time resets have taken."""
     words[Progress.PHASE], words[Progress.ENV_RANK] = phase, env_rank
     words[Progress.HEARTBEAT] = began = time.monotonic_ns()
-    result = reset(seed=seed)
+    result = env.reset(seed=seed)
     words[Progress.RESETTING] += time.monotonic_ns() - began
     return result
 

@@ -6,7 +6,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, TypeVar
@@ -17,27 +16,26 @@ import numpy.typing as npt
 
 from penstock.agents import Agent
 from penstock.buffers import Samples
-from penstock.buffers.trajectory_queue import Frame
 from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted, fresh_seed
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, allocate
 from penstock.samplers.config import EnvKwargs, SamplerConfig
 from penstock.samplers.deliveries import Deliveries
+from penstock.samplers.orders import Orders
 from penstock.samplers.state import LIFETIME, SamplerState
 from penstock.samplers.stats import SamplerStats, worker_stats
 from penstock.workers.arguments import integer
 from penstock.workers.calls import Calls
-from penstock.workers.env_calls import EnvCall, results
+from penstock.workers.env_calls import EnvCall
 from penstock.workers.interrupts import interrupts
 from penstock.workers.plan import Affinity, WorkerPlan
-from penstock.workers.team import Team, Wait
+from penstock.workers.team import Team
 
 __all__ = ["Sampler"]
 
 _Self = TypeVar("_Self", bound="Sampler")
 _MAX_SHOWN = 16  # workers in a repr
-_EVAL_LOOK_AGAIN_SECONDS = 0.005  # how soon a running evaluation is stopped once enough have finished
 
 
 class Sampler(ABC):
@@ -129,8 +127,6 @@ class Sampler(ABC):
         #: The seed in use, for the record where none was given.
         self.seed: int | None = None
         self._plans: tuple[WorkerPlan, ...] = ()
-        self._policy_version: int | None = None
-        self._is_away = False  # the workers are on an evaluation or a call, whose wait the user may have interrupted
 
     # ---- for subclasses --------------------------------------------------------------------
 
@@ -210,12 +206,11 @@ class Sampler(ABC):
                 self._team = self._make_team(allocation)
                 # Runs when this object is collected and at exit, before multiprocessing joins children.
                 self._finalizer = Finalize(self, _close, (self._team, allocation), exitpriority=100)
-                self._wait(Wait("start-up", starting=True))
-            except SamplerBrokenError as error:
-                self._calls.break_with(error)  # unless `_wait` has done so already
-                self._give_back()
-                raise
-            except BaseException:
+                self._orders = Orders(self._team, allocation, self._deliveries)
+                self._orders.wait_for_start()
+            except BaseException as error:
+                if isinstance(error, SamplerBrokenError):
+                    self._calls.break_with(error)
                 if "_team" in vars(self):
                     self._team.close(broken=True)
                 self._give_back()
@@ -250,19 +245,15 @@ class Sampler(ABC):
             return self._finish()
 
     def _start(self, itr: int) -> None:
-        itr = integer("itr", itr)
-        self._end_what_was_interrupted()
-        control = self._allocation.control
-        control.itr, control.do_eval = itr, False
-        self._policy_version = self._allocation.parameters.version
-        self._team.open_gates()
+        with self._breaking():
+            self._orders.begin_batch(integer("itr", itr))
         self._calls.state = SamplerState.SAMPLING
 
     def _finish(self) -> tuple[Samples, list[TrajInfo]]:
-        itr = self._allocation.control.itr
-        self._wait(Wait(f"itr={itr}"))
-        self._calls.state = SamplerState.READY
-        return self._samples, self._take_traj_infos()
+        with self._breaking():
+            self._orders.wait_for_batch()
+            self._calls.state = SamplerState.READY
+            return self._samples, self._orders.take_traj_infos()
 
     def evaluate_agent(self, itr: int) -> list[TrajInfo]:
         """Run the agent in the evaluation environments and return the trajectories that finished.
@@ -273,22 +264,8 @@ class Sampler(ABC):
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
             itr = integer("itr", itr)
-            self._end_what_was_interrupted()
-            control, limit = self._allocation.control, self.config.eval_max_trajectories
-            control.itr, control.do_eval, control.stop_eval = itr, True, False
-
-            def stop_if_enough() -> None:
-                if limit is not None and sum(self._deliveries.promised()) >= limit:
-                    control.stop_eval = True
-
-            self._is_away = True
-            self._team.open_gates()
-            wait = Wait(f"evaluation, itr={itr}")
-            if limit is not None:
-                wait = replace(wait, on_wake=stop_if_enough, look_again=_EVAL_LOOK_AGAIN_SECONDS)
-            self._wait(wait)
-            self._is_away = False
-            infos = self._take_traj_infos()
+            with self._breaking():
+                infos = self._orders.evaluate(itr, self.config.eval_max_trajectories)
             wanted = self.config.eval_episodes
             if wanted is not None and len(infos) < wanted:
                 warnings.warn(
@@ -298,26 +275,6 @@ class Sampler(ABC):
                     stacklevel=2,
                 )
             return infos
-
-    def _end_what_was_interrupted(self) -> None:
-        """Ctrl-C came in `evaluate_agent` or a call: the workers must be done with it before anything else."""
-        if self._is_away:
-            control = self._allocation.control
-            control.stop_eval = True
-            self._wait(Wait("what was interrupted"))
-            self._is_away = False
-            if control.do_call:
-                self._take_frames()
-                control.do_call = False
-            else:
-                self._take_traj_infos()
-
-    def _wait(self, wait: Wait) -> None:
-        try:
-            with self._breaking():
-                self._team.wait_out(wait)
-        except KeyboardInterrupt as interrupt:  # where exactly the wait was is of no interest to the user
-            raise interrupt.with_traceback(None) from None
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
@@ -329,14 +286,6 @@ class Sampler(ABC):
             self._team.close(broken=True)
             self._give_back()
             raise
-
-    def _take_traj_infos(self) -> list[TrajInfo]:
-        with self._breaking():
-            return self._deliveries.take_traj_infos(self._team)
-
-    def _take_frames(self) -> list[Frame]:
-        with self._breaking():
-            return self._deliveries.take_frames(self._team)
 
     # ---- calls on the environments -----------------------------------------------------------
 
@@ -362,15 +311,8 @@ class Sampler(ABC):
         self._perform(EnvCall("set_attr", name, evaluation, values=values))
 
     def _perform(self, call: EnvCall) -> list[Any]:
-        with self._calls.expecting(call.verb, SamplerState.READY):
-            self._end_what_was_interrupted()
-            control = self._allocation.control
-            self._allocation.mailbox.post(call.dumps())
-            control.do_call = self._is_away = True
-            self._team.open_gates()
-            self._wait(Wait(f"{call.verb} {call.name!r} on the environments"))
-            control.do_call = self._is_away = False
-            return results(call, self._take_frames())
+        with self._calls.expecting(call.verb, SamplerState.READY), self._breaking():
+            return self._orders.perform(call)
 
     # ---- looking at it ---------------------------------------------------------------------
 
@@ -386,7 +328,7 @@ class Sampler(ABC):
 
         To be exact, do not synchronize right after `start_samples`: workers take over the newest as they begin.
         """
-        return self._policy_version
+        return self._orders.policy_version if "_orders" in vars(self) else None
 
     @property
     def n_workers(self) -> int:

@@ -28,9 +28,14 @@ def describe_machine() -> dict[str, str]:
         "start methods": ", ".join(multiprocessing.get_all_start_methods()),
         "shared memory": _which("memfd_create", "anonymous (memfd)", "multiprocessing.RawArray"),
         "wake-ups": _which("eventfd", "eventfd", "pipe"),
-        "compiled part": f"not in use: {missing}" if (missing := copies.MISSING or loops.MISSING) else "in use",
+        "compiled parts": f"not in use: {'; '.join(missing)}" if (missing := _missing()) else "in use",
         "death of a process": _which("pidfd_open", "pidfd", "sentinel"),
     }
+
+
+def _missing() -> list[str]:
+    """Which of the compiled parts are not there, and why."""
+    return [f"{part.__name__} ({part.MISSING})" for part in (copies, loops) if part.MISSING]
 
 
 def _which(name: str, there: str, fallback: str) -> str:

@@ -50,7 +50,7 @@ def test_noise(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["vector", "uneven", "alternating", "sync"])
 def test_central(tmp_path: Path, what: str) -> None:
-    options = [what, "--repeats", 2, "--seconds", 0.02, "--batch-T", 8, "--n-envs", 4]
+    options = [what, "--repeats", 2, "--seconds", 0.02, "--batch-T", 8, "--n-envs", 2]
     _, content = run(tmp_path, "central", *options)
     figures = content["results"][what]
     assert {"GpuSampler", "AlternatingSampler", "lock-step", "1 worker"} & figures.keys()
@@ -60,7 +60,8 @@ def test_central(tmp_path: Path, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["cartpole", "pixels", "sleeping"])
 def test_vector_env(tmp_path: Path, what: str) -> None:
-    printed, content = run(tmp_path, "vector_env", what, "--repeats", 2, "--seconds", 0.01)
+    options = ["--repeats", 2, "--seconds", 0.01, "--n-envs", 2, "--batch-T", 8]
+    printed, content = run(tmp_path, "vector_env", what, *options)
     assert "steps/s" in printed
     assert all(len(values) == 2 and min(values) > 0 for values in content["results"][what].values())
 

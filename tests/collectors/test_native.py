@@ -1,5 +1,9 @@
 """The innermost loops do the same in C as in Python."""
 
+import contextlib
+import signal
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -123,22 +127,102 @@ def test_there_is_an_action_for_each(step: Any) -> None:
     assert not row.seen
 
 
-@needs_compiler
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("what", ["bound", "actions", "observations", "rewards"])
-def test_a_list_may_be_emptied_while_its_environments_are_stepped(what: str) -> None:
+def test_a_list_that_is_emptied_meanwhile_is_an_error(step: Any, what: str) -> None:
     row = Row([ORDINARY[0]] * 3, [0, 1, 2], 3)
 
-    def step(action: Any) -> Any:
+    def empty(action: Any) -> Any:
         getattr(row, what).clear()
         return ("observation", 1.0, False, False, {})
 
-    row.bound[0] = (0, 10, step)
-    if what in ("observations", "rewards"):
-        with pytest.raises(IndexError):
-            row.run(step_ordinary)
-    else:
-        assert row.run(step_ordinary) == []
+    row.bound[0] = (0, 10, empty)
+    with pytest.raises(IndexError):
+        row.run(step)
     assert not row.seen
+
+
+@needs_compiler
+def test_an_index_may_empty_the_lists() -> None:
+    class Index:
+        def __index__(self) -> int:
+            row.bound.clear()
+            row.actions.clear()
+            return 0
+
+    row = Row([ORDINARY[0]] * 2, [0, 1], 2)
+    row.bound[0] = (Index(), 10, lambda action: (action, 1.0, False, False, {}))  # type: ignore[assignment]
+    with pytest.raises(IndexError, match="shorter"):
+        row.run(step_ordinary)
+    assert row.observations[0] == "action 0"
+
+
+class NoTruth:
+    def __bool__(self) -> bool:
+        raise RuntimeError("asked")
+
+
+@needs_compiler
+def test_nothing_is_held_on_to() -> None:
+    """Whatever the step does, nobody has more references afterwards than before, and nobody the words' buffer."""
+    row = Row([], [0, 1], 2)
+    env = type("Env", (), {"reset": lambda self, seed: answers[0], "fail": lambda self, seed: 1 / 0})()
+    observation, reward, info, action = object(), float("1.5"), {}, object()
+    answers = [(observation, reward, False, False, info), (observation, reward, True, False, info), None]
+    kept = [observation, reward, info, action, env, *answers, row.words, row.bound, row.observations]
+
+    def counts() -> list[int]:
+        row.observations[:] = row.rewards[:] = [None] * 2
+        return [sys.getrefcount(thing) for thing in kept]
+
+    def run(step: Any, is_watched: Any = False) -> None:
+        row.bound[:] = [(0, 10, step), (1, 11, step)]
+        row.actions[:] = [action] * 2
+        with contextlib.suppress(ZeroDivisionError, IndexError, TypeError, RuntimeError):
+            row.run(step_ordinary, is_watched)
+        row.bound.clear()
+        row.actions.clear()
+
+    def once() -> None:
+        for answer in answers:
+            run(lambda action, answer=answer: answer)
+            run(lambda action, answer=answer: answer, is_watched=True)
+        run(lambda action: 1 / 0)
+        run(None)
+        run(lambda action: answers[0], is_watched=NoTruth())
+        reset_timed(row.words, 2, 5, env, None)
+        with contextlib.suppress(AttributeError):
+            reset_timed(row.words, 2, 5, object(), None)
+        env.reset, kept_reset = env.fail, env.reset
+        with contextlib.suppress(ZeroDivisionError):
+            reset_timed(row.words, 2, 5, env, None)
+        env.reset = kept_reset
+
+    once()
+    before = counts()
+    for _ in range(20):
+        once()
+    assert counts() == before
+    row.words.release()  # an error, if somebody had its buffer
+
+
+@needs_compiler
+def test_signals_are_looked_at_even_if_no_step_is_in_python() -> None:
+    def handle(*_: Any) -> None:
+        raise InterruptedError
+
+    n = 500_000
+    bound = [(0, i, {0: ORDINARY[0]}.get) for i in range(n)]
+    row, actions = words(), [0] * n
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        with pytest.raises(InterruptedError):
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+            step_ordinary(row, bound, actions, 0, False, [None], [None])
+        assert row[Progress.ENV_RANK] < n - 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @needs_compiler
@@ -170,34 +254,50 @@ def test_arguments_that_cannot_be_used_are_an_error(i: int, wrong: Any, error: s
     arguments[i] = wrong
     with pytest.raises((TypeError, IndexError, BufferError), match=error):
         step_ordinary(*arguments)  # type: ignore[call-arg]
+    if isinstance(wrong, memoryview):
+        wrong.release()  # nobody has its buffer
 
 
 @pytest.mark.parametrize("reset", RESETS)
 @pytest.mark.parametrize("seed", [None, 7])
-def test_a_reset_is_timed_and_noted(reset: Any, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_is_timed_and_noted(reset: Any, seed: int | None) -> None:
     row = words()
-    row[Progress.RESETTING] = 1_000
+    so_far = row[Progress.RESETTING] = 10**15
     during: list[Any] = []
 
-    def own_reset(*, seed: int | None) -> Any:
-        during.append((seed, row[Progress.PHASE], row[Progress.ENV_RANK], row[Progress.HEARTBEAT] > 0))
-        return "observation", {}
+    class Env:
+        def reset(self, *, seed: int | None) -> Any:
+            began = time.monotonic_ns()
+            during.append((seed, row[Progress.PHASE], row[Progress.ENV_RANK]))
+            during.append((row[Progress.HEARTBEAT], began))
+            while time.monotonic_ns() < began + 2_000_000:
+                pass
+            return "observation", {}
 
-    assert reset(row, 2, 5, own_reset, seed) == ("observation", {})
-    assert during == [(seed, 2, 5, True)]
-    assert 1_000 <= row[Progress.RESETTING] < 1_000 + 60e9
-    assert row[Progress.RESETTING] > 1_000
+    before = time.monotonic_ns()
+    assert reset(row, 2, 5, Env(), seed) == ("observation", {})
+    took = time.monotonic_ns() - before
+    noted, (heartbeat, began) = during
+    assert noted == (seed, 2, 5)
+    assert before <= heartbeat <= began
+    assert so_far + 2_000_000 <= row[Progress.RESETTING] <= so_far + took
 
 
 @pytest.mark.parametrize("reset", RESETS)
-def test_an_error_of_a_reset_comes_through(reset: Any) -> None:
+@pytest.mark.parametrize("where", ["in the call", "in looking it up"])
+def test_an_error_of_a_reset_comes_through(reset: Any, where: str) -> None:
     row = words()
 
-    def fail(seed: int | None) -> Any:
-        raise OSError("no board")
+    class Env:
+        def __getattr__(self, name: str) -> Any:
+            raise OSError("no board")
+
+    class Failing:
+        def reset(self, seed: int | None) -> Any:
+            raise OSError("no board")
 
     with pytest.raises(OSError, match="no board"):
-        reset(row, 2, 5, fail, None)
+        reset(row, 2, 5, Env() if where == "in looking it up" else Failing(), None)
     assert (row[Progress.PHASE], row[Progress.ENV_RANK], row[Progress.RESETTING]) == (2, 5, 0)
 
 

@@ -40,7 +40,8 @@ def calls_of_native(*, compiled: bool) -> Iterator[list[str]]:
     def watched(name: str, function: Any) -> Any:
         def call(*arguments: Any) -> Any:
             result = function(*arguments)
-            if result is not False and not (name == "sum_episodes" and result < 0):
+            has_done = {"step_ordinary": result is None, "reset_timed": True, "sum_episodes": result not in (-1, None)}
+            if has_done.get(name, result is True):
                 done.append(name)
             return result
 
