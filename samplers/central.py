@@ -114,7 +114,7 @@ class GpuSampler(ParallelSampler):
     def _finish(self) -> tuple[Samples, list[TrajInfo]]:
         batch = super()._finish()
         if self._is_process:  # it began a moment after `start_samples`, and what it took over then is what counts
-            self._policy_version = self._allocation.control.version(len(self._plans))
+            self._orders.policy_version = self._allocation.control.version(len(self._plans))
         return batch
 
     def _readiness(self) -> Readiness:
