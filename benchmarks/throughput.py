@@ -5,7 +5,8 @@ same CPU, stepping the same environments with the same policy and recording noth
 run side by side, in short turns in random order, and are compared turn by turn.
 
 With the MLP, the ceiling acts with penstock's own agent, which is faster than torch.distributions; "by hand" is the
-same loop with those, as training scripts have it.
+same loop with those, as training scripts have it. SerialSampler is compared with the bare loop in one process: what it
+costs beyond that is the framework's work, without that of several processes with each other.
 
 A batch is complete when its slowest worker is. On a shared host, where one CPU may for a while be half as
 fast as the next, bare loops that wait for nobody are out of any batch's reach; so the share is also taken
@@ -24,7 +25,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -71,6 +72,8 @@ class Setting:
 
 ENV = partial(gym.make, "CartPole-v1")
 Act = Callable[[], Sequence[int]]  #: the actions of one row
+ONE_PROCESS = "ceiling, one process"  #: what SerialSampler is compared with
+BY_HAND = "ceiling, by hand"
 
 
 # ---- the ceiling -------------------------------------------------------------------------------
@@ -202,8 +205,8 @@ def measure(
     setting: Setting, seconds: float, repeats: int, serial: bool = True, say: Callable[[str], None] = print
 ) -> dict[str, list[float]]:
     """Steps per second, `repeats` figures each: "ceiling", "ceiling in step", "ParallelSampler" and, if
-    `serial`, "SerialSampler" and "ceiling, by hand"."""
-    # SerialSampler's share is one of one core's. And the threads that torch would have here go on looking for work for
+    `serial`, "SerialSampler", "ceiling, one process" and "ceiling, by hand"."""
+    # SerialSampler is to have one core. And the threads that torch would have here go on looking for work for
     # milliseconds after it, on the CPUs of whoever has the next turn.
     limit_threads(1)
     ceiling = Ceiling(setting)
@@ -211,9 +214,10 @@ def measure(
     try:
         contestants["ParallelSampler"] = Sampling(ParallelSampler, setting)
         if serial:
+            contestants[ONE_PROCESS] = Ceiling(replace(setting, n_workers=1))
             contestants["SerialSampler"] = Sampling(SerialSampler, setting)
             if setting.agent == "mlp":
-                contestants["ceiling, by hand"] = Ceiling(setting, by_hand=True)
+                contestants[BY_HAND] = Ceiling(setting, by_hand=True)
         for contestant in contestants.values():
             contestant.run(seconds / 4)  # warm-up
         figures: dict[str, list[float]] = {name: [] for name in ("ceiling", "ceiling in step", *contestants)}
@@ -243,16 +247,15 @@ def measure_pair(
 
 
 def summarize(setting: Setting, figures: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """One row per contestant: steps/s, shares of the ceilings turn by turn, and what a step costs one worker
+    """One row per contestant: steps/s, shares of its ceilings turn by turn, and what a step costs one worker
     beyond the ceiling in step."""
     rows = []
     for name, rates in figures.items():
-        workers = 1 if name == "SerialSampler" else setting.n_workers
-        # The serial sampler has one core where the ceilings have all: its shares are of one core's.
-        scale = workers / setting.n_workers
+        is_alone = name in ("SerialSampler", ONE_PROCESS)
+        workers = 1 if is_alone else setting.n_workers
         shares, in_step = (
-            [rate / (ceiling * scale) for rate, ceiling in zip(rates, figures[key], strict=True)]
-            for key in ("ceiling", "ceiling in step")
+            [rate / ceiling for rate, ceiling in zip(rates, figures[key], strict=True)]
+            for key in ((ONE_PROCESS, ONE_PROCESS) if is_alone else ("ceiling", "ceiling in step"))
         )
         cost = [workers * (1 - share) / rate * 1e6 for rate, share in zip(rates, in_step, strict=True)]
         rows.append(
@@ -265,6 +268,9 @@ def summarize(setting: Setting, figures: dict[str, list[float]]) -> list[dict[st
                 "framework_us_per_step": spread(cost),
             }
         )
+        if BY_HAND in figures and not is_alone:
+            by_hand = [rate / ceiling for rate, ceiling in zip(rates, figures[BY_HAND], strict=True)]
+            rows[-1]["share_by_hand"] = spread(by_hand)
     return rows
 
 
@@ -276,17 +282,21 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
     table = Table(title=title, caption="median (middle half of the turns); shares and cost are taken turn by turn")
-    for heading in ("policy", "", "steps/s", "of the ceiling", "of the ceiling in step", "beyond it, µs a step"):
+    headings = ("policy", "", "steps/s", "of the ceiling", "of it in step", "beyond it, µs a step", "of it by hand")
+    for heading in headings:
         table.add_column(heading, justify="left" if heading in ("policy", "") else "right")
     columns = {
         "steps_per_s": "{:,.0f}",
         "share_of_ceiling": "{:.1%}",
         "share_in_step": "{:.1%}",
         "framework_us_per_step": "{:.2f}",
+        "share_by_hand": "{:.1%}",
     }
     for row in rows:
         cells = []
         for name, form in columns.items():
+            if name not in row:
+                continue
             middle, low, high = (form.format(row[name][key]) for key in ("median", "low", "high"))
             cells.append(f"{middle} ({low} to {high})")
         table.add_row(row["agent"], row["who"], *cells)
