@@ -13,7 +13,7 @@ run: $(VENV)/.installed
 	$(BIN)/python benchmarks/report.py runs/cartpole
 
 test: $(VENV)/.installed
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 3 --dist loadgroup
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -300,7 +300,7 @@ def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
             middle, low, high = (form.format(row[name][key]) for key in ("median", "low", "high"))
             cells.append(f"{middle} ({low} to {high})")
         table.add_row(row["agent"], row["who"], *cells)
-    Console(width=150).print(table)
+    Console(width=180).print(table)
 
 
 def machine() -> dict[str, Any]:
