@@ -181,7 +181,7 @@ class EnvColumns:
         """
         try:
             array = np.asarray(self.rewards)
-        except (TypeError, ValueError):  # some are arrays, of different lengths
+        except (TypeError, ValueError, RuntimeError):  # some are arrays of different lengths, or have gradients
             array = None
         if array is None or array.shape != row.shape or array.dtype.kind not in "fiub":
             array = self._numbers()

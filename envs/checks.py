@@ -80,6 +80,11 @@ def require_number(reward: Any, env_rank: int) -> float:
         array = np.asarray(reward)
         if array.shape == () and array.dtype.kind in "fiub":
             return float(array)
-    except (TypeError, ValueError, OverflowError):
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ):  # the last is what torch raises where there are gradients
         pass  # told below
     raise SpaceError(f"the reward of env_rank {env_rank} must be a single number, got {brief(reward)}")

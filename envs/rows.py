@@ -99,7 +99,7 @@ class _ArrayWriter:
             if flat is None or list(map(len, values)) != lengths:
                 raise ValueError
             np.concatenate(values, out=flat, casting=casting)  # one C loop for the row
-        except (ValueError, TypeError, RuntimeWarning):
+        except (ValueError, TypeError, RuntimeError, RuntimeWarning):
             _write_each(row, values, self._name)
 
 
@@ -121,7 +121,7 @@ class _ScalarWriter:
             if array.shape == row.shape and np.can_cast(array.dtype, row.dtype, _casting(row.dtype)):
                 row[...] = array
                 return
-        except (ValueError, TypeError, RuntimeWarning):
+        except (ValueError, TypeError, RuntimeError, RuntimeWarning):
             pass  # named below, column by column
         _write_each(row, values, self._name)
 
@@ -179,6 +179,8 @@ def _write_each(row: Any, values: Sequence[Any], name: str) -> None:
             array = np.asarray(value)
         except ValueError as error:
             raise ColumnError(column, name, f"is ragged: {error}") from error
+        except (TypeError, RuntimeError) as error:  # a tensor that requires a gradient, or is on a GPU
+            raise ColumnError(column, name, f"cannot be made an array: {error}") from error
         if array.shape != row.shape[1:]:
             got = _description(value) if array.dtype == object else array.shape
             raise ColumnError(

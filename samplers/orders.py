@@ -72,6 +72,7 @@ class Orders:
         """What a call on every environment returned; raises `EnvCallError` if it raised."""
         self._end_what_was_interrupted()
         self._mailbox.post(call.dumps())
+        self._control.do_eval = False  # or a worker that dies would be said to have been evaluating
         self._control.do_call = self._is_away = True
         self._team.open_gates()
         self._wait(Wait(f"{call.verb} {call.name!r} on the environments"))

@@ -13,7 +13,7 @@ class SamplerState(enum.Enum):
     """Where a sampler is in its life. The value names the call that is expected next."""
 
     CREATED = "initialize"
-    READY = "start_samples, obtain_samples or evaluate_agent"
+    READY = "start_samples, obtain_samples, evaluate_agent, or a call on the environments"
     SAMPLING = "wait_samples, which gives the batch that has been started"
     BROKEN = "shutdown"
     CLOSED = "none"

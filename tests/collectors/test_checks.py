@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 
 from penstock import (
@@ -101,6 +102,12 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "observation of env_rank 3 must have dtype float32, got complex128",
     ),
     "observation None": (observation(None), {}, r"observation of env_rank 3 must have shape \(2,\), got None"),
+    "observation with a gradient": (
+        observation(torch.zeros(2, requires_grad=True)),
+        {},
+        "observation of env_rank 3 cannot be made an array: Can't call numpy",
+    ),
+    "reward with a gradient": (reward(torch.tensor(0.5, requires_grad=True)), {}, f"{NUMBER}tensor"),
     "ragged observation": (observation([[1.0], [1.0, 2.0]]), {}, "observation of env_rank 3 is ragged"),
     "missing key": (
         {"spoil": replacing(0, {"grid": np.zeros(2, np.float32)}), "nested": True},

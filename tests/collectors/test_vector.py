@@ -1,5 +1,6 @@
 """A batched environment in a worker: the same batches as single ones, of which it is made."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from penstock import (
     ResetCollector,
     Sampler,
     SerialSampler,
+    SpaceError,
     TrajInfo,
     VectorEnvCollector,
     WorkerError,
@@ -118,6 +120,29 @@ def test_the_default_mode_is_refused_with_the_remedy() -> None:
         pytest.raises(WorkerError, match=r"AutoresetMode\.SAME_STEP"),
     ):
         sampler.initialize(RandomAgent())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda result: result[:4], r"env\.step of env_rank 0 must return five values"),
+        (lambda result: None, r"env\.step of env_rank 0 must return five values"),
+        (lambda result: (*result[:4], None), "the info that env.step of env_rank 0 returned must be a dict, got None"),
+    ],
+)
+def test_what_is_no_step_of_a_batch_is_refused(spoil: Any, error: str) -> None:
+    def spoilt(num_envs: int) -> Any:
+        env = batched(CountingEnv, AutoresetMode.SAME_STEP, num_envs=num_envs)
+        step = env.step
+        env.step = lambda actions: spoil(step(actions))  # type: ignore[method-assign]
+        return env
+
+    with of_batches(spoilt) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(WorkerError) as caught:
+            sampler.obtain_samples(0)
+    assert isinstance(caught.value.__cause__, SpaceError)
+    assert re.search(error, str(caught.value.__cause__))
 
 
 def test_what_is_no_batched_environment_is_refused() -> None:

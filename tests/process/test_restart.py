@@ -1,8 +1,11 @@
 """on_worker_failure="restart": no batch is lost, no other column is touched, and what is lost is told."""
 
+import contextlib
 import functools
 import logging
+import os
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -282,6 +285,29 @@ def test_what_has_been_delivered_is_not_counted_as_lost(tmp_path: Path) -> None:
         sampler.initialize(RandomAgent(), seed=5)
         for itr in range(3):
             assert len(sampler.obtain_samples(itr)[1]) == T * B
+        assert sampler.stats().lost_trajectories == 2, "those that were running"
+
+
+class Mortal(CountingEnv):
+    """The first that is told to die does."""
+
+    def __init__(self, note: Path) -> None:
+        super().__init__()
+        self._note = note
+
+    def die(self) -> None:
+        with contextlib.suppress(FileExistsError):
+            self._note.touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_call_after_an_evaluation_loses_no_evaluation(tmp_path: Path) -> None:
+    with sampler_of(functools.partial(Mortal, tmp_path / "dead"), eval_n_envs=3, eval_max_steps=60) as sampler:
+        sampler.initialize(RandomAgent(), seed=5)
+        sampler.obtain_samples(0)
+        sampler.evaluate_agent(0)
+        sampler.call("die")
+        assert sampler.stats().restarts == 1
         assert sampler.stats().lost_trajectories == 2, "those that were running"
 
 

@@ -220,7 +220,7 @@ def test_calls_out_of_order_name_the_expected_call(cls: type[Sampler]) -> None:
         with pytest.raises(SamplerStateError, match=r"call sampler.initialize\(agent\) first"):
             look()
     sampler.initialize(RandomAgent())
-    refused(sampler, {"obtain_samples", "start_samples", "evaluate_agent"}, "start_samples, obtain_samples or evaluate")
+    refused(sampler, {"obtain_samples", "start_samples", "evaluate_agent"}, "start_samples, obtain_samples, evaluate")
     sampler.start_samples(0)
     refused(sampler, {"wait_samples"}, "wait_samples")
     sampler.wait_samples()
