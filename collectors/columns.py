@@ -14,7 +14,7 @@ from penstock.buffers.named import map_leaves
 from penstock.collectors.checks import Checks, checked_writer
 from penstock.collectors.native import reset_timed, step_ordinary
 from penstock.collectors.tracking import StepHook, kept
-from penstock.envs.checks import episode_flags, require_info, require_number, require_step, step_values_error
+from penstock.envs.checks import episode_flags, require_info, require_number, require_step, step_values
 from penstock.envs.examples import example_of
 from penstock.envs.rows import ColumnError, RowWriter, action_splitter
 from penstock.errors import SpaceError, brief
@@ -113,12 +113,7 @@ class EnvColumns:
         while unusual := step_ordinary(words, active, actions, first, is_watched, observations, rewards):
             i, result = unusual
             b, env_rank, _ = active[i]
-            try:
-                observation, reward, terminated, truncated, info = result
-            except (TypeError, ValueError) as error:
-                if (misfit := step_values_error(error, env_rank)) is not None:
-                    raise misfit from error
-                raise
+            observation, reward, terminated, truncated, info = step_values(result, env_rank)
             terminated, truncated = require_step(reward, terminated, truncated, info, env_rank)
             if is_watched:
                 self.infos[b] = info
@@ -137,13 +132,7 @@ class EnvColumns:
         if self._action_space is not None:
             self._check_action(column, action, "drawn at random")
         env_rank = self.env_ranks[column]
-        result = self.envs[column].step(action)
-        try:
-            observation, reward, terminated, truncated, info = result
-        except (TypeError, ValueError) as error:
-            if (misfit := step_values_error(error, env_rank)) is not None:
-                raise misfit from error
-            raise
+        observation, reward, terminated, truncated, info = step_values(self.envs[column].step(action), env_rank)
         require_info(info, env_rank)
         number = require_number(reward, env_rank)
         if self.checks.check_finite and not math.isfinite(number):

@@ -18,7 +18,7 @@ from penstock.collectors.checks import Checks, checked_writer
 from penstock.collectors.columns import DoneHook
 from penstock.collectors.reset import ResetCollector
 from penstock.collectors.tracking import StepHook, kept
-from penstock.envs.checks import require_info, step_values_error
+from penstock.envs.checks import require_info, step_values
 from penstock.envs.examples import example_of
 from penstock.envs.infos import element, info_of
 from penstock.envs.rows import ColumnError
@@ -194,13 +194,8 @@ class VectorColumns:
         actions = _batched_actions(self.env.single_action_space, action_row)
         # The environment may write into both.
         told = (kept(self._batch), kept(actions)) if on_step is not None else None
-        result = self.env.step(actions)
-        try:
-            self._batch, self._rewards, terminated, truncated, self.infos = result
-        except (TypeError, ValueError) as error:
-            if (misfit := step_values_error(error, self.env_ranks[0])) is not None:
-                raise misfit from error
-            raise
+        result = step_values(self.env.step(actions), self.env_ranks[0])
+        self._batch, self._rewards, terminated, truncated, self.infos = result
         if self.infos.__class__ is not dict:
             require_info(self.infos, self.env_ranks[0])
         if self.parked:

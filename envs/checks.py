@@ -15,7 +15,18 @@ import numpy as np
 
 from penstock.errors import SpaceError, brief
 
-__all__ = ["episode_flags", "require_info", "require_number", "require_step", "step_values_error"]
+__all__ = ["episode_flags", "require_info", "require_number", "require_step", "step_values", "step_values_error"]
+
+
+def step_values(result: Any, env_rank: int) -> tuple[Any, Any, Any, Any, Any]:
+    """The five values that `env.step` returned as `result`; raises `SpaceError` unless they are five."""
+    try:
+        observation, reward, terminated, truncated, info = result
+    except (TypeError, ValueError) as error:
+        if (misfit := step_values_error(error, env_rank)) is not None:
+            raise misfit from error
+        raise
+    return observation, reward, terminated, truncated, info
 
 
 def step_values_error(error: Exception, env_rank: int) -> SpaceError | None:
