@@ -253,10 +253,8 @@ def summarize(setting: Setting, figures: dict[str, list[float]]) -> list[dict[st
     for name, rates in figures.items():
         is_alone = name in ("SerialSampler", ONE_PROCESS)
         workers = 1 if is_alone else setting.n_workers
-        shares, in_step = (
-            [rate / ceiling for rate, ceiling in zip(rates, figures[key], strict=True)]
-            for key in ((ONE_PROCESS, ONE_PROCESS) if is_alone else ("ceiling", "ceiling in step"))
-        )
+        shares = _shares(rates, figures[ONE_PROCESS if is_alone else "ceiling"])
+        in_step = shares if is_alone else _shares(rates, figures["ceiling in step"])
         cost = [workers * (1 - share) / rate * 1e6 for rate, share in zip(rates, in_step, strict=True)]
         rows.append(
             {
@@ -269,9 +267,13 @@ def summarize(setting: Setting, figures: dict[str, list[float]]) -> list[dict[st
             }
         )
         if BY_HAND in figures and not is_alone:
-            by_hand = [rate / ceiling for rate, ceiling in zip(rates, figures[BY_HAND], strict=True)]
-            rows[-1]["share_by_hand"] = spread(by_hand)
+            rows[-1]["share_by_hand"] = spread(_shares(rates, figures[BY_HAND]))
     return rows
+
+
+def _shares(rates: Sequence[float], ceilings: Sequence[float]) -> list[float]:
+    """Turn by turn."""
+    return [rate / ceiling for rate, ceiling in zip(rates, ceilings, strict=True)]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

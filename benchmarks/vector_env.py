@@ -180,7 +180,7 @@ def sleeping(repeats: int, seconds: float, n: int = 16, T: int = 128) -> Figures
     contestants = {
         "lock-step": Recorder(ShmVectorEnv([env_fn] * n, in_series=2), T),
         "send and recv": FirstReady(ShmVectorEnv([env_fn] * n, in_series=2), T),
-        "bare, 8 processes": Bare(env_fn, n, n // 2, T),
+        f"bare, {n // 2} processes": Bare(env_fn, n, n // 2, T),
     }
     return take_turns(contestants, repeats, seconds)
 

@@ -56,7 +56,6 @@ class Collector(ABC):
     def __init__(self, parts: CollectorParts) -> None:
         self.envs, self.agent, self.samples = parts.envs, parts.agent, parts.samples
         self.tracker, self.progress = parts.tracker, parts.progress
-        self._on_step = parts.tracker.on_step
         self.batch_T = parts.samples.batch_T
         self.streams, self._max_decorrelation_steps = parts.streams, parts.max_decorrelation_steps
         self._agent_has_state = type(parts.agent).reset_one is not Agent.reset_one
@@ -137,7 +136,7 @@ class Collector(ABC):
             self.prev_action[...] = samples.action_rows[t + 1]
         if self._has_agent_info or agent_info is not NO_AGENT_INFO:
             self._agent_info_writer.write(t, agent_info)
-        if self._on_step is not None:
+        if self.tracker.on_step is not None:
             self.tracker.set_agent_info(samples.agent_info[t])
 
     def end_batch(self) -> None:
@@ -154,7 +153,7 @@ class Collector(ABC):
     @property
     def on_step(self) -> StepHook | None:
         """The hook for `envs.step`: what follows each environment's step, or None if nothing does."""
-        return self._on_step
+        return self.tracker.on_step
 
     def record_env_info(self, t: int) -> None:
         """Row t has been stepped: record what was asked for of the infos, if anything was."""
@@ -178,7 +177,7 @@ class Collector(ABC):
         """Column's episode has ended at step t with `observation`: record it. Call before anything is reset, and in a
         batch that `begin_batch` has begun, which leaves False in all flags."""
         self.finals.record(t, column, observation, reward, terminated, truncated)
-        if self._on_step is not None:
+        if self.tracker.on_step is not None:
             self.tracker.on_done(t, column, observation)
 
     def reset_column(self, column: int) -> Any:

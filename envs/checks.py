@@ -91,11 +91,6 @@ def require_number(reward: Any, env_rank: int) -> float:
         array = np.asarray(reward)
         if array.shape == () and array.dtype.kind in "fiub":
             return float(array)
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-        RuntimeError,
-    ):  # the last is what torch raises where there are gradients
-        pass  # told below
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass  # told below; torch raises the last where there are gradients
     raise SpaceError(f"the reward of env_rank {env_rank} must be a single number, got {brief(reward)}")

@@ -55,15 +55,16 @@ class Orders:
         control = self._control
         control.itr, control.do_eval, control.stop_eval = itr, True, False
 
-        def stop_if_enough() -> None:
-            if limit is not None and sum(self._deliveries.promised()) >= limit:
-                control.stop_eval = True
-
-        self._is_away = True
-        self._team.open_gates()
         wait = Wait(f"evaluation, itr={itr}")
         if limit is not None:
+
+            def stop_if_enough() -> None:
+                if sum(self._deliveries.promised()) >= limit:
+                    control.stop_eval = True
+
             wait = replace(wait, on_wake=stop_if_enough, look_again=_EVAL_LOOK_AGAIN_SECONDS)
+        self._is_away = True
+        self._team.open_gates()
         self._wait(wait)
         self._is_away = False
         return self.take_traj_infos()
