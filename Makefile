@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-SOURCES := $(shell find buffers workers envs agents collectors samplers testing src \( -name '*.py' -o -name '*.[ch]' \) -not -path '*/.*' 2>/dev/null)
+SOURCES := $(shell find buffers workers ports envs agents collectors samplers vector testing src \( -name '*.py' -o -name '*.[ch]' \) -not -path '*/.*' 2>/dev/null)
 
 .PHONY: run test check bench chaos faults clean
 

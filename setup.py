@@ -12,7 +12,7 @@ except ImportError:  # built without isolation, where there is none
     numpy = None
 
 HERE = Path(__file__).parent
-ROOMS = ("buffers", "workers", "envs", "agents", "collectors", "samplers", "testing")
+ROOMS = ("buffers", "workers", "ports", "envs", "agents", "collectors", "samplers", "vector", "testing")
 
 # src/penstock/ holds relative links to the rooms. A checkout made without symbolic links has text
 # files there instead; then each room is mapped from the top level. Everything still installs below

@@ -27,11 +27,11 @@ from rich.table import Table
 from throughput import machine
 
 from penstock import RandomAgent
-from penstock.buffers import ControlBlock
 from penstock.collectors import EnvColumns
 from penstock.collectors.checks import Checks, write_action
 from penstock.collectors.native import PYTHON
 from penstock.envs import CountingEnv
+from penstock.workers.control import ControlBlock
 
 _NOISE = "nothing: the noise"
 
@@ -94,12 +94,12 @@ class Contestant:
         began = time.perf_counter()
         for t in range(n_rows):
             write(row, actions[t % 64])
-            columns.step(row, self.on_done)
+            columns.step(row, self.on_episode_end)
             columns.write_prepared(self.prepared)
             columns.write_rewards(self.reward)
         return time.perf_counter() - began
 
-    def on_done(self, column: int, *rest: Any) -> Any:
+    def on_episode_end(self, column: int, *rest: Any) -> Any:
         return self.columns.reset_one(column)
 
 

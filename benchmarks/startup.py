@@ -2,7 +2,7 @@
 
 The first sampler of a process also starts the fork server, which imports torch once where workers act themselves;
 "first" is that, "again" a second sampler in the same process. Memory is what a process has to itself (its unique set
-size) after one batch: that of a worker, on average, and that of the action server where it is a process. Every figure
+size) after one batch: the average worker, and the inference server where it is a process. Every figure
 is taken in a process of its own.
 
     python benchmarks/startup.py --workers 2 8

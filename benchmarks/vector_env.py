@@ -24,7 +24,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from throughput import ENV, machine
 from turns import Figures, show, take_turns
 
-from penstock.envs import ShmVectorEnv
+from penstock.vector import ShmVectorEnv
 
 SAME_STEP = AutoresetMode.SAME_STEP
 

@@ -15,10 +15,10 @@ __all__ = ["StepBuffer"]
 class StepBuffer:
     """Inputs and outputs of the agent for `n_columns` environments, in the structure of a samples buffer.
 
-    A worker writes `observation`, `prev_action`, `prev_reward` and `reset` of its columns and asks; the
-    action server answers with `action` and `agent_info`, or with `value`, and clears `reset`. Neither writes while the
-    other may, but for a worker that takes a dead one's place: it may write its row while the server still acts for its
-    forerunner, whose answer it does not take.
+    A worker writes `observation`, `prev_action`, `prev_reward` and `reset` of its columns and sends a request. The
+    inference server replies with `action` and `agent_info`, or with `value`, and clears `reset`. Neither writes while
+    the other may. One exception: a worker that replaces a dead one may write its row while the server still acts for
+    its predecessor; it ignores that reply.
     """
 
     def __init__(self, samples: NamedArrays, n_columns: int, *, shared: bool) -> None:

@@ -30,7 +30,7 @@ from penstock.buffers.named import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.errors import TrajectoryCountError
 
-__all__ = ["FIGURES", "RECORD", "Frame", "ObjectPipe", "RecordRings", "Unreadable"]
+__all__ = ["FIGURES", "RECORD", "ObjectMessage", "ObjectPipe", "RecordRings", "Unreadable"]
 
 #: One finished trajectory of the stock TrajInfo: where it ended, and its four figures.
 RECORD = np.dtype(
@@ -60,7 +60,7 @@ class Unreadable:
 
 
 #: A subclass's object on its way: t, env_rank, the instance's attributes.
-Frame = tuple[int, int, dict[str, Any] | Unreadable]
+ObjectMessage = tuple[int, int, dict[str, Any] | Unreadable]
 
 _HEAD = struct.Struct("=qqq")  # t, env_rank, bytes of the attributes
 
@@ -93,7 +93,7 @@ class ObjectPipe:
         self.reader, self.writer = InheritedFd(read), InheritedFd(write)
         self._received = bytearray()
 
-    def put(self, frames: Sequence[Frame]) -> None:
+    def put(self, frames: Sequence[ObjectMessage]) -> None:
         """Worker: write every frame; blocks while the pipe is full and the main process drains it."""
         for t, env_rank, attributes in frames:
             assert isinstance(attributes, dict)
@@ -116,7 +116,7 @@ class ObjectPipe:
                 return
             self._received += chunk
 
-    def take(self, promised: int) -> list[Frame]:
+    def take(self, promised: int) -> list[ObjectMessage]:
         """Main process: the frames of this batch; all of them were written before the gate.
 
         They are taken whether they can be unpickled or not: what is `Unreadable` now will always be.
@@ -130,10 +130,10 @@ class ObjectPipe:
             )
         return frames
 
-    def take_complete(self) -> list[Frame]:
+    def take_complete(self) -> list[ObjectMessage]:
         """Main process: the frames that have arrived whole; the beginning of another is left where it is."""
         self.drain()
-        frames: list[Frame] = []
+        frames: list[ObjectMessage] = []
         at = 0
         received = bytes(self._received)
         while len(received) - at >= _HEAD.size:

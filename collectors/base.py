@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from penstock.agents.base import Agent, AgentStep
-from penstock.buffers.control import Phase, Progress
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import copy, copy_row, gather, gather_numbers
 from penstock.buffers.samples import BatchColumns
@@ -17,11 +16,12 @@ from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_
 from penstock.collectors.checks import Checks, write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.decorrelation import decorrelate
-from penstock.collectors.finals import FinalObservations
+from penstock.collectors.episode_ends import EpisodeEndRecorder
 from penstock.collectors.tracking import StepHook, Tracker
 from penstock.envs.infos import InfoWriter
 from penstock.envs.rows import arrays_like
 from penstock.envs.seeding import ColumnStreams, Purpose
+from penstock.workers.control import Phase, Progress
 
 __all__ = ["Collector", "CollectorParts"]
 
@@ -59,7 +59,7 @@ class Collector(ABC):
         self.batch_T = parts.samples.batch_T
         self.streams, self._max_decorrelation_steps = parts.streams, parts.max_decorrelation_steps
         self._agent_has_state = type(parts.agent).reset_one is not Agent.reset_one
-        self.finals = FinalObservations(parts.samples, parts.agent, parts.envs)
+        self.finals = EpisodeEndRecorder(parts.samples, parts.agent, parts.envs)
         # The agent's inputs beside the observation. Not views of the batch: these are zeroed when an
         # episode starts, where the batch keeps the last action of the episode before.
         self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), parts.samples.action)
@@ -171,14 +171,14 @@ class Collector(ABC):
             envs.write_rewards(samples.reward_rows[t + 1])
             prev_reward[...] = samples.reward_rows[t + 1]
 
-    def record_end(
+    def record_episode_end(
         self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool
     ) -> None:
         """Column's episode has ended at step t with `observation`: record it. Call before anything is reset, and in a
         batch that `begin_batch` has begun, which leaves False in all flags."""
         self.finals.record(t, column, observation, reward, terminated, truncated)
         if self.tracker.on_step is not None:
-            self.tracker.on_done(t, column, observation)
+            self.tracker.on_episode_end(t, column, observation)
 
     def reset_column(self, column: int) -> Any:
         """Column's episode has ended: reset its environment, its agent state and its previous action.

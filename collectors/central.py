@@ -1,4 +1,4 @@
-"""Central inference, the worker's side: an agent that asks the action server for every action."""
+"""Central inference, the worker's side: an agent that asks the inference server for every action."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Port", "Question", "RemoteAgent"]
 
 
 class Question(enum.IntEnum):
-    """What a worker asks of the action server."""
+    """What a worker asks of the inference server."""
 
     STEP = 1
     VALUE = 2
 
 
 class Port(Protocol):
-    """A worker's connection to the action server."""
+    """A worker's connection to the inference server."""
 
     row: NamedArrays  #: its columns of the step buffer
 

@@ -9,7 +9,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from penstock.buffers.control import Phase, Progress
 from penstock.buffers.named import map_leaves
 from penstock.collectors.checks import Checks, checked_writer
 from penstock.collectors.native import reset_timed, step_ordinary
@@ -18,12 +17,13 @@ from penstock.envs.checks import episode_flags, require_info, require_number, re
 from penstock.envs.examples import example_of
 from penstock.envs.rows import ColumnError, RowWriter, action_splitter
 from penstock.errors import SpaceError, brief
+from penstock.workers.control import Phase, Progress
 
-__all__ = ["DoneHook", "EnvColumns"]
+__all__ = ["EnvColumns", "EpisodeEndHook"]
 
 #: Called when column b's episode ends: (b, final observation, reward, terminated, truncated). Returns
 #: the observation that the column goes on with.
-DoneHook = Callable[[int, Any, Any, bool, bool], Any]
+EpisodeEndHook = Callable[[int, Any, Any, bool, bool], Any]
 
 _NO_OPTIONS = Checks()
 
@@ -32,7 +32,7 @@ class EnvColumns:
     """The environments of some columns, with their current observations.
 
     `step` advances all by one time step. What happens at an episode's end is the caller's to decide,
-    through the `DoneHook`. What does not fit its space, or is not of the type that Gymnasium demands,
+    through the `EpisodeEndHook`. What does not fit its space, or is not of the type that Gymnasium demands,
     is a `SpaceError` naming the field and the env_rank; `checks` adds checks to those always made.
     """
 
@@ -96,7 +96,7 @@ class EnvColumns:
         """Step every environment again."""
         self.parked, self._active = [], self._bound
 
-    def step(self, action_row: Any, on_done: DoneHook, on_step: StepHook | None = None) -> None:
+    def step(self, action_row: Any, on_episode_end: EpisodeEndHook, on_step: StepHook | None = None) -> None:
         """Step every environment with its action. `observations` and `rewards` then hold the results.
 
         This is what penstock adds to `env.step`, so nothing is done per environment that can be done per row:
@@ -120,7 +120,7 @@ class EnvColumns:
                 if on_step is not None:
                     on_step(b, before[b], given[b], reward, terminated, truncated, info)
             if terminated or truncated:
-                observation = on_done(b, observation, reward, terminated, truncated)
+                observation = on_episode_end(b, observation, reward, terminated, truncated)
                 words[Progress.PHASE] = Progress.IS_STEPPING  # the hook may have noted a reset
             observations[b], rewards[b], first = observation, reward, i + 1
 

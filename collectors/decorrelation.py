@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.agents.drawing import draw
-from penstock.buffers.control import Phase
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.tracking import Tracker, kept
+from penstock.workers.control import Phase
 
 __all__ = ["decorrelate"]
 

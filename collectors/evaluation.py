@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from penstock.agents.base import Agent
-from penstock.buffers.control import Phase, Progress
 from penstock.buffers.named import map_leaves
 from penstock.collectors.acting import AgentInfoWriter, as_agent_step
 from penstock.collectors.checks import write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.tracking import Tracker
 from penstock.envs.seeding import ColumnStreams, Purpose
+from penstock.workers.control import Phase, Progress
 
 __all__ = ["BaseEvalCollector", "EpisodeEvalCollector", "EvalCollector", "EvalCollectorParts"]
 
@@ -118,14 +118,14 @@ class EvalCollector(BaseEvalCollector):
                 self._agent_info_writer.write(0, step.agent_info)
                 tracker.set_agent_info(self.agent_info)
             progress.enter(Phase.STEPPING)
-            envs.step(prev_action, self._on_done, tracker.on_step)
+            envs.step(prev_action, self._on_episode_end, tracker.on_step)
             envs.write_prepared(self._observation_row)
             envs.write_rewards(self._reward[row])
             prev_reward[...] = self._reward[row]
             prev_reward[self._done[row]] = 0
         return n_rows
 
-    def _on_done(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
+    def _on_episode_end(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
         self._hand_over(column, observation)
         first_observation = self.envs.reset_one(column)
         self.agent.reset_one(column)
@@ -135,7 +135,7 @@ class EvalCollector(BaseEvalCollector):
     def _hand_over(self, column: int, observation: Any) -> None:
         self.envs.check_final(column, observation)
         self._done[self._row, column] = True
-        self.tracker.on_done(self._t, column, observation)
+        self.tracker.on_episode_end(self._t, column, observation)
         self.progress.trajectories += 1  # the main process counts along, to stop in time
 
 
@@ -162,10 +162,10 @@ class EpisodeEvalCollector(EvalCollector):
     def is_enough(self) -> bool:
         return super().is_enough or not any(self._left)
 
-    def _on_done(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
+    def _on_episode_end(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
         self._left[column] -= 1
         if self._left[column] > 0:
-            return super()._on_done(column, observation, reward, terminated, truncated)
+            return super()._on_episode_end(column, observation, reward, terminated, truncated)
         self._hand_over(column, observation)
         self.envs.park(column)
         return observation

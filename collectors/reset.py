@@ -30,15 +30,15 @@ class ResetCollector(Collector):
         """Row t, second half: every environment takes its action, and what follows is recorded."""
         self.progress.begin_stepping(t)
         self._t = t
-        self.envs.step(self.prev_action, self._on_done, self.on_step)
+        self.envs.step(self.prev_action, self._on_episode_end, self.on_step)
         self.record_env_info(t)
         self.write_step(t)
         for column in self._ended:
             self.prev_reward[column] = 0
         self._ended.clear()
 
-    def _on_done(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
+    def _on_episode_end(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
         """Record the end of column's episode and start the next one."""
-        self.record_end(self._t, column, observation, reward, terminated, truncated)
+        self.record_episode_end(self._t, column, observation, reward, terminated, truncated)
         self._ended.append(column)
         return self.reset_column(column)

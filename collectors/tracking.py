@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.named import map_leaves
-from penstock.buffers.trajectory_queue import FIGURES, RECORD, Frame
+from penstock.buffers.trajectory_queue import FIGURES, RECORD, ObjectMessage
 from penstock.collectors.native import COMPILED, sum_episodes
 from penstock.collectors.traj_info import TrajInfo
 
@@ -42,7 +42,7 @@ class Tracker(Protocol):
     def set_agent_info(self, agent_info: Any) -> None:
         """The agent's report `[B, ...]` on the row that is about to be stepped."""
 
-    def on_done(self, t: int, column: int, final_observation: Any) -> None:
+    def on_episode_end(self, t: int, column: int, final_observation: Any) -> None:
         """Column's trajectory has ended at row t."""
 
     def end_rows(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int = 0) -> int:
@@ -63,7 +63,7 @@ def make_tracker(
     kwargs: Mapping[str, Any],
     env_ranks: range,
     put_records: Callable[[npt.NDArray[Any]], None],
-    put_frames: Callable[[Sequence[Frame]], None],
+    put_frames: Callable[[Sequence[ObjectMessage]], None],
 ) -> Tracker:
     """The tracker for `cls`: per batch for the stock class itself, per step for its subclasses."""
     if cls is TrajInfo:
@@ -92,7 +92,7 @@ class BatchTracker:
     def set_agent_info(self, agent_info: Any) -> None:
         """Not needed."""
 
-    def on_done(self, t: int, column: int, final_observation: Any) -> None:
+    def on_episode_end(self, t: int, column: int, final_observation: Any) -> None:
         """Not needed: dones are read from the rows."""
 
     def restart(self) -> None:
@@ -169,13 +169,13 @@ class ObjectTracker:
         cls: type[TrajInfo],
         kwargs: Mapping[str, Any],
         env_ranks: range,
-        put: Callable[[Sequence[Frame]], None],
+        put: Callable[[Sequence[ObjectMessage]], None],
     ) -> None:
         self._cls, self._kwargs = cls, kwargs
         self._env_ranks = env_ranks
         self._put = put
         self._agent_info: Any = None
-        self._finished: list[Frame] = []
+        self._finished: list[ObjectMessage] = []
         self.restart()
 
     @property
@@ -200,7 +200,7 @@ class ObjectTracker:
     ) -> None:
         self._running[b].step(observation, action, reward, terminated, truncated, self._agent_info[b], info)
 
-    def on_done(self, t: int, column: int, final_observation: Any) -> None:
+    def on_episode_end(self, t: int, column: int, final_observation: Any) -> None:
         info = self._running[column]
         info.terminate(kept(final_observation))
         self._finished.append((t, self._env_ranks[column], vars(info)))

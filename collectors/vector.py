@@ -12,10 +12,9 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import iterate
 
-from penstock.buffers.control import Phase, Progress
 from penstock.buffers.named import NamedArrays, as_named, map_leaves
 from penstock.collectors.checks import Checks, checked_writer
-from penstock.collectors.columns import DoneHook
+from penstock.collectors.columns import EpisodeEndHook
 from penstock.collectors.reset import ResetCollector
 from penstock.collectors.tracking import StepHook, kept
 from penstock.envs.checks import require_info, step_values
@@ -23,6 +22,7 @@ from penstock.envs.examples import example_of
 from penstock.envs.infos import element, info_of
 from penstock.envs.rows import ColumnError
 from penstock.errors import ConfigError, SpaceError
+from penstock.workers.control import Phase, Progress
 
 __all__ = ["VectorColumns", "VectorEnvCollector"]
 
@@ -57,13 +57,13 @@ class VectorEnvCollector(ResetCollector):
             self.prev_action[ends.columns] = 0
 
     def _record_ends(self, t: int, ends: Ends) -> None:
-        """`record_end`, and the agent's part of `reset_column`, for all columns that have ended."""
+        """`record_episode_end`, and the agent's part of `reset_column`, for all columns that have ended."""
         samples, columns = self.samples, ends.columns
         samples.terminated[t], samples.truncated[t], samples.done[t] = ends.terminated, ends.truncated, ends.done
         self.finals.record_rows(t, columns, ends.observation, ends.reward, ends.only_truncated)
         if self.tracker.on_step is not None:
             for column, observation in zip(columns.tolist(), ends.each(), strict=True):
-                self.tracker.on_done(t, column, observation)
+                self.tracker.on_episode_end(t, column, observation)
         if self._agent_has_state:
             for column in columns.tolist():
                 self.agent.reset_one(column)
@@ -174,14 +174,14 @@ class VectorColumns:
 
     # ---- steps -----------------------------------------------------------------------------
 
-    def step(self, action_row: Any, on_done: DoneHook, on_step: StepHook | None = None) -> None:
+    def step(self, action_row: Any, on_episode_end: EpisodeEndHook, on_step: StepHook | None = None) -> None:
         """Step all environments with one call, and hear of every end."""
         ends = self.step_rows(action_row, on_step)
         if ends is None:
             return
         flags = zip(ends.columns.tolist(), ends.each(), ends.reward.tolist(), strict=True)
         for b, observation, reward in flags:
-            on_done(b, observation, reward, bool(ends.terminated[b]), bool(ends.truncated[b]))
+            on_episode_end(b, observation, reward, bool(ends.terminated[b]), bool(ends.truncated[b]))
         self._progress.words[Progress.PHASE] = Progress.IS_STEPPING
 
     def step_rows(self, action_row: Any, on_step: StepHook | None = None) -> Ends | None:

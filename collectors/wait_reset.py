@@ -48,16 +48,16 @@ class WaitResetCollector(Collector):
         """Row t, second half: every environment that is not parked takes its action."""
         self.progress.begin_stepping(t)
         self._t = t
-        self.envs.step(self.prev_action, self._on_done, self.on_step)
+        self.envs.step(self.prev_action, self._on_episode_end, self.on_step)
         self.record_env_info(t)
         self.write_step(t)
         for column in self.envs.parked:
             self.samples.observation_rows[t + 1][column] = 0
             self.prev_reward[column] = 0
 
-    def _on_done(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
+    def _on_episode_end(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
         """Record the end of column's episode and park it."""
-        self.record_end(self._t, column, observation, reward, terminated, truncated)
+        self.record_episode_end(self._t, column, observation, reward, terminated, truncated)
         self.samples.valid[self._t + 1 :, column] = False
         self.envs.park(column)
         return observation

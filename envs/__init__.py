@@ -5,12 +5,9 @@ from penstock.envs.batched_envpool import BatchedEnvPool
 from penstock.envs.examples import example_of, observation_example
 from penstock.envs.factory import EnvContext, EnvFactory, EnvFn, build_example_env, close_example_env, env_factories
 from penstock.envs.infos import InfoWanted, InfoWriter, info_example
-from penstock.envs.port_lease import PortLease, PortLeases, lease_port, leases
 from penstock.envs.rows import action_splitter, row_writer
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed, stream
-from penstock.envs.tiling import tile
 from penstock.envs.toy import CountingEnv, CrashingEnv, NestedEnv, SlowEnv
-from penstock.envs.vector_env import ShmVectorEnv
 
 __all__ = [
     "BatchedCartPole",
@@ -24,11 +21,8 @@ __all__ = [
     "InfoWanted",
     "InfoWriter",
     "NestedEnv",
-    "PortLease",
-    "PortLeases",
     "Purpose",
     "SameStep",
-    "ShmVectorEnv",
     "SlowEnv",
     "action_splitter",
     "build_example_env",
@@ -37,10 +31,7 @@ __all__ = [
     "example_of",
     "fresh_seed",
     "info_example",
-    "lease_port",
-    "leases",
     "observation_example",
     "row_writer",
     "stream",
-    "tile",
 ]

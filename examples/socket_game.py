@@ -26,7 +26,7 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete
 
 from penstock import ParallelSampler, RandomAgent
-from penstock.envs import lease_port
+from penstock.ports import lease_port
 
 SERVER = Path(__file__).resolve().with_name("socket_game_server.py")
 START_SECONDS = 20.0  # for a server to listen

@@ -20,7 +20,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from penstock.envs import ShmVectorEnv
+from penstock.vector import ShmVectorEnv
 
 
 def make_envs(kind: str, env_fns: list[Callable[[], Any]]) -> Any:

@@ -12,7 +12,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 
-from penstock.envs import ShmVectorEnv
+from penstock.vector import ShmVectorEnv
 
 
 def main() -> None:

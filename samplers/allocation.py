@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.agents import Agent, SharedParameters
-from penstock.buffers import ControlBlock, NamedArrays, RecordRings, SamplesBuffer, SampleSpec
+from penstock.buffers import NamedArrays, RecordRings, SamplesBuffer, SampleSpec
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import map_leaves
 from penstock.buffers.shared import NamedMemory
@@ -31,8 +31,9 @@ from penstock.envs import (
 )
 from penstock.errors import ConfigError, PenstockError, SpaceError
 from penstock.samplers.config import SamplerConfig
+from penstock.samplers.program import Job, SharedState
 from penstock.samplers.server_totals import ServerTotals
-from penstock.samplers.worker import Job, SharedState
+from penstock.workers.control import ControlBlock
 from penstock.workers.plan import WorkerPlan, eval_max_T
 
 __all__ = ["Allocation", "allocate"]
@@ -138,7 +139,7 @@ def allocate(
         serving["totals"] = ServerTotals(max(config.batch_B, config.eval_n_envs), shared=shared)
     return Allocation(
         buffer=buffer,
-        # Behind the workers' rows one for the action server.
+        # Behind the workers' rows one for the inference server.
         control=ControlBlock(len(plans) + central, config.batch_T, shared=shared),
         rings=RecordRings(capacities, shared=shared),
         parameters=agent.share_memory(shared=shared),

@@ -18,16 +18,16 @@ from penstock.agents import Agent
 from penstock.buffers import Samples
 from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted, fresh_seed
+from penstock.envs.calls import EnvCall
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, allocate
 from penstock.samplers.config import EnvKwargs, SamplerConfig
-from penstock.samplers.deliveries import Deliveries
 from penstock.samplers.orders import Orders
+from penstock.samplers.results import Deliveries
 from penstock.samplers.state import LIFETIME, SamplerState
 from penstock.samplers.stats import SamplerStats, worker_stats
 from penstock.workers.arguments import integer
-from penstock.workers.calls import Calls
-from penstock.workers.env_calls import EnvCall
+from penstock.workers.call_guard import Calls
 from penstock.workers.interrupts import interrupts
 from penstock.workers.plan import Affinity, WorkerPlan
 from penstock.workers.team import Team

@@ -14,17 +14,17 @@ from penstock.collectors import TrajInfo
 from penstock.collectors.central import RemoteAgent
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
-from penstock.samplers.action_server import ActionServer, ServerJob
 from penstock.samplers.allocation import Allocation
-from penstock.samplers.local_worker import LocalWorker
+from penstock.samplers.central_pool import ServedCrew
+from penstock.samplers.inference_server import InferenceServer, ServerJob
+from penstock.samplers.local import LocalWorker
 from penstock.samplers.parallel import ParallelSampler, crew_rules
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
-from penstock.samplers.served_crew import ServedCrew
-from penstock.samplers.server_process import ServedJob
+from penstock.samplers.server_program import ServedJob
 from penstock.samplers.server_totals import ServerStats
 from penstock.workers.affinity import threads_here, usable_cpus
-from penstock.workers.crew import Crew
 from penstock.workers.plan import Affinity, WorkerPlan, server_plan
+from penstock.workers.pool import WorkerPool
 from penstock.workers.spinning import SPIN_SECONDS
 from penstock.workers.team import Team
 
@@ -163,11 +163,11 @@ class GpuSampler(ParallelSampler):
         rules = crew_rules(config, spin, with_torch=False)
         if self._is_process:
             all_plans = [*plans, server_plan(plans, server_job.torch_threads)]
-            return Crew(all_plans, ServedJob(job, server_job), allocation.state, rules)
-        server = ActionServer(server_job, allocation.state)
+            return WorkerPool(all_plans, ServedJob(job, server_job), allocation.state, rules)
+        server = InferenceServer(server_job, allocation.state)
         own = LocalWorker(plans[-1], allocation.state) if self._keeps_some else None
         try:
-            crew = Crew(plans[:-1] if own else plans, job, allocation.state, rules)
+            crew = WorkerPool(plans[:-1] if own else plans, job, allocation.state, rules)
             return ServedCrew(crew, server, allocation.control, own, job)
         except BaseException:
             server.close()

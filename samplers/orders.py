@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from penstock.buffers.trajectory_queue import Frame
+from penstock.buffers.trajectory_queue import ObjectMessage
 from penstock.collectors import TrajInfo
+from penstock.envs.calls import EnvCall, results
 from penstock.samplers.allocation import Allocation
-from penstock.samplers.deliveries import Deliveries
-from penstock.workers.env_calls import EnvCall, results
+from penstock.samplers.results import Deliveries
 from penstock.workers.team import Team, Wait
 
 __all__ = ["Orders"]
@@ -84,7 +84,7 @@ class Orders:
         """What has been handed over since the gates were opened, ordered by time step, then env_rank."""
         return self._deliveries.take_traj_infos(self._team)
 
-    def _take_frames(self) -> list[Frame]:
+    def _take_frames(self) -> list[ObjectMessage]:
         return self._deliveries.take_frames(self._team)
 
     def _end_what_was_interrupted(self) -> None:

@@ -9,11 +9,11 @@ from penstock.samplers.allocation import Allocation
 from penstock.samplers.base import Sampler
 from penstock.samplers.config import SamplerConfig
 from penstock.workers.affinity import usable_cpus
-from penstock.workers.crew import Crew, CrewRules
+from penstock.workers.monitor import Limits
 from penstock.workers.plan import Affinity, WorkerPlan, assign_cpus, make_plans, n_workers_default
+from penstock.workers.pool import PoolOptions, WorkerPool
 from penstock.workers.restarts import RestartPolicy
 from penstock.workers.spinning import SPIN_SECONDS
-from penstock.workers.supervision import Limits
 from penstock.workers.team import Team
 
 __all__ = ["ParallelSampler", "crew_rules"]
@@ -52,15 +52,15 @@ class ParallelSampler(Sampler):
         return n_workers_default(self.config.n_workers, self.batch_B, mask)
 
     def _make_team(self, allocation: Allocation) -> Team:
-        return Crew(self._plans, allocation.job, allocation.state, crew_rules(self.config, SPIN_SECONDS))
+        return WorkerPool(self._plans, allocation.job, allocation.state, crew_rules(self.config, SPIN_SECONDS))
 
 
-def crew_rules(config: SamplerConfig, spin_seconds: float, *, with_torch: bool = True) -> CrewRules:
+def crew_rules(config: SamplerConfig, spin_seconds: float, *, with_torch: bool = True) -> PoolOptions:
     """What `config` says of processes and their failures; `with_torch`: whether agents act in them."""
-    return CrewRules(
+    return PoolOptions(
         start_method=config.start_method,
         spin_seconds=spin_seconds,
         limits=Limits(config.step_timeout, config.start_timeout),
         restarts=RestartPolicy.of(config.on_worker_failure, config.max_restarts, config.restart_window),
-        preload=("torch", "penstock.samplers.worker") if with_torch else ("penstock.samplers.worker",),
+        preload=("torch", "penstock.samplers.program") if with_torch else ("penstock.samplers.program",),
     )

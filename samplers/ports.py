@@ -1,12 +1,12 @@
-"""A worker's connection to the action server, where workers hold no agent."""
+"""A worker's connection to the inference server, where workers hold no agent."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from penstock.buffers.control import Phase, Progress
 from penstock.buffers.step_buffer import StepBuffer
 from penstock.collectors.central import Question
+from penstock.workers.control import Phase, Progress
 from penstock.workers.gates import Gate
 
 __all__ = ["WorkerPort"]

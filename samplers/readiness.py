@@ -1,4 +1,4 @@
-"""When the action server acts, and for whom: for all at once, for those who are ready, or for halves in turn."""
+"""When the inference server acts, and for whom: for all at once, for those who are ready, or for halves in turn."""
 
 from __future__ import annotations
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from penstock.buffers.trajectory_queue import Frame
+from penstock.buffers.trajectory_queue import ObjectMessage
 from penstock.errors import SamplerBrokenError
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.base import Sampler
-from penstock.samplers.local_worker import LocalWorker
-from penstock.workers.failures import Witness
+from penstock.samplers.local import LocalWorker
+from penstock.workers.failures import WorkerStatus
 from penstock.workers.interrupts import interrupts
 from penstock.workers.plan import Affinity, WorkerPlan, make_plans
 from penstock.workers.restarts import RestartPolicy, Restarts
@@ -47,7 +47,7 @@ class _InProcess:
         with self._catching("start-up"):
             self._worker.build(allocation.job)
 
-    def take_frames(self, promised: Sequence[int]) -> list[Frame]:
+    def take_frames(self, promised: Sequence[int]) -> list[ObjectMessage]:
         return self._worker.take_frames()
 
     def open_gates(self) -> None:
@@ -60,7 +60,7 @@ class _InProcess:
         if self._failure is not None:
             raise self._failure
 
-    def witnesses(self) -> list[Witness]:
+    def witnesses(self) -> list[WorkerStatus]:
         return [self._worker.witness()]
 
     @contextmanager

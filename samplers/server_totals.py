@@ -1,4 +1,4 @@
-"""What the action server has done, counted where the caller sees it, wherever the server runs."""
+"""What the inference server has done, counted where the caller sees it, wherever the server runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ServerStats", "ServerTotals"]
 
 @dataclass(frozen=True)
 class ServerStats:
-    """What the action server has done since the sampler was initialized: `served[n]` counts the steps that it
+    """What the inference server has done since the sampler was initialized: `served[n]` counts the steps that it
     made for n environments at once; `acting` and `waiting` are seconds."""
 
     served: dict[int, int]
@@ -31,7 +31,7 @@ class ServerTotals:
             served=ArraySpec((most_columns + 1,), np.dtype(np.int64)),
             seconds=ArraySpec((2,), np.dtype(np.float64)),
         )
-        self.memory = NamedMemory(specs, shared=shared, purpose="the action server's statistics")
+        self.memory = NamedMemory(specs, shared=shared, purpose="the inference server's statistics")
 
     def count_step(self, n_columns: int) -> None:
         """The agent has acted once, for so many environments."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from penstock.workers.calls import Lifetime
+from penstock.workers.call_guard import Lifetime
 
 __all__ = ["LIFETIME", "SamplerState"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.buffers.control import ControlBlock
+from penstock.workers.control import ControlBlock
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.restarts import Restarts
 

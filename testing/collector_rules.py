@@ -311,7 +311,7 @@ def trajectories_are_those_that_ended(trace: Trace) -> None:
 
 def a_stepped_trajectory_sees_every_step(trace: Trace) -> None:
     """A TrajInfo subclass is stepped with every environment step and told of the end, with its last observation."""
-    _compare_infos(trace, "give self.envs.step the tracker's on_step, and call self.tracker.on_done at each end")
+    _compare_infos(trace, "give self.envs.step the tracker's on_step, and call self.tracker.on_episode_end at each end")
 
 
 #: In the order in which they are held against a trace: what others build upon comes first.

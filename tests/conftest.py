@@ -19,7 +19,7 @@ import pytest
 
 from penstock import ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
-from penstock.envs.port_files import FOLDER_VARIABLE, lock_folder, ports_noted
+from penstock.ports.files import FOLDER_VARIABLE, lock_folder, ports_noted
 
 # In the background SIGINT is ignored, and under nohup SIGHUP, and so they would be in all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import psutil
 
-__all__ = ["keeping_off", "limit_threads", "pin", "threads_here", "usable_cpus"]
+__all__ = ["avoid_cpus", "limit_threads", "pin", "threads_here", "usable_cpus"]
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -29,7 +29,7 @@ def pin(cpus: Sequence[int]) -> None:
 
 
 @contextlib.contextmanager
-def keeping_off(cpus: Collection[int]) -> Iterator[None]:
+def avoid_cpus(cpus: Collection[int]) -> Iterator[None]:
     """Keep the calling thread off these CPUs, on which workers are pinned: it would be stopped for every one that it
     wakes there. Does nothing if that leaves it no CPU, or if torch works with several threads, which a single CPU
     would set against each other."""

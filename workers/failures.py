@@ -10,12 +10,12 @@ from multiprocessing import forkserver
 
 import psutil
 
-from penstock.buffers.control import Phase, ProgressSnapshot
+from penstock.buffers.reports import Report
 from penstock.errors import SamplerBrokenError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from penstock.workers.control import Phase, ProgressSnapshot
 from penstock.workers.plan import WorkerPlan
-from penstock.workers.reports import Report
 
-__all__ = ["Casualty", "Witness", "add_to", "describe_exit", "failure"]
+__all__ = ["WorkerFailure", "WorkerStatus", "add_to", "describe_exit", "failure"]
 
 _MAX_LISTED = 32  # of workers that fail at once, each with a line of its own
 _MAX_STACKS = 3
@@ -40,7 +40,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Witness:
+class WorkerStatus:
     """What is known of one worker at the moment of a failure."""
 
     plan: WorkerPlan
@@ -68,10 +68,10 @@ def _span(ranks: range) -> str:
 
 
 @dataclass(frozen=True)
-class Casualty:
+class WorkerFailure:
     """A worker that failed: what is known of it, how it ended, and what it left to be read."""
 
-    witness: Witness
+    witness: WorkerStatus
     exitcode: int | None
     report: Report | None  #: its own account, if it raised
     stack: str = ""  #: its Python stack, if it crashed or hung
@@ -116,7 +116,9 @@ def _fork_server_has_ended() -> bool:
         return True
 
 
-def failure(dead: Sequence[Casualty], others: Sequence[Witness], occasion: str, note: str = "") -> SamplerBrokenError:
+def failure(
+    dead: Sequence[WorkerFailure], others: Sequence[WorkerStatus], occasion: str, note: str = ""
+) -> SamplerBrokenError:
     """The error for workers that failed during `occasion`; `__cause__` is the first report's exception.
 
     `note` is added: why they have not been replaced.
@@ -142,14 +144,14 @@ def failure(dead: Sequence[Casualty], others: Sequence[Witness], occasion: str, 
     return error
 
 
-def add_to(error: SamplerBrokenError, killed: Sequence[Casualty]) -> None:
+def add_to(error: SamplerBrokenError, killed: Sequence[WorkerFailure]) -> None:
     """Name in `error` the workers that turned out to have been killed too, after it was made."""
     if killed:
         lines = [str(error), "killed as well, in the same moment or while the others were told to end:"]
         error.args = ("\n".join([*lines, *map(str, killed[:_MAX_LISTED])]),)
 
 
-def _sign_of_life(witness: Witness) -> str:
+def _sign_of_life(witness: WorkerStatus) -> str:
     if witness.progress.heartbeat == 0:
         return f"{witness.plan.name}: {witness.doing}, no sign of life yet"
     seconds = time.monotonic() - witness.progress.heartbeat

@@ -6,7 +6,7 @@ A gate is two counts in shared memory, each with one writer, and a wake-up for e
     open():   opened += 1, wake the worker   -->   wait_in(): until opened > arrived     (barrier_in)
     arrived:  arrived == opened              <--   arrive():  arrived += 1, wake main    (barrier_out)
 
-and, in between, where the action server acts in the main process, at every step:
+and, in between, where the inference server acts in the main process, at every step:
 
     question: asked != answered              <--   ask():     asked += 1, wake main, until answered
     answered = asked, then wake()            -->
@@ -27,8 +27,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from penstock.buffers.control import ControlBlock, Progress
 from penstock.buffers.descriptors import InheritedFd
+from penstock.workers.control import ControlBlock, Progress
 from penstock.workers.spinning import spin
 
 __all__ = ["Gate", "MainProcessGone", "WakeUp"]
@@ -81,7 +81,7 @@ class Gate:
     def __init__(
         self, control: ControlBlock, worker_rank: int, *, spin_seconds: float, server: Gate | None = None
     ) -> None:
-        """`server` is the gate of the action server, if that is a process of its own."""
+        """`server` is the gate of the inference server, if that is a process of its own."""
         self._control, self._rank, self._spin_seconds = control, worker_rank, spin_seconds
         self._go, self._done = WakeUp(), WakeUp()
         self._server_go = None if server is None else server._go
@@ -111,7 +111,7 @@ class Gate:
         self._go.close()
         self._done.close()
 
-    # ---- action server ---------------------------------------------------------------------
+    # ---- inference server ---------------------------------------------------------------------
 
     def wake(self) -> None:
         """Wake the worker: its question has been answered."""
@@ -139,7 +139,7 @@ class Gate:
         self._done.notify()
 
     def ask(self, progress: Progress, question: int, main_process: Any) -> None:
-        """Ask the action server, in the middle of a batch, and wait for its answer. Raises as `wait_in` does,
+        """Ask the inference server, in the middle of a batch, and wait for its answer. Raises as `wait_in` does,
         and `StopCollecting` once the sampler is shutting down."""
         progress.ask(question)
         (self._server_go or self._done).notify()

@@ -41,13 +41,13 @@ class WorkerPlan:
 
     @property
     def is_server(self) -> bool:
-        """Whether this is the action server, which owns no columns, as every worker does."""
+        """Whether this is the inference server, which owns no columns, as every worker does."""
         return not self.columns
 
     @property
     def name(self) -> str:
         """As errors call it."""
-        return "the action server" if self.is_server else f"worker {self.worker_rank}"
+        return "the inference server" if self.is_server else f"worker {self.worker_rank}"
 
     def capacity(self, batch_T: int, eval_max_T: int, eval_max_trajectories: int | None) -> int:
         """The most trajectories that can end between two gates: one per environment step; and in an
@@ -120,7 +120,7 @@ def make_plans(
 
 
 def server_plan(plans: Sequence[WorkerPlan], torch_threads: int) -> WorkerPlan:
-    """The plan of an action server that is a process of its own: the rank behind the workers', and no columns."""
+    """The plan of an inference server that is a process of its own: the rank behind the workers', and no columns."""
     nothing = range(0)
     return WorkerPlan(len(plans), nothing, nothing, nothing, nothing, (), torch_threads)
 

@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.buffers.control import Phase, StopCollecting
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.mailbox import Mailbox
+from penstock.buffers.reports import ReportBoard
 from penstock.buffers.trajectory_queue import ObjectPipe
-from penstock.workers import belongings
+from penstock.workers import cleanup
 from penstock.workers.affinity import limit_threads, pin
+from penstock.workers.control import Phase, StopCollecting
 from penstock.workers.gates import Gate, MainProcessGone
 from penstock.workers.plan import WorkerPlan
-from penstock.workers.reports import ReportBoard
 from penstock.workers.stacks import StackFile
 from penstock.workers.work import Job, Memory, Station, Task
 
@@ -68,7 +68,7 @@ class WorkerSetup:
     stacks: StackFile
     main_process: InheritedFd | None  #: a pidfd of the main process, where there is such a thing
     die_with_parent: bool  #: whether the death of the starting process or thread is the main process's
-    served: Sequence[Gate] = ()  #: the gates of all workers before it, if it is the action server
+    served: Sequence[Gate] = ()  #: the gates of all workers before it, if it is the inference server
 
 
 def worker_main(setup: WorkerSetup) -> None:
@@ -87,7 +87,7 @@ def worker_main(setup: WorkerSetup) -> None:
         setup.reports.write(setup.plan.worker_rank, error)
     else:
         progress.enter(Phase.CLOSED)
-    belongings.release_all()  # what environments have not given back: exit handlers do not run
+    cleanup.run_at_exit()  # what environments have not given back: exit handlers do not run
     with contextlib.suppress(OSError, ValueError):  # a closed or broken stream must not keep us
         sys.stdout.flush()
         sys.stderr.flush()
@@ -163,7 +163,7 @@ def _kill_own_group() -> Any:
     try:
         # The main thread may be busy, and would get the interpreter for 5 ms after each system call of ours.
         sys.setswitchinterval(1e-6)
-        belongings.release_all()
+        cleanup.run_at_exit()
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(os.getpgrp(), signal.SIGKILL)

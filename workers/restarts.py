@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import PenstockError
-from penstock.workers.failures import Casualty
+from penstock.workers.failures import WorkerFailure
 
 __all__ = ["ON_WORKER_FAILURE", "RestartPolicy", "Restarts"]
 
@@ -46,13 +46,13 @@ class Restarts:
         """Replacements so far."""
         return len(self.history)
 
-    def refusal(self, casualties: Sequence[Casualty]) -> str | None:
+    def refusal(self, casualties: Sequence[WorkerFailure]) -> str | None:
         """Why these workers must not be replaced; None if they may."""
         if self.policy.max_restarts == 0:
             return ""
         for casualty in casualties:
             if casualty.witness.plan.is_server:
-                return "the action server is not replaced: noise and state of every environment's agent went with it"
+                return "the inference server is not replaced: noise and state of every environment's agent went with it"
             if casualty.exitcode is not None and -casualty.exitcode in _SUSPECT:
                 return (
                     f"worker {casualty.rank} is not replaced: after a {signal.Signals(-casualty.exitcode).name} "
@@ -67,7 +67,7 @@ class Restarts:
             return "\n".join([limit + (", earlier:" if earlier else ""), *earlier])
         return None
 
-    def note(self, casualty: Casualty, occasion: str, lost: int) -> None:
+    def note(self, casualty: WorkerFailure, occasion: str, lost: int) -> None:
         """`casualty` is being replaced; `lost` trajectories go with it."""
         self.history.append((time.monotonic(), f"{casualty} ({occasion})"))
         self.per_worker[casualty.rank] += 1

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.buffers.trajectory_queue import Frame
-from penstock.workers.failures import Witness
+from penstock.buffers.trajectory_queue import ObjectMessage
+from penstock.workers.failures import WorkerStatus
 from penstock.workers.restarts import Restarts
 
 __all__ = ["Team", "Wait"]
@@ -37,10 +37,10 @@ class Team(Protocol):
         """Wait until all workers have finished it; raise `SamplerBrokenError` if one fails that is not
         replaced."""
 
-    def take_frames(self, promised: Sequence[int]) -> list[Frame]:
+    def take_frames(self, promised: Sequence[int]) -> list[ObjectMessage]:
         """What trajectory infos of the user's own class have arrived: `promised[i]` of worker i."""
 
-    def witnesses(self) -> list[Witness]:
+    def witnesses(self) -> list[WorkerStatus]:
         """Where every worker is now."""
 
     def close(self, *, broken: bool = False) -> None:

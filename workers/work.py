@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.buffers.control import ControlBlock
 from penstock.buffers.descriptors import InheritedFd
-from penstock.buffers.trajectory_queue import Frame
+from penstock.buffers.trajectory_queue import ObjectMessage
+from penstock.workers.control import ControlBlock
 from penstock.workers.gates import Gate
 from penstock.workers.plan import WorkerPlan
 
@@ -18,7 +18,7 @@ __all__ = ["FrameQueue", "Job", "Memory", "Station", "Task", "Work"]
 class FrameQueue(Protocol):
     """Where a worker puts objects for the main process; it promises their number in its progress row."""
 
-    def put(self, frames: Sequence[Frame]) -> None:
+    def put(self, frames: Sequence[ObjectMessage]) -> None:
         """Hand `frames` over."""
 
 
@@ -42,7 +42,7 @@ class Station:
     gate: Gate
     frames: FrameQueue
     main_process: InheritedFd | None  #: a pidfd of the main process, where there is such a thing
-    served: Sequence[Gate]  #: the gates of all workers, if this is the action server
+    served: Sequence[Gate]  #: the gates of all workers, if this is the inference server
 
 
 class Work(Protocol):

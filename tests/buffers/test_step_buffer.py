@@ -15,7 +15,7 @@ from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec
 from penstock.buffers.step_buffer import StepBuffer
 from penstock.collectors.central import Question, RemoteAgent
 from penstock.envs import CountingEnv, NestedEnv, example_of, observation_example
-from penstock.samplers.action_server import Desk
+from penstock.samplers.inference_server import Desk
 from penstock.workers.plan import split
 
 T, B = 3, 5

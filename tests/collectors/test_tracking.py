@@ -251,7 +251,7 @@ def object_tracker(run: Run, cls: type[TrajInfo] = Full) -> list[tuple[Any, ...]
                 done = bool(run.done[t, column])
                 tracker.on_step(column, (t, column), t % 3, float(run.reward[t, column]), done, False, {"t": t})
                 if done:
-                    tracker.on_done(t - start, column, f"end {t}")
+                    tracker.on_episode_end(t - start, column, f"end {t}")
         n_done = tracker.end_rows(run.reward[start:stop], run.done[start:stop])
         assert n_done == len(handed_over)
         found += [(batch, *frame) for frame in handed_over]
@@ -299,7 +299,7 @@ def test_objects_begin_anew_after(forget: str) -> None:
     else:
         tracker.drop(1)
     for column in range(2):
-        tracker.on_done(0, column, None)
+        tracker.on_episode_end(0, column, None)
     tracker.end_rows(np.zeros((1, 2)), np.ones((1, 2), bool))
     assert [info["Length"] for _, _, info in frames] == ([0, 0] if forget == "restart" else [1, 0])
 
@@ -307,7 +307,7 @@ def test_objects_begin_anew_after(forget: str) -> None:
 def test_an_object_is_handed_over_once() -> None:
     frames: list[Any] = []
     tracker = ObjectTracker(Full, {}, range(1), frames.extend)
-    tracker.on_done(0, 0, None)
+    tracker.on_episode_end(0, 0, None)
     rows = np.zeros((1, 1)), np.ones((1, 1), bool)
     assert [tracker.end_rows(*rows), tracker.end_rows(*rows)] == [1, 0]
     assert len(frames) == 1
@@ -331,7 +331,7 @@ def test_a_subclass_is_stepped_even_if_it_overrides_nothing(cls: type[TrajInfo])
     tracker.set_agent_info(np.zeros(1))
     for _ in range(3):
         tracker.on_step(0, None, None, 1.0, False, False, {})
-    tracker.on_done(2, 0, None)
+    tracker.on_episode_end(2, 0, None)
     tracker.end_rows(np.ones((3, 1), np.float32), np.array([[False], [False], [True]]))
     ((t, env_rank, attributes),) = frames
     assert (t, env_rank, attributes["DiscountedReturn"]) == (2, 0, 1.75)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.envs import PortLeases, leases
-from penstock.envs.port_holdings import sweep_lock_files
 from penstock.errors import PortLeaseError
+from penstock.ports import PortLeases, leases
+from penstock.ports.holdings import sweep_lock_files
 
 from .support import BOUND, until
 

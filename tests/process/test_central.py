@@ -132,14 +132,14 @@ def test_an_agent_that_raises_is_the_action_servers(where: str, mode: str) -> No
     with sampler_of(mode) as sampler, pytest.raises(WorkerError) as caught:
         run(sampler, FaultyAgent(RandomAgent(), fault, where), bootstrap_value=True)
     message = str(caught.value)
-    assert message.startswith("the action server raised penstock.testing.faults."), message
+    assert message.startswith("the inference server raised penstock.testing.faults."), message
     assert doing in message
     assert "\n" not in message
     assert isinstance(caught.value.__cause__, InjectedFault)
     assert caught.value.__cause__.__traceback__ is not None, "it shows where"
     assert sampler.state is SamplerState.BROKEN
     assert not any(map(psutil.pid_exists, sampler._team.pids))
-    with pytest.raises(WorkerError, match="the action server raised") as again:
+    with pytest.raises(WorkerError, match="the inference server raised") as again:
         sampler.obtain_samples(9)
     assert isinstance(again.value.__cause__, InjectedFault)
 
@@ -160,7 +160,7 @@ def test_an_agent_that_raises_in_evaluation(how: str) -> None:
     with sampler_of("lock-step") as sampler, pytest.raises(WorkerError) as caught:
         run(sampler, InEvaluation(RandomAgent(), Fault(how, at=5)))
     assert re.match(
-        r"the action server raised .*Fault: .* while acting for env_rank \[0, 1\] \(eval", str(caught.value)
+        r"the inference server raised .*Fault: .* while acting for env_rank \[0, 1\] \(eval", str(caught.value)
     )
     assert len(str(caught.value)) < 1000
 
@@ -171,7 +171,10 @@ def test_what_an_agent_returns_is_checked() -> None:
             action, info = super().step(observation, prev_action, prev_reward)
             return AgentStep(action[:-1] if observation.max() > 3 else action, info)
 
-    with sampler_of("lock-step") as sampler, pytest.raises(WorkerError, match=r"the action server raised .*SpaceError"):
+    with (
+        sampler_of("lock-step") as sampler,
+        pytest.raises(WorkerError, match=r"the inference server raised .*SpaceError"),
+    ):
         run(sampler, TooFew())
 
 

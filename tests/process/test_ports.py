@@ -18,8 +18,9 @@ import psutil
 import pytest
 
 from penstock import PortLeaseError
-from penstock.envs import lease_port, leases, port_names
-from penstock.envs.port_files import FOLDER_VARIABLE, lock_folder, ports_noted
+from penstock.ports import lease_port, leases
+from penstock.ports import names as name_module
+from penstock.ports.files import FOLDER_VARIABLE, lock_folder, ports_noted
 
 from .peers import Peer, all_at_once, bind, free_stretch, peers, server_at
 from .support import BOUND, SLACK, note, pause, scaled, until
@@ -32,7 +33,7 @@ pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.xdist_group("po
 @pytest.fixture(params=[True, False], ids=["names", "files alone"])
 def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """With the kernel's names, and as on systems that have none. Holds in peers too, which are forks."""
-    monkeypatch.setattr(port_names, "_HAS_NAMES", request.param and sys.platform == "linux")
+    monkeypatch.setattr(name_module, "_HAS_NAMES", request.param and sys.platform == "linux")
     return bool(request.param)
 
 
@@ -72,7 +73,7 @@ def test_many_leases_of_many_processes(names: bool) -> None:
             assert len(left) == 1, "what the killed have left is removed with the first lease of another"
 
 
-class Witness:
+class WorkerStatus:
     """Shared memory in which those who have a port say so, independently of all locks: one word per port."""
 
     def __init__(self, ports: range, n_peers: int) -> None:
@@ -95,7 +96,7 @@ class Witness:
         self.owner[port - self._base] = 0
 
 
-def churn(me: int, ports: range, witness: Witness, doomed: "np.typing.NDArray[np.int64]") -> None:
+def churn(me: int, ports: range, witness: WorkerStatus, doomed: "np.typing.NDArray[np.int64]") -> None:
     """Lease, bind, unbind, release, for ever."""
     rng = np.random.default_rng(me)
     while True:
@@ -113,11 +114,11 @@ def churn(me: int, ports: range, witness: Witness, doomed: "np.typing.NDArray[np
             witness.leave(me, mine.port)
 
 
-def run_churn(n_peers: int, n_ports: int, seconds: float, *, kills: bool, outsider: bool) -> Witness:
+def run_churn(n_peers: int, n_ports: int, seconds: float, *, kills: bool, outsider: bool) -> WorkerStatus:
     """`n_peers` at once on `n_ports`; with `kills`, one of them is killed and replaced every few milliseconds."""
     ports = free_stretch(n_ports)
     total = 20_000 if kills else n_peers
-    witness = Witness(ports, total)
+    witness = WorkerStatus(ports, total)
     doomed = np.frombuffer(mmap.mmap(-1, 8 * total), np.int64)
     rng = np.random.default_rng(0)
     born = 0
@@ -253,7 +254,7 @@ def test_a_lock_file_that_was_removed() -> None:
 
 def test_looking_at_a_lock_file_does_not_unlock_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing any descriptor of a file frees the POSIX locks that this process has on it."""
-    monkeypatch.setattr(port_names, "_HAS_NAMES", False)
+    monkeypatch.setattr(name_module, "_HAS_NAMES", False)
     ports = free_stretch(1)
     with lease_port(ports.start, ports.stop), peers(1) as (peer,):
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""The action server as a process of its own: what ends it, what it ends, and what goes on meanwhile."""
+"""The inference server as a process of its own: what ends it, what it ends, and what goes on meanwhile."""
 
 import os
 import re
@@ -103,8 +103,8 @@ def test_every_failure_of_the_server_is_named_at_once(tmp_path: Path, start_meth
     seen = time.monotonic()
     struck, pid = notebook.read()
     message = str(caught.value)
-    assert re.match(rf"the action server \(pid {pid}\) {HOWS[how]}.* while {doing} \(itr=\d\)", message), message
-    assert "the action server is not replaced" in message
+    assert re.match(rf"the inference server \(pid {pid}\) {HOWS[how]}.* while {doing} \(itr=\d\)", message), message
+    assert "the inference server is not replaced" in message
     assert re.search(r"^the others: worker 0 .*; worker 1 ", message, re.MULTILINE)
     assert pid == pids[SERVER_RANK]
     if how == "raise":
@@ -124,7 +124,7 @@ def test_a_server_killed_between_two_batches(start_method: str) -> None:
         kill.when()
         until(lambda: not is_running(pid))
         began = time.monotonic()
-        with pytest.raises(WorkerDiedError, match=rf"the action server \(pid {pid}\) was killed by SIGKILL"):
+        with pytest.raises(WorkerDiedError, match=rf"the inference server \(pid {pid}\) was killed by SIGKILL"):
             sampler.obtain_samples(1)
         note("server process, killed between two calls: call to error, s", time.monotonic() - began, ERROR_SECONDS)
 
@@ -145,7 +145,7 @@ def test_a_server_that_cannot_be_started(start_method: str) -> None:
     with (
         sampler_of(start_method=start_method) as sampler,
         pytest.raises(
-            WorkerError, match=r"the action server \(pid \d+\) raised RuntimeError: not in .* while starting"
+            WorkerError, match=r"the inference server \(pid \d+\) raised RuntimeError: not in .* while starting"
         ),
     ):
         sampler.initialize(NotHere())
@@ -166,11 +166,11 @@ def test_a_server_that_hangs_is_named_and_no_worker_is(how: str, tmp_path: Path)
     struck, pid = notebook.read()
     first = str(caught.value).splitlines()[0]
     stopped = " and is stopped by a signal" if how == "stop" else ""
-    assert first == f"the action server (pid {pid}) made no progress for {LIMIT:g} s{stopped} while acting (itr=0)"
+    assert first == f"the inference server (pid {pid}) made no progress for {LIMIT:g} s{stopped} while acting (itr=0)"
     if how != "stop":  # to be asked for its stack, a stopped one is continued
         assert re.search(r"^  worker 0: waiting for actions, t=3, last sign of life", str(caught.value), re.MULTILINE)
-    assert re.search(r"^  the action server: acting, last sign of life", str(caught.value), re.MULTILINE)
-    assert "the stack of the action server:" in str(caught.value)
+    assert re.search(r"^  the inference server: acting, last sign of life", str(caught.value), re.MULTILINE)
+    assert "the stack of the inference server:" in str(caught.value)
     note("server process, step_timeout: limit to error, s", seen - struck - LIMIT, 0.5 * SLACK)
 
 
@@ -182,7 +182,7 @@ def test_a_server_that_is_stopped_while_it_waits(serving: bool) -> None:
             sampler.start_samples(0)
             until(lambda: sampler.server_stats.served)
         os.kill(server_pid(sampler), signal.SIGSTOP)
-        with pytest.raises(WorkerTimeoutError, match=r"the action server .* and is stopped by a signal while"):
+        with pytest.raises(WorkerTimeoutError, match=r"the inference server .* and is stopped by a signal while"):
             sampler.wait_samples() if serving else sampler.obtain_samples(0)
 
 
@@ -206,7 +206,7 @@ def test_a_dead_worker_ends_the_server_too(tmp_path: Path, cls: type[GpuSampler]
     fns = [CountingEnv] * 3 + [faulty_env(CountingEnv, notebook.fault("kill", at=4))]
     with sampler_of(fns, cls, start_method=start_method) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
-        with pytest.raises(WorkerDiedError, match=r"(?s)worker 1 .* was killed by SIGKILL .*; the action server "):
+        with pytest.raises(WorkerDiedError, match=r"(?s)worker 1 .* was killed by SIGKILL .*; the inference server "):
             sampler.obtain_samples(0)
         seen = time.monotonic()
         assert not any(map(psutil.pid_exists, sampler._team.pids))
@@ -254,7 +254,7 @@ def test_a_shutdown_in_the_middle_of_a_batch(how: str, tmp_path: Path) -> None:
             until((tmp_path / "note").exists)
         began = time.monotonic()
         if how == "agent hangs":
-            with pytest.warns(RuntimeWarning, match=r"the action server \(pid \d+\) did not end while acting"):
+            with pytest.warns(RuntimeWarning, match=r"the inference server \(pid \d+\) did not end while acting"):
                 sampler.shutdown()
         else:
             sampler.shutdown()
@@ -416,7 +416,7 @@ def test_what_an_agent_returns_is_checked() -> None:
 
     with (
         sampler_of() as sampler,
-        pytest.raises(WorkerError, match=r"the action server \(pid \d+\) raised .*SpaceError: .* while acting"),
+        pytest.raises(WorkerError, match=r"the inference server \(pid \d+\) raised .*SpaceError: .* while acting"),
     ):
         sampler.initialize(TooFew(), seed=0)
         sampler.obtain_samples(0)

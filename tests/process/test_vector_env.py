@@ -16,8 +16,9 @@ import pytest
 from gymnasium.vector import AutoresetMode
 
 from penstock import WorkerDiedError, WorkerError, WorkerTimeoutError
-from penstock.envs import CountingEnv, ShmVectorEnv
+from penstock.envs import CountingEnv
 from penstock.testing import Fault, InjectedFault, faulty_env
+from penstock.vector import ShmVectorEnv
 
 from .crashes import HOWS
 from .support import ERROR_SECONDS, methods, note, scaled, until

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from penstock import ConfigError, EnvCallError, SpaceError, WorkerError, WorkerTimeoutError
-from penstock.envs import CountingEnv, ShmVectorEnv
+from penstock.envs import CountingEnv
 from penstock.testing import Fault, faulty_env
+from penstock.vector import ShmVectorEnv
 
 from .support import scaled
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from penstock import ParallelSampler, PortLeaseError, RandomAgent
-from penstock.envs import CountingEnv, PortLease, lease_port
-from penstock.envs.port_files import FOLDER_VARIABLE, lock_folder, ports_noted
+from penstock.envs import CountingEnv
+from penstock.ports import PortLease, lease_port
+from penstock.ports.files import FOLDER_VARIABLE, lock_folder, ports_noted
 from penstock.testing import Fault, faulty_env
 
 from .support import SLACK, Script, gone_after, methods, note, scaled, until
@@ -93,7 +94,7 @@ def nothing_left(ports: list[int]) -> bool:
 
 
 MAIN = """
-from penstock.envs import lease_port
+from penstock.ports import lease_port
 class Leasing(CountingEnv):
     def __init__(self):
         super().__init__()

@@ -24,9 +24,9 @@ from penstock import (
     VectorEnvCollector,
     WaitResetCollector,
 )
-from penstock.buffers.control import ControlBlock
 from penstock.envs import BatchedCartPole, CountingEnv, EnvContext, NestedEnv
-from penstock.workers.supervision import Limits, _Stopwatch
+from penstock.workers.control import ControlBlock
+from penstock.workers.monitor import Limits, _Stopwatch
 
 HOW: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     "lock-step": (GpuSampler, {"n_workers": 2}),
@@ -352,8 +352,8 @@ def test_start_and_wait_are_the_two_halves_of_obtain(how: str) -> None:
 
 def test_an_answer_that_was_long_in_coming_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has its answer, and has had no time to wake up yet, does not hang."""
-    now, member = 0.0, type("Member", (), {"rank": 0})()
-    monkeypatch.setattr("penstock.workers.supervision.time.monotonic", lambda: now)
+    now, member = 0.0, type("WorkerHandle", (), {"rank": 0})()
+    monkeypatch.setattr("penstock.workers.monitor.time.monotonic", lambda: now)
     control = ControlBlock(1, 1, shared=False)
     control.progress(0).ask(1)
     stopwatch = _Stopwatch(Limits(0.5, 1.0), control)

@@ -12,7 +12,7 @@ import pytest
 
 from penstock import ParallelSampler, RandomAgent, SamplerState, SamplerStateError
 from penstock.envs import CountingEnv
-from penstock.workers import crew as crew_module
+from penstock.workers import pool as crew_module
 from penstock.workers.gates import Gate
 from penstock.workers.interrupts import interrupts
 
@@ -132,7 +132,7 @@ def test_while_processes_start(monkeypatch: pytest.MonkeyPatch, start_method: st
 def test_shutdown_that_is_cut_short_is_done_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = sampler_of()
     sampler.initialize(RandomAgent())
-    plain = crew_module.Crew._await_deaths
+    plain = crew_module.WorkerPool._await_deaths
 
     def interrupted(crew: Any, members: Any, seconds: float) -> Any:
         ctrl_c()
@@ -140,7 +140,7 @@ def test_shutdown_that_is_cut_short_is_done_by_the_next(monkeypatch: pytest.Monk
         return plain(crew, members, seconds)
 
     with monkeypatch.context() as patched:
-        patched.setattr(crew_module.Crew, "_await_deaths", interrupted)
+        patched.setattr(crew_module.WorkerPool, "_await_deaths", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sampler.shutdown()
     sampler.shutdown()

@@ -1,4 +1,4 @@
-"""Whom the action server serves and when: all at once, those who are ready, or halves in turn."""
+"""Whom the inference server serves and when: all at once, those who are ready, or halves in turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.envs import CountingEnv
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
 
 
-class Crew:
+class WorkerPool:
     """Workers who work, then ask, then wait for an answer: `T` times each. Who comes back next is drawn."""
 
     def __init__(self, policy: Readiness, n: int, T: int, data: Any) -> None:
@@ -62,7 +62,7 @@ class Crew:
 
 @given(n=st.integers(1, 5), T=st.integers(1, 6), data=st.data())
 def test_lock_step_serves_all_together(n: int, T: int, data: Any) -> None:
-    crew = Crew(LockStep(), n, T, data)
+    crew = WorkerPool(LockStep(), n, T, data)
     crew.run()
     assert crew.served == [list(range(n))] * T
 
@@ -71,7 +71,7 @@ def test_lock_step_serves_all_together(n: int, T: int, data: Any) -> None:
 def test_first_ready_serves_whoever_waits_once_they_are_enough(sizes: list[int], T: int, data: Any) -> None:
     least = data.draw(st.integers(1, sum(sizes)))
 
-    class Checked(Crew):
+    class Checked(WorkerPool):
         def check(self) -> None:
             assert not self.asking, "all who wait are served together, so nobody is served twice before another"
             columns = sum(sizes[rank] for rank in self.served[-1])
@@ -87,7 +87,7 @@ def test_alternating_serves_whole_halves(overlap: bool, n: int, T: int, data: An
     middle = n - n // 2
     halves = set(range(middle)), set(range(middle, n))
 
-    class Checked(Crew):
+    class Checked(WorkerPool):
         begun = False  # at first all are on their way, and none has actions yet
 
         def check(self) -> None:

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from penstock.buffers import ControlBlock
 from penstock.buffers.descriptors import InheritedFd
+from penstock.workers.control import ControlBlock
 from penstock.workers.gates import Gate, MainProcessGone, WakeUp
 
 

@@ -5,20 +5,20 @@ import signal
 
 import pytest
 
-from penstock.buffers.control import ControlBlock
+from penstock.buffers.reports import Report
 from penstock.errors import SpaceError
 from penstock.workers import restarts as module
-from penstock.workers.failures import Casualty, Witness
+from penstock.workers.control import ControlBlock
+from penstock.workers.failures import WorkerFailure, WorkerStatus
 from penstock.workers.plan import make_plans
-from penstock.workers.reports import Report
 from penstock.workers.restarts import RestartPolicy, Restarts
 
 PLANS = make_plans(4, 0, [(), ()])
 
 
-def casualty(rank: int = 0, exitcode: int = -signal.SIGKILL, report: Report | None = None) -> Casualty:
+def casualty(rank: int = 0, exitcode: int = -signal.SIGKILL, report: Report | None = None) -> WorkerFailure:
     row = ControlBlock(2, 1, shared=False).snapshot(rank)
-    return Casualty(Witness(PLANS[rank], 100 + rank, row), exitcode, report)
+    return WorkerFailure(WorkerStatus(PLANS[rank], 100 + rank, row), exitcode, report)
 
 
 def test_a_policy_of_none_refuses_without_a_word() -> None:

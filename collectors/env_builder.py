@@ -1,0 +1,61 @@
+"""The environments that a worker has built: checked against the example's spaces, and closed all at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+
+from penstock.envs.factory import EnvContext, EnvFactory
+from penstock.errors import SpaceError
+from penstock.workers.control import Phase, Progress
+
+__all__ = ["EnvBuilder"]
+
+
+class EnvBuilder:
+    """Builds environments and remembers them, so that all are closed, those of a start-up that failed included."""
+
+    def __init__(self, progress: Progress, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> None:
+        self._progress = progress
+        self._spaces = {"observation_space": observation_space, "action_space": action_space}
+        self._built: list[tuple[int, Any]] = []
+
+    def build(self, factory: EnvFactory, context: EnvContext) -> gym.Env[Any, Any]:
+        """One environment. Raises `SpaceError` if its spaces are not those of the example environment."""
+        self._at(context)
+        env = factory(context)
+        self._built.append((context.env_rank, env))
+        for name, space in self._spaces.items():
+            if getattr(env, name) != space:
+                raise SpaceError(
+                    f"the {name} of env_rank {context.env_rank} is {getattr(env, name)}, that of the example "
+                    f"environment is {space}: all environments must have the same spaces"
+                )
+        return env
+
+    def build_batched(self, factory: EnvFactory, num_envs: int, context: EnvContext) -> Any:
+        """One `VectorEnv` of `num_envs` environments, the first of which `context` describes."""
+        self._at(context)
+        env = factory.batched(num_envs, context)
+        self._built.append((context.env_rank, env))
+        return env
+
+    def _at(self, context: EnvContext) -> None:
+        self._progress.enter(Phase.BUILDING)
+        self._progress.at_env(context.env_rank)
+
+    def close(self) -> None:
+        """Close every environment that was built; the first exception is raised when all have had their turn."""
+        failed: tuple[int, Exception] | None = None
+        self._progress.enter(Phase.CLOSING)
+        while self._built:
+            env_rank, env = self._built.pop()
+            self._progress.at_env(env_rank)
+            try:
+                env.close()
+            except Exception as error:
+                failed = failed or (env_rank, error)
+        if failed is not None:
+            self._progress.at_env(failed[0])
+            raise failed[1]

@@ -1,0 +1,132 @@
+"""ShmVectorEnv does what Gymnasium's SyncVectorEnv does, value for value."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.envs import CountingEnv, NestedEnv
+from penstock.vector import ShmVectorEnv
+
+from ..envs.space_strategies import any_space
+from .vector_support import assert_same, talkative
+
+MODES = list(AutoresetMode)
+modes = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+
+
+def pair(env_fns: list[Any], mode: AutoresetMode, **kwargs: Any) -> tuple[ShmVectorEnv, SyncVectorEnv]:
+    return ShmVectorEnv(env_fns, autoreset_mode=mode, **kwargs), SyncVectorEnv(env_fns, autoreset_mode=mode)
+
+
+def compare(ours: ShmVectorEnv, theirs: SyncVectorEnv, n_steps: int, *, seed: Any = 5, options: Any = None) -> None:
+    def asked() -> Any:
+        return None if options is None else dict(options)
+
+    assert_same(ours.reset(seed=seed, options=asked()), theirs.reset(seed=seed, options=asked()), "reset")
+    theirs.action_space.seed(1)
+    for t in range(n_steps):
+        action = theirs.action_space.sample()
+        got, wanted = ours.step(action), theirs.step(action)
+        assert_same(got, wanted, f"step {t}")
+        ended = wanted[2] | wanted[3]
+        if theirs.metadata["autoreset_mode"] is AutoresetMode.DISABLED and ended.any():
+            mask = {"reset_mask": ended}
+            assert_same(ours.reset(options=dict(mask)), theirs.reset(options=dict(mask)), f"reset {t}")
+
+
+@modes
+@pytest.mark.parametrize("in_series", [1, 2, 5])
+def test_talkative_environments(mode: AutoresetMode, in_series: int) -> None:
+    fns = [talkative(spaces.Box(-1, 1, (3,), np.float64), spaces.Discrete(3, start=-1))] * 5
+    ours, theirs = pair(fns, mode, in_series=in_series)
+    with ours:
+        assert len(set(ours.apply(_pid))) == -(-5 // in_series)
+        compare(ours, theirs, 40)
+        compare(ours, theirs, 10, seed=[3, 9, 1, 2**70, 0])
+        compare(ours, theirs, 10, seed=7, options={"level": 3})
+
+
+def _pid(env: Any) -> int:
+    return os.getpid()
+
+
+@modes
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "Blackjack-v1", "Taxi-v4"])
+def test_gymnasiums_own(mode: AutoresetMode, env_id: str) -> None:
+    ours, theirs = pair([partial(gym.make, env_id, max_episode_steps=20)] * 3, mode, n_workers=2)
+    with ours:
+        compare(ours, theirs, 60)
+        assert ours.spec is not None
+        assert ours.spec.id == env_id
+        assert ours.metadata["autoreset_mode"] is mode
+        assert ours.observation_space == theirs.observation_space
+        assert ours.action_space == theirs.action_space
+        assert ours.single_action_space == theirs.single_action_space
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
+def test_every_start_method(context: str) -> None:
+    ours, theirs = pair([NestedEnv] * 3, AutoresetMode.SAME_STEP, in_series=2, context=context)
+    with ours:
+        compare(ours, theirs, 20)
+
+
+@settings(max_examples=10, deadline=None)
+@given(observation_space=any_space, action_space=any_space, mode=st.sampled_from(MODES))
+def test_any_space(observation_space: Any, action_space: Any, mode: AutoresetMode) -> None:
+    ours, theirs = pair([talkative(observation_space, action_space)] * 3, mode, in_series=2)
+    with ours:
+        compare(ours, theirs, 6)
+
+
+@modes
+def test_what_is_returned_is_the_callers_own(mode: AutoresetMode) -> None:
+    with ShmVectorEnv([partial(CountingEnv, length=3)] * 2, autoreset_mode=mode) as envs:
+        first, _ = envs.reset()
+        kept = first.copy()
+        observation, reward, terminated, truncated, _ = envs.step(np.zeros(2, int))
+        envs.step(np.zeros(2, int))
+        np.testing.assert_array_equal(first, kept)
+        np.testing.assert_array_equal(observation[:, 1], [1, 1])
+        np.testing.assert_array_equal(reward, [1, 1])
+        assert not terminated.any()
+        assert not truncated.any()
+
+
+def test_without_copies_observations_are_views_of_the_shared_memory() -> None:
+    with ShmVectorEnv([CountingEnv] * 2, copy=False) as envs:
+        observation, _ = envs.reset()
+        for t in range(1, 4):
+            later = envs.step(np.zeros(2, int))[0]
+            assert np.shares_memory(observation, later)
+            np.testing.assert_array_equal(observation[:, 1], [t, t])
+
+
+def test_many_environments_in_few_processes_and_few_in_many() -> None:
+    for n_workers in (1, 3, 50):
+        with ShmVectorEnv([CountingEnv] * 7, n_workers=n_workers) as envs:
+            assert len(set(envs.apply(_pid))) == min(n_workers, 7)
+            envs.reset()
+            np.testing.assert_array_equal(envs.step(np.zeros(7, int))[1], np.ones(7))
+
+
+def test_split_step() -> None:
+    with ShmVectorEnv([CountingEnv] * 2) as envs:
+        envs.reset()
+        envs.step_async([0, 1])
+        assert envs.step_wait()[1].tolist() == [1, 1]
+        envs.step_async(np.array([0, 1]))
+        observation, infos = envs.reset()  # lets the step end
+        assert observation[:, 1].tolist() == [0, 0]
+        assert infos == {}
+        assert envs.step(np.zeros(2, int))[1].tolist() == [1, 1]

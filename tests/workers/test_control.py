@@ -1,0 +1,238 @@
+"""The control block: each shared word says what its one writer has written, and to everybody."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.workers import control
+from penstock.workers.control import ControlBlock, Phase, StopCollecting
+
+T, WORKERS = 4, 3
+quick = settings(max_examples=40, deadline=None)
+
+
+class Clock:
+    """Stands for the `time` module; moves only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def monotonic_ns(self) -> int:
+        return round(self.now * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(control, "time", clock)
+    return clock
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ControlBlock:
+    if request.param == "plain":
+        monkeypatch.setattr(control, "mark", lambda *_: False)
+    return ControlBlock(WORKERS, T, shared=False)
+
+
+# ---- words of the main process -----------------------------------------------------------------
+
+WORDS = {"quit": st.booleans(), "do_eval": st.booleans(), "stop_eval": st.booleans(), "itr": st.integers(0, 2**62)}
+writes = st.lists(st.one_of([st.tuples(st.just(name), values) for name, values in WORDS.items()]))
+
+
+@quick
+@given(writes, st.booleans())
+def test_each_word_reads_as_last_written_whatever_is_written_to_the_others(
+    history: list[tuple[str, Any]], shared: bool
+) -> None:
+    block = ControlBlock(WORKERS, T, shared=shared)
+    expected: dict[str, Any] = dict.fromkeys(WORDS, 0)
+    for name, value in history:
+        setattr(block, name, value)
+        expected[name] = value
+        assert {name: getattr(block, name) for name in WORDS} == expected
+    assert isinstance(block.quit, bool)
+    assert isinstance(block.itr, int)
+    block.memory.close()
+
+
+@quick
+@given(st.lists(st.integers(0, WORKERS - 1)))
+def test_openings_are_counted_per_worker(ranks: list[int]) -> None:
+    block = ControlBlock(WORKERS, T, shared=False)
+    for rank in ranks:
+        block.open(rank)
+    assert [block.opened(rank) for rank in range(WORKERS)] == [ranks.count(rank) for rank in range(WORKERS)]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_worker_reads_the_words_and_writes_its_row_from_another_process(start_method: str) -> None:
+    block = ControlBlock(WORKERS, T, shared=True)
+    block.itr = 41
+    child = multiprocessing.get_context(start_method).Process(
+        target=exec, args=("row = block.progress(1); row.arrived = block.itr + 1; row.at_env(7)", {"block": block})
+    )
+    child.start()
+    child.join(60)
+    exitcode = child.exitcode
+    child.kill()
+    child.join()
+    child.close()
+    assert exitcode == 0
+    assert [block.arrived(rank) for rank in range(WORKERS)] == [0, 42, 0]
+    assert block.snapshot(1).env_rank == 7
+    block.memory.close()
+
+
+# ---- progress rows -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_workers", [2, 9, 17])
+def test_no_two_rows_lie_in_one_pair_of_cache_lines(n_workers: int) -> None:
+    block = ControlBlock(n_workers, T, shared=True)
+    try:
+        rows = [(row.ctypes.data, row.nbytes) for row in block.memory.arrays.progress]
+    finally:
+        block.memory.close()
+    pairs = [{start // 128, (start + nbytes - 1) // 128} for start, nbytes in rows]
+    assert len(set.union(*pairs)) == sum(map(len, pairs))
+
+
+def test_a_fresh_row_says_that_the_worker_is_starting(block: ControlBlock) -> None:
+    snapshot = block.snapshot(0)
+    assert snapshot.phase is Phase.STARTING
+    assert (snapshot.t, snapshot.batches, snapshot.steps, snapshot.heartbeat) == (-1, 0, 0, 0)
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_entering_a_phase_shows_with_a_heartbeat(block: ControlBlock, clock: Clock, phase: Phase) -> None:
+    clock.now = 123.5
+    block.progress(1).enter(phase)
+    assert block.snapshot(1).phase is phase
+    assert block.snapshot(1).heartbeat == pytest.approx(123.5)
+
+
+def test_rows_do_not_touch_one_another(block: ControlBlock, clock: Clock) -> None:
+    before = block.snapshot(0), block.snapshot(2), block.timeline(0).copy(), block.timeline(2).copy()
+    progress = block.progress(1)
+    progress.at_env(5)
+    progress.begin()
+    progress.arrived = 3
+    progress.trajectories = 4
+    for t in range(T):
+        clock.now += 1
+        progress.begin_acting(t)
+        progress.begin_stepping(t)
+    progress.end_batch(T, 2)
+    after = block.snapshot(0), block.snapshot(2), block.timeline(0), block.timeline(2)
+    np.testing.assert_equal(after, before)
+
+
+def test_the_row_of_time_and_environment_show(block: ControlBlock, clock: Clock) -> None:
+    progress = block.progress(0)
+    progress.begin_acting(3)
+    assert (block.snapshot(0).phase, block.snapshot(0).t) == (Phase.ACTING, 3)
+    assert block.snapshot(0).heartbeat == pytest.approx(clock.now)
+    progress.begin_stepping(3)
+    assert (block.snapshot(0).phase, block.snapshot(0).t) == (Phase.STEPPING, 3)
+    progress.words[progress.ENV_RANK] = 11
+    progress.words[progress.PHASE] = Phase.RESETTING
+    assert (block.snapshot(0).env_rank, block.snapshot(0).phase) == (11, Phase.RESETTING)
+
+
+durations = st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 1000)), min_size=1, max_size=T)
+
+
+@quick
+@given(st.lists(durations, min_size=1, max_size=3), st.integers(1, 5))
+def test_acting_and_stepping_times_are_totals_of_all_batches(
+    batches: list[list[tuple[int, int]]], n_columns: int
+) -> None:
+    clock, block = Clock(), ControlBlock(1, T, shared=False)
+    progress = block.progress(0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(control, "time", clock)
+        for batch in batches:
+            for t, (acting, stepping) in enumerate(batch):
+                progress.begin_acting(t)
+                clock.now += acting
+                progress.begin_stepping(t)
+                clock.now += stepping
+            progress.end_batch(len(batch), len(batch) * n_columns)
+            clock.now += 50  # between batches: counted nowhere
+    snapshot, rows = block.snapshot(0), [row for batch in batches for row in batch]
+    assert snapshot.acting == pytest.approx(sum(acting for acting, _ in rows))
+    assert snapshot.stepping == pytest.approx(sum(stepping for _, stepping in rows))
+    assert (snapshot.batches, snapshot.steps) == (len(batches), len(rows) * n_columns)
+
+
+def test_the_timeline_holds_the_beginnings_and_the_end_of_the_last_batch(block: ControlBlock, clock: Clock) -> None:
+    progress = block.progress(2)
+    expected = []
+    for t in range(T):
+        for begin in (progress.begin_acting, progress.begin_stepping):
+            clock.now += 1 + t
+            begin(t)
+            expected.append(clock.now)
+    clock.now += 1
+    progress.end_batch(T, 1)
+    assert block.timeline(2).tolist() == [*expected, clock.now]
+
+
+def test_a_row_outside_a_batch_is_not_stamped(block: ControlBlock, clock: Clock) -> None:
+    assert block.progress(0).begin_row(2) == clock.now
+    assert (block.snapshot(0).phase, block.snapshot(0).t) == (Phase.ACTING, 2)
+    assert not block.timeline(0).any()
+
+
+def test_resetting_and_waiting_times_add_up(block: ControlBlock, clock: Clock) -> None:
+    progress = block.progress(0)
+    for seconds in (0.25, 1.5):
+        began = progress.enter(Phase.RESETTING)
+        clock.now += seconds
+        progress.add_resetting_since(began)
+        progress.add_waiting(2 * seconds)
+    assert block.snapshot(0).resetting == pytest.approx(1.75)
+    assert block.snapshot(0).waiting == pytest.approx(3.5)
+
+
+@pytest.mark.parametrize("begin", ["begin_acting", "begin_row"])
+def test_a_row_does_not_begin_once_the_sampler_shuts_down(block: ControlBlock, begin: str) -> None:
+    progress = block.progress(0)
+    getattr(progress, begin)(0)
+    block.quit = True
+    with pytest.raises(StopCollecting):
+        getattr(progress, begin)(1)
+    assert block.snapshot(0).t == 1  # it says where it was stopped
+
+
+def test_stop_eval_reaches_the_workers(block: ControlBlock) -> None:
+    progress = block.progress(0)
+    assert progress.stop_eval is False
+    block.stop_eval = True
+    assert progress.stop_eval is True
+
+
+def test_trajectories_count_from_the_opening_that_the_worker_has_noticed(block: ControlBlock) -> None:
+    progress = block.progress(1)
+    for answered, count in enumerate((4, 2)):
+        block.open(1)
+        assert block.trajectories(1) == 0, "those of the batch before are not of this one"
+        progress.begin()
+        assert block.trajectories(1) == 0
+        progress.trajectories += count
+        assert block.trajectories(1) == progress.trajectories == count
+        progress.arrived += 1
+        assert block.arrived(1) == progress.arrived == answered + 1
+        assert block.trajectories(1) == count
+    assert block.trajectories(0) == 0
