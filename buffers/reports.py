@@ -16,6 +16,7 @@ __all__ = ["RemoteTraceback", "Report", "ReportBoard", "in_one_line", "read_acco
 _TEXT_BYTES = 40 * 1024
 _EXCEPTION_BYTES = 16 * 1024
 _HEADLINE_BYTES = 1024
+_STALE_BYTES = 256
 
 
 class RemoteTraceback(Exception):
@@ -52,12 +53,23 @@ class ReportBoard:
             headline=ArraySpec((n_workers, _HEADLINE_BYTES), byte),
             text=ArraySpec((n_workers, _TEXT_BYTES), byte),
             exception=ArraySpec((n_workers, _EXCEPTION_BYTES), byte),
+            stale=ArraySpec((n_workers, _STALE_BYTES), byte),
         )
         self.memory = NamedMemory(specs, shared=shared, purpose="the workers' failure reports")
 
     def clear(self, worker_rank: int) -> None:
         """Main process: forget the account of a worker that is being replaced."""
         self.memory.arrays.sizes[worker_rank] = 0
+
+    def announce_stale(self, worker_rank: int, name: str) -> None:
+        """Worker: after a kill, the main process is to call the function `name`; see `penstock.workers.cleanup`."""
+        names = "\n".join([*self.stale(worker_rank), name]).encode()[:_STALE_BYTES]
+        self.memory.arrays.stale[worker_rank, : len(names)] = np.frombuffer(names, np.uint8)
+
+    def stale(self, worker_rank: int) -> list[str]:
+        """The names that this worker, or one that it replaced, has announced."""
+        text: bytes = self.memory.arrays.stale[worker_rank].tobytes()
+        return text.rstrip(b"\0").decode().splitlines()
 
     def write(self, worker_rank: int, error: BaseException) -> None:
         """Worker: leave an account of `error`."""

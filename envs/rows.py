@@ -24,7 +24,10 @@ Splitter = Callable[[Any], Sequence[Any]]
 # A float64 that is too large for float32 becomes inf with a warning. As an error it is found where it happens, and
 # costs nothing where it does not. Where the user has other filters than this, inf is recorded.
 warnings.filterwarnings(
-    "error", "overflow encountered in cast", RuntimeWarning, r"penstock\.(envs\.rows|collectors\.(columns|episode_ends))"
+    "error",
+    "overflow encountered in cast",
+    RuntimeWarning,
+    r"penstock\.(envs\.rows|collectors\.(columns|episode_ends))",
 )
 
 

@@ -119,7 +119,8 @@ def sweep_lock_files(folder: Path | None = None) -> None:
                 holding.take(folder)  # and dropping it removes the file
 
 
-def _sweep_unless_distrusted() -> None:
+def remove_stale() -> None:
+    """`sweep_lock_files`, unless the folder cannot be trusted."""
     with contextlib.suppress(PortLeaseError, OSError):  # whoever takes a lease is told of it
         sweep_lock_files()
 
@@ -131,6 +132,7 @@ def _prepare(folder: Path) -> None:
         _prepared_pid = os.getpid()
         # Not atexit, without which multiprocessing's processes end. Below 0: after their own children have ended.
         util.Finalize(None, release_leases, exitpriority=-10)
+        cleanup.register(release_leases, remove_stale="penstock.ports.holdings:remove_stale")
         sweep_lock_files(folder)
 
 
@@ -141,4 +143,3 @@ def _abandon_all() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_all)
-cleanup.register(release=release_leases, sweep=_sweep_unless_distrusted)

@@ -251,10 +251,10 @@ class WorkerPool:
                 killed.append(casualty)
             if report is not None or witness.progress.phase is Phase.CLOSING:
                 complaints.append(str(casualty))
+        if exitcodes != {0}:
+            cleanup.remove_stale({name for member in self.members for name in self._reports.stale(member.rank)})
         self._release()
         self._is_over = True
-        if exitcodes != {0}:
-            cleanup.remove_stale()
         if complaints and not broken:
             warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=4)
         return killed

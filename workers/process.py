@@ -126,6 +126,7 @@ def _detach(setup: WorkerSetup) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     setup.stacks.install()
+    cleanup.announce_to(lambda name: setup.reports.announce_stale(setup.plan.worker_rank, name))
     if setup.die_with_parent and sys.platform == "linux":
         # Kills us even while C code holds the interpreter lock, which the watchdog thread cannot.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
