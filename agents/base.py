@@ -56,6 +56,11 @@ class Agent(ABC):
 
     _initialized = False
 
+    @property
+    def runtime(self) -> Any:
+        """Interim."""
+        return self
+
     # ---- life ------------------------------------------------------------------------------
 
     def initialize(

@@ -155,7 +155,7 @@ def live(sampler: Sampler, killer: Killer, rng: random.Random, until: float, tal
             sampler.initialize(RandomAgent(), seed=rng.randrange(1000))
             for itr in range(rng.randint(10, 3000)):
                 faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
-                killer.aim(getattr(sampler._team, "pids", []))
+                killer.aim(sampler.worker_pids)
                 samples, infos = sampler.obtain_samples(itr)
                 check_batch(samples.numpy(), infos, f"{sampler!r}, itr={itr}")
                 tally["batches"] += 1

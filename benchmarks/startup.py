@@ -46,7 +46,7 @@ for _ in range(2):
         sampler.initialize(penstock.CategoricalPgAgent(Model), seed=0)
         seconds.append(time.monotonic() - began)
         sampler.obtain_samples(0)
-        memory = [psutil.Process(pid).memory_full_info().uss / 2**20 for pid in sampler._team.pids]
+        memory = [psutil.Process(pid).memory_full_info().uss / 2**20 for pid in sampler.worker_pids]
 print(json.dumps({"seconds": seconds, "memory": memory}))
 """
 

@@ -1,4 +1,4 @@
-"""A file descriptor that survives the trip into a child process under every start method."""
+"""A file descriptor that can be sent to a child process under every start method."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from multiprocessing import reduction
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
-__all__ = ["InheritedFd", "anonymous_file"]
-
 
 class InheritedFd:
-    """Owns one descriptor. Under fork the child simply has it; while a process is being started by
-    spawn or forkserver, pickling hands the child a duplicate. Pickling at any other time fails."""
+    """Owns one descriptor. Under fork the child has it already. While spawn or forkserver starts a process, pickling
+    sends the child a duplicate; at any other time pickling fails."""
 
     __slots__ = ("fd",)
 
@@ -24,7 +22,7 @@ class InheritedFd:
         return self.fd
 
     def close(self) -> None:
-        """Close the descriptor; again is harmless."""
+        """Close the descriptor; harmless when repeated."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -33,13 +31,13 @@ class InheritedFd:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if get_spawning_popen() is None:  # DupFd would quietly start a server thread instead
+        if get_spawning_popen() is None:  # DupFd would start a server thread instead
             raise TypeError("a descriptor can be pickled only to a process that is being started")
         return _rebuild, (reduction.DupFd(self.fd),)
 
 
 def anonymous_file(name: str) -> InheritedFd:
-    """An empty file without a place in any folder; `name` shows in the system's lists alone."""
+    """An empty file in no folder; `name` shows only in the system's lists."""
     if hasattr(os, "memfd_create"):
         return InheritedFd(os.memfd_create(name, os.MFD_CLOEXEC))
     with tempfile.TemporaryFile() as file:

@@ -1,4 +1,4 @@
-"""The mailbox: a message of any size from the main process to the workers, read when they are ready for it."""
+"""The mailbox: a message of any size from the main process to the workers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from itertools import accumulate
 
 from penstock.buffers.descriptors import anonymous_file
 
-__all__ = ["Mailbox"]
-
 
 class Mailbox:
-    """Holds one message. Written before a gate opens or a worker starts, and read afterwards: it needs no lock.
+    """Holds one message. It is written before a gate opens or a worker starts and read afterwards, so it needs no lock.
 
-    Unlike a pipe it takes any size at once, whether or not the reader still lives.
+    Unlike a pipe it takes any size at once, whether or not the reader lives.
     """
 
     def __init__(self) -> None:
@@ -28,7 +26,7 @@ class Mailbox:
             written += os.pwrite(self._file.fd, message[written:], written)
 
     def post_parts(self, parts: Sequence[bytes]) -> list[slice]:
-        """Main process: a message of several parts; returns where each is to be read."""
+        """Main process: replace the message by one of several parts; returns where to read each."""
         self.post(b"".join(parts))
         ends = list(accumulate(map(len, parts)))
         return [slice(end - len(part), end) for end, part in zip(ends, parts, strict=True)]

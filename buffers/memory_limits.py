@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the machine's, and every enclosing cgroup's."""
+"""How much memory this process may still allocate: on the machine, and in every enclosing cgroup."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 import psutil
 
 from penstock.errors import ConfigError
-
-__all__ = ["check_memory", "free_memory"]
 
 
 def free_memory() -> int:
@@ -60,6 +58,6 @@ def _headroom(folder: Path, limit_name: str, usage_name: str) -> int | None:
         return None
     if limit == "max":
         return None
-    # File cache counts as usage but is given back under pressure.
-    cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))  # v1 gives subtrees apart
+    # File cache counts as usage, but the system frees it when memory is short.
+    cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))  # v1 lists subtrees separately
     return max(0, int(limit) - usage + cache)

@@ -1,4 +1,4 @@
-"""What a worker says about its own failure: written into shared memory, read when it is dead."""
+"""Failure reports: a worker writes its exception into shared memory, and the main process reads it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import numpy as np
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
 
-__all__ = ["RemoteTraceback", "Report", "ReportBoard", "in_one_line", "read_account", "write_account"]
-
 _TEXT_BYTES = 40 * 1024
 _EXCEPTION_BYTES = 16 * 1024
 _HEADLINE_BYTES = 1024
@@ -20,7 +18,7 @@ _STALE_BYTES = 256
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception in a worker, as text: the cause of what the main process raises."""
+    """The traceback of a worker's exception, as text: the cause of what the main process raises."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -28,7 +26,7 @@ class RemoteTraceback(Exception):
 
 @dataclass(frozen=True)
 class Report:
-    """One worker's account: its traceback, and the exception itself if it could be pickled."""
+    """A worker's traceback, and the exception itself if it can be pickled."""
 
     headline: str  #: type, and the message's first line
     text: str
@@ -44,7 +42,7 @@ class Report:
 
 
 class ReportBoard:
-    """A fixed-size area per worker: an exception of any size, kind or malice fits or is cut."""
+    """A fixed-size area per worker: an exception of any size fits or is cut."""
 
     def __init__(self, n_workers: int, *, shared: bool) -> None:
         byte = np.dtype(np.uint8)
@@ -58,66 +56,66 @@ class ReportBoard:
         self.memory = NamedMemory(specs, shared=shared, purpose="the workers' failure reports")
 
     def clear(self, worker_rank: int) -> None:
-        """Main process: forget the account of a worker that is being replaced."""
+        """Main process: forget the report of a worker that is being replaced."""
         self.memory.arrays.sizes[worker_rank] = 0
 
     def announce_stale(self, worker_rank: int, name: str) -> None:
-        """Worker: after a kill, the main process is to call the function `name`; see `penstock.workers.cleanup`."""
+        """Worker: the main process must call the function `name` if this worker is killed (`workers/cleanup.py`)."""
         names = "\n".join([*self.stale(worker_rank), name]).encode()[:_STALE_BYTES]
         self.memory.arrays.stale[worker_rank, : len(names)] = np.frombuffer(names, np.uint8)
 
     def stale(self, worker_rank: int) -> list[str]:
-        """The names that this worker, or one that it replaced, has announced."""
+        """The function names that this worker, or one that it replaced, has announced."""
         text: bytes = self.memory.arrays.stale[worker_rank].tobytes()
         return text.rstrip(b"\0").decode().splitlines()
 
     def write(self, worker_rank: int, error: BaseException) -> None:
-        """Worker: leave an account of `error`."""
+        """Worker: report `error`."""
         areas = self.memory.arrays
-        headline, text, pickled = account = write_account(error)
+        headline, text, pickled = parts = dump_exception(error)
         for area, part in ((areas.headline, headline), (areas.text, text), (areas.exception, pickled)):
             area[worker_rank, : len(part)] = np.frombuffer(part, np.uint8)
-        areas.sizes[worker_rank] = tuple(map(len, account))  # last: says that the rest is complete
+        areas.sizes[worker_rank] = tuple(map(len, parts))  # last: it announces the rest
 
     def read(self, worker_rank: int) -> Report | None:
-        """Main process: the account of a worker that is dead, if it left one."""
+        """Main process: the report of a dead worker; None if there is none."""
         areas = self.memory.arrays
         n_headline, n_text, n_pickled = areas.sizes[worker_rank].tolist()
         if not n_headline:
             return None
-        return read_account(
+        return load_exception(
             areas.headline[worker_rank, :n_headline].tobytes(),
             areas.text[worker_rank, :n_text].tobytes(),
             areas.exception[worker_rank, :n_pickled].tobytes(),
         )
 
 
-def read_account(headline: bytes, text: bytes, pickled: bytes) -> Report:
-    """Main process: the report that `write_account` gave the parts of."""
+def load_exception(headline: bytes, text: bytes, pickled: bytes) -> Report:
+    """Main process: the report from the parts that `dump_exception` returned."""
     exception = None
     if pickled:
         try:
             exception = pickle.loads(pickled)
-        except Exception:  # a class that only the worker can build: the text has it all the same
+        except Exception:  # a class that only the worker can build; the text stays
             exception = None
     is_one = isinstance(exception, BaseException)
     return Report(headline.decode(errors="replace"), text.decode(errors="replace"), exception if is_one else None)
 
 
-# What follows runs the exception's own methods, which may raise anything: SystemExit, KeyboardInterrupt.
+# The functions below run the exception's own methods, which may raise anything: SystemExit, KeyboardInterrupt.
 
 
-def write_account(error: BaseException) -> tuple[bytes, bytes, bytes]:
-    """Worker: headline, traceback and, if it can be pickled and rebuilt, the exception itself, each cut to size."""
+def dump_exception(error: BaseException) -> tuple[bytes, bytes, bytes]:
+    """Worker: headline, traceback, and the exception itself if it can be pickled and rebuilt; each cut to size."""
     headline = in_one_line(error).encode(errors="replace")[:_HEADLINE_BYTES]
     text = _format(error).encode(errors="replace")
-    if len(text) > _TEXT_BYTES:  # the innermost frames and the message stand at the end
+    if len(text) > _TEXT_BYTES:  # the innermost frames and the message are at the end
         text = b"[...]\n" + text[6 - _TEXT_BYTES :]
     return headline, text, _pickle(error)
 
 
 def in_one_line(error: BaseException) -> str:
-    """The exception's class and the first line of its message, whatever its message does."""
+    """The exception's class and the first line of its message, even if its message raises."""
     kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.").removeprefix("__main__.")
     try:
         lines = str(error).strip().splitlines()
@@ -139,6 +137,6 @@ def _pickle(error: BaseException) -> bytes:
         pickled = pickle.dumps(error)
         if len(pickled) <= _EXCEPTION_BYTES and type(pickle.loads(pickled)) is type(error):
             return pickled
-    except BaseException:  # many exceptions cannot be pickled or rebuilt; the text stands for them
+    except BaseException:  # many exceptions cannot be pickled or rebuilt; the text describes them
         pass
     return b""

@@ -1,7 +1,7 @@
 """Anonymous shared memory, and named arrays laid out in it.
 
-The memory is a memfd: it has no name, so nothing can be left behind however the processes end, it
-needs no /dev/shm, and it crosses to a child as a descriptor, never by value.
+The memory is a memfd. It has no name, so nothing is left behind however the processes end. It needs no /dev/shm, and
+it is sent to a child as a descriptor, never by value.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from penstock.buffers.memory_limits import check_memory
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.errors import ConfigError
 
-__all__ = ["ArraySpec", "NamedMemory", "SharedBlock"]
-
 _ALIGNMENT = 128  # two cache lines, which are fetched together: neighbours never share a pair
 
 
 class SharedBlock:
-    """`nbytes` of zeroed memory that this process and the workers it starts see alike.
+    """`nbytes` of zeroed memory that this process shares with the workers that it starts.
 
     Raises `ConfigError` naming the needed and the free size when there is not enough.
     """
@@ -58,7 +56,7 @@ class SharedBlock:
         return np.frombuffer(self._buffer, np.dtype(dtype), count, offset).reshape(shape)
 
     def close(self) -> None:
-        """Give the descriptor back: no further child can receive the block; views stay valid."""
+        """Close the descriptor: no further child can get the block; views stay valid."""
         if self._descriptor is not None:
             self._descriptor.close()
 
@@ -80,7 +78,7 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
 def _allocate_memfd(nbytes: int, purpose: str) -> int:
     fd = os.memfd_create("penstock", os.MFD_CLOEXEC)
     try:
-        # Take the pages now: ftruncate alone succeeds past the limit, and the first write is a SIGBUS.
+        # Allocate the pages now. ftruncate alone succeeds beyond the limit, and the first write is then a SIGBUS.
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
         os.close(fd)
@@ -90,7 +88,7 @@ def _allocate_memfd(nbytes: int, purpose: str) -> int:
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Shape and dtype of an array that is yet to be allocated, and its place once it is laid out."""
+    """Shape and dtype of an array to allocate, and its offset in the block once it has one."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -98,7 +96,7 @@ class ArraySpec:
 
     @classmethod
     def like(cls, example: Any, *leading: int) -> ArraySpec:
-        """The spec of `example` (anything array-like) behind further leading dimensions."""
+        """The spec of `example`, anything array-like, with further leading dimensions."""
         example = np.asarray(example)
         return cls((*leading, *example.shape), example.dtype)
 
@@ -108,10 +106,10 @@ class ArraySpec:
 
 
 class NamedMemory:
-    """Zeroed arrays in the structure of `specs`, in one block, shared or of this process alone.
+    """Zeroed arrays in the structure of `specs`: in one shared block, or private to this process.
 
-    `arrays` is the `NamedArrays` of numpy views. While a worker is being started the object can be
-    pickled to it: the descriptor and the layout cross, never the contents.
+    `arrays` is the `NamedArrays` of numpy views. While a worker is being started the object can be pickled to it: the
+    descriptor and the layout are sent, never the contents.
     """
 
     def __init__(self, specs: NamedArrays, *, shared: bool, purpose: str) -> None:
@@ -119,7 +117,7 @@ class NamedMemory:
         self._layout = specs.map(self._place)
         self._block = SharedBlock(self._end, purpose) if shared else None
         if self._block is None:
-            check_memory(self._end, purpose)  # numpy would promise it, and the system kill who uses it
+            check_memory(self._end, purpose)  # numpy would reserve it, and the system would kill this process later
             self.arrays = specs.map(lambda spec: np.zeros(spec.shape, spec.dtype))
         else:
             self.arrays = self._views(self._block)
@@ -131,13 +129,13 @@ class NamedMemory:
 
     @property
     def whole(self) -> npt.NDArray[np.uint8]:
-        """All of the block, of shared memory, as bytes."""
+        """The whole shared block as bytes."""
         if self._block is None:
-            raise TypeError("these arrays are of this process alone, each by itself")
+            raise TypeError("these arrays are private to this process: allocate them with shared=True")
         return self._block.array(0, (self._end,), np.uint8)
 
     def close(self) -> None:
-        """Give the descriptor back; the arrays stay valid as long as anything refers to them."""
+        """Close the descriptor; the arrays stay valid as long as anything refers to them."""
         if self._block is not None:
             self._block.close()
 
@@ -153,11 +151,11 @@ class NamedMemory:
 
     def __getstate__(self) -> tuple[int, NamedArrays, SharedBlock]:
         if self._block is None:
-            raise TypeError("these arrays are of this process alone; allocate them with shared=True")
+            raise TypeError("these arrays are private to this process: allocate them with shared=True")
         return self._end, self._layout, self._block
 
     def __setstate__(self, state: tuple[int, NamedArrays, SharedBlock]) -> None:
         self._end, self._layout, block = state
         self._block = block
         self.arrays = self._views(block)
-        block.close()  # mapped; the descriptor is of no further use in the child
+        block.close()  # mapped: the child needs the descriptor no more

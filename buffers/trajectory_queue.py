@@ -1,25 +1,26 @@
-"""The trajectory queue: finished trajectory infos on their way from the workers to the main process.
+"""The trajectory queue: results on their way from the workers to the main process.
 
-Exact by construction: a worker counts what it hands over and publishes the count before it answers
-the gate, and the main process then takes that many. Two carriers, one queue:
+The count is exact. A worker publishes how many results it has sent before it arrives at barrier_out, and the main
+process then takes that many. There are two carriers:
 
-- records of the stock `TrajInfo` go through a ring per worker in shared memory, as long as there are
-  environment steps between two gates; at most one trajectory ends per step, so it cannot overflow;
-- a subclass's own objects go through a pipe per worker, as frames of pickled attributes. The main
-  process drains the pipes while it waits, so that a worker never blocks on a full one for long.
+- Records of the stock `TrajInfo` go through one array per worker in shared memory, as long as the environment steps
+  between two gates. At most one trajectory ends per step, so it cannot overflow.
+- Other objects go through one pipe per worker, as `ObjectMessage`s. The main process reads the pipes while it waits,
+  so a worker never blocks on a full pipe for long.
 
-There is no lock: each ring and each pipe has one writer, and a worker that dies takes nothing along.
+There is no lock. Each array and each pipe has one writer, so a worker that dies blocks nobody.
 """
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -29,8 +30,6 @@ from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.errors import TrajectoryCountError
-
-__all__ = ["FIGURES", "RECORD", "ObjectMessage", "ObjectPipe", "RecordRings", "Unreadable"]
 
 #: One finished trajectory of the stock TrajInfo: where it ended, and its four figures.
 RECORD = np.dtype(
@@ -51,41 +50,71 @@ _AS_BYTES = np.dtype((np.void, RECORD.itemsize))
 FIGURES = ("Length", "Return", "NonzeroRewards", "DiscountedReturn")
 
 
+class MessageKind(enum.IntEnum):
+    """What an `ObjectMessage` carries."""
+
+    TRAJ_INFO = 0
+    CALL_RESULT = 1
+    INFO = 2
+
+
 @dataclass(frozen=True)
 class Unreadable:
-    """Stands for the attributes of an object that arrived and could not be unpickled."""
+    """The payload of a message that arrived but could not be unpickled."""
 
-    attribute: str  #: which of them it was
+    attribute: str  #: the entry that could not
     error: Exception
 
 
-#: A subclass's object on its way: t, env_rank, the instance's attributes.
-ObjectMessage = tuple[int, int, dict[str, Any] | Unreadable]
+class ObjectMessage(NamedTuple):
+    """An object that a worker sends: the attributes of a trajectory info, the result of a call, or an info."""
 
-_HEAD = struct.Struct("=qqq")  # t, env_rank, bytes of the attributes
+    kind: MessageKind
+    id: int  #: of a trajectory info its time step, of an info the number of its request, else 0
+    env_rank: int
+    payload: dict[str, Any] | Unreadable
+
+
+_HEAD = struct.Struct("=qqqq")  # kind, id, env_rank, bytes of the payload
 
 
 class RecordRings:
-    """One record array per worker, as long as the most steps it makes between two gates."""
+    """One record array per worker, as long as the most steps that it makes between two gates."""
 
     def __init__(self, capacities: Sequence[int], *, shared: bool) -> None:
         specs = NamedArrays({f"worker_{i}": ArraySpec((n,), RECORD) for i, n in enumerate(capacities)})
         self.memory = NamedMemory(specs, shared=shared, purpose="the trajectory queue")
+        self._bind()
 
-    def put(self, worker_rank: int, start: int, records: npt.NDArray[Any]) -> None:
-        """Worker: write `records` behind the `start` that were put in this batch before."""
-        self.memory.arrays[f"worker_{worker_rank}"][start : start + len(records)] = records
+    def begin(self) -> None:
+        """Worker: a command begins; `put` writes from the first record again."""
+        self._n_put = 0
 
-    def take(self, promised: Sequence[int]) -> npt.NDArray[Any]:
-        """Main process: a copy of what the workers promised, ordered by t, then env_rank."""
-        rings = self.memory.arrays.values()
-        parts = [ring[:n].view(_AS_BYTES) for ring, n in zip(rings, promised, strict=True)]
-        records = np.concatenate(parts).view(RECORD)
+    def _bind(self) -> None:
+        self._n_put = 0
+        self._records = self.memory.arrays.values()
+        self._bytes = [records.view(_AS_BYTES) for records in self._records]
+
+    def __getstate__(self) -> NamedMemory:
+        return self.memory
+
+    def __setstate__(self, memory: NamedMemory) -> None:
+        self.memory = memory
+        self._bind()
+
+    def put(self, worker_rank: int, records: npt.NDArray[Any]) -> None:
+        """Worker: write `records` behind those that this worker has put since `begin`."""
+        start, self._n_put = self._n_put, self._n_put + len(records)
+        self._records[worker_rank][start : self._n_put] = records
+
+    def take(self, expected: Sequence[int]) -> npt.NDArray[Any]:
+        """Main process: a copy of the first `expected[i]` records of each worker i, ordered by t, then env_rank."""
+        records = np.concatenate([part[:n] for part, n in zip(self._bytes, expected, strict=True)]).view(RECORD)
         return records[np.lexsort((records["env_rank"], records["t"]))]
 
 
 class ObjectPipe:
-    """A pipe from one worker to the main process for trajectory infos with attributes of their own."""
+    """A pipe from one worker to the main process for objects of any class."""
 
     def __init__(self) -> None:
         read, write = os.pipe()
@@ -93,15 +122,15 @@ class ObjectPipe:
         self.reader, self.writer = InheritedFd(read), InheritedFd(write)
         self._received = bytearray()
 
-    def put(self, frames: Sequence[ObjectMessage]) -> None:
-        """Worker: write every frame; blocks while the pipe is full and the main process drains it."""
-        for t, env_rank, attributes in frames:
-            assert isinstance(attributes, dict)
+    def put(self, messages: Sequence[ObjectMessage]) -> None:
+        """Worker: send every message; waits while the pipe is full, until the main process reads it."""
+        for kind, number, env_rank, payload in messages:
+            assert isinstance(payload, dict)
             try:
-                body = _dumps(attributes, pickle.Pickler)
-            except Exception:  # a class or function defined in the user's script: goes by value
-                body = _dumps(attributes, cloudpickle.Pickler)
-            view = memoryview(_HEAD.pack(t, env_rank, len(body)) + body)
+                body = _dumps(payload, pickle.Pickler)
+            except Exception:  # a class or function of the user's script, which goes by value
+                body = _dumps(payload, cloudpickle.Pickler)
+            view = memoryview(_HEAD.pack(kind, number, env_rank, len(body)) + body)
             while view:
                 view = view[os.write(self.writer.fd, view) :]
 
@@ -116,45 +145,54 @@ class ObjectPipe:
                 return
             self._received += chunk
 
-    def take(self, promised: int) -> list[ObjectMessage]:
-        """Main process: the frames of this batch; all of them were written before the gate.
+    def take(self, expected: int) -> list[ObjectMessage]:
+        """Main process: the messages of this command; the worker wrote all of them before it arrived.
 
-        They are taken whether they can be unpickled or not: what is `Unreadable` now will always be.
-        Raises `TrajectoryCountError` if there are not as many as were promised.
+        A message that cannot be unpickled is taken too, with an `Unreadable` payload. Raises `TrajectoryCountError` if
+        there are not exactly `expected`.
         """
-        frames = self.take_complete()
-        if len(frames) != promised or self._received:
+        messages = self.take_complete()
+        if len(messages) != expected or self._received:
             left, self._received = len(self._received), bytearray()
             raise TrajectoryCountError(
-                f"{len(frames)} trajectories arrived of {promised} promised, with {left} bytes left over"
+                f"{len(messages)} results arrived, {expected} were expected, and {left} bytes are left over"
             )
-        return frames
+        return messages
 
     def take_complete(self) -> list[ObjectMessage]:
-        """Main process: the frames that have arrived whole; the beginning of another is left where it is."""
+        """Main process: the messages that have arrived whole; the rest stays."""
         self.drain()
-        frames: list[ObjectMessage] = []
-        at = 0
-        received = bytes(self._received)
+        messages = []
+        end = 0
+        for kind, number, env_rank, body in self._bodies():
+            messages.append(ObjectMessage(MessageKind(kind), number, env_rank, _loads(body)))
+            end += _HEAD.size + len(body)
+        del self._received[:end]
+        return messages
+
+    def _bodies(self) -> Iterator[tuple[int, int, int, bytes]]:
+        """Kind, id, env_rank and pickled payload of the messages that have arrived whole."""
+        received, at = bytes(self._received), 0
         while len(received) - at >= _HEAD.size:
-            t, env_rank, size = _HEAD.unpack_from(received, at)
-            if len(received) - at - _HEAD.size < size:
+            kind, number, env_rank, size = _HEAD.unpack_from(received, at)
+            at += _HEAD.size + size
+            if at > len(received):
                 break
-            at += _HEAD.size
-            frames.append((t, env_rank, _loads(received[at : at + size])))
-            at += size
-        del self._received[:at]
-        return frames
+            yield kind, number, env_rank, received[at - size : at]
 
     def successor(self, *, keep: bool) -> ObjectPipe:
-        """Main process: a new pipe in the place of a dead worker's, so that nothing half written, and
-        nothing that some child of the worker may yet write, gets among the frames of its replacement.
-        `keep`: the worker had answered its gate, so what it wrote is complete and still to be taken."""
-        heir = ObjectPipe()
+        """Main process: a new pipe for the replacement of a dead worker. `keep`: with the messages that the dead worker
+        has sent whole.
+
+        So nothing half written gets between the replacement's messages, nor anything that a child of the dead worker
+        may still write.
+        """
+        pipe = ObjectPipe()
         if keep:
             self.drain()
-            heir._received = self._received
-        return heir
+            end = sum(_HEAD.size + len(body) for *_, body in self._bodies())
+            pipe._received = self._received[:end]
+        return pipe
 
     def close(self) -> None:
         """Close both ends in this process."""
@@ -162,29 +200,29 @@ class ObjectPipe:
         self.writer.close()
 
     def __getstate__(self) -> InheritedFd:
-        return self.writer  # only the writing end crosses to the worker
+        return self.writer  # only the writing end is sent to the worker
 
     def __setstate__(self, writer: InheritedFd) -> None:
         self.reader, self.writer = InheritedFd(-1), writer
         self._received = bytearray()
 
 
-def _dumps(attributes: dict[str, Any], pickler_cls: Any) -> bytes:
-    """The names, then value after value, with one memo: so that the one that cannot be unpickled can be named."""
+def _dumps(payload: dict[str, Any], pickler_cls: Any) -> bytes:
+    """The names, then value after value, with one memo: so the value that cannot be unpickled can be named."""
     stream = io.BytesIO()
     pickler = pickler_cls(stream, pickle.HIGHEST_PROTOCOL)
-    pickler.dump(list(attributes))
-    for value in attributes.values():
+    pickler.dump(list(payload))
+    for value in payload.values():
         pickler.dump(value)
     return stream.getvalue()
 
 
 def _loads(body: bytes) -> dict[str, Any] | Unreadable:
     unpickler = pickle.Unpickler(io.BytesIO(body))
-    attributes: dict[str, Any] = {}
+    payload: dict[str, Any] = {}
     for name in unpickler.load():
         try:
-            attributes[name] = unpickler.load()
-        except Exception as error:  # it runs the user's code: anything may come
+            payload[name] = unpickler.load()
+        except Exception as error:  # unpickling runs the user's code, which may raise anything
             return Unreadable(name, error)
-    return attributes
+    return payload

@@ -21,7 +21,7 @@ from penstock.collectors.tracking import StepHook, Tracker
 from penstock.envs.infos import InfoWriter
 from penstock.envs.rows import arrays_like
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.workers.control import Phase, Progress
+from penstock.workers.progress import Phase, Progress
 
 __all__ = ["Collector", "CollectorParts"]
 
@@ -147,8 +147,8 @@ class Collector(ABC):
             last = samples.observation[self.batch_T]
             samples.bootstrap_value[...] = self.agent.value(last, self.prev_action, self.prev_reward)
         self.finals.end_batch()
-        progress.enter(Phase.HANDING_OVER)
-        progress.trajectories = self.tracker.end_rows(samples.reward[1:], samples.done)
+        progress.enter(Phase.SENDING)
+        progress.n_results = self.tracker.end_rows(samples.reward[1:], samples.done)
 
     @property
     def on_step(self) -> StepHook | None:

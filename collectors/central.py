@@ -1,88 +1,70 @@
-"""Central inference, the worker's side: an agent that asks the inference server for every action."""
+"""Central inference, the worker's side: an agent that sends a request for every action."""
 
 from __future__ import annotations
 
 import enum
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
 from penstock.agents.base import Agent, AgentStep
 from penstock.buffers.named import NamedArrays
 
-__all__ = ["Port", "Question", "RemoteAgent"]
 
-
-class Question(enum.IntEnum):
-    """What a worker asks of the inference server."""
+class Request(enum.IntEnum):
+    """What a worker requests from the inference server."""
 
     STEP = 1
     VALUE = 2
 
 
-class Port(Protocol):
-    """A worker's connection to the inference server."""
-
-    row: NamedArrays  #: its columns of the step buffer
-
-    def ask(self, question: Question) -> None:
-        """Ask about what `row` holds; return when `row` holds the answer."""
-
-
 class RemoteAgent(Agent):
-    """Stands for an agent that acts elsewhere, so collectors need not know where that is.
+    """Stands for an agent that acts in the inference server, so that collectors work as with any agent.
 
-    `step` and `value` copy their inputs into the step buffer and wait. What it returns are views of the step
+    `step` and `value` copy their inputs into the step buffer and wait for the reply. They return views of the step
     buffer: collectors record them before the next step.
     """
 
-    _port: Port
+    _request: Callable[[int], None]
 
     def __init__(self, agent: Agent) -> None:
-        """Stand for `agent`, of which nothing is kept but what collectors ask about."""
+        """Stand for `agent`; only what collectors need to know of it is kept."""
         self.recurrent = agent.recurrent
         self.initialize(agent.observation_space, agent.action_space)
 
-    def initialize(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
-    ) -> None:
-        super().initialize(observation_space, action_space, seed=seed)
-
-    def connect(self, port: Port) -> None:
-        """Ask through `port` from now on. Every column begins anew."""
-        self._port = port
-        # Fields looked up once: by name they cost as much as writing into them.
-        row = port.row
+    def connect(self, row: NamedArrays, request: Callable[[int], None]) -> None:
+        """Use these columns of the step buffer from now on; `request` sends a request and waits. Every column starts
+        an episode."""
+        self._row, self._request = row, request
+        # Fields looked up once: a lookup by name costs as much as writing.
         self._inputs = row.observation, row.prev_action, row.prev_reward
-        self._reset, self._answer = row.reset, AgentStep(row.action, row.agent_info)
+        self._reset, self._reply = row.reset, AgentStep(row.action, row.agent_info)
         self.reset()
 
     def reset(self) -> None:
-        if hasattr(self, "_port"):
+        if hasattr(self, "_request"):
             self._reset[...] = True
 
     def reset_one(self, column: int) -> None:
         self._reset[column] = True
 
-    def pull_shared_memory(self) -> None:
-        """The server does so."""
-
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
-        into = self._inputs
-        into[0][...], into[1][...], into[2][...] = observation, prev_action, prev_reward
-        self._port.ask(Question.STEP)
-        return self._answer
+        inputs = self._inputs
+        inputs[0][...], inputs[1][...], inputs[2][...] = observation, prev_action, prev_reward
+        self._request(Request.STEP)
+        return self._reply
 
     def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
-        into = self._inputs
+        inputs = self._inputs
         n, at_once = len(prev_reward), len(self._reset)
         values = np.empty(n, np.float32)
-        for first in range(0, n, at_once):  # any number of rows may be asked about, as many as there are columns fit
+        for first in range(0, n, at_once):  # there may be more rows than columns, so as many as fit at once
             part = slice(first, min(first + at_once, n))
             filled = slice(0, part.stop - first)
-            into[0][filled], into[1][filled], into[2][filled] = observation[part], prev_action[part], prev_reward[part]
-            self._port.ask(Question.VALUE)
-            values[part] = self._port.row.value[filled]
+            inputs[0][filled], inputs[1][filled] = observation[part], prev_action[part]
+            inputs[2][filled] = prev_reward[part]
+            self._request(Request.VALUE)
+            values[part] = self._row.value[filled]
         return values

@@ -17,7 +17,7 @@ from penstock.envs.checks import episode_flags, require_info, require_number, re
 from penstock.envs.examples import example_of
 from penstock.envs.rows import ColumnError, RowWriter, action_splitter
 from penstock.errors import SpaceError, brief
-from penstock.workers.control import Phase, Progress
+from penstock.workers.progress import Phase, Progress
 
 __all__ = ["EnvColumns", "EpisodeEndHook"]
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from penstock.agents.drawing import draw
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.tracking import Tracker, kept
-from penstock.workers.control import Phase
+from penstock.workers.progress import Phase
 
 __all__ = ["decorrelate"]
 

@@ -16,7 +16,7 @@ from penstock.collectors.checks import write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.tracking import Tracker
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.workers.control import Phase, Progress
+from penstock.workers.progress import Phase, Progress
 
 __all__ = ["BaseEvalCollector", "EpisodeEvalCollector", "EvalCollector", "EvalCollectorParts"]
 
@@ -67,11 +67,11 @@ class BaseEvalCollector(ABC):
     @property
     def is_enough(self) -> bool:
         """Whether to end now: the main process says so, or this worker alone has finished enough."""
-        return self.progress.stop_eval or self.progress.trajectories >= self._enough
+        return self.progress.stop_eval or self.progress.n_results >= self._enough
 
     @abstractmethod
     def collect_evaluation(self, itr: int) -> None:
-        """Run the agent and hand finished trajectories over; `progress.trajectories` counts them."""
+        """Run the agent and hand finished trajectories over; `progress.n_results` counts them."""
 
 
 class EvalCollector(BaseEvalCollector):
@@ -100,8 +100,8 @@ class EvalCollector(BaseEvalCollector):
                 handed_over += self.tracker.end_rows(self._reward[:n], self._done[:n], first_t)
             if n < wanted:
                 break
-        self.progress.enter(Phase.HANDING_OVER)
-        self.progress.trajectories = handed_over
+        self.progress.enter(Phase.SENDING)
+        self.progress.n_results = handed_over
 
     def _run_rows(self, first_t: int, n_rows: int) -> int:
         """Step all environments `n_rows` times, or until that is enough; returns how often."""
@@ -136,7 +136,7 @@ class EvalCollector(BaseEvalCollector):
         self.envs.check_final(column, observation)
         self._done[self._row, column] = True
         self.tracker.on_episode_end(self._t, column, observation)
-        self.progress.trajectories += 1  # the main process counts along, to stop in time
+        self.progress.n_results += 1  # the main process counts along, to stop in time
 
 
 class EpisodeEvalCollector(EvalCollector):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.workers.control import Progress
+from penstock.workers.progress import Progress
 
 __all__ = ["COMPILED", "MISSING", "PYTHON", "reset_timed", "step_ordinary", "sum_episodes"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.named import map_leaves
-from penstock.buffers.trajectory_queue import FIGURES, RECORD, ObjectMessage
+from penstock.buffers.trajectory_queue import FIGURES, RECORD, MessageKind, ObjectMessage
 from penstock.collectors.native import COMPILED, sum_episodes
 from penstock.collectors.traj_info import TrajInfo
 
@@ -203,7 +203,7 @@ class ObjectTracker:
     def on_episode_end(self, t: int, column: int, final_observation: Any) -> None:
         info = self._running[column]
         info.terminate(kept(final_observation))
-        self._finished.append((t, self._env_ranks[column], vars(info)))
+        self._finished.append(ObjectMessage(MessageKind.TRAJ_INFO, t, self._env_ranks[column], vars(info)))
         self._running[column] = self._cls(**self._kwargs)
 
     def end_rows(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int = 0) -> int:

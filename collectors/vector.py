@@ -22,7 +22,7 @@ from penstock.envs.examples import example_of
 from penstock.envs.infos import element, info_of
 from penstock.envs.rows import ColumnError
 from penstock.errors import ConfigError, SpaceError
-from penstock.workers.control import Phase, Progress
+from penstock.workers.progress import Phase, Progress
 
 __all__ = ["VectorColumns", "VectorEnvCollector"]
 

@@ -1,4 +1,4 @@
-"""Calls on the environments between two batches: methods, attributes, for curricula and the like."""
+"""Calls on the environments between two batches: methods and attributes, for curricula for example."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Any
 import cloudpickle
 import gymnasium as gym
 
-from penstock.buffers.reports import in_one_line, read_account, write_account
-from penstock.buffers.trajectory_queue import ObjectMessage, Unreadable
+from penstock.buffers.reports import dump_exception, in_one_line, load_exception
+from penstock.buffers.trajectory_queue import MessageKind, ObjectMessage, Unreadable
 from penstock.errors import ConfigError, EnvCallError
-
-__all__ = ["EnvCall", "perform", "pickled", "results"]
 
 
 @dataclass(frozen=True)
 class EnvCall:
-    """What is to be done on every training environment, or on every evaluation environment."""
+    """A call on every training environment, or on every evaluation environment."""
 
     verb: str  #: the caller's method: "call", "get_attr" or "set_attr"; "call_or_get", whichever it allows; or "apply"
     name: str
@@ -27,11 +25,11 @@ class EnvCall:
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] | None = None
     values: Sequence[Any] | None = None  #: of "set_attr", one per environment
-    only: frozenset[int] | None = None  #: the columns that it concerns; None: all
+    only: frozenset[int] | None = None  #: the columns to call it on; None: all
 
     @property
     def shown(self) -> str:
-        """The verb as errors have it."""
+        """The verb for errors."""
         return self.verb.removesuffix("_or_get")
 
     def __post_init__(self) -> None:
@@ -39,21 +37,21 @@ class EnvCall:
             raise ConfigError(f"{self.shown} needs the name of a method or an attribute, got {self.name!r}")
 
     def dumps(self) -> bytes:
-        """Pickled, by value where it comes from a script. Raises `ConfigError` if that is impossible."""
+        """The call, pickled. Raises `ConfigError` if that is impossible."""
         return pickled(self, f"the arguments for {self.name!r}")
 
 
-def pickled(order: Any, what: str) -> bytes:
-    """An order for the workers; raises `ConfigError` saying that `what` cannot be pickled if it cannot."""
+def pickled(message: Any, what: str) -> bytes:
+    """`message`, pickled for the workers; raises `ConfigError` saying that `what` cannot be pickled."""
     try:
-        return bytes(cloudpickle.dumps(order))
+        return bytes(cloudpickle.dumps(message))
     except Exception as error:
         raise ConfigError(f"{what} cannot be pickled for the workers: {error}") from error
 
 
 def perform(call: EnvCall, envs: Sequence[gym.Env[Any, Any]], columns: range, env_ranks: range) -> list[ObjectMessage]:
-    """Worker: do it on its environments. An exception is a result too; it does not harm the worker."""
-    frames: list[ObjectMessage] = []
+    """Worker: make the call on its environments. An exception is a result too; the worker goes on."""
+    messages = []
     for env, column, env_rank in zip(envs, columns, env_ranks, strict=True):
         if call.only is not None and column not in call.only:
             continue
@@ -61,9 +59,9 @@ def perform(call: EnvCall, envs: Sequence[gym.Env[Any, Any]], columns: range, en
             outcome = {"result": _perform_one(call, env, column)}
             pickle.loads(pickle.dumps(outcome))
         except Exception as error:
-            outcome = {"error": write_account(error)}
-        frames.append((0, env_rank, outcome))
-    return frames
+            outcome = {"error": dump_exception(error)}
+        messages.append(ObjectMessage(MessageKind.CALL_RESULT, 0, env_rank, outcome))
+    return messages
 
 
 def _perform_one(call: EnvCall, env: gym.Env[Any, Any], column: int) -> Any:
@@ -79,16 +77,16 @@ def _perform_one(call: EnvCall, env: gym.Env[Any, Any], column: int) -> Any:
     return attribute
 
 
-def results(call: EnvCall, frames: Sequence[ObjectMessage]) -> list[Any]:
-    """Main process: what the environments returned, in order; raises `EnvCallError` naming the first that raised."""
+def results(call: EnvCall, messages: Sequence[ObjectMessage]) -> list[Any]:
+    """Main process: what the environments returned, by env_rank; raises `EnvCallError` naming the first that raised."""
     found = []
-    for _, env_rank, outcome in sorted(frames, key=lambda frame: frame[1]):
-        where = f"{call.shown} {call.name!r} on env_rank {env_rank}"
+    for message in sorted(messages, key=lambda message: message.env_rank):
+        where, outcome = f"{call.shown} {call.name!r} on env_rank {message.env_rank}", message.payload
         if isinstance(outcome, Unreadable):
-            problem = f"what cannot be unpickled in the main process: {in_one_line(outcome.error)}"
-            raise EnvCallError(f"{where} gave {problem}") from outcome.error
+            problem = f"a result that cannot be unpickled in the main process: {in_one_line(outcome.error)}"
+            raise EnvCallError(f"{where} returned {problem}") from outcome.error
         if "error" in outcome:
-            report = read_account(*outcome["error"])
+            report = load_exception(*outcome["error"])
             raise EnvCallError(f"{where} raised {report.headline}") from report.as_cause()
         found.append(outcome["result"])
     return found

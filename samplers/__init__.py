@@ -1,14 +1,16 @@
-"""What the user calls (`base`), and what workers do between two gates (`worker`). The gates themselves and the
-processes behind them are in `penstock.workers`, whose first lines say in which order to read them."""
+"""What the user holds: samplers with their states and statistics.
+
+Read `base.py` (the calls), `program.py` (what a worker does between two gates), then the samplers themselves. The
+processes and gates behind them are in `workers/`: `control.py`, `gates.py`, `process.py`, `pool.py`, `monitor.py`.
+"""
 
 from penstock.samplers.base import Sampler
 from penstock.samplers.central import AlternatingSampler, GpuSampler
 from penstock.samplers.parallel import ParallelSampler
 from penstock.samplers.serial import SerialSampler
-from penstock.samplers.server_totals import ServerStats
 from penstock.samplers.state import SamplerState
-from penstock.samplers.stats import SamplerStats, WorkerStats
-from penstock.workers.plan import Affinity
+from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats
+from penstock.workers import Affinity
 
 __all__ = [
     "Affinity",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -15,55 +16,59 @@ from penstock.collectors.central import RemoteAgent
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation
-from penstock.samplers.central_pool import ServedCrew
-from penstock.samplers.inference_server import InferenceServer, ServerJob
+from penstock.samplers.central_pool import CentralPool
+from penstock.samplers.inference_server import InferenceServer, ServerOptions
 from penstock.samplers.local import LocalWorker
-from penstock.samplers.parallel import ParallelSampler, crew_rules
+from penstock.samplers.parallel import ParallelSampler, pool_options
+from penstock.samplers.plan import SamplerPlan
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
-from penstock.samplers.server_program import ServedJob
-from penstock.samplers.server_totals import ServerStats
+from penstock.samplers.server_program import ServerProgram
+from penstock.samplers.stats import ServerStats
 from penstock.workers.affinity import threads_here, usable_cpus
-from penstock.workers.plan import Affinity, WorkerPlan, server_plan
+from penstock.workers.plan import Affinity
 from penstock.workers.pool import WorkerPool
+from penstock.workers.program import WorkerProgram
 from penstock.workers.spinning import SPIN_SECONDS
-from penstock.workers.team import Team
 
-__all__ = ["AlternatingSampler", "GpuSampler"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from penstock.samplers.config import SamplerOptions
 
 _MOST_SPIN_SECONDS = 0.01
 
 
 class GpuSampler(ParallelSampler):
-    """The workers step environments only; the agent acts for all of them at once, in one process.
+    """The workers only step environments; one process computes the actions of all of them.
 
-    Use it when the policy is too large for a CPU core, or when environments are of uneven speed. The agent acts on
-    the device that its model is on when the sampler is initialized, with a copy that follows
-    `agent.sync_shared_memory()` as every sampler's copies do. Workers need no torch.
+    Use it when the policy is too large for a CPU core, or when environments differ in speed. The agent acts on the
+    device that its model is on when the sampler is initialized, with a copy that follows `agent.sync_shared_memory()`.
+    Workers need no torch.
 
-    By default that process is the caller's, and `obtain_samples` and `wait_samples` compute the actions: nothing is
-    sampled between `start_samples` and `wait_samples` but the steps that were under way. With `server="process"` it is
-    one of its own, and the batch goes on while the caller trains.
+    By default the caller's process acts, inside `obtain_samples` and `wait_samples`: between `start_samples` and
+    `wait_samples`, only steps that have already started finish. With `server="process"` a dedicated process acts, and
+    the batch goes on while the caller trains.
 
-    Args beside those of every sampler:
-        min_ready: the agent acts as soon as this many environments wait for it (a whole number), or this fraction
-            of them (a float up to 1.0), so that slow steps of some hold up nobody else. Each environment still makes
+    Args, beside those of every sampler:
+        min_ready: the agent acts as soon as this many environments wait for it (an integer), or this fraction of them
+            (a float up to 1.0), so that slow steps of some do not delay the others. Each environment still makes
             `batch_T` steps in a batch. None: the agent acts for all of them together.
-        serve_envs: environments that the serving process steps itself, beside acting for all. Where CPUs are few this
-            saves wake-ups from one to another, which cost as much as several steps. "auto" takes an equal share, and by
-            default one worker less. Their errors are told as those of a worker, but a crash or a hang is the caller's.
-        server: "caller", or "process" for a process that does nothing but act. It is supervised as the workers are, and
-            `step_timeout` counts for the agent's steps too; but it is never replaced, since what the agent remembers
-            of each environment would be lost. It uses as many torch threads as this process does (a forked one: one).
-            It steps no environments: `serve_envs` is for "caller".
+        serve_envs: the number of environments that the caller's process steps itself, beside acting for all. Where CPUs
+            are few, this saves wake-ups, each of which costs as much as several steps. "auto" takes an equal share, and
+            one worker less by default. Their exceptions are reported as those of a worker, but nothing watches for a
+            crash or a hang there. Only for `server="caller"`.
+        server: "caller", or "process" for a dedicated process. That is supervised as the workers are, and
+            `step_timeout` applies to the agent's steps too. It is never replaced, since it keeps noise and state of
+            every environment. It uses as many torch threads as this process does (if forked: one).
         compile_model: run the model through `torch.compile`, with its defaults or with these arguments. It is compiled
-            while the sampler is initialized, for all environments together. For other numbers of them (`min_ready`,
-            halves, values at the ends of episodes) torch compiles it once more when they first come, and where the
-            server is a process `step_timeout` must leave time for that.
-        spin_seconds: how long server and workers look out for each other before they sleep, letting others run in
-            between. By default 200 µs; at most 10 ms, for while they do they see nothing else.
+            during `initialize`, for all environments together. For other numbers of environments (`min_ready`, halves,
+            values at episode ends) torch compiles it again when they first occur; with `server="process"`,
+            `step_timeout` must allow for that.
+        spin_seconds: how long server and workers spin for each other before they sleep; they yield the CPU in between.
+            By default 200 µs, at most 10 ms: while they spin they notice nothing else.
 
-    On CPUs, `torch.set_num_threads(1)` in the main process pays for small policies: while it acts, it then keeps to
-    CPUs that no worker is pinned to.
+    On CPUs, `torch.set_num_threads(1)` in the main process is faster for small policies: while it acts, the main
+    process then avoids the CPUs that workers are pinned to.
     """
 
     _central = True
@@ -77,14 +82,14 @@ class GpuSampler(ParallelSampler):
         server: Literal["caller", "process"] = "caller",
         compile_model: bool | Mapping[str, Any] = False,
         spin_seconds: float | None = None,
-        **kwargs: Any,
+        **options: Unpack[SamplerOptions],
     ) -> None:
-        super().__init__(env_fn, **kwargs)
+        super().__init__(env_fn, **options)
         self._min_columns = None if min_ready is None else columns_wanted(min_ready, self.batch_B)
-        self._spin_seconds = None if spin_seconds is None else _seconds(spin_seconds)
-        is_word = isinstance(serve_envs, str) and serve_envs == "auto"
+        self._spin_seconds = SPIN_SECONDS if spin_seconds is None else _checked_spin_seconds(spin_seconds)
+        is_auto = isinstance(serve_envs, str) and serve_envs == "auto"
         is_count = isinstance(serve_envs, int | np.integer) and not isinstance(serve_envs, bool)
-        if not is_word and not (is_count and 0 <= int(serve_envs) < self.batch_B):
+        if not is_auto and not (is_count and 0 <= int(serve_envs) < self.batch_B):
             raise ConfigError(
                 'serve_envs must be "auto" or a number of environments from 0 to '
                 f"batch_B - 1 = {self.batch_B - 1}, got {serve_envs!r}"
@@ -93,88 +98,94 @@ class GpuSampler(ParallelSampler):
             raise ConfigError(f'server must be "caller" or "process", got {server!r}')
         if not isinstance(compile_model, bool | Mapping):
             raise ConfigError(f"compile_model must be True, False or arguments of torch.compile, got {compile_model!r}")
-        options = {} if isinstance(compile_model, bool) else dict(compile_model)
-        self._compile_options = None if compile_model is False else options
+        compile_options = {} if isinstance(compile_model, bool) else dict(compile_model)
+        self._compile_options = None if compile_model is False else compile_options
         self._is_process = server == "process"
         if self._is_process and serve_envs:
             raise ConfigError(
-                f'serve_envs={serve_envs!r} is for server="caller": a server that is a process of its own steps no '
-                "environments"
+                f'serve_envs={serve_envs!r} is for server="caller": a server that is a process steps no environments'
             )
         self._serve_envs: int | str = serve_envs if isinstance(serve_envs, str) else int(serve_envs)
 
     @property
     def server_stats(self) -> ServerStats:
-        """How many environments the agent has acted for at once, and where its time went."""
-        self._require_initialized("server_stats")
-        totals = self._allocation.totals
+        """How many environments the agent acted for at once, and where its time went."""
+        self._require_pool("server_stats")
+        totals = self._memory.totals
         assert totals is not None
         return totals.stats
 
     def _finish(self) -> tuple[Samples, list[TrajInfo]]:
         batch = super()._finish()
-        if self._is_process:  # it began a moment after `start_samples`, and what it took over then is what counts
-            self._orders.policy_version = self._allocation.control.version(len(self._plans))
+        if self._is_process:  # it began a moment after `start_samples`, with the parameters of that moment
+            self.policy_version = self._memory.control.version(len(self._plans))
         return batch
+
+    # ---- plans -----------------------------------------------------------------------------
+
+    @property
+    def _steps_locally(self) -> bool:
+        return self._serve_envs != 0 and self.batch_B > 1
+
+    @property
+    def _most_workers(self) -> int:
+        """The largest number of workers that leaves each an environment."""
+        if not self._steps_locally:
+            return self.batch_B
+        return self.batch_B - (1 if self._serve_envs == "auto" else int(self._serve_envs))
+
+    def _count_workers(self, mask: Sequence[int]) -> int:
+        if self._steps_locally and self.config.n_workers is None:
+            return max(1, min(len(mask) - 1, self._most_workers))
+        return min(super()._count_workers(mask), self._most_workers)
+
+    def _count_local_envs(self, n_workers: int) -> tuple[int, int]:
+        if not self._steps_locally:
+            return 0, 0
+        n_envs = self.batch_B // (n_workers + 1) if self._serve_envs == "auto" else int(self._serve_envs)
+        return n_envs, self.config.eval_n_envs * n_envs // self.batch_B
+
+    # ---- the pool --------------------------------------------------------------------------
 
     def _readiness(self) -> Readiness:
         if self._min_columns is None:
             return LockStep()
         return FirstReady(self._min_columns, [len(plan.columns) for plan in self._plans].__getitem__)
 
-    @property
-    def _keeps_some(self) -> bool:
-        return self._serve_envs != 0 and self.batch_B > 1
-
-    @property
-    def _most_workers(self) -> int:
-        """So many that each has an environment."""
-        if not self._keeps_some:
-            return self.batch_B
-        return self.batch_B - (1 if self._serve_envs == "auto" else int(self._serve_envs))
-
-    def _n_workers(self, mask: Sequence[int]) -> int:
-        if self._keeps_some and self.config.n_workers is None:
-            return max(1, min(len(mask) - 1, self._most_workers))
-        return min(super()._n_workers(mask), self._most_workers)
-
-    def _kept(self, n_workers: int) -> tuple[int, int]:
-        if not self._keeps_some:
-            return 0, 0
-        n_envs = self.batch_B // (n_workers + 1) if self._serve_envs == "auto" else int(self._serve_envs)
-        return n_envs, self.config.eval_n_envs * n_envs // self.batch_B
-
-    def _make_team(self, allocation: Allocation) -> Team:
-        plans, config, job = self._plans, self.config, allocation.job
-        spin = SPIN_SECONDS if self._spin_seconds is None else self._spin_seconds
-        server_job = ServerJob(
-            agent=self._agent.server_copy(),
+    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
+        plans, memory, config = self._plans, allocation.memory, self.config
+        server_options = ServerOptions(
+            agent=self._agent.runtime.server_copy(),
             plans=plans,
             readiness=self._readiness(),
-            seed=job.seed,
-            world_size=job.world_size,
-            spin_seconds=spin,
+            seed=allocation.program.seed,
+            world_size=allocation.program.world_size,
+            spin_seconds=self._spin_seconds,
             compile_options=self._compile_options,
-            sign_of_life=min(1.0, (config.step_timeout or 4.0) / 4),
-            # A fork inherits what OpenMP believes about threads that are not there, and would wait for them.
+            heartbeat_seconds=min(1.0, (config.step_timeout or 4.0) / 4),
+            # A fork inherits OpenMP's record of threads that do not exist there, and would wait for them.
             torch_threads=1 if config.start_method == "fork" else threads_here(),
         )
-        job = replace(job, agent=RemoteAgent(self._agent))
-        rules = crew_rules(config, spin, with_torch=False)
+        program = replace(allocation.program, agent=RemoteAgent(self._agent))
+        options = pool_options(config, self._spin_seconds, preload=())
         if self._is_process:
-            all_plans = [*plans, server_plan(plans, server_job.torch_threads)]
-            return WorkerPool(all_plans, ServedJob(job, server_job), allocation.state, rules)
-        server = InferenceServer(server_job, allocation.state)
-        own = LocalWorker(plans[-1], allocation.state) if self._keeps_some else None
-        try:
-            crew = WorkerPool(plans[:-1] if own else plans, job, allocation.state, rules)
-            return ServedCrew(crew, server, allocation.control, own, job)
-        except BaseException:
-            server.close()
-            raise
+            server_plan = SamplerPlan(
+                worker_rank=len(plans),
+                torch_threads=server_options.torch_threads,
+                server_name="the inference server",
+                can_restart=False,
+            )
+            programs: list[WorkerProgram] = [*[program] * len(plans), ServerProgram(server_options)]
+            shares = [*allocation.shares, None]
+            return WorkerPool([*plans, server_plan], programs, shares, memory, options, resources.pop_all())
+        server = InferenceServer(server_options, memory)
+        resources.callback(server.close)
+        local = LocalWorker(plans[-1], program, memory) if self._steps_locally else None
+        owned = resources.pop_all()
+        return CentralPool(plans, program, allocation.shares, memory, options, owned, server, local)
 
 
-def _seconds(spin_seconds: Any) -> float:
+def _checked_spin_seconds(spin_seconds: Any) -> float:
     is_number = isinstance(spin_seconds, numbers.Real) and not isinstance(spin_seconds, bool)
     if not (is_number and 0 <= spin_seconds <= _MOST_SPIN_SECONDS):
         raise ConfigError(
@@ -184,32 +195,49 @@ def _seconds(spin_seconds: Any) -> float:
 
 
 class AlternatingSampler(GpuSampler):
-    """The workers are divided into two halves: one steps its environments while the other's actions are computed.
+    """The workers form two halves: one steps its environments while the actions of the other are computed.
 
-    By default there are two workers to every CPU, one of each half. Within a half, the agent acts for all environments
+    By default there are two workers per CPU, one of each half. Within a half, the agent acts for all environments
     together.
 
-    Args beside those of `GpuSampler`, of which `min_ready` has no place here:
+    Args, beside those of `GpuSampler` except `min_ready`:
         overlap: a half goes on as soon as its actions are computed. False: only one half steps at a time, so that it
-            has the CPUs to itself; the other's actions wait until it has come back.
+            has the CPUs for itself; the actions of the other wait until it has finished.
     """
 
-    def __init__(self, env_fn: EnvFn, *, overlap: bool = True, **kwargs: Any) -> None:
-        if kwargs.get("min_ready") is not None:
+    def __init__(
+        self,
+        env_fn: EnvFn,
+        *,
+        overlap: bool = True,
+        serve_envs: int | Literal["auto"] = 0,
+        server: Literal["caller", "process"] = "caller",
+        compile_model: bool | Mapping[str, Any] = False,
+        spin_seconds: float | None = None,
+        **options: Unpack[SamplerOptions],
+    ) -> None:
+        if "min_ready" in options:
             raise ConfigError("AlternatingSampler serves halves in turn: min_ready is for GpuSampler")
-        super().__init__(env_fn, **kwargs)
+        super().__init__(
+            env_fn,
+            serve_envs=serve_envs,
+            server=server,
+            compile_model=compile_model,
+            spin_seconds=spin_seconds,
+            **options,
+        )
         if not isinstance(overlap, bool | np.bool_):
             raise ConfigError(f"overlap must be True or False, got {overlap!r}")
         self._overlap = bool(overlap)
         if self._most_workers < 2:
-            kept = f" and serve_envs={self._serve_envs!r}" if self._keeps_some else ""
+            local = f" and serve_envs={self._serve_envs!r}" if self._steps_locally else ""
             raise ConfigError(
-                f"AlternatingSampler needs at least two environments for its workers, got batch_B={self.batch_B}{kept}"
+                f"AlternatingSampler needs at least two environments for its workers, got batch_B={self.batch_B}{local}"
             )
         if self.config.n_workers == 1:
             raise ConfigError("AlternatingSampler needs at least two workers, got n_workers=1: leave it out, or use 2")
 
-    def _n_workers(self, mask: Sequence[int]) -> int:
+    def _count_workers(self, mask: Sequence[int]) -> int:
         return max(2, min(self.config.n_workers or 2 * max(1, len(mask)), self._most_workers))
 
     def _readiness(self) -> Readiness:
@@ -217,11 +245,11 @@ class AlternatingSampler(GpuSampler):
         middle = len(ranks) - len(ranks) // 2
         return Alternating((ranks[:middle], ranks[middle:]), overlap=self._overlap)
 
-    def _make_plans(self, affinity: Affinity, rank: int) -> tuple[WorkerPlan, ...]:
+    def _make_plans(self, affinity: Affinity, rank: int) -> tuple[SamplerPlan, ...]:
         mask = usable_cpus()
         if affinity.cpus is None and affinity.pin and mask:
-            # Worker i of the one half shares its CPU with worker i of the other.
-            n_workers = self._n_workers(mask)
+            # Worker i of one half shares its CPU with worker i of the other.
+            n_workers = self._count_workers(mask)
             middle = n_workers - n_workers // 2
             affinity = replace(affinity, cpus=[mask[i % middle % len(mask)] for i in range(n_workers)])
         return super()._make_plans(affinity, rank)

@@ -1,147 +1,134 @@
-"""The team of a central sampler: a crew whose questions are answered, and the environments that the main process
-steps itself."""
+"""The pool of a central sampler: the main process replies to the workers' requests, and may step environments too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
 
-from penstock.buffers.step_buffer import StepBuffer
 from penstock.buffers.trajectory_queue import ObjectMessage
-from penstock.collectors.central import Question
 from penstock.errors import SamplerBrokenError, WorkerError
 from penstock.samplers.inference_server import InferenceServer
 from penstock.samplers.local import LocalWorker
-from penstock.samplers.program import Job
+from penstock.samplers.memory import SamplerMemory
+from penstock.workers import sigint
 from penstock.workers.affinity import avoid_cpus
-from penstock.workers.control import ControlBlock, Phase, Progress
+from penstock.workers.control import Command
 from penstock.workers.failures import WorkerStatus
-from penstock.workers.interrupts import interrupts
-from penstock.workers.pool import WorkerPool
-from penstock.workers.team import Wait
-
-__all__ = ["ServedCrew"]
-
-
-class _OwnPort:
-    """Asks the server that runs in the same thread: waiting for the answer is serving."""
-
-    def __init__(
-        self, steps: StepBuffer, columns: range, progress: Progress, wait_for: Callable[[Callable[[], bool]], None]
-    ) -> None:
-        self.row = steps.columns(columns)
-        self._progress, self._wait_for = progress, wait_for
-
-    def ask(self, question: Question) -> None:
-        self._progress.ask(int(question))
-        self._wait_for(lambda: self._progress.is_answered)
-        self._progress.enter(Phase.ACTING)
+from penstock.workers.plan import WorkerPlan
+from penstock.workers.pool import PoolOptions, WorkerPool
+from penstock.workers.program import WorkerProgram
+from penstock.workers.progress import Phase
 
 
-class ServedCrew:
-    """A crew, the server that answers it, and the main process's own share of the environments, if it has one."""
+class CentralPool(WorkerPool):
+    """A pool whose waits also serve requests, and run the local worker if there is one."""
 
     def __init__(
         self,
-        crew: WorkerPool,
+        plans: Sequence[WorkerPlan],
+        program: WorkerProgram,
+        shares: Sequence[Any],
+        memory: SamplerMemory,
+        options: PoolOptions,
+        resources: ExitStack,
         server: InferenceServer,
-        control: ControlBlock,
-        own: LocalWorker | None,
-        job: Job,
+        local: LocalWorker | None,
     ) -> None:
-        self._crew, self._server, self._control, self._own = crew, server, control, own
-        self.restarts = crew.restarts
+        """With a `local` worker, the last plan and the last share are its."""
+        self._server, self._local = server, local
+        self._occasion = "start-up"
         self._on_wake: Callable[[], None] | None = None
-        self._worker_cpus = {cpu for member in crew.members for cpu in member.plan.cpus}
-        self._wait = Wait("start-up", on_wake=self._serve)
-        if own is not None:
+        self._worker_cpus = {cpu for plan in plans for cpu in plan.cpus}
+        n = len(plans) - (local is not None)
+        super().__init__(plans[:n], [program] * n, shares[:n], memory, options, resources)
+        if local is not None:
             try:
-                with self._telling_of(own):
-                    own.build(job, self._connect)
+                local.build(shares[-1], self._request_locally)
+            except Exception as error:
+                self.close(broken=True)
+                raise local.error(error, self._occasion) from error
             except BaseException:
-                crew.close(broken=True)
+                self.close(broken=True)
                 raise
 
-    def _connect(self, steps: StepBuffer, columns: range) -> _OwnPort:
-        assert self._own is not None
-        return _OwnPort(steps, columns, self._own.progress, self._serve_until)
+    def _submit(self, command: Command, ranks: Iterable[int] | None = None) -> None:
+        self._server.begin(command)
+        super()._submit(command, ranks)
+        if self._local is not None:
+            self._local.open(command)
 
-    @contextmanager
-    def _telling_of(self, own: LocalWorker) -> Iterator[None]:
-        """An exception of its environments or its collector is told as that of a worker."""
+    def wait(
+        self,
+        occasion: str,
+        *,
+        until: Callable[[], bool] | None = None,
+        on_wake: Callable[[], None] | None = None,
+        poll_interval: float = 1.0,
+        interruptible: bool = True,
+    ) -> None:
+        """As `WorkerPool.wait`, while requests get replies and the local worker runs."""
+        self._occasion, self._on_wake = occasion, on_wake
+        with sigint.deferred(), avoid_cpus(self._worker_cpus):
+            try:
+                if self._local is not None:
+                    self._run_locally(self._local)
+                self._serve()  # requests from before a Ctrl-C are not repeated
+            except SamplerBrokenError:
+                self.close(broken=True)
+                raise
+            super().wait(occasion, until=until, on_wake=self._serve, poll_interval=poll_interval)
+
+    def _run_locally(self, local: LocalWorker) -> None:
+        if self.is_closing:
+            raise WorkerError(f"{local.status()} was interrupted while it ran its command ({self._occasion})")
+        if not local.is_at_work:
+            return
         try:
-            yield
+            with sigint.nested():  # only a second Ctrl-C comes through
+                local.work()
         except SamplerBrokenError:
             raise  # of another worker, or of the agent
         except Exception as error:
-            raise own.failure(error, self._wait.occasion) from error
-
-    @property
-    def pids(self) -> list[int]:
-        """The worker processes' ids."""
-        return self._crew.pids
-
-    def open_gates(self) -> None:
-        control = self._control
-        if not control.do_call:
-            begin = self._server.begin_evaluation if control.do_eval else self._server.begin_batch
-            begin(control.itr)
-        self._crew.open_gates()
-        if self._own is not None:
-            self._own.open()
-
-    def wait_out(self, wait: Wait) -> None:
-        self._wait = replace(wait, on_wake=self._serve)
-        self._on_wake = wait.on_wake
-        with interrupts.held(), avoid_cpus(self._worker_cpus):
-            if self._own is not None:
-                self._work(self._own)
-            self._serve()  # who asked before a Ctrl-C does not ask again
-            self._crew.wait_out(self._wait)
-
-    def _work(self, own: LocalWorker) -> None:
-        if self._crew.closed:
-            raise WorkerError(f"{own.witness()} was interrupted while stepping for itself ({self._wait.occasion})")
-        if not own.is_at_work:
-            return
-        try:
-            # Only a second Ctrl-C comes through.
-            with interrupts, self._telling_of(own):
-                own.work()
+            raise local.error(error, self._occasion) from error
         except BaseException:
-            # A collector that was left in the middle of a batch cannot go on, nor can those beside it.
-            if own.is_at_work:
-                self._crew.close(broken=True)
+            # A collector that was stopped in the middle of a batch cannot continue, so neither can the other workers.
+            if local.is_at_work:
+                self.close(broken=True)
             raise
 
     def _serve(self, until: Callable[[], bool] = lambda: False) -> None:
-        if interrupts.has_come:
-            self._control.stop_eval = True  # should it be an evaluation: nobody will see its end
+        if sigint.is_pending():
+            self.control.stop_eval = True  # the results of an interrupted evaluation are dropped
         self._server.serve(self._wake, until)
         if self._on_wake is not None:
             self._on_wake()
 
-    def _serve_until(self, condition: Callable[[], bool]) -> None:
-        self._serve(condition)
-        while not condition():
-            self._crew.wait_out(replace(self._wait, starting=False, until=condition, interruptible=False))
-            if not condition():  # all workers have come to their end, and it is this process's turn
+    def _request_locally(self, kind: int) -> None:
+        """The local worker's request: serve until it has its reply."""
+        assert self._local is not None
+        progress = self._local.progress
+        progress.request(kind)
+        self._serve(lambda: progress.has_reply)
+        while not progress.has_reply:
+            super().wait(self._occasion, until=lambda: progress.has_reply, on_wake=self._serve, interruptible=False)
+            if not progress.has_reply:  # all processes have arrived, so only this request is left
                 self._serve()
+        progress.enter(Phase.ACTING)
 
     def _wake(self, rank: int) -> None:
-        if rank < len(self._crew.members):  # else it is this thread's own share that has its answer
-            self._crew.members[rank].gate.wake()
+        if rank < len(self.handles):  # the local worker runs in this thread, and needs no wake-up
+            self.handles[rank].gate.wake()
 
-    def take_frames(self, promised: Sequence[int]) -> list[ObjectMessage]:
-        frames = self._crew.take_frames(promised[: len(self._crew.members)])
-        return frames if self._own is None else frames + self._own.take_frames()
+    def take_messages(self, expected: Sequence[int]) -> list[ObjectMessage]:
+        messages = super().take_messages(expected[: len(self.handles)])
+        return messages if self._local is None else messages + self._local.take_messages()
 
-    def witnesses(self) -> list[WorkerStatus]:
-        return self._crew.witnesses() + ([] if self._own is None else [self._own.witness()])
+    def statuses(self) -> list[WorkerStatus]:
+        return super().statuses() + ([] if self._local is None else [self._local.status()])
 
-    def close(self, *, broken: bool = False) -> None:
-        self._crew.close(broken=broken)
-        self._server.close()
-        if self._own is not None:
-            self._own.close(broken=broken)
+    def _end_workers(self, broken: bool) -> list[Any]:
+        killed = super()._end_workers(broken)
+        if self._local is not None:
+            self._local.close(broken=broken)
+        return killed

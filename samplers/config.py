@@ -1,24 +1,26 @@
-"""What a sampler is constructed with, checked once and frozen."""
+"""The arguments of a sampler: their names and types, and their checks."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.collectors import BaseEvalCollector, Collector, TrajInfo
+from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted
 from penstock.errors import ConfigError
 from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds
 from penstock.workers.launch import START_METHODS
 from penstock.workers.restarts import ON_WORKER_FAILURE
 
-__all__ = ["EnvKwargs", "SamplerConfig"]
+if TYPE_CHECKING:
+    from typing_extensions import Required
 
-#: The least and the most of every number that is always given.
+#: The bounds of every number that is always given.
 _BOUNDS = {
     "batch_T": (1, 2**63 - 1),
     "batch_B": (1, MOST_ENVS),
@@ -28,17 +30,26 @@ _BOUNDS = {
     "max_restarts": (0, 2**63 - 1),
 }
 
+#: What other libraries call these arguments.
+_OTHER_NAMES = {
+    "n_envs": "batch_B",
+    "num_envs": "batch_B",
+    "n_steps": "batch_T",
+    "num_steps": "batch_T",
+    "num_workers": "n_workers",
+    "workers": "n_workers",
+    "EnvCls": "env_fn",
+}
+
 EnvKwargs = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplerConfig:
-    """The arguments of a sampler's constructor; `Sampler` documents them."""
+class SamplerOptions(TypedDict, total=False):
+    """The keyword arguments of every sampler, for type checkers; `Sampler` documents them."""
 
-    env_fn: EnvFn
     env_kwargs: EnvKwargs
-    batch_T: int
-    batch_B: int
+    batch_T: Required[int]
+    batch_B: Required[int]
     n_workers: int | None
     collector_cls: type[Collector]
     max_decorrelation_steps: int
@@ -61,6 +72,51 @@ class SamplerConfig:
     check_finite: bool
     debug: bool
 
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerConfig:
+    """The arguments of a sampler, checked; `Sampler` documents them."""
+
+    env_fn: EnvFn
+    env_kwargs: EnvKwargs = None
+    batch_T: int
+    batch_B: int
+    n_workers: int | None = None
+    collector_cls: type[Collector] = ResetCollector
+    max_decorrelation_steps: int = 100
+    traj_info_cls: type[TrajInfo] = TrajInfo
+    eval_n_envs: int = 0
+    eval_max_steps: int = 10_000
+    eval_max_trajectories: int | None = None
+    eval_episodes: int | None = None
+    eval_env_kwargs: EnvKwargs = None
+    eval_collector_cls: type[BaseEvalCollector] = EvalCollector
+    start_method: str = "forkserver"
+    step_timeout: float | None = None
+    start_timeout: float = 120.0
+    on_worker_failure: str = "raise"
+    max_restarts: int = 3
+    restart_window: float = 60.0
+    observation_dtype: npt.DTypeLike | None = None
+    record_final_obs: bool = True
+    env_info: InfoWanted = False
+    check_finite: bool = False
+    debug: bool = False
+
+    @classmethod
+    def of(cls, caller: str, env_fn: EnvFn, options: Mapping[str, Any]) -> SamplerConfig:
+        """The config from the arguments of the class `caller`; `ConfigError` for a wrong or missing name."""
+        known = {field.name: field.default for field in fields(cls)}
+        for name in options:
+            if name not in known:
+                near = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), None)
+                hint = f": did you mean {near!r}?" if near else f"; it has {', '.join(known)}"
+                raise ConfigError(f"{caller} has no argument {name!r}{hint}")
+        missing = [name for name, default in known.items() if default is MISSING and name not in {"env_fn", *options}]
+        if missing:
+            raise ConfigError(f"{caller} needs {' and '.join(missing)}")
+        return cls(env_fn=env_fn, **options)
+
     def __post_init__(self) -> None:
         for name, (least, most) in _BOUNDS.items():
             self._put(name, integer(name, getattr(self, name), least, most))
@@ -78,7 +134,7 @@ class SamplerConfig:
     def _check_evaluation(self) -> None:
         if self.eval_max_steps < self.eval_n_envs:
             raise ConfigError(
-                f"eval_max_steps must be at least eval_n_envs={self.eval_n_envs}, a step for each evaluation "
+                f"eval_max_steps must be at least eval_n_envs={self.eval_n_envs}, one step for each evaluation "
                 f"environment, got {self.eval_max_steps}"
             )
         if self.eval_env_kwargs is not None and len(self.eval_env_kwargs) and not self.eval_n_envs:
@@ -108,7 +164,7 @@ class SamplerConfig:
             raise ConfigError(f"env_info must be True, False, a list of names or a dict of examples, got {wanted!r}")
 
     def _put(self, name: str, value: Any) -> None:
-        """What was checked, as a plain Python number."""
+        """Replace a checked argument by a plain Python number."""
         object.__setattr__(self, name, value)
 
 

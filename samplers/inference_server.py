@@ -1,4 +1,4 @@
-"""The inference server: one agent that acts for the environments of all workers, in whatever process it runs."""
+"""The inference server: one agent that acts for the environments of all workers, in whichever process it runs."""
 
 from __future__ import annotations
 
@@ -9,179 +9,118 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.agents.base import Agent
-from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.step_buffer import StepBuffer
-from penstock.collectors.acting import AgentInfoWriter, as_agent_step
-from penstock.collectors.central import Question
-from penstock.collectors.checks import write_action
+from penstock.collectors.central import Request
 from penstock.envs.examples import example_of
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SamplerBrokenError, WorkerError
-from penstock.samplers.program import SharedState
+from penstock.samplers.inference_batch import InferenceBatch
+from penstock.samplers.memory import SamplerMemory
+from penstock.samplers.plan import SamplerPlan
 from penstock.samplers.readiness import LockStep, Readiness
-from penstock.workers.control import Phase
-from penstock.workers.interrupts import interrupts
-from penstock.workers.plan import WorkerPlan
-from penstock.workers.spinning import let_others_run
-
-__all__ = ["Desk", "InferenceServer", "ServerJob"]
+from penstock.workers import sigint
+from penstock.workers.control import Command
+from penstock.workers.progress import Phase
+from penstock.workers.spinning import yield_cpu
 
 
 @dataclass(frozen=True)
-class ServerJob:
-    """What an inference server is made from. Travels by cloudpickle where that is a process of its own."""
+class ServerOptions:
+    """What an inference server is made from. Sent by cloudpickle if the server is a process."""
 
-    agent: Agent  #: a copy that acts where the learner's model is
-    plans: Sequence[WorkerPlan]  #: of all that ask
+    agent: Agent  #: a copy that acts on the device of the learner's model
+    plans: Sequence[SamplerPlan]  #: those of all workers that send requests
     readiness: Readiness
     seed: int
     world_size: int  #: how many such samplers there are
-    spin_seconds: float  #: how long it looks for questions before it sleeps
-    compile_options: Mapping[str, Any] | None  #: arguments of `torch.compile`, if the model is to be compiled
-    # Of a process of its own:
-    sign_of_life: float  #: seconds between two of those that it gives while nobody asks
+    spin_seconds: float  #: how long it spins for requests before it sleeps
+    compile_options: Mapping[str, Any] | None  #: arguments of `torch.compile`; None: the model is not compiled
+    # Only for a server that is a process:
+    heartbeat_seconds: float  #: the longest time between two heartbeats while there are no requests
     torch_threads: int
 
 
-class Desk:
-    """One agent with its step buffer: that of the training environments, or that of evaluation."""
-
-    def __init__(self, agent: Agent, steps: StepBuffer, shares: Sequence[range]) -> None:
-        """`agent` has state for all columns; `shares` are the columns of each worker."""
-        self.agent, self._shares = agent, [np.arange(share.start, share.stop) for share in shares]
-        self._row = steps.memory.arrays
-        self._whole_row = AgentInfoWriter(self._row.agent_info.map(lambda leaf: leaf[None]))
-        self._parts: dict[int, tuple[NamedArrays, AgentInfoWriter]] = {}
-
-    def step(self, ranks: Sequence[int]) -> int:
-        """Act for these workers; returns for how many environments."""
-        row, (columns, inputs) = self._row, self._select(ranks)
-        n = len(inputs[-1])
-        step = as_agent_step(self.agent.step(*inputs), self.agent)
-        if columns is None:
-            write_action(row.action, step.action)
-            self._whole_row.write(0, step.agent_info)
-        else:
-            action = map_leaves(lambda leaf: leaf[columns], row.action)
-            write_action(action, step.action)
-            row.action[columns] = action
-            agent_info, writer = self._part_of_a_row(n)
-            writer.write(0, step.agent_info)
-            row.agent_info[columns] = agent_info[0]
-        return n
-
-    def _part_of_a_row(self, n: int) -> tuple[NamedArrays, AgentInfoWriter]:
-        """Room for the agent_info of n columns, `[1, n, ...]`, with its writer; made once."""
-        if n not in self._parts:
-            room = self._row.agent_info.map(lambda leaf: np.zeros((1, n, *leaf.shape[1:]), leaf.dtype))
-            self._parts[n] = room, AgentInfoWriter(room)
-        return self._parts[n]
-
-    def value(self, ranks: Sequence[int]) -> None:
-        """Estimate the values that these workers ask about."""
-        columns, inputs = self._select(ranks)
-        self._row.value[... if columns is None else columns] = self.agent.value(*inputs)
-
-    def begin_anew(self, rank: int, rngs: Sequence[np.random.Generator]) -> None:
-        """This worker's columns have new environments, and new streams."""
-        columns = self._shares[rank]
-        self.agent.reseed_columns(columns, rngs)
-        for column in columns:
-            self.agent.reset_one(int(column))
-
-    def _select(self, ranks: Sequence[int]) -> tuple[npt.NDArray[np.intp] | None, tuple[Any, Any, Any]]:
-        """Turn the agent to these workers' columns (None: all); returns them, and their inputs."""
-        row, everyone = self._row, len(ranks) == len(self._shares)
-        columns = None if everyone else np.concatenate([self._shares[rank] for rank in ranks])
-        begin_anew = np.flatnonzero(row.reset) if columns is None else columns[row.reset[columns]]
-        for column in begin_anew:
-            self.agent.reset_one(int(column))
-        row.reset[begin_anew] = False
-        self.agent.select(columns)
-        inputs = row.observation, row.prev_action, row.prev_reward
-        return columns, inputs if columns is None else tuple(part[columns] for part in inputs)
-
-
 class InferenceServer:
-    """Answers the workers' questions. `serve` is called whenever somebody may have asked."""
+    """Replies to the workers' requests. `serve` is called whenever there may be one."""
 
-    def __init__(self, job: ServerJob, state: SharedState) -> None:
-        assert state.steps is not None
-        assert state.totals is not None
-        self._control, self._parameters, self._totals = state.control, state.parameters, state.totals
-        self._plans, self._seed, self._readiness = list(job.plans), job.seed, job.readiness
-        self._spin_seconds = job.spin_seconds
-        self.progress = state.control.progress(len(job.plans))
-        agent = job.agent
-        agent.attach(state.parameters)
-        agent.pull_shared_memory()
-        if job.compile_options is not None:
-            agent.compile_model(job.compile_options)
-        self._train = _desk(agent, job, state.steps, Purpose.ACTION)
-        self._eval = None if state.eval_steps is None else _desk(agent, job, state.eval_steps, Purpose.EVAL_ACTION)
-        # A GPU reads inputs where the workers have written them.
-        self._locks = ExitStack()
-        for steps in (state.steps, state.eval_steps):
+    def __init__(self, options: ServerOptions, memory: SamplerMemory) -> None:
+        assert memory.steps is not None
+        assert memory.totals is not None
+        self._control, self._parameters, self._totals = memory.control, memory.parameters, memory.totals
+        self._plans, self._seed, self._readiness = list(options.plans), options.seed, options.readiness
+        self._spin_seconds = options.spin_seconds
+        self.progress = memory.control.progress(len(options.plans))
+        agent = options.agent
+        agent.runtime.attach(memory.parameters)
+        agent.runtime.pull_shared_memory()
+        if options.compile_options is not None:
+            agent.runtime.compile_model(options.compile_options)
+        self._train = _inference_batch(agent, options, memory.steps, Purpose.ACTION)
+        self._eval = None
+        if memory.eval_steps is not None:
+            self._eval = _inference_batch(agent, options, memory.eval_steps, Purpose.EVAL_ACTION)
+        self._locks = ExitStack()  # a GPU reads the inputs where the workers have written them
+        for steps in (memory.steps, memory.eval_steps):
             if steps is not None:
-                self._locks.enter_context(agent.page_locked(steps.memory.whole))
-        self._desk, self._policy = self._train, self._readiness
-        self._asked = [0] * len(self._plans)  # the number of each worker's question, as it was last looked at
-        self._kept: list[int] = []  # workers whose actions lie ready, but who may not have them yet
+                self._locks.enter_context(agent.runtime.page_locked(steps.memory.whole))
+        self._command, self._batch, self._policy = Command(), self._train, self._readiness
+        self._numbers = [0] * len(self._plans)  # of each worker's last request that was seen
+        self._held: list[int] = []  # workers whose actions are ready, but which may not have them yet
         self._n_evaluations = 0
         self._error: SamplerBrokenError | None = None  # what the agent has raised, for `serve`
-        self._is_acting = False  # stays so when something ends the agent's step that is no mere exception
+        self._is_acting = False  # stays True if anything but an Exception ends a step of the agent
         self._left = time.monotonic()
 
     def close(self) -> None:
-        """Let go of the step buffers; again is harmless."""
+        """Unlock the step buffers; harmless when repeated."""
         self._locks.close()
 
-    # ---- occasions -------------------------------------------------------------------------
+    # ---- commands --------------------------------------------------------------------------
 
-    def begin_batch(self, itr: int) -> None:
-        """A batch is about to begin: act with the newest parameters."""
-        self._desk, self._policy = self._train, self._readiness
-        self._take_replacements()
+    def begin(self, command: Command) -> None:
+        """The workers are about to run `command`: act with the newest parameters."""
+        if command.has_message:
+            return
+        self._command, self._batch, self._policy = command, self._train, self._readiness
+        if command.do_eval:
+            assert self._eval is not None
+            self._batch, self._policy = self._eval, LockStep()
+        self._notice_replacements()
         try:
-            self._refresh(self._train.agent)
-            self._train.agent.sample_mode(itr)
+            if command.do_eval:
+                self._begin_evaluation(self._batch.agent, command.itr)
+            else:
+                self._pull_newest(self._batch.agent)
+                self._batch.agent.sample_mode(command.itr)
         except Exception as error:
-            self._error = self._failure(error, "beginning", range(len(self._plans)))
+            self._error = self._worker_error(error, "beginning", range(len(self._plans)))
         self._left = time.monotonic()
+        self._n_evaluations += command.do_eval  # last: if Ctrl-C comes before, the workers have not begun it either
 
-    def begin_evaluation(self, itr: int) -> None:
-        """An evaluation is about to begin. Noise and state begin anew, as in the collectors."""
-        assert self._eval is not None
-        self._desk, self._policy = self._eval, LockStep()
-        self._take_replacements()
-        agent, key = self._eval.agent, self._n_evaluations
-        try:
-            rngs = [rng for plan in self._plans for rng in _rngs(self._seed, plan, Purpose.EVAL_ACTION, key)]
-            agent.pull_shared_memory()
-            agent.select(None)
-            agent.seed_columns(rngs)
-            agent.reset()
-            agent.eval_mode(itr)
-        except Exception as error:
-            self._error = self._failure(error, "beginning", range(len(self._plans)))
-        self._left = time.monotonic()
-        self._n_evaluations += 1  # at last: should Ctrl-C come before, the workers have not begun it either
+    def _begin_evaluation(self, agent: Agent, itr: int) -> None:
+        """Noise and state start again, as in the evaluation collectors."""
+        key = self._n_evaluations
+        rngs = [rng for plan in self._plans for rng in _rngs(self._seed, plan, Purpose.EVAL_ACTION, key)]
+        agent.runtime.pull_shared_memory()
+        agent.select(None)
+        agent.seed_columns(rngs)
+        agent.reset()
+        agent.eval_mode(itr)
 
-    def _refresh(self, agent: Agent) -> None:
-        """Take the newest parameters over, and note which they are."""
+    def _pull_newest(self, agent: Agent) -> None:
+        """Load the newest parameters, and note their version."""
         version = -1
-        while version != self._parameters.version:  # or others were published meanwhile
+        while version != self._parameters.version:  # others may be published meanwhile
             version = self._parameters.version
-            agent.pull_shared_memory()
+            agent.runtime.pull_shared_memory()
         self.progress.version = version
 
-    def _take_replacements(self) -> bool:
-        """Where a new worker has a dead one's place, its noise and its columns' state begin anew, and an answer
-        that was kept for the dead one is dropped. Returns whether there is such a place."""
+    def _notice_replacements(self) -> bool:
+        """Reset noise and state of the columns whose worker has been replaced, and drop held replies to dead workers.
+        Returns whether there are any."""
         control, found = self._control, False
         for rank, plan in enumerate(self._plans):
             if control.generation(rank) != plan.generation:
@@ -189,79 +128,75 @@ class InferenceServer:
                 try:
                     self._replace(replace(plan, generation=control.generation(rank)))
                 except Exception as error:
-                    self._error = self._failure(error, "beginning anew", [rank])
+                    self._error = self._worker_error(error, "resetting", [rank])
         return found
 
-    def _replace(self, plan: WorkerPlan) -> None:
+    def _replace(self, plan: SamplerPlan) -> None:
         rank = plan.worker_rank
         self._plans[rank] = plan
-        if rank in self._kept:
-            self._kept.remove(rank)
-        self._train.begin_anew(rank, _rngs(self._seed, plan, Purpose.ACTION))
+        if rank in self._held:
+            self._held.remove(rank)
+        self._train.restart(rank, _rngs(self._seed, plan, Purpose.ACTION))
         if self._eval is not None and self._n_evaluations:
-            # Of the evaluation that is running, if one is; each begins with new ones.
-            self._eval.begin_anew(rank, _rngs(self._seed, plan, Purpose.EVAL_ACTION, self._n_evaluations - 1))
+            # Those of the running evaluation, if there is one; each begins with new ones.
+            self._eval.restart(rank, _rngs(self._seed, plan, Purpose.EVAL_ACTION, self._n_evaluations - 1))
 
     # ---- serving ---------------------------------------------------------------------------
 
     def serve(self, wake: Callable[[int], None], until: Callable[[], bool] = lambda: False) -> None:
-        """Answer all that can be answered now, and look out for more for a while; `wake(rank)` wakes a worker whose
-        answer lies ready. Returns at once when `until` is true.
-
-        Raises `WorkerError` if the agent raises.
-        """
+        """Reply to all requests that can have a reply now, then spin for more; `wake(rank)` wakes a worker that has its
+        reply. Returns at once when `until` is True. Raises `WorkerError` if the agent raises."""
         began = time.monotonic()
         self._totals.add_seconds(waiting=began - self._left)
         spin_until = began + self._spin_seconds
         while True:
             if self._serve_once(wake):
-                if interrupts.has_come or until():  # Ctrl-C is for our caller to answer, and not at the batch's end
+                if sigint.is_pending() or until():  # the caller handles Ctrl-C, before the batch ends
                     break
                 spin_until = time.monotonic() + self._spin_seconds
-            elif self._is_done_with or time.monotonic() >= spin_until:
+            elif self._is_finished or time.monotonic() >= spin_until:
                 break
             else:
-                let_others_run()
+                yield_cpu()
         self._left = time.monotonic()
 
     @property
-    def _is_done_with(self) -> bool:
-        """Whether nobody will ask any more before the next gate, or somebody else has something to say."""
-        control = self._control
-        return self.all_have_arrived or interrupts.has_come or control.quit
+    def _is_finished(self) -> bool:
+        """Whether no request can come before the next command, or something else must be handled."""
+        return self.all_have_arrived or sigint.is_pending() or self._control.quit
 
     @property
     def all_have_arrived(self) -> bool:
-        """Whether every worker stands at barrier_out."""
-        return all(map(self._control.has_arrived, range(len(self._plans))))
+        """Whether every worker waits at barrier_out."""
+        return not self._control.pending(len(self._plans))
 
     def _serve_once(self, wake: Callable[[int], None]) -> bool:
-        """Answer one round of questions; returns False if there was nothing to be done."""
+        """Reply to one round of requests; returns False if there was nothing to do."""
         if self._is_acting:
-            raise WorkerError(f"the inference server was interrupted while acting (itr={self._control.itr})")
-        values, asking, working = self._look()
+            raise WorkerError(f"the inference server was interrupted while acting (itr={self._command.itr})")
+        values, steps, working = self._look()
         if self._error is not None:
             raise self._error
-        if self._kept and self._policy.may_go(working):
-            kept, self._kept = self._kept, []
-            self._answer(kept, wake)
+        if self._held and self._policy.may_go(working):
+            held, self._held = self._held, []
+            self._reply(held, wake)
             return True
-        # Values first, by themselves: those who ask for them are in the middle of a step.
-        ranks = values or self._policy.choose(asking, working)
+        # Values first, on their own: the workers that request them are in the middle of a step.
+        ranks = values or self._policy.choose(steps, working)
         if not ranks:
             return False
-        # Ctrl-C waits for the end of the step: else it would be made again, with other noise and a later state.
-        with interrupts:
+        # Ctrl-C waits for the end of the agent's step. Otherwise the step would be repeated, with other noise.
+        with sigint.nested():
             self._act(ranks, for_values=bool(values))
             if not values and not self._policy.may_go(working):
-                self._kept = list(ranks)
+                self._held = list(ranks)
             elif self._error is None:
-                self._answer(ranks, wake)
+                self._reply(ranks, wake)
         return True
 
-    def _answer(self, ranks: Sequence[int], wake: Callable[[int], None]) -> None:
+    def _reply(self, ranks: Sequence[int], wake: Callable[[int], None]) -> None:
         for rank in ranks:
-            self._control.answer(rank, self._asked[rank])
+            self._control.reply(rank, self._numbers[rank])
             wake(rank)
 
     def _act(self, ranks: Sequence[int], *, for_values: bool) -> None:
@@ -270,59 +205,58 @@ class InferenceServer:
         self._is_acting = True
         try:
             if for_values:
-                self._desk.value(ranks)
+                self._batch.value(ranks)
             else:
-                self._totals.count_step(self._desk.step(ranks))
+                self._totals.count_step(self._batch.step(ranks))
         except Exception as error:
-            self._error = self._failure(error, "acting", ranks)
+            self._error = self._worker_error(error, "acting", ranks)
         else:
             self.progress.enter(Phase.SERVING)
         self._is_acting = False
         self._totals.add_seconds(acting=time.monotonic() - began)
 
     def _look(self) -> tuple[list[int], list[int], list[int]]:
-        """The workers that ask for values, those that ask for actions, and those that are in their batch and ask
-        nothing."""
+        """The workers that request values, those that request actions, and those that work on their batch."""
         control = self._control
         while True:
-            values, asking, working = [], [], []
+            values, steps, working = [], [], []
             for rank in range(len(self._plans)):
-                self._asked[rank], question = control.last_question(rank)
-                if question == Question.VALUE:
+                self._numbers[rank], kind = control.last_request(rank)
+                if kind == Request.VALUE:
                     values.append(rank)
-                elif question == Question.STEP:
-                    if rank not in self._kept:
-                        asking.append(rank)
+                elif kind == Request.STEP:
+                    if rank not in self._held:
+                        steps.append(rank)
                 elif not control.has_arrived(rank):
                     working.append(rank)
-            # In this order: a new worker's question is seen no sooner than that it is a new worker's.
-            if not self._take_replacements():
-                return values, asking, working
+            # In this order: when a new worker's request is seen, its generation can be seen too.
+            if not self._notice_replacements():
+                return values, steps, working
 
-    def _failure(self, error: Exception, doing: str, ranks: Sequence[int]) -> SamplerBrokenError:
-        is_eval = self._desk is self._eval
+    def _worker_error(self, error: Exception, doing: str, ranks: Sequence[int]) -> SamplerBrokenError:
+        is_eval = self._batch is self._eval
         env_ranks = [e for r in ranks for e in (self._plans[r].eval_env_ranks if is_eval else self._plans[r].env_ranks)]
-        occasion = f"{'evaluation, ' if is_eval else ''}itr={self._control.itr}"
-        failure = WorkerError(
+        occasion = f"{'evaluation, ' if is_eval else ''}itr={self._command.itr}"
+        found = WorkerError(
             f"the inference server raised {in_one_line(error)} while {doing} for env_rank {env_ranks} ({occasion})"
         )
-        failure.__cause__ = error
-        return failure
+        found.__cause__ = error
+        return found
 
 
-def _desk(agent: Agent, job: ServerJob, steps: StepBuffer, purpose: Purpose) -> Desk:
-    """What acts for one kind of environments. A compiled model has been run once then: that compiles it."""
+def _inference_batch(agent: Agent, options: ServerOptions, steps: StepBuffer, purpose: Purpose) -> InferenceBatch:
+    """What acts for the training or the evaluation environments. A compiled model is compiled here, by a trial step."""
     is_eval = purpose is Purpose.EVAL_ACTION
-    shares = [plan.eval_columns if is_eval else plan.columns for plan in job.plans]
-    ranks = [plan.eval_env_ranks if is_eval else plan.env_ranks for plan in job.plans]
+    shares = [plan.eval_columns if is_eval else plan.columns for plan in options.plans]
+    ranks = [plan.eval_env_ranks if is_eval else plan.env_ranks for plan in options.plans]
     env_ranks = range(ranks[0].start, ranks[-1].stop)
 
     def copy_of_agent() -> Agent:
-        copy = agent.column_copy(ColumnStreams(job.seed, env_ranks).rngs(purpose))
-        copy.set_columns(env_ranks, len(env_ranks) * job.world_size)
+        copy = agent.runtime.column_copy(ColumnStreams(options.seed, env_ranks).rngs(purpose))
+        copy.runtime.set_columns(env_ranks, len(env_ranks) * options.world_size)
         return copy
 
-    if job.compile_options is not None:
+    if options.compile_options is not None:
         row, trial = steps.memory.arrays, copy_of_agent()
         row.observation[...] = example_of(agent.observation_space)
         trial.sample_mode(0)
@@ -330,10 +264,10 @@ def _desk(agent: Agent, job: ServerJob, steps: StepBuffer, purpose: Purpose) -> 
             trial.step(row.observation, row.prev_action, row.prev_reward)
         except Exception as error:
             raise ConfigError(f"the model could not be compiled: {in_one_line(error)}") from error
-    return Desk(copy_of_agent(), steps, shares)
+    return InferenceBatch(copy_of_agent(), steps, shares)
 
 
-def _rngs(seed: int, plan: WorkerPlan, purpose: Purpose, *key: int) -> list[np.random.Generator]:
-    """The streams of one worker's columns."""
+def _rngs(seed: int, plan: SamplerPlan, purpose: Purpose, *key: int) -> list[np.random.Generator]:
+    """The random streams of one worker's columns."""
     env_ranks = plan.eval_env_ranks if purpose is Purpose.EVAL_ACTION else plan.env_ranks
     return ColumnStreams(seed, env_ranks, plan.generation).rngs(purpose, *key)

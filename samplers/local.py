@@ -1,89 +1,171 @@
-"""A worker that is no process: the caller's own thread does its work."""
+"""Workers that are no processes: the caller's thread runs their program."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 from penstock.buffers.trajectory_queue import ObjectMessage
 from penstock.errors import WorkerError
-from penstock.samplers.program import Connect, Job, SharedState, Worker
-from penstock.workers.control import Phase, Progress
+from penstock.workers import sigint
+from penstock.workers.control import Command
 from penstock.workers.failures import WorkerStatus
 from penstock.workers.plan import WorkerPlan
-
-__all__ = ["LocalWorker"]
+from penstock.workers.program import SharedMemory, WorkerContext, WorkerProgram
+from penstock.workers.progress import Phase
+from penstock.workers.restarts import RestartPolicy, Restarts
 
 
 class LocalWorker:
-    """A plan's environments, built by `build` and put to work by `open` and `work`."""
+    """A worker in the caller's thread: `open` gives it a command, and `work` runs it."""
 
-    def __init__(self, plan: WorkerPlan, state: SharedState) -> None:
-        self._plan, self._state, self._control = plan, state, state.control
-        self._worker: Worker | None = None
-        self._frames: list[ObjectMessage] = []
+    def __init__(self, plan: WorkerPlan, program: WorkerProgram, memory: SharedMemory) -> None:
+        self._plan, self._program, self._memory = plan, program, memory
+        self.progress = memory.control.progress(plan.worker_rank)
+        self._messages: list[ObjectMessage] = []
+        self._is_built = False
 
-    def build(self, job: Job, connect: Connect | None = None) -> None:
-        """Build everything; this answers the first opening, as with every worker."""
-        self.open()
-        own_job = job.with_share(job.share_of(self._plan))
-        self._worker = Worker(self._plan, own_job, self._state, self, connect)
+    def build(self, share: Any, request: Callable[[int], None] | None = None) -> None:
+        """Start up: this completes the first opening, as in every worker."""
+        self.open(Command())
+        self._program.build(
+            WorkerContext(
+                plan=self._plan,
+                share=share,
+                memory=self._memory,
+                progress=self.progress,
+                results=self,
+                request=request,
+            )
+        )
+        self._is_built = True
         self._arrive()
 
-    def open(self) -> None:
-        """There is something to do: what the control block says."""
-        self._control.open(self._plan.worker_rank)
+    def open(self, command: Command) -> None:
+        """Give it a command."""
+        self._memory.control.open(self._plan.worker_rank, command)
 
     @property
     def is_at_work(self) -> bool:
-        """Whether there is something to do, or something was left in the middle."""
-        return self._worker is not None and not self._control.has_arrived(self._plan.worker_rank)
+        """Whether it has a command that is not completed."""
+        return self._is_built and not self._memory.control.has_arrived(self._plan.worker_rank)
 
     def work(self) -> None:
-        """Do it."""
-        assert self._worker is not None  # start-up would have failed
-        self._worker.prepare()
-        self._worker.run()
+        """Run the command."""
+        self._program.idle()
+        command = self.progress.command
+        self.progress.begin()
+        self._program.run(command)
         self._arrive()
 
     def _arrive(self) -> None:
-        assert self._worker is not None
-        self._worker.progress.arrived += 1
-        self._worker.progress.enter(Phase.WAITING)
+        self.progress.arrived += 1
+        self.progress.enter(Phase.WAITING)
 
-    def put(self, frames: Sequence[ObjectMessage]) -> None:
-        """The worker's end of the trajectory queue."""
-        self._frames += frames
+    def put(self, messages: Sequence[ObjectMessage]) -> None:
+        """The program's queue of results."""
+        self._messages += messages
 
-    def take_frames(self) -> list[ObjectMessage]:
-        """What has been put."""
-        frames, self._frames = self._frames, []
-        return frames
+    def take_messages(self) -> list[ObjectMessage]:
+        """What the program has put."""
+        messages, self._messages = self._messages, []
+        return messages
 
-    @property
-    def progress(self) -> Progress:
-        """Its progress row."""
-        return self._control.progress(self._plan.worker_rank)
+    def status(self) -> WorkerStatus:
+        """What it is doing now."""
+        return WorkerStatus(self._plan, os.getpid(), self._memory.control.snapshot(self._plan.worker_rank))
 
-    def witness(self) -> WorkerStatus:
-        """Where it is now."""
-        return WorkerStatus(self._plan, os.getpid(), self._control.snapshot(self._plan.worker_rank))
-
-    def failure(self, error: BaseException, occasion: str) -> WorkerError:
-        """What a process would be reported with that raised `error`, which is the cause."""
-        witness = self.witness()
-        failure = WorkerError(f"{witness} raised {type(error).__name__}: {error} while {witness.doing} ({occasion})")
-        failure.__cause__ = error
-        return failure
+    def error(self, cause: BaseException, occasion: str) -> WorkerError:
+        """The error that a process which raised `cause` would give."""
+        status = self.status()
+        error = WorkerError(f"{status} raised {type(cause).__name__}: {cause} while {status.doing} ({occasion})")
+        error.__cause__ = cause
+        return error
 
     def close(self, *, broken: bool) -> None:
-        """Close the environments. Never raises; warns if one does, unless the sampler is `broken` already."""
-        worker, self._worker = self._worker, None
-        if worker is None:
+        """Close the environments. Never raises; warns if one does, unless the sampler is `broken`."""
+        if not self._is_built:
             return
+        self._is_built = False
         try:
-            worker.close()
+            self._program.close()
         except Exception as error:
             if not broken:
-                warnings.warn(f"closing an environment raised {error!r}", RuntimeWarning, stacklevel=3)
+                warnings.warn(f"closing an environment raised {error!r}", RuntimeWarning, stacklevel=4)
+
+
+class SerialPool:
+    """The pool of a `SerialSampler`: the calls of `WorkerPool`, with one local worker and no process.
+
+    The worker runs in `submit`. `wait` raises what it raised, as with processes.
+    """
+
+    pids: tuple[int, ...] = ()
+
+    def __init__(
+        self, plan: WorkerPlan, program: WorkerProgram, share: Any, memory: SharedMemory, resources: ExitStack
+    ) -> None:
+        self._memory, self._resources = memory, resources
+        self._worker = LocalWorker(plan, program, memory)
+        self.restarts = Restarts(RestartPolicy(0, 0.0))  # there is no process to replace
+        self._error: WorkerError | None = None
+        self._is_closed = False
+        self._run(lambda: self._worker.build(share), "start-up")
+
+    def submit(self, command: Command) -> None:
+        """Run `command`."""
+        if self._error is not None:
+            return  # `wait` raises it
+        self._worker.open(command)
+        evaluation = "evaluation, " if command.do_eval else ""
+        self._run(self._worker.work, f"{evaluation}itr={command.itr}")
+
+    def _run(self, work: Callable[[], None], occasion: str) -> None:
+        try:
+            with sigint.allowed():  # the environments run here, and may hang
+                work()
+        except BaseException as error:
+            self._error = self._worker.error(error, occasion)
+            if not isinstance(error, Exception):  # Ctrl-C: the user wants the call to end now
+                raise
+
+    def wait(self, occasion: str) -> None:
+        """Raise the error of the command, if there was one."""
+        if self._error is not None:
+            self.close(broken=True)
+            raise self._error
+
+    def run(
+        self,
+        command: Command,
+        occasion: str,
+        discard: Callable[[], Any],
+        *,
+        message: bytes | None = None,
+        on_wake: Callable[[], None] | None = None,
+        poll_interval: float = 1.0,
+    ) -> None:
+        """`submit` and `wait`."""
+        self._memory.control.stop_eval = False
+        if message is not None:
+            self._memory.mailbox.post(message)
+        self.submit(command)
+        self.wait(occasion)
+
+    def take_messages(self, expected: Sequence[int]) -> list[ObjectMessage]:
+        """What the worker has put for its last command."""
+        return self._worker.take_messages()
+
+    def statuses(self) -> list[WorkerStatus]:
+        """What the worker is doing now."""
+        return [self._worker.status()]
+
+    def close(self, *, broken: bool = False) -> None:
+        """Close the environments, then the resources. Never raises; harmless when repeated."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._worker.close(broken=broken)
+            self._resources.close()

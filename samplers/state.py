@@ -1,28 +1,26 @@
-"""Where a sampler is in its life."""
+"""The states of a sampler."""
 
 from __future__ import annotations
 
 import enum
 
-from penstock.workers.call_guard import Lifetime
-
-__all__ = ["LIFETIME", "SamplerState"]
+from penstock.workers.call_guard import StateTable
 
 
 class SamplerState(enum.Enum):
-    """Where a sampler is in its life. The value names the call that is expected next."""
+    """The state of a sampler. The value names the calls that are expected next."""
 
     CREATED = "initialize"
     READY = "start_samples, obtain_samples, evaluate_agent, or a call on the environments"
-    SAMPLING = "wait_samples, which gives the batch that has been started"
+    SAMPLING = "wait_samples, which returns the batch that has been started"
     BROKEN = "shutdown"
     CLOSED = "none"
 
 
-LIFETIME = Lifetime(
+STATE_TABLE = StateTable(
     first=SamplerState.CREATED,
     broken=SamplerState.BROKEN,
     closed=SamplerState.CLOSED,
     noun="sampler",
-    end="shutdown",
+    close_call="shutdown",
 )

@@ -1,27 +1,27 @@
-"""Where the time went: a sampler's statistics."""
+"""Where the time went: the statistics of a sampler and of its inference server."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
+from penstock.buffers.named import NamedArrays
+from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.workers.control import ControlBlock
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.restarts import Restarts
 
-__all__ = ["SamplerStats", "WorkerStats", "worker_stats"]
-
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """One worker, with those that it has replaced, since the sampler was initialized. Times are in seconds;
-    `steps` counts environment steps of training batches, and `stepping` and `acting` are the time spent in
-    those.
+    """One worker, with those that it has replaced, since the sampler was initialized. Times are in seconds.
 
-    `resetting` is the time in `env.reset`, wherever it was called (within batches it is part of
-    `stepping`); `waiting` is the time at barrier_in, while the learner trained or others finished.
-    `trajectories` are those that the sampler's calls have returned, from training and evaluation;
-    `lost_trajectories` those that went down with a worker that was replaced.
+    `steps` counts environment steps of training batches; `stepping` and `acting` are the times that they took.
+    `resetting` is the time in `env.reset`; within batches it is part of `stepping` too. `waiting` is the time at
+    barrier_in, while the learner trained or other workers finished. `trajectories` counts what the sampler's calls have
+    returned, from training and evaluation; `lost_trajectories` what was lost with workers that were replaced.
     """
 
     worker_rank: int
@@ -47,19 +47,19 @@ class SamplerStats:
 
     @property
     def restarts(self) -> int:
-        """How often a worker has been replaced."""
+        """How many workers have been replaced."""
         return sum(worker.restarts for worker in self.workers)
 
     @property
     def lost_trajectories(self) -> int:
-        """Trajectories that went down with workers that were replaced."""
+        """How many trajectories were lost with workers that were replaced."""
         return sum(worker.lost_trajectories for worker in self.workers)
 
 
 def worker_stats(
-    plan: WorkerPlan, control: ControlBlock, delivered: Mapping[int, int], restarts: Restarts
+    plan: WorkerPlan, control: ControlBlock, n_trajectories: Mapping[int, int], restarts: Restarts
 ) -> WorkerStats:
-    """One worker's totals; `delivered` counts trajectories by worker rank."""
+    """One worker's totals; `n_trajectories` counts those returned, by worker rank."""
     rank = plan.worker_rank
     row = control.snapshot(rank)
     return WorkerStats(
@@ -72,7 +72,47 @@ def worker_stats(
         acting=row.acting,
         resetting=row.resetting,
         waiting=row.waiting,
-        trajectories=delivered.get(rank, 0),
+        trajectories=n_trajectories.get(rank, 0),
         restarts=restarts.per_worker[rank],
         lost_trajectories=restarts.lost_per_worker[rank],
     )
+
+
+@dataclass(frozen=True)
+class ServerStats:
+    """What the inference server has done since the sampler was initialized: `served[n]` counts its steps for n
+    environments at once; `acting` and `waiting` are seconds."""
+
+    served: dict[int, int]
+    acting: float
+    waiting: float
+
+
+class ServerTotals:
+    """The inference server's counts, in shared memory; only the server writes them."""
+
+    def __init__(self, most_columns: int, *, shared: bool) -> None:
+        """`most_columns` is the largest number of environments that the agent acts for at once."""
+        specs = NamedArrays(
+            served=ArraySpec((most_columns + 1,), np.dtype(np.int64)),
+            seconds=ArraySpec((2,), np.dtype(np.float64)),
+        )
+        self.memory = NamedMemory(specs, shared=shared, purpose="the inference server's statistics")
+
+    def count_step(self, n_columns: int) -> None:
+        """The agent has acted once, for `n_columns` environments."""
+        self.memory.arrays.served[n_columns] += 1
+
+    def add_seconds(self, *, acting: float = 0.0, waiting: float = 0.0) -> None:
+        """Add to the times."""
+        seconds = self.memory.arrays.seconds
+        seconds[0] += acting
+        seconds[1] += waiting
+
+    @property
+    def stats(self) -> ServerStats:
+        """The counts and times so far."""
+        arrays = self.memory.arrays
+        served = {n: times for n, times in enumerate(arrays.served.tolist()) if times}
+        acting, waiting = arrays.seconds.tolist()
+        return ServerStats(served, acting, waiting)

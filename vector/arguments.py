@@ -1,4 +1,4 @@
-"""The arguments of a vector environment, checked and made into what its crew is given."""
+"""Checks of the arguments of a vector environment."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from penstock.workers.affinity import usable_cpus
 from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds
 from penstock.workers.launch import START_METHODS
 from penstock.workers.monitor import Limits
-from penstock.workers.plan import Affinity, WorkerPlan, assign_cpus, make_plans
+from penstock.workers.plan import Affinity, WorkerPlan, assign_cpus, split
 from penstock.workers.pool import PoolOptions
 from penstock.workers.restarts import ON_WORKER_FAILURE, RestartPolicy
-from penstock.workers.spinning import SPIN_SECONDS
-
-__all__ = ["as_factories", "as_mode", "as_plans", "as_rules", "as_seeds", "env_ids_within", "split_mask"]
 
 Options = dict[str, Any] | None
 
@@ -60,10 +57,13 @@ def as_plans(
     elif not isinstance(affinity, Affinity):
         affinity = Affinity(cpus=affinity)
     cpus = assign_cpus(affinity, n_workers, mask)
-    return make_plans(n_envs, 0, cpus, torch_threads=affinity.torch_threads)
+    return tuple(
+        WorkerPlan(worker_rank=rank, columns=own, env_ranks=own, cpus=cpus[rank], torch_threads=affinity.torch_threads)
+        for rank, own in enumerate(split(n_envs, n_workers))
+    )
 
 
-def as_rules(
+def as_options(
     context: str,
     step_timeout: float | None,
     start_timeout: float,
@@ -71,7 +71,7 @@ def as_rules(
     max_restarts: int,
     restart_window: float,
 ) -> PoolOptions:
-    """How processes are started, how long they may be silent, and what happens when one fails."""
+    """The options of the worker pool."""
     one_of("context", context, START_METHODS)
     one_of("on_worker_failure", on_worker_failure, ON_WORKER_FAILURE)
     limits = Limits(
@@ -80,7 +80,9 @@ def as_rules(
     )
     n_restarts, window = integer("max_restarts", max_restarts, 0), seconds("restart_window", restart_window)
     policy = RestartPolicy.of(on_worker_failure, n_restarts, window)
-    return PoolOptions(context, SPIN_SECONDS, limits, policy, preload=("penstock.vector.program",))
+    preload = ("penstock.vector.program", "gymnasium.envs.classic_control")
+    # An info that a worker has sent belongs to a reply, so it counts even if the worker dies then.
+    return PoolOptions(context, limits, policy, preload=preload, keeps_messages=True)
 
 
 def as_seeds(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int | None]:
@@ -97,7 +99,7 @@ def as_seeds(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int |
 
 
 def split_mask(options: Options, n_envs: int) -> tuple[Ids, Options]:
-    """The environments to reset, by `options["reset_mask"]` if it is there, and the other options."""
+    """The environments to reset, by `options["reset_mask"]` if there is one, and the other options."""
     if not (options is None or isinstance(options, dict)):
         raise ConfigError(f"options must be a dict or None, got {brief(options)}")
     if options is None or "reset_mask" not in options:

@@ -1,4 +1,4 @@
-"""The main process's end of a vector environment's memory: requests written, answers and infos taken."""
+"""The main process's side of a vector environment's memory: it writes requests and takes replies and infos."""
 
 from __future__ import annotations
 
@@ -13,34 +13,28 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.trajectory_queue import ObjectMessage, Unreadable
+from penstock.buffers.trajectory_queue import MessageKind, ObjectMessage, Unreadable
 from penstock.envs.rows import arrays_like, in_range
 from penstock.errors import EnvCallError, SpaceError, brief
-from penstock.vector.memory import VectorMemory, taken
-from penstock.vector.program import VectorJob
-
-__all__ = ["Exchange", "Ids", "batch_infos"]
+from penstock.vector.memory import VectorMemory, copy_rows
+from penstock.vector.program import VectorProgram
 
 Ids = npt.NDArray[np.intp]
 
 
 class Exchange:
-    """Keeps count of what has been requested of each environment, and of what has come of it."""
+    """Counts the requests to each environment, and the replies that were taken."""
 
-    def __init__(self, memory: VectorMemory, job: VectorJob) -> None:
+    def __init__(self, memory: VectorMemory, program: VectorProgram) -> None:
         self._rows = rows = memory.rows.arrays
-        self._same_step = job.autoreset_mode is AutoresetMode.SAME_STEP
-        self._action_space, self._action = job.action_space, rows.action
-        self._requested, self._answered, self._told, self._one_by_one = (
-            rows.requested,
-            rows.answered,
-            rows.told,
-            rows.one_by_one,
-        )
-        self._taken = np.zeros(len(rows.requested), np.int64)  # the last request of which the answer was taken
-        self._inbox: dict[int, tuple[int, Mapping[str, Any]]] = {}
-        self.observation = arrays_like(job.observation_space, rows.observation)
-        self._final = arrays_like(job.observation_space, rows.final_observation)
+        self._same_step = program.autoreset_mode is AutoresetMode.SAME_STEP
+        self._action_space, self._action = program.action_space, rows.action
+        self._requested, self._replied, self._info_seq = rows.requested, rows.replied, rows.info_seq
+        self._one_by_one = rows.one_by_one
+        self._taken = np.zeros(len(rows.requested), np.int64)  # the last request whose reply was taken
+        self._inbox: dict[int, Mapping[str, Any]] = {}  # infos that have arrived, by environment
+        self.observation = arrays_like(program.observation_space, rows.observation)
+        self._final = arrays_like(program.observation_space, rows.final_observation)
         self.reward, self.terminated, self.truncated = rows.reward, rows.terminated, rows.truncated
         self.all: Ids = np.arange(len(rows.requested))
 
@@ -51,63 +45,63 @@ class Exchange:
         _put(self._action_space, self._action, actions, which, "action")
 
     def put_seeds(self, seeds: Sequence[int | None], which: Ids) -> None:
-        """Note the seeds of a reset, for those that may have to take an environment's place."""
+        """Note the seeds of a reset, for workers that may replace others."""
         self._rows.seed[which] = [-1 if seeds[i] is None else seeds[i] % 2**63 for i in which]
 
     def request(self, which: Any = slice(None), *, one_by_one: bool = False) -> None:
-        """Ask for whatever has been written for the environments `which`. The gates are to be opened then."""
+        """Publish a request to the environments `which`; its data are written. Open the gates then."""
         self._one_by_one[0] = one_by_one
         self._requested[which] += 1
 
     @property
     def outstanding(self) -> Ids:
-        """The environments of which something has been requested and not been taken."""
+        """The environments with a request whose reply was not taken."""
         return np.flatnonzero(self._requested != self._taken)
 
     @property
     def ready(self) -> Ids:
-        """Those of them that have answered."""
-        answered = self._answered
-        return np.flatnonzero((answered == self._requested) & (answered != self._taken))
+        """Those of them that have replied."""
+        replied = self._replied
+        return np.flatnonzero((replied == self._requested) & (replied != self._taken))
 
-    # ---- answers -----------------------------------------------------------------------------
+    # ---- replies -----------------------------------------------------------------------------
 
-    def take(self, which: Ids, collect_infos: Callable[[], None]) -> list[tuple[int, dict[str, Any]]]:
-        """The answers of `which` count as taken. Returns the infos that came with those that had not been, by
-        environment: of episodes that ended and were reset at once with `final_obs` and `final_info`."""
+    def take(self, which: Ids, receive_infos: Callable[[], None]) -> list[tuple[int, dict[str, Any]]]:
+        """Take the replies of `which`. Returns the infos of those that were not taken before, by environment; with
+        `final_obs` and `final_info` where an episode ended and the environment was reset at once."""
         which = which[self._taken[which] != self._requested[which]]
         self._taken[which] = self._requested[which]
-        telling = self._told[which] == self._requested[which]
-        if telling.any():
-            collect_infos()
+        has_info = self._info_seq[which] == self._requested[which]
+        if has_info.any():
+            receive_infos()
         if self._same_step:
-            telling |= self.terminated[which] | self.truncated[which]
-        return [(i, self._info_of(i)) for i in which[telling].tolist()] if telling.any() else []
+            has_info |= self.terminated[which] | self.truncated[which]
+        return [(i, self._info_of(i)) for i in which[has_info].tolist()] if has_info.any() else []
 
     def drop(self, which: Ids) -> None:
-        """The answers of `which` count as taken, and nobody wants to know them."""
+        """Drop the replies of `which`."""
         self._taken[which] = self._requested[which]
 
-    def put_infos(self, frames: Sequence[ObjectMessage]) -> None:
-        """What has arrived in a worker's pipe."""
-        for number, i, told in frames:
-            if number and not isinstance(told, Unreadable):  # else the result of a call that nobody waits for any more
-                self._inbox[i] = number, told
+    def put_infos(self, messages: Sequence[ObjectMessage]) -> None:
+        """Keep the infos among the messages of a worker. Others are results of an interrupted call."""
+        for kind, _, i, infos in messages:
+            if kind is MessageKind.INFO and not isinstance(infos, Unreadable):
+                self._inbox[i] = infos
 
     def _info_of(self, i: int) -> dict[str, Any]:
-        told: Mapping[str, Any] = {}
-        if self._told[i] == self._requested[i]:
-            told = {kind: _unpickled(info, i) for kind, info in self._inbox.pop(i)[1].items()}
-        info: dict[str, Any] = {}
+        infos: Mapping[str, Any] = {}
+        if self._info_seq[i] == self._requested[i]:
+            infos = {kind: _unpickled(info, i) for kind, info in self._inbox.pop(i).items()}
+        final: dict[str, Any] = {}
         if self._same_step and (self.terminated[i] or self.truncated[i]):
-            info = {"final_obs": taken(self._final, i), "final_info": told.get("final_info", {})}
-        return {**info, **told.get("info", {})}
+            final = {"final_obs": copy_rows(self._final, i), "final_info": infos.get("final_info", {})}
+        return {**final, **infos.get("info", {})}
 
 
 def _unpickled(info: bytes, i: int) -> Any:
     try:
         return pickle.loads(info)
-    except Exception as error:  # it runs the user's code: anything may come
+    except Exception as error:  # unpickling runs the user's code, which may raise anything
         raise EnvCallError(
             f"the info of env_rank {i} has an entry that cannot be unpickled in the main process: "
             f"{in_one_line(error)}. This step's results are lost; leave the entry out, or turn it into numbers or text"
@@ -115,7 +109,7 @@ def _unpickled(info: bytes, i: int) -> Any:
 
 
 class _Batch(VectorEnv[Any, Any, Any]):
-    """Lends Gymnasium's way of batching infos to any number of environments."""
+    """Batches infos as Gymnasium does, for any number of environments."""
 
     def __init__(self, num_envs: int) -> None:
         self.num_envs = num_envs

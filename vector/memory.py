@@ -12,10 +12,8 @@ from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.envs.examples import example_of
-from penstock.workers.control import ControlBlock
+from penstock.workers.control import Command, ControlBlock
 from penstock.workers.plan import WorkerPlan
-
-__all__ = ["VectorMemory", "taken"]
 
 
 @dataclass(frozen=True)
@@ -24,13 +22,13 @@ class VectorMemory:
 
     `rows` holds, `[n]` each:
 
-    - `action`, `requested`, `seed`: written by the main process. A request is one more than the last; whatever else
-      it is (an action, a reset) has been written before. `seed` is that of the last reset, -1 if there was none.
-    - `observation`, `final_observation`, `reward`, `terminated`, `truncated`, `answered`, `told`: written by the
-      worker. `answered` is the number of the request that the rest answers, and written last; `told` is the same
-      number if an info goes with it, which has been put into the worker's pipe.
+    - `action`, `requested`, `seed`: the main process writes them. `requested` counts requests, and is written last.
+      `seed` is that of the last reset, -1 if there was none.
+    - `observation`, `final_observation`, `reward`, `terminated`, `truncated`, `info_seq`, `replied`: the worker writes
+      them. `replied` is the number of the request that the others belong to, and is written last. `info_seq` is the
+      same number if the worker has sent an info with it.
 
-    `one_by_one` `[1]`: the main process wants to hear of every environment, not of all of a worker's at once.
+    `one_by_one` `[1]`: whether a worker wakes the main process after each environment, and not after all of its own.
     """
 
     control: ControlBlock
@@ -41,7 +39,7 @@ class VectorMemory:
     def allocate(
         cls, observation_space: gym.Space[Any], action_space: gym.Space[Any], n_envs: int, n_workers: int
     ) -> VectorMemory:
-        """Raises `SpaceError` for a space whose elements have no fixed shape, `ConfigError` if there is no room."""
+        """Raises `SpaceError` for a space without a fixed shape, `ConfigError` if there is not enough memory."""
 
         def row(space: gym.Space[Any], name: str) -> Any:
             return map_leaves(lambda leaf: ArraySpec.like(leaf, n_envs), example_of(space, name))
@@ -55,29 +53,29 @@ class VectorMemory:
             terminated=flag,
             truncated=flag,
             requested=count,
-            answered=count,
-            told=count,
+            replied=count,
+            info_seq=count,
             seed=count,
             one_by_one=ArraySpec((1,), np.dtype(np.int64)),
         )
         rows = NamedMemory(specs, shared=True, purpose=f"a vector environment of {n_envs} environments")
         return cls(ControlBlock(n_workers, 1, shared=True), rows, Mailbox())
 
-    def count_finished(self, plan: WorkerPlan, t: int) -> int:
-        """No batch, no count of trajectories."""
+    def count_lost(self, plan: WorkerPlan, command: Command | None, t: int, n_results: int) -> int:
+        """A vector environment counts no trajectories."""
         return 0
 
     def close(self) -> None:
-        """Give descriptors back; views stay valid."""
+        """Close the descriptors; views stay valid."""
         self.rows.close()
         self.control.memory.close()
         self.mailbox.close()
 
 
-def taken(batch: Any, which: Any) -> Any:
-    """A copy of the environments `which` (an index or an array of them) of a batch in Gymnasium's structure."""
+def copy_rows(batch: Any, which: Any) -> Any:
+    """A copy of the rows `which`, an index or an array of them, of a batch in Gymnasium's structure."""
     if isinstance(batch, dict):
-        return {key: taken(part, which) for key, part in batch.items()}
+        return {key: copy_rows(part, which) for key, part in batch.items()}
     if isinstance(batch, tuple):
-        return tuple(taken(part, which) for part in batch)
+        return tuple(copy_rows(part, which) for part in batch)
     return batch[which].copy()

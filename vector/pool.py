@@ -1,133 +1,90 @@
-"""The workers of a vector environment as the main process uses them: asked for steps, given orders, ended."""
+"""The worker pool of a vector environment: steps, resets and calls, with their results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from multiprocessing.util import Finalize
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 
-from penstock.buffers.trajectory_queue import ObjectPipe
 from penstock.envs.calls import EnvCall, results
 from penstock.vector.exchange import Exchange, Ids
 from penstock.vector.memory import VectorMemory
-from penstock.vector.program import VectorJob
+from penstock.vector.program import VectorProgram
+from penstock.workers.control import Command
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.pool import PoolOptions, WorkerPool
-from penstock.workers.team import Wait
-
-__all__ = ["VectorCrew"]
 
 
-class VectorCrew:
-    """A crew, and what is exchanged with it.
+class VectorPool(WorkerPool):
+    """A worker pool, and what it exchanges with its workers."""
 
-    Raises a `SamplerBrokenError` from every wait in which a worker fails; the processes have been ended then.
-    """
-
-    def __init__(self, plans: Sequence[WorkerPlan], job: VectorJob, memory: VectorMemory, rules: PoolOptions) -> None:
-        self._memory, self._control, self._plans = memory, memory.control, plans
-        self.exchange = exchange = Exchange(memory, job)
-
-        def save_infos(pipe: ObjectPipe) -> None:
-            """A worker is being replaced: what it has told of answered requests is still to be taken."""
-            exchange.put_infos(pipe.take_complete())
-
-        self._owners = np.repeat([plan.worker_rank for plan in plans], [len(plan.columns) for plan in plans])
-        # The workers are on an order, whose wait the user may have interrupted; and if it is one to reset, whom.
-        self._is_away = False
-        self._resetting: Ids | None = None
-        try:
-            self._crew = WorkerPool(plans, job, memory, rules, on_replace=save_infos)
-            # Runs when this object is collected and at exit, before multiprocessing joins children.
-            self._finalizer = Finalize(self, _end, (self._crew, memory), exitpriority=100)
-            self._crew.wait_out(Wait("start-up", starting=True))
-        except BaseException:
-            if "_crew" in vars(self):
-                self._crew.close(broken=True)
-            memory.close()
-            raise
-
-    @property
-    def n_restarts(self) -> int:
-        """How many workers have been replaced."""
-        return self._crew.restarts.total
+    def __init__(
+        self, plans: Sequence[WorkerPlan], program: VectorProgram, shares: Sequence[Any], options: PoolOptions
+    ) -> None:
+        n_envs = sum(len(plan.columns) for plan in plans)
+        memory = VectorMemory.allocate(program.observation_space, program.action_space, n_envs, len(plans))
+        resources = ExitStack()
+        resources.callback(memory.close)
+        self.exchange = Exchange(memory, program)
+        self._plans = plans
+        self._ranks = np.repeat([plan.worker_rank for plan in plans], [len(plan.columns) for plan in plans])
+        super().__init__(plans, [program] * len(plans), shares, memory, options, resources)
 
     # ---- steps -----------------------------------------------------------------------------
 
     def step(self, actions: Any) -> None:
-        """Have all environments step."""
-        self.end_order()
+        """Let all environments step."""
+        self.finish_interrupted()
         self.exchange.put_actions(actions)
         self.exchange.request()
-        self._crew.open_gates()
+        self.submit(Command())
 
     def step_some(self, actions: Any, which: Ids) -> None:
-        """Have the environments `which` step, and tell of each."""
-        self.end_order()
+        """Let the environments `which` step; each result can be taken as soon as it is there."""
+        self.finish_interrupted()
         self.exchange.put_actions(actions, which)
         self.exchange.request(which, one_by_one=True)
-        self._crew.open_gates(np.unique(self._owners[which]).tolist())
+        self.submit(Command(), np.unique(self._ranks[which]).tolist())
 
-    def wait(self, until: Callable[[], bool] | None = None) -> None:
-        """Wait until all that was asked for has been done, or `until`."""
-        self.end_order()
-        self._crew.wait_out(Wait("step", until=until))
+    def wait_steps(self, until: Callable[[], bool] | None = None) -> None:
+        """Wait until all requests have their replies, or `until` returns True."""
+        self.finish_interrupted()
+        self.wait("step", until=until)
 
     def take(self, which: Ids) -> list[tuple[int, dict[str, Any]]]:
-        """The answers of `which` count as taken; returns the infos that came with them, by environment."""
-        return self.exchange.take(which, self._collect_infos)
+        """Take the results of `which`; returns their infos, by environment."""
+        return self.exchange.take(which, self._receive_infos)
 
-    # ---- orders ----------------------------------------------------------------------------
+    # ---- resets and calls --------------------------------------------------------------------
 
     def reset(self, message: bytes, seeds: Sequence[int | None], which: Ids) -> None:
-        """Reset the environments `which`, once steps that are outstanding have ended. What has come of those of the
-        same environments is dropped. `message` is a `ResetOrder`."""
-        self.wait()
+        """Reset the environments `which`, after all outstanding steps; `message` is a pickled `ResetMessage`.
+
+        Results of these environments that were not taken are dropped.
+        """
+        self.wait_steps()
         self.exchange.drop(which)
         self.exchange.put_seeds(seeds, which)
-        self._resetting = which
         self.exchange.request(which)
-        self._send(message, Wait("reset"))
-        self._resetting = None
+
+        def discard() -> None:
+            self._receive_infos()
+            self.exchange.drop(which)
+
+        self.run(Command(has_message=True), "reset", discard, message=message)
 
     def call(self, call: EnvCall) -> tuple[Any, ...]:
-        """What the environments return. Steps that are outstanding are ended first, and stay to be received."""
+        """What the environments return. Outstanding steps are finished first; their results stay."""
         message = call.dumps()
-        self.wait()
-        self._collect_infos()
-        self._send(message, Wait(f"{call.shown} {call.name!r}"))
-        promised = [self._control.trajectories(plan.worker_rank) for plan in self._plans]
-        return tuple(results(call, self._crew.take_frames(promised)))
+        self.wait_steps()
+        self._receive_infos()
+        occasion = f"{call.shown} {call.name!r}"
+        self.run(Command(has_message=True), occasion, discard=self._receive_infos, message=message)
+        expected = [self.control.n_results(plan.worker_rank) for plan in self._plans]
+        return tuple(results(call, self.take_messages(expected)))
 
-    def _send(self, message: bytes, wait: Wait) -> None:
-        self._memory.mailbox.post(message)
-        self._control.do_call = self._is_away = True
-        self._crew.open_gates()
-        self._crew.wait_out(wait)
-        self._control.do_call = self._is_away = False
-
-    def end_order(self) -> None:
-        """Wait for the end of an order whose wait was interrupted."""
-        if self._is_away:
-            self._crew.wait_out(Wait("what was interrupted"))
-            self._control.do_call = self._is_away = False
-            self._collect_infos()  # and drop the results that nobody waits for any more
-            if self._resetting is not None:
-                self.exchange.drop(self._resetting)
-                self._resetting = None
-
-    def _collect_infos(self) -> None:
-        for member in self._crew.members:
-            self.exchange.put_infos(member.pipe.take_complete())
-
-    def close(self) -> None:
-        """End the workers. Never raises; again is harmless."""
-        _end(self._crew, self._memory)
-        self._finalizer.cancel()
-
-
-def _end(crew: WorkerPool, memory: VectorMemory) -> None:
-    crew.close()
-    memory.close()
+    def _receive_infos(self) -> None:
+        for handle in self.handles:
+            self.exchange.put_infos(handle.pipe.take_complete())

@@ -1,4 +1,4 @@
-"""The numbers that callers give: integers and seconds, numpy's scalars included, anything else refused by name."""
+"""Checks of numbers and choices that callers give; errors name the argument."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import numpy as np
 
 from penstock.errors import ConfigError, brief
 
-__all__ = ["MOST_ENVS", "integer", "one_of", "seconds"]
-
-MOST_ENVS = 10**7  #: more in one process are a mistake, which is better told than tried
+MOST_ENVS = 10**7  #: more environments in one process are a mistake
 _INT64 = 2**63 - 1
 
 
 def integer(name: str, value: Any, least: int | None = None, most: int | None = _INT64) -> int:
     """`value` as an int; raises `ConfigError` naming the argument unless it is an integer within the bounds.
 
-    Arrays and tensors are refused, those of one element too: what was meant as a list must not pass for a number.
+    numpy's integers are fine. Arrays and tensors are refused, even those of one element: they may be meant as lists.
     """
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_integer or (least is not None and value < least):

@@ -1,93 +1,96 @@
-"""The order of calls: where something with workers is in its life, and what it says to a call at the wrong time."""
+"""The order of calls: one call at a time, each in a state that allows it."""
 
 from __future__ import annotations
 
 import enum
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from penstock.errors import SamplerBrokenError, SamplerClosedError, SamplerStateError
-from penstock.workers.interrupts import interrupts
-
-__all__ = ["Calls", "Lifetime"]
+from penstock.workers import sigint
 
 _State = TypeVar("_State", bound=enum.Enum)
 
 
 @dataclass(frozen=True)
-class Lifetime(Generic[_State]):
-    """The states that all who have workers know, and what errors call them. A state's value names the calls that
-    are expected in it."""
+class StateTable(Generic[_State]):
+    """The states that every owner of workers has, and its words in errors. A state's value names the calls that are
+    expected in it."""
 
     first: _State
     broken: _State
     closed: _State
     noun: str  #: "sampler"
-    end: str  #: the call that ends it
+    close_call: str  #: the call that closes it
 
 
-class Calls(Generic[_State]):
-    """One sampler's state (or a vector environment's), and the one call that is running on it."""
+class CallGuard(Generic[_State]):
+    """The state of one sampler or vector environment, and the call that runs on it."""
 
-    def __init__(self, lifetime: Lifetime[_State], *, of_this_process: bool) -> None:
-        """`of_this_process`: forks of it must not make calls."""
-        self._lifetime, self.state = lifetime, lifetime.first
-        self._pid = os.getpid() if of_this_process else None
+    def __init__(self, table: StateTable[_State], *, owned_by_process: bool) -> None:
+        """`owned_by_process`: forks of this process must not make calls."""
+        self._table, self.state = table, table.first
+        self._pid = os.getpid() if owned_by_process else None
         self._running: str | None = None
         self._lock = threading.Lock()
         self._error: SamplerBrokenError | None = None
 
     @contextmanager
-    def expecting(self, name: str, *expected: _State) -> Iterator[None]:
-        """Around the call `name`, which is in order in the states `expected`.
+    def require(self, name: str, *allowed: _State) -> Iterator[None]:
+        """Run the call `name`, which the states `allowed` allow. Ctrl-C is deferred.
 
-        Raises `SamplerStateError` naming the call that is in order, or the error that broke it. Ctrl-C is held back
-        but where the call lets it pass.
+        Raises `SamplerStateError` naming the call that is expected. After a `SamplerBrokenError` every call raises that
+        error.
         """
         if self.is_foreign:
-            noun = self._lifetime.noun
+            noun = self._table.noun
             raise SamplerStateError(
-                f"{name} was called in process {os.getpid()}, a fork of process {self._pid}, which the {noun} and its "
-                f"workers belong to: make a {noun} of this process's own"
+                f"{name} was called in process {os.getpid()}, a fork of process {self._pid}, which owns the {noun} and "
+                f"its workers: make a {noun} in this process"
             )
-        with interrupts.held():
+        with sigint.deferred():
             if not self._lock.acquire(blocking=False):
                 raise SamplerStateError(
                     f"{name} was called while {self._running} is running in another thread: one call at a time"
                 )
             try:
                 self._running = name
-                self._check(name, expected)
+                if self.state not in allowed:
+                    raise self._refusal(name)
                 yield
+            except SamplerBrokenError as error:
+                self._error, self.state = error, self._table.broken
+                raise
             finally:
                 self._running = None
                 self._lock.release()
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this is a fork of the process that it belongs to."""
+        """Whether this process is a fork of the owner."""
         return self._pid is not None and self._pid != os.getpid()
 
-    def break_with(self, error: SamplerBrokenError) -> None:
-        """A worker has failed: every call gives `error` from now on."""
-        self._error = error
-        self.state = self._lifetime.broken
+    @property
+    def is_open(self) -> bool:
+        """Whether it is neither broken nor closed."""
+        return self.state not in (self._table.broken, self._table.closed)
 
     def close(self) -> None:
-        """It has been ended; what is broken stays broken."""
-        if self.state is not self._lifetime.broken:
-            self.state = self._lifetime.closed
+        """It has been closed; a broken one stays broken."""
+        if self.state is not self._table.broken:
+            self.state = self._table.closed
 
-    def _check(self, name: str, expected: Sequence[_State]) -> None:
-        if self.state in expected:
-            return
-        if self._error is not None:  # the same error as ever, with a traceback of its own
-            raise type(self._error)(*self._error.args) from self._error.__cause__
-        if self.state is self._lifetime.closed:
-            noun, end = self._lifetime.noun, self._lifetime.end
-            raise SamplerClosedError(f"{name} was called after {end}: make a new {noun}")
-        raise SamplerStateError(f"{name} was called out of order: the call expected now is {self.state.value}")
+    def _refusal(self, name: str) -> SamplerStateError:
+        if self._error is not None:  # the same error every time, with a new traceback
+            error = type(self._error)(*self._error.args)
+            error.__cause__ = self._error.__cause__
+            return error
+        if self.state is self._table.closed:
+            return SamplerClosedError(
+                f"{name} was called after {self._table.close_call}: make a new {self._table.noun}"
+            )
+        return SamplerStateError(f"{name} was called out of order: the call expected now is {self.state.value}")

@@ -12,16 +12,14 @@ import psutil
 
 from penstock.buffers.reports import Report
 from penstock.errors import SamplerBrokenError, WorkerDiedError, WorkerError, WorkerTimeoutError
-from penstock.workers.control import Phase, ProgressSnapshot
 from penstock.workers.plan import WorkerPlan
+from penstock.workers.progress import Phase, ProgressSnapshot
 
-__all__ = ["WorkerFailure", "WorkerStatus", "add_to", "describe_exit", "failure"]
-
-_MAX_LISTED = 32  # of workers that fail at once, each with a line of its own
+_MAX_LISTED = 32  # workers that fail at once, each with a line
 _MAX_STACKS = 3
-_NO_EXIT_CODE = 255  # multiprocessing's for a worker whose fork server can no longer tell
+_NO_EXIT_CODE = 255  # multiprocessing's code for a worker whose fork server has gone
 
-_WORDS = {
+_PHASE_TEXT = {
     Phase.STARTING: "starting",
     Phase.BUILDING: "building env_rank {rank}",
     Phase.RESETTING: "resetting env_rank {rank}",
@@ -29,58 +27,57 @@ _WORDS = {
     Phase.WAITING: "waiting at barrier_in",
     Phase.ACTING: "acting",
     Phase.STEPPING: "stepping env_rank {rank}",
-    Phase.HANDING_OVER: "handing trajectory infos over",
+    Phase.SENDING: "sending results",
     Phase.CLOSING: "closing env_rank {rank}",
     Phase.CLOSED: "closed",
     Phase.BEGINNING: "beginning",
     Phase.CALLING: "in a call on its environments",
-    Phase.ASKING: "waiting for actions",
-    Phase.SERVING: "waiting for questions",
+    Phase.REQUESTING: "waiting for actions",
+    Phase.SERVING: "waiting for requests",
 }
+_IN_BATCH = (Phase.ACTING, Phase.REQUESTING, Phase.STEPPING, Phase.RESETTING)
 
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What is known of one worker at the moment of a failure."""
+    """What one worker is doing now."""
 
     plan: WorkerPlan
     pid: int
     progress: ProgressSnapshot
 
     def __str__(self) -> str:
-        if self.plan.is_server:
-            return f"{self.plan.name} (pid {self.pid})"
-        envs = f"env_rank {_span(self.plan.env_ranks)}"
-        if len(self.plan.eval_env_ranks):
-            envs += f", for evaluation {_span(self.plan.eval_env_ranks)}"
-        return f"{self.plan.name} (pid {self.pid}, {envs})"
+        return f"{self.plan.name} ({', '.join(filter(None, [f'pid {self.pid}', self.plan.env_text]))})"
 
     @property
     def doing(self) -> str:
         """Its phase in words, with environment and time step."""
-        words = _WORDS[self.progress.phase].format(rank=self.progress.env_rank)
-        in_batch = self.progress.phase in (Phase.ACTING, Phase.ASKING, Phase.STEPPING, Phase.RESETTING)
-        return f"{words}, t={self.progress.t}" if in_batch and self.progress.t >= 0 else words
+        text = _PHASE_TEXT[self.progress.phase].format(rank=self.progress.env_rank)
+        return f"{text}, t={self.progress.t}" if self.progress.phase in _IN_BATCH and self.progress.t >= 0 else text
 
-
-def _span(ranks: range) -> str:
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    @property
+    def heartbeat_text(self) -> str:
+        """Its phase, and how long ago it last made progress."""
+        if self.progress.heartbeat == 0:
+            return f"{self.plan.name}: {self.doing}, no heartbeat yet"
+        seconds = time.monotonic() - self.progress.heartbeat
+        return f"{self.plan.name}: {self.doing}, last heartbeat {seconds:.1f} s ago"
 
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """A worker that failed: what is known of it, how it ended, and what it left to be read."""
+    """A worker that failed: its last status, how it ended, and what it has left to read."""
 
-    witness: WorkerStatus
+    status: WorkerStatus
     exitcode: int | None
-    report: Report | None  #: its own account, if it raised
+    report: Report | None  #: its exception, if it raised
     stack: str = ""  #: its Python stack, if it crashed or hung
-    hung: str = ""  #: how it hung, if it was this side that ended it
+    hung: str = ""  #: how it hung, if the main process killed it for that
 
     @property
     def rank(self) -> int:
         """The worker's rank."""
-        return self.witness.plan.worker_rank
+        return self.status.plan.worker_rank
 
     def __str__(self) -> str:
         if self.hung:
@@ -89,7 +86,7 @@ class WorkerFailure:
             how = f"raised {self.report.headline}"
         else:
             how = describe_exit(self.exitcode)
-        return f"{self.witness} {how} while {self.witness.doing}"
+        return f"{self.status} {how} while {self.status.doing}"
 
 
 def describe_exit(exitcode: int | None) -> str:
@@ -97,7 +94,7 @@ def describe_exit(exitcode: int | None) -> str:
     if exitcode is None:
         return "ended in an unknown way"
     if exitcode == _NO_EXIT_CODE and _fork_server_has_ended():
-        return "ended with the fork server, which has been killed"
+        return "ended with the fork server, which was killed"
     if exitcode >= 0:
         return f"exited with code {exitcode}"
     try:
@@ -116,43 +113,36 @@ def _fork_server_has_ended() -> bool:
         return True
 
 
-def failure(
-    dead: Sequence[WorkerFailure], others: Sequence[WorkerStatus], occasion: str, note: str = ""
+def make_error(
+    failures: Sequence[WorkerFailure], others: Sequence[WorkerStatus], occasion: str, note: str = ""
 ) -> SamplerBrokenError:
-    """The error for workers that failed during `occasion`; `__cause__` is the first report's exception.
+    """The error for workers that failed during `occasion`; `__cause__` is the first reported exception.
 
-    `note` is added: why they have not been replaced.
+    `others` are the workers that live. `note` says why the failed ones were not replaced.
     """
-    hung = [casualty for casualty in dead if casualty.hung]
-    reported = [casualty.report for casualty in dead if casualty.report is not None]
-    lines = [f"{casualty} ({occasion})" for casualty in dead[:_MAX_LISTED]]
-    if len(dead) > _MAX_LISTED:
-        lines.append(f"... and {len(dead) - _MAX_LISTED} more workers")
+    hung = [failure for failure in failures if failure.hung]
+    reports = [failure.report for failure in failures if failure.report is not None]
+    lines = [f"{failure} ({occasion})" for failure in failures[:_MAX_LISTED]]
+    if len(failures) > _MAX_LISTED:
+        lines.append(f"... and {len(failures) - _MAX_LISTED} more workers")
     if hung:
-        everyone = sorted([*others, *(casualty.witness for casualty in dead)], key=lambda w: w.plan.worker_rank)
-        lines += [f"  {_sign_of_life(witness)}" for witness in everyone]
+        everyone = sorted([*others, *(failure.status for failure in failures)], key=lambda s: s.plan.worker_rank)
+        lines += [f"  {status.heartbeat_text}" for status in everyone]
     elif others:
-        lines.append("the others: " + "; ".join(f"{w.plan.name} {w.doing}" for w in others))
+        lines.append("the others: " + "; ".join(f"{status.plan.name} {status.doing}" for status in others))
     if note:
         lines.append(note)
-    for casualty in [casualty for casualty in dead if casualty.stack][:_MAX_STACKS]:
-        lines += [f"the stack of {casualty.witness.plan.name}:", casualty.stack]
-    kind = WorkerTimeoutError if hung else WorkerError if reported else WorkerDiedError
+    for failure in [failure for failure in failures if failure.stack][:_MAX_STACKS]:
+        lines += [f"the stack of {failure.status.plan.name}:", failure.stack]
+    kind = WorkerTimeoutError if hung else WorkerError if reports else WorkerDiedError
     error = kind("\n".join(lines))
-    if reported:
-        error.__cause__ = reported[0].as_cause()
+    if reports:
+        error.__cause__ = reports[0].as_cause()
     return error
 
 
-def add_to(error: SamplerBrokenError, killed: Sequence[WorkerFailure]) -> None:
-    """Name in `error` the workers that turned out to have been killed too, after it was made."""
+def add_killed(error: SamplerBrokenError, killed: Sequence[WorkerFailure]) -> None:
+    """Name in `error` the workers that were found killed after it was made."""
     if killed:
-        lines = [str(error), "killed as well, in the same moment or while the others were told to end:"]
+        lines = [str(error), "killed as well, at the same moment or while the others were told to exit:"]
         error.args = ("\n".join([*lines, *map(str, killed[:_MAX_LISTED])]),)
-
-
-def _sign_of_life(witness: WorkerStatus) -> str:
-    if witness.progress.heartbeat == 0:
-        return f"{witness.plan.name}: {witness.doing}, no sign of life yet"
-    seconds = time.monotonic() - witness.progress.heartbeat
-    return f"{witness.plan.name}: {witness.doing}, last sign of life {seconds:.1f} s ago"

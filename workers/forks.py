@@ -1,4 +1,4 @@
-"""What a fork of the main process lets go of: it owns no worker, no guardian and no fork server."""
+"""What a fork of the main process must release: it owns no worker, no guardian and no fork server."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import weakref
 from multiprocessing import forkserver
 from typing import Any, Protocol
 
-__all__ = ["abandon_in_forks"]
-
 
 class Abandonable(Protocol):
-    """Something that belongs to one process alone."""
+    """Something that belongs to one process."""
 
     def abandon(self) -> None:
-        """In a fork of that process: let go of it without harm to it."""
+        """In a fork of that process: release it here, and leave it alone there."""
 
 
 _owned: weakref.WeakSet[Abandonable] = weakref.WeakSet()
 
 
 def abandon_in_forks(thing: Abandonable) -> None:
-    """Have every fork of this process call `thing.abandon()`, as long as `thing` exists."""
+    """Let every fork of this process call `thing.abandon()`, as long as `thing` exists."""
     _owned.add(thing)
 
 
@@ -29,8 +27,8 @@ def _after_fork() -> None:
     for thing in list(_owned):
         thing.abandon()
     _owned.clear()
-    # The fork server is the parent's child. Asking after it here would fail, and holding on to the pipe that
-    # keeps it alive would make it outlive the parent.
+    # The fork server is the parent's child. This process cannot wait for it, and an open copy of its pipe would keep it
+    # alive after the parent.
     server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         os.close(server._forkserver_alive_fd)

@@ -1,22 +1,21 @@
-"""barrier_in and barrier_out, hub and spoke: one gate per worker, opened and watched by the main process.
+"""barrier_in and barrier_out: one gate per worker, opened and watched by the main process.
 
-A gate is two counts in shared memory, each with one writer, and a wake-up for each direction:
+A gate is two counts in shared memory, each with one writer, and a wake-up in each direction:
 
     main process                                   worker
     open():   opened += 1, wake the worker   -->   wait_in(): until opened > arrived     (barrier_in)
     arrived:  arrived == opened              <--   arrive():  arrived += 1, wake main    (barrier_out)
 
-and, in between, where the inference server acts in the main process, at every step:
+With central inference, workers also send requests in the middle of a batch:
 
-    question: asked != answered              <--   ask():     asked += 1, wake main, until answered
-    answered = asked, then wake()            -->
+    inference server                               worker
+    request: requested != replied            <--   request(): requested += 1, wake the server, wait for the reply
+    replied = requested, then wake()         -->
 
-Where the agent acts in a process of its own, that process is the one to wake for a question, and for an arrival too;
-what wakes it is what wakes it for its own gate, which it has as all workers do.
+If the inference server is a process, it has a gate too. Requests and arrivals wake it through that gate.
 
-The counts are the truth; a wake-up only says "look again", so a stray or doubled one does no harm, and
-neither side can be wedged by the other's death: there is no lock to die with. Start-up is opening number
-one, which no one waits for: the worker arrives once when it is ready.
+The counts are the truth. A wake-up only says "look again", so an extra one does no harm. There is no lock, so a process
+that dies cannot block the other side. Opening number one is start-up: the worker arrives once when it is ready.
 """
 
 from __future__ import annotations
@@ -25,19 +24,17 @@ import os
 import select
 import time
 from collections.abc import Callable
-from typing import Any
 
 from penstock.buffers.descriptors import InheritedFd
-from penstock.workers.control import ControlBlock, Progress
+from penstock.workers.control import Command, ControlBlock
+from penstock.workers.progress import Phase, Progress
 from penstock.workers.spinning import spin
 
-__all__ = ["Gate", "MainProcessGone", "WakeUp"]
-
-_LOOK_AGAIN_MS = 1000
+_POLL_MS = 1000
 
 
 class MainProcessGone(Exception):
-    """The main process has died; the worker has no reason to live."""
+    """The main process has died, so the worker must exit."""
 
 
 class WakeUp:
@@ -56,19 +53,19 @@ class WakeUp:
         return self._read.fd
 
     def notify(self) -> None:
-        """Wake the other side. Many at once are one."""
+        """Wake the other side."""
         try:
             os.write(self._write.fd, b"\1\0\0\0\0\0\0\0")
         except BlockingIOError:
-            pass  # full: the other side has more than enough to wake it
+            pass  # a full pipe wakes the other side too
 
     def clear(self) -> None:
-        """Forget the wake-ups that have come."""
+        """Forget the wake-ups that have arrived."""
         try:
             while len(os.read(self._read.fd, 4096)) == 4096:
                 pass
         except BlockingIOError:
-            pass  # none had come
+            pass  # none had arrived
 
     def close(self) -> None:
         self._read.close()
@@ -76,31 +73,31 @@ class WakeUp:
 
 
 class Gate:
-    """One worker's gate; see the module's first lines. Pickles to that worker while it is started."""
+    """One worker's gate, as the module describes it. It can be pickled only to a worker that is being started."""
 
     def __init__(
         self, control: ControlBlock, worker_rank: int, *, spin_seconds: float, server: Gate | None = None
     ) -> None:
-        """`server` is the gate of the inference server, if that is a process of its own."""
+        """`server` is the gate of the inference server, if that is a process."""
         self._control, self._rank, self._spin_seconds = control, worker_rank, spin_seconds
         self._go, self._done = WakeUp(), WakeUp()
         self._server_go = None if server is None else server._go
-        self._poll: Any = None  # the worker's, made there
+        self._poll: select.poll | None = None  # the worker makes it
 
     # ---- main process ----------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Let the worker through barrier_in."""
-        self._control.open(self._rank)
+    def open(self, command: Command = Command()) -> None:  # noqa: B008 - immutable
+        """Let the worker through barrier_in, to run `command`."""
+        self._control.open(self._rank, command)
         self._go.notify()
 
     @property
     def arrived(self) -> bool:
-        """The worker has answered the last opening: it stands at barrier_out."""
+        """Whether the worker has completed the last opening and waits at barrier_out."""
         return self._control.has_arrived(self._rank)
 
     def fileno(self) -> int:
-        """Polled by the main process; readable when the worker may have arrived."""
+        """The main process polls it: readable when the worker may have arrived."""
         return self._done.fileno()
 
     def clear(self) -> None:
@@ -111,48 +108,52 @@ class Gate:
         self._go.close()
         self._done.close()
 
-    # ---- inference server ---------------------------------------------------------------------
+    # ---- inference server ------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Wake the worker: its question has been answered."""
+        """Wake the worker: its request has a reply."""
         self._go.notify()
 
     # ---- worker ----------------------------------------------------------------------------
 
-    def wait_in(self, progress: Progress, main_process: Any) -> None:
-        """Wait for the next opening. Raises `MainProcessGone` if `main_process` (a pidfd, or None where
-        the watchdog alone looks after it) becomes readable."""
+    def wait_in(self, progress: Progress, main_process: InheritedFd | None) -> None:
+        """Wait for the next opening.
+
+        Raises `MainProcessGone` if `main_process` becomes readable: a pidfd, or None where only the watchdog thread
+        watches the main process.
+        """
         began = time.monotonic()
         wanted = progress.arrived + 1
         self._wait(lambda: self._control.opened(self._rank) >= wanted, main_process)
         progress.add_waiting(time.monotonic() - began)
 
     def arrive(self, progress: Progress) -> None:
-        """Answer the opening."""
+        """Complete the opening."""
         progress.arrived += 1
         self._done.notify()
         if self._server_go is not None:
             self._server_go.notify()
 
     def signal(self) -> None:
-        """Have the main process look again, though this worker has not arrived."""
+        """Wake the main process, though this worker has not arrived."""
         self._done.notify()
 
-    def ask(self, progress: Progress, question: int, main_process: Any) -> None:
-        """Ask the inference server, in the middle of a batch, and wait for its answer. Raises as `wait_in` does,
-        and `StopCollecting` once the sampler is shutting down."""
-        progress.ask(question)
+    def request(self, progress: Progress, kind: int, main_process: InheritedFd | None) -> None:
+        """Send a request of this kind to the inference server and wait for the reply. Raises as `wait_in` does, and
+        `StopCollecting` once the sampler shuts down."""
+        progress.request(kind)
         (self._server_go or self._done).notify()
-        self._wait(lambda: progress.is_answered, main_process)
+        self._wait(lambda: progress.has_reply, main_process)
+        progress.enter(Phase.ACTING)
 
-    def _wait(self, has_come: Callable[[], bool], main_process: Any) -> None:
-        if spin(has_come, self._spin_seconds):
+    def _wait(self, is_done: Callable[[], bool], main_process: InheritedFd | None) -> None:
+        if spin(is_done, self._spin_seconds):
             return
-        while not has_come():
+        while not is_done():
             self.sleep(main_process)
 
-    def sleep(self, main_process: Any, milliseconds: int = _LOOK_AGAIN_MS) -> None:
-        """Wait to be woken, so long at most; raises as `wait_in` does. What has come is for the caller to see."""
+    def sleep(self, main_process: InheritedFd | None, milliseconds: int = _POLL_MS) -> None:
+        """Sleep until something wakes this worker, at most for `milliseconds`. Raises as `wait_in` does."""
         if self._poll is None:
             self._poll = select.poll()
             self._poll.register(self._go.fileno(), select.POLLIN)

@@ -1,12 +1,12 @@
 """The guardian: a shell that kills the workers' process groups when the main process is gone.
 
-A worker watches the main process itself, from a thread. That thread cannot run while C code holds the
-interpreter lock, and the kernel's parent-death signal reaches the worker but not the processes that its
-environments have started. The guardian needs neither: it sleeps on a pipe whose other end the main
-process holds, and the end of that pipe is the end of the main process, however it came.
+A worker watches the main process itself, from a thread. That thread cannot run while C code holds the interpreter lock.
+The kernel's parent-death signal reaches the worker, but not the processes that its environments have started. The
+guardian needs neither. It reads from a pipe whose other end the main process holds, so it notices the end of the main
+process, whatever the reason.
 
-It lets the watchdogs go first, for half a second: they also give back what their process holds. Until then it keeps the
-fork server, whose end is what the parent-death signal waits for, from ending.
+The guardian waits half a second for the workers' watchdogs, which also release what their processes hold. Until then it
+keeps the fork server alive, since its exit triggers the parent-death signal.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import subprocess
 from penstock.workers.forks import abandon_in_forks
 from penstock.workers.launch import Starter
 
-__all__ = ["Guardian"]
-
-# Lines "+pid" and "-pid" add and remove a process group; "done" ends it without killing anybody. Its argument is
-# the process id of the fork server, if there is one.
+# Lines "+pid" and "-pid" add and remove a process group; "done" ends the shell. Its argument is the process id of the
+# fork server, if there is one.
 _SCRIPT = """
 groups=" "
 while read -r line; do
@@ -41,7 +39,7 @@ for seconds in 0.05 0.05 0.1 0.1 0.2; do
     sleep "$seconds"
 done
 for group in $groups ${1:+"-$1"}; do
-    # One that is only just starting has no group of its own yet.
+    # A worker that has only just started has no process group yet.
     kill -s KILL -- "$group" || kill -s KILL -- "${group#-}"
 done
 """
@@ -49,8 +47,7 @@ _END_SECONDS = 1.0
 
 
 class Guardian:
-    """Watches over the processes that it is told of, and their groups. Without a shell there is none, and the
-    workers' own watchdogs must do."""
+    """Watches processes and their groups. Without a shell there is none; then only the workers' watchdogs work."""
 
     def __init__(self, starter: Starter | None = None) -> None:
         self._shell: subprocess.Popen[bytes] | None = None
@@ -62,7 +59,7 @@ class Guardian:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                start_new_session=True,  # Ctrl-C is not meant for it
+                start_new_session=True,  # Ctrl-C must not reach it
                 bufsize=0,
             )
         abandon_in_forks(self)
@@ -72,11 +69,11 @@ class Guardian:
         self._say(f"+{pid}")
 
     def forget(self, pid: int) -> None:
-        """A worker and its group are gone: the number may soon be somebody else's."""
+        """A worker and its group are gone: another process may get the number."""
         self._say(f"-{pid}")
 
     def close(self) -> None:
-        """Dismiss it."""
+        """End the shell."""
         if self._shell is None:
             return
         shell, self._shell = self._shell, None
@@ -93,12 +90,12 @@ class Guardian:
 
     def _say(self, line: str) -> None:
         if self._shell is not None and self._shell.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it was killed; the watchdogs must do
+            with contextlib.suppress(BrokenPipeError):  # the shell was killed; the watchdogs still work
                 os.write(self._shell.stdin.fileno(), f"{line}\n".encode())
 
     def abandon(self) -> None:
-        """In a fork of the main process: let go of the pipe, whose end must be the main process's alone."""
+        """In a fork of the main process: close the pipe, whose end only the main process may hold."""
         shell, self._shell = self._shell, None
         if shell is not None and shell.stdin is not None:
             shell.stdin.close()
-            shell.returncode = 0  # not this process's child: nothing to wait for
+            shell.returncode = 0  # it is not this process's child, so there is nothing to wait for

@@ -1,102 +1,135 @@
-"""One worker process as the main process holds it: its gate, its pipe, its end."""
+"""The main process's view of one worker process: its gate, its pipe, its death."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.trajectory_queue import ObjectPipe
-from penstock.workers.control import ControlBlock
-from penstock.workers.failures import WorkerStatus
 from penstock.workers.gates import Gate
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.stacks import StackFile
-from penstock.workers.watch import DeathWatch
-
-__all__ = ["WorkerHandle"]
 
 _REAP_SECONDS = 0.5
 
-# Of /proc/PID/stat: see proc_pid_stat(5); counted behind the name.
-_FLAGS = 6
+# Fields of /proc/PID/stat behind the name; see proc_pid_stat(5).
+_STATE, _FLAGS, _START_TIME = 0, 6, 19
 _PF_EXITING = 0x4
+
+
+class DeathWatch:
+    """Readable when a process has exited.
+
+    It polls a pidfd where there is one, which reacts within a millisecond. The fallback is `Process.sentinel`, a pipe
+    whose other end the process's own children may hold open long after its death.
+    """
+
+    def __init__(self, process: Any) -> None:
+        self._sentinel = process.sentinel
+        self._pidfd = open_pidfd(process.pid)
+
+    def fileno(self) -> int:
+        return self._sentinel if self._pidfd is None else self._pidfd.fd
+
+    def close(self) -> None:
+        if self._pidfd is not None:
+            self._pidfd.close()
+
+
+def open_pidfd(pid: int) -> InheritedFd | None:
+    """A pidfd of the process; None where the system has none or refuses, or where the process is gone."""
+    try:
+        return InheritedFd(os.pidfd_open(pid))
+    except (AttributeError, OSError):
+        return None
 
 
 @dataclass
 class WorkerHandle:
-    """A worker that has been started. A replacement is a new member with its forerunner's gate."""
+    """A worker process that has been started. A replacement gets a new handle with the same gate."""
 
     plan: WorkerPlan
-    process: Any  #: multiprocessing's Process of whichever context
+    process: Any  #: multiprocessing's Process of any context
     pid: int
     gate: Gate
     pipe: ObjectPipe
     stacks: StackFile
-    death: DeathWatch
-    begun_before: int  #: openings of the gate that its forerunners had begun
-    is_buried: bool = False
+    begun_before: int  #: openings of the gate that earlier workers of this rank had begun
+    is_reaped: bool = False
+    death: DeathWatch = field(init=False)
 
-    @property
-    def rank(self) -> int:
-        """The worker's rank."""
-        return self.plan.worker_rank
+    def __post_init__(self) -> None:
+        self.rank = self.plan.worker_rank
+        self._start_time = _stat_field(self.pid, _START_TIME)
+        self.death = DeathWatch(self.process)
 
     def signal_group(self, sig: int) -> None:
-        """Signal the worker and all that its environments have started."""
+        """Signal the worker and everything that its environments have started."""
+        start_time = _stat_field(self.pid, _START_TIME)
+        if start_time is not None and start_time != self._start_time:
+            return  # the worker is gone, and the system has given its process id to another process
         try:
             os.killpg(self.pid, sig)
         except (ProcessLookupError, PermissionError):
-            # The worker has not yet made a group of its own, or is gone.
+            # The worker has no process group yet, or is gone.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if self.process.exitcode is None:
                     os.kill(self.pid, sig)
 
-    def bury(self) -> int | None:
-        """Kill what is left of it, then collect its exit code (None if it cannot be had).
+    def reap(self) -> int | None:
+        """Kill what is left of the worker and its group, then collect its exit code; None if there is none.
 
-        In this order: as long as nobody has asked for the exit code, the process id cannot have been
-        given to anybody else.
+        In this order: a process id cannot be used again before its exit code is collected.
         """
-        if not self.is_buried:
+        if not self.is_reaped:
             self.signal_group(signal.SIGKILL)
             self.process.join(_REAP_SECONDS)
         code: int | None = self.process.exitcode
-        self.is_buried = True
+        self.is_reaped = True
         return code
-
-    def witness(self, control: ControlBlock) -> WorkerStatus:
-        """What its progress row says of it now."""
-        return WorkerStatus(self.plan, self.pid, control.snapshot(self.rank))
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the system has been told to hold the process (SIGSTOP, a debugger)."""
+        """Whether the system holds the process (SIGSTOP, a debugger)."""
         with contextlib.suppress(psutil.Error):
             return bool(psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP))
         return False
 
     @property
     def is_dying(self) -> bool:
-        """Whether the process has been killed and is not yet dead, which may take a while on a busy machine."""
+        """Whether the process has been killed but still exists, which may take a while on a busy machine."""
         with contextlib.suppress(OSError, ValueError):
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-            if int(fields[_FLAGS]) & _PF_EXITING or fields[0] in "ZX":
+            fields = _stat_fields(self.pid)
+            if int(fields[_FLAGS]) & _PF_EXITING or fields[_STATE] in "ZX":
                 return True
             status = Path(f"/proc/{self.pid}/status").read_text()
             pending = [
                 int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd"))
             ]
             return any(mask >> (signal.SIGKILL - 1) & 1 for mask in pending)
-        return False  # the system does not say, or it is gone
+        return False  # the system does not say, or the process is gone
 
     def release(self) -> None:
-        """Give back what is this member's alone; gate and files may go on with a replacement."""
+        """Release what belongs to this process alone; a replacement keeps gate, pipe and stack file."""
         self.death.close()
-        with contextlib.suppress(ValueError):  # still running, against all SIGKILLs: leave it to the system
+        with contextlib.suppress(ValueError):  # it still runs in spite of SIGKILL: leave it to the system
             self.process.close()
+
+
+def _stat_fields(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _stat_field(pid: int, index: int) -> str | None:
+    """One field of the process's stat; None if the process is gone or the system has no /proc."""
+    try:
+        return _stat_fields(pid)[index]
+    except (OSError, IndexError):
+        return None

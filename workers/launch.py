@@ -15,65 +15,54 @@ from multiprocessing import forkserver
 from typing import Any
 
 import cloudpickle
-from gymnasium.vector.utils import clear_mpi_env_vars
 
 from penstock.buffers.mailbox import Mailbox
 from penstock.errors import ConfigError, WorkerDiedError
 from penstock.workers.limits import check_limits
-from penstock.workers.plan import WorkerPlan
-from penstock.workers.process import WorkerSetup, WorkOrder, worker_main
-from penstock.workers.work import Job
-
-__all__ = ["START_METHODS", "Launcher", "PickledJob", "Starter"]
+from penstock.workers.process import worker_main
+from penstock.workers.program import WorkerProcessArgs, WorkerProgram
 
 START_METHODS = ("fork", "forkserver", "spawn")
 
-#: Imported once by the fork server, so that workers start in milliseconds, not seconds. What else it imports is as the
-#: first in this process who has workers asks for it.
-_PRELOAD = ("penstock.workers.process", "gymnasium", "gymnasium.envs.classic_control")
+# They would make libraries believe that a worker is an MPI process.
+_MPI_PREFIXES = ("OMPI_", "PMI_")
 
 _start_lock = threading.Lock()
 
 
-class PickledJob:
-    """A job on its way to the workers: what all share is pickled once, the rest for each worker.
+def post_programs(
+    programs: Sequence[WorkerProgram], shares: Sequence[Any]
+) -> tuple[Mailbox, list[tuple[slice, slice, slice]]]:
+    """Pickle what each worker needs into a new mailbox; a program of several workers is pickled once.
 
-    It lies in a file that the workers read. `multiprocessing` would send it through a pipe, and wait for
-    ever if a worker died before it had read its part.
-
-    Raises `ConfigError` naming the argument that cannot be pickled.
+    Returns the mailbox, and for each worker where its environment variables, program and share lie in it. Raises
+    `ConfigError` naming the argument that cannot be pickled.
     """
-
-    def __init__(self, job: Job, plans: Sequence[WorkerPlan]) -> None:
-        with clear_mpi_env_vars():
-            # Today's variables, not those of the day the fork server began, and without those that would
-            # make libraries think that the workers are MPI ranks.
-            environ = pickle.dumps(dict(os.environ))
-        parts = [environ, *_pickled(job, plans)]
-        self.mailbox = Mailbox()
-        self.environ, self.common, *self.shares = self.mailbox.post_parts(parts)
-
-    def order_for(self, plan: WorkerPlan) -> WorkOrder:
-        """What one worker is to read."""
-        return WorkOrder(self.mailbox, self.environ, self.common, self.shares[plan.worker_rank])
-
-    def close(self) -> None:
-        self.mailbox.close()
-
-
-def _pickled(job: Job, plans: Sequence[WorkerPlan]) -> list[bytes]:
+    # Today's variables, not those of the day when the fork server started.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_PREFIXES)}
+    distinct = list({id(program): program for program in programs}.values())
+    indices = [[id(one) for one in distinct].index(id(program)) for program in programs]
     try:
-        return [bytes(cloudpickle.dumps(part)) for part in (job.common(), *map(job.share_of, plans))]
-    except Exception as error:  # pickling runs the user's code: anything may come
-        for name, value in job.arguments().items():
-            try:
-                cloudpickle.dumps(value)
-            except Exception as cause:
-                raise ConfigError(
-                    f"{name} cannot be pickled for the workers: {cause}. Build such "
-                    "objects inside the function instead of closing over them; SerialSampler pickles nothing"
-                ) from cause
-        raise ConfigError(f"the workers' job cannot be pickled: {error}") from error
+        parts = [bytes(cloudpickle.dumps(part)) for part in (*distinct, *shares)]
+    except Exception as error:  # pickling runs the user's code, which may raise anything
+        raise _unpicklable(distinct, shares, error) from error
+    mailbox = Mailbox()
+    where, *places = mailbox.post_parts([pickle.dumps(environ), *parts])
+    n = len(distinct)
+    return mailbox, [(where, places[index], places[n + rank]) for rank, index in enumerate(indices)]
+
+
+def _unpicklable(programs: Sequence[WorkerProgram], shares: Sequence[Any], error: Exception) -> ConfigError:
+    named = {name: part for program in programs for name, part in program.pickled_parts().items()}
+    for name, part in {**named, programs[0].share_name: shares}.items():
+        try:
+            cloudpickle.dumps(part)
+        except Exception as cause:
+            return ConfigError(
+                f"{name} cannot be pickled for the workers: {cause}. Build such objects inside the function instead of "
+                "closing over them; SerialSampler pickles nothing"
+            )
+    return ConfigError(f"the workers' program cannot be pickled: {error}")
 
 
 @dataclass(frozen=True)
@@ -81,27 +70,28 @@ class Starter:
     """The fork server."""
 
     pid: int
-    alive_fd: int  #: a pipe; the fork server ends when every copy of this end of it is closed
+    alive_fd: int  #: a pipe; the fork server exits when every copy of this end is closed
 
 
 class Launcher:
-    """Starts the workers of one sampler, and later their replacements.
+    """Starts the workers of one pool, and later their replacements.
 
     Raises `ConfigError` where the start method or this machine's limits do not allow them.
     """
 
     def __init__(self, start_method: str, n_workers: int, preload: Sequence[str]) -> None:
-        """`preload`: modules that the job's workers import, beside those that all do."""
-        self._start_method, self._preload = start_method, [*preload, *_PRELOAD]
+        """`preload`: modules that workers import, for the fork server to import once. The first pool of this process
+        decides what it imports."""
+        self._start_method, self._preload = start_method, [*preload, "penstock.workers.process"]
         check_limits(n_workers, start_method)
         _refuse_unsafe_fork(start_method)
 
     def prepare(self) -> Starter | None:
-        """Start what starts the workers, if it has not been; None if that is this process."""
+        """Start the fork server unless it runs; None if this process starts the workers itself."""
         if self._start_method != "forkserver":
             return None
         with _start_lock, _no_main_module():
-            if _forkserver_is_idle():
+            if forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined]
                 multiprocessing.set_forkserver_preload(self._preload)
             with _explaining("the fork server"):
                 forkserver.ensure_running()
@@ -110,25 +100,25 @@ class Launcher:
 
     @property
     def dies_with_starter(self) -> bool:
-        """Whether a worker should also ask the kernel to kill it when its starter ends.
+        """Whether a worker should also ask the kernel to kill it when its starter exits.
 
-        The fork server ends when the main process and its guardian have ended: time enough for the worker's
-        watchdog to give back what the worker holds, and to kill its whole group. With fork and spawn the kernel
-        would be first, and what the environments have started would live on; the guardian gets those whose
+        The fork server exits after the main process and its guardian. That leaves time for the worker's watchdog to
+        release what the worker holds and to kill its whole group. With fork and spawn the kernel would be faster than
+        the watchdog, and what the environments have started would survive; there the guardian kills workers whose
         interpreter is stuck in C.
         """
         return self._start_method == "forkserver"
 
-    def make(self, setup: WorkerSetup) -> Any:
+    def make(self, args: WorkerProcessArgs) -> Any:
         """The `multiprocessing.Process`, not started."""
         context = multiprocessing.get_context(self._start_method)
-        name = setup.plan.name.removeprefix("the ").replace(" ", "-")
+        name = args.plan.name.removeprefix("the ").replace(" ", "-")
         return context.Process(  # type: ignore[attr-defined]
-            target=worker_main, args=(setup,), name=f"penstock-{name}"
+            target=worker_main, args=(args,), name=f"penstock-{name}"
         )
 
     def start(self, process: Any, name: str) -> None:
-        """Start the process, which errors call `name`."""
+        """Start the process; errors call it `name`."""
         _refuse_unsafe_fork(self._start_method)
         main_module = contextlib.nullcontext() if self._start_method == "fork" else _no_main_module()
         with _start_lock, main_module, _not_daemonic():
@@ -139,7 +129,7 @@ class Launcher:
                 raise WorkerDiedError(f"{name} died before it could be told what to do (start-up)") from error
             except (EOFError, ConnectionError) as error:
                 raise ConfigError(
-                    f"{name} could not be started: the fork server has ended ({error}). "
+                    f"{name} could not be started: the fork server has exited ({error}). "
                     "If this machine allows no more processes, lower n_workers or raise the limit (ulimit -u)"
                 ) from error
 
@@ -157,7 +147,7 @@ def _explaining(what: str) -> Iterator[None]:
 
 
 def _refuse_unsafe_fork(start_method: str) -> None:
-    """A fork copies one thread and the locks that the others held: the child may wait for ever."""
+    """A fork copies one thread, and the locks that other threads held: the child may wait for ever."""
     if start_method != "fork":
         return
     others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
@@ -174,16 +164,12 @@ def _refuse_unsafe_fork(start_method: str) -> None:
         )
 
 
-def _forkserver_is_idle() -> bool:
-    return forkserver._forkserver._forkserver_pid is None  # type: ignore[attr-defined]
-
-
 @contextlib.contextmanager
 def _no_main_module() -> Iterator[None]:
     """Keep children from importing the user's script.
 
-    The job is pickled by value where it comes from `__main__`, so they do not need it, and a script
-    without an `if __name__ == "__main__"` guard would start samplers of its own in every worker.
+    They do not need it: what comes from `__main__` is pickled by value. A script without an
+    `if __name__ == "__main__"` guard would start samplers in every worker.
     """
     real = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -197,8 +183,8 @@ def _no_main_module() -> Iterator[None]:
 def _not_daemonic() -> Iterator[None]:
     """Let a daemonic process (a data loader's, a pool's) have workers too.
 
-    `multiprocessing` forbids it because it kills daemonic processes without asking, and their children
-    would be left behind. Workers here end with their main process however it ends.
+    `multiprocessing` forbids it, since it kills daemonic processes and their children would survive. Workers here
+    always exit with their main process.
     """
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     daemonic = config.pop("daemon", None)

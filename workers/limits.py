@@ -1,4 +1,4 @@
-"""What the system allows this process, looked up before workers are started: descriptors and processes."""
+"""How many descriptors and processes the system still allows, checked before workers start."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 
-__all__ = ["check_limits"]
-
-# Per worker in the main process: its gate's two wake-ups, both ends of its pipe, its stack file, its pidfd and
-# its sentinel. And while one is being started, its setup as the start method passes it on.
+# Per worker in the main process: two wake-ups, both ends of its pipe, its stack file, its pidfd, its sentinel, and
+# what the start method adds.
 _DESCRIPTORS_PER_WORKER = {"fork": 8, "forkserver": 8, "spawn": 9}
 _DESCRIPTORS_BESIDE = 32  # the shared blocks, the guardian, the fork server, and what one start takes
 _PROCESSES_BESIDE = 3  # fork server, resource tracker, guardian
@@ -46,8 +44,8 @@ def _descriptors_left() -> int | None:
 
 
 def _processes_left(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """The room that each enclosing cgroup leaves. The user's own limit (ulimit -u) counts threads of all
-    sessions, which only the system can; a start that hits it says so."""
+    """How many processes each enclosing cgroup still allows. The user's own limit (ulimit -u) counts the threads of all
+    sessions, which only the system can do; a start that reaches it says so."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

@@ -1,217 +1,231 @@
-"""Supervision: the main process's one wait, over arrivals, messages, deaths and deadlines of all workers."""
+"""The monitor: the main process's one wait, over the arrivals, messages, deaths and deadlines of all workers."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import select
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from penstock.buffers.reports import ReportBoard
-from penstock.errors import ConfigError, SamplerClosedError
-from penstock.workers.control import ControlBlock, Phase, ProgressSnapshot
-from penstock.workers.failures import WorkerFailure, failure
+from penstock.workers import sigint
+from penstock.workers.control import ControlBlock
+from penstock.workers.failures import WorkerFailure, WorkerStatus
 from penstock.workers.handle import WorkerHandle
-from penstock.workers.interrupts import interrupts
-from penstock.workers.restarts import Restarts
+from penstock.workers.progress import Phase, ProgressSnapshot
 from penstock.workers.spinning import spin
-from penstock.workers.team import Wait
-from penstock.workers.watch import Watch
 
-__all__ = ["Limits", "Supervisor"]
-
-_LOOKS_PER_LIMIT = 20
-_LOOK_SECONDS = 0.25  # and at least so often, if there is a limit
-_LOOK_AROUND_SECONDS = 0.1  # for deaths that nobody waits to hear of, though all goes well
-_GATHER_SECONDS = 0.001  # after each death, for another that comes of the same cause
-_DYING_SECONDS = 0.5  # for one that is known to be dying
+_CHECKS_PER_LIMIT = 20
+_CHECK_SECONDS = 0.25  # the longest time between two checks, if there is a limit
+_CLOSE_LOOK_SECONDS = 0.1  # spinning sees no deaths, so that often it gives way to a poll
+_GATHER_SECONDS = 0.001  # after each death, for another with the same cause
+_DYING_SECONDS = 0.5  # for a process that is known to be dying
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that a worker may go without progress: in a batch (None: for ever), and while it starts."""
+    """Seconds that a worker may make no progress: in a command (None: no limit), and while it starts."""
 
     step: float | None
     start: float
 
 
-class Staff(Protocol):
-    """The workers that are supervised."""
+class Monitor:
+    """Watches one pool's workers. It finds failures; the pool decides what to do about them."""
 
-    members: list[WorkerHandle]
-    closed: bool
-
-    def replace(self, casualty: WorkerFailure, occasion: str) -> None:
-        """Put a new worker in the place of one that is dead."""
-
-
-class Supervisor:
-    """Waits until all workers have arrived; finds the dead and the hung, and has them replaced or raises."""
-
-    def __init__(
-        self, control: ControlBlock, reports: ReportBoard, restarts: Restarts, limits: Limits, spin_seconds: float
-    ) -> None:
-        self._control, self._reports, self._restarts, self._limits = control, reports, restarts, limits
-        self._spin_seconds = spin_seconds
-        self._is_soon = True  # whether the last wait was a short one, and looking out pays
-        # One for all waits: a worker may be at work, and hang, through many of them.
-        self._stopwatch = _Stopwatch(limits, control)
-        self._looked = -math.inf  # when it was last looked for deaths
-        self._watch: Watch | None = None  # made anew when the members are no longer those of before
-
-    def wait_out(self, staff: Staff, wait: Wait) -> None:
-        """Wait until every worker of `staff` stands at barrier_out, or `wait.until` says that it has been enough.
-
-        Raises `WorkerError`, `WorkerDiedError` or `WorkerTimeoutError` as soon as a worker fails that
-        must not be replaced.
-        """
-        began = time.monotonic()
-        # Who looks out in vain keeps a worker from its work: where they are long at it, only the last is looked for.
-        if not (self._is_soon and self._look_out(staff, wait)):
-            self._sleep_out(staff, wait)
-        self._is_soon = time.monotonic() - began < 2 * self._spin_seconds
-
-    def _look_out(self, staff: Staff, wait: Wait) -> bool:
-        """Wait awake, for a short time; returns whether that was enough, and all is well as far as it shows."""
-        if wait.on_wake is not None:
-            return False  # which has its own way of looking out
-        has_come = wait.until or (lambda: not _pending(staff))
-        return spin(has_come, self._spin_seconds) and self._may_go_on(staff)
-
-    def _sleep_out(self, staff: Staff, wait: Wait) -> None:
-        stopwatch = self._stopwatch
-        if wait.starting:
-            stopwatch.start(member.rank for member in staff.members)
-        while True:
-            if len(_pending(staff)) == 1 < len(staff.members) and self._look_out(staff, wait):
-                return
-            is_enough = not _pending(staff) or (wait.on_wake is None and wait.until is not None and wait.until())
-            seconds = 0.0 if is_enough else min(wait.look_again, stopwatch.look_again)
-            self._looked = time.monotonic()
-            dead = self._watch_of(staff).wait(seconds, interruptible=wait.interruptible)
-            if staff.closed:  # by another thread; the deaths are of its making
-                raise SamplerClosedError(f"it was shut down by another thread during {wait.occasion}")
-            pending = _pending(staff)
-            casualties = self._examine_dead(staff, dead) if dead else self._examine_hung(stopwatch.overdue(pending))
-            if casualties:
-                self._replace_or_raise(staff, casualties, wait.occasion)
-                stopwatch.start(casualty.rank for casualty in casualties)
-                continue
-            if not pending:
-                return
-            if wait.on_wake is not None:
-                wait.on_wake()
-            if wait.until is not None and wait.until():
-                return
-
-    def _may_go_on(self, staff: Staff) -> bool:
-        """Whether all is well as far as it shows, and it has not been long since it was looked at closely."""
-        looked_lately = time.monotonic() - self._looked < _LOOK_AROUND_SECONDS
-        return looked_lately and not staff.closed and not interrupts.has_come
-
-    def _watch_of(self, staff: Staff) -> Watch:
-        if self._watch is None:
-            members = staff.members
-            self._watch = Watch([m.gate for m in members], [m.pipe for m in members], [m.death for m in members])
-        return self._watch
-
-    # ---- what has happened -----------------------------------------------------------------
-
-    def _examine_dead(self, staff: Staff, dead: Sequence[int]) -> list[WorkerFailure]:
-        """Bury those that have died, and all that die with them."""
-        members, found = staff.members, set(dead)
-        while rest := [i for i in range(len(members)) if i not in found]:
-            patience = _DYING_SECONDS if any(members[i].is_dying for i in rest) else _GATHER_SECONDS
-            died = Watch([], [], [members[i].death for i in rest]).wait(patience)
-            if not died:
-                break
-            found |= {rest[i] for i in died}
-        casualties = []
-        for i in sorted(found):
-            member = members[i]
-            witness = member.witness(self._control)  # before its row is touched
-            exitcode = member.bury()
-            report = self._reports.read(member.rank)
-            casualties.append(WorkerFailure(witness, exitcode, report, member.stacks.read()))
-        return casualties
-
-    def _examine_hung(self, overdue: Sequence[tuple[WorkerHandle, float]]) -> list[WorkerFailure]:
-        """Ask those that make no progress where they are, then end them."""
-        casualties = []
-        for member, limit in overdue:
-            witness = member.witness(self._control)
-            stopped = " and is stopped by a signal" if member.is_stopped else ""
-            stack = member.stacks.ask(member.pid)
-            member.signal_group(signal.SIGKILL)
-            hung = f"made no progress for {limit:g} s{stopped}"
-            casualties.append(WorkerFailure(witness, member.bury(), None, stack, hung))
-        return casualties
-
-    def _replace_or_raise(self, staff: Staff, casualties: Sequence[WorkerFailure], occasion: str) -> None:
-        refusal = self._restarts.refusal(casualties)
-        gone = {casualty.rank for casualty in casualties}
-        others = [member.witness(self._control) for member in staff.members if member.rank not in gone]
-        if refusal is not None:
-            raise failure(casualties, others, occasion, refusal)
-        self._watch = None  # first: descriptors that are closed may soon be others'
-        for casualty in casualties:
-            try:
-                staff.replace(casualty, occasion)
-            except (ConfigError, OSError) as error:
-                raise failure(casualties, others, occasion, f"it could not be replaced: {error}") from error
-
-
-def _pending(staff: Staff) -> list[WorkerHandle]:
-    return [member for member in staff.members if not member.gate.arrived]
-
-
-class _Stopwatch:
-    """Tells which workers' progress rows have not changed for longer than their limit."""
-
-    def __init__(self, limits: Limits, control: ControlBlock) -> None:
-        self._limits, self._control = limits, control
+    def __init__(self, control: ControlBlock, reports: ReportBoard, limits: Limits, spin_seconds: float) -> None:
+        self._control, self._reports, self._limits, self._spin_seconds = control, reports, limits, spin_seconds
+        self._handles: Sequence[WorkerHandle] = ()
+        self._poll = select.poll()
+        self._sources: dict[int, tuple[str, int]] = {}  # by descriptor: what it is, and whose
+        self._spins = True  # whether the last wait was short, so that spinning pays
+        self._looked = -math.inf  # when deaths were last looked for
+        # For each worker: its progress when it last changed, and when that was. One record for all waits, since a
+        # worker may run, and hang, through several of them.
         self._seen: dict[int, tuple[tuple[ProgressSnapshot, int], float]] = {}
         self._starting: set[int] = set()
-        self._next_look = time.monotonic() + self.look_again
+        self._next_check = -math.inf
+        self.is_stopped = False  #: True ends every wait: the pool is being closed
 
-    def start(self, ranks: Iterable[int]) -> None:
-        """These workers are being started, and are given the time for it."""
-        self._starting.update(ranks)
-        self._next_look = min(self._next_look, time.monotonic() + self.look_again)
+    def watch(self, handles: Sequence[WorkerHandle], starting: Iterable[int]) -> None:
+        """Watch these workers from now on. Those of rank `starting` have just been started."""
+        self._handles = handles
+        self._poll, self._sources = _poll_of(handles)
+        self._starting.update(starting)
+        self._next_check = time.monotonic() + self._check_seconds
+
+    def wait(
+        self,
+        until: Callable[[], bool] | None = None,
+        on_wake: Callable[[], None] | None = None,
+        poll_interval: float = 1.0,
+        interruptible: bool = True,
+    ) -> list[WorkerFailure]:
+        """Wait until every worker has arrived at barrier_out, or `until` returns True.
+
+        `on_wake` is called at each wake-up, and at least every `poll_interval` seconds. Ctrl-C may end an
+        `interruptible` wait. Returns the workers that have failed meanwhile; [] if the wait is over, or another thread
+        has set `is_stopped`.
+        """
+        n, began = len(self._handles), time.monotonic()
+        pending = self._control.pending(n)
+        is_done = until or (lambda: not self._control.pending(n))
+        spins = self._spins
+        failures: list[WorkerFailure] = []
+        while True:
+            # Spinning takes CPU from workers: spin if the last wait was short, or for the last worker. `on_wake` may
+            # spin itself.
+            if on_wake is None and (spins or len(pending) == 1 < n) and self._spin(is_done):
+                break
+            spins = False
+            is_over = not pending or (on_wake is None and until is not None and until())
+            dead = self._sleep(0.0 if is_over else min(poll_interval, self._check_seconds), interruptible)
+            pending = self._control.pending(n)
+            if self.is_stopped:
+                break
+            if failures := self._examine_dead(dead) if dead else self._examine_hung(pending):
+                break
+            if not pending:
+                break
+            if on_wake is not None:
+                on_wake()
+            if until is not None and until():
+                break
+        self._spins = time.monotonic() - began < 2 * self._spin_seconds
+        return failures
+
+    def _spin(self, is_done: Callable[[], bool]) -> bool:
+        """Spin for a short time; returns whether the wait is over and no closer look is due."""
+        is_over = spin(is_done, self._spin_seconds)
+        return is_over and time.monotonic() - self._looked < _CLOSE_LOOK_SECONDS and not sigint.is_pending()
+
+    def _sleep(self, seconds: float, interruptible: bool) -> list[int]:
+        """Sleep until something happens, at most `seconds`. Reads messages; returns the ranks of dead workers."""
+        dead = []
+        self._looked = asleep = time.monotonic()
+        with sigint.allowed() if interruptible else contextlib.nullcontext():
+            ready = self._poll.poll(max(0, round(seconds * 1000)))
+        self._forgive(time.monotonic() - asleep - seconds)
+        for fd, _ in ready:
+            kind, rank = self._sources[fd]
+            if kind == "gate":
+                self._handles[rank].gate.clear()
+            elif kind == "pipe":
+                self._handles[rank].pipe.drain()
+            else:
+                dead.append(rank)
+        return dead
+
+    def await_deaths(self, handles: Sequence[WorkerHandle], seconds: float) -> list[WorkerHandle]:
+        """Wait at most `seconds` for all these workers to exit; returns those that have not."""
+        deadline = time.monotonic() + seconds
+        alive = list(handles)
+        while alive and (left := deadline - time.monotonic()) > 0:
+            poll, sources = _poll_of(alive, gates=False)
+            for fd, _ in poll.poll(round(left * 1000)):
+                kind, rank = sources[fd]
+                handle = next(handle for handle in alive if handle.rank == rank)
+                if kind == "pipe":  # a worker may wait for room in its pipe
+                    handle.pipe.drain()
+                else:
+                    alive.remove(handle)
+        return alive
+
+    def status(self, handle: WorkerHandle) -> WorkerStatus:
+        """What this worker is doing now."""
+        return WorkerStatus(handle.plan, handle.pid, self._control.snapshot(handle.rank))
+
+    # ---- failures --------------------------------------------------------------------------
+
+    def _examine_dead(self, dead: Sequence[int]) -> list[WorkerFailure]:
+        """Reap the dead workers, and all that die with them."""
+        found = set(dead)
+        while rest := [handle for handle in self._handles if handle.rank not in found]:
+            patience = _DYING_SECONDS if any(handle.is_dying for handle in rest) else _GATHER_SECONDS
+            poll, sources = _poll_of(rest, gates=False, pipes=False)
+            died = {sources[fd][1] for fd, _ in poll.poll(round(patience * 1000))}
+            if not died:
+                break
+            found |= died
+        failures = []
+        for rank in sorted(found):
+            handle = self._handles[rank]
+            status = self.status(handle)  # before its row is reset
+            exitcode = handle.reap()
+            failures.append(WorkerFailure(status, exitcode, self._reports.read(rank), handle.stacks.read()))
+        return failures
+
+    def _examine_hung(self, pending: Sequence[int]) -> list[WorkerFailure]:
+        """Ask workers that make no progress for their stacks, then kill them."""
+        failures = []
+        for rank, limit in self._overdue(pending):
+            handle = self._handles[rank]
+            status = self.status(handle)
+            stopped = " and is stopped by a signal" if handle.is_stopped else ""
+            stack = handle.stacks.ask(handle.pid)
+            handle.signal_group(signal.SIGKILL)
+            hung = f"made no progress for {limit:g} s{stopped}"
+            failures.append(WorkerFailure(status, handle.reap(), None, stack, hung))
+        return failures
+
+    # ---- deadlines -------------------------------------------------------------------------
 
     @property
-    def look_again(self) -> float:
-        """Seconds after which to look at the rows again."""
-        limits = [self._limits.start if self._starting else None, self._limits.step]
-        looks = [min(seconds / _LOOKS_PER_LIMIT, _LOOK_SECONDS) for seconds in limits if seconds is not None]
-        return min(looks, default=3600.0)
+    def _check_seconds(self) -> float:
+        """Seconds until the next check of the progress rows."""
+        limits = (self._limits.start if self._starting else None, self._limits.step)
+        checks = [min(limit / _CHECKS_PER_LIMIT, _CHECK_SECONDS) for limit in limits if limit is not None]
+        return min(checks, default=3600.0)
 
-    def overdue(self, members: Sequence[WorkerHandle]) -> list[tuple[WorkerHandle, float]]:
-        """The members that are overdue, each with its limit. Looks no oftener than it has to: where actions are
-        computed in between, this is called several times a row."""
+    def _overdue(self, ranks: Sequence[int]) -> list[tuple[int, float]]:
+        """Of these workers, those whose progress rows have not changed for longer than their limit, with the limit.
+
+        It checks no more often than necessary: with central inference, this is called several times a row.
+        """
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_check or (self._limits.step is None and not self._starting):
             return []
         self._starting = {rank for rank in self._starting if not self._has_started(rank)}
-        self._next_look = now + self.look_again
+        self._next_check = now + self._check_seconds
         overdue = []
-        for member in members:
-            rank = member.rank
-            # An answer of the inference server counts too: it may have been long in coming.
-            row = self._control.snapshot(rank), self._control.answered(rank)
+        for rank in ranks:
+            # A reply of the inference server is progress too: it may have been slow.
+            row = self._control.snapshot(rank), self._control.replied(rank)
             limit = self._limits.start if rank in self._starting else self._limits.step
-            # One that waits for the inference server makes no progress, and that is not its fault.
-            if rank not in self._seen or self._seen[rank][0] != row or self._control.question(rank):
+            # A worker that waits for the inference server makes no progress, but does not hang.
+            if rank not in self._seen or self._seen[rank][0] != row or self._control.is_requesting(rank):
                 self._seen[rank] = row, now
             elif limit is not None and now - self._seen[rank][1] > limit:
-                overdue.append((member, limit))
+                overdue.append((rank, limit))
         return overdue
 
+    def _forgive(self, late: float) -> None:
+        """This process slept longer than it asked for: it was suspended, and so perhaps were the workers."""
+        if late > self._check_seconds:
+            self._seen = {rank: (row, since + late) for rank, (row, since) in self._seen.items()}
+
     def _has_started(self, rank: int) -> bool:
-        """Whether a worker that was being started has come to its gate, or through it."""
-        control = self._control
-        # One in the place of one that had arrived has that one's counts until the gate is opened again.
-        is_through = control.has_begun(rank) and not control.has_arrived(rank)
-        return is_through or control.snapshot(rank).phase is Phase.WAITING
+        """Whether a worker that was being started has reached its gate."""
+        # The replacement of a worker that had arrived has that one's counts until the gate is opened again.
+        is_through = self._control.has_begun(rank) and not self._control.has_arrived(rank)
+        return is_through or self._control.snapshot(rank).phase is Phase.WAITING
+
+
+def _poll_of(
+    handles: Sequence[WorkerHandle], *, gates: bool = True, pipes: bool = True
+) -> tuple[select.poll, dict[int, tuple[str, int]]]:
+    """A poll over the workers' deaths, and if asked their gates and pipes; with kind and rank by descriptor."""
+    poll, sources = select.poll(), {}
+    for handle in handles:
+        watched = [(handle.death.fileno(), "death")]
+        if gates:
+            watched.append((handle.gate.fileno(), "gate"))
+        if pipes:
+            watched.append((handle.pipe.reader.fileno(), "pipe"))
+        for fd, kind in watched:
+            poll.register(fd, select.POLLIN)
+            sources[fd] = kind, handle.rank
+    return poll, sources

@@ -1,4 +1,4 @@
-"""The crew: worker processes that do one job, started, let through the gates, replaced and closed as one."""
+"""The worker pool: all workers of a sampler or vector environment, started, commanded, replaced and closed as one."""
 
 from __future__ import annotations
 
@@ -7,34 +7,30 @@ import multiprocessing.process
 import os
 import signal
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
-from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.reports import ReportBoard
 from penstock.buffers.trajectory_queue import ObjectMessage, ObjectPipe
-from penstock.errors import SamplerBrokenError
-from penstock.workers import cleanup
-from penstock.workers.control import Phase
-from penstock.workers.failures import WorkerFailure, WorkerStatus, add_to
+from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError
+from penstock.workers import cleanup, sigint
+from penstock.workers.control import Command
+from penstock.workers.failures import WorkerFailure, WorkerStatus, add_killed, make_error
 from penstock.workers.forks import abandon_in_forks
 from penstock.workers.gates import Gate
 from penstock.workers.guardian import Guardian
-from penstock.workers.handle import WorkerHandle
-from penstock.workers.interrupts import interrupts
-from penstock.workers.launch import Launcher, PickledJob
-from penstock.workers.monitor import Limits, Supervisor
+from penstock.workers.handle import WorkerHandle, open_pidfd
+from penstock.workers.launch import Launcher, post_programs
+from penstock.workers.monitor import Limits, Monitor
 from penstock.workers.plan import WorkerPlan
-from penstock.workers.process import WorkerSetup
+from penstock.workers.program import SharedMemory, WorkerProcessArgs, WorkerProgram
+from penstock.workers.progress import Phase
 from penstock.workers.restarts import RestartPolicy, Restarts
+from penstock.workers.spinning import SPIN_SECONDS
 from penstock.workers.stacks import StackFile
-from penstock.workers.team import Wait
-from penstock.workers.watch import DeathWatch, Watch
-from penstock.workers.work import Job, Memory
-
-__all__ = ["PoolOptions", "WorkerPool"]
 
 _log = logging.getLogger("penstock")
 
@@ -46,256 +42,342 @@ _KILL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """How processes are started, how long they may be silent, and what happens when one fails."""
+    """How processes are started, how long they may make no progress, and what happens when one fails."""
 
     start_method: str
-    spin_seconds: float  #: how long either side looks out for the other before it sleeps
     limits: Limits
     restarts: RestartPolicy
-    preload: Sequence[str] = ()  #: modules that workers import, for the fork server to have at hand
+    spin_seconds: float = SPIN_SECONDS  #: how long each side spins before it sleeps
+    preload: Sequence[str] = ()  #: modules that workers import, for the fork server to import once
+    keeps_messages: bool = False  #: whether messages of a dead worker count, though its command is not completed
 
 
 class WorkerPool:
-    """One process per plan. Every wait watches the workers' deaths and is bounded.
+    """One process per plan, each with its program. Workers run numbered commands, one after another.
 
-    An inference server with a process of its own has the last plan: supervised as all are, but never replaced.
+    `submit` opens the gates for a command, `wait` waits until all workers have completed it, and `run` does both. Every
+    wait is bounded and watches the workers' deaths. The pool owns the workers and everything in `resources`; `close` is
+    the one place that closes them.
     """
 
     def __init__(
         self,
         plans: Sequence[WorkerPlan],
-        job: Job,
-        memory: Memory,
-        rules: PoolOptions,
-        on_replace: Callable[[ObjectPipe], None] = lambda pipe: None,
+        programs: Sequence[WorkerProgram],
+        shares: Sequence[Any],
+        memory: SharedMemory,
+        options: PoolOptions,
+        resources: ExitStack,
     ) -> None:
-        """`on_replace` is given the pipe of each worker that is to be replaced in the midst of its work."""
-        self._memory, self._rules, self._control, self._on_replace = memory, rules, memory.control, on_replace
+        """Start one process per plan; `wait` with `starting` follows. `shares[i]` is given to the program of worker i.
+
+        The last plan may be that of an inference server, whose gate every worker then wakes too. `resources` are closed
+        after the workers, also if this raises.
+        """
+        self._memory, self._options, self._resources, self.control = memory, options, resources, memory.control
         self._owner_pid = os.getpid()
         self._close_lock = threading.Lock()
         self._closing_thread: int | None = None
-        self.closed = False  # or being closed
-        self._is_over = False
-        self._openings = [1] * len(plans)  # of each gate; number one is start-up
-        self.members: list[WorkerHandle] = []
-        self.restarts = Restarts(rules.restarts)
-        self._job = PickledJob(job, plans)  # all of it, before the first process starts
-        self._launcher = Launcher(rules.start_method, len(plans), rules.preload)
-        self._reports = ReportBoard(len(plans), shared=True)
-        self._server_gate = self._gate(len(plans) - 1) if plans[-1].is_server else None
-        self._main_process = InheritedFd(os.pidfd_open(os.getpid())) if hasattr(os, "pidfd_open") else None
-        self._guardian = Guardian(self._launcher.prepare())
-        abandon_in_forks(self)
+        self._is_closed = False
+        self._openings = [0] * len(plans)  # how often each gate is to be open; number one is start-up
+        self._command = Command()
+        self._interrupted: tuple[str, Callable[[], None]] | None = (
+            None  # occasion of a `run`, and what drops its results
+        )
+        self.handles: list[WorkerHandle] = []
+        self.restarts = Restarts(options.restarts)
+        with ExitStack() as stack:  # closes everything if there is an exception before the pool can
+            stack.push(resources)
+            self._reports = ReportBoard(len(plans), shared=True)
+            resources.callback(self._reports.memory.close)
+            self._monitor = Monitor(self.control, self._reports, options.limits, options.spin_seconds)
+            self._mailbox, self._parts = post_programs(programs, shares)
+            resources.callback(self._mailbox.close)
+            self._launcher = Launcher(options.start_method, len(plans), options.preload)
+            stack.pop_all()
         try:
-            for plan in plans:
-                with interrupts.passing():
-                    pass  # between two workers, none of which is only half there
-                self._control.open(plan.worker_rank)  # opening number one: start-up
-                self._start_first(plan)
-            self._supervisor = Supervisor(self._control, self._reports, self.restarts, rules.limits, rules.spin_seconds)
+            self._main_process = open_pidfd(os.getpid())
+            if self._main_process is not None:
+                resources.callback(self._main_process.close)
+            self._guardian = Guardian(self._launcher.prepare())
+            resources.callback(self._guardian.close)
+            abandon_in_forks(self)
+            self._start_all(plans)
         except BaseException:
             self.close(broken=True)
             raise
 
-    def _gate(self, worker_rank: int, server: Gate | None = None) -> Gate:
-        return Gate(self._control, worker_rank, spin_seconds=self._rules.spin_seconds, server=server)
+    def _start_all(self, plans: Sequence[WorkerPlan]) -> None:
+        spin, server_gate = self._options.spin_seconds, None
+        if plans[-1].server_name:
+            server_gate = self._owned(Gate(self.control, plans[-1].worker_rank, spin_seconds=spin))
+        for plan in plans:
+            with sigint.allowed():
+                pass  # between two workers, neither of which is half started
+            is_server = server_gate is not None and plan is plans[-1]
+            gate = server_gate if is_server and server_gate else None
+            if gate is None:
+                gate = self._owned(Gate(self.control, plan.worker_rank, spin_seconds=spin, server=server_gate))
+            self._openings[plan.worker_rank] = 1
+            self.control.open(plan.worker_rank)
+            self._start(plan, gate, ObjectPipe(), self._owned(StackFile()))
+        self._monitor.watch(self.handles, starting=range(len(plans)))
 
-    def _start_first(self, plan: WorkerPlan) -> None:
-        server_gate = self._server_gate
-        gate = server_gate if plan.is_server and server_gate else self._gate(plan.worker_rank, server_gate)
-        pipe, stacks = ObjectPipe(), StackFile()
-        try:
-            self._start(plan, gate, pipe, stacks)
-        except BaseException:
-            for thing in (gate, pipe, stacks):
-                thing.close()
-            raise
+    def _owned(self, resource: Any) -> Any:
+        self._resources.callback(resource.close)
+        return resource
 
     def _start(self, plan: WorkerPlan, gate: Gate, pipe: ObjectPipe, stacks: StackFile) -> None:
-        """Start a worker and make it a member, in its forerunner's place if it has one."""
-        setup = WorkerSetup(
+        """Start a worker, in the place of the one before if there is one."""
+        rank = plan.worker_rank
+        environ, program, share = self._parts[rank]
+        args = WorkerProcessArgs(
             plan=plan,
-            order=self._job.order_for(plan),
+            mailbox=self._mailbox,
+            environ=environ,
+            program=program,
+            share=share,
             memory=self._memory,
             gate=gate,
             reports=self._reports,
             pipe=pipe,
             stacks=stacks,
             main_process=self._main_process,
-            die_with_parent=self._launcher.dies_with_starter,
-            served=[member.gate for member in self.members] if plan.is_server else (),
+            dies_with_starter=self._launcher.dies_with_starter,
+            gates=tuple(handle.gate for handle in self.handles) if plan.server_name else (),
         )
-        begun = self._control.begun(plan.worker_rank)
-        process, rank = self._launcher.make(setup), plan.worker_rank
+        begun, process = self.control.begun(rank), self._launcher.make(args)
         try:
             self._launcher.start(process, plan.name)
             self._guardian.watch(process.pid)
-            member = WorkerHandle(plan, process, process.pid, gate, pipe, stacks, DeathWatch(process), begun)
-            self.members[rank : rank + 1] = [member]
-        except BaseException:  # a second Ctrl-C: nobody is to be there of whom nobody knows
+            handle = WorkerHandle(plan, process, process.pid, gate, pipe, stacks, begun)
+            self.handles[rank : rank + 1] = [handle]
+        except BaseException:  # a second Ctrl-C, for example: no process may exist without a handle
             if process.pid is not None:
                 process.kill()
                 process.join(_KILL_SECONDS)
+            pipe.close()
             raise
 
     @property
     def pids(self) -> list[int]:
-        """The worker processes' ids."""
-        return [member.pid for member in self.members]
+        """The process ids, by worker rank; last that of an inference server, if it is a process."""
+        return [handle.pid for handle in self.handles]
 
-    def witnesses(self) -> list[WorkerStatus]:
-        """Where every worker is now."""
-        return [member.witness(self._control) for member in self.members]
+    @property
+    def is_closing(self) -> bool:
+        """Whether `close` has been called."""
+        return self._monitor.is_stopped
 
-    def take_frames(self, promised: Sequence[int]) -> list[ObjectMessage]:
-        """Trajectory infos that came through the pipes: `promised[i]` of worker i."""
-        # An inference server, the last member, has none to promise.
-        return [frame for member, n in zip(self.members, promised, strict=False) for frame in member.pipe.take(n)]
+    def statuses(self) -> list[WorkerStatus]:
+        """What every worker is doing now."""
+        return [self._monitor.status(handle) for handle in self.handles]
 
-    # ---- gates -----------------------------------------------------------------------------
+    def take_messages(self, expected: Sequence[int]) -> list[ObjectMessage]:
+        """What the workers have put into their pipes: `expected[i]` messages of worker i.
 
-    def open_gates(self, ranks: Iterable[int] | None = None) -> None:
-        """Let every worker through barrier_in, or those of `ranks`. One that is at work comes through again."""
-        for rank in range(len(self.members)) if ranks is None else ranks:
-            self._openings[rank] += 1
-        self._open_to_the_last()
-
-    def _open_to_the_last(self) -> None:
-        for member in self.members:
-            while self._control.opened(member.rank) < self._openings[member.rank]:
-                member.gate.open()
-
-    def wait_out(self, wait: Wait) -> None:
-        """Wait until every worker stands at barrier_out; see `Supervisor.wait_out`."""
-        self._open_to_the_last()  # should Ctrl-C have come between two gates
+        Raises `TrajectoryCountError` if a worker has sent another number; the pool is closed then.
+        """
         try:
-            self._supervisor.wait_out(self, wait)
-        except SamplerBrokenError as error:
-            add_to(error, self._end(broken=True))
+            # An inference server, the last worker, sends none.
+            pairs = zip(self.handles, expected, strict=False)
+            return [message for handle, n in pairs for message in handle.pipe.take(n)]
+        except SamplerBrokenError:
+            self.close(broken=True)
             raise
 
-    def replace(self, casualty: WorkerFailure, occasion: str) -> None:
-        """Put a new worker in the place of a dead one; it does anew what that one has not finished."""
-        rank = casualty.rank
-        old = self.members[rank]
-        lost = self._count_lost(old)
-        self.restarts.note(casualty, occasion, lost)
-        _log.warning("%s (%s); it is being replaced, %d trajectories are lost", casualty, occasion, lost)
-        if not old.gate.arrived:  # else all that it wrote is kept
-            self._on_replace(old.pipe)
-        pipe = old.pipe.successor(keep=old.gate.arrived)
+    # ---- commands --------------------------------------------------------------------------
+
+    def submit(self, command: Command, ranks: Iterable[int] | None = None) -> None:
+        """Open the gates of all workers, or those of `ranks`, for `command`. A worker that runs one runs this next.
+
+        If the wait for an earlier `run` was interrupted, that command is finished first.
+        """
+        self.finish_interrupted()
+        self._submit(command, ranks)
+
+    def _submit(self, command: Command, ranks: Iterable[int] | None = None) -> None:
+        self.control.stop_eval = False
+        openings = list(self._openings)
+        for rank in range(len(openings)) if ranks is None else ranks:
+            openings[rank] += 1
+        self._command, self._openings = command, openings  # an exception here leaves no gate open alone: see `wait`
+        self._open_gates()
+
+    def _open_gates(self) -> None:
+        """Open every gate as often as it is wanted. If an exception comes between two gates, `wait` does the rest."""
+        opened, command = self.control.opened, self._command
+        for handle, wanted in zip(self.handles, self._openings, strict=True):
+            while opened(handle.plan.worker_rank) < wanted:
+                handle.gate.open(command)
+
+    def wait(
+        self,
+        occasion: str,
+        *,
+        until: Callable[[], bool] | None = None,
+        on_wake: Callable[[], None] | None = None,
+        poll_interval: float = 1.0,
+        interruptible: bool = True,
+    ) -> None:
+        """Wait until every worker has completed its last command, or `until` returns True.
+
+        Args:
+            occasion: what is waited for; errors quote it.
+            on_wake: called at every wake-up, and at least every `poll_interval` seconds.
+            interruptible: whether Ctrl-C may end the wait; the wait can be repeated.
+
+        Raises `WorkerError`, `WorkerDiedError` or `WorkerTimeoutError` if a worker fails that is not replaced; the pool
+        is closed then. Raises `SamplerClosedError` if another thread closes the pool.
+        """
+        try:
+            self._open_gates()
+            while failures := self._monitor.wait(until, on_wake, poll_interval, interruptible):
+                self._replace_or_raise(failures, occasion)
+            if self._monitor.is_stopped:
+                raise SamplerClosedError(f"another thread shut it down during {occasion}")
+        except SamplerBrokenError as error:
+            add_killed(error, self._close(broken=True))
+            raise
+        except KeyboardInterrupt as interrupt:  # the user need not see where exactly the wait was
+            raise interrupt.with_traceback(None) from None
+
+    def run(
+        self,
+        command: Command,
+        occasion: str,
+        discard: Callable[[], Any],
+        *,
+        message: bytes | None = None,
+        on_wake: Callable[[], None] | None = None,
+        poll_interval: float = 1.0,
+    ) -> None:
+        """Submit `command`, with the message that it has, and wait for it as `wait` does.
+
+        Ctrl-C ends the wait, not the command: the next command waits for its end first and calls `discard`.
+        """
+        self.finish_interrupted()
+        if message is not None:
+            self._memory.mailbox.post(message)
+        self._interrupted = occasion, discard
+        self._submit(command)
+        self.wait(occasion, on_wake=on_wake, poll_interval=poll_interval)
+        self._interrupted = None
+
+    def finish_interrupted(self) -> None:
+        """Finish a `run` whose wait was interrupted, and drop its results. `submit` and `run` begin with this."""
+        if self._interrupted is not None:
+            occasion, discard = self._interrupted
+            self.control.stop_eval = True
+            self.wait(f"{occasion} (interrupted)")
+            self._interrupted = None
+            discard()
+
+    # ---- failures --------------------------------------------------------------------------
+
+    def _replace_or_raise(self, failures: Sequence[WorkerFailure], occasion: str) -> None:
+        failed = {failure.rank for failure in failures}
+        others = [self._monitor.status(handle) for handle in self.handles if handle.rank not in failed]
+        if not self.restarts.may_replace(failures):
+            raise make_error(failures, others, occasion, self.restarts.refusal(failures))
+        for failure in failures:
+            try:
+                self._replace(failure, occasion)
+            except (ConfigError, OSError) as error:
+                raise make_error(failures, others, occasion, f"it could not be replaced: {error}") from error
+        self._monitor.watch(self.handles, starting=failed)
+
+    def _replace(self, failure: WorkerFailure, occasion: str) -> None:
+        """Start a new worker in the place of a dead one. It runs again what that one has not completed."""
+        rank = failure.rank
+        old = self.handles[rank]
+        n_lost = self._count_lost(old)
+        self.restarts.note(failure, occasion, n_lost)
+        _log.warning("%s (%s); it is being replaced, %d trajectories are lost", failure, occasion, n_lost)
+        pipe = old.pipe.successor(keep=old.gate.arrived or self._options.keeps_messages)
         self._reports.clear(rank)
         old.stacks.clear()
-        self._control.reset_row(rank)
+        self.control.reset_row(rank)
         self._guardian.forget(old.pid)
-        plan = replace(old.plan, generation=self._control.generation(rank))
-        try:
-            self._start(plan, old.gate, pipe, old.stacks)
-        except BaseException:
-            pipe.close()
-            raise
+        self._start(replace(old.plan, generation=self.control.generation(rank)), old.gate, pipe, old.stacks)
         old.release()
         old.pipe.close()
 
-    def _count_lost(self, member: WorkerHandle) -> int:
-        """Trajectories that a dead worker takes with it: those that were running, and those that had
-        finished in a batch that it has not completed."""
-        control, rank, plan = self._control, member.rank, member.plan
-        if control.begun(rank) == member.begun_before:
-            return 0  # it had not come as far as a batch
-        lost = len(plan.columns)
-        if member.gate.arrived or not control.has_begun(rank):
-            return lost
-        if control.do_eval:
-            return lost + len(plan.eval_columns) + control.trajectories(rank)
-        return lost + self._memory.count_finished(plan, control.snapshot(rank).t)
+    def _count_lost(self, dead: WorkerHandle) -> int:
+        """Trajectories that are lost with a dead worker."""
+        control, rank = self.control, dead.rank
+        if control.begun(rank) == dead.begun_before:
+            return 0  # it had begun no command
+        is_running = control.has_begun(rank) and not dead.gate.arrived
+        command = control.current_command(rank) if is_running else None
+        return self._memory.count_lost(dead.plan, command, control.snapshot(rank).t, control.n_results(rank))
 
-    # ---- the end ---------------------------------------------------------------------------
+    # ---- closing ---------------------------------------------------------------------------
 
     def close(self, *, broken: bool = False) -> None:
-        """End every worker: ask, wait, terminate, kill. Bounded, never raises, again is harmless.
+        """Close everything: tell every worker to exit, wait, terminate, kill; then close the resources.
 
-        A worker that had to be forced, or whose `env.close` raised, is named in one warning.
+        Bounded, never raises, and harmless when repeated. A worker that had to be killed, or whose `env.close` raised,
+        is named in one warning, unless the pool is `broken`.
         """
-        self._end(broken=broken)
+        self._close(broken=broken)
 
-    def _end(self, *, broken: bool) -> list[WorkerFailure]:
-        """`close`. Returns the workers that were killed by others than this process, and not found before:
-        what ends one worker from outside may end many, and not all in the same moment."""
+    def _close(self, *, broken: bool) -> list[WorkerFailure]:
+        """`close`; returns the workers that something else killed, and that no wait has reported yet."""
         me = threading.get_ident()
         if os.getpid() != self._owner_pid or self._closing_thread == me:
-            return []  # a fork of the main process owns nothing; and a signal's handler must not wait for itself
-        with self._close_lock, interrupts.held():
-            if self._is_over:
+            return []  # a fork of the main process owns nothing; a signal handler must not wait for itself
+        with self._close_lock, sigint.deferred():
+            if self._is_closed:
                 return []
-            self.closed, self._closing_thread = True, me
+            self._closing_thread = me
             try:
-                return self._end_all(broken)
+                killed = self._end_workers(broken)
+                self._resources.close()
+                self._is_closed = True
             finally:
                 self._closing_thread = None
-
-    def _end_all(self, broken: bool) -> list[WorkerFailure]:
-        forced = self._make_them_end(_ASK_BROKEN_SECONDS if broken else _ASK_SECONDS)
-        complaints, killed = [], []
-        exitcodes = set()
-        for member in self.members:
-            is_new = not member.is_buried
-            exitcode = member.bury()  # and what its environments left behind
-            exitcodes.add(exitcode)
-            witness, report = member.witness(self._control), self._reports.read(member.rank)
-            casualty = WorkerFailure(witness, exitcode, report)
-            if member.rank in forced:
-                complaints.append(f"{forced[member.rank]} did not end while {witness.doing} and was killed")
-                continue
-            if is_new and exitcode is not None and exitcode < 0:
-                killed.append(casualty)
-            if report is not None or witness.progress.phase is Phase.CLOSING:
-                complaints.append(str(casualty))
-        if exitcodes != {0}:
-            cleanup.remove_stale({name for member in self.members for name in self._reports.stale(member.rank)})
-        self._release()
-        self._is_over = True
-        if complaints and not broken:
-            warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=4)
         return killed
 
-    def _make_them_end(self, patience: float) -> dict[int, WorkerStatus]:
-        """Ask, wait, terminate, kill. Returns where those were that did not end for the asking, by rank."""
-        self._control.quit = True
-        for member in self.members:
-            member.gate.open()
-        alive = self._await_deaths(self.members, patience)
-        forced = {member.rank: member.witness(self._control) for member in alive}
+    def _end_workers(self, broken: bool) -> list[WorkerFailure]:
+        forced = self._make_them_exit(_ASK_BROKEN_SECONDS if broken else _ASK_SECONDS)
+        complaints, killed, exitcodes = [], [], set()
+        for handle in self.handles:
+            is_new = not handle.is_reaped
+            exitcode = handle.reap()  # and what its environments have left
+            exitcodes.add(exitcode)
+            status, report = self._monitor.status(handle), self._reports.read(handle.rank)
+            failure = WorkerFailure(status, exitcode, report)
+            if handle.rank in forced:
+                complaints.append(f"{forced[handle.rank]} did not exit while {status.doing} and was killed")
+                continue
+            if is_new and exitcode is not None and exitcode < 0:
+                killed.append(failure)
+            if report is not None or status.progress.phase is Phase.CLOSING:
+                complaints.append(str(failure))
+        if exitcodes - {0}:
+            cleanup.remove_stale({name for handle in self.handles for name in self._reports.stale(handle.rank)})
+        for handle in self.handles:
+            handle.release()
+            handle.pipe.close()
+        if complaints and not broken:
+            warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=5)
+        return killed
+
+    def _make_them_exit(self, patience: float) -> dict[int, WorkerStatus]:
+        """Tell all workers to exit, wait, terminate, kill. Returns the statuses of those that had to be forced."""
+        self._monitor.is_stopped = self.control.quit = True
+        for handle in self.handles:
+            handle.gate.open()
+        alive = self._monitor.await_deaths(self.handles, patience)
+        forced = {handle.rank: self._monitor.status(handle) for handle in alive}
         for sig, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
-            for member in alive:
-                member.signal_group(sig)
-            alive = self._await_deaths(alive, seconds)
+            for handle in alive:
+                handle.signal_group(sig)
+            alive = self._monitor.await_deaths(alive, seconds)
         return forced
 
     def abandon(self) -> None:
-        """In a fork of the main process: the workers are not its children, and not its to wait for."""
-        for member in self.members:
-            multiprocessing.process._children.discard(member.process)  # type: ignore[attr-defined]
-
-    def _await_deaths(self, members: Sequence[WorkerHandle], seconds: float) -> list[WorkerHandle]:
-        """Wait `seconds` at most for all `members` to end; returns those that have not."""
-        deadline = time.monotonic() + seconds
-        alive = list(members)
-        while alive and (left := deadline - time.monotonic()) > 0:
-            # Pipes are watched too: a worker may still be handing over what no one will take.
-            dead = Watch([], [member.pipe for member in alive], [member.death for member in alive]).wait(left)
-            alive = [member for i, member in enumerate(alive) if i not in dead]
-        return alive
-
-    def _release(self) -> None:
-        self._guardian.close()
-        if self._server_gate is not None:
-            self._server_gate.close()  # its process may never have been started
-        for member in self.members:
-            member.release()
-            for thing in (member.gate, member.pipe, member.stacks):
-                thing.close()
-        self._reports.memory.close()
-        self._job.close()
-        if self._main_process is not None:
-            self._main_process.close()
+        """In a fork of the main process: the workers are not its children."""
+        for handle in self.handles:
+            multiprocessing.process._children.discard(handle.process)  # type: ignore[attr-defined]

@@ -129,7 +129,7 @@ class Once(BaseEvalCollector):
     def collect_evaluation(self, itr: int) -> None:
         self.begin_evaluation(itr)
         reward = np.full((1, len(self.envs)), 100.0 + itr)
-        self.progress.trajectories = self.tracker.end_rows(reward, np.ones_like(reward, dtype=bool))
+        self.progress.n_results = self.tracker.end_rows(reward, np.ones_like(reward, dtype=bool))
 
 
 def test_a_custom_evaluation_collector_runs() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from penstock.buffers.trajectory_queue import RECORD
 from penstock.collectors import native
 from penstock.collectors.native import COMPILED, PYTHON, reset_timed, step_ordinary, sum_episodes
-from penstock.workers.control import Progress
+from penstock.workers.progress import Progress
 
 needs_compiler = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
 STEPS = [pytest.param(PYTHON["step_ordinary"], id="python"), pytest.param(step_ordinary, id="as it is")]

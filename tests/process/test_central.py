@@ -110,7 +110,7 @@ def test_every_failure_of_a_worker_is_named_at_once(
     first = str(caught.value).splitlines()[0]
     assert re.match(rf"worker \d \(pid {pid}, ", first), first
     assert re.search(rf"{HOWS[how]}.* while {place.doing}", first), first
-    assert pid in sampler._team.pids
+    assert pid in sampler.worker_pids
     note("central, fault in a worker to error, s", seen - struck, ERROR_SECONDS)
 
 
@@ -138,7 +138,7 @@ def test_an_agent_that_raises_is_the_action_servers(where: str, mode: str) -> No
     assert isinstance(caught.value.__cause__, InjectedFault)
     assert caught.value.__cause__.__traceback__ is not None, "it shows where"
     assert sampler.state is SamplerState.BROKEN
-    assert not any(map(psutil.pid_exists, sampler._team.pids))
+    assert not any(map(psutil.pid_exists, sampler.worker_pids))
     with pytest.raises(WorkerError, match="the inference server raised") as again:
         sampler.obtain_samples(9)
     assert isinstance(again.value.__cause__, InjectedFault)
@@ -240,7 +240,7 @@ def test_a_worker_that_is_stopped_while_it_waits_is_blamed_once_it_has_its_answe
         agent = Stopping()
         agent.pids = []
         sampler.initialize(agent, seed=0)
-        agent.pids.append(sampler._team.pids[1])
+        agent.pids.append(sampler.worker_pids[1])
         with pytest.raises(
             WorkerTimeoutError, match=r"worker 1 .* and is stopped by a signal while waiting for actions"
         ):
@@ -258,7 +258,7 @@ def test_a_worker_killed_while_the_learner_trains(is_sampling: bool, mode: str) 
         sampler.obtain_samples(0)
         if is_sampling:
             sampler.start_samples(1)
-        pid = sampler._team.pids[1]
+        pid = sampler.worker_pids[1]
         kill.kill([pid], 0)
         kill.when()
         until(lambda: not is_running(pid))

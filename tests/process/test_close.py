@@ -141,7 +141,7 @@ def test_in_del(ending: str, start_method: str) -> None:
     sampler = sampler_of(start_method=start_method)
     sampler.initialize(RandomAgent())
     sampler.obtain_samples(0)
-    pids = list(sampler._team.pids)
+    pids = list(sampler.worker_pids)
     if ending == "gc":
         sampler.itself = sampler  # type: ignore[attr-defined]
     began = time.monotonic()
@@ -177,7 +177,7 @@ def test_all_environments_hang_in_close() -> None:
 def test_a_stopped_worker_does_not_keep_it() -> None:
     sampler = sampler_of()
     sampler.initialize(RandomAgent())
-    psutil.Process(sampler._team.pids[0]).suspend()
+    psutil.Process(sampler.worker_pids[0]).suspend()
     (complaint,) = close(sampler, "with a stopped worker")
     assert "worker 0 " in complaint
 
@@ -228,7 +228,7 @@ def test_what_is_shut_down_is_freed_without_the_garbage_collector(cls: type[Samp
     sampler = cls(CountingEnv, batch_T=4, batch_B=2, n_workers=2)
     sampler.initialize(RandomAgent())
     sampler.obtain_samples(0)
-    memory = weakref.ref(sampler._allocation.state.samples)
+    memory = weakref.ref(sampler._memory.samples)
     gc.disable()
     try:
         sampler.shutdown()

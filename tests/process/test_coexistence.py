@@ -28,7 +28,7 @@ def test_a_fork_that_ends_by_itself_harms_nobody(tmp_path: Path, start_method: s
     body = """
     sampler = ParallelSampler(CountingEnv, batch_T=5, batch_B=2, n_workers=2, start_method=METHOD)
     sampler.initialize(RandomAgent())
-    say(*sampler._team.pids)
+    say(*sampler.worker_pids)
     child = os.fork()
     if child == 0:
         sys.exit(7)  # through the interpreter's whole shutdown, with its exit handlers
@@ -74,7 +74,7 @@ def test_a_fork_that_outlives_the_main_process_keeps_nothing_alive(tmp_path: Pat
     if child == 0:
         time.sleep(600)
         os._exit(0)
-    say(child, *sampler._team.pids)
+    say(child, *sampler.worker_pids)
     time.sleep(600)
     """
     with Script(tmp_path, body, METHOD=start_method) as script:
@@ -142,7 +142,7 @@ def test_two_samplers_at_once_are_strangers(start_method: str) -> None:
             first.start_samples(itr)
             second.obtain_samples(itr)
             first.wait_samples()
-        psutil.Process(second._team.pids[0]).kill()
+        psutil.Process(second.worker_pids[0]).kill()
         first.start_samples(3)
         with pytest.raises(WorkerDiedError):
             for itr in range(1000):

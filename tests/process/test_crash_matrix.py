@@ -101,7 +101,7 @@ def test_every_failure_is_named_at_once(tmp_path: Path, start_method: str, where
     struck, pid = notebook.read()
     message = str(caught.value)
     rank, named_pid = worker_named(message)
-    assert (named_pid, sampler._team.pids[rank]) == (pid, pid)
+    assert (named_pid, sampler.worker_pids[rank]) == (pid, pid)
     assert re.search(rf"{HOWS[how]}.* while {place.doing}", message.splitlines()[0]), message
     assert f"the others: worker {1 - rank} " in message or "start-up" in message
     if not dies:
@@ -137,7 +137,7 @@ def test_a_worker_killed_from_outside_while_parked(start_method: str) -> None:
     ):
         sampler.initialize(RandomAgent())
         sampler.obtain_samples(0)
-        pid = sampler._team.pids[1]
+        pid = sampler.worker_pids[1]
         kill.kill([pid], 0)
         kill.when()
         began = time.monotonic()

@@ -45,7 +45,7 @@ def _hang_once(how: str, notebook: Notebook, start_method: str) -> None:
         with pytest.raises(WorkerTimeoutError) as caught:
             sampler.obtain_samples(1)
         seen = time.monotonic()
-        pids = sampler._team.pids
+        pids = sampler.worker_pids
     struck, pid = notebook.read()
     message = str(caught.value)
     function, words = HANGS[how]
@@ -54,7 +54,7 @@ def _hang_once(how: str, notebook: Notebook, start_method: str) -> None:
     assert first.endswith(" while stepping env_rank 2, t=0 (itr=1)")
     assert words in first
     assert pid == pids[2]
-    ages = dict(re.findall(r"^  worker (\d): .*, last sign of life ([\d.]+) s ago$", message, re.MULTILINE))
+    ages = dict(re.findall(r"^  worker (\d): .*, last heartbeat ([\d.]+) s ago$", message, re.MULTILINE))
     assert list(ages) == ["0", "1", "2"], message
     assert LIMIT * 0.9 <= float(ages["2"]) <= LIMIT + OVER
     assert message.count("waiting at barrier_in") == 2

@@ -54,7 +54,7 @@ sampler = ParallelSampler(
     eval_n_envs=2, eval_max_steps=40, max_decorrelation_steps=0,
 )
 sampler.initialize(RandomAgent())
-say(*sampler._team.pids)
+say(*sampler.worker_pids)
 for itr in range(1000000):
     sampler.obtain_samples(itr)
     if itr % 3 == 0:

@@ -152,7 +152,7 @@ def test_a_second_ctrl_c_ends_an_environment_that_hangs_here(where: str) -> None
     with sampler_of(**hanging(where), step_timeout=LIMIT) as sampler:
         with pytest.raises(KeyboardInterrupt):
             run(sampler)
-        pids = [] if where == "start-up" else sampler._team.pids
+        pids = [] if where == "start-up" else sampler.worker_pids
         if where == "start-up":
             assert sampler.state is SamplerState.CREATED
         else:

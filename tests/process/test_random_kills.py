@@ -80,7 +80,7 @@ def _kill_one(kill: Killer, rng: Any, start_method: str, traj_info_cls: type[Tra
     with sampler_of(start_method, traj_info_cls=traj_info_cls) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
         rank = rng.randrange(3)
-        pid = sampler._team.pids[rank]
+        pid = sampler.worker_pids[rank]
         kill.kill([pid], rng.uniform(0, LONGEST_DELAY))
         error, seen = work_until_it_breaks(sampler)
         latency = seen - kill.when()
@@ -117,7 +117,7 @@ def test_all_workers_at_once(n_workers: int, start_method: str) -> None:
         ):
             with sampler_of(start_method, n_workers=n_workers, batch_B=n_workers) as sampler:
                 sampler.initialize(RandomAgent())
-                pids = sampler._team.pids
+                pids = sampler.worker_pids
                 kill.kill(rng.sample(pids, n_workers), rng.uniform(0, LONGEST_DELAY))
                 error, seen = work_until_it_breaks(sampler)
                 note("all workers killed: kill to error, s", seen - kill.when(), ERROR_SECONDS)
@@ -140,7 +140,7 @@ def test_a_child_that_lives_on_delays_nothing_and_is_ended(how: str, tmp_path: P
 
 def _kill_a_parent(kill: Killer, rng: Any, sampler: ParallelSampler, folder: Path) -> None:
     sampler.initialize(RandomAgent())
-    pid = rng.choice(sampler._team.pids)
+    pid = rng.choice(sampler.worker_pids)
     children = WithChildren.children(folder, pid)
     assert len(children) == 2
     kill.kill([pid], rng.uniform(0, LONGEST_DELAY))

@@ -101,7 +101,7 @@ def test_kills_at_random_moments_change_no_other_column(
         with killer() as kill, sampler_of("CartPole-v1", start_method, **kwargs) as sampler:
             sampler.initialize(RandomAgent(), seed=5)
             rank = rng.randrange(N_WORKERS)
-            kill.kill([sampler._team.pids[rank]], rng.uniform(0, 0.03))
+            kill.kill([sampler.worker_pids[rank]], rng.uniform(0, 0.03))
             batches = []
             while len(batches) < len(reference) or sampler.stats().restarts < 1:
                 batches.append(_one_batch(sampler, len(batches)))
@@ -124,7 +124,7 @@ def test_the_column_that_was_hit_is_complete_and_valid(start_method: str) -> Non
         sampler.initialize(RandomAgent(), seed=5)
         itr = 0
         for wanted in range(1, scaled(50, 2) + 1):
-            kill.kill([rng.choice(sampler._team.pids)], rng.uniform(0, 0.02))
+            kill.kill([rng.choice(sampler.worker_pids)], rng.uniform(0, 0.02))
             deadline = time.monotonic() + 30
             while sampler.stats().restarts < wanted:
                 assert time.monotonic() < deadline
@@ -209,7 +209,7 @@ def test_a_hung_worker_is_replaced_too(tmp_path: Path, start_method: str) -> Non
         with sampler:
             run(sampler, agent)
             assert sampler.stats().restarts == 1
-            assert "made no progress for 0.5 s" in sampler._team.restarts.history[0][1]
+            assert "made no progress for 0.5 s" in sampler._pool.restarts.history[0][1]
         _, pid = notebook.read()
         assert not psutil.pid_exists(pid)
 
@@ -239,7 +239,7 @@ def test_a_batch_that_the_user_holds_is_not_touched_by_a_replacement(start_metho
         for itr in range(scaled(10, 2)):
             sampler.obtain_samples(itr)
             before = {name: leaf.tobytes() for name, leaf in sampler.samples_np.leaves()}
-            kill.kill([sampler._team.pids[itr % N_WORKERS]], 0.03)
+            kill.kill([sampler.worker_pids[itr % N_WORKERS]], 0.03)
             assert len(sampler.evaluate_agent(itr)) == 3 * 20
             kill.when()
             assert sampler.stats().restarts == itr + 1
@@ -254,8 +254,8 @@ def test_a_worker_that_is_killed_while_the_learner_trains(start_method: str) -> 
         for itr in range(scaled(20, 2)):
             sampler.obtain_samples(itr)
             before = {name: leaf.tobytes() for name, leaf in sampler.samples_np.leaves()}
-            psutil.Process(sampler._team.pids[0]).kill()
-            until(lambda: not is_running(sampler._team.pids[0]))
+            psutil.Process(sampler.worker_pids[0]).kill()
+            until(lambda: not is_running(sampler.worker_pids[0]))
             for name, leaf in sampler.samples_np.leaves():
                 assert leaf.tobytes() == before[name], name
         sampler.obtain_samples(100)
@@ -319,7 +319,7 @@ def test_the_quota_ends_it_with_the_history() -> None:
         sampler.initialize(RandomAgent(), seed=5)
         pids = []
         for itr in range(4):
-            pids.append(sampler._team.pids[1])
+            pids.append(sampler.worker_pids[1])
             psutil.Process(pids[-1]).kill()
             began = time.monotonic()
             if itr < 3:
@@ -339,7 +339,7 @@ def test_the_quota_is_of_a_window_of_time() -> None:
     with sampler_of(CountingEnv, max_restarts=1, restart_window=0.2) as sampler:
         sampler.initialize(RandomAgent(), seed=5)
         for itr in range(3):
-            psutil.Process(sampler._team.pids[1]).kill()
+            psutil.Process(sampler.worker_pids[1]).kill()
             until(lambda known=itr: sampler.obtain_samples(0) and sampler.stats().restarts == known + 1)
             replaced = time.monotonic()
             until(lambda since=replaced: time.monotonic() - since > 0.2)

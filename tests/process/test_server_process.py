@@ -57,13 +57,13 @@ def sampler_of(env_fn: Any = CountingEnv, cls: type[GpuSampler] = GpuSampler, **
 
 
 def server_pid(sampler: GpuSampler) -> int:
-    pid: int = sampler._team.pids[SERVER_RANK]
+    pid: int = sampler.worker_pids[SERVER_RANK]
     return pid
 
 
 def is_idle(sampler: GpuSampler) -> bool:
     """Whether all members have come to their barrier_out."""
-    control = sampler._allocation.control
+    control = sampler._memory.control
     return all(control.arrived(rank) == control.opened(rank) for rank in range(SERVER_RANK + 1))
 
 
@@ -97,7 +97,7 @@ def test_every_failure_of_the_server_is_named_at_once(tmp_path: Path, start_meth
         pytest.raises(WorkerError if how == "raise" else WorkerDiedError) as caught,
     ):
         sampler.initialize(agent, seed=0, bootstrap_value=True)
-        pids = sampler._team.pids
+        pids = sampler.worker_pids
         for itr in range(3):
             sampler.obtain_samples(itr)
     seen = time.monotonic()
@@ -168,13 +168,13 @@ def test_a_server_that_hangs_is_named_and_no_worker_is(how: str, tmp_path: Path)
     stopped = " and is stopped by a signal" if how == "stop" else ""
     assert first == f"the inference server (pid {pid}) made no progress for {LIMIT:g} s{stopped} while acting (itr=0)"
     if how != "stop":  # to be asked for its stack, a stopped one is continued
-        assert re.search(r"^  worker 0: waiting for actions, t=3, last sign of life", str(caught.value), re.MULTILINE)
-    assert re.search(r"^  the inference server: acting, last sign of life", str(caught.value), re.MULTILINE)
+        assert re.search(r"^  worker 0: waiting for actions, t=3, last heartbeat", str(caught.value), re.MULTILINE)
+    assert re.search(r"^  the inference server: acting, last heartbeat", str(caught.value), re.MULTILINE)
     assert "the stack of the inference server:" in str(caught.value)
     note("server process, step_timeout: limit to error, s", seen - struck - LIMIT, 0.5 * SLACK)
 
 
-@pytest.mark.parametrize("serving", [False, True], ids=["parked", "waiting for questions"])
+@pytest.mark.parametrize("serving", [False, True], ids=["parked", "waiting for requests"])
 def test_a_server_that_is_stopped_while_it_waits(serving: bool) -> None:
     with sampler_of(SlowEnv, env_kwargs={"seconds": 0.05}, step_timeout=LIMIT) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
@@ -209,7 +209,7 @@ def test_a_dead_worker_ends_the_server_too(tmp_path: Path, cls: type[GpuSampler]
         with pytest.raises(WorkerDiedError, match=r"(?s)worker 1 .* was killed by SIGKILL .*; the inference server "):
             sampler.obtain_samples(0)
         seen = time.monotonic()
-        assert not any(map(psutil.pid_exists, sampler._team.pids))
+        assert not any(map(psutil.pid_exists, sampler.worker_pids))
     note("server process, worker killed to error, s", seen - notebook.read()[0], ERROR_SECONDS)
 
 
@@ -220,7 +220,7 @@ def test_a_killed_main_process_leaves_no_server(tmp_path: Path, start_method: st
     with GpuSampler(SlowEnv, env_kwargs={"seconds": 0.01}, batch_T=20, batch_B=2, n_workers=2, server="process",
                     start_method=METHOD) as sampler:
         sampler.initialize(RandomAgent())
-        say(*sampler._team.pids)
+        say(*sampler.worker_pids)
         for itr in range(10**6):
             sampler.obtain_samples(itr)
             say(itr)
@@ -249,7 +249,7 @@ def test_a_shutdown_in_the_middle_of_a_batch(how: str, tmp_path: Path) -> None:
         sampler.initialize(agent)
         sampler.start_samples(0)
         until(lambda: sampler.server_stats.served)
-        pids = sampler._team.pids
+        pids = sampler.worker_pids
         if how == "agent hangs":
             until((tmp_path / "note").exists)
         began = time.monotonic()
@@ -364,7 +364,7 @@ def test_nobody_burns_cpu_while_nothing_can_be_done(spin_seconds: float | None) 
     try:
         with sampler_of(Held, env_kwargs={"gate": read}, batch_T=2, **kwargs) as sampler:
             sampler.initialize(RandomAgent())
-            processes = [psutil.Process(), *map(psutil.Process, sampler._team.pids)]
+            processes = [psutil.Process(), *map(psutil.Process, sampler.worker_pids)]
             sampler.start_samples(0)
             until(lambda: sampler.server_stats.served)
 

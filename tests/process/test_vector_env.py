@@ -41,7 +41,7 @@ def run(envs: ShmVectorEnv, n_steps: int = 8) -> None:
 
 
 def _workers(envs: ShmVectorEnv) -> list[int]:
-    return [member.pid for member in envs._crew._crew.members]
+    return envs.worker_pids
 
 
 PLACES = {

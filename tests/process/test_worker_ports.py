@@ -81,7 +81,7 @@ def test_a_killed_workers_lock_files_go_with_the_sampler(tmp_path: Path) -> None
     with ParallelSampler(Leasing, batch_T=20, batch_B=2, n_workers=2) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         ports = sampler.get_attr("port")
-        for pid in sampler._team.pids:  # type: ignore[attr-defined]
+        for pid in sampler.worker_pids:  # type: ignore[attr-defined]
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="SIGKILL"):
             sampler.obtain_samples(0)
@@ -105,7 +105,7 @@ class Leasing(CountingEnv):
 sampler = ParallelSampler(Leasing, batch_T=20, batch_B=4, n_workers=2, start_method=METHOD)
 sampler.initialize(RandomAgent())
 say(*sampler.get_attr("port"))
-say(*sampler._team.pids)
+say(*sampler.worker_pids)
 for itr in range(1000000):
     sampler.obtain_samples(itr)
 """

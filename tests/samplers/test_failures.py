@@ -78,7 +78,7 @@ def test_the_error_comes_promptly_even_from_a_worker_parked_at_the_gate() -> Non
     with ParallelSampler(CountingEnv, batch_T=4, batch_B=4, n_workers=2) as sampler:
         sampler.initialize(RandomAgent())
         sampler.obtain_samples(0)
-        pid = sampler._team.pids[1]
+        pid = sampler.worker_pids[1]
         psutil.Process(pid).kill()
         began = time.monotonic()
         with pytest.raises(WorkerDiedError, match=rf"worker 1 \(pid {pid}.*SIGKILL.*waiting at barrier_in \(itr=1\)"):
@@ -89,7 +89,7 @@ def test_the_error_comes_promptly_even_from_a_worker_parked_at_the_gate() -> Non
 def test_all_workers_killed_at_once_are_all_listed() -> None:
     with ParallelSampler(CountingEnv, batch_T=4, batch_B=3, n_workers=3) as sampler:
         sampler.initialize(RandomAgent())
-        processes = [psutil.Process(pid) for pid in sampler._team.pids]
+        processes = [psutil.Process(pid) for pid in sampler.worker_pids]
         for process in processes:
             process.kill()
         psutil.wait_procs(processes, timeout=10)
@@ -208,7 +208,7 @@ def test_a_worker_without_progress_times_out_if_asked_to() -> None:
     message = str(caught.value)
     assert "worker 1 (pid" in message
     assert "made no progress for 0.5 s while stepping env_rank 1, t=1 (itr=0)" in message
-    assert "worker 0: waiting at barrier_in, last sign of life" in message
+    assert "worker 0: waiting at barrier_in, last heartbeat" in message
 
 
 def test_start_up_has_a_limit_of_its_own() -> None:
@@ -255,7 +255,7 @@ def test_what_an_environment_started_dies_with_its_worker() -> None:
 
     with ParallelSampler(WithChild, batch_T=2, batch_B=1, n_workers=1) as sampler:
         sampler.initialize(RandomAgent())
-        worker = psutil.Process(sampler._team.pids[0])
+        worker = psutil.Process(sampler.worker_pids[0])
         assert worker.children()
         worker.kill()
         with pytest.raises(WorkerDiedError):

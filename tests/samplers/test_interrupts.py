@@ -12,9 +12,9 @@ import pytest
 
 from penstock import ParallelSampler, RandomAgent, SamplerState, SamplerStateError
 from penstock.envs import CountingEnv
-from penstock.workers import pool as crew_module
+from penstock.workers import pool as pool_module
 from penstock.workers.gates import Gate
-from penstock.workers.interrupts import interrupts
+from penstock.workers import sigint
 
 
 def ctrl_c() -> None:
@@ -30,10 +30,10 @@ def _handler_is_restored() -> Iterator[None]:
 
 def test_it_is_answered_at_the_end() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), interrupts.held():
+    with pytest.raises(KeyboardInterrupt), sigint.deferred():
         ctrl_c()
         done.append(1)
-        with interrupts.held(), interrupts:
+        with sigint.deferred(), sigint.nested():
             done.append(2)
         done.append(3)
     assert done == [1, 2, 3]
@@ -41,12 +41,12 @@ def test_it_is_answered_at_the_end() -> None:
 
 def test_it_is_answered_where_it_may_pass() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), interrupts.held():
+    with pytest.raises(KeyboardInterrupt), sigint.deferred():
         ctrl_c()
         done.append(1)
-        with interrupts.passing():
+        with sigint.allowed():
             done.append(2)
-    with pytest.raises(KeyboardInterrupt), interrupts.held(), interrupts.passing():
+    with pytest.raises(KeyboardInterrupt), sigint.deferred(), sigint.allowed():
         done.append(3)
         ctrl_c()
         done.append(4)
@@ -55,7 +55,7 @@ def test_it_is_answered_where_it_may_pass() -> None:
 
 def test_a_second_one_is_answered_at_once() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), interrupts.held():
+    with pytest.raises(KeyboardInterrupt), sigint.deferred():
         ctrl_c()
         done.append(1)
         ctrl_c()
@@ -64,7 +64,7 @@ def test_a_second_one_is_answered_at_once() -> None:
 
 
 def test_none_leaves_no_trace() -> None:
-    with interrupts.held(), interrupts.passing():
+    with sigint.deferred(), sigint.allowed():
         pass
     with pytest.raises(KeyboardInterrupt):
         ctrl_c()
@@ -74,7 +74,7 @@ def test_another_thread_holds_nothing_back() -> None:
     handlers: list[Any] = []
 
     def in_thread() -> None:
-        with interrupts.held(), interrupts.passing(), interrupts:
+        with sigint.deferred(), sigint.allowed(), sigint.nested():
             handlers.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=in_thread)
@@ -115,7 +115,7 @@ def test_between_two_gates(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("times", [1, 2])  # the second is answered at once
 def test_while_processes_start(monkeypatch: pytest.MonkeyPatch, start_method: str, times: int) -> None:
     started = []
-    plain = crew_module.Launcher.start
+    plain = pool_module.Launcher.start
 
     def interrupted(launcher: Any, process: Any, name: str) -> None:
         plain(launcher, process, name)
@@ -123,7 +123,7 @@ def test_while_processes_start(monkeypatch: pytest.MonkeyPatch, start_method: st
         for _ in range(times):
             ctrl_c()
 
-    monkeypatch.setattr(crew_module.Launcher, "start", interrupted)
+    monkeypatch.setattr(pool_module.Launcher, "start", interrupted)
     with sampler_of(start_method=start_method) as sampler, pytest.raises(KeyboardInterrupt):
         sampler.initialize(RandomAgent())
     assert len(started) == 1  # the suite's own check finds that it is gone
@@ -132,7 +132,7 @@ def test_while_processes_start(monkeypatch: pytest.MonkeyPatch, start_method: st
 def test_shutdown_that_is_cut_short_is_done_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = sampler_of()
     sampler.initialize(RandomAgent())
-    plain = crew_module.WorkerPool._await_deaths
+    plain = pool_module.WorkerPool._await_deaths
 
     def interrupted(crew: Any, members: Any, seconds: float) -> Any:
         ctrl_c()
@@ -140,7 +140,7 @@ def test_shutdown_that_is_cut_short_is_done_by_the_next(monkeypatch: pytest.Monk
         return plain(crew, members, seconds)
 
     with monkeypatch.context() as patched:
-        patched.setattr(crew_module.WorkerPool, "_await_deaths", interrupted)
+        patched.setattr(pool_module.WorkerPool, "_await_deaths", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sampler.shutdown()
     sampler.shutdown()

@@ -18,7 +18,7 @@ def start(env=CountingEnv, **kwargs):
     sampler = ParallelSampler(env, batch_T=50, batch_B=2, n_workers=2, start_method=METHOD, **kwargs)
     sampler.initialize(RandomAgent())
     sampler.obtain_samples(0)
-    print(*sampler._team.pids, flush=True)
+    print(*sampler.worker_pids, flush=True)
     return sampler
 """
 

@@ -209,7 +209,7 @@ class StartsAnew(ResetCollector):
 class LosesTrajectories(ResetCollector):
     def end_batch(self) -> None:
         super().end_batch()
-        self.progress.trajectories = max(self.progress.trajectories - 1, 0)
+        self.progress.n_results = max(self.progress.n_results - 1, 0)
 
 
 class SkipsSteps(ResetCollector):

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.workers import control
-from penstock.workers.control import ControlBlock, Phase, StopCollecting
+from penstock.workers.control import ControlBlock
+from penstock.workers.progress import Phase, StopCollecting
 
 T, WORKERS = 4, 3
 quick = settings(max_examples=40, deadline=None)
@@ -128,7 +129,7 @@ def test_rows_do_not_touch_one_another(block: ControlBlock, clock: Clock) -> Non
     progress.at_env(5)
     progress.begin()
     progress.arrived = 3
-    progress.trajectories = 4
+    progress.n_results = 4
     for t in range(T):
         clock.now += 1
         progress.begin_acting(t)
@@ -230,8 +231,8 @@ def test_trajectories_count_from_the_opening_that_the_worker_has_noticed(block: 
         assert block.trajectories(1) == 0, "those of the batch before are not of this one"
         progress.begin()
         assert block.trajectories(1) == 0
-        progress.trajectories += count
-        assert block.trajectories(1) == progress.trajectories == count
+        progress.n_results += count
+        assert block.trajectories(1) == progress.n_results == count
         progress.arrived += 1
         assert block.arrived(1) == progress.arrived == answered + 1
         assert block.trajectories(1) == count

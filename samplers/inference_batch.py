@@ -1,0 +1,74 @@
+"""One batch of inference: the agent acts on rows of the step buffer, for all workers or for some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.agents.base import Agent
+from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.buffers.step_buffer import StepBuffer
+from penstock.collectors.acting import AgentInfoWriter, as_agent_step
+from penstock.collectors.checks import write_action
+
+
+class InferenceBatch:
+    """An agent with its step buffer: that of the training environments, or that of evaluation."""
+
+    def __init__(self, agent: Agent, steps: StepBuffer, shares: Sequence[range]) -> None:
+        """`agent` has state for all columns; `shares` are the columns of each worker."""
+        self.agent, self._shares = agent, [np.arange(share.start, share.stop) for share in shares]
+        self._row = steps.memory.arrays
+        self._whole_row = AgentInfoWriter(self._row.agent_info.map(lambda leaf: leaf[None]))
+        self._parts: dict[int, tuple[NamedArrays, AgentInfoWriter]] = {}
+
+    def step(self, ranks: Sequence[int]) -> int:
+        """Act for these workers; returns for how many environments."""
+        row, (columns, inputs) = self._row, self._select(ranks)
+        n = len(inputs[-1])
+        step = as_agent_step(self.agent.step(*inputs), self.agent)
+        if columns is None:
+            write_action(row.action, step.action)
+            self._whole_row.write(0, step.agent_info)
+        else:
+            action = map_leaves(lambda leaf: leaf[columns], row.action)
+            write_action(action, step.action)
+            row.action[columns] = action
+            agent_info, writer = self._part_of_row(n)
+            writer.write(0, step.agent_info)
+            row.agent_info[columns] = agent_info[0]
+        return n
+
+    def _part_of_row(self, n: int) -> tuple[NamedArrays, AgentInfoWriter]:
+        """Arrays `[1, n, ...]` for the agent_info of n columns, with their writer; made once."""
+        if n not in self._parts:
+            arrays = self._row.agent_info.map(lambda leaf: np.zeros((1, n, *leaf.shape[1:]), leaf.dtype))
+            self._parts[n] = arrays, AgentInfoWriter(arrays)
+        return self._parts[n]
+
+    def value(self, ranks: Sequence[int]) -> None:
+        """Estimate the values that these workers request."""
+        columns, inputs = self._select(ranks)
+        self._row.value[... if columns is None else columns] = self.agent.value(*inputs)
+
+    def restart(self, rank: int, rngs: Sequence[np.random.Generator]) -> None:
+        """This worker's columns have new environments and new random streams."""
+        columns = self._shares[rank]
+        self.agent.reseed_columns(columns, rngs)
+        for column in columns:
+            self.agent.reset_one(int(column))
+
+    def _select(self, ranks: Sequence[int]) -> tuple[npt.NDArray[np.intp] | None, tuple[Any, Any, Any]]:
+        """Select these workers' columns in the agent; returns them (None: all) and their inputs."""
+        row, is_all = self._row, len(ranks) == len(self._shares)
+        columns = None if is_all else np.concatenate([self._shares[rank] for rank in ranks])
+        to_reset = np.flatnonzero(row.reset) if columns is None else columns[row.reset[columns]]
+        for column in to_reset:
+            self.agent.reset_one(int(column))
+        row.reset[to_reset] = False
+        self.agent.select(columns)
+        inputs = row.observation, row.prev_action, row.prev_reward
+        return columns, inputs if columns is None else tuple(part[columns] for part in inputs)

@@ -1,0 +1,58 @@
+"""The shared memory of a sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.agents.shared_parameters import SharedParameters
+from penstock.buffers.mailbox import Mailbox
+from penstock.buffers.shared import NamedMemory
+from penstock.buffers.step_buffer import StepBuffer
+from penstock.buffers.trajectory_queue import RecordRings
+from penstock.samplers.stats import ServerTotals
+from penstock.workers.control import Command, ControlBlock
+from penstock.workers.plan import WorkerPlan
+
+
+@dataclass(frozen=True)
+class SamplerMemory:
+    """What the main process and the workers share."""
+
+    control: ControlBlock
+    samples: NamedMemory
+    records: RecordRings
+    parameters: SharedParameters
+    mailbox: Mailbox
+    # Only with central inference: what workers and the inference server exchange, for training and for evaluation, and
+    # what the server has done.
+    steps: StepBuffer | None = None
+    eval_steps: StepBuffer | None = None
+    totals: ServerTotals | None = None
+
+    def count_lost(self, plan: WorkerPlan, command: Command | None, t: int, n_results: int) -> int:
+        """How many trajectories are lost with a worker that dies in row `t` of `command` (None: between two): those
+        that were running, and those that had finished in what it has not completed."""
+        n_running = len(plan.columns)
+        if command is None or command.has_message:
+            return n_running
+        if command.do_eval:
+            return n_running + len(plan.eval_columns) + n_results  # type: ignore[attr-defined]
+        finished = self.samples.arrays.done[1 : t + 2, plan.columns.start : plan.columns.stop]
+        return n_running + int(finished.sum())
+
+    @property
+    def _own(self) -> list[NamedMemory]:
+        """All of it but the parameters, which the agent owns."""
+        parts = (self.control, self.records, self.steps, self.eval_steps, self.totals)
+        return [self.samples, *(part.memory for part in parts if part is not None)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(memory.nbytes for memory in [*self._own, self.parameters.memory])
+
+    def close(self) -> None:
+        """Close the descriptors; arrays stay valid as long as the user holds views of them."""
+        for memory in self._own:
+            memory.close()
+        self.mailbox.close()
