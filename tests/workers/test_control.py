@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.workers import control
-from penstock.workers.control import ControlBlock
+from penstock.workers import progress as progress_module
+from penstock.workers.control import Command, ControlBlock
 from penstock.workers.progress import Phase, StopCollecting
 
 T, WORKERS = 4, 3
@@ -34,20 +34,20 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(control, "time", clock)
+    monkeypatch.setattr(progress_module, "time", clock)
     return clock
 
 
 @pytest.fixture(params=["compiled", "plain"])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ControlBlock:
     if request.param == "plain":
-        monkeypatch.setattr(control, "mark", lambda *_: False)
+        monkeypatch.setattr(progress_module, "mark", lambda *_: False)
     return ControlBlock(WORKERS, T, shared=False)
 
 
 # ---- words of the main process -----------------------------------------------------------------
 
-WORDS = {"quit": st.booleans(), "do_eval": st.booleans(), "stop_eval": st.booleans(), "itr": st.integers(0, 2**62)}
+WORDS = {"quit": st.booleans(), "stop_eval": st.booleans()}
 writes = st.lists(st.one_of([st.tuples(st.just(name), values) for name, values in WORDS.items()]))
 
 
@@ -63,7 +63,6 @@ def test_each_word_reads_as_last_written_whatever_is_written_to_the_others(
         expected[name] = value
         assert {name: getattr(block, name) for name in WORDS} == expected
     assert isinstance(block.quit, bool)
-    assert isinstance(block.itr, int)
     block.memory.close()
 
 
@@ -76,12 +75,41 @@ def test_openings_are_counted_per_worker(ranks: list[int]) -> None:
     assert [block.opened(rank) for rank in range(WORKERS)] == [ranks.count(rank) for rank in range(WORKERS)]
 
 
+commands = st.builds(Command, itr=st.integers(0, 2**62), do_eval=st.booleans(), has_message=st.booleans())
+
+
+@quick
+@given(st.lists(commands, max_size=30), st.integers(1, 8))
+def test_every_opening_has_its_own_command(history: list[Command], ahead: int) -> None:
+    """A worker that is up to eight openings behind still reads the command of each."""
+    block = ControlBlock(WORKERS, T, shared=False)
+    progress, waiting = block.progress(1), []
+    for command in history:
+        block.open(1, command)
+        waiting.append(command)
+        if len(waiting) == ahead:
+            for expected in waiting:
+                assert progress.command == expected
+                progress.arrived += 1
+            waiting.clear()
+        assert block.current_command(1) == command
+    assert block.opened(0) == 0
+
+
+def test_a_ninth_open_command_is_refused_unless_it_is_the_same() -> None:
+    block = ControlBlock(1, T, shared=False)
+    for _ in range(20):
+        block.open(0, Command(itr=3))
+    with pytest.raises(RuntimeError, match="worker 0 has 8 commands open"):
+        block.open(0, Command(itr=4))
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_worker_reads_the_words_and_writes_its_row_from_another_process(start_method: str) -> None:
     block = ControlBlock(WORKERS, T, shared=True)
-    block.itr = 41
+    block.open(1, Command(itr=41))
     child = multiprocessing.get_context(start_method).Process(
-        target=exec, args=("row = block.progress(1); row.arrived = block.itr + 1; row.at_env(7)", {"block": block})
+        target=exec, args=("row = block.progress(1); row.arrived = row.command.itr + 1; row.at_env(7)", {"block": block})
     )
     child.start()
     child.join(60)
@@ -162,7 +190,7 @@ def test_acting_and_stepping_times_are_totals_of_all_batches(
     clock, block = Clock(), ControlBlock(1, T, shared=False)
     progress = block.progress(0)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(control, "time", clock)
+        monkeypatch.setattr(progress_module, "time", clock)
         for batch in batches:
             for t, (acting, stepping) in enumerate(batch):
                 progress.begin_acting(t)
@@ -228,12 +256,12 @@ def test_trajectories_count_from_the_opening_that_the_worker_has_noticed(block: 
     progress = block.progress(1)
     for answered, count in enumerate((4, 2)):
         block.open(1)
-        assert block.trajectories(1) == 0, "those of the batch before are not of this one"
+        assert block.n_results(1) == 0, "those of the batch before are not of this one"
         progress.begin()
-        assert block.trajectories(1) == 0
+        assert block.n_results(1) == 0
         progress.n_results += count
-        assert block.trajectories(1) == progress.n_results == count
+        assert block.n_results(1) == progress.n_results == count
         progress.arrived += 1
         assert block.arrived(1) == progress.arrived == answered + 1
-        assert block.trajectories(1) == count
-    assert block.trajectories(0) == 0
+        assert block.n_results(1) == count
+    assert block.n_results(0) == 0

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from penstock.buffers.descriptors import InheritedFd
-from penstock.workers.control import ControlBlock
+from penstock.workers.control import Command, ControlBlock
 from penstock.workers.gates import Gate, MainProcessGone, WakeUp
 
 
@@ -44,14 +44,13 @@ def test_every_opening_is_answered_once(wake_up_kind: str, spin: bool) -> None:
     def worker() -> None:
         for _ in range(200):
             gate.wait_in(progress, None)
-            work.append(control.itr)
+            work.append(progress.command.itr)
             gate.arrive(progress)
 
     thread = threading.Thread(target=worker)
     thread.start()
     for itr in range(200):
-        control.itr = itr
-        gate.open()
+        gate.open(Command(itr))
         while not gate.arrived:
             select.select([gate.fileno()], [], [], 10)
             gate.clear()
