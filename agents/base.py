@@ -56,11 +56,6 @@ class Agent(ABC):
 
     _initialized = False
 
-    @property
-    def runtime(self) -> Any:
-        """Interim."""
-        return self
-
     # ---- life ------------------------------------------------------------------------------
 
     def initialize(
