@@ -79,7 +79,7 @@ def test_what_is_no_function_is_refused() -> None:
 @pytest.mark.parametrize("fn", [lambda o, r: o, lambda: 0, lambda rngs: 0, lambda o, *, key: o])
 def test_a_function_that_asks_for_something_else_is_told_what_there_is(fn: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"fn\(observation, rngs=rngs\) where a parameter is named rngs; this one has"
+        ConfigError, match=r"fn\(observation, rngs=rngs\) if a parameter is named rngs; this function has"
     ):
         FunctionAgent(fn)
 

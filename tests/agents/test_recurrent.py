@@ -354,7 +354,7 @@ def test_a_model_without_a_state_is_refused() -> None:
         def forward(self, observation: Any) -> Any:
             return observation, observation[:, 0]
 
-    with pytest.raises(ConfigError, match=r"\(observation, prev_action, prev_reward, state\), that of Plain takes"):
+    with pytest.raises(ConfigError, match=r"prev_reward, state\), but the forward of Plain takes \(observation\)"):
         agent_for(Plain)
 
 
