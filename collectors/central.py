@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.agents.base import Agent, AgentStep
+from penstock.agents.runtime import AgentRuntime
+from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.named import NamedArrays
 
 __all__ = ["Port", "Question", "RemoteAgent"]
@@ -31,6 +33,11 @@ class Port(Protocol):
         """Ask about what `row` holds; return when `row` holds the answer."""
 
 
+class _RemoteRuntime(AgentRuntime):
+    def attach(self, parameters: SharedParameters) -> None:
+        """Nothing: the inference server has the parameters."""
+
+
 class RemoteAgent(Agent):
     """Stands for an agent that acts elsewhere, so collectors need not know where that is.
 
@@ -38,6 +45,7 @@ class RemoteAgent(Agent):
     buffer: collectors record them before the next step.
     """
 
+    runtime_cls = _RemoteRuntime
     _port: Port
 
     def __init__(self, agent: Agent) -> None:
@@ -65,9 +73,6 @@ class RemoteAgent(Agent):
 
     def reset_one(self, column: int) -> None:
         self._reset[column] = True
-
-    def pull_shared_memory(self) -> None:
-        """The server does so."""
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         into = self._inputs

@@ -106,7 +106,7 @@ def allocate(
         raise ConfigError(f"traj_info_kwargs must be a dict of arguments for traj_info_cls, got {traj_info_kwargs!r}")
     traj_kwargs = dict(traj_info_kwargs or {})
     _check_traj_info(config.traj_info_cls, traj_kwargs)
-    worker_agent = agent.worker_copy()
+    worker_agent = agent.runtime.worker_copy()
     spec = replace(_try_agent(worker_agent, config, bootstrap_value, world_size), env_info=env_info)
     max_T = eval_max_T(config.eval_max_steps, config.eval_n_envs)
     # Objects of a TrajInfo subclass do not use the rings.
@@ -142,7 +142,7 @@ def allocate(
         # Behind the workers' rows one for the inference server.
         control=ControlBlock(len(plans) + central, config.batch_T, shared=shared),
         rings=RecordRings(capacities, shared=shared),
-        parameters=agent.share_memory(shared=shared),
+        parameters=agent.runtime.share_memory(shared=shared),
         mailbox=Mailbox(),
         job=job,
         **serving,
@@ -194,7 +194,7 @@ def _prepare_agent(agent: Agent, factory: EnvFactory, seed: int, config: Sampler
     finally:
         close_example_env(env)
     model_seed = ColumnStreams(seed, range(1)).env_seeds(Purpose.MODEL)[0]
-    agent.ensure_initialized(observation_space, action_space, model_seed)
+    agent.runtime.ensure_initialized(observation_space, action_space, model_seed)
     return env_info
 
 
@@ -216,9 +216,9 @@ def _try_agent(agent: Agent, config: SamplerConfig, bootstrap_value: bool, world
     inputs = columns(observation), columns(action), np.zeros(_TRIAL_COLUMNS, np.float32)
     rngs = ColumnStreams(0, range(_TRIAL_COLUMNS)).rngs(Purpose.ACTION)
     try:
-        trial = agent.column_copy(rngs)
+        trial = agent.runtime.column_copy(rngs)
         # Both pose as the first environment, which there always is.
-        trial.set_columns([0] * _TRIAL_COLUMNS, config.batch_B * world_size)
+        trial.runtime.set_columns([0] * _TRIAL_COLUMNS, config.batch_B * world_size)
         trial.sample_mode(0)
         step = as_agent_step(trial.step(*inputs), agent)
         value = np.asarray(trial.value(*inputs)) if bootstrap_value else None

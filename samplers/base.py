@@ -383,7 +383,7 @@ class Sampler(ABC):
 
     def _give_back(self) -> None:
         if "_allocation" in vars(self):
-            self._agent.unshare_memory(self._allocation.parameters)
+            self._agent.runtime.unshare_memory(self._allocation.parameters)
             self._allocation.close()
         if "_finalizer" in vars(self) and not self._calls.is_foreign:
             _close(self._team, self._allocation)  # all of it again, should a second Ctrl-C have cut it short

@@ -148,7 +148,7 @@ class GpuSampler(ParallelSampler):
         plans, config, job = self._plans, self.config, allocation.job
         spin = SPIN_SECONDS if self._spin_seconds is None else self._spin_seconds
         server_job = ServerJob(
-            agent=self._agent.server_copy(),
+            agent=self._agent.runtime.server_copy(),
             plans=plans,
             readiness=self._readiness(),
             seed=job.seed,

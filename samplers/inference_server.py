@@ -117,17 +117,17 @@ class InferenceServer:
         self._spin_seconds = job.spin_seconds
         self.progress = state.control.progress(len(job.plans))
         agent = job.agent
-        agent.attach(state.parameters)
-        agent.pull_shared_memory()
+        agent.runtime.attach(state.parameters)
+        agent.runtime.pull_shared_memory()
         if job.compile_options is not None:
-            agent.compile_model(job.compile_options)
+            agent.runtime.compile_model(job.compile_options)
         self._train = _desk(agent, job, state.steps, Purpose.ACTION)
         self._eval = None if state.eval_steps is None else _desk(agent, job, state.eval_steps, Purpose.EVAL_ACTION)
         # A GPU reads inputs where the workers have written them.
         self._locks = ExitStack()
         for steps in (state.steps, state.eval_steps):
             if steps is not None:
-                self._locks.enter_context(agent.page_locked(steps.memory.whole))
+                self._locks.enter_context(agent.runtime.page_locked(steps.memory.whole))
         self._desk, self._policy = self._train, self._readiness
         self._asked = [0] * len(self._plans)  # the number of each worker's question, as it was last looked at
         self._kept: list[int] = []  # workers whose actions lie ready, but who may not have them yet
@@ -161,7 +161,7 @@ class InferenceServer:
         agent, key = self._eval.agent, self._n_evaluations
         try:
             rngs = [rng for plan in self._plans for rng in _rngs(self._seed, plan, Purpose.EVAL_ACTION, key)]
-            agent.pull_shared_memory()
+            agent.runtime.pull_shared_memory()
             agent.select(None)
             agent.seed_columns(rngs)
             agent.reset()
@@ -176,7 +176,7 @@ class InferenceServer:
         version = -1
         while version != self._parameters.version:  # or others were published meanwhile
             version = self._parameters.version
-            agent.pull_shared_memory()
+            agent.runtime.pull_shared_memory()
         self.progress.version = version
 
     def _take_replacements(self) -> bool:
@@ -318,8 +318,8 @@ def _desk(agent: Agent, job: ServerJob, steps: StepBuffer, purpose: Purpose) -> 
     env_ranks = range(ranks[0].start, ranks[-1].stop)
 
     def copy_of_agent() -> Agent:
-        copy = agent.column_copy(ColumnStreams(job.seed, env_ranks).rngs(purpose))
-        copy.set_columns(env_ranks, len(env_ranks) * job.world_size)
+        copy = agent.runtime.column_copy(ColumnStreams(job.seed, env_ranks).rngs(purpose))
+        copy.runtime.set_columns(env_ranks, len(env_ranks) * job.world_size)
         return copy
 
     if job.compile_options is not None:

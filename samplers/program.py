@@ -138,8 +138,8 @@ class Worker:
         self._records = _RecordSink(state.rings, plan.worker_rank)
         self.progress = state.control.progress(plan.worker_rank)
         self._agent = job.agent
-        self._agent.attach(state.parameters)
-        self._agent.pull_shared_memory()
+        self._agent.runtime.attach(state.parameters)
+        self._agent.runtime.pull_shared_memory()
         self._built = EnvBuilder(self.progress, self._agent.observation_space, self._agent.action_space)
         arrays = state.samples.arrays
         self.collector = self._build_collector(
@@ -161,13 +161,13 @@ class Worker:
         return EnvColumns(envs, env_ranks, self.progress, self._job.checks)
 
     def _copy_of_agent(self, streams: ColumnStreams, purpose: Purpose, n_envs: int) -> Agent:
-        agent = self._agent.column_copy(streams.rngs(purpose))
+        agent = self._agent.runtime.column_copy(streams.rngs(purpose))
         if self._connect is not None and isinstance(agent, RemoteAgent):
             is_eval = purpose is Purpose.EVAL_ACTION
             steps = self._state.eval_steps if is_eval else self._state.steps
             assert steps is not None
             agent.connect(self._connect(steps, self._plan.eval_columns if is_eval else self._plan.columns))
-        agent.set_columns(streams.env_ranks, n_envs * self._job.world_size)
+        agent.runtime.set_columns(streams.env_ranks, n_envs * self._job.world_size)
         return agent
 
     def _tracker(self, env_ranks: range) -> Tracker:
@@ -229,10 +229,10 @@ class Worker:
         if control.do_call:
             self._call(pickle.loads(self._state.mailbox.read()))
         elif not control.do_eval:
-            collector.agent.pull_shared_memory()
+            collector.agent.runtime.pull_shared_memory()
             collector.collect_batch(control.itr)
         elif evaluator is not None:
-            evaluator.agent.pull_shared_memory()
+            evaluator.agent.runtime.pull_shared_memory()
             evaluator.collect_evaluation(control.itr)
 
     def _call(self, call: EnvCall) -> None:
