@@ -1,4 +1,4 @@
-"""Action selection. Agents that need torch are imported on first use, so that workers without one never pay."""
+"""Action selection. Agents with a torch model are imported on first use, so that other users do not import torch."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +7,7 @@ from penstock.agents.drawing import draw
 from penstock.agents.function import FunctionAgent
 from penstock.agents.noise import ColumnNoise, OrnsteinUhlenbeck
 from penstock.agents.random import RandomAgent
+from penstock.agents.runtime import AgentRuntime
 from penstock.agents.schedules import ExponentialSchedule, LinearSchedule
 from penstock.agents.shared_parameters import SharedParameters
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Agent",
+    "AgentRuntime",
     "AgentStep",
     "CategoricalPgAgent",
     "ColumnNoise",
@@ -68,3 +70,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(import_module(f"penstock.agents.{_WITH_TORCH[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WITH_TORCH})

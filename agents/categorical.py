@@ -16,8 +16,6 @@ from penstock.agents.model_outputs import output_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead
 from penstock.errors import SpaceError
 
-__all__ = ["CategoricalHead", "CategoricalPgAgent"]
-
 
 class CategoricalHead(PolicyHead):
     """One categorical distribution per component of the action: one for Discrete, `nvec.size` for MultiDiscrete."""
@@ -28,7 +26,7 @@ class CategoricalHead(PolicyHead):
         if not isinstance(action_space, spaces.Discrete | spaces.MultiDiscrete):
             raise SpaceError(
                 f"{agent} needs a Discrete or MultiDiscrete action space, the environment has {action_space}: "
-                "use an agent made for it, or discretize the actions with a wrapper"
+                "use an agent for this space, or discretize the actions with a wrapper"
             )
         self._is_multi = isinstance(action_space, spaces.MultiDiscrete)
         n = action_space.nvec if isinstance(action_space, spaces.MultiDiscrete) else action_space.n
@@ -36,7 +34,7 @@ class CategoricalHead(PolicyHead):
         self._shape: tuple[int, ...] = tuple(action_space.shape or ())
         self._dtype, self._start = action_space.dtype, np.asarray(action_space.start)
         self._n_components, self._n_logits, self._widest = len(sizes), int(sizes.sum()), int(sizes.max())
-        # Components of different sizes are padded, so that one pass over the table does for all.
+        # Pad components of different sizes, so that one table holds the logits of all of them.
         is_even = bool((sizes == self._widest).all())
         self._filled = None if is_even else (np.arange(self._widest) < sizes[:, None]).ravel()
 
@@ -66,15 +64,15 @@ class CategoricalPgAgent(PgAgent):
     """Samples from the categorical distribution of the model's logits.
 
     `model(observation)` returns `(logits, value)`, value `[B]` or `[B, 1]`. For a `Discrete(n)` action space
-    logits are `[B, n]`. For a `MultiDiscrete` they are `[B, nvec.sum()]`: those of the first component, then
-    those of the second, and so on; the components are independent, and log_prob is their sum. A space that
-    starts elsewhere than at 0 shifts the actions: logit 0 is that of the action `start`.
+    logits are `[B, n]`. For a `MultiDiscrete` they are `[B, nvec.sum()]`: first the logits of the first component,
+    then of the second, and so on. The components are independent, and log_prob is the sum over them. Logit 0 belongs
+    to the action `start` of the space.
 
     Recorded in `agent_info`: `log_prob` and `value`, float32 `[T, B]`.
 
-    `greedy_eval=True` takes the most probable action in evaluation. Each column's noise comes from its
-    own stream, one uniform number a step and component; drawing by inversion keeps a column's actions
-    independent of how many columns a worker has, up to the last bit of the model's matrix products.
+    `greedy_eval=True` takes the most probable action in evaluations. Each column has its own random stream, with one
+    uniform number per step and component. The actions of a column therefore do not depend on the number of columns
+    in a worker, except through the last bit of the model's matrix products.
     """
 
     head_cls = CategoricalHead

@@ -1,4 +1,4 @@
-"""Agent for deterministic policies with exploration noise, as DDPG and TD3 have them."""
+"""Agent for deterministic policies with exploration noise, as in DDPG and TD3."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from penstock.agents.schedules import ColumnSetting, Setting
 from penstock.agents.torch_agent import TorchAgent
 from penstock.errors import ConfigError
 
-__all__ = ["DeterministicPgAgent"]
-
 
 class DeterministicPgAgent(TorchAgent):
     """Takes the model's action plus noise, clipped to the bounds of the `Box` action space.
 
-    `model(observation)` returns actions `[B, ...]` in the environment's units; with `squash=True`, any numbers, of
-    which the agent takes the tanh and scales it to the bounds. `agent.action_of(output)` does the same to tensors,
-    with gradients, for the learner.
+    `model(observation)` returns actions `[B, ...]` in the environment's units. With `squash=True` it returns any
+    numbers; the agent takes their tanh and scales it to the bounds. `agent.action_of(output)` does the same to
+    tensors, with gradients, for the learner.
 
-    `sigma`, the standard deviation of the noise, is in units of half the range between the bounds (so that 0.1
-    means the same for every action space), or of the action itself where it has no bounds. It is one number; or
-    one per environment, in the order of env_ranks; or a function of itr that returns either. With `noise="ou"` the
-    noise is an Ornstein-Uhlenbeck process (`OrnsteinUhlenbeck`, `ou_theta`, `ou_dt`) that starts from zero with each
-    episode. While itr < `warmup_random_itrs`, actions are drawn from the space instead, as `RandomAgent` does.
-    Evaluations have no noise. Nothing is recorded in `agent_info`, and there is no `value`: the critic is the
-    learner's.
+    `sigma` is the standard deviation of the noise. Its unit is half the range between the bounds, so that 0.1 means
+    the same for every action space; in a dimension with fewer than two bounds it is 1. `sigma` is one
+    number, or one per environment in the order of env_ranks, or a function of itr that returns either.
+
+    With `noise="ou"` the noise is an Ornstein-Uhlenbeck process (`OrnsteinUhlenbeck`, `ou_theta`, `ou_dt`), which
+    starts at zero in each episode. While itr < `warmup_random_itrs`, actions are random, as of `RandomAgent`.
+    Evaluations have no noise.
+
+    The agent records nothing in `agent_info` and has no `value`: the critic belongs to the learner.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class DeterministicPgAgent(TorchAgent):
         output = self.forward(observation, prev_action, prev_reward)
         action = output_array(output, "action", (len(prev_reward), *self._box.shape)).astype(np.float64, copy=False)
         if not np.isfinite(action).all():
-            raise FloatingPointError(f"the model gave an action that is not finite: {action}")
+            raise FloatingPointError(f"the model returned an action that is not finite: {action}")
         if self.squash:
             action = self._box.center + self._box.half_range * np.tanh(action)
         if not self._is_eval:
@@ -118,5 +118,5 @@ class DeterministicPgAgent(TorchAgent):
         return scale * normals if self._process is None else self._process.next_row(normals, scale, self.selected)
 
     def action_of(self, output: torch.Tensor) -> torch.Tensor:
-        """The action `[..., *shape]` without noise for the model's output, in torch and with gradients."""
+        """The action `[..., *shape]` without noise, for an output of the model: a tensor, with gradients."""
         return self._box.unsquash_torch(output.tanh()) if self.squash else output

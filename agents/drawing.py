@@ -1,4 +1,4 @@
-"""Random elements of a space, many at a time, from a stream that the caller owns."""
+"""Random elements of a space, many at a time, from the caller's random stream."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from gymnasium import spaces
 from penstock.buffers.named import NamedArrays
 from penstock.errors import SpaceError
 
-__all__ = ["draw"]
-
 
 def draw(space: gym.Space[Any], rng: np.random.Generator, n: int) -> Any:
-    """`n` independent elements of `space`, recorded form, leading dimension n.
+    """`n` independent elements of `space`, in the form that is recorded, with leading dimension n.
 
-    Distributed as Gymnasium's `space.sample()`: uniform where bounded, shifted exponential where
-    bounded on one side, normal where unbounded. One call per leaf, not per element.
+    The distribution is that of Gymnasium's `space.sample()`: uniform between two bounds, shifted exponential with
+    one bound, normal with none. Raises `SpaceError` for an unsupported space.
     """
     if isinstance(space, spaces.Dict):
         return NamedArrays({str(key): draw(sub, rng, n) for key, sub in space.items()})
@@ -35,8 +33,8 @@ def draw(space: gym.Space[Any], rng: np.random.Generator, n: int) -> Any:
     if isinstance(space, spaces.Box):
         return _draw_box(space, rng, n)
     raise SpaceError(
-        f"cannot draw from a {type(space).__name__} space; it must be built of Box, Discrete, "
-        "MultiDiscrete, MultiBinary, Dict and Tuple"
+        f"cannot draw from a {type(space).__name__} space: use Box, Discrete, MultiDiscrete, MultiBinary, and Dict and "
+        "Tuple of these"
     )
 
 
@@ -44,7 +42,7 @@ def _draw_box(space: spaces.Box, rng: np.random.Generator, n: int) -> Any:
     shape = (n, *space.shape)
     integral = space.dtype.kind in "iub"
     below, above = space.bounded_below, space.bounded_above
-    if integral and bool((below & above).all()):  # exact over the whole of any integer type
+    if integral and bool((below & above).all()):  # exact for the full range of every integer type
         low, high = (
             np.asarray(bound).astype(np.uint8) if space.dtype.kind == "b" else bound for bound in _bounds(space)
         )
@@ -54,9 +52,8 @@ def _draw_box(space: spaces.Box, rng: np.random.Generator, n: int) -> Any:
         np.where(mask, bound, 0).astype(np.float64) for mask, bound in zip((below, above), _bounds(space), strict=True)
     )
     if integral:
-        high = np.where(above, high + 1, high)  # floored below: the bound itself is to be drawn too
-    # All kinds are drawn for every element: the stream then advances by the same amount whatever the
-    # bounds, and the choice is one `select` instead of a loop over masks.
+        high = np.where(above, high + 1, high)  # values are floored below, and may equal the bound
+    # Draw every kind for every element: the stream then advances equally for all bounds, and one `select` suffices.
     values = np.select(
         [below & above, below, above],
         [low + rng.random(shape) * (high - low), low + rng.exponential(size=shape), high - rng.exponential(size=shape)],

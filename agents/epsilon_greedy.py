@@ -1,4 +1,4 @@
-"""Epsilon-greedy agent for Q-networks, with an epsilon that may hang on the environment and on itr."""
+"""Epsilon-greedy agent for Q-networks. Epsilon may depend on the environment and on itr."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ from penstock.agents.torch_agent import TorchAgent
 from penstock.buffers.named import NamedArrays
 from penstock.errors import SpaceError
 
-__all__ = ["EpsilonGreedyAgent"]
-
 
 class EpsilonGreedyAgent(TorchAgent):
-    """Takes the action of the largest Q, and with probability epsilon one at random.
+    """Takes the action with the largest Q, or, with probability epsilon, a random action.
 
-    `model(observation)` returns q `[B, n]` for a `Discrete(n)` action space. Of equal q, the first is taken.
+    `model(observation)` returns q `[B, n]` for a `Discrete(n)` action space. Of equal q, the agent takes the first.
 
-    `epsilon` is one number; or one per environment, in the order of env_ranks; or a function of itr that returns
-    either, such as `LinearSchedule(1.0, 0.05, n_itrs=200)`. Each worker evaluates it at the start of a batch.
-    `spread` makes each environment explore to another degree: environment i of N has
-    `epsilon ** (1 + spread * i / (N - 1))` (Ape-X: epsilon 0.4, spread 7). Evaluations use `eval_epsilon`.
+    `epsilon` is one number, or one per environment in the order of env_ranks, or a function of itr that returns
+    either, such as `LinearSchedule(1.0, 0.05, n_itrs=200)`. Each worker evaluates the function at the start of a
+    batch. With `spread`, environment i of N uses `epsilon ** (1 + spread * i / (N - 1))` (Ape-X: epsilon 0.4,
+    spread 7). Evaluations use `eval_epsilon`.
 
-    Recorded in `agent_info`, `[T, B]`: `q` of the action taken and `epsilon`, float32, and `explored`, True where
-    the action was drawn at random, the best one included. `value` is the largest q.
+    Recorded in `agent_info`, all `[T, B]`: `q` of the action (float32), `epsilon` (float32), and `explored` (bool).
+    `explored` is True for a random action, even if it is the best one. `value` is the largest q.
     """
 
     action_space: spaces.Discrete
@@ -57,12 +55,12 @@ class EpsilonGreedyAgent(TorchAgent):
         if not isinstance(action_space, spaces.Discrete):
             raise SpaceError(
                 f"EpsilonGreedyAgent needs a Discrete action space, the environment has {action_space}: "
-                "use an agent made for it, or discretize the actions with a wrapper"
+                "use an agent for this space, or discretize the actions with a wrapper"
             )
         super().initialize(observation_space, action_space, seed=seed)
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
-        # Two uniform numbers a step: whether to explore, and what to take then.
+        # Two uniform numbers per step: one decides whether to explore, the other selects the random action.
         self._noise = ColumnNoise(rngs, lambda rng, n: rng.random((n, 2)))
         self._n_columns = len(rngs)
         self._epsilon = None
@@ -79,7 +77,7 @@ class EpsilonGreedyAgent(TorchAgent):
         self._epsilon = self._eval_setting.at(itr, self._n_columns, None, None)
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
-        if self._epsilon is None:  # used without a sampler
+        if self._epsilon is None:  # no sampler has called sample_mode
             self.sample_mode(0)
             assert self._epsilon is not None
         epsilon = self._epsilon if self.selected is None else self._epsilon[self.selected]
@@ -97,6 +95,6 @@ class EpsilonGreedyAgent(TorchAgent):
 
     def _q(self, *inputs: Any) -> npt.NDArray[Any]:
         q = output_array(self.forward(*inputs), "q", (len(inputs[-1]), int(self.action_space.n)))
-        if np.isnan(q).any():  # argmax would take it for the best
-            raise FloatingPointError(f"the model gave q that are not numbers: {q[np.isnan(q).any(axis=1)][0]}")
+        if np.isnan(q).any():  # argmax would choose NaN
+            raise FloatingPointError(f"the model returned q that are not numbers: {q[np.isnan(q).any(axis=1)][0]}")
         return q

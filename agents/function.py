@@ -1,4 +1,4 @@
-"""An agent that is a plain function of numpy arrays. Needs no torch."""
+"""An agent that calls a function of numpy arrays. It needs no torch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ from penstock.agents.base import Agent, AgentStep
 from penstock.buffers.named import NamedArrays
 from penstock.errors import ConfigError
 
-__all__ = ["FunctionAgent"]
-
 
 class FunctionAgent(Agent):
-    """Acts by calling `fn(observation)`: a scripted policy, a controller, a model of another library.
+    """Acts by calling `fn(observation)`: a scripted policy, a controller, or a model of another library.
 
-    `observation` is an array `[B, ...]`, or `NamedArrays` for Dict and Tuple spaces; what is returned are the actions
-    `[B, ...]`, a dict or tuple of arrays for Dict and Tuple action spaces. If a parameter of `fn` is named `rngs`, by
-    that very name, it is called as `fn(observation, rngs=rngs)` with one random generator per column: what is drawn
-    for column b from `rngs[b]` is the same with any number of workers.
+    `observation` is an array `[B, ...]`, or `NamedArrays` for Dict and Tuple spaces. `fn` returns actions `[B, ...]`:
+    an array, or a dict or tuple of arrays for Dict and Tuple action spaces. If `fn` has a parameter named `rngs`, the
+    agent calls `fn(observation, rngs=rngs)`, with one random generator per column. Numbers that column b draws from
+    `rngs[b]` do not depend on the number of workers.
 
-    `fn` may also return `(action, agent_info)`, agent_info a dict of arrays `[B, ...]` to record; where the action
-    space is a Tuple, return `AgentStep(action, agent_info)`, which cannot be mistaken. `fn` travels to the workers
-    by cloudpickle: lambdas and closures will do.
+    `fn` may also return `(action, agent_info)`, where agent_info is a dict of arrays `[B, ...]` to record. For a
+    Tuple action space, return `AgentStep(action, agent_info)` instead, which is unambiguous. Workers get `fn` by
+    cloudpickle, so lambdas and closures are allowed.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -44,8 +42,8 @@ class FunctionAgent(Agent):
             signature.bind(None, **({"rngs": ()} if self._takes_rngs else {}))
         except TypeError:
             raise ConfigError(
-                f"FunctionAgent calls its function as fn(observation), or as fn(observation, rngs=rngs) where a "
-                f"parameter is named rngs; this one has the parameters {signature}"
+                f"FunctionAgent calls its function as fn(observation), or as fn(observation, rngs=rngs) if a parameter "
+                f"is named rngs; this function has the parameters {signature}"
             ) from None
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:

@@ -17,11 +17,9 @@ from penstock.agents.model_outputs import output_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead
 from penstock.errors import SpaceError
 
-__all__ = ["GaussianHead", "GaussianPgAgent"]
-
 
 class GaussianHead(PolicyHead):
-    """Independent normal distributions; what they give is clipped, and reported before and after."""
+    """Independent normal distributions. Reports actions before and after clipping."""
 
     outputs = (("mean",), ("mean", "log_std"))
 
@@ -42,7 +40,7 @@ class GaussianHead(PolicyHead):
                 f"initial_log_std must be one number, or have the shape of an action, {self._box.shape}, "
                 f"got shape {given.shape}"
             ) from None
-        # As and where the model's own parameters are.
+        # In the dtype and on the device of the model's other parameters.
         like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
         model.register_parameter("log_std", nn.Parameter(torch.tensor(initial, dtype=like.dtype, device=like.device)))
 
@@ -62,7 +60,7 @@ class GaussianHead(PolicyHead):
         exact = mean.astype(np.float64, copy=False)
         raw = exact if noise is None else exact + np.exp(log_std) * noise
         raw = raw.astype(self._raw_dtype, copy=False)
-        # Of what is recorded, rounded as it is, so that the learner finds the same log_prob for it.
+        # Of the rounded action, which is recorded: the learner computes the same log_prob from it.
         log_prob = gaussian_log_prob(raw, exact, log_std)
         info = {"raw_action": raw, "mean": mean, "log_std": log_std, "log_prob": log_prob.astype(np.float32)}
         return box.clip(raw), info
@@ -81,20 +79,20 @@ class GaussianPgAgent(PgAgent):
     """Samples from independent normal distributions, for a `Box` action space of a floating-point type.
 
     `model(observation)` returns `(mean, value)` or `(mean, log_std, value)`: mean `[B, ...]` in the shape of the
-    actions, log_std like it or without B, value `[B]` or `[B, 1]`. In the first case `model.log_std` holds the
-    logarithm of the standard deviation, the same in all states. The agent adds it in `initialize`, as a
-    parameter of the model's that starts from `initial_log_std`, unless the model has one: it is then in
-    `model.parameters()`, for an optimizer that is made after `initialize`, and travels to the workers with the rest.
-    Pass `initial_log_std=None` to a model that returns its own, and nothing is added.
+    actions, log_std in the same shape or without B, value `[B]` or `[B, 1]`.
 
-    What is drawn is clipped to the bounds that the space has. `samples.agent.action` is what the environment got,
-    clipped. Recorded in `agent_info`, to train on: `raw_action` `[T, B, ...]` before clipping (float32, or
-    float64 for a float64 space), `mean`, `log_std` `[T, B, ...]`, `log_prob` `[T, B]` of `raw_action` under them,
-    and `value` `[T, B]`. A ratio of probabilities must be taken at `raw_action`: the clipped action's density
-    is not what it was drawn with.
+    A model that returns `(mean, value)` has the logarithm of the standard deviation in its parameter `log_std`, which
+    is the same in all states. If the model has none, `initialize` adds it with the value `initial_log_std`. Make the
+    optimizer after `initialize`, so that `model.parameters()` contains it. With `initial_log_std=None` the agent adds
+    nothing; use this for a model that returns log_std.
 
-    `greedy_eval=True` takes the mean in evaluation. Each column's noise comes from its own stream, one normal number
-    a step and dimension.
+    The agent clips the actions that it draws to the bounds of the space, and `samples.agent.action` is the clipped
+    action. Recorded in `agent_info`: `raw_action` `[T, B, ...]` before clipping (float32, or float64 for a float64
+    space), `mean` and `log_std` `[T, B, ...]`, `log_prob` of `raw_action` and `value`, both `[T, B]`. Compute ratios
+    of probabilities from `raw_action`: `log_prob` is not the density of the clipped action.
+
+    `greedy_eval=True` takes the mean in evaluations. Each column has its own random stream, with one normal number
+    per step and dimension.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a model returned, checked and as numpy arrays: errors name the output and both shapes."""
+"""Checks the outputs of a model and converts them to numpy arrays. Errors name the output and both shapes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import torch
 
 from penstock.errors import SpaceError
 
-__all__ = ["output_array", "output_tuple", "value_array"]
-
 _NUMPY_HAS = (torch.float32, torch.float64)
 
 
 def output_tuple(output: Any, forms: Sequence[tuple[str, ...]], agent: str) -> tuple[Any, ...]:
-    """`output` if it is a tuple of as many parts as one of `forms`, which name them; else `SpaceError`."""
+    """`output`, which must be a tuple with as many parts as one of `forms` has names; else raise `SpaceError`."""
     if isinstance(output, tuple):
         for form in forms:
             if len(output) == len(form):
@@ -28,24 +26,24 @@ def output_tuple(output: Any, forms: Sequence[tuple[str, ...]], agent: str) -> t
 
 
 def output_array(output: Any, name: str, *shapes: tuple[int, ...]) -> npt.NDArray[Any]:
-    """The tensor `output` as an array, float64 or float32 (which smaller types become).
+    """The tensor `output` as an array in float64 or float32; smaller types become float32.
 
-    Raises `SpaceError` naming the output unless it has one of `shapes`.
+    Raises `SpaceError` with `name` for a shape that is not in `shapes`.
     """
-    if output.__class__ is not torch.Tensor and not isinstance(output, torch.Tensor):  # torch's isinstance is slow
+    if output.__class__ is not torch.Tensor and not isinstance(output, torch.Tensor):  # isinstance alone is slow
         raise SpaceError(f"the model's {name} must be a tensor of shape {_any_of(shapes)}, got {type(output).__name__}")
     if output.shape not in shapes:
         raise SpaceError(f"the model's {name} must have shape {_any_of(shapes)}, got {tuple(output.shape)}")
     if output.dtype not in _NUMPY_HAS:
         output = output.float()
-    if output.requires_grad:  # a parameter itself does
+    if output.requires_grad:  # if it is a parameter of the model
         output = output.detach()
     array: npt.NDArray[Any] = output.cpu().numpy()
     return array
 
 
 def value_array(output: Any, rows: int) -> npt.NDArray[np.float32]:
-    """The model's values, shape `[B]` or `[B, 1]`, as float32 `[B]`, the form in which they are recorded."""
+    """The model's values, of shape `[B]` or `[B, 1]`, as they are recorded: float32 `[B]`."""
     value: npt.NDArray[np.float32] = output_array(output, "value", (rows,), (rows, 1)).astype(np.float32, copy=False)
     return value.reshape(rows)
 

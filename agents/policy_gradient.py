@@ -1,4 +1,4 @@
-"""What policy-gradient agents have in common: a model with a value, and a head that draws the actions."""
+"""The base of policy-gradient agents: a model with a value output, and a policy head that draws actions."""
 
 from __future__ import annotations
 
@@ -17,43 +17,41 @@ from penstock.agents.noise import ColumnNoise
 from penstock.agents.torch_agent import TorchAgent
 from penstock.buffers.named import NamedArrays
 
-__all__ = ["PgAgent", "PolicyHead"]
-
 
 class PolicyHead(ABC):
-    """A kind of action distribution, made for one action space. Holds nothing that changes.
+    """The action distribution for one action space. Its attributes never change.
 
-    The constructor raises `SpaceError` naming `agent` for a space that it is not made for.
+    The constructor raises `SpaceError` with the name of `agent` for a space that it does not support.
     """
 
-    #: The names of what the model returns before the value, in each form that is understood.
+    #: Names of the model's outputs before the value. One tuple for each form that the head accepts.
     outputs: ClassVar[tuple[tuple[str, ...], ...]]
 
     @abstractmethod
     def __init__(self, action_space: gym.Space[Any], agent: str) -> None: ...
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Add to the model what it lacks. Called once, in the main process."""
+        """Add missing parameters to the model. Called once, in the main process."""
 
     @abstractmethod
     def draw(self, rng: np.random.Generator, n: int) -> npt.NDArray[Any]:
-        """The noise of one column's next n steps, `[n, ...]`."""
+        """Noise `[n, ...]` for the next n steps of one column."""
 
     @abstractmethod
     def act(
         self, model: nn.Module, outputs: Sequence[Any], rows: int, noise: npt.NDArray[Any] | None
     ) -> tuple[npt.NDArray[Any], dict[str, Any]]:
-        """Actions `[B, ...]` and agent_info for the model's `outputs`; the most probable ones without `noise`."""
+        """Actions `[B, ...]` and agent_info for the model's `outputs`. Without `noise`, the most probable actions."""
 
 
 class PgAgent(TorchAgent):
-    """The model's outputs, up to its last, make a distribution; its last is the value `[B]` or `[B, 1]`.
+    """The last output of the model is the value `[B]` or `[B, 1]`; the others describe the action distribution.
 
-    Subclasses say with which head. Each column's noise comes from its own stream, so a column's actions do not
-    depend on how many columns a worker has, up to the last bit of the model's matrix products.
+    Subclasses set `head_cls`. Each column has its own random stream. The actions of a column therefore do not depend
+    on the number of columns in a worker, except through the last bit of the model's matrix products.
     """
 
-    head_cls: ClassVar[type[PolicyHead]]  #: for subclasses to set
+    head_cls: ClassVar[type[PolicyHead]]  #: subclasses set this
     _head: PolicyHead
     _extra_outputs: ClassVar[tuple[str, ...]] = ("value",)
 
@@ -98,7 +96,7 @@ class PgAgent(TorchAgent):
         return output_tuple(self.forward(*inputs), self._forms, type(self).__name__)
 
     def _choose(self, outputs: Sequence[Any], value: Any, rows: int, **more: Any) -> tuple[Any, NamedArrays]:
-        """Actions, and what is recorded beside them: of the head, the value, and `more`."""
+        """Actions, and agent_info: of the head, the value, and `more`."""
         *outputs, value = self.fetched([*outputs, value])
         noise = None if self._greedy else self._noise.next_row(self.selected)
         action, info = self._head.act(self.model, outputs, rows, noise)

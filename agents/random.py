@@ -1,4 +1,4 @@
-"""The random agent: actions drawn uniformly from the space. Needs no torch."""
+"""The random agent. It needs no torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from penstock.agents.base import Agent, AgentStep
 from penstock.agents.drawing import draw
 from penstock.agents.noise import ColumnNoise
 
-__all__ = ["RandomAgent"]
-
 
 class RandomAgent(Agent):
-    """Draws every action from the action space, whatever the observation; its values are zero.
+    """Draws random actions from the action space, with the distribution of `space.sample()`. Its values are zero.
 
-    Works on every action space that can be recorded. Column b's actions come from its own stream, so
-    they are the same in every sampler and with any number of workers.
+    Supports every action space that can be recorded. Each column has its own random stream, so that its actions do
+    not depend on the sampler or on the number of workers.
     """
 
     _noise: ColumnNoise

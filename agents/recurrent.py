@@ -1,4 +1,4 @@
-"""Recurrent policy-gradient agents: those without recurrence, and a state that goes on from step to step."""
+"""Recurrent policy-gradient agents: the model passes a state from step to step."""
 
 from __future__ import annotations
 
@@ -19,23 +19,21 @@ from penstock.agents.policy_gradient import PgAgent, PolicyHead
 from penstock.agents.recurrent_state import RecurrentState
 from penstock.errors import ConfigError
 
-__all__ = ["RecurrentCategoricalPgAgent", "RecurrentGaussianPgAgent", "RecurrentPgAgent"]
-
 _RecordState = Literal["step", "batch"] | None
 
 
 class RecurrentPgAgent(PgAgent):
-    """A policy-gradient agent whose model carries a state from step to step; subclasses say with which head.
+    """A policy-gradient agent whose model passes a state from step to step. Subclasses set `head_cls`.
 
-    `model(observation, prev_action, prev_reward, state)` is given a single step of B columns, and returns what
-    the agent without recurrence does, and the new state after it. Every tensor of the state has the leading dimension
-    B: an `nn.LSTMCell` fits as it is; for `nn.LSTM`, whose h and c are `[layers, B, hidden]`, keep
-    `[B, layers, hidden]` and transpose in the module. `RecurrentState` says how the model gives its first state.
-    `prev_action` and `prev_reward` are zero, and the state is the first, when an episode begins.
+    `model(observation, prev_action, prev_reward, state)` gets one step of B columns. It returns the outputs of the
+    corresponding agent without recurrence, followed by the new state. Every tensor of the state has the leading
+    dimension B. `nn.LSTMCell` needs no change; `nn.LSTM` has h and c `[layers, B, hidden]`, so keep
+    `[B, layers, hidden]` and transpose in the module. `RecurrentState` explains the initial state. At the first step
+    of an episode the state is the initial one, and `prev_action` and `prev_reward` are zero.
 
-    `record_state="step"` records the state with which each step was begun, `agent_info.prev_rnn_state`
-    `[T, B, ...]`, an array or `NamedArrays` as the state is. `"batch"` records that of the batch's first step in
-    row 0 and zero elsewhere, for learners that run the model through the whole batch. None records nothing.
+    `record_state="step"` records the state before each step as `agent_info.prev_rnn_state` `[T, B, ...]`: an array,
+    or `NamedArrays` if the state has several tensors. `"batch"` records the state before the batch's first step in
+    row 0, and zeros in the other rows, for learners that run the model through the whole batch. None records nothing.
     """
 
     recurrent = True
@@ -53,7 +51,7 @@ class RecurrentPgAgent(PgAgent):
         if record_state not in ("step", "batch", None):
             raise ConfigError(f'record_state must be "step", "batch" or None, got {record_state!r}')
         self.record_state = record_state
-        self._begun = np.zeros(0, np.bool_)  # whether a column has made its first step of the batch
+        self._has_stepped = np.zeros(0, np.bool_)  # per column, in this batch
 
     def initialize(
         self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
@@ -63,19 +61,19 @@ class RecurrentPgAgent(PgAgent):
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         if len(positional) < 4 and not any(p.kind == p.VAR_POSITIONAL for p in parameters):
             raise ConfigError(
-                f"the forward of a recurrent model takes (observation, prev_action, prev_reward, state), that of "
-                f"{type(self.model).__name__} takes ({', '.join(p.name for p in positional)})"
+                f"the forward of a recurrent model takes (observation, prev_action, prev_reward, state), but the "
+                f"forward of {type(self.model).__name__} takes ({', '.join(p.name for p in positional)})"
             )
-        RecurrentState(self.model, 1, self._float_dtype)  # raises if the model does not say what its state is
+        RecurrentState(self.model, 1, self._float_dtype)  # raises if the model does not define its initial state
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
         super().seed_columns(rngs)
         self._state = RecurrentState(self.model, len(rngs), self._float_dtype)
-        self._begun = np.zeros(len(rngs), np.bool_)
+        self._has_stepped = np.zeros(len(rngs), np.bool_)
 
     def reseed_columns(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
         super().reseed_columns(columns, rngs)
-        self._begun[columns] = False
+        self._has_stepped[columns] = False
 
     def select(self, columns: npt.NDArray[np.intp] | None) -> None:
         super().select(columns)
@@ -89,26 +87,26 @@ class RecurrentPgAgent(PgAgent):
 
     def sample_mode(self, itr: int) -> None:
         super().sample_mode(itr)
-        self._begun[...] = False
+        self._has_stepped[...] = False
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
-        record = {} if self.record_state is None else {"prev_rnn_state": self._recorded()}
+        record = {} if self.record_state is None else {"prev_rnn_state": self._recorded_state()}
         *outputs, value, state = self._outputs(observation, prev_action, prev_reward, self._state.current)
         action, info = self._choose(outputs, value, len(prev_reward), **record)
         self._state.advance(state)
         return AgentStep(action, info)
 
     def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
-        # A copy, for models that update their state in place.
+        # A copy: the model might change its state in place.
         outputs = self._outputs(observation, prev_action, prev_reward, self._state.copy())
         return value_array(outputs[-2], len(prev_reward))
 
-    def _recorded(self) -> Any:
+    def _recorded_state(self) -> Any:
         recorded = self._state.numpy()
         if self.record_state == "batch":
             columns = slice(None) if self.selected is None else self.selected
-            recorded[self._begun[columns]] = 0
-            self._begun[columns] = True
+            recorded[self._has_stepped[columns]] = 0
+            self._has_stepped[columns] = True
         return recorded
 
 
@@ -116,15 +114,16 @@ class RecurrentCategoricalPgAgent(RecurrentPgAgent):
     """`CategoricalPgAgent` with a recurrent model, which returns `(logits, value, new_state)`.
 
     See `RecurrentPgAgent` for the model and its state, `CategoricalPgAgent` for the actions. A discrete
-    `prev_action` arrives as the whole numbers that it is: one-hot it in the model.
+    `prev_action` consists of integers: encode it in the model, as one-hot vectors for example.
     """
 
     head_cls = CategoricalHead
 
 
 class RecurrentGaussianPgAgent(RecurrentPgAgent):
-    """`GaussianPgAgent` with a recurrent model, which returns `(mean, value, new_state)` or `(mean, log_std, value,
-    new_state)`.
+    """`GaussianPgAgent` with a recurrent model.
+
+    The model returns `(mean, value, new_state)` or `(mean, log_std, value, new_state)`.
 
     See `RecurrentPgAgent` for the model and its state, `GaussianPgAgent` for the actions.
     """

@@ -1,4 +1,4 @@
-"""The state that a recurrent model carries from step to step, one per column."""
+"""The state of a recurrent model, per column."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from torch import nn
 from penstock.buffers.named import NamedArrays
 from penstock.errors import ConfigError, SpaceError
 
-__all__ = ["RecurrentState"]
-
 _HALF = (torch.float16, torch.bfloat16)  # recorded as float32
 
 
 class RecurrentState:
-    """What a recurrent model remembers of each column: a tensor `[B, ...]`, or several, in a tuple, a named tuple,
-    or a dict (given to the model as `NamedArrays`).
+    """The state of a recurrent model for each column: a tensor `[B, ...]`, or several of them in a tuple, a named
+    tuple or a dict. The model gets a dict as `NamedArrays`.
 
-    The model says what one column starts from, without leading dimension: `model.initial_state`, an attribute or a
-    method without arguments; or `model.state_shape`, the shape of what is to be zero, `(64,)`, or several shapes in
-    the structure of the state, `((64,), (64,))`. Raises `ConfigError` if it says neither.
+    The model defines the initial state of one column, without leading dimension. Either `model.initial_state` is this
+    state, or a method without arguments that returns it. Or `model.state_shape` is its shape, such as `(64,)` or
+    `((64,), (64,))`, and the state starts at zero. Raises `ConfigError` if the model has neither.
     """
 
     def __init__(self, model: nn.Module, n_columns: int, dtype: torch.dtype) -> None:
@@ -33,18 +31,18 @@ class RecurrentState:
         self.reset()
 
     def select(self, columns: npt.NDArray[np.intp] | None) -> None:
-        """What is read and advanced from now on is the state of these columns (None: of all)."""
+        """From now on, read and advance the state of these columns only (None: of all columns)."""
         self._selected = None if columns is None else torch.from_numpy(columns)
 
     def reset(self) -> None:
-        """All columns start anew."""
+        """Set all columns to the initial state."""
         initial = self._initial()
-        self._kind, self._names, leaves = initial, tuple(_parts(initial)), _parts(initial).values()
+        self._example, self._names, leaves = initial, tuple(_parts(initial)), _parts(initial).values()
         with torch.inference_mode():
             self._leaves = [self._cast(leaf).repeat(self._n_columns, *(1,) * leaf.ndim) for leaf in leaves]
 
     def reset_one(self, column: int) -> None:
-        """One column starts anew. What was handed out before stays as it is."""
+        """Set one column to the initial state. States that were returned earlier do not change."""
         with torch.inference_mode():
             self._leaves = [leaf.clone() for leaf in self._leaves]
             for leaf, initial in zip(self._leaves, _parts(self._initial()).values(), strict=True):
@@ -52,39 +50,40 @@ class RecurrentState:
 
     @property
     def current(self) -> Any:
-        """The state `[B, ...]`, in the structure that the model knows."""
-        return _rebuild(self._kind, self._names, self._those_selected())
+        """The state `[B, ...]`, in the structure that the model uses."""
+        return _rebuild(self._example, self._names, self._selected_leaves())
 
-    def _those_selected(self) -> list[torch.Tensor]:
+    def _selected_leaves(self) -> list[torch.Tensor]:
         if self._selected is None:
             return self._leaves
         with torch.inference_mode():
             return [leaf[self._selected] for leaf in self._leaves]
 
     def copy(self) -> Any:
-        """As `current`, in memory of its own."""
+        """A copy of `current`."""
         with torch.inference_mode():
-            return _rebuild(self._kind, self._names, [leaf.clone() for leaf in self._those_selected()])
+            return _rebuild(self._example, self._names, [leaf.clone() for leaf in self._selected_leaves()])
 
     def numpy(self) -> Any:
-        """A copy as it is recorded: an array `[B, ...]`, or `NamedArrays` of them (`_0`, `_1` for a tuple)."""
+        """A copy to record: an array `[B, ...]`, or `NamedArrays` of them (`_0`, `_1` for a tuple)."""
         arrays = [
             (leaf.float() if leaf.dtype in _HALF else leaf).detach().cpu().numpy().copy()
-            for leaf in self._those_selected()
+            for leaf in self._selected_leaves()
         ]
         return arrays[0] if self._names == ("",) else NamedArrays(dict(zip(self._names, arrays, strict=True)))
 
     def advance(self, new: Any) -> None:
-        """Take over the model's new state; `SpaceError` unless it is of the same structure, shapes and dtypes."""
+        """Set the model's new state. Raises `SpaceError` if its structure, shapes or dtypes have changed."""
         parts = _parts(new)
-        leaves, before = list(parts.values()), self._those_selected()
+        leaves, before = list(parts.values()), self._selected_leaves()
         if tuple(parts) != self._names or any(
             not isinstance(leaf, torch.Tensor) or leaf.shape != old.shape or leaf.dtype != old.dtype
             for leaf, old in zip(leaves, before, strict=True)
         ):
             old = dict(zip(self._names, before, strict=True))
             raise SpaceError(
-                f"the model's new state must be like that which it was given, {_describe(old)}, got {_describe(parts)}"
+                f"the model's new state must be like the state that it was given, {_describe(old)}, "
+                f"got {_describe(parts)}"
             )
         if self._selected is None:
             self._leaves = leaves
@@ -94,7 +93,7 @@ class RecurrentState:
                 all_columns[self._selected] = leaf
 
     def _cast(self, leaf: torch.Tensor) -> torch.Tensor:
-        """As the other inputs of the model: floating-point numbers in the dtype of its parameters."""
+        """Convert floating-point numbers to the dtype of the model's parameters, as of its other inputs."""
         return leaf.to(self._dtype) if leaf.is_floating_point() else leaf
 
     def _initial(self) -> Any:
@@ -103,7 +102,7 @@ class RecurrentState:
             shape = getattr(self._model, "state_shape", None)
             if shape is None:
                 raise ConfigError(
-                    f"a recurrent model must say what its state is: give {type(self._model).__name__} an attribute "
+                    f"a recurrent model must define its initial state: give {type(self._model).__name__} an attribute "
                     "state_shape, the shape of one column's zeros, or an attribute or method initial_state"
                 )
             return _zeros(shape, self._dtype, next((p.device for p in self._model.parameters()), None))
@@ -115,7 +114,7 @@ class RecurrentState:
 
 
 def _parts(state: Any) -> Mapping[str, Any]:
-    """The tensors of a state by name; a single one has the name ""."""
+    """The tensors of a state by name; a single tensor has the name ""."""
     if isinstance(state, tuple):
         names = getattr(state, "_fields", None) or [f"_{i}" for i in range(len(state))]
         return dict(zip(names, state, strict=True))
@@ -124,10 +123,10 @@ def _parts(state: Any) -> Mapping[str, Any]:
     return {"": state}
 
 
-def _rebuild(kind: Any, names: Sequence[str], leaves: Sequence[torch.Tensor]) -> Any:
-    """A state of `kind`'s structure."""
-    if isinstance(kind, tuple):
-        return kind._make(leaves) if hasattr(kind, "_make") else tuple(leaves)
+def _rebuild(example: Any, names: Sequence[str], leaves: Sequence[torch.Tensor]) -> Any:
+    """A state with the structure of `example`."""
+    if isinstance(example, tuple):
+        return example._make(leaves) if hasattr(example, "_make") else tuple(leaves)
     return leaves[0] if tuple(names) == ("",) else NamedArrays(dict(zip(names, leaves, strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""Settings of agents that change from iteration to iteration, or from environment to environment."""
+"""Settings of agents that depend on the iteration or on the environment."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ import numpy.typing as npt
 
 from penstock.errors import ConfigError
 
-__all__ = ["ColumnSetting", "ExponentialSchedule", "LinearSchedule", "Setting"]
-
-#: One number for all environments; one each, in the order of their env_ranks; or a function of `itr`
-#: that returns either. It travels to the workers, and each evaluates it for itself.
+#: One number for all environments, or one per environment in the order of env_ranks, or a function of `itr` that
+#: returns either. Each worker calls the function itself.
 Setting = float | Sequence[float] | npt.NDArray[Any] | Callable[[int], Any]
 
 
 @dataclass(frozen=True)
 class LinearSchedule:
-    """From `start` at itr 0 to `end` at itr `n_itrs`, in equal steps; then `end` for good."""
+    """Goes from `start` at itr 0 to `end` at itr `n_itrs` in equal steps, and then stays at `end`."""
 
     start: float
     end: float
@@ -33,7 +31,7 @@ class LinearSchedule:
 
 @dataclass(frozen=True)
 class ExponentialSchedule:
-    """`start` times `rate` to the power of itr, but never below `end`."""
+    """`start` times `rate` to the power of itr, and at least `end`."""
 
     start: float
     rate: float
@@ -44,24 +42,24 @@ class ExponentialSchedule:
 
 
 class ColumnSetting:
-    """A `Setting`, worked out for the columns of one worker.
+    """The values of a `Setting` for the columns of one worker.
 
-    With `spread`, environment i of N gets `value ** (1 + spread * i / (N - 1))`, so that the environments
-    explore differently (Ape-X, Horgan et al. 2018, eq. 1, with value 0.4 and spread 7). Until a copy of the
-    agent is told which environments its columns are, all of them get what environment 0 gets.
+    With `spread`, environment i of N gets `value ** (1 + spread * i / (N - 1))`, so that the environments explore
+    differently (Ape-X, Horgan et al. 2018, eq. 1, with value 0.4 and spread 7). If the environments of the columns
+    are not known, every column gets the value of environment 0.
     """
 
     def __init__(self, name: str, setting: Setting, highest: float = np.inf, spread: float | None = None) -> None:
         self._name, self._setting, self._highest, self._spread = name, setting, highest, spread
         if not callable(setting):
-            self._evaluate(0)  # a wrong one is told of where it is given
+            self._evaluate(0)  # raises here, where the user passes a wrong value
 
     def at(
         self, itr: int, n_columns: int, env_ranks: Sequence[int] | None, n_envs: int | None
     ) -> npt.NDArray[np.float64]:
-        """The values `[B]` of `n_columns` columns, which are those of `env_ranks` out of `n_envs`.
+        """The values `[B]` of `n_columns` columns: the environments `env_ranks` of `n_envs`.
 
-        Raises `ConfigError` naming the setting if it has a wrong length or is out of range.
+        Raises `ConfigError` with the name of the setting if it has a wrong length or is out of range.
         """
         values = self._evaluate(itr)
         if env_ranks is None or n_envs is None:
@@ -69,8 +67,8 @@ class ColumnSetting:
         if values.ndim == 1:
             if len(values) != n_envs:
                 raise ConfigError(
-                    f"{self._name} lists {len(values)} values, there are {n_envs} environments: give one each, or "
-                    "one number for all"
+                    f"{self._name} lists {len(values)} values, there are {n_envs} environments: give one value per "
+                    "environment, or one number for all"
                 )
             return values.take(env_ranks)
         if self._spread is None:
@@ -90,7 +88,7 @@ class ColumnSetting:
             )
         if self._spread is not None and values.ndim == 1:
             raise ConfigError(
-                f"spread makes one {self._name} differ between environments, got {given!r}{when}: give one"
+                f"with spread, {self._name} must be one number, got {given!r}{when}: give one, or leave spread out"
             )
         if not ((values >= 0) & (values <= self._highest) & np.isfinite(values)).all():
             limit = "0 or more" if self._highest == np.inf else f"between 0 and {self._highest:g}"

@@ -1,4 +1,4 @@
-"""Agent parameters in shared memory, in two slots with a version, never read half-written."""
+"""Agent parameters in shared memory: two slots and a version, so that readers never use half-written values."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ import numpy.typing as npt
 
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, SamplerStateError
 
-__all__ = ["SharedParameters"]
-
-_RETRIES = 1000
+_MOST_READS = 1000  # attempts, before a reader gives up
 
 
 class SharedParameters:
     """One writer (the learner), any number of readers (the workers), no lock.
 
-    Version v lives in slot v % 2, so readers of the newest version are left alone while the next one
-    is written. A slot's stamp is 2 v when it holds version v, and odd while it is being written: a reader
-    that was overtaken finds another stamp than it expects, and reads again.
+    Version v is in slot v % 2. Readers use the newest version while the next one is written into the other slot. The
+    stamp of a slot is 2 v when it holds version v, and odd while the writer writes into it. A reader copies the slot
+    and then checks the stamp: if it has changed, the reader tries again.
     """
 
     def __init__(self, parameters: Mapping[str, npt.NDArray[Any]], *, shared: bool) -> None:
@@ -33,40 +31,54 @@ class SharedParameters:
             version=ArraySpec((1,), word), stamps=ArraySpec((2,), word), slots=NamedArrays(s0=slot, s1=slot)
         )
         self.memory = NamedMemory(specs, shared=shared, purpose="the agent's shared parameters")
+        self._bind_words()
+
+    def _bind_words(self) -> None:
+        """Views of the two control arrays, without a look-up by name on each access."""
+        self._version, self._stamps = memoryview(self.memory.arrays.version), memoryview(self.memory.arrays.stamps)
 
     @property
     def version(self) -> int:
-        """The newest complete version; 0 before the first."""
-        return int(self.memory.arrays.version[0])
+        """The newest complete version; 0 before the first one."""
+        version: int = self._version[0]
+        return version
 
     def publish(self, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Writer: make `parameters` the next version."""
-        arrays = self.memory.arrays
+        """Writer: make `parameters` the next version. Raises `ConfigError` if names, shapes or dtypes have changed."""
         if tuple(parameters) != self._names:
             raise ConfigError(
-                "the agent's parameters are not those that the sampler was initialized with: "
+                "the agent's parameters have changed since the sampler was initialized: "
                 f"{sorted(set(parameters) ^ set(self._names))[:5]} differ; initialize a new sampler for a new model"
             )
         version = self.version + 1
-        fields = arrays.slots.values()[version % 2].values()
-        for target, (name, value) in zip(fields, parameters.items(), strict=True):
+        targets = self.memory.arrays.slots.values()[version % 2].values()
+        for target, (name, value) in zip(targets, parameters.items(), strict=True):
             if (target.shape, target.dtype) != (value.shape, value.dtype):
                 raise ConfigError(
                     f"parameter {name} has shape {value.shape} and dtype {value.dtype}, it was initialized with "
                     f"{target.shape} and {target.dtype}: initialize a new sampler for a new model"
                 )
-        arrays.stamps[version % 2] = 2 * version - 1
-        for target, value in zip(fields, parameters.values(), strict=True):
+        self._stamps[version % 2] = 2 * version - 1
+        for target, value in zip(targets, parameters.values(), strict=True):
             target[...] = value
-        arrays.stamps[version % 2] = 2 * version
-        arrays.version[0] = version
+        self._stamps[version % 2] = 2 * version
+        self._version[0] = version
 
     def read(self) -> tuple[dict[str, npt.NDArray[Any]], int]:
-        """Reader: a private copy of the newest parameters, and their version."""
-        arrays = self.memory.arrays
-        for _ in range(_RETRIES):
+        """Reader: a copy of the newest parameters, and their version."""
+        slots = self.memory.arrays.slots.values()
+        for _ in range(_MOST_READS):
             version = self.version
-            values = [field.copy() for field in arrays.slots.values()[version % 2].values()]
-            if int(arrays.stamps[version % 2]) == 2 * version:
+            values = [field.copy() for field in slots[version % 2].values()]
+            if self._stamps[version % 2] == 2 * version:
                 return dict(zip(self._names, values, strict=True)), version
-        raise RuntimeError(f"parameters were overwritten during each of {_RETRIES} reads: publish less often")
+        raise SamplerStateError(
+            f"sync_shared_memory overwrote the parameters during each of {_MOST_READS} reads: publish less often"
+        )
+
+    def __getstate__(self) -> tuple[tuple[str, ...], NamedMemory]:
+        return self._names, self.memory
+
+    def __setstate__(self, state: tuple[tuple[str, ...], NamedMemory]) -> None:
+        self._names, self.memory = state
+        self._bind_words()

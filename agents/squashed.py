@@ -1,4 +1,4 @@
-"""Agent for normal distributions squashed into the bounds by a tanh, as soft actor-critic has them."""
+"""Agent for normal distributions that a tanh squashes into the bounds, as in soft actor-critic."""
 
 from __future__ import annotations
 
@@ -19,24 +19,22 @@ from penstock.agents.noise import ColumnNoise
 from penstock.agents.torch_agent import TorchAgent
 from penstock.buffers.named import NamedArrays
 
-__all__ = ["SquashedGaussianAgent"]
-
 _EDGE = 1.0 - 2.0**-53  # the largest float64 below 1, whose arctanh is finite
 
 
 class SquashedGaussianAgent(TorchAgent):
     """Samples from independent normal distributions, takes the tanh and scales it to the bounds of the `Box`.
 
-    `model(observation)` returns `(mean, log_std)`, both `[B, ...]` in the shape of the actions, before the tanh. They
-    are taken as they are: limit log_std in the model, where the learner finds the same. Every dimension of the
-    action space must be bounded.
+    `model(observation)` returns `(mean, log_std)`, both `[B, ...]` in the shape of the actions, before the tanh. The
+    agent does not limit log_std: do this in the model, which the learner uses too. Every dimension of the action
+    space must be bounded.
 
     Recorded in `agent_info`: `raw_action`, `mean` and `log_std` `[T, B, ...]` before the tanh, and `log_prob`
-    `[T, B]` of the action in the environment's units, corrected for tanh and scale. While itr < `warmup_random_itrs`
-    actions are uniform between the bounds, and `log_prob` is that of the uniform distribution.
+    `[T, B]` of the action in the environment's units, corrected for tanh and scale. While itr < `warmup_random_itrs`,
+    actions come from the uniform distribution between the bounds, and `log_prob` is its density.
 
-    `greedy_eval` takes the mean in evaluation. `agent.action_of(raw)` squashes tensors, with gradients, for the
-    learner. There is no `value`: the critics are the learner's.
+    `greedy_eval` takes the mean in evaluations. `agent.action_of(raw)` squashes tensors, with gradients, for the
+    learner. The agent has no `value`: the critics belong to the learner.
     """
 
     def __init__(
@@ -104,5 +102,5 @@ class SquashedGaussianAgent(TorchAgent):
         return AgentStep(self._box.unsquash(np.tanh(raw)), info)
 
     def action_of(self, raw: torch.Tensor) -> torch.Tensor:
-        """The action `[..., *shape]` for what is before the tanh, in torch and with gradients."""
+        """The action `[..., *shape]` for values before the tanh: a tensor, with gradients."""
         return self._box.unsquash_torch(raw.tanh())

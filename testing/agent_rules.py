@@ -288,9 +288,9 @@ def _check_parameters(wanted: Mapping[str, Any], agent: Agent, when: str, remedy
 
 def pickling_changes_nothing(subject: Subject) -> None:
     """A worker's copy travels by cloudpickle and acts as before."""
-    remedy = "build what cannot be pickled in initialize or seed_columns, or leave it out in worker_copy"
+    remedy = "build what cannot be pickled in initialize or seed_columns, or leave it out in copy_for_worker"
     try:
-        travelled = cloudpickle.loads(cloudpickle.dumps(subject.agent.worker_copy()))
+        travelled = cloudpickle.loads(cloudpickle.dumps(subject.agent.runtime.worker_copy()))
     except Exception as error:
         raise Violation(f"{type(error).__name__}: {error}", remedy) from error
     _same(subject.reference(), subject.reference(travelled), "before and after pickling", remedy)
@@ -321,24 +321,24 @@ def a_workers_copy_follows_the_learner(subject: Subject) -> None:
     """A worker's copy acts on the parameters of the last sync_shared_memory: no sooner, and like the learner."""
     learner = subject.new(subject.seed)
     old, new = {name: np.array(value) for name, value in learner.read_parameters().items()}, _perturbed(learner)
-    audience = learner.share_memory(shared=False)
+    subscriber = learner.runtime.share_memory(shared=False)
     try:
-        worker = learner.worker_copy()
-        worker.attach(audience)
-        worker.pull_shared_memory()
+        worker = learner.runtime.worker_copy()
+        worker.runtime.attach(subscriber)
+        worker.runtime.pull_shared_memory()
         follower = subject.settle(worker, range(subject.batch_B))
         learner.write_parameters(new)
-        follower.pull_shared_memory()
-        remedy = "give worker_copy parameters of its own (copy.deepcopy the model)"
+        follower.runtime.pull_shared_memory()
+        remedy = "override copy_for_worker: give the copy parameters that the learner does not share"
         _check_parameters(old, follower, "in a worker's copy before sync_shared_memory", remedy)
         learner.sync_shared_memory()
-        follower.pull_shared_memory()
+        follower.runtime.pull_shared_memory()
         remedy = "publish everything that actions depend on in read_parameters, and take it over in write_parameters"
         _check_parameters(new, follower, "in a worker's copy after sync_shared_memory", remedy)
         when = "in the learner and in a worker's copy after sync_shared_memory"
         _same(subject.reference(learner), act(follower, subject.tape), when, remedy)
     finally:
-        learner.unshare_memory(audience)
+        learner.runtime.unshare_memory(subscriber)
 
 
 def acts_in_a_worker_as_here(subject: Subject) -> None:

@@ -1,31 +1,63 @@
-"""An agent that is another agent, for those that watch one or disturb it."""
+"""An agent that passes every call to another agent. Tools that observe or disturb an agent are built on it."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents import Agent, AgentStep, SharedParameters
+from penstock.agents import Agent, AgentRuntime, AgentStep, SharedParameters
 from penstock.errors import ConfigError
 
-__all__ = ["DelegatingAgent"]
 
-_Self = TypeVar("_Self", bound="DelegatingAgent")
+class _DelegatingRuntime(AgentRuntime):
+    agent: DelegatingAgent
+
+    def attach(self, parameters: SharedParameters) -> None:
+        super().attach(parameters)
+        self.agent.in_worker = True
+
+    def worker_copy(self) -> DelegatingAgent:
+        copied = self.agent.copy_for_worker()
+        copied.agent = self.agent.agent.runtime.worker_copy()
+        return copied
+
+    def server_copy(self) -> DelegatingAgent:
+        copied = self.agent.copy_for_worker()
+        copied.agent = self.agent.agent.runtime.server_copy()
+        return copied
+
+    def column_copy(self, rngs: Sequence[np.random.Generator]) -> DelegatingAgent:
+        # Not the base method: it would seed and reset the inner agent, which all copies share at that moment.
+        copied = self._copy_without_columns()
+        assert isinstance(copied, DelegatingAgent)
+        copied.agent = self.agent.agent.runtime.column_copy(rngs)
+        return copied
+
+    def set_columns(self, env_ranks: Sequence[int], n_envs: int) -> None:
+        super().set_columns(env_ranks, n_envs)
+        self.agent.agent.runtime.set_columns(env_ranks, n_envs)
+
+    def compile_model(self, options: Mapping[str, Any]) -> None:
+        self.agent.agent.runtime.compile_model(options)
+
+    def page_locked(self, memory: npt.NDArray[np.uint8]) -> AbstractContextManager[None]:
+        return self.agent.agent.runtime.page_locked(memory)
 
 
 class DelegatingAgent(Agent):
-    """Leaves everything to `agent`; subclasses override what they are about.
+    """Passes every call to `agent`. Subclasses override the methods that they change.
 
-    Give the sampler this object and call `sync_shared_memory` on it, not on the agent inside.
+    Give this object to the sampler, and call `sync_shared_memory` on it, not on the inner agent.
     """
 
-    #: True in a worker's copies, False in the learner's object and in the trial before workers start.
+    runtime_cls = _DelegatingRuntime
+
+    #: True in the copies of a worker. False in the learner's agent, and in the trial step before workers start.
     in_worker = False
 
     def __init__(self, agent: Agent) -> None:
@@ -34,13 +66,13 @@ class DelegatingAgent(Agent):
         self.agent = agent
         self.recurrent = agent.recurrent
 
-    # ---- life ------------------------------------------------------------------------------
+    # ---- setup -----------------------------------------------------------------------------
 
     def initialize(
         self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
     ) -> None:
         super().initialize(observation_space, action_space, seed=seed)
-        self.agent.ensure_initialized(observation_space, action_space, seed)
+        self.agent.runtime.ensure_initialized(observation_space, action_space, seed)
         self.recurrent = self.agent.recurrent
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
@@ -48,10 +80,6 @@ class DelegatingAgent(Agent):
 
     def reseed_columns(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
         self.agent.reseed_columns(columns, rngs)
-
-    def set_columns(self, env_ranks: Sequence[int], n_envs: int) -> None:
-        super().set_columns(env_ranks, n_envs)
-        self.agent.set_columns(env_ranks, n_envs)
 
     def reset(self) -> None:
         self.agent.reset()
@@ -95,33 +123,3 @@ class DelegatingAgent(Agent):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.agent.load_state_dict(state)
-
-    # ---- copies ----------------------------------------------------------------------------
-
-    def attach(self, parameters: SharedParameters) -> None:
-        super().attach(parameters)
-        self.in_worker = True
-
-    def worker_copy(self: _Self) -> _Self:
-        twin = super().worker_copy()
-        twin.agent = self.agent.worker_copy()
-        return twin
-
-    def server_copy(self: _Self) -> _Self:
-        twin = super().server_copy()
-        twin.agent = self.agent.server_copy()
-        return twin
-
-    def compile_model(self, options: Mapping[str, Any]) -> None:
-        self.agent.compile_model(options)
-
-    def page_locked(self, memory: npt.NDArray[np.uint8]) -> AbstractContextManager[None]:
-        return self.agent.page_locked(memory)
-
-    def column_copy(self: _Self, rngs: Sequence[np.random.Generator]) -> _Self:
-        # Not super's, which would seed and reset the agent that the other copies have too.
-        twin = copy.copy(self)
-        twin._followed = self._followed
-        twin.env_ranks = twin.n_envs = twin.selected = None
-        twin.agent = self.agent.column_copy(rngs)
-        return twin

@@ -26,7 +26,6 @@ __all__ = [
     "faulty_traj_info",
 ]
 
-_Self = TypeVar("_Self", bound="FaultyAgent")
 _C = TypeVar("_C")
 
 _ENV_PLACES = ("init", "reset", "step", "close")
@@ -105,10 +104,9 @@ class FaultyAgent(DelegatingAgent):
         if where == self._where and self.in_worker:
             self._trigger.call()
 
-    def column_copy(self: _Self, rngs: Sequence[np.random.Generator]) -> _Self:
-        twin = super().column_copy(rngs)
-        twin._trigger = Trigger(self._trigger.fault)
-        return twin
+    def __getstate__(self) -> dict[str, Any]:
+        """Each copy counts its own calls."""
+        return {**super().__getstate__(), "_trigger": Trigger(self._trigger.fault)}
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         self._reach("step")

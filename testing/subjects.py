@@ -92,17 +92,17 @@ class Subject:
         env = build_example_env(env_factories(self.env_fn, self.env_kwargs, 1)[0])
         observation_space, action_space = env.observation_space, env.action_space
         env.close()
-        agent.ensure_initialized(observation_space, action_space, seed)
+        agent.runtime.ensure_initialized(observation_space, action_space, seed)
         return agent
 
     def copy(self, agent: Agent | None = None, columns: range | None = None, seed: int = 0) -> Agent:
         """A copy to act with, of `self.agent` unless told, as a worker with these columns makes it."""
-        return self.settle((agent or self.agent).worker_copy(), columns or range(self.batch_B), seed)
+        return self.settle((agent or self.agent).runtime.worker_copy(), columns or range(self.batch_B), seed)
 
     def settle(self, worker: Agent, columns: range, seed: int = 0) -> Agent:
         """A copy of a worker's copy, with state for these columns, ready to sample."""
-        twin = worker.column_copy(ColumnStreams(self.seed + seed, columns).rngs(Purpose.ACTION))
-        twin.set_columns(columns, self.batch_B)
+        twin = worker.runtime.column_copy(ColumnStreams(self.seed + seed, columns).rngs(Purpose.ACTION))
+        twin.runtime.set_columns(columns, self.batch_B)
         twin.sample_mode(0)
         return twin
 

@@ -1,7 +1,11 @@
-"""The agent's life beside acting: parameters that travel, copies that do not disturb one another."""
+"""What the agent does besides acting: it publishes parameters, and its copies do not disturb one another."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,8 +48,8 @@ class Tabular(Agent):
     def write_parameters(self, parameters: Mapping[str, Any]) -> None:
         self.table = parameters["table"].copy()
 
-    def worker_copy(self) -> Tabular:
-        twin = super().worker_copy()
+    def copy_for_worker(self) -> Tabular:
+        twin = super().copy_for_worker()
         twin.table = self.table.copy()
         return twin
 
@@ -55,8 +59,8 @@ def learner() -> Iterator[Tabular]:
     agent = Tabular()
     agent.initialize(OBSERVATIONS, ACTIONS)
     yield agent
-    for audience in agent._audiences or ():
-        agent.unshare_memory(audience)
+    for parameters in agent._subscribers or ():
+        agent.runtime.unshare_memory(parameters)
 
 
 def generators(n: int) -> list[np.random.Generator]:
@@ -85,8 +89,9 @@ def test_unknown_names_of_the_package_are_attribute_errors() -> None:
 
 
 @pytest.mark.parametrize("name", agents.__all__)
-def test_every_public_name_can_be_had(name: str) -> None:
+def test_every_public_name_exists_and_is_listed(name: str) -> None:
     assert getattr(agents, name).__name__ == name
+    assert name in dir(agents)
 
 
 # ---- initialization ----------------------------------------------------------------------------
@@ -95,7 +100,7 @@ def test_every_public_name_can_be_had(name: str) -> None:
 def test_an_agent_is_initialized_once_for_any_number_of_samplers() -> None:
     agent = Tabular()
     for _ in range(3):
-        agent.ensure_initialized(OBSERVATIONS, ACTIONS, seed=1)
+        agent.runtime.ensure_initialized(OBSERVATIONS, ACTIONS, seed=1)
     assert agent.seeded == 1
     assert (agent.observation_space, agent.action_space) == (OBSERVATIONS, ACTIONS)
 
@@ -103,9 +108,9 @@ def test_an_agent_is_initialized_once_for_any_number_of_samplers() -> None:
 @pytest.mark.parametrize("other", [(OBSERVATIONS, spaces.Discrete(4)), (spaces.Box(0, 2, (2,)), ACTIONS)], ids=str)
 def test_another_samplers_other_spaces_are_refused_with_both(other: Any) -> None:
     agent = Tabular()
-    agent.ensure_initialized(OBSERVATIONS, ACTIONS, seed=1)
+    agent.runtime.ensure_initialized(OBSERVATIONS, ACTIONS, seed=1)
     with pytest.raises(SpaceError, match=r"the agent was initialized for .* the environment has"):
-        agent.ensure_initialized(*other, seed=1)
+        agent.runtime.ensure_initialized(*other, seed=1)
 
 
 # ---- parameters --------------------------------------------------------------------------------
@@ -118,25 +123,25 @@ def test_publishing_before_there_is_a_sampler_says_what_was_expected(learner: Ta
 
 def test_sharing_publishes_what_there_is(learner: Tabular) -> None:
     learner.table[...] = 4
-    audience = learner.share_memory(shared=False)
-    parameters, version = audience.read()
+    subscriber = learner.runtime.share_memory(shared=False)
+    parameters, version = subscriber.read()
     assert (parameters["table"].tolist(), version) == ([4, 4, 4], 1)
 
 
 def test_publishing_reaches_every_sampler(learner: Tabular) -> None:
-    audiences = [learner.share_memory(shared=shared) for shared in (False, True)]
+    subscribers = [learner.runtime.share_memory(shared=shared) for shared in (False, True)]
     learner.table[...] = 5
     learner.sync_shared_memory()
-    assert [audience.read()[0]["table"].tolist() for audience in audiences] == [[5, 5, 5]] * 2
+    assert [subscriber.read()[0]["table"].tolist() for subscriber in subscribers] == [[5, 5, 5]] * 2
 
 
 def test_a_sampler_that_is_gone_is_published_to_no_longer(learner: Tabular) -> None:
-    gone, there = learner.share_memory(shared=False), learner.share_memory(shared=False)
-    learner.unshare_memory(gone)
+    gone, there = learner.runtime.share_memory(shared=False), learner.runtime.share_memory(shared=False)
+    learner.runtime.unshare_memory(gone)
     learner.sync_shared_memory()
     assert (gone.version, there.version) == (1, 2)
-    learner.unshare_memory(there)
-    learner.sync_shared_memory()  # to nobody, as any agent does whose samplers are closed
+    learner.runtime.unshare_memory(there)
+    learner.sync_shared_memory()  # allowed: all samplers are closed
     assert there.version == 2
 
 
@@ -152,42 +157,77 @@ def test_saved_state_is_a_copy_and_can_be_restored(learner: Tabular) -> None:
 
 
 def test_a_worker_sees_new_parameters_when_it_pulls_and_not_before(learner: Tabular) -> None:
-    audience, worker = learner.share_memory(shared=False), learner.worker_copy()
-    worker.attach(audience)
+    subscriber, worker = learner.runtime.share_memory(shared=False), learner.runtime.worker_copy()
+    worker.runtime.attach(subscriber)
     for value in (6, 7):
         before = worker.table.tolist()
         learner.table[...] = value
         learner.sync_shared_memory()
         assert worker.table.tolist() == before
-        worker.pull_shared_memory()
+        worker.runtime.pull_shared_memory()
         assert worker.table.tolist() == [value] * 3
 
 
 def test_a_worker_pulls_only_what_is_new(learner: Tabular) -> None:
-    audience, worker = learner.share_memory(shared=False), learner.worker_copy()
-    worker.attach(audience)
-    worker.pull_shared_memory()
+    subscriber, worker = learner.runtime.share_memory(shared=False), learner.runtime.worker_copy()
+    worker.runtime.attach(subscriber)
+    worker.runtime.pull_shared_memory()
     worker.table[...] = -1  # would be overwritten by a second pull
-    worker.pull_shared_memory()
+    worker.runtime.pull_shared_memory()
     assert worker.table.tolist() == [-1] * 3
 
 
 def test_a_worker_that_follows_nothing_pulls_nothing(learner: Tabular) -> None:
-    worker = learner.worker_copy()
-    worker.pull_shared_memory()
+    worker = learner.runtime.worker_copy()
+    worker.runtime.pull_shared_memory()
     assert worker.table.tolist() == [0] * 3
 
 
 def test_a_worker_copy_belongs_to_no_sampler(learner: Tabular) -> None:
-    learner.share_memory(shared=False)
+    learner.runtime.share_memory(shared=False)
     with pytest.raises(SamplerStateError):
-        learner.worker_copy().sync_shared_memory()
+        learner.runtime.worker_copy().sync_shared_memory()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda agent: pickle.loads(pickle.dumps(agent))])
+def test_a_copy_of_the_learner_belongs_to_no_sampler(learner: Tabular, duplicate: Any) -> None:
+    subscriber = learner.runtime.share_memory(shared=False)
+    learner.runtime.attach(subscriber)
+    target = duplicate(learner)
+    with pytest.raises(SamplerStateError):
+        target.sync_shared_memory()
+    target.table = target.table + 1
+    target.runtime.pull_shared_memory()
+    assert target.table.tolist() == [1] * 3
+    assert subscriber.version == 1
+
+
+def test_the_copy_for_a_server_is_made_by_the_same_method(learner: Tabular) -> None:
+    server = learner.runtime.server_copy()
+    learner.table[...] = 3
+    assert server.read_parameters()["table"].tolist() == [0] * 3
+
+
+def test_an_agent_that_was_used_is_freed_without_the_garbage_collector() -> None:
+    agent = Tabular()
+    agent.runtime.ensure_initialized(OBSERVATIONS, ACTIONS, seed=1)
+    subscriber, worker = agent.runtime.share_memory(shared=False), agent.runtime.worker_copy()
+    worker.runtime.attach(subscriber)
+    acting = worker.runtime.column_copy(generators(2))
+    agent.runtime.unshare_memory(subscriber)
+    references = [weakref.ref(each) for each in (agent, worker, acting, subscriber)]
+    gc.disable()
+    try:
+        del agent, worker, acting, subscriber
+        assert [reference() for reference in references] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def test_column_copies_have_streams_and_state_of_their_own_and_the_same_parameters(learner: Tabular) -> None:
-    worker = learner.worker_copy()
+    worker = learner.runtime.worker_copy()
     rngs = generators(2), generators(3)
-    one, other = (worker.column_copy(each) for each in rngs)
+    one, other = (worker.runtime.column_copy(each) for each in rngs)
     one.step(None, None, None)
     assert (one.rngs, other.rngs) == rngs
     assert (one.steps.tolist(), other.steps.tolist()) == ([1, 1], [0, 0, 0])
@@ -196,8 +236,8 @@ def test_column_copies_have_streams_and_state_of_their_own_and_the_same_paramete
 
 
 def test_a_copy_knows_its_environments_once_it_is_told(learner: Tabular) -> None:
-    copies = [learner.worker_copy().column_copy(generators(2)) for _ in range(2)]
-    copies[0].set_columns(range(3, 5), 8)
+    copies = [learner.runtime.worker_copy().runtime.column_copy(generators(2)) for _ in range(2)]
+    copies[0].runtime.set_columns(range(3, 5), 8)
     assert (list(copies[0].env_ranks or ()), copies[0].n_envs) == ([3, 4], 8)
-    for other in (copies[1], learner, copies[0].column_copy(generators(2))):
+    for other in (copies[1], learner, copies[0].runtime.column_copy(generators(2))):
         assert (other.env_ranks, other.n_envs) == (None, None)

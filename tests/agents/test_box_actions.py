@@ -65,5 +65,5 @@ def test_other_spaces_are_refused_with_the_agents_name(space: Any) -> None:
 
 
 def test_squashing_needs_bounds() -> None:
-    with pytest.raises(SpaceError, match=r"SomeAgent squashes actions into their bounds, but .* without"):
+    with pytest.raises(SpaceError, match=r"SomeAgent squashes .*, but not every dimension of .* has two bounds"):
         BoxActions(HALF, "SomeAgent", bounded=True)

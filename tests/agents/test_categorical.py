@@ -34,7 +34,7 @@ def agent_for(
     """A worker's copy of an agent, ready to step `columns`."""
     agent = CategoricalPgAgent(model, **options)
     agent.initialize(spaces.Box(-np.inf, np.inf, (n,)), spaces.Discrete(n, start=start))
-    return agent.worker_copy().column_copy(ColumnStreams(seed, columns).rngs(Purpose.ACTION))
+    return agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(seed, columns).rngs(Purpose.ACTION))
 
 
 def act(agent: CategoricalPgAgent, logits: Any) -> Any:

@@ -34,7 +34,7 @@ class Echo(nn.Module):
 def agent_for(space: Any, columns: range = range(2), model: Any = Echo, itr: int = 0, **options: Any) -> Any:
     agent = DeterministicPgAgent(model, **options)
     agent.initialize(spaces.Box(-np.inf, np.inf, space.shape), space)
-    twin = agent.worker_copy().column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
+    twin = agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
     twin.sample_mode(itr)
     return twin
 
@@ -91,7 +91,7 @@ def test_evaluations_have_no_noise() -> None:
 
 def test_sigma_may_hang_on_the_environment_and_on_itr() -> None:
     agent = agent_for(UNBOUNDED, range(3), sigma=lambda itr: np.array([0.0, 1.0, 2.0, 3.0]) / (1 + itr))
-    agent.set_columns(range(1, 4), 4)
+    agent.runtime.set_columns(range(1, 4), 4)
     for itr in (0, 1):
         agent.sample_mode(itr)
         noise = rows(agent, 2000, columns=3)
@@ -134,7 +134,7 @@ def test_ornstein_uhlenbeck_noise_is_correlated_until_its_column_is_reset() -> N
 def test_reset_forgets_the_noise_of_all_columns_and_copies_have_their_own() -> None:
     agent = agent_for(UNBOUNDED, range(2), noise="ou", ou_theta=0.0, sigma=1.0)
     before = rows(agent, 10, 2)[-1]
-    other = agent.column_copy(ColumnStreams(1, range(2)).rngs(Purpose.ACTION))
+    other = agent.runtime.column_copy(ColumnStreams(1, range(2)).rngs(Purpose.ACTION))
     other.sample_mode(0)
     rows(other, 5, 2)
     agent.reset()
@@ -150,7 +150,7 @@ def test_warming_up_is_random() -> None:
     agent = agent_for(space, range(64), sigma=0.0, warmup_random_itrs=2)
     random = RandomAgent()
     random.initialize(space, space)
-    random = random.column_copy(ColumnStreams(0, range(64)).rngs(Purpose.ACTION))
+    random = random.runtime.column_copy(ColumnStreams(0, range(64)).rngs(Purpose.ACTION))
     for itr in (0, 1):
         agent.sample_mode(itr)
         actions = rows(agent, 50)
@@ -178,7 +178,7 @@ def test_squashing_takes_the_tanh_and_scales_it() -> None:
 def test_used_without_a_sampler_it_explores_as_in_the_first_iteration() -> None:
     agent = DeterministicPgAgent(Echo, sigma=lambda itr: 0.0 if itr else 1.0)
     agent.initialize(UNBOUNDED, UNBOUNDED)
-    agent = agent.column_copy([np.random.default_rng(0)])
+    agent = agent.runtime.column_copy([np.random.default_rng(0)])
     assert act(agent, [[0.0, 0.0]]).tolist() != [[0, 0]]
 
 

@@ -26,7 +26,7 @@ class Echo(nn.Module):
 def agent_for(n: int, columns: range = range(2), start: int = 0, model: Any = Echo, **options: Any) -> Any:
     agent = EpsilonGreedyAgent(model, **options)
     agent.initialize(spaces.Box(-np.inf, np.inf, (n,)), spaces.Discrete(n, start=start))
-    return agent.worker_copy().column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
+    return agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
 
 
 def act(agent: Any, q: Any) -> Any:
@@ -82,8 +82,8 @@ def epsilons(agent: Any, n: int = 2) -> list[float]:
 def test_each_environment_has_its_own_of_a_list_whichever_worker_has_it() -> None:
     listed = [0.5, 0.25, 0.125, 0.0]
     agents = [agent_for(3, range(4), epsilon=listed), agent_for(3, range(2, 4), epsilon=listed)]
-    agents[0].set_columns(range(4), 4)
-    agents[1].set_columns(range(2, 4), 4)
+    agents[0].runtime.set_columns(range(4), 4)
+    agents[1].runtime.set_columns(range(2, 4), 4)
     for agent in agents:
         agent.sample_mode(0)
     assert (epsilons(agents[0], 4), epsilons(agents[1])) == (listed, listed[2:])
@@ -91,7 +91,7 @@ def test_each_environment_has_its_own_of_a_list_whichever_worker_has_it() -> Non
 
 def test_a_spread_over_the_environments() -> None:
     agent = agent_for(3, range(3), epsilon=0.4, spread=7)
-    agent.set_columns(range(1, 4), 4)
+    agent.runtime.set_columns(range(1, 4), 4)
     agent.sample_mode(0)
     np.testing.assert_allclose(epsilons(agent, 3), [0.4 ** (1 + 7 * i / 3) for i in (1, 2, 3)], rtol=1e-6)
 

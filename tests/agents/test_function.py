@@ -22,7 +22,7 @@ PAIR = spaces.Tuple((spaces.Discrete(2), spaces.Discrete(3)))
 def agent_for(fn: Any, columns: range = range(2), action_space: Any = None) -> FunctionAgent:
     agent = FunctionAgent(fn)
     agent.initialize(spaces.Box(-1, 1, (3,)), action_space or spaces.Discrete(3))
-    return agent.worker_copy().column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
+    return agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
 
 
 def act(agent: FunctionAgent, observation: Any = None) -> AgentStep:
@@ -79,7 +79,7 @@ def test_what_is_no_function_is_refused() -> None:
 @pytest.mark.parametrize("fn", [lambda o, r: o, lambda: 0, lambda rngs: 0, lambda o, *, key: o])
 def test_a_function_that_asks_for_something_else_is_told_what_there_is(fn: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"fn\(observation, rngs=rngs\) where a parameter is named rngs; this one has"
+        ConfigError, match=r"fn\(observation, rngs=rngs\) if a parameter is named rngs; this function has"
     ):
         FunctionAgent(fn)
 
@@ -111,7 +111,7 @@ def test_it_runs_without_torch() -> None:
         "import sys, numpy as np; from gymnasium import spaces; from penstock import FunctionAgent, LinearSchedule\n"
         "agent = FunctionAgent(lambda o: o[:, 0])\n"
         "agent.initialize(spaces.Box(0, 1, (2,)), spaces.Discrete(2))\n"
-        "copy = agent.worker_copy().column_copy([np.random.default_rng(0)])\n"
+        "copy = agent.runtime.worker_copy().runtime.column_copy([np.random.default_rng(0)])\n"
         "print(copy.step(np.ones((1, 2)), None, np.zeros(1)).action, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -50,7 +50,7 @@ class Outputs(nn.Module):
 def agent_for(space: Any, columns: range = range(2), model: Any = Echo, seed: int = 0, **options: Any) -> Any:
     agent = GaussianPgAgent(model, **options)
     agent.initialize(spaces.Box(-np.inf, np.inf, space.shape), space)
-    return agent.worker_copy().column_copy(ColumnStreams(seed, columns).rngs(Purpose.ACTION))
+    return agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(seed, columns).rngs(Purpose.ACTION))
 
 
 def act(agent: Any, observation: Any) -> Any:
@@ -147,16 +147,16 @@ def test_the_agents_deviation_is_a_parameter_of_the_model_that_trains_and_travel
     assert "log_std" in dict(learner.model.named_parameters())
     assert learner.model.log_std.tolist() == [-1, -1]
     assert learner.model.log_std.dtype == torch.float64, "like the model's own"
-    audience, worker = learner.share_memory(shared=False), learner.worker_copy()
-    worker.attach(audience)
-    worker = worker.column_copy(ColumnStreams(0, range(1)).rngs(Purpose.ACTION))
+    subscriber, worker = learner.runtime.share_memory(shared=False), learner.runtime.worker_copy()
+    worker.runtime.attach(subscriber)
+    worker = worker.runtime.column_copy(ColumnStreams(0, range(1)).rngs(Purpose.ACTION))
     with torch.no_grad():
         learner.model.log_std += 3
     assert act(worker, np.zeros((1, 2))).agent_info.log_std.tolist() == [[-1, -1]]
     learner.sync_shared_memory()
-    worker.pull_shared_memory()
+    worker.runtime.pull_shared_memory()
     assert act(worker, np.zeros((1, 2))).agent_info.log_std.tolist() == [[2, 2]]
-    learner.unshare_memory(audience)
+    learner.runtime.unshare_memory(subscriber)
 
 
 def test_a_deviation_that_the_model_has_is_used() -> None:

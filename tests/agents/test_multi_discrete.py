@@ -28,7 +28,7 @@ class Echo(nn.Module):
 def agent_for(space: spaces.MultiDiscrete, columns: range, model: Any = Echo, **options: Any) -> CategoricalPgAgent:
     agent = CategoricalPgAgent(model, **options)
     agent.initialize(spaces.Box(-np.inf, np.inf, (int(space.nvec.sum()),)), space)
-    return agent.worker_copy().column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
+    return agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
 
 
 def act(agent: CategoricalPgAgent, logits: Any) -> Any:

@@ -23,7 +23,7 @@ OBSERVATIONS = spaces.Box(0, 1, (2,))
 def agent_for(space: Any, columns: range, seed: int = 0) -> RandomAgent:
     agent = RandomAgent()
     agent.initialize(OBSERVATIONS, space)
-    return agent.column_copy(ColumnStreams(seed, columns).rngs(Purpose.ACTION))
+    return agent.runtime.column_copy(ColumnStreams(seed, columns).rngs(Purpose.ACTION))
 
 
 def act(agent: RandomAgent, columns: range) -> Any:

@@ -65,7 +65,7 @@ def agent_for(model: Any, columns: range = range(3), space: Any = DISCRETE, **op
     cls = RecurrentCategoricalPgAgent if space is DISCRETE else RecurrentGaussianPgAgent
     agent = cls(model, **options)
     agent.initialize(OBSERVATIONS, space, seed=0)
-    twin = agent.worker_copy().column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
+    twin = agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
     twin.sample_mode(0)
     return twin
 
@@ -101,7 +101,7 @@ def test_a_new_batch_and_an_evaluation_mode_leave_the_state_alone() -> None:
 def test_copies_have_a_state_of_their_own() -> None:
     agent = agent_for(Counting)
     counts(agent)
-    other = agent.column_copy(ColumnStreams(1, range(3)).rngs(Purpose.EVAL_ACTION))
+    other = agent.runtime.column_copy(ColumnStreams(1, range(3)).rngs(Purpose.EVAL_ACTION))
     assert (counts(other), counts(agent), counts(other)) == ([0] * 3, [1] * 3, [1] * 3)
     agent.reset_one(0)
     assert counts(other) == [2] * 3
@@ -175,7 +175,7 @@ def test_actions_are_those_of_the_agent_without_recurrence() -> None:
 
     plain = CategoricalPgAgent(Plain)
     plain.initialize(OBSERVATIONS, DISCRETE, seed=0)
-    plain = plain.column_copy(ColumnStreams(0, range(3)).rngs(Purpose.ACTION))
+    plain = plain.runtime.column_copy(ColumnStreams(0, range(3)).rngs(Purpose.ACTION))
     recurrent = agent_for(WithState)
     for t in range(150):
         one, other = plain.step(*inputs(t=t)), recurrent.step(*inputs(t=t))
@@ -354,7 +354,7 @@ def test_a_model_without_a_state_is_refused() -> None:
         def forward(self, observation: Any) -> Any:
             return observation, observation[:, 0]
 
-    with pytest.raises(ConfigError, match=r"\(observation, prev_action, prev_reward, state\), that of Plain takes"):
+    with pytest.raises(ConfigError, match=r"prev_reward, state\), but the forward of Plain takes \(observation\)"):
         agent_for(Plain)
 
 

@@ -56,7 +56,7 @@ def test_the_spread_is_that_of_ape_x() -> None:
 
 
 def test_a_list_cannot_be_spread() -> None:
-    with pytest.raises(ConfigError, match=r"spread makes one epsilon differ between environments, got \[0.1, 0.2\]"):
+    with pytest.raises(ConfigError, match=r"with spread, epsilon must be one number, got \[0.1, 0.2\]"):
         ColumnSetting("epsilon", [0.1, 0.2], spread=7)
 
 

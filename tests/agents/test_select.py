@@ -77,8 +77,8 @@ def copies(make: Any, action_space: gym.Space[Any]) -> list[Agent]:
     agent.initialize(OBSERVATION, action_space, seed=0)
     made = []
     for _ in range(2):
-        copy = agent.column_copy([np.random.default_rng(b) for b in range(B)])
-        copy.set_columns(range(B), B)
+        copy = agent.runtime.column_copy([np.random.default_rng(b) for b in range(B)])
+        copy.runtime.set_columns(range(B), B)
         copy.sample_mode(0)
         made.append(copy)
     return made

@@ -38,7 +38,7 @@ class Echo(nn.Module):
 def agent_for(space: Any, columns: range = range(2), model: Any = Echo, **options: Any) -> Any:
     agent = SquashedGaussianAgent(model, **options)
     agent.initialize(spaces.Box(-np.inf, np.inf, (2, *space.shape)), space)
-    return agent.worker_copy().column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
+    return agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
 
 
 def act(agent: Any, mean: Any, log_std: Any) -> Any:

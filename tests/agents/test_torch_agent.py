@@ -308,23 +308,23 @@ def test_saved_state_restores_the_model() -> None:
 def test_a_worker_copy_is_independent_of_the_learner_until_it_pulls(dtype: torch.dtype) -> None:
     learner = agent_of(lambda: Keeper(dtype), 1)
     at_first = agent_of(lambda: Keeper(dtype), 1)
-    audience, worker = learner.share_memory(shared=False), learner.worker_copy()
-    worker.attach(audience)
+    subscriber, worker = learner.runtime.share_memory(shared=False), learner.runtime.worker_copy()
+    worker.runtime.attach(subscriber)
     assert_same_bits(worker.model, learner.model)
     randomize(learner.model)
     assert_same_bits(worker.model, at_first.model)
-    worker.pull_shared_memory()
+    worker.runtime.pull_shared_memory()
     assert_same_bits(worker.model, at_first.model)
     learner.sync_shared_memory()
     assert_same_bits(worker.model, at_first.model)
-    worker.pull_shared_memory()
+    worker.runtime.pull_shared_memory()
     assert_same_bits(worker.model, learner.model)
 
 
 def test_what_a_worker_does_to_its_copy_does_not_reach_the_learner() -> None:
     learner = agent_of(Keeper, 1)
     learner.train_mode(0)
-    worker = learner.worker_copy()
+    worker = learner.runtime.worker_copy()
     worker.sample_mode(0)
     randomize(worker.model)
     assert learner.model.training
@@ -333,14 +333,29 @@ def test_what_a_worker_does_to_its_copy_does_not_reach_the_learner() -> None:
 
 def test_a_worker_copy_travels_whatever_the_factory_was() -> None:
     learner = agent_of(lambda: nn.Linear(3, 2), 1)
-    twin = pickle.loads(pickle.dumps(learner.worker_copy()))
+    twin = pickle.loads(pickle.dumps(learner.runtime.worker_copy()))
     assert_same_bits(twin.model, learner.model)
     np.testing.assert_array_equal(twin.forward(*INPUTS), learner.forward(*INPUTS))
 
 
+def test_a_subclass_may_add_to_the_copies_for_workers_and_servers() -> None:
+    class WithTarget(Plain):
+        def copy_for_worker(self) -> Any:
+            copied: Any = super().copy_for_worker()
+            copied.model = nn.Sequential(self.model)
+            return copied
+
+    learner = WithTarget(nn.Linear(3, 2))
+    learner.initialize(OBSERVATIONS, ACTIONS)
+    for copied in (learner.runtime.worker_copy(), learner.runtime.server_copy()):
+        assert isinstance(copied.model, nn.Sequential)
+        assert_same_bits(copied.model[0], learner.model)
+        assert copied.model[0].weight is not learner.model.weight
+
+
 def test_column_copies_share_the_workers_model() -> None:
-    worker = agent_of(Keeper).worker_copy()
-    copies = [worker.column_copy([np.random.default_rng(0)]) for _ in range(2)]
+    worker = agent_of(Keeper).runtime.worker_copy()
+    copies = [worker.runtime.column_copy([np.random.default_rng(0)]) for _ in range(2)]
     assert all(twin.model is worker.model for twin in copies)
 
 
@@ -355,11 +370,11 @@ def test_tied_weights_stay_tied_in_a_worker() -> None:
             return self.decode(self.encode(observation))
 
     learner = agent_of(Tied)
-    audience, worker = learner.share_memory(shared=False), learner.worker_copy()
-    worker.attach(audience)
+    subscriber, worker = learner.runtime.share_memory(shared=False), learner.runtime.worker_copy()
+    worker.runtime.attach(subscriber)
     randomize(learner.model)
     learner.sync_shared_memory()
-    worker.pull_shared_memory()
+    worker.runtime.pull_shared_memory()
     assert worker.model.decode.weight is worker.model.encode.weight
     assert_same_bits(worker.model, learner.model)
 

@@ -104,11 +104,11 @@ def lines(n_workers: int) -> tuple[list[RemoteAgent], list[Line], Echo]:
     agent = Echo()
     agent.initialize(env.observation_space, env.action_space)
     steps = StepBuffer(samples_of(env), B, shared=False)
-    served = agent.column_copy([np.random.default_rng(b) for b in range(B)])
+    served = agent.runtime.column_copy([np.random.default_rng(b) for b in range(B)])
     desk = Desk(served, steps, shares)
     remotes, ports = [], []
     for rank in range(n_workers):
-        remote = RemoteAgent(agent).column_copy([])
+        remote = RemoteAgent(agent).runtime.column_copy([])
         ports.append(Line(desk, steps, shares, rank))
         remote.connect(ports[-1])
         remotes.append(remote)

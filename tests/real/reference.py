@@ -40,7 +40,7 @@ def play(  # noqa: C901
     """
     streams, seen, acted = ColumnStreams(seed, range(b, b + 1)), env.observation_space, env.action_space
     agent.initialize(seen, acted)
-    agent.set_columns([b], 1)
+    agent.runtime.set_columns([b], 1)
     agent.seed_columns(streams.rngs(Purpose.ACTION))
     agent.reset()
     prev: dict[str, Any] = {"action": row(acted, None), "reward": 0.0}  # as the agent is told

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from penstock import Agent, AgentStep, CategoricalPgAgent, ConfigError, RandomAgent, ResetCollector
+from penstock.agents import AgentRuntime
 from penstock.envs import CountingEnv, NestedEnv
 from penstock.testing import (
     ConformanceError,
@@ -265,13 +266,16 @@ class KeepsItsStreams(Recurrent):
         pass
 
 
-class ServesOtherwise(Recurrent):
-    offset = 0
-
+class OtherwiseInAServer(AgentRuntime):
     def server_copy(self) -> Any:
-        twin = super().server_copy()
+        twin: Any = super().server_copy()
         twin.offset = 1
         return twin
+
+
+class ServesOtherwise(Recurrent):
+    runtime_cls = OtherwiseInAServer
+    offset = 0
 
     def step(self, *inputs: Any) -> AgentStep:
         action, info = super().step(*inputs)
@@ -279,26 +283,30 @@ class ServesOtherwise(Recurrent):
 
 
 class Unpicklable(Recurrent):
-    def worker_copy(self) -> Any:
-        twin = super().worker_copy()
+    def copy_for_worker(self) -> Any:
+        twin = super().copy_for_worker()
         twin.lock = threading.Lock()
         return twin
 
 
+class RemembersInColumns(AgentRuntime):
+    def column_copy(self, rngs: Any) -> Any:
+        twin: Any = super().column_copy(rngs)
+        twin.weight = self.agent.weight  # type: ignore[attr-defined]
+        return twin
+
+
 class ForgetsItself(Recurrent):
+    runtime_cls = RemembersInColumns
+
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         if "weight" in state:
             state["weight"] = state["weight"] * 0 - 5
         return state
 
-    def worker_copy(self) -> Any:
-        twin = super().worker_copy()
-        twin.weight = self.weight
-        return twin
-
-    def column_copy(self, rngs: Any) -> Any:
-        twin = super().column_copy(rngs)
+    def copy_for_worker(self) -> Any:
+        twin = super().copy_for_worker()
         twin.weight = self.weight
         return twin
 
@@ -328,9 +336,13 @@ class LeaksParameters(Recurrent):
         self.weight[...] = parameters["weight"]
 
 
-class IgnoresTheLearner(Recurrent):
+class PullsNothing(AgentRuntime):
     def pull_shared_memory(self) -> None:
         pass
+
+
+class IgnoresTheLearner(Recurrent):
+    runtime_cls = PullsNothing
 
 
 class CountsInTheClass(Recurrent):

@@ -249,7 +249,7 @@ def test_copies_of_a_delegating_agent_share_no_state() -> None:
     env = CountingEnv()
     agent.initialize(env.observation_space, env.action_space)
     streams = [[np.random.default_rng(b) for b in range(2)] for _ in range(2)]
-    first, second = (agent.worker_copy().column_copy(rngs) for rngs in streams)
+    first, second = (agent.runtime.worker_copy().runtime.column_copy(rngs) for rngs in streams)
     first.step(np.zeros((2, 2)), np.zeros(2), np.zeros(2, np.float32))
     inner: Any = second.agent
     assert inner.age.tolist() == [0, 0]

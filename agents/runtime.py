@@ -1,0 +1,110 @@
+"""What samplers do with an agent: initialize it once, copy it for workers, and give the copies new parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+
+from penstock.agents.shared_parameters import SharedParameters
+from penstock.errors import ConfigError, SpaceError
+
+if TYPE_CHECKING:
+    from penstock.agents.base import Agent
+
+
+class AgentRuntime:
+    """The samplers' side of `agent`. An agent names its class in `runtime_cls` and makes it in `agent.runtime`.
+
+    All state is kept on the agent. A stored runtime object would form a reference cycle with its agent, and the
+    memory of both would then wait for the garbage collector.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+
+    # ---- the learner's agent ---------------------------------------------------------------
+
+    def ensure_initialized(
+        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], seed: int | None
+    ) -> None:
+        """Initialize the agent unless another sampler has done it; raise `SpaceError` if that one has other spaces."""
+        agent = self.agent
+        if not agent._is_initialized:
+            agent.initialize(observation_space, action_space, seed=seed)
+            agent._is_initialized = True
+        elif (agent.observation_space, agent.action_space) != (observation_space, action_space):
+            raise SpaceError(
+                f"the agent was initialized for {agent.observation_space} and {agent.action_space}, the environment "
+                f"has {observation_space} and {action_space}: make a new agent"
+            )
+
+    def share_memory(self, *, shared: bool) -> SharedParameters:
+        """Allocate the parameters of one more sampler, publish to them, and return them."""
+        values = self.agent.read_parameters()
+        parameters = SharedParameters(values, shared=shared)
+        parameters.publish(values)
+        self.agent._subscribers = (*(self.agent._subscribers or ()), parameters)
+        return parameters
+
+    def unshare_memory(self, parameters: SharedParameters) -> None:
+        """Stop publishing to this sampler."""
+        self.agent._subscribers = tuple(other for other in self.agent._subscribers or () if other is not parameters)
+        parameters.memory.close()
+
+    def worker_copy(self) -> Agent:
+        """A copy to act with in a worker: on the CPU, with parameters that the learner does not share."""
+        return self.agent.copy_for_worker()
+
+    def server_copy(self) -> Agent:
+        """A copy to act with for all environments: as `worker_copy`, but on the device of the learner's model."""
+        return self.worker_copy()
+
+    # ---- a copy that acts ------------------------------------------------------------------
+
+    def attach(self, parameters: SharedParameters) -> None:
+        """From now on, take parameters from here."""
+        self.agent._source = parameters
+
+    def pull_shared_memory(self) -> None:
+        """Write the newest published parameters into the agent, unless it has them."""
+        agent = self.agent
+        if agent._source is not None and agent._source.version != agent._version:
+            values, agent._version = agent._source.read()
+            agent.write_parameters(values)
+
+    def column_copy(self, rngs: Sequence[np.random.Generator]) -> Agent:
+        """A copy with its own state for `len(rngs)` columns, and the same parameters."""
+        copied = self._copy_without_columns()
+        copied.seed_columns(rngs)
+        copied.reset()
+        return copied
+
+    def _copy_without_columns(self) -> Agent:
+        """A copy that takes parameters from the same source, and has no columns yet."""
+        copied = copy.copy(self.agent)
+        copied._source = self.agent._source
+        copied.env_ranks = copied.n_envs = copied.selected = None
+        return copied
+
+    def set_columns(self, env_ranks: Sequence[int], n_envs: int) -> None:
+        """Set which environments the columns are: column b is `env_ranks[b]` of `n_envs`, on all machines together.
+
+        Call this once for each column copy, before `sample_mode` or `eval_mode`.
+        """
+        self.agent.env_ranks, self.agent.n_envs = env_ranks, n_envs
+
+    # ---- a server copy ---------------------------------------------------------------------
+
+    def compile_model(self, options: Mapping[str, Any]) -> None:
+        """Compile the model, with these arguments of `torch.compile`. Raises `ConfigError` if the agent has none."""
+        raise ConfigError(f"{type(self.agent).__name__} has no model that could be compiled: leave compile_model out")
+
+    def page_locked(self, memory: npt.NDArray[np.uint8]) -> AbstractContextManager[None]:
+        """A context in which inputs come from `memory`. On a GPU, it keeps the memory page-locked."""
+        return nullcontext()
