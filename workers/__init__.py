@@ -1,7 +1,7 @@
 """Processes: a pool of workers that run commands between two gates. It knows no environments' library and no roles.
 
-Read `control.py` (the shared words), `gates.py` (barrier_in and barrier_out), `process.py` (the worker's loop), `pool.py`
-and `monitor.py` (the main process's side).
+Read `control.py` (the shared words), `gates.py` (barrier_in and barrier_out), `process.py` (the worker's loop),
+`pool.py` and `monitor.py` (the main process's side).
 """
 
 from penstock.workers.control import Command, ControlBlock

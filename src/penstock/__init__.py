@@ -129,3 +129,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(agents, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WITH_TORCH})

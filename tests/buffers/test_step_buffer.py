@@ -13,9 +13,9 @@ from penstock.agents import AgentStep
 from penstock.agents.random import RandomAgent
 from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec
 from penstock.buffers.step_buffer import StepBuffer
-from penstock.collectors.central import Question, RemoteAgent
+from penstock.collectors.central import RemoteAgent, Request
 from penstock.envs import CountingEnv, NestedEnv, example_of, observation_example
-from penstock.samplers.inference_server import Desk
+from penstock.samplers.inference_batch import InferenceBatch
 from penstock.workers.plan import split
 
 T, B = 3, 5
@@ -88,15 +88,15 @@ class Echo(RandomAgent):
 
 
 class Line:
-    """A port whose question is answered at once."""
+    """Sends requests that get their replies at once."""
 
-    def __init__(self, desk: Desk, steps: StepBuffer, shares: list[range], rank: int) -> None:
-        self.desk, self.rank, self.row = desk, rank, steps.columns(shares[rank])
-        self.asked: list[Question] = []
+    def __init__(self, batch: InferenceBatch, steps: StepBuffer, shares: list[range], rank: int) -> None:
+        self.batch, self.rank, self.row = batch, rank, steps.columns(shares[rank])
+        self.requests: list[int] = []
 
-    def ask(self, question: Question) -> None:
-        self.asked.append(question)
-        (self.desk.step if question == Question.STEP else self.desk.value)([self.rank])
+    def request(self, kind: int) -> None:
+        self.requests.append(kind)
+        (self.batch.step if kind == Request.STEP else self.batch.value)([self.rank])
 
 
 def lines(n_workers: int) -> tuple[list[RemoteAgent], list[Line], Echo]:
@@ -105,12 +105,12 @@ def lines(n_workers: int) -> tuple[list[RemoteAgent], list[Line], Echo]:
     agent.initialize(env.observation_space, env.action_space)
     steps = StepBuffer(samples_of(env), B, shared=False)
     served = agent.runtime.column_copy([np.random.default_rng(b) for b in range(B)])
-    desk = Desk(served, steps, shares)
+    batch = InferenceBatch(served, steps, shares)
     remotes, ports = [], []
     for rank in range(n_workers):
         remote = RemoteAgent(agent).runtime.column_copy([])
-        ports.append(Line(desk, steps, shares, rank))
-        remote.connect(ports[-1])
+        ports.append(Line(batch, steps, shares, rank))
+        remote.connect(ports[-1].row, ports[-1].request)
         remotes.append(remote)
     return remotes, ports, served
 
@@ -143,7 +143,7 @@ def test_values_of_any_number_of_rows(n: int) -> None:
     prev_action, prev_reward = np.arange(n) % 3, np.arange(n, dtype=np.float32) / 16
     found = remotes[1].value(observation, prev_action, prev_reward)
     np.testing.assert_array_equal(found, observation[:, 1] * 100 + prev_action * 10 + prev_reward)
-    assert ports[1].asked == [Question.VALUE] * -(-n // 2)
+    assert ports[1].requests == [Request.VALUE] * -(-n // 2)
 
 
 def test_a_value_leaves_the_action_alone_and_forgets_what_is_to_be_forgotten() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from penstock import AgentStep, AlternatingSampler, GpuSampler, RandomAgent
-from penstock.collectors.central import Question
+from penstock.collectors.central import Request
 from penstock.envs import CountingEnv
 from penstock.workers.plan import split
 
@@ -156,7 +156,7 @@ def test_nobody_is_served_twice_before_one_who_waits() -> None:
         nonlocal waiting
         if not waiting <= set(columns):
             overtaken.append((waiting, columns))
-        asking = {rank for rank in range(6) if control.question(rank) == Question.STEP}
+        asking = {rank for rank in range(6) if control.last_request(rank)[1] == Request.STEP}
         waiting = asking - set(columns)
 
     class Uneven(CountingEnv):

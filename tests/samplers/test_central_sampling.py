@@ -24,9 +24,10 @@ from penstock import (
     VectorEnvCollector,
     WaitResetCollector,
 )
+from penstock.buffers.reports import ReportBoard
 from penstock.envs import BatchedCartPole, CountingEnv, EnvContext, NestedEnv
 from penstock.workers.control import ControlBlock
-from penstock.workers.monitor import Limits, _Stopwatch
+from penstock.workers.monitor import Limits, Monitor
 
 HOW: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     "lock-step": (GpuSampler, {"n_workers": 2}),
@@ -350,19 +351,19 @@ def test_start_and_wait_are_the_two_halves_of_obtain(how: str) -> None:
     assert_same(found, wanted)
 
 
-def test_an_answer_that_was_long_in_coming_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has its answer, and has had no time to wake up yet, does not hang."""
-    now, member = 0.0, type("WorkerHandle", (), {"rank": 0})()
+def test_a_reply_that_was_slow_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that has its reply, and has had no time to wake up yet, does not hang."""
+    now = 0.0
     monkeypatch.setattr("penstock.workers.monitor.time.monotonic", lambda: now)
-    control = ControlBlock(1, 1, shared=False)
-    control.progress(0).ask(1)
-    stopwatch = _Stopwatch(Limits(0.5, 1.0), control)
+    control, reports = ControlBlock(1, 1, shared=False), ReportBoard(1, shared=False)
+    control.progress(0).request(1)
+    monitor = Monitor(control, reports, Limits(0.5, 1.0), 0.0)
     now = 1.0
-    assert stopwatch.overdue([member]) == []
+    assert monitor._overdue([0]) == []
     now = 9.0
-    control.answer(0, 1)
-    assert stopwatch.overdue([member]) == [], "the agent took 9 seconds"
+    control.reply(0, 1)
+    assert monitor._overdue([0]) == [], "the agent took 9 seconds"
     now = 9.4
-    assert stopwatch.overdue([member]) == []
+    assert monitor._overdue([0]) == []
     now = 9.6
-    assert stopwatch.overdue([member]) == [(member, 0.5)], "but now it has had its time"
+    assert monitor._overdue([0]) == [(0, 0.5)], "but now it has had its time"

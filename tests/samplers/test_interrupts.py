@@ -13,8 +13,8 @@ import pytest
 from penstock import ParallelSampler, RandomAgent, SamplerState, SamplerStateError
 from penstock.envs import CountingEnv
 from penstock.workers import pool as pool_module
-from penstock.workers.gates import Gate
 from penstock.workers import sigint
+from penstock.workers.gates import Gate
 
 
 def ctrl_c() -> None:

@@ -109,7 +109,8 @@ def test_a_worker_reads_the_words_and_writes_its_row_from_another_process(start_
     block = ControlBlock(WORKERS, T, shared=True)
     block.open(1, Command(itr=41))
     child = multiprocessing.get_context(start_method).Process(
-        target=exec, args=("row = block.progress(1); row.arrived = row.command.itr + 1; row.at_env(7)", {"block": block})
+        target=exec,
+        args=("row = block.progress(1); row.arrived = row.command.itr + 1; row.at_env(7)", {"block": block}),
     )
     child.start()
     child.join(60)

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import ConfigError
-from penstock.workers.plan import Affinity, assign_cpus, eval_max_T, make_plans, n_workers_default, split
+from penstock.samplers.plan import eval_max_T, make_plans
+from penstock.workers.plan import Affinity, assign_cpus, n_workers_default, split
 
 counts = st.integers(1, 200)
 
@@ -63,7 +64,7 @@ def test_pinning_can_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("affinity", "message"),
     [
-        (Affinity(cpus=[0, 99]), r"worker 1 to CPUs \[99\], of which \[99\] are not among"),
+        (Affinity(cpus=[0, 99]), r"worker 1 to CPUs \[99\]: \[99\] are not among"),
         (Affinity(cpus=[0]), "for 1 workers, there are 2"),
         (Affinity(cpus=[0, []]), r"worker 1 to CPUs \[\]"),
         (Affinity(cpus=[0, 1], pin=False), "leave one out"),
