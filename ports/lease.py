@@ -1,118 +1,96 @@
-"""Ports that are one owner's until they are given back, even while nothing is bound to them."""
+"""Leases of network ports, as users take and release them."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, NoReturn, overload
+from typing import NoReturn
 
-from penstock.ports.files import lock_folder
-from penstock.ports.holdings import Holding
-from penstock.ports.probe import Place, PortProtocol, place_of
-from penstock.ports.search import PortSearch, range_of
-
-__all__ = ["PortLease", "PortLeases", "lease_port", "leases"]
+from penstock.ports.claims import PortClaim
+from penstock.ports.search import PortProtocol, PortSearch, ServerAddress, port_range, resolve
 
 
 class PortLease:
-    """One port, this process's until `release`, the end of a `with` block, or the end of the process.
+    """One port that this process owns until `release`, the end of a `with` block, or the end of the process.
 
-    No other lease of penstock's, of any process or user of this machine, has the same port meanwhile, whether anything
-    is bound to it or not. It cannot keep a program from the port that does not ask for leases; such a one is found
-    when the lease is taken, not later.
+    Meanwhile no other lease has the same port, in any process of any user of this machine, even if nothing is bound
+    to it. A program that does not use leases can still bind the port. penstock finds such a program only while it
+    takes the lease.
 
-    A fork inherits nothing: there, `held` is False and `release` does nothing. A lease that is garbage collected is
-    released, with a ResourceWarning: keep it as long as the port is used. Made by `lease_port` and `leases`.
+    A fork does not inherit the lease: there, `is_active` is False and `release` does nothing. A lease that is garbage
+    collected is released with a ResourceWarning, so keep it while the port is used. `lease_port` and `leases` make
+    leases.
     """
 
-    def __init__(self, holding: Holding, place: Place) -> None:
-        self._holding, self._place = holding, place
+    def __init__(self, claim: PortClaim, address: ServerAddress) -> None:
+        self._claim, self._address = claim, address
 
     @property
     def port(self) -> int:
         """The port's number."""
-        return self._holding.port
+        return self._claim.port
 
     @property
     def host(self) -> str:
-        """The host that it was leased for."""
-        return self._place.host
+        """The host that was passed to `lease_port` or `leases`."""
+        return self._address.host
 
     @property
     def protocol(self) -> PortProtocol:
         """Either "tcp" or "udp"."""
-        return self._place.protocol
+        return self._address.protocol
 
     @property
     def since(self) -> float:
-        """When it was taken, in seconds since the epoch."""
-        return self._holding.since
+        """The time when the lease was taken, in seconds since the epoch."""
+        return self._claim.since
 
     @property
-    def held(self) -> bool:
-        """Whether the port is this process's: False after `release`, and in a fork."""
-        return self._holding.is_held
+    def is_active(self) -> bool:
+        """Whether this process owns the port: False after `release`, and in a fork."""
+        return self._claim.is_active
 
     def release(self) -> None:
-        """Give the port back, from any thread; again is harmless. Stop what is bound to it first."""
-        self._holding.drop()
+        """Release the port. Any thread may call it, also repeatedly. First stop the server that uses the port."""
+        self._claim.release()
 
     def __enter__(self) -> PortLease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
     def __del__(self) -> None:
-        if self.held:
+        if self.is_active:
             try:
                 warnings.warn(f"{self!r} was not released", ResourceWarning, stacklevel=2, source=self)
             finally:  # warnings may be errors
                 self.release()
 
     def __repr__(self) -> str:
-        state = "held" if self.held else "released, or another process's"
+        state = "active" if self.is_active else "not active in this process"
         return f"<PortLease {self.protocol} {self.host} {self.port}, {state}>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{self!r} belongs to the process that took it: pass on its number, lease.port")
+        raise TypeError(f"{self!r} belongs to the process that took it: pass its number, lease.port, instead")
 
 
-class PortLeases(Sequence[PortLease]):
-    """Several leases that are given back together; a context manager. See `leases`."""
-
-    def __init__(self, each: Sequence[PortLease]) -> None:
-        self._each = tuple(each)
+class PortLeases(tuple[PortLease, ...]):
+    """Several leases, sorted by port, that are released together. A tuple and a context manager. See `leases`."""
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """The ports' numbers, from the lowest."""
-        return tuple(lease.port for lease in self._each)
+        """The ports' numbers, lowest first."""
+        return tuple(lease.port for lease in self)
 
     def release(self) -> None:
-        """Give all of them back; again is harmless."""
-        for lease in self._each:
+        """Release all of them. A second call does nothing."""
+        for lease in self:
             lease.release()
-
-    @overload
-    def __getitem__(self, index: int) -> PortLease: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[PortLease]: ...
-    def __getitem__(self, index: Any) -> Any:
-        return self._each[index]
-
-    def __len__(self) -> int:
-        return len(self._each)
 
     def __enter__(self) -> PortLeases:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
     def __repr__(self) -> str:
@@ -127,12 +105,14 @@ def lease_port(
     protocol: PortProtocol = "tcp",
     timeout: float = 2.0,
 ) -> PortLease:
-    """Lease one port of `range(start, stop)`: a context manager, with the number in `lease.port`.
+    """Lease one port of `range(start, stop)`. The lease is a context manager; `lease.port` is the number.
 
-    Where `start` and `stop` are not given: a stretch that the kernel does not give to outgoing connections. `host` is
-    where the server will listen: an address of IPv4 or IPv6, or a name, of which all addresses must be free. After
-    `timeout` seconds without a free port (the range is searched once in any case) it is a `PortLeaseError` that lists
-    who has them. Arguments that make no sense are a `ConfigError`.
+    By default the range contains only ports that the kernel does not use for outgoing connections. `host` is where
+    the server will listen: an IPv4 or IPv6 address, or a name. The port must be free at all addresses of a name.
+    `timeout` is in seconds; the range is searched at least once.
+
+    Raises `ConfigError` for invalid arguments. Raises `PortLeaseError` if no port became free in time, and lists
+    which processes use the ports.
     """
     return leases(1, start, stop, host, protocol=protocol, timeout=timeout)[0]
 
@@ -147,9 +127,10 @@ def leases(
     consecutive: bool = False,
     timeout: float = 2.0,
 ) -> PortLeases:
-    """Lease `n` ports, all or none; with `consecutive=True` n in a row, for servers that count up from a base port.
+    """Lease `n` ports, or none if there are not enough.
 
-    See `lease_port` for the rest.
+    With `consecutive=True` they are `n` ports in a row, for servers that count up from a base port. `lease_port`
+    explains the other arguments.
     """
-    search = PortSearch(n, range_of(start, stop), place_of(host, protocol), lock_folder(), consecutive, timeout)
-    return PortLeases([PortLease(holding, search.place) for holding in search.run()])
+    search = PortSearch(n, port_range(start, stop), resolve(host, protocol), consecutive, timeout)
+    return PortLeases(PortLease(claim, search.address) for claim in search.run())

@@ -1,50 +1,134 @@
-"""The search for ports that nobody has leased and nothing is bound to."""
+"""The search for free ports, and the report of who uses the ports if too few are free."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
+import os
 import secrets
+import socket
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
+
+import psutil
 
 from penstock.errors import ConfigError, PortLeaseError
-from penstock.ports.census import describe_takers
-from penstock.ports.holdings import Holding, hold
-from penstock.ports.probe import Place, default_ports
+from penstock.ports.claims import PortClaim, claim, owner_of, prepare_process
 from penstock.workers.arguments import integer
 
-__all__ = ["PortSearch", "range_of"]
+PortProtocol = Literal["tcp", "udp"]
+_SOCKET_TYPES = {"tcp": socket.SOCK_STREAM, "udp": socket.SOCK_DGRAM}
 
-_MOST_PORTS = 65_536
-# A port may be taken for a moment only: processes that look at one hold it meanwhile.
-_LOOK_AGAIN_SECONDS = 0.01
+_MAX_STOP = 65_536
+_LOWEST_DEFAULT = 10_000  # many ports below belong to well-known programs
+_FEWEST_DEFAULT = 1_000
+_EPHEMERAL = (49_152, 65_535)  # IANA's range for outgoing connections (RFC 6335), for systems without /proc
+
+_RETRY_SECONDS = 0.01  # a searching process claims each port that it tests, so a port may be taken for a moment only
+_MAX_REPORT_LINES = 20
 
 
-def range_of(start: int | None, stop: int | None) -> range:
-    """The ports from `start` to `stop - 1`, by default as `default_ports` says. Raises `ConfigError`."""
-    first = None if start is None else integer("start", start)
-    last = None if stop is None else integer("stop", stop)
-    if first is None or last is None:
-        default = default_ports()
-        if last is None and first is not None and first >= default.stop:
-            default = range(first, _MOST_PORTS)  # all that lie beyond the default stretch
-        first, last = default.start if first is None else first, default.stop if last is None else last
-    if not 1 <= first < last <= _MOST_PORTS:
+@dataclass(frozen=True)
+class ServerAddress:
+    """Where a server will listen: a host with all its addresses, and TCP or UDP."""
+
+    host: str
+    protocol: PortProtocol
+    addresses: tuple[tuple[int, Any], ...]  #: (family, socket address with port 0)
+
+    def can_bind(self, port: int) -> bool:
+        """Whether `port` is free at all addresses now.
+
+        The test binds without SO_REUSEADDR, so a port with a connection in TIME_WAIT is not free. Raises `ConfigError`
+        if this process may not bind the port.
+        """
+        with contextlib.ExitStack() as stack:
+            for family, address in self.addresses:
+                probe = stack.enter_context(socket.socket(family, _SOCKET_TYPES[self.protocol]))
+                try:
+                    probe.bind((address[0], port, *address[2:]))
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:
+                        return False
+                    raise ConfigError(
+                        f"this process may not bind {self.protocol} port {port} of {self.host}: {error}. Ports below "
+                        "1024 are often reserved for the administrator: pass a higher start"
+                    ) from error
+        return True
+
+
+def resolve(host: str, protocol: PortProtocol) -> ServerAddress:
+    """The addresses of `host` on this machine. Raises `ConfigError` if there are none."""
+    if not isinstance(protocol, str) or protocol not in _SOCKET_TYPES:
+        raise ConfigError(f'protocol must be "tcp" or "udp", got {protocol!r}')
+    if not isinstance(host, str) or not host:
+        raise ConfigError(f'host must be an address or a name, such as "127.0.0.1" or "localhost", got {host!r}')
+    try:
+        found = socket.getaddrinfo(host, 0, type=_SOCKET_TYPES[protocol])
+    except OSError as error:
+        raise ConfigError(f"host {host!r} is neither an address nor a known name: {error}") from error
+    addresses, failures = [], []
+    for family, _, _, _, address in found:
+        try:
+            with socket.socket(family, _SOCKET_TYPES[protocol]) as probe:
+                probe.bind(address)
+        except OSError as error:
+            failures.append(str(error))  # a name often has an IPv6 address although IPv6 is switched off
+        else:
+            addresses.append((int(family), address))
+    if not addresses:
+        raise ConfigError(f"no server can listen at host {host!r} on this machine: {'; '.join(failures)}")
+    return ServerAddress(host, protocol, tuple(addresses))
+
+
+def port_range(start: int | None, stop: int | None) -> range:
+    """`range(start, stop)`, with defaults from `default_ports`. Raises `ConfigError` if it is not valid."""
+    first = default_ports().start if start is None else integer("start", start)
+    last = default_ports().stop if stop is None else integer("stop", stop)
+    if stop is None and first >= last:
+        last = _MAX_STOP
+    if not 1 <= first < last <= _MAX_STOP:
         raise ConfigError(f"start and stop must be numbers with 1 <= start < stop <= 65536, got {first} and {last}")
     return range(first, last)
 
 
+def default_ports() -> range:
+    """The longest range of ports from 10000 on that the kernel does not use for outgoing connections.
+
+    It may use one of those at any moment. Raises `ConfigError` if too few ports are left.
+    """
+    low, high = _ephemeral_ports()
+    longest = max(range(_LOWEST_DEFAULT, low), range(max(high + 1, _LOWEST_DEFAULT), _MAX_STOP), key=len)
+    if len(longest) < _FEWEST_DEFAULT:
+        raise ConfigError(
+            f"this machine gives the ports {low} to {high} to outgoing connections, so too few are left to lease: "
+            "pass start= and stop=, or make the range net.ipv4.ip_local_port_range smaller"
+        )
+    return longest
+
+
+def _ephemeral_ports() -> tuple[int, int]:
+    try:
+        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except OSError:
+        return _EPHEMERAL
+    return int(low), int(high)
+
+
 @dataclass(frozen=True)
 class PortSearch:
-    """What is sought, where, and for how long. Raises `ConfigError` if it makes no sense."""
+    """A search for `n` free ports. Raises `ConfigError` for invalid arguments."""
 
     n: int
     ports: range
-    place: Place
-    folder: Path  #: of lock files
-    consecutive: bool  #: n in a row
-    timeout: float  #: seconds; the range is searched once in any case
+    address: ServerAddress
+    consecutive: bool  #: whether the n ports must be in a row
+    timeout: float  #: seconds; the range is searched at least once
 
     def __post_init__(self) -> None:
         if not 1 <= integer("n", self.n) <= len(self.ports):
@@ -53,70 +137,101 @@ class PortSearch:
             )
         is_number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
         if not is_number or not self.timeout >= 0:
-            raise ConfigError(f"timeout must be a number of seconds from 0 on, got {self.timeout!r}")
+            raise ConfigError(f"timeout must be a number of seconds, 0 or more, got {self.timeout!r}")
 
-    def run(self) -> list[Holding]:
-        """Hold `n` free ports, sorted. Raises `PortLeaseError`, and holds none, if there are not so many."""
-        began = time.monotonic()
-        found: list[Holding] = []
+    def run(self) -> list[PortClaim]:
+        """Claim `n` free ports, sorted. If there are too few, release all and raise `PortLeaseError`."""
+        prepare_process()
+        start_time = time.monotonic()
+        found: list[PortClaim] = []
         try:
             while not self._search_once(found):
-                if time.monotonic() - began >= self.timeout:
-                    raise PortLeaseError(self._exhausted(found, time.monotonic() - began))
-                time.sleep(_LOOK_AGAIN_SECONDS)
+                seconds = time.monotonic() - start_time
+                if seconds >= self.timeout:
+                    _release(found)  # before the report, which must show them as free
+                    raise PortLeaseError(self._failure(seconds))
+                time.sleep(_RETRY_SECONDS)
         except BaseException:
-            _drop_all(found)
+            _release(found)
             raise
-        return sorted(found, key=lambda holding: holding.port)
+        return sorted(found, key=lambda each: each.port)
 
-    def _search_once(self, found: list[Holding]) -> bool:
-        """Go through the range once, and add to `found` until there are `n`; returns whether there are."""
-        if self.consecutive:
-            _drop_all(found)
+    def _search_once(self, found: list[PortClaim]) -> bool:
+        """Search the range once and add claims to `found`. Returns whether there are `n` now."""
         for port in self._order():
             if self.consecutive and found and port != found[-1].port + 1:
-                _drop_all(found)
-            holding = self._claim(port)
-            if holding is not None:
-                found.append(holding)
+                _release(found)
+            # Claim first, then bind: binding another owner's port would get in the way of the owner's server.
+            if (new := claim(port, self.address.can_bind)) is not None:
+                found.append(new)
                 if len(found) == self.n:
                     return True
-            elif self.consecutive:
-                _drop_all(found)
+        if self.consecutive:
+            _release(found)
         return False
 
     def _order(self) -> Iterator[int]:
-        """All ports, from a random one on: what was just given back is not the next to be taken, and those who
-        search together do not stand in each other's way. Some come twice, so that no row is torn."""
+        """All ports, from a random one on: so the next lease rarely gets a port that was just released, and processes
+        that search at the same time rarely meet. If `consecutive`, the first ports are repeated to complete a row."""
         start, stop = self.ports.start, self.ports.stop
-        first = start + secrets.randbelow(stop - start)  # draws from nobody's seeded generator
+        first = start + secrets.randbelow(stop - start)  # leaves the user's seeded generators unchanged
         yield from range(first, stop)
         yield from range(start, min(first + self.n - 1, stop) if self.consecutive else first)
 
-    def _claim(self, port: int) -> Holding | None:
-        # Held before it is bound, not after: binding a port that somebody else has leased would be in the way of
-        # the server that is to be started there.
-        holding = hold(port, self.folder)
-        if holding is None:
-            return None
-        is_free = False
-        try:
-            is_free = self.place.can_bind(port)
-        finally:
-            if not is_free:
-                holding.drop()
-        return holding if is_free else None
-
-    def _exhausted(self, found: list[Holding], seconds: float) -> str:
-        _drop_all(found)  # they are not what is missing
+    def _failure(self, seconds: float) -> str:
         wanted = "a free port" if self.n == 1 else f"{self.n} free ports" + (" in a row" if self.consecutive else "")
         return (
-            f"{wanted} could not be found in {seconds:.1f} s among {self.place.protocol} ports {self.ports.start} to "
-            f"{self.ports.stop - 1} of {self.place.host}: give a wider range, or release what is not used. They are\n"
-            + describe_takers(self.ports, self.place, self.folder)
+            f"{wanted} could not be found in {seconds:.1f} s among {self.address.protocol} ports {self.ports.start} to "
+            f"{self.ports.stop - 1} of {self.address.host}. Pass a wider range, or release ports that are not used:\n"
+            + describe_ports(self.ports, self.address)
         )
 
 
-def _drop_all(found: list[Holding]) -> None:
+def _release(found: list[PortClaim]) -> None:
     while found:
-        found.pop().drop()
+        found.pop().release()
+
+
+def describe_ports(ports: Sequence[int], address: ServerAddress) -> str:
+    """One line per process: its ports, how it uses them, and when it leased the first one."""
+    bound: dict[int, int | None] = {}
+    with contextlib.suppress(psutil.Error):  # some systems tell only the administrator
+        bound = {each.laddr.port: each.pid for each in psutil.net_connections(address.protocol) if each.laddr}
+    process = functools.cache(_describe_process)  # for this report only: a later process may have the same pid
+    ports_by_user: dict[str, list[int]] = defaultdict(list)
+    since: dict[str, float] = {}
+    for port in ports:
+        if (owner := owner_of(port)) is not None:
+            user = f"leased by {process(owner.pid, owner.uid)}"
+            if owner.since is not None:
+                since[user] = min(owner.since, since.get(user, owner.since))
+        elif port in bound or not address.can_bind(port):
+            user = f"not leased, but bound by {process(bound.get(port))}"
+        else:
+            user = "free now"
+        ports_by_user[user].append(port)
+    lines = [
+        f"  {_intervals(used)}: {user}"
+        + (time.strftime(", since %Y-%m-%d %H:%M:%S", time.localtime(since[user])) if user in since else "")
+        for user, used in ports_by_user.items()
+    ]
+    if len(lines) > _MAX_REPORT_LINES:
+        lines[_MAX_REPORT_LINES:] = [f"  and {len(lines) - _MAX_REPORT_LINES} more processes"]
+    return "\n".join(lines)
+
+
+def _describe_process(pid: int | None, uid: int | None = None) -> str:
+    """The process as text. A `pid` of None or 0 means that this process cannot see it."""
+    text = f"pid {pid}" if pid else "a process that cannot be seen from here"
+    with contextlib.suppress(psutil.Error):
+        text += f" ({psutil.Process(pid).name()})" if pid else ""
+    text += f" of user {uid}" if uid not in (None, os.geteuid()) else ""
+    return text + (", this process" if pid == os.getpid() else "")
+
+
+def _intervals(ports: Sequence[int]) -> str:
+    """Sorted numbers as text. Numbers in a row become "first-last"."""
+    numbers = set(ports)
+    firsts = [port for port in ports if port - 1 not in numbers]
+    lasts = [port for port in ports if port + 1 not in numbers]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))

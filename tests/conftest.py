@@ -19,7 +19,7 @@ import pytest
 
 from penstock import ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
-from penstock.ports.files import FOLDER_VARIABLE, lock_folder, ports_noted
+from penstock.ports.lock_files import FOLDER_VARIABLE, ports_with_lock_file
 
 # In the background SIGINT is ignored, and under nohup SIGHUP, and so they would be in all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -73,7 +73,7 @@ def _shm_names() -> set[str]:
 
 
 def _holdings() -> list[set[object]]:
-    lock_files = set(ports_noted(lock_folder()))
+    lock_files = set(ports_with_lock_file())
     return [set(_children()), set(_descriptors()), set(_shm_names()), set(threading.enumerate()), set(lock_files)]
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from penstock.ports.files import FOLDER_VARIABLE
+from penstock.ports.lock_files import FOLDER_VARIABLE
 
 pytestmark = pytest.mark.xdist_group("ports")
 

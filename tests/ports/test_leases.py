@@ -1,29 +1,28 @@
-"""Leases within one process: what is given, what is refused, when it is given back."""
+"""Leases within one process: which ports are leased, which are refused, and when a lease ends."""
 
 import gc
 import os
 import pickle
 import socket
 import threading
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import ConfigError, PortLeaseError
-from penstock.ports import PortLease, census, lease_port, leases, probe
+from penstock.ports import PortLease, lease_port, leases
 from penstock.ports import search as search_module
-from penstock.ports.files import lock_folder, ports_noted
-from penstock.ports.holdings import release_leases
-from penstock.ports.probe import place_of
+from penstock.ports.claims import release_all
+from penstock.ports.lock_files import ports_with_lock_file
+from penstock.ports.search import resolve
 
 pytestmark = pytest.mark.xdist_group("ports")
 
 
 @pytest.fixture
 def stretch() -> range:
-    """Eight ports in a row that nobody has."""
+    """Eight free ports in a row."""
     with leases(8, consecutive=True) as found:
         return range(found.ports[0], found.ports[-1] + 1)
 
@@ -32,21 +31,21 @@ def lease(ports: range, **options: object) -> PortLease:
     return lease_port(ports.start, ports.stop, timeout=0, **options)  # type: ignore[arg-type]
 
 
-def test_a_lease_is_ones_own_though_nothing_is_bound(stretch: range) -> None:
+def test_a_lease_has_one_owner_even_if_nothing_is_bound(stretch: range) -> None:
     ports = stretch[:1]
     with lease(ports) as mine:
-        assert (mine.port, mine.host, mine.protocol, mine.held) == (ports[0], "127.0.0.1", "tcp", True)
+        assert (mine.port, mine.host, mine.protocol, mine.is_active) == (ports[0], "127.0.0.1", "tcp", True)
         with pytest.raises(PortLeaseError, match=rf"{ports[0]}: leased by pid {os.getpid()} .*this process, since \d"):
             lease(ports)
         with socket.create_server((mine.host, mine.port)):
-            pass  # it is free for its owner
-        assert ports_noted(lock_folder()) == [mine.port]
-    assert not mine.held
-    assert ports_noted(lock_folder()) == []
-    mine.release()  # again is harmless ...
+            pass  # the owner can bind it
+        assert ports_with_lock_file() == [mine.port]
+    assert not mine.is_active
+    assert ports_with_lock_file() == []
+    mine.release()  # a second call does nothing
     with lease(ports) as next_one:
-        mine.release()  # ... and gives nobody else's back
-        assert next_one.held
+        mine.release()  # and does not release the next lease
+        assert next_one.is_active
         with pytest.raises(PortLeaseError):
             lease(ports)
 
@@ -58,14 +57,14 @@ def test_a_block(stretch: range) -> None:
         assert set(block.ports) <= set(stretch)
         with pytest.raises(PortLeaseError, match="6 free ports could not be found"):
             leases(6, stretch.start, stretch.stop, timeout=0)
-        with leases(5, stretch.start, stretch.stop, timeout=0) as others:  # the failure has left nothing taken
+        with leases(5, stretch.start, stretch.stop, timeout=0) as others:  # the failed search has released all
             assert {*block.ports, *others.ports} == set(stretch)
-    assert not any(each.held for each in block)
+    assert not any(each.is_active for each in block)
 
 
 def test_a_row(stretch: range) -> None:
     with lease(stretch[3:4]):
-        for _ in range(10):  # wherever the search begins
+        for _ in range(10):  # the search starts at a random port
             with leases(4, stretch.start, stretch.stop, consecutive=True, timeout=0) as row:
                 assert row.ports == tuple(stretch[4:8])
         with pytest.raises(PortLeaseError, match="5 free ports in a row"):
@@ -75,10 +74,10 @@ def test_a_row(stretch: range) -> None:
 
 
 @given(st.integers(1, 30), st.data())
-def test_no_row_is_torn_wherever_the_search_begins(size: int, data: st.DataObject) -> None:
+def test_every_row_is_searched_from_every_starting_port(size: int, data: st.DataObject) -> None:
     ports = range(20_000, 20_000 + size)
     n = data.draw(st.integers(1, size))
-    search = search_module.PortSearch(n, ports, place_of("127.0.0.1", "tcp"), Path("/"), True, 0)
+    search = search_module.PortSearch(n, ports, resolve("127.0.0.1", "tcp"), True, 0)
     order = list(search._order())
     runs = [order[i : i + n] for i in range(len(order) - n + 1)]
     for first in ports[: size - n + 1]:
@@ -86,9 +85,9 @@ def test_no_row_is_torn_wherever_the_search_begins(size: int, data: st.DataObjec
 
 
 @given(st.sets(st.integers(1, 40), min_size=1))
-def test_stretches_name_each_port_once(ports: set[int]) -> None:
+def test_intervals_name_each_port_once(ports: set[int]) -> None:
     named: list[int] = []
-    for part in census._stretches(sorted(ports)).split(", "):
+    for part in search_module._intervals(sorted(ports)).split(", "):
         first, _, last = part.partition("-")
         named += range(int(first), int(last or first) + 1)
     assert named == sorted(ports)
@@ -114,12 +113,12 @@ def test_stretches_name_each_port_once(ports: set[int]) -> None:
         ({"n": 4, "start": 20_000, "stop": 20_003}, "from 1 to 3, as many as the range has, got 4"),
     ],
 )
-def test_arguments_that_make_no_sense(options: dict[str, object], message: str) -> None:
+def test_invalid_arguments(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         leases(**{"n": 1, **options})  # type: ignore[arg-type]
 
 
-def test_what_is_bound_is_found(stretch: range) -> None:
+def test_bound_ports_are_not_leased(stretch: range) -> None:
     ports = stretch[:2]
     for kind, protocol in ((socket.SOCK_STREAM, "tcp"), (socket.SOCK_DGRAM, "udp")):
         with socket.socket(socket.AF_INET, kind) as outsider:
@@ -133,9 +132,9 @@ def test_what_is_bound_is_found(stretch: range) -> None:
             with pytest.raises(PortLeaseError, match=rf"{ports[0]}: not leased, but bound by pid {os.getpid()} "):
                 lease(ports[:1], protocol=protocol)
             with lease(ports[:1], protocol="udp" if protocol == "tcp" else "tcp") as other:
-                assert other.port == ports[0]  # the numbers of TCP and UDP have nothing to do with each other
+                assert other.port == ports[0]  # a TCP port and a UDP port with one number are two ports
     with lease(ports, protocol="udp") as mine, lease(ports) as other:
-        assert mine.port != other.port  # but a lease is of both: games often speak both
+        assert mine.port != other.port  # but a lease covers both: games often use both
 
 
 def test_ipv6_and_names(stretch: range) -> None:
@@ -154,14 +153,14 @@ def test_ipv6_and_names(stretch: range) -> None:
             with socket.create_server((mine.host, mine.port), family=socket.AF_INET6):
                 pass
     with lease(stretch, host="localhost") as mine:
-        assert mine.held
+        assert mine.is_active
 
 
 def test_a_port_in_time_wait_is_not_taken(stretch: range) -> None:
     address = ("127.0.0.1", stretch[0])
     with socket.create_server(address) as server, socket.create_connection(address) as player:
         accepted, _ = server.accept()
-        accepted.close()  # the server hangs up first: its port is in TIME_WAIT
+        accepted.close()  # the server closes first, so its port is in TIME_WAIT
         assert player.recv(1) == b""
     with pytest.raises(PortLeaseError, match="not leased, but bound by a process that cannot be seen"):
         lease(stretch[:1])
@@ -169,18 +168,18 @@ def test_a_port_in_time_wait_is_not_taken(stretch: range) -> None:
         assert other.port == stretch[1]
 
 
-def test_a_lease_lives_as_long_as_itself(stretch: range) -> None:
+def test_a_lease_ends_with_its_object(stretch: range) -> None:
     mine = leases(1, stretch.start, stretch.start + 1)[0]
     gc.collect()
     with pytest.raises(PortLeaseError):
         lease(stretch[:1])
-    with pytest.warns(ResourceWarning, match=f"PortLease tcp 127.0.0.1 {mine.port}, held> was not released"):
+    with pytest.warns(ResourceWarning, match=f"PortLease tcp 127.0.0.1 {mine.port}, active> was not released"):
         del mine
     lease(stretch[:1]).release()
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_garbage_collection_may_come_in_the_midst_of_another_lease() -> None:
+def test_garbage_collection_may_run_during_another_lease() -> None:
     threshold = gc.get_threshold()
     gc.set_threshold(1, 1, 1)
     try:
@@ -191,7 +190,7 @@ def test_garbage_collection_may_come_in_the_midst_of_another_lease() -> None:
         gc.set_threshold(*threshold)
     del cycle
     gc.collect()
-    assert ports_noted(lock_folder()) == []
+    assert ports_with_lock_file() == []
 
 
 def test_threads_get_different_ports(stretch: range) -> None:
@@ -202,7 +201,7 @@ def test_threads_get_different_ports(stretch: range) -> None:
         for _ in range(n_rounds):
             here.wait()
             mine = lease_port(stretch.start, stretch.stop, timeout=20)
-            got.append([here.wait(), mine.port])  # all have one now
+            got.append([here.wait(), mine.port])  # every thread has one now
             releasers = [threading.Thread(target=mine.release) for _ in range(2)]
             for thread in releasers:
                 thread.start()
@@ -226,21 +225,21 @@ def test_a_fork_owns_nothing(stretch: range) -> None:
             code = 1
             try:
                 mine.release()
-                release_leases()
+                release_all()
                 with pytest.raises(PortLeaseError, match=f"leased by pid {os.getppid()} "):
                     lease(stretch[:1])
                 with lease(stretch[1:2]) as own:
-                    code = 0 if own.held and not mine.held else 2
+                    code = 0 if own.is_active and not mine.is_active else 2
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert mine.held
-        assert ports_noted(lock_folder()) == [mine.port]
+        assert mine.is_active
+        assert ports_with_lock_file() == [mine.port]
         with pytest.raises(PortLeaseError, match="this process"):
             lease(stretch[:1])
 
 
-def test_a_lease_does_not_travel(stretch: range) -> None:
+def test_a_lease_cannot_be_pickled(stretch: range) -> None:
     with lease(stretch) as mine, pytest.raises(TypeError, match="belongs to the process that took it"):
         pickle.dumps(mine)
 
@@ -248,7 +247,7 @@ def test_a_lease_does_not_travel(stretch: range) -> None:
 @pytest.fixture
 def ephemeral(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     between = [0, 0]
-    monkeypatch.setattr(probe, "_ephemeral_ports", lambda: tuple(between))
+    monkeypatch.setattr(search_module, "_ephemeral_ports", lambda: tuple(between))
     return between
 
 
@@ -261,19 +260,21 @@ def ephemeral(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ((1_024, 5_000), range(10_000, 65_536)),
     ],
 )
-def test_default_ports_are_not_the_kernels(ephemeral: list[int], between: tuple[int, int], expected: range) -> None:
+def test_default_ports_are_not_used_for_outgoing_connections(
+    ephemeral: list[int], between: tuple[int, int], expected: range
+) -> None:
     ephemeral[:] = between
-    assert probe.default_ports() == expected
+    assert search_module.default_ports() == expected
 
 
-def test_a_kernel_that_takes_all(ephemeral: list[int], stretch: range) -> None:
+def test_a_kernel_that_uses_all_ports(ephemeral: list[int], stretch: range) -> None:
     ephemeral[:] = 1_024, 65_535
     with pytest.raises(ConfigError, match=r"the ports 1024 to 65535 to outgoing connections.*pass start= and stop="):
         lease_port()
-    lease(stretch).release()  # nobody asked for the default
+    lease(stretch).release()  # the default is not used
 
 
-def test_the_default_here() -> None:
-    low, high = probe._ephemeral_ports()
+def test_the_default_on_this_machine() -> None:
+    low, high = search_module._ephemeral_ports()
     with lease_port() as mine:
         assert not low <= mine.port <= high

@@ -1,4 +1,4 @@
-"""Processes that lease ports at a test's word, to be killed at any moment."""
+"""Processes that lease ports when a test asks them to. A test may kill them at any moment."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 
 from penstock.errors import PortLeaseError
 from penstock.ports import PortLeases, leases
-from penstock.ports.holdings import sweep_lock_files
+from penstock.ports.claims import remove_stale
 
 from .support import BOUND, until
 
-# Processes forked from this one: what a test has set up or replaced here holds in them too, and they start at once.
+# Forks start fast, and they inherit what a test has set up or patched.
 _FORK = multiprocessing.get_context("fork")
 
-# Binds the port that it is given, says so, and lives until its standard input is closed.
+# Binds its port, prints a line, and ends when its standard input is closed.
 _SERVER = """
 import socket, sys
 with socket.create_server(("127.0.0.1", int(sys.argv[1])), reuse_port=False):
@@ -31,7 +31,7 @@ with socket.create_server(("127.0.0.1", int(sys.argv[1])), reuse_port=False):
 
 
 class Peer:
-    """A process that leases ports, and holds them until it is told otherwise or killed."""
+    """A process that leases ports, and keeps them until `release` or `kill`."""
 
     def __init__(self, first: Callable[[], None] = lambda: None) -> None:
         self._pipe, theirs = _FORK.Pipe()
@@ -45,11 +45,11 @@ class Peer:
         return self.process.pid
 
     def ask(self, n: int, ports: range, **options: Any) -> None:
-        """Lease `n` of `ports`; `answer` waits for it."""
+        """Ask it to lease `n` of `ports`. `answer` waits for the result."""
         self._pipe.send((n, ports.start, ports.stop, options))
 
     def answer(self) -> list[int]:
-        """The ports that were leased. Raises the `PortLeaseError` that it met."""
+        """The ports that it has leased. Raises the `PortLeaseError` that it has raised."""
         assert self._pipe.poll(BOUND), "no answer"
         answer = self._pipe.recv()
         if isinstance(answer, Exception):
@@ -61,20 +61,20 @@ class Peer:
         return self.answer()
 
     def release(self) -> None:
-        """Give all back."""
+        """Release all leases."""
         self._pipe.send(None)
         assert self.answer() == []
 
     def fork(self) -> int:
-        """Have it fork; returns the process id of its copy, which does nothing. For the caller to kill."""
+        """Make it fork. Returns the pid of the fork, which does nothing; the caller must kill it."""
         self._pipe.send("fork")
         (pid,) = self.answer()
         return pid
 
     def kill(self) -> None:
-        """End it by SIGKILL, and wait for its end."""
+        """Kill it with SIGKILL and wait until it has ended."""
         self.process.kill()
-        # Not join, which waits for the end of a pipe that forks of it have too.
+        # join would wait until its forks have closed a pipe that they share.
         until(lambda: self.process.exitcode is not None, "its end")
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Peer:
 
 def _serve(pipe: Any, first: Callable[[], None]) -> None:
     first()
-    held: list[PortLeases] = []
+    taken: list[PortLeases] = []
     while True:
         order = pipe.recv()
         if order == "fork":
@@ -94,21 +94,21 @@ def _serve(pipe: Any, first: Callable[[], None]) -> None:
             pipe.send([pid])
             continue
         if order is None:
-            while held:
-                held.pop().release()
+            while taken:
+                taken.pop().release()
             pipe.send([])
             continue
         n, start, stop, options = order
         try:
-            held.append(leases(n, start, stop, **options))
-            pipe.send(held[-1].ports)
+            taken.append(leases(n, start, stop, **options))
+            pipe.send(taken[-1].ports)
         except PortLeaseError as error:
             pipe.send(error)
 
 
 @contextmanager
 def peers(n: int, first: Callable[[], None] = lambda: None) -> Iterator[list[Peer]]:
-    """`n` of them, each of which calls `first` to begin with."""
+    """Start `n` peers. Each calls `first` before anything else."""
     them: list[Peer] = []
     try:
         them.extend(Peer(first) for _ in range(n))
@@ -116,25 +116,25 @@ def peers(n: int, first: Callable[[], None] = lambda: None) -> Iterator[list[Pee
     finally:
         for peer in them:
             peer.close()
-        sweep_lock_files()
+        remove_stale()
 
 
 def all_at_once(them: Sequence[Peer], n: int, ports: range, **options: Any) -> list[int]:
-    """Every one of them leases `n`; returns all that they got."""
+    """Each peer leases `n` ports, all at the same time. Returns all these ports."""
     for peer in them:
         peer.ask(n, ports, **options)
     return [port for peer in them for port in peer.answer()]
 
 
 def free_stretch(n: int) -> range:
-    """`n` ports in a row of which nobody has one now."""
+    """`n` ports in a row that are free now."""
     with leases(n, consecutive=True) as found:
         return range(found.ports[0], found.ports[-1] + 1)
 
 
 @contextmanager
 def server_at(port: int) -> Iterator[subprocess.Popen[str]]:
-    """A program in a session of its own that has bound `port`, and has never heard of leases."""
+    """A program in a separate session that has bound `port` and does not use leases."""
     with subprocess.Popen(
         [sys.executable, "-I", "-c", _SERVER, str(port)],
         stdin=subprocess.PIPE,
@@ -151,7 +151,7 @@ def server_at(port: int) -> Iterator[subprocess.Popen[str]]:
 
 
 def bind(port: int) -> socket.socket:
-    """A socket that listens at `port`, as strictly as there is: without SO_REUSEADDR."""
+    """A socket that listens at `port`. It does not set SO_REUSEADDR."""
     server = socket.socket()
     try:
         server.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""Port leases of many processes: never two owners, whoever is killed; free when the owner is gone, and nothing left."""
+"""Port leases of many processes that are killed at random: one owner per port, and no lock file left."""
 
 import mmap
 import os
@@ -18,22 +18,21 @@ import psutil
 import pytest
 
 from penstock import PortLeaseError
-from penstock.ports import lease_port, leases
-from penstock.ports import names as name_module
-from penstock.ports.files import FOLDER_VARIABLE, lock_folder, ports_noted
+from penstock.ports import claims, lease_port, leases
+from penstock.ports.lock_files import FOLDER_VARIABLE, lock_folder, ports_with_lock_file
 
 from .peers import Peer, all_at_once, bind, free_stretch, peers, server_at
 from .support import BOUND, SLACK, note, pause, scaled, until
 
-FREE_SECONDS = 1.0 * SLACK  # from the owner's death until its port can be leased
+FREE_SECONDS = 1.0 * SLACK  # after the owner is killed, until its port can be leased
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.xdist_group("ports")]
 
 
 @pytest.fixture(params=[True, False], ids=["names", "files alone"])
 def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """With the kernel's names, and as on systems that have none. Holds in peers too, which are forks."""
-    monkeypatch.setattr(name_module, "_HAS_NAMES", request.param and sys.platform == "linux")
+    """With the kernel's names, and without, as on other systems. Peers are forks, so they use the same setting."""
+    monkeypatch.setattr(claims, "_HAS_NAMES", request.param and sys.platform == "linux")
     return bool(request.param)
 
 
@@ -69,12 +68,12 @@ def test_many_leases_of_many_processes(names: bool) -> None:
             peer.kill()
         with peers(1) as (late,):
             late.lease(1, ports)
-            left = ports_noted(lock_folder())
-            assert len(left) == 1, "what the killed have left is removed with the first lease of another"
+            left = ports_with_lock_file()
+            assert len(left) == 1, "the first lease of another process removes the files of killed ones"
 
 
-class WorkerStatus:
-    """Shared memory in which those who have a port say so, independently of all locks: one word per port."""
+class OwnerTable:
+    """Shared memory with one word per port, where each owner enters itself. It uses no lock."""
 
     def __init__(self, ports: range, n_peers: int) -> None:
         self._base = ports.start
@@ -84,7 +83,7 @@ class WorkerStatus:
 
     def enter(self, me: int, port: int, doomed: "np.typing.NDArray[np.int64]") -> None:
         before = int(self.owner[port - self._base])
-        # Who is being killed loses the port before it can be seen to be dead.
+        # A process that is being killed loses its port before others can see that it has ended.
         if before and not doomed[before - 1] and before - 1 != me:
             self.clashes[me] += 1
         self.owner[port - self._base] = me + 1
@@ -96,42 +95,42 @@ class WorkerStatus:
         self.owner[port - self._base] = 0
 
 
-def churn(me: int, ports: range, witness: WorkerStatus, doomed: "np.typing.NDArray[np.int64]") -> None:
-    """Lease, bind, unbind, release, for ever."""
+def churn(me: int, ports: range, owners: OwnerTable, doomed: "np.typing.NDArray[np.int64]") -> None:
+    """Lease, bind, close and release, again and again."""
     rng = np.random.default_rng(me)
     while True:
         with lease_port(ports.start, ports.stop, timeout=BOUND) as mine:
-            witness.enter(me, mine.port, doomed)
+            owners.enter(me, mine.port, doomed)
             for _ in range(rng.integers(3)):
                 try:
                     server = bind(mine.port)
                 except OSError:
-                    witness.grabbed[me] += 1  # by an outsider, or by one who only looks
+                    owners.grabbed[me] += 1  # by an outsider, or by a process that tests the port
                     break
                 time.sleep(rng.uniform(0, 0.002))
                 server.close()
             time.sleep(rng.uniform(0, 0.002))
-            witness.leave(me, mine.port)
+            owners.leave(me, mine.port)
 
 
-def run_churn(n_peers: int, n_ports: int, seconds: float, *, kills: bool, outsider: bool) -> WorkerStatus:
-    """`n_peers` at once on `n_ports`; with `kills`, one of them is killed and replaced every few milliseconds."""
+def run_churn(n_peers: int, n_ports: int, seconds: float, *, kills: bool, outsider: bool) -> OwnerTable:
+    """Run `n_peers` processes on `n_ports`. With `kills`, kill and replace one of them every few milliseconds."""
     ports = free_stretch(n_ports)
     total = 20_000 if kills else n_peers
-    witness = WorkerStatus(ports, total)
+    owners = OwnerTable(ports, total)
     doomed = np.frombuffer(mmap.mmap(-1, 8 * total), np.int64)
     rng = np.random.default_rng(0)
-    born = 0
+    started = 0
 
     def one() -> Peer:
-        nonlocal born
-        me, born = born, born + 1
-        return Peer(lambda: churn(me, ports, witness, doomed))
+        nonlocal started
+        me, started = started, started + 1
+        return Peer(lambda: churn(me, ports, owners, doomed))
 
     grabbed: list[socket.socket] = []
     with ExitStack() as stack:
         them = [(i, stack.enter_context(closing(one()))) for i in range(n_peers)]
-        until(lambda: witness.leased.sum() >= n_peers, "every process's first lease")
+        until(lambda: owners.leased.sum() >= n_peers, "every process's first lease")
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if kills:
@@ -139,44 +138,44 @@ def run_churn(n_peers: int, n_ports: int, seconds: float, *, kills: bool, outsid
                 number, peer = them[k]
                 doomed[number] = 1
                 peer.kill()
-                them[k] = (born, stack.enter_context(closing(one())))
+                them[k] = (started, stack.enter_context(closing(one())))
             if outsider:
                 if len(grabbed) > n_ports // 3:
                     grabbed.pop(0).close()
                 try:
                     grabbed.append(bind(int(rng.choice(ports))))
                 except OSError:
-                    pass  # somebody has it
+                    pass  # a peer has it
             pause(rng.uniform(0, 0.01))
         doomed[:] = 1
     for each in grabbed:
         each.close()
-    assert witness.clashes.sum() == 0
-    assert witness.leased.sum() > n_peers
+    assert owners.clashes.sum() == 0
+    assert owners.leased.sum() > n_peers
     if kills:
-        assert born > n_peers
+        assert started > n_peers
     with leases(n_ports, ports.start, ports.stop, timeout=BOUND) as everything:
         assert everything.ports == tuple(ports), "all are free at the end"
-    assert ports_noted(lock_folder()) == []
-    note(f"leases in the churn of {n_peers} processes on {n_ports} ports", float(witness.leased.sum()), float("inf"))
-    note(f"killed in the churn of {n_peers} processes on {n_ports} ports", float(born - n_peers), float("inf"))
-    return witness
+    assert ports_with_lock_file() == []
+    note(f"leases in the churn of {n_peers} processes on {n_ports} ports", float(owners.leased.sum()), float("inf"))
+    note(f"killed in the churn of {n_peers} processes on {n_ports} ports", float(started - n_peers), float("inf"))
+    return owners
 
 
 def test_random_kills(names: bool) -> None:
-    witness = run_churn(*scaled((50, 64), (10, 13)), scaled(60, 1.5), kills=True, outsider=False)
+    owners = run_churn(*scaled((50, 64), (10, 13)), scaled(60, 1.5), kills=True, outsider=False)
     if names:
-        assert witness.grabbed.sum() == 0, "nobody binds a port that somebody else has leased"
+        assert owners.grabbed.sum() == 0, "no process binds a port of another owner"
 
 
 def test_an_outsider_that_grabs_ports(names: bool) -> None:
     run_churn(*scaled((50, 96), (8, 24)), scaled(60, 1.0), kills=False, outsider=True)
 
 
-def test_an_outsider_that_has_them_all() -> None:
+def test_a_range_without_a_free_port() -> None:
     ports = free_stretch(6)
     with ExitStack() as stack:
-        (peer,) = stack.enter_context(peers(1))  # before there is something to inherit
+        (peer,) = stack.enter_context(peers(1))  # first, so that it inherits no socket
         for port in ports[:3]:
             stack.enter_context(bind(port))
         peer.lease(3, ports)
@@ -190,11 +189,11 @@ def test_an_outsider_that_has_them_all() -> None:
         assert len(lines) == 3
 
 
-# ---- the owner's end -----------------------------------------------------------------------
+# ---- killed owners ------------------------------------------------------------------------
 
 
 def seconds_until_free(port: int) -> float:
-    """Seconds from now on until `port` can be leased; it is given back at once."""
+    """Seconds until `port` can be leased. It is released at once."""
     began = time.monotonic()
     lease_port(port, port + 1, timeout=BOUND).release()
     return time.monotonic() - began
@@ -208,10 +207,10 @@ def test_a_killed_owners_port_is_free(names: bool) -> None:
             with pytest.raises(PortLeaseError, match=f"leased by pid {peer.pid}"):
                 lease_port(ports.start, ports.stop, timeout=0)
             os.kill(peer.pid, signal.SIGKILL)
-            note("owner killed, to its port leased anew, s", seconds_until_free(ports[0]), FREE_SECONDS)
+            note("owner killed, to its port leased again, s", seconds_until_free(ports[0]), FREE_SECONDS)
 
 
-def test_a_killed_owners_port_is_not_free_while_its_server_lives(names: bool) -> None:
+def test_a_killed_owners_port_is_not_free_while_its_server_runs(names: bool) -> None:
     ports = free_stretch(2)
     with peers(1) as (peer,):
         mine = peer.lease(1, ports[:1])[0]
@@ -223,17 +222,17 @@ def test_a_killed_owners_port_is_not_free_while_its_server_lives(names: bool) ->
                 with lease_port(ports.start, ports.stop) as other:
                     assert other.port == ports[1]
             server.kill()
-            note("server of a dead owner killed, to its port leased anew, s", seconds_until_free(mine), FREE_SECONDS)
+            note("server of a killed owner killed, to its port leased again, s", seconds_until_free(mine), FREE_SECONDS)
 
 
-def test_a_forks_life_does_not_prolong_a_lease(names: bool) -> None:
+def test_a_fork_does_not_prolong_a_lease(names: bool) -> None:
     ports = free_stretch(1)
     with peers(1) as (peer,):
         peer.lease(1, ports)
         fork = peer.fork()
         try:
             peer.kill()
-            note("owner killed, its fork lives, to its port leased anew, s", seconds_until_free(ports[0]), FREE_SECONDS)
+            note("owner killed, its fork runs, to its port leased again, s", seconds_until_free(ports[0]), FREE_SECONDS)
             assert psutil.pid_exists(fork)
         finally:
             os.kill(fork, signal.SIGKILL)
@@ -241,7 +240,7 @@ def test_a_forks_life_does_not_prolong_a_lease(names: bool) -> None:
 
 def test_a_lock_file_that_was_removed() -> None:
     if sys.platform != "linux":
-        pytest.skip("lock files are all that other systems have")
+        pytest.skip("other systems have only lock files")
     ports = free_stretch(1)
     with peers(1) as (peer,):
         peer.lease(1, ports)
@@ -252,9 +251,9 @@ def test_a_lock_file_that_was_removed() -> None:
         lease_port(ports.start, ports.stop).release()
 
 
-def test_looking_at_a_lock_file_does_not_unlock_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing any descriptor of a file frees the POSIX locks that this process has on it."""
-    monkeypatch.setattr(name_module, "_HAS_NAMES", False)
+def test_reading_a_lock_file_does_not_unlock_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process loses its POSIX lock when it closes any descriptor of the file."""
+    monkeypatch.setattr(claims, "_HAS_NAMES", False)
     ports = free_stretch(1)
     with lease_port(ports.start, ports.stop), peers(1) as (peer,):
         for _ in range(3):
@@ -269,7 +268,7 @@ def test_looking_at_a_lock_file_does_not_unlock_it(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def shared_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder as /tmp is, for the folders of several users."""
+    """A folder like /tmp, for the folders of several users."""
     if os.geteuid() != 0:
         pytest.skip("only the administrator can be two users")
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
@@ -299,10 +298,10 @@ def test_two_users_side_by_side(shared_folder: Path) -> None:
             for peer in (*ones, *others):
                 peer.release()
     with leases(len(ports), ports.start, ports.stop):
-        pass  # all free for a third
+        pass  # a third user can lease all of them
 
 
-def test_anothers_folder_is_refused(shared_folder: Path) -> None:
+def test_the_folder_of_another_user_is_refused(shared_folder: Path) -> None:
     lease_port().release()
     with peers(1, lambda: become(65_534, shared_folder / "0")) as (peer,):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""The ports that environments lease: as long as their worker lives, and no lock file is left of a run."""
+"""Ports that environments lease: a lease ends with its worker, and no run leaves a lock file."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import pytest
 from penstock import ParallelSampler, PortLeaseError, RandomAgent
 from penstock.envs import CountingEnv
 from penstock.ports import PortLease, lease_port
-from penstock.ports.files import FOLDER_VARIABLE, lock_folder, ports_noted
+from penstock.ports.lock_files import FOLDER_VARIABLE, ports_with_lock_file
 from penstock.testing import Fault, faulty_env
 
 from .support import SLACK, Script, gone_after, methods, note, scaled, until
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.xdist_group("po
 
 
 class Leasing(CountingEnv):
-    """Has a port, and gives it back in `close` alone if `tidy`."""
+    """Leases a port. `close` releases it only if `tidy`."""
 
     def __init__(self, tidy: bool = True) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ def is_leased(port: int) -> bool:
 @pytest.mark.filterwarnings("ignore:.*PortLease.* was not released:ResourceWarning")
 @methods("fork", "forkserver")
 @pytest.mark.parametrize("tidy", [True, False])
-def test_a_workers_leases_live_as_long_as_it(start_method: str, tidy: bool, tmp_path: Path) -> None:
+def test_a_workers_leases_end_with_it(start_method: str, tidy: bool, tmp_path: Path) -> None:
     fault = Fault("kill", at=30, marker=str(tmp_path / "struck"), spare_pid=os.getpid())
-    keep: list[PortLease] = [lease_port()]  # of the main process, which a fork does not get
+    keep: list[PortLease] = [lease_port()]  # a lease of the main process, which a fork does not inherit
     env_fn = [Leasing, faulty_env(Leasing, fault), Leasing, Leasing]
     with (
         keep[0],
@@ -69,15 +69,15 @@ def test_a_workers_leases_live_as_long_as_it(start_method: str, tidy: bool, tmp_
         sampler.obtain_samples(1)
         assert sampler.stats().restarts == 1
         after = sampler.get_attr("port")
-        assert after[2:] == before[2:], "the other worker keeps its own"
+        assert after[2:] == before[2:], "the other worker keeps its ports"
         assert len({*after, keep[0].port}) == 5
         assert all(is_leased(port) for port in after)
         assert not any(is_leased(port) for port in set(before) - set(after))
     assert not any(is_leased(port) for port in {*before, *after})
-    assert ports_noted(lock_folder()) == []
+    assert ports_with_lock_file() == []
 
 
-def test_a_killed_workers_lock_files_go_with_the_sampler(tmp_path: Path) -> None:
+def test_a_killed_workers_lock_files_are_removed_with_the_sampler(tmp_path: Path) -> None:
     with ParallelSampler(Leasing, batch_T=20, batch_B=2, n_workers=2) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         ports = sampler.get_attr("port")
@@ -85,12 +85,12 @@ def test_a_killed_workers_lock_files_go_with_the_sampler(tmp_path: Path) -> None
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="SIGKILL"):
             sampler.obtain_samples(0)
-    assert ports_noted(lock_folder()) == []
+    assert ports_with_lock_file() == []
     assert not any(is_leased(port) for port in ports)
 
 
 def nothing_left(ports: list[int]) -> bool:
-    return not ports_noted(lock_folder()) and not any(map(is_leased, ports))
+    return not ports_with_lock_file() and not any(map(is_leased, ports))
 
 
 MAIN = """
@@ -119,10 +119,10 @@ def test_a_killed_main_process_leaves_no_lock_file(
     for _ in range(scaled(30, 1)):
         with Script(tmp_path, MAIN, METHOD=start_method) as script:
             ports, workers = [int(word) for word in script.line()], script.pids()
-            assert ports_noted(lock_folder()) == sorted(ports)
+            assert ports_with_lock_file() == sorted(ports)
             began = time.monotonic()
             script.process.kill()
             gone_after(workers, began, 2 * SLACK)
-            # Of a process that seems to be gone, a thread may still be about to be.
+            # A thread of the process may still run after the process seems to have ended.
             until(partial(nothing_left, ports), "the end of leases and lock files")
             note("main process killed, to no lock file left, s", time.monotonic() - began, 2 * SLACK)
