@@ -1,10 +1,10 @@
-"""Sample an environment that is a game in another process, reached through a socket, one game server each.
+"""Sample environments that play a game through a socket, with one game server per environment.
 
     python examples/socket_game.py
 
-Every environment leases a port, starts a server there (socket_game_server.py), and plays over TCP. One server is
-killed on purpose between two batches: the worker whose environment finds that out is replaced, its environments start
-servers on ports of their own, at once, and no batch is lost. Exits with status 1 if anything is not as it should be.
+Every environment leases a port, starts a server on it (socket_game_server.py), and plays over TCP. Between two batches
+the example kills one server. The worker of that environment then fails and is restarted, its environments start new
+servers on new ports, and no batch is lost. The exit status is 1 if anything goes wrong.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from penstock import ParallelSampler, RandomAgent
 from penstock.ports import lease_port
 
 SERVER = Path(__file__).resolve().with_name("socket_game_server.py")
-START_SECONDS = 20.0  # for a server to listen
-ANSWER_SECONDS = 10.0  # for an answer of it
-END_SECONDS = 2.0  # for it to end when its player hangs up
+START_TIMEOUT = 20.0  # seconds until a server listens
+REPLY_TIMEOUT = 10.0  # seconds until it replies
+END_TIMEOUT = 2.0  # seconds until it ends after the player has disconnected
 
 
 class SocketGame(gym.Env[Any, Any]):
-    """A ball falls, a paddle is to catch it.
+    """A ball falls, and a paddle must catch it.
 
     Observation: (ball's x, ball's y, paddle's x). Actions: left, stay, right. Reward: 1 for a catch.
     """
@@ -43,8 +43,8 @@ class SocketGame(gym.Env[Any, Any]):
     def __init__(self) -> None:
         self.observation_space = Box(0, 10, (3,), np.float32)
         self.action_space = Discrete(3)
-        # Leased before the server starts, and kept as long as it may run: nobody else gets the port meanwhile, not even
-        # while the server is still starting and nothing is bound to it.
+        # Lease the port before the server starts, and keep the lease until the server has ended. So no other
+        # environment can get the port, even while the server starts and nothing is bound to the port.
         self._lease = lease_port()
         self._server = subprocess.Popen([sys.executable, "-I", str(SERVER), str(self.port)])
         try:
@@ -65,11 +65,11 @@ class SocketGame(gym.Env[Any, Any]):
         return self._server.pid
 
     def _connect(self) -> socket.socket:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + START_TIMEOUT
         while True:
             try:
-                connection = socket.create_connection(("127.0.0.1", self.port), timeout=ANSWER_SECONDS)
-            except ConnectionRefusedError:  # it does not listen yet
+                connection = socket.create_connection(("127.0.0.1", self.port), timeout=REPLY_TIMEOUT)
+            except ConnectionRefusedError:  # the server does not listen yet
                 if self._server.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"the game server on port {self.port} did not start") from None
                 time.sleep(0.005)
@@ -77,12 +77,12 @@ class SocketGame(gym.Env[Any, Any]):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return connection
 
-    def _ask(self, **request: int) -> dict[str, Any]:
+    def _request(self, **request: int) -> dict[str, Any]:
         print(json.dumps(request), file=self._lines, flush=True)
-        answer = self._lines.readline()
-        if not answer:
-            raise ConnectionError(f"the game server on port {self.port} has hung up")
-        state: dict[str, Any] = json.loads(answer)
+        reply = self._lines.readline()
+        if not reply:
+            raise ConnectionError(f"the game server on port {self.port} has closed the connection")
+        state: dict[str, Any] = json.loads(reply)
         return state
 
     @staticmethod
@@ -91,23 +91,23 @@ class SocketGame(gym.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        return self._observation(self._ask(reset=int(self.np_random.integers(2**31)))), {}
+        return self._observation(self._request(reset=int(self.np_random.integers(2**31)))), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        state = self._ask(move=int(action) - 1)
+        state = self._request(move=int(action) - 1)
         return self._observation(state), state["reward"], state["over"], False, {}
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # it may have ended already
-            self._socket.shutdown(socket.SHUT_RDWR)  # the server ends when its player hangs up
+            self._socket.shutdown(socket.SHUT_RDWR)  # the server ends when its player disconnects
         self._lines.detach()
         self._socket.close()
         try:
-            self._server.wait(END_SECONDS)
+            self._server.wait(END_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._server.kill()
             self._server.wait()
-        self._lease.release()  # last: the port is free by now
+        self._lease.release()  # last, when the server no longer uses the port
 
 
 def main() -> int:
@@ -133,12 +133,12 @@ def main() -> int:
         _, after = sampler.obtain_samples(1)
         seconds, restarts = time.perf_counter() - began, sampler.stats().restarts
         new_ports = sampler.get_attr("port")
-        print(f"ports {new_ports}; {restarts} worker was replaced; that batch took {seconds:.2f} s")
+        print(f"ports {new_ports}; {restarts} worker was restarted; this batch took {seconds:.2f} s")
     caught = [info.Return for info in (*before, *after)]
     print(f"{len(caught)} balls fell, {sum(caught):.0f} were caught")
     moved = [b for b, (old, new) in enumerate(zip(ports, new_ports, strict=True)) if old != new]
-    as_planned = restarts == 1 and len(set(new_ports)) == options.n_envs and 0 in moved
-    return 0 if as_planned else 1
+    is_correct = restarts == 1 and len(set(new_ports)) == options.n_envs and 0 in moved
+    return 0 if is_correct else 1
 
 
 if __name__ == "__main__":

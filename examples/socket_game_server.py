@@ -1,9 +1,12 @@
-"""The game of socket_game.py: a program of its own, which knows nothing of penstock or Gymnasium.
+"""The game server of socket_game.py. It uses neither penstock nor Gymnasium.
 
     python examples/socket_game_server.py PORT
 
-A ball falls down a grid, one row a step; a paddle at the bottom is to catch it. One player, over TCP: a line of JSON
-each way, {"reset": seed} or {"move": -1, 0 or 1} there, {"ball": [x, y], "paddle": x, "reward": r, "over": o} back.
+A ball falls down a grid, one row per step. A paddle at the bottom must catch it. The server has one player, over TCP.
+Each request and each reply is one line of JSON:
+
+    request: {"reset": seed} or {"move": -1, 0 or 1}
+    reply: {"ball": [x, y], "paddle": x, "reward": r, "over": o}
 """
 
 import json
@@ -35,7 +38,7 @@ def serve(port: int) -> None:
         player, _ = listener.accept()
         with player, player.makefile("rw", encoding="utf-8") as lines:
             player.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for line in lines:  # until the player hangs up
+            for line in lines:  # until the player disconnects
                 request = json.loads(line)
                 if "reset" in request:
                     game.reset(request["reset"])

@@ -32,7 +32,7 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred in unix(7): pid, uid, gid
 _BACKLOG = 4  # only processes that ask for the owner connect, and they get no answer
 
 # By port, for all folders and hosts: a POSIX lock does not keep out its own process. The garbage collector or a signal
-# handler may call this module at any moment. So nothing here waits for a lock, and each change is one atomic operation.
+# handler may call this module at any moment. So nothing here waits for a lock, and each change of the dict is atomic.
 _claims: dict[int, PortClaim] = {}
 _prepared_pid = 0  # the process that will release its claims when it ends
 
@@ -43,7 +43,7 @@ class PortClaim:
     def __init__(self, port: int) -> None:
         self.port, self.since = port, time.time()
         self._release_lock = threading.Lock()  # the first call of `release` takes it and keeps it
-        self._name: socket.socket | None = None
+        self._name_socket: socket.socket | None = None
         self._file: io.FileIO | None = None
         self._path: Path  # of the file
 
@@ -55,8 +55,8 @@ class PortClaim:
     def take(self) -> bool:
         """Take the name, then the lock file. Returns False if another process has one of them."""
         if _HAS_NAMES:
-            self._name = _bind_name(self.port)
-            if self._name is None:
+            self._name_socket = _bind_name(self.port)
+            if self._name_socket is None:
                 return False
         self._path = lock_path(self.port)
         self._file = lock(self._path)
@@ -70,21 +70,21 @@ class PortClaim:
             if self._file is not None:
                 unlock(self._path, self._file)
         finally:
-            if self._name is not None:
-                self._name.close()
+            if self._name_socket is not None:
+                self._name_socket.close()
             _claims.pop(self.port, None)  # last: only now may this process open the lock file again
 
     def abandon(self) -> None:
         """In a fork: close the descriptors. The parent process keeps the port."""
         self._release_lock.acquire(blocking=False)
-        if self._name is not None:
-            self._name.close()  # an open copy would reserve the name after the parent has ended
+        if self._name_socket is not None:
+            self._name_socket.close()  # an open copy would reserve the name after the parent has ended
         if self._file is not None:
             self._file.close()
 
 
 def prepare_process() -> None:
-    """Before a lease. The first call in a process makes its end release all claims, and removes stale lock files."""
+    """Before the first lease: make this process release all claims when it ends, and remove stale lock files."""
     global _prepared_pid  # noqa: PLW0603 - a property of the process
     if _prepared_pid != os.getpid():
         _prepared_pid = os.getpid()
@@ -95,9 +95,10 @@ def prepare_process() -> None:
 
 
 def claim(port: int, is_usable: Callable[[int], bool] = lambda port: True) -> PortClaim | None:
-    """Claim `port` and keep it if `is_usable(port)`, which is called with the port claimed.
+    """Claim `port`, then call `is_usable(port)`, and release the claim unless that is True.
 
-    Returns None if it is not usable, or if this process or another has it. Raises `PortLeaseError` as `lock` does.
+    Returns None if the port is not usable, or if this or another process has claimed it. Raises `PortLeaseError` if the
+    folder or the lock file is not safe to use.
     """
     new = PortClaim(port)
     if _claims.setdefault(port, new) is not new:
@@ -135,7 +136,7 @@ class PortOwner(NamedTuple):
 
 
 def owner_of(port: int) -> PortOwner | None:
-    """The process that has leased `port`; None if no process has, or the system does not tell."""
+    """The process that has leased `port`; None if there is no such process, or the system does not tell."""
     mine = PortClaim(port)  # without a name or a file: it keeps other threads from locking the file that is read here
     if (own := _claims.setdefault(port, mine)) is not mine:
         return PortOwner(os.getpid(), os.geteuid(), own.since)
@@ -157,9 +158,9 @@ def _bind_name(port: int) -> socket.socket | None:
     """A socket that reserves the name of `port` until it is closed; None if another socket has the name."""
     with contextlib.ExitStack() as stack:
         try:
-            name = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            name.bind(_name(port))
-            name.listen(_BACKLOG)  # makes the kernel record the owner's pid and uid
+            name_socket = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            name_socket.bind(_name(port))
+            name_socket.listen(_BACKLOG)  # makes the kernel record the owner's pid and uid
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return None
@@ -168,7 +169,7 @@ def _bind_name(port: int) -> socket.socket | None:
                 "Does a sandbox forbid it, or has this process too many open files?"
             ) from error
         stack.pop_all()
-        return name
+        return name_socket
 
 
 def _name_owner(port: int) -> tuple[int, int] | None:

@@ -90,7 +90,7 @@ def unlock(path: Path, file: io.FileIO) -> None:
 
 
 def read_note(path: Path) -> tuple[int, float] | None:
-    """The owner's pid and the start of its lease, in seconds since the epoch; None if the file is missing or empty."""
+    """The owner's pid and the start of its lease, in seconds since the epoch; None if the file does not tell them."""
     try:
         with _open_folder(path.parent) as folder, _open_file(path, folder) as file:
             pid, since = file.read(100).split()

@@ -25,7 +25,7 @@ PortProtocol = Literal["tcp", "udp"]
 _SOCKET_TYPES = {"tcp": socket.SOCK_STREAM, "udp": socket.SOCK_DGRAM}
 
 _MAX_STOP = 65_536
-_LOWEST_DEFAULT = 10_000  # many ports below belong to well-known programs
+_LOWEST_DEFAULT = 10_000  # many ports below it belong to well-known programs
 _FEWEST_DEFAULT = 1_000
 _EPHEMERAL = (49_152, 65_535)  # IANA's range for outgoing connections (RFC 6335), for systems without /proc
 
@@ -161,7 +161,7 @@ class PortSearch:
         for port in self._order():
             if self.consecutive and found and port != found[-1].port + 1:
                 _release(found)
-            # Claim first, then bind: binding another owner's port would get in the way of the owner's server.
+            # Claim first, then bind: binding another owner's port could stop the owner's server from starting.
             if (new := claim(port, self.address.can_bind)) is not None:
                 found.append(new)
                 if len(found) == self.n:
@@ -171,8 +171,10 @@ class PortSearch:
         return False
 
     def _order(self) -> Iterator[int]:
-        """All ports, from a random one on: so the next lease rarely gets a port that was just released, and processes
-        that search at the same time rarely meet. If `consecutive`, the first ports are repeated to complete a row."""
+        """All ports, from a random one on. If `consecutive`, the first ports are repeated to complete a row.
+
+        So a lease rarely gets a port that was just released, and simultaneous searches rarely try the same port.
+        """
         start, stop = self.ports.start, self.ports.stop
         first = start + secrets.randbelow(stop - start)  # leaves the user's seeded generators unchanged
         yield from range(first, stop)
@@ -182,8 +184,8 @@ class PortSearch:
         wanted = "a free port" if self.n == 1 else f"{self.n} free ports" + (" in a row" if self.consecutive else "")
         return (
             f"{wanted} could not be found in {seconds:.1f} s among {self.address.protocol} ports {self.ports.start} to "
-            f"{self.ports.stop - 1} of {self.address.host}. Pass a wider range, or release ports that are not used:\n"
-            + describe_ports(self.ports, self.address)
+            f"{self.ports.stop - 1} of {self.address.host}. Pass a wider range, or release unused ports. "
+            "The ports are:\n" + describe_ports(self.ports, self.address)
         )
 
 
@@ -223,10 +225,12 @@ def describe_ports(ports: Sequence[int], address: ServerAddress) -> str:
 def _describe_process(pid: int | None, uid: int | None = None) -> str:
     """The process as text. A `pid` of None or 0 means that this process cannot see it."""
     text = f"pid {pid}" if pid else "a process that cannot be seen from here"
-    with contextlib.suppress(psutil.Error):
-        text += f" ({psutil.Process(pid).name()})" if pid else ""
-    text += f" of user {uid}" if uid not in (None, os.geteuid()) else ""
-    return text + (", this process" if pid == os.getpid() else "")
+    if pid:
+        with contextlib.suppress(psutil.Error):
+            text += f" ({psutil.Process(pid).name()})"
+    if uid not in (None, os.geteuid()):
+        text += f" of user {uid}"
+    return f"{text}, this process" if pid == os.getpid() else text
 
 
 def _intervals(ports: Sequence[int]) -> str:

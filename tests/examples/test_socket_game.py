@@ -1,4 +1,4 @@
-"""The game behind a socket: it plays by its rules, a killed server is recovered from, and no process is left."""
+"""The socket game follows its rules, recovers from a killed server, and leaves no process behind."""
 
 import importlib.util
 import os
@@ -32,7 +32,7 @@ def env() -> Any:
     assert not psutil.pid_exists(game.server_pid)
 
 
-@pytest.mark.filterwarnings("ignore:.*WARN.*")  # a game behind a socket has no spec and no render mode
+@pytest.mark.filterwarnings("ignore:.*WARN.*")  # the game has no spec and no render mode
 def test_the_game_keeps_gymnasiums_rules(env: Any) -> None:
     check_env(env, skip_render_check=True, skip_close_check=True)
 
@@ -51,7 +51,7 @@ def test_a_ball_is_caught_or_not(env: Any) -> None:
         assert (observation[0] == observation[2]) == caught == (reward == 1.0)
 
 
-def test_a_server_that_is_gone_is_told(env: Any) -> None:
+def test_a_killed_server_raises_an_error(env: Any) -> None:
     env.reset(seed=1)
     os.kill(env.server_pid, signal.SIGKILL)
     with pytest.raises(ConnectionError):
@@ -70,8 +70,8 @@ def test_the_example_recovers_from_a_killed_server(tmp_path: Path) -> None:
         env={**os.environ, FOLDER_VARIABLE: str(locks)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 worker was replaced" in done.stdout
-    assert "raised Connection" in done.stderr, "the sampler says why"
+    assert "1 worker was restarted" in done.stdout
+    assert "raised Connection" in done.stderr, "the sampler logs the reason"
     assert list(locks.iterdir()) == []
     servers = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"]]
     assert not any(str(ROOT / "examples" / "socket_game_server.py") in line for line in servers)

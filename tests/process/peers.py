@@ -87,18 +87,18 @@ def _serve(pipe: Any, first: Callable[[], None]) -> None:
     first()
     taken: list[PortLeases] = []
     while True:
-        order = pipe.recv()
-        if order == "fork":
+        request = pipe.recv()
+        if request == "fork":
             if (pid := os.fork()) == 0:
                 signal.pause()
             pipe.send([pid])
             continue
-        if order is None:
+        if request is None:
             while taken:
                 taken.pop().release()
             pipe.send([])
             continue
-        n, start, stop, options = order
+        n, start, stop, options = request
         try:
             taken.append(leases(n, start, stop, **options))
             pipe.send(taken[-1].ports)
