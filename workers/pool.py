@@ -235,7 +235,7 @@ class WorkerPool:
             while failures := self._monitor.wait(until, on_wake, poll_interval, interruptible):
                 self._replace_or_raise(failures, occasion)
             if self._monitor.is_stopped:
-                raise SamplerClosedError(f"another thread shut it down during {occasion}")
+                raise SamplerClosedError(f"it was shut down by another thread during {occasion}")
         except SamplerBrokenError as error:
             add_killed(error, self._close(broken=True))
             raise

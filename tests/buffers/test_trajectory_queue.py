@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.buffers import ObjectPipe, RecordRings
-from penstock.buffers.trajectory_queue import RECORD, Unreadable
+from penstock.buffers.trajectory_queue import RECORD, MessageKind, ObjectMessage, Unreadable
 from penstock.errors import TrajectoryCountError
 
 quick = settings(max_examples=30, deadline=None)
@@ -40,7 +40,8 @@ def test_records_come_out_ordered_by_time_then_environment(keys: list[list[tuple
     rings = RecordRings([len(k) + 2 for k in keys], shared=shared)
     put = [records_of(k, first=100 * rank) for rank, k in enumerate(keys)]
     for rank, records in enumerate(put):
-        rings.put(rank, 0, records)
+        rings.begin()
+        rings.put(rank, records)
     taken = rings.take([len(k) for k in keys])
     everything = [record for records in put for record in records.tolist()]
     assert sorted(taken.tolist()) == sorted(everything)
@@ -51,37 +52,40 @@ def test_records_come_out_ordered_by_time_then_environment(keys: list[list[tuple
 def test_a_batchs_later_records_go_behind_its_earlier_ones() -> None:
     rings = RecordRings([4], shared=False)
     keys = [(0, 0), (1, 0), (2, 0), (3, 0)]
-    rings.put(0, 0, records_of(keys)[:3])
-    rings.put(0, 3, records_of(keys)[3:])
+    rings.put(0, records_of(keys)[:3])
+    rings.put(0, records_of(keys)[3:])
     assert rings.take([4]).tolist() == records_of(keys).tolist()
 
 
-def test_what_was_not_promised_is_not_taken() -> None:
+def test_what_was_not_expected_is_not_taken() -> None:
     rings = RecordRings([3, 3], shared=False)
     for rank in range(2):
-        rings.put(rank, 0, records_of([(0, rank), (1, rank), (2, rank)]))
+        rings.begin()
+        rings.put(rank, records_of([(0, rank), (1, rank), (2, rank)]))
     assert rings.take([1, 2])["env_rank"].tolist() == [0, 1, 1]
     assert rings.take([0, 0]).tolist() == []
 
 
 def test_taken_records_are_copies() -> None:
     rings = RecordRings([2], shared=False)
-    rings.put(0, 0, records_of([(0, 0), (1, 1)]))
+    rings.put(0, records_of([(0, 0), (1, 1)]))
     taken = rings.take([2])
-    rings.put(0, 0, records_of([(7, 7), (8, 8)]))
+    rings.begin()
+    rings.put(0, records_of([(7, 7), (8, 8)]))
     assert taken["t"].tolist() == [0, 1]
 
 
 def test_more_records_than_a_ring_holds_are_refused() -> None:
     rings = RecordRings([2], shared=False)
+    rings.put(0, records_of([(0, 0)]))
     with pytest.raises(ValueError, match="could not broadcast"):
-        rings.put(0, 1, records_of([(0, 0), (1, 1)]))
+        rings.put(0, records_of([(0, 0), (1, 1)]))
 
 
-@pytest.mark.parametrize("promised", [[1], [1, 1, 1]])
-def test_a_count_is_needed_from_every_worker(promised: list[int]) -> None:
+@pytest.mark.parametrize("expected", [[1], [1, 1, 1]])
+def test_a_count_is_needed_from_every_worker(expected: list[int]) -> None:
     with pytest.raises(ValueError, match="zip"):
-        RecordRings([2, 2], shared=False).take(promised)
+        RecordRings([2, 2], shared=False).take(expected)
 
 
 # ---- objects -----------------------------------------------------------------------------------
@@ -106,31 +110,39 @@ values = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
     max_leaves=6,
 )
-frame_lists = st.lists(
-    st.tuples(st.integers(0, 2**40), st.integers(0, 2**40), st.dictionaries(st.text(max_size=8), values, max_size=4)),
-    max_size=6,
+messages = st.builds(
+    ObjectMessage,
+    st.sampled_from(MessageKind),
+    st.integers(0, 2**40),
+    st.integers(0, 2**40),
+    st.dictionaries(st.text(max_size=8), values, max_size=4),
 )
+message_lists = st.lists(messages, max_size=6)
+
+
+def info(t: int, env_rank: int, payload: dict[str, Any]) -> ObjectMessage:
+    return ObjectMessage(MessageKind.TRAJ_INFO, t, env_rank, payload)
 
 
 @quick
-@given(st.lists(frame_lists, min_size=1, max_size=3))
-def test_frames_come_out_as_they_went_in_batch_after_batch(batches: list[Any]) -> None:
+@given(st.lists(message_lists, min_size=1, max_size=3))
+def test_messages_come_out_as_they_went_in_batch_after_batch(batches: list[Any]) -> None:
     pipe = ObjectPipe()
     try:
-        for frames in batches:
-            pipe.put(frames)
-            assert pipe.take(len(frames)) == frames
+        for sent in batches:
+            pipe.put(sent)
+            assert pipe.take(len(sent)) == sent
         assert pipe.take(0) == []
     finally:
         pipe.close()
 
 
 @quick
-@given(frame_lists, st.data())
-def test_frames_survive_any_division_of_the_stream(frames: list[Any], data: st.DataObject) -> None:
+@given(message_lists, st.data())
+def test_messages_survive_any_division_of_the_stream(sent: list[Any], data: st.DataObject) -> None:
     source, target = ObjectPipe(), ObjectPipe()
     try:
-        source.put(frames)
+        source.put(sent)
         source.writer.close()
         stream = b""
         while chunk := os.read(source.reader.fd, 1 << 16):
@@ -140,20 +152,20 @@ def test_frames_survive_any_division_of_the_stream(frames: list[Any], data: st.D
             os.write(target.writer.fd, stream[:size])
             target.drain()
             stream = stream[size:]
-        assert target.take(len(frames)) == frames
+        assert target.take(len(sent)) == sent
     finally:
         source.close()
         target.close()
 
 
 @pytest.mark.parametrize("size", [2**16 - 100, 2**16, 2**16 + 1, 3 * 2**20])
-def test_frames_larger_than_the_pipe_arrive_while_it_is_drained(pipe: ObjectPipe, size: int) -> None:
+def test_messages_larger_than_the_pipe_arrive_while_it_is_drained(pipe: ObjectPipe, size: int) -> None:
     rng = np.random.default_rng(0)
-    frames = [(i, i, {"picture": rng.bytes(size)}) for i in range(3)]
+    sent = [info(i, i, {"picture": rng.bytes(size)}) for i in range(3)]
     done_reader, done_writer = os.pipe()
 
     def write() -> None:
-        pipe.put(frames)
+        pipe.put(sent)
         os.write(done_writer, b"!")
 
     writer = threading.Thread(target=write, daemon=True)
@@ -164,18 +176,18 @@ def test_frames_larger_than_the_pipe_arrive_while_it_is_drained(pipe: ObjectPipe
     os.close(done_reader)
     os.close(done_writer)
     assert not writer.is_alive()
-    assert pipe.take(3) == frames
+    assert pipe.take(3) == sent
 
 
-def test_a_frame_that_the_system_takes_in_pieces_arrives_whole(
+def test_a_message_that_the_system_takes_in_pieces_arrives_whole(
     pipe: ObjectPipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = os.write
-    frames = [(1, 2, {"name": "x" * 50}), (3, 4, {})]
+    sent = [info(1, 2, {"name": "x" * 50}), info(3, 4, {})]
     with monkeypatch.context() as patched:  # as a signal does that interrupts a large write
         patched.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
-        pipe.put(frames)
-    assert pipe.take(2) == frames
+        pipe.put(sent)
+    assert pipe.take(2) == sent
 
 
 def test_draining_an_empty_pipe_returns_at_once(pipe: ObjectPipe) -> None:
@@ -184,11 +196,11 @@ def test_draining_an_empty_pipe_returns_at_once(pipe: ObjectPipe) -> None:
 
 
 def test_draining_after_the_writer_is_gone_keeps_what_it_wrote(pipe: ObjectPipe) -> None:
-    pipe.put([(1, 2, {"Length": 3})])
+    pipe.put([info(1, 2, {"Length": 3})])
     pipe.writer.close()
     pipe.drain()
     pipe.drain()
-    assert pipe.take(1) == [(1, 2, {"Length": 3})]
+    assert pipe.take(1) == [info(1, 2, {"Length": 3})]
 
 
 def test_objects_that_only_cloudpickle_can_send_arrive(pipe: ObjectPipe) -> None:
@@ -197,15 +209,15 @@ def test_objects_that_only_cloudpickle_can_send_arrive(pipe: ObjectPipe) -> None
             self.value = value
 
     step = 3
-    pipe.put([(0, 1, {"plain": 1}), (1, 1, {"local": Local(5), "function": lambda x: x + step})])
-    (_, _, first), (t, env_rank, second) = pipe.take(2)
+    pipe.put([info(0, 1, {"plain": 1}), info(1, 1, {"local": Local(5), "function": lambda x: x + step})])
+    (*_, first), (_, t, env_rank, second) = pipe.take(2)
     assert first == {"plain": 1}
     assert (t, env_rank, second["local"].value, second["function"](4)) == (1, 1, 5, 7)
 
 
 def test_an_object_that_nothing_can_send_is_an_error_for_the_worker(pipe: ObjectPipe) -> None:
     with pytest.raises(TypeError, match="pickle"):
-        pipe.put([(0, 0, {"Length": 1, "lock": threading.Lock()})])
+        pipe.put([info(0, 0, {"Length": 1, "lock": threading.Lock()})])
     assert pipe.take(0) == []
 
 
@@ -218,8 +230,8 @@ class NeedsTwo(Exception):
 
 def test_what_cannot_be_unpickled_is_named_and_taken_for_good(pipe: ObjectPipe) -> None:
     shared = [1]
-    pipe.put([(0, 1, {"Length": 1, "Error": NeedsTwo(1, 2), "Rest": 3}), (4, 2, {"a": shared, "b": shared})])
-    (t, env_rank, broken), (_, _, whole) = pipe.take(2)
+    pipe.put([info(0, 1, {"Length": 1, "Error": NeedsTwo(1, 2), "Rest": 3}), info(4, 2, {"a": shared, "b": shared})])
+    (_, t, env_rank, broken), (*_, whole) = pipe.take(2)
     assert isinstance(broken, Unreadable)
     assert (t, env_rank, broken.attribute, type(broken.error)) == (0, 1, "Error", TypeError)
     assert isinstance(whole, dict)
@@ -227,29 +239,29 @@ def test_what_cannot_be_unpickled_is_named_and_taken_for_good(pipe: ObjectPipe) 
     assert pipe.take(0) == []
 
 
-@pytest.mark.parametrize("promised", [0, 1, 3])
-def test_another_number_than_promised_is_an_error_that_names_both(pipe: ObjectPipe, promised: int) -> None:
-    pipe.put([(0, 0, {}), (1, 0, {})])
-    with pytest.raises(TrajectoryCountError, match=f"2 trajectories arrived of {promised} promised, with 0 bytes"):
-        pipe.take(promised)
+@pytest.mark.parametrize("expected", [0, 1, 3])
+def test_another_number_than_expected_is_an_error_that_names_both(pipe: ObjectPipe, expected: int) -> None:
+    pipe.put([info(0, 0, {}), info(1, 0, {})])
+    with pytest.raises(TrajectoryCountError, match=f"2 results arrived, {expected} were expected, and 0 bytes"):
+        pipe.take(expected)
     assert pipe.take(0) == []
 
 
-@pytest.mark.parametrize("cut", [1, 25])  # inside the length, and inside the body
-def test_half_a_frame_is_an_error_that_names_the_bytes(pipe: ObjectPipe, cut: int) -> None:
+@pytest.mark.parametrize("cut", [1, 33])  # inside the length, and inside the body
+def test_half_a_message_is_an_error_that_names_the_bytes(pipe: ObjectPipe, cut: int) -> None:
     other = ObjectPipe()
-    other.put([(0, 0, {"a": 1})])
+    other.put([info(0, 0, {"a": 1})])
     stream = os.read(other.reader.fd, 1 << 16)
     other.close()
     os.write(pipe.writer.fd, stream + stream[:cut])
-    with pytest.raises(TrajectoryCountError, match=f"1 trajectories arrived of 1 promised, with {cut} bytes"):
+    with pytest.raises(TrajectoryCountError, match=f"1 results arrived, 1 were expected, and {cut} bytes"):
         pipe.take(1)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_only_the_writing_end_crosses_to_a_worker(pipe: ObjectPipe, start_method: str) -> None:
-    target = "pipe.put([(1, 2, {'Length': 3})]); assert fork or pipe.reader.fd == -1"
-    arguments = {"pipe": pipe, "fork": start_method == "fork"}
+    target = "pipe.put([message]); assert fork or pipe.reader.fd == -1"
+    arguments = {"pipe": pipe, "message": info(1, 2, {"Length": 3}), "fork": start_method == "fork"}
     child = multiprocessing.get_context(start_method).Process(target=exec, args=(target, arguments))
     child.start()
     child.join(60)
@@ -258,7 +270,7 @@ def test_only_the_writing_end_crosses_to_a_worker(pipe: ObjectPipe, start_method
     child.join()
     child.close()
     assert exitcode == 0
-    assert pipe.take(1) == [(1, 2, {"Length": 3})]
+    assert pipe.take(1) == [info(1, 2, {"Length": 3})]
 
 
 def test_closing_gives_both_descriptors_back_and_again_is_harmless() -> None:

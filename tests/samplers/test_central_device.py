@@ -149,7 +149,7 @@ def test_all_of_a_shared_block_can_be_named() -> None:
     assert whole.ctypes.data == block.arrays.a.ctypes.data
     assert whole[-24:].view(np.int64).tolist() == [255] * 3
     block.close()
-    with pytest.raises(TypeError, match="of this process alone"):
+    with pytest.raises(TypeError, match="private to this process"):
         _ = NamedMemory(NamedArrays(a=ArraySpec((1,), np.dtype(np.int64))), shared=False, purpose="a test").whole
 
 

@@ -237,7 +237,7 @@ def test_a_hanging_close_is_ended_and_named() -> None:
     sampler.initialize(RandomAgent())
     began = time.monotonic()
     with pytest.warns(
-        RuntimeWarning, match=r"worker 1 .* did not end while closing env_rank 3 and was killed"
+        RuntimeWarning, match=r"worker 1 .* did not exit while closing env_rank 3 and was killed"
     ) as caught:
         sampler.shutdown()
     assert time.monotonic() - began < 5

@@ -14,7 +14,9 @@ from penstock import ParallelSampler, RandomAgent, SamplerState, SamplerStateErr
 from penstock.envs import CountingEnv
 from penstock.workers import pool as pool_module
 from penstock.workers import sigint
+from penstock.workers.control import Command
 from penstock.workers.gates import Gate
+from penstock.workers.monitor import Monitor
 
 
 def ctrl_c() -> None:
@@ -97,8 +99,8 @@ def test_between_two_gates(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patched:
             plain, opened = Gate.open, []
 
-            def interrupted(gate: Gate) -> None:
-                plain(gate)
+            def interrupted(gate: Gate, command: Command) -> None:
+                plain(gate, command)
                 opened.append(gate)
                 if len(opened) == 1:
                     ctrl_c()
@@ -132,7 +134,7 @@ def test_while_processes_start(monkeypatch: pytest.MonkeyPatch, start_method: st
 def test_shutdown_that_is_cut_short_is_done_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = sampler_of()
     sampler.initialize(RandomAgent())
-    plain = pool_module.WorkerPool._await_deaths
+    plain = Monitor.await_deaths
 
     def interrupted(crew: Any, members: Any, seconds: float) -> Any:
         ctrl_c()
@@ -140,7 +142,7 @@ def test_shutdown_that_is_cut_short_is_done_by_the_next(monkeypatch: pytest.Monk
         return plain(crew, members, seconds)
 
     with monkeypatch.context() as patched:
-        patched.setattr(pool_module.WorkerPool, "_await_deaths", interrupted)
+        patched.setattr(Monitor, "await_deaths", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sampler.shutdown()
     sampler.shutdown()

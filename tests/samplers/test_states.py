@@ -282,7 +282,7 @@ def test_shutdown_from_another_thread_ends_a_waiting_call() -> None:
     sampler.start_samples(0)
 
     def shut_down() -> None:
-        with pytest.warns(RuntimeWarning, match="did not end while stepping"):
+        with pytest.warns(RuntimeWarning, match="did not exit while stepping"):
             sampler.shutdown()
 
     timer = threading.Timer(0.2, shut_down)

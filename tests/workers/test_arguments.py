@@ -87,7 +87,7 @@ def test_arguments_of_initialize_are_told_by_name(arguments: dict[str, Any], mes
         ({"eval_env_kwargs": {"length": 3}}, "eval_env_kwargs needs evaluation environments: give eval_n_envs too"),
         (
             {"eval_n_envs": 2, "eval_max_steps": 1},
-            "eval_max_steps must be at least eval_n_envs=2, a step for each .* 1",
+            "eval_max_steps must be at least eval_n_envs=2, one step for each .* 1",
         ),
     ],
 )
