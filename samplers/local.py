@@ -23,13 +23,15 @@ class LocalWorker:
     """A worker in the caller's thread: `open` gives it a command, and `work` runs it."""
 
     def __init__(self, plan: WorkerPlan, program: WorkerProgram, memory: SharedMemory) -> None:
-        self._plan, self._program, self._memory = plan, program, memory
+        self._plan, self._memory = plan, memory
+        self._program: WorkerProgram | None = program
         self.progress = memory.control.progress(plan.worker_rank)
         self._messages: list[ObjectMessage] = []
         self._is_built = False
 
     def build(self, share: Any, request: Callable[[int], None] | None = None) -> None:
         """Start up: this completes the first opening, as in every worker."""
+        assert self._program is not None
         self.open(Command())
         self._program.build(
             WorkerContext(
@@ -55,6 +57,7 @@ class LocalWorker:
 
     def work(self) -> None:
         """Run the command."""
+        assert self._program is not None
         self._program.idle()
         command = self.progress.command
         self.progress.begin()
@@ -87,11 +90,12 @@ class LocalWorker:
 
     def close(self, *, broken: bool) -> None:
         """Close the environments. Never raises; warns if one does, unless the sampler is `broken`."""
-        if not self._is_built:
+        program, self._program = self._program, None  # the program refers to this worker: end the cycle
+        if program is None or not self._is_built:
             return
         self._is_built = False
         try:
-            self._program.close()
+            program.close()
         except Exception as error:
             if not broken:
                 warnings.warn(f"closing an environment raised {error!r}", RuntimeWarning, stacklevel=4)

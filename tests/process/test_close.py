@@ -118,7 +118,7 @@ def test_while_a_worker_is_writing_into_a_full_pipe() -> None:
     sampler = sampler_of(traj_info_cls=Huge, env_kwargs={"length": 2})
     sampler.initialize(RandomAgent())
     sampler.start_samples(0)
-    until(lambda: "handing" in repr(sampler))
+    until(lambda: "sending" in repr(sampler))
     assert close(sampler, "with a batch outstanding") == []
 
 
@@ -162,7 +162,7 @@ def test_with_an_environment_whose_close_hangs(how: str, tmp_path: Path) -> None
     sampler.obtain_samples(0)
     (complaint,) = close(sampler, "with a close that hangs")
     _, pid = notebook.read()
-    assert complaint.startswith(f"worker 1 (pid {pid}, env_rank 2 to 3) did not end while closing env_rank 3")
+    assert complaint.startswith(f"worker 1 (pid {pid}, env_rank 2 to 3) did not exit while closing env_rank 3")
 
 
 def test_all_environments_hang_in_close() -> None:
@@ -171,7 +171,7 @@ def test_all_environments_hang_in_close() -> None:
     )
     sampler.initialize(RandomAgent())
     (complaint,) = close(sampler, "with a close that hangs")
-    assert complaint.count("did not end while closing") == 7
+    assert complaint.count("did not exit while closing") == 7
 
 
 def test_a_stopped_worker_does_not_keep_it() -> None:

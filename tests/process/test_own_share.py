@@ -156,7 +156,7 @@ def test_a_second_ctrl_c_ends_an_environment_that_hangs_here(where: str) -> None
         if where == "start-up":
             assert sampler.state is SamplerState.CREATED
         else:
-            with pytest.raises(WorkerError, match=r"worker 2 \(pid .* was interrupted while stepping for itself"):
+            with pytest.raises(WorkerError, match=r"worker 2 \(pid .* was interrupted while it ran its command"):
                 sampler.wait_samples() if where == "training" else sampler.obtain_samples(9)
             assert sampler.state is SamplerState.BROKEN
     assert not any(map(psutil.pid_exists, pids))

@@ -254,7 +254,7 @@ def test_a_shutdown_in_the_middle_of_a_batch(how: str, tmp_path: Path) -> None:
             until((tmp_path / "note").exists)
         began = time.monotonic()
         if how == "agent hangs":
-            with pytest.warns(RuntimeWarning, match=r"the inference server \(pid \d+\) did not end while acting"):
+            with pytest.warns(RuntimeWarning, match=r"the inference server \(pid \d+\) did not exit while acting"):
                 sampler.shutdown()
         else:
             sampler.shutdown()

@@ -215,6 +215,6 @@ def test_a_close_that_raises_warns_and_one_that_hangs_is_bounded() -> None:
         envs.close()
     envs = make("close", Fault("hang", spare_pid=os.getpid()))
     began = time.monotonic()
-    with pytest.warns(RuntimeWarning, match="did not end while closing env_rank 3 and was killed"):
+    with pytest.warns(RuntimeWarning, match="did not exit while closing env_rank 3 and was killed"):
         envs.close()
     note("vector environment: a close that hangs, s", time.monotonic() - began, 5)
