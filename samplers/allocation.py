@@ -14,7 +14,6 @@ from penstock.agents import Agent
 from penstock.buffers import NamedArrays, RecordRings, Samples, SamplesBuffer, SampleSpec
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import map_leaves
-from penstock.buffers.step_buffer import StepBuffer
 from penstock.collectors import BaseEvalCollector, EpisodeEvalCollector, EvalCollector, TrajInfo
 from penstock.collectors.acting import agent_info_example, as_agent_step
 from penstock.collectors.checks import Checks, write_action
@@ -35,6 +34,7 @@ from penstock.samplers.memory import SamplerMemory
 from penstock.samplers.plan import SamplerPlan, eval_max_T
 from penstock.samplers.program import EnvShare, SamplerProgram
 from penstock.samplers.stats import ServerTotals
+from penstock.samplers.step_buffer import StepBuffer
 from penstock.workers.control import ControlBlock
 
 _TRIAL_COLUMNS = 2  # the agent is tried on more than one column, so that a lost dimension shows

@@ -220,18 +220,19 @@ class Sampler(ABC):
     def _start(self, itr: int) -> None:
         self._itr = integer("itr", itr)
         self.policy_version = self._memory.parameters.version
-        self._require_pool("start_samples").submit(Command(self._itr))
+        assert self._pool is not None
+        self._pool.submit(Command(self._itr))
         self._guard.state = SamplerState.SAMPLING
 
     def _finish(self) -> tuple[Samples, list[TrajInfo]]:
-        pool = self._require_pool("wait_samples")
-        pool.wait(f"itr={self._itr}")
+        assert self._pool is not None
+        self._pool.wait(f"itr={self._itr}")
         self._guard.state = SamplerState.READY
-        return self._samples, self._take_traj_infos(pool)
+        return self._samples, self._take_traj_infos(self._pool)
 
     def _take_traj_infos(self, pool: WorkerPool | SerialPool) -> list[TrajInfo]:
         """What the workers have sent for the last command, ordered by time step, then env_rank."""
-        expected = [self._memory.control.n_results(rank) for rank in range(len(self._plans))]
+        expected = self._memory.control.n_results_by_rank(len(self._plans))
         self._n_trajectories.update(dict(enumerate(expected)))
         if self.config.traj_info_cls is TrajInfo:
             return infos_from_records(self._memory.records, expected)
@@ -251,7 +252,7 @@ class Sampler(ABC):
             if limit is not None:
 
                 def stop_if_enough() -> None:
-                    if sum(map(control.n_results, range(len(self._plans)))) >= limit:
+                    if sum(control.n_results_by_rank(len(self._plans))) >= limit:
                         control.stop_eval = True
 
                 wait = {"on_wake": stop_if_enough, "poll_interval": _EVAL_POLL_SECONDS}
@@ -298,7 +299,7 @@ class Sampler(ABC):
             pool, control = self._require_pool(call.verb), self._memory.control
 
             def take() -> list[ObjectMessage]:
-                return pool.take_messages([control.n_results(rank) for rank in range(len(self._plans))])
+                return pool.take_messages(control.n_results_by_rank(len(self._plans)))
 
             occasion = f"{call.verb} {call.name!r} on the environments"
             pool.run(Command(has_message=True), occasion, discard=take, message=call.dumps())

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from penstock.agents.base import Agent
 from penstock.buffers.named import NamedArrays, map_leaves
-from penstock.buffers.step_buffer import StepBuffer
 from penstock.collectors.acting import AgentInfoWriter, as_agent_step
 from penstock.collectors.checks import write_action
+from penstock.samplers.step_buffer import StepBuffer
 
 
 class InferenceBatch:

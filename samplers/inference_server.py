@@ -12,7 +12,6 @@ import numpy as np
 
 from penstock.agents.base import Agent
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.step_buffer import StepBuffer
 from penstock.collectors.central import Request
 from penstock.envs.examples import example_of
 from penstock.envs.seeding import ColumnStreams, Purpose
@@ -21,6 +20,7 @@ from penstock.samplers.inference_batch import InferenceBatch
 from penstock.samplers.memory import SamplerMemory
 from penstock.samplers.plan import SamplerPlan
 from penstock.samplers.readiness import LockStep, Readiness
+from penstock.samplers.step_buffer import StepBuffer
 from penstock.workers import sigint
 from penstock.workers.control import Command
 from penstock.workers.progress import Phase

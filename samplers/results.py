@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 def infos_from_records(records: RecordRings, expected: Sequence[int]) -> list[TrajInfo]:
     """The stock trajectory infos, `expected[i]` of each worker i, ordered by time step, then env_rank."""
     taken = records.take(expected)
-    return TrajInfo.from_figures(zip(*[taken[name].tolist() for name in FIGURES], strict=True))
+    return TrajInfo.from_figures(zip(*(taken[name].tolist() for name in FIGURES), strict=True))
 
 
 def infos_from_messages(cls: type[TrajInfo], messages: Sequence[ObjectMessage]) -> list[TrajInfo]:

@@ -82,8 +82,7 @@ class VectorPool(WorkerPool):
         self._receive_infos()
         occasion = f"{call.shown} {call.name!r}"
         self.run(Command(has_message=True), occasion, discard=self._receive_infos, message=message)
-        expected = [self.control.n_results(plan.worker_rank) for plan in self._plans]
-        return tuple(results(call, self.take_messages(expected)))
+        return tuple(results(call, self.take_messages(self.control.n_results_by_rank(len(self._plans)))))
 
     def _receive_infos(self) -> None:
         for handle in self.handles:

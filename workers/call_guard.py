@@ -46,7 +46,7 @@ class CallGuard(Generic[_State]):
         Raises `SamplerStateError` naming the call that is expected. After a `SamplerBrokenError` every call raises that
         error.
         """
-        if self.is_foreign:
+        if self._pid is not None and self._pid != os.getpid():
             noun = self._table.noun
             raise SamplerStateError(
                 f"{name} was called in process {os.getpid()}, a fork of process {self._pid}, which owns the {noun} and "

@@ -171,9 +171,18 @@ class ControlBlock:
         return self.begun(worker_rank) == self.opened(worker_rank)
 
     def n_results(self, worker_rank: int) -> int:
-        """How many trajectory infos, or results of a call, this worker has sent since its gate was last opened."""
-        # Until the worker has seen the opening, the count is that of the command before.
-        return int(self._rows[worker_rank, N_RESULTS]) if self.has_begun(worker_rank) else 0
+        """How many results this worker has sent since its gate was last opened."""
+        return self.n_results_by_rank(worker_rank + 1)[worker_rank]
+
+    def n_results_by_rank(self, n_workers: int) -> list[int]:
+        """The same for each of the first `n_workers` workers."""
+        rows, opened = self._rows, self._opened
+        counts = []
+        for rank in range(n_workers):
+            # Until the worker has seen the opening, the count is that of the command before.
+            has_begun = rows[rank, BEGUN] == opened[rank]
+            counts.append(rows[rank, N_RESULTS] if has_begun else 0)
+        return counts
 
     # ---- requests to the inference server --------------------------------------------------
 

@@ -47,7 +47,7 @@ class Monitor:
         # worker may run, and hang, through several of them.
         self._seen: dict[int, tuple[tuple[ProgressSnapshot, int], float]] = {}
         self._starting: set[int] = set()
-        self._next_check = -math.inf
+        self._set_next_check()
         self.is_stopped = False  #: True ends every wait: the pool is being closed
 
     def watch(self, handles: Sequence[WorkerHandle], starting: Iterable[int]) -> None:
@@ -55,7 +55,7 @@ class Monitor:
         self._handles = handles
         self._poll, self._sources = _poll_of(handles)
         self._starting.update(starting)
-        self._next_check = time.monotonic() + self._check_seconds
+        self._set_next_check()
 
     def wait(
         self,
@@ -86,7 +86,11 @@ class Monitor:
             pending = self._control.pending(n)
             if self.is_stopped:
                 break
-            if failures := self._examine_dead(dead) if dead else self._examine_hung(pending):
+            if dead:
+                failures = self._examine_dead(dead)
+            elif time.monotonic() >= self._next_check:
+                failures = self._examine_hung(pending)
+            if failures:
                 break
             if not pending:
                 break
@@ -108,7 +112,9 @@ class Monitor:
         self._looked = asleep = time.monotonic()
         with sigint.allowed() if interruptible else contextlib.nullcontext():
             ready = self._poll.poll(max(0, round(seconds * 1000)))
-        self._forgive(time.monotonic() - asleep - seconds)
+        late = time.monotonic() - asleep - seconds
+        if late > self._check_seconds:  # this process was suspended, and so perhaps were the workers: forgive them
+            self._seen = {rank: (row, since + late) for rank, (row, since) in self._seen.items()}
         for fd, _ in ready:
             kind, rank = self._sources[fd]
             if kind == "gate":
@@ -173,23 +179,18 @@ class Monitor:
 
     # ---- deadlines -------------------------------------------------------------------------
 
-    @property
-    def _check_seconds(self) -> float:
-        """Seconds until the next check of the progress rows."""
+    def _set_next_check(self) -> None:
+        """Set when to check the progress rows next. With central inference there are several waits per row."""
         limits = (self._limits.start if self._starting else None, self._limits.step)
         checks = [min(limit / _CHECKS_PER_LIMIT, _CHECK_SECONDS) for limit in limits if limit is not None]
-        return min(checks, default=3600.0)
+        self._check_seconds = min(checks, default=3600.0)
+        self._next_check = time.monotonic() + self._check_seconds
 
     def _overdue(self, ranks: Sequence[int]) -> list[tuple[int, float]]:
-        """Of these workers, those whose progress rows have not changed for longer than their limit, with the limit.
-
-        It checks no more often than necessary: with central inference, this is called several times a row.
-        """
+        """Of these workers, those whose progress rows have not changed for longer than their limit, with the limit."""
         now = time.monotonic()
-        if now < self._next_check or (self._limits.step is None and not self._starting):
-            return []
         self._starting = {rank for rank in self._starting if not self._has_started(rank)}
-        self._next_check = now + self._check_seconds
+        self._set_next_check()
         overdue = []
         for rank in ranks:
             # A reply of the inference server is progress too: it may have been slow.
@@ -201,11 +202,6 @@ class Monitor:
             elif limit is not None and now - self._seen[rank][1] > limit:
                 overdue.append((rank, limit))
         return overdue
-
-    def _forgive(self, late: float) -> None:
-        """This process slept longer than it asked for: it was suspended, and so perhaps were the workers."""
-        if late > self._check_seconds:
-            self._seen = {rank: (row, since + late) for rank, (row, since) in self._seen.items()}
 
     def _has_started(self, rank: int) -> bool:
         """Whether a worker that was being started has reached its gate."""

@@ -193,7 +193,8 @@ class WorkerPool:
 
         If the wait for an earlier `run` was interrupted, that command is finished first.
         """
-        self.finish_interrupted()
+        if self._interrupted is not None:
+            self.finish_interrupted()
         self._submit(command, ranks)
 
     def _submit(self, command: Command, ranks: Iterable[int] | None = None) -> None:

@@ -170,7 +170,7 @@ class Progress:
 
     @property
     def n_results(self) -> int:
-        """How many trajectory infos, or results of a call, this worker has sent for this command."""
+        """How many results this worker has sent for this command."""
         return self.words[N_RESULTS]
 
     @n_results.setter

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from penstock.agents import AgentStep
 from penstock.agents.random import RandomAgent
 from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec
-from penstock.buffers.step_buffer import StepBuffer
 from penstock.collectors.central import RemoteAgent, Request
 from penstock.envs import CountingEnv, NestedEnv, example_of, observation_example
 from penstock.samplers.inference_batch import InferenceBatch
+from penstock.samplers.step_buffer import StepBuffer
 from penstock.workers.plan import split
 
 T, B = 3, 5

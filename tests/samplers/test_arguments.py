@@ -1,0 +1,90 @@
+"""The names of the constructors' arguments: misspelt ones fail in the type checker and at run time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import AlternatingSampler, ConfigError, GpuSampler, ParallelSampler, Sampler, SerialSampler
+from penstock.envs import CountingEnv
+from penstock.samplers.config import SamplerConfig, SamplerOptions
+
+SAMPLERS = [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler]
+every = pytest.mark.parametrize("cls", SAMPLERS)
+
+
+@every
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("batch_t", "batch_T"),
+        ("num_workers", "n_workers"),
+        ("n_steps", "batch_T"),
+        ("num_envs", "batch_B"),
+        ("colector_cls", "collector_cls"),
+    ],
+)
+def test_a_misspelt_argument_is_named_with_the_nearest(cls: Any, name: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{cls.__name__} has no argument '{name}': did you mean '{near}'\?$"):
+        cls(CountingEnv, **{"batch_T": 1, "batch_B": 2, name: 3})
+
+
+@every
+def test_an_unknown_argument_is_named_with_all_there_are(cls: Any) -> None:
+    with pytest.raises(ConfigError, match=r"has no argument 'zzz'; it has env_fn, env_kwargs, batch_T, .*debug"):
+        cls(CountingEnv, batch_T=1, batch_B=2, zzz=3)
+
+
+@every
+def test_missing_arguments_are_named(cls: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{cls.__name__} needs batch_T and batch_B$"):
+        cls(CountingEnv)
+
+
+def test_type_checkers_and_run_time_know_the_same_names() -> None:
+    assert {"env_fn", *SamplerOptions.__annotations__} == set(SamplerConfig.__dataclass_fields__)
+
+
+SNIPPET = """
+from penstock import AlternatingSampler, GpuSampler, ParallelSampler, SerialSampler
+
+SerialSampler("CartPole-v1", batch_T=4, batch_B=2)  # right
+GpuSampler("CartPole-v1", batch_T=4, batch_B=2, min_ready=0.5, server="process", debug=True)  # right
+AlternatingSampler("CartPole-v1", batch_T=4, batch_B=2, overlap=False, serve_envs="auto")  # right
+SerialSampler("CartPole-v1", batch_t=4, batch_B=2)  # wrong
+ParallelSampler("CartPole-v1", batch_T=4, batch_B="x")  # wrong
+GpuSampler("CartPole-v1", batch_T=4, batch_B=2, typo=3)  # wrong
+GpuSampler("CartPole-v1", batch_T=4, batch_B=2, server="gpu")  # wrong
+AlternatingSampler("CartPole-v1", batch_T=4, batch_B=2, min_ready=0.5)  # wrong
+AlternatingSampler("CartPole-v1", batch_B=2)  # wrong
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_type_checker_finds_wrong_arguments_of_every_sampler(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    script = tmp_path / "snippet.py"
+    script.write_text(SNIPPET)
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--follow-imports=silent",
+        f"--cache-dir={tmp_path}",
+        str(script),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    wrong = [n for n, line in enumerate(SNIPPET.splitlines(), 1) if line.endswith("# wrong")]
+    found = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error:" in line}
+    assert found == set(wrong), done.stdout + done.stderr
+
+
+@every
+def test_worker_pids_are_empty_before_initialize(cls: type[Sampler]) -> None:
+    with cls(CountingEnv, batch_T=1, batch_B=2) as sampler:
+        assert sampler.worker_pids == []
