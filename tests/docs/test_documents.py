@@ -178,8 +178,8 @@ def test_every_rule_is_told_of() -> None:
     text = (ROOT / "docs/testing.md").read_text()
     rules = [*collector_rules.TRACE_RULES, collector_rules.STEPPED_RULE, collector_rules.CONTINUITY_RULE]
     rules += [*agent_rules.ACTING_RULES, agent_rules.COLUMN_RULE, *agent_rules.PARAMETER_RULES]
-    rules += [*agent_rules.CENTRAL_RULES, agent_rules.acts_for_central_samplers_as_here]
-    named = {rule.__name__ for rule in rules} | {"acts_in_a_worker_as_here", *run_rules.__all__}
+    rules += [*agent_rules.CENTRAL_RULES, agent_rules.central_samplers_give_the_same_actions]
+    named = {rule.__name__ for rule in rules} | {"worker_processes_give_the_same_actions", *run_rules.__all__}
     named |= {rule.__name__ for rule in (*episode_rules.EVAL_RULES, *episode_rules.TRAJ_INFO_RULES)}
     assert set(re.findall(r"`(\w+)`", text.split("## What the rules are")[1].split("##")[0])) == named
 

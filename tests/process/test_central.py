@@ -144,7 +144,7 @@ def test_an_agent_that_raises_is_the_action_servers(where: str, mode: str) -> No
     assert isinstance(again.value.__cause__, InjectedFault)
 
 
-@pytest.mark.parametrize("how", ["raise", "unspeakable"])
+@pytest.mark.parametrize("how", ["raise", "unprintable"])
 def test_an_agent_that_raises_in_evaluation(how: str) -> None:
     class InEvaluation(FaultyAgent):
         in_evaluation = False
