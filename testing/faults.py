@@ -78,14 +78,18 @@ class Fault:
 
     def fire(self) -> None:
         """Fail now, unless this process is `spare_pid` or another process has created the marker."""
-        if os.getpid() == self.spare_pid:
-            return
-        if self.marker is not None:
-            try:
-                os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-            except FileExistsError:
-                return
-        _EFFECTS[self.how](self)
+        if os.getpid() != self.spare_pid and self._take_marker():
+            _EFFECTS[self.how](self)
+
+    def _take_marker(self) -> bool:
+        """Whether this process may fail: there is no marker, or this process has created it."""
+        if self.marker is None:
+            return True
+        try:
+            os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return False
+        return True
 
 
 class Trigger:

@@ -156,10 +156,10 @@ def faulty_eval_collector(base: type[BaseEvalCollector], fault: Fault) -> type[B
 def faulty_traj_info(base: type[TrajInfo], fault: Fault, where: str = "terminate") -> type[TrajInfo]:
     """A subclass of `base` with a fault where a trajectory ends.
 
-    `where` is "terminate", or "handing over": while its attributes are pickled, which a `SerialSampler` does not
-    do. Calls are counted over all trajectories of a process.
+    `where` is "terminate", or "sending": while its attributes are pickled, which a `SerialSampler` does not do.
+    Calls are counted over all trajectories of a process.
     """
-    _check(where, ("terminate", "handing over"), fault)
+    _check(where, ("terminate", "sending"), fault)
     original, trigger = base.terminate, Trigger(fault)
 
     def terminate(self: Any, final_observation: Any) -> None:

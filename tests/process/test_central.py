@@ -54,7 +54,7 @@ modes = pytest.mark.parametrize("mode", MODES)
 
 
 # Those of the crash matrix that are another matter where the agent is elsewhere.
-PLACES = {name: place for name, place in crashes.PLACES.items() if name not in ("agent", "handing over")}
+PLACES = {name: place for name, place in crashes.PLACES.items() if name not in ("agent", "sending")}
 HOWS = {name: crashes.HOWS[name] for name in ("raise", "kill", "segfault", "exit")}
 
 

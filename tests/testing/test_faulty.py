@@ -54,7 +54,7 @@ PLACES: dict[str, tuple[Place, str]] = {
     "end_batch": (lambda f: {"collector_cls": faulty_collector(ResetCollector, f, "end_batch")}, r"t=5 \(itr=0\)"),
     "evaluation": (lambda f: {"eval_collector_cls": faulty_eval_collector(EvalCollector, f)}, r"t=0 \(evaluation"),
     "terminate": (lambda f: {"traj_info_cls": faulty_traj_info(TrajInfo, f)}, "t=4"),
-    "handing over": (lambda f: {"traj_info_cls": faulty_traj_info(TrajInfo, f, "handing over")}, "handing"),
+    "sending": (lambda f: {"traj_info_cls": faulty_traj_info(TrajInfo, f, "sending")}, "sending results"),
 }
 
 
@@ -78,7 +78,7 @@ def run(cls: type[Sampler], env_fn: Any = CountingEnv, agent: Any = None, batche
 
 
 # One for each object that is pickled for the worker.
-PICKLED = ("env step", "agent step", "collect_batch", "evaluation", "terminate", "handing over")
+PICKLED = ("env step", "agent step", "collect_batch", "evaluation", "terminate", "sending")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_an_exception_from_every_place_in_a_process(where: str, start_method: st
     assert isinstance(caught.value.__cause__, InjectedFault)
 
 
-@pytest.mark.parametrize("where", [where for where in PLACES if where != "handing over"])
+@pytest.mark.parametrize("where", [where for where in PLACES if where != "sending"])
 def test_an_exception_from_every_place_in_this_process(where: str) -> None:
     with pytest.raises(WorkerError, match="InjectedFault"):
         run(SerialSampler, **PLACES[where][0](Fault("raise")))
@@ -121,7 +121,7 @@ def test_a_fault_that_never_fires_changes_nothing(cls: type[Sampler], where: str
 
 
 @pytest.mark.parametrize("how", ["unpicklable", "unprintable"])
-@pytest.mark.parametrize("where", ["env step", "handing over"])
+@pytest.mark.parametrize("where", ["env step", "sending"])
 def test_unusual_exceptions_are_reported(how: str, where: str) -> None:
     with pytest.raises(WorkerError, match=how.capitalize()):
         run(ParallelSampler, **PLACES[where][0](Fault(how)))
@@ -146,7 +146,7 @@ def test_an_environment_that_fails_to_close_is_one_warning() -> None:
         ("collect_batch", 3, r"\(itr=2\)"),
         ("reset_if_needed", 2, r"waiting at barrier_in \(itr=1\)"),
         ("terminate", 2, "env_rank 1, t=4"),
-        ("handing over", 3, r"\(itr=1\)"),
+        ("sending", 3, r"\(itr=1\)"),
         ("evaluation", 8, r"t=7 \(evaluation, itr=3\)"),
     ],
 )
