@@ -85,12 +85,12 @@ def valid_marks_the_recorded_steps(trace: Trace) -> None:
 
 
 def episodes_continue_in_the_next_batch(trace: Trace) -> None:
-    """The last observation of a batch is the first of the next: no episode is broken off between them."""
+    """The last observation of a batch is the first of the next: no episode is interrupted between them."""
     for step, _ in trace.cells():
         if step.interrupted:
             raise Violation(
                 f"the environment was reset in the middle of an episode, before {step.where}",
-                "reset only after an episode's end; if the collector breaks episodes off on purpose, check it with "
+                "reset only after an episode's end; if the collector interrupts episodes on purpose, check it with "
                 "continues=False",
             )
 
@@ -272,7 +272,7 @@ def _compare_infos(trace: Trace, remedy: str) -> None:
 
 def each_episode_that_ends_gives_a_traj_info(trace: Trace) -> None:
     """Each episode that ends gives one TrajInfo, with its Length and Return; they are ordered by t, then env_rank."""
-    _compare_infos(trace, "call self.end_batch() last, and self.tracker.restart() if running episodes are broken off")
+    _compare_infos(trace, "call self.end_batch() last, and self.tracker.restart() where episodes are interrupted")
 
 
 def a_traj_info_subclass_sees_every_step(trace: Trace) -> None:

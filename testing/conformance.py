@@ -46,7 +46,7 @@ def check_collector(
             depend on the number of columns.
         batch_T, batch_B, n_batches, seed, start_method: of the runs.
         n_workers: numbers of workers; each must give the batches of one process.
-        continues: False if the collector may break off running episodes, for example at the start of a batch.
+        continues: False if the collector may interrupt running episodes, for example at the start of a batch.
         central: False if the collector, or `agent`, is not for the central samplers, whose workers hold no agent.
 
     Raises `ConformanceError` for the first broken rule, with what was seen, where, and what to do. If the

@@ -1,4 +1,4 @@
-"""Traces: what a collector recorded, beside a log of what its environments and its agent really did."""
+"""Traces: what a collector recorded, and a log of what its environments and its agent really did."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Step:
     """One environment step, with the calls before it."""
 
     itr: int
-    t: int  #: how many calls of agent.step the batch had before it, minus 1
+    t: int  #: the row: number of the last call of agent.step in this batch, from 0; -1 before the first call
     b: int  #: column
     before: Any  #: the observation before the step
     action: Any
@@ -119,8 +119,8 @@ class Step:
     agent_step: Any  #: the last agent.step: observation, prev_action, prev_reward, agent_info; None if there was none
     last: Step | None  #: the step before it, in the same episode
     after_end: bool  #: the episode had ended, and the environment was not reset since
-    interrupted: bool  #: a reset since the last step broke a running episode off
-    env_resets: int  #: resets of the environment since the column's last step; -1 for its first step
+    interrupted: bool  #: a reset since the last step interrupted a running episode
+    env_resets: int  #: resets of the environment since the column's last step
     agent_resets: int  #: resets of the column's agent state between the last two calls of agent.step
     length: int  #: steps of the episode so far
     return_: float  #: rewards of the episode so far
@@ -146,9 +146,7 @@ class BatchTrace:
     steps: Sequence[Step]  #: in the order of their calls
     following: Sequence[Any]  #: for each column, the observation after the batch; None after the end of an episode
     agent_steps: int  #: number of calls of agent.step
-    modes: Sequence[
-        tuple[int, bool]
-    ]  #: for each call of sample_mode: its itr, and whether it preceded every agent.step
+    modes: Sequence[tuple[int, bool]]  #: of each sample_mode: its itr, and whether no agent.step came before it
 
 
 @dataclass(frozen=True)
@@ -240,7 +238,7 @@ class Column:
             last=last,
             after_end=self.over,
             interrupted=self.interrupted,
-            env_resets=self.env_resets if self.last else -1,
+            env_resets=self.env_resets,
             agent_resets=self.agent_resets_before_acting,
             length=1 + (last.length if last else 0),
             return_=float(reward) + (last.return_ if last else 0.0),

@@ -197,7 +197,7 @@ class ValuesNoEnds(ResetCollector):
         self.samples.final_value[...] = 0
 
 
-class BreaksOff(ResetCollector):
+class Interrupts(ResetCollector):
     def collect_batch(self, itr: int) -> None:
         for column in range(len(self.envs)):
             self.reset_column(column)
@@ -250,7 +250,7 @@ BROKEN: list[tuple[type[Collector], str, str]] = [
     (LeavesGaps, "every_cell_is_written", r"agent\.agent_info\.probe at t=1, env_rank=0: .* and nan"),
     (ReadsAhead, "every_cell_is_written", r"RuntimeError: not finite.*read no row before it is written"),
     (
-        BreaksOff,
+        Interrupts,
         "episodes_continue_in_the_next_batch",
         r"in the middle of an episode, before itr=7, t=0, .*continues=False",
     ),

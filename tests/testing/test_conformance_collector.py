@@ -61,7 +61,7 @@ def test_an_env_fn_gets_its_context_and_its_kwargs() -> None:
     check_collector(ResetCollector, make, env_kwargs={"length": 6}, n_workers=(2,))
 
 
-class BreaksOff(ResetCollector):
+class Interrupts(ResetCollector):
     def collect_batch(self, itr: int) -> None:
         for column in range(len(self.envs)):
             self.reset_column(column)
@@ -70,17 +70,17 @@ class BreaksOff(ResetCollector):
         super().collect_batch(itr)
 
 
-def test_a_collector_may_break_episodes_off_if_that_is_declared() -> None:
-    class Restarts(BreaksOff):
+def test_a_collector_may_interrupt_episodes_if_that_is_declared() -> None:
+    class Restarts(Interrupts):
         def collect_batch(self, itr: int) -> None:
             self.tracker.restart()
             super().collect_batch(itr)
 
     check_collector(Restarts, CountingEnv, continues=False, n_workers=(2,))
     with pytest.raises(ConformanceError, match=r"Return=.*for the episode that ended") as caught:
-        check_collector(BreaksOff, CountingEnv, continues=False)
+        check_collector(Interrupts, CountingEnv, continues=False)
     assert caught.value.rule == "each_episode_that_ends_gives_a_traj_info", (
-        "the TrajInfo also counts the steps before the break"
+        "the TrajInfo also counts the steps before the reset"
     )
 
 
