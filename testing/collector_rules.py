@@ -43,9 +43,12 @@ def _zero_like(value: Any) -> Any:
 def sample_mode_is_called_once_per_batch(trace: Trace) -> None:
     """agent.sample_mode(itr) is called once in every batch, before agent.step."""
     for batch in trace.batches:
-        if list(batch.modes) != [(batch.itr, True)]:
-            calls = ", ".join(f"sample_mode({itr})" + ("" if first else " after a step") for itr, first in batch.modes)
-            raise Violation(f"{calls or 'no call'} in the batch itr={batch.itr}", "call self.begin_batch(itr) first")
+        calls = [event for event in batch.events if event.kind in ("agent.sample_mode", "agent.step")]
+        modes = [f"sample_mode({call.data})" for call in calls if call.kind == "agent.sample_mode"]
+        if modes != [f"sample_mode({batch.itr})"] or calls[0].kind != "agent.sample_mode":
+            late = " after agent.step" if calls and calls[0].kind == "agent.step" and modes else ""
+            seen = f"{', '.join(modes) or 'no call'}{late} in the batch itr={batch.itr}"
+            raise Violation(seen, "call self.begin_batch(itr) first")
 
 
 def the_agent_acts_once_per_row(trace: Trace) -> None:
@@ -53,9 +56,10 @@ def the_agent_acts_once_per_row(trace: Trace) -> None:
     for batch in trace.batches:
         T = len(batch.samples.env.done)
         needed = 1 + max((t for t in range(T) if batch.samples.env.valid[t].any()), default=-1)
-        if not needed <= batch.agent_steps <= T:
+        calls = sum(event.kind == "agent.step" for event in batch.events)
+        if not needed <= calls <= T:
             raise Violation(
-                f"{batch.agent_steps} calls of agent.step in the batch itr={batch.itr} of {T} rows",
+                f"{calls} calls of agent.step in the batch itr={batch.itr} of {T} rows",
                 "call self.act(t) once for each t in range(self.batch_T)",
             )
         seen: set[tuple[int, int]] = set()

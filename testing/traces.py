@@ -143,10 +143,9 @@ class BatchTrace:
     itr: int
     samples: Samples  #: a copy
     infos: Sequence[TrajInfo]
+    events: Sequence[Event]
     steps: Sequence[Step]  #: in the order of their calls
     following: Sequence[Any]  #: for each column, the observation after the batch; None after the end of an episode
-    agent_steps: int  #: number of calls of agent.step
-    modes: Sequence[tuple[int, bool]]  #: of each sample_mode: its itr, and whether no agent.step came before it
 
 
 @dataclass(frozen=True)
@@ -189,15 +188,8 @@ def record(
                 before_batch(sampler.samples_np)
             _, infos = sampler.obtain_samples(itr)
             steps = read_steps(columns, log, itr)
-            following = [None if column.over else column.observation for column in columns]
-            kinds = [event.kind for event in log]
-            modes = [
-                (event.data, "agent.step" not in kinds[:i])
-                for i, event in enumerate(log)
-                if event.kind == "agent.sample_mode"
-            ]
-            samples = sampler.samples_np.copy()
-            batches.append(BatchTrace(itr, samples, infos, steps, following, kinds.count("agent.step"), modes))
+            following = [None if column.last and column.last.done else column.observation for column in columns]
+            batches.append(BatchTrace(itr, sampler.samples_np.copy(), infos, list(log), steps, following))
         return Trace(sampler.observation_space, sampler.action_space, batches)
 
 
@@ -206,9 +198,7 @@ class Column:
     """One environment, as the events so far left it."""
 
     observation: Any = None
-    last: Step | None = None
-    running: bool = False  #: an episode runs: stepped since the last reset, and not ended
-    over: bool = False  #: the episode has ended, and the environment was not reset since
+    last: Step | None = None  #: the last step, if there was no reset after it
     interrupted: bool = False
     env_resets: int = 0
     agent_resets: int = 0  #: since the column's last step
@@ -216,14 +206,14 @@ class Column:
 
     def reset(self, observation: Any) -> None:
         """The environment was reset."""
-        self.interrupted = self.interrupted or self.running
-        self.observation, self.running, self.over = observation, False, False
+        self.interrupted = self.interrupted or (self.last is not None and not self.last.done)
+        self.observation, self.last = observation, None
         self.env_resets += 1
 
     def step(self, event: Event, itr: int, t: int, agent_step: Any) -> Step:
         """The environment was stepped; returns the step."""
         action, after, reward, terminated, truncated = event.data
-        last = self.last if self.running or self.over else None
+        last = self.last
         step = Step(
             itr=itr,
             t=t,
@@ -236,7 +226,7 @@ class Column:
             truncated=bool(truncated),
             agent_step=agent_step,
             last=last,
-            after_end=self.over,
+            after_end=last is not None and last.done,
             interrupted=self.interrupted,
             env_resets=self.env_resets,
             agent_resets=self.agent_resets_before_acting,
@@ -244,7 +234,6 @@ class Column:
             return_=float(reward) + (last.return_ if last else 0.0),
         )
         self.observation, self.last = after, step
-        self.over, self.running = step.done, not step.done
         self.agent_resets -= self.agent_resets_before_acting
         self.interrupted, self.env_resets, self.agent_resets_before_acting = False, 0, 0
         return step
