@@ -1,4 +1,4 @@
-"""The environment side: spaces to examples, rows to environments and back, seeding, factories, toys."""
+"""One environment: its factory, its seeds, its spaces, its infos; batched environments; toys for tests."""
 
 from penstock.envs.batched import BatchedCartPole, SameStep
 from penstock.envs.batched_envpool import BatchedEnvPool

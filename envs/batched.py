@@ -1,4 +1,4 @@
-"""Batched environments that reset what is done within the step: a base for one's own, and CartPole."""
+"""Batched environments that reset within the step: a base class, and CartPole."""
 
 from __future__ import annotations
 
@@ -12,36 +12,33 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-__all__ = ["BatchedCartPole", "SameStep", "seeds_of_rows"]
-
 Rows = npt.NDArray[np.integer[Any]]
 
-_STARTS = 32  # drawn at once for a row, so that a reset costs no call of a generator
+_STARTS = 32  # initial states drawn at once for a row, so that most resets do not call its generator
 
 
 class SameStep(VectorEnv[Any, Any, Any]):
-    """Base of batched environments that can reset chosen sub-environments: Gymnasium's `SAME_STEP` mode.
+    """Base of batched environments that can reset single rows: Gymnasium's `SAME_STEP` mode.
 
-    Subclasses set `num_envs` and the four spaces, and define `reset`, `advance` and `reset_rows`. `step`
-    then resets at once what has ended. Its infos hold, where an episode ended, `final_obs` and
-    `final_info`, what `advance` gave before the reset, with the masks `_final_obs` and `_final_info`.
-    Both are batches: `final_obs` is `[B, ...]`, in the structure of the observations, and means
-    something in the masked rows.
+    Subclasses set `num_envs` and the four spaces, and define `reset`, `advance` and `reset_rows`. `step` resets
+    a row in the step that ends its episode. In such a step, the infos also contain `final_obs` and `final_info`:
+    the observation and the infos of `advance`, from before the reset. Both have all B rows; the masks
+    `_final_obs` and `_final_info` say which rows ended.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012  Gymnasium's own declaration
 
     @abstractmethod
     def advance(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """One step of every row: observation, reward `[B]`, terminated `[B]`, truncated `[B]`, infos.
+        """Step every row, without resets: observation, reward `[B]`, terminated `[B]`, truncated `[B]`, infos.
 
-        Resets nothing. The observation's arrays are not to be written into later: they are handed out.
+        Return new arrays for the observation: the caller keeps them.
         """
 
     @abstractmethod
     def reset_rows(self, rows: Rows) -> tuple[Any, dict[str, Any]]:
-        """Start new episodes in `rows`, ascending indices `[k]`: their first observations `[k, ...]`, and
-        their infos, arrays `[k, ...]` by name."""
+        """Start new episodes in `rows`, ascending indices `[k]`. Returns their first observations `[k, ...]`
+        and their infos, arrays `[k, ...]` by name."""
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         observation, reward, terminated, truncated, infos = self.advance(actions)
@@ -56,7 +53,7 @@ class SameStep(VectorEnv[Any, Any, Any]):
 
 
 def _with_rows(batch: Any, rows: Rows, values: Any) -> Any:
-    """A copy of `batch`, in which `rows` hold `values`; names that these do not have keep what they had."""
+    """A copy of `batch` with `values` in `rows`; names that `values` does not have are not changed."""
     if isinstance(batch, Mapping):
         return {key: _with_rows(part, rows, values[key]) if key in values else part for key, part in batch.items()}
     if isinstance(batch, tuple):
@@ -67,9 +64,9 @@ def _with_rows(batch: Any, rows: Rows, values: Any) -> Any:
 
 
 def seeds_of_rows(seed: Any, num_envs: int) -> list[int | None]:
-    """One seed per row from what `reset` may be given: a list, or s for s, s + 1, and so on, or None for all.
+    """One seed per row, from the `seed` of `reset`: a list `[B]`, or s for s, s + 1, ..., or None for no seeds.
 
-    Raises `ValueError` for a list of another length.
+    Raises `ValueError` for a list with the wrong length.
     """
     if seed is None:
         return [None] * num_envs
@@ -80,11 +77,11 @@ def seeds_of_rows(seed: Any, num_envs: int) -> list[int | None]:
 
 
 class BatchedCartPole(SameStep, CartPoleVectorEnv):
-    """Gymnasium's vectorised CartPole, in `SAME_STEP` mode and with a random stream for each row.
+    """Gymnasium's vectorized CartPole, in `SAME_STEP` mode and with a random stream for each row.
 
-    Row b, reset with a list of seeds, starts its episodes where a `CartPole-v1` that is reset with
-    `seeds[b]` does, and goes the same way but for the last bits of numpy's sine and cosine. So it does
-    not matter how the rows are spread over workers. `max_episode_steps` truncates.
+    After a reset with a list of seeds, row b has the same initial states as a `CartPole-v1` with `seeds[b]`. Its
+    later states are the same except for rounding in numpy's sine and cosine. So a row does not depend on the
+    worker. Episodes are truncated after `max_episode_steps`.
     """
 
     metadata = {**CartPoleVectorEnv.metadata, **SameStep.metadata}  # noqa: RUF012
@@ -95,21 +92,21 @@ class BatchedCartPole(SameStep, CartPoleVectorEnv):
     ) -> None:
         CartPoleVectorEnv.__init__(self, num_envs, max_episode_steps, sutton_barto_reward=sutton_barto_reward, **kwargs)
         self._rngs: list[np.random.Generator] = []
-        self._starts = np.empty((num_envs, _STARTS, 4))  # in [0, 1): uniform numbers of each row's stream ...
-        self._next = np.full(num_envs, _STARTS)  # ... and how many of the row's starts are used up
+        self._starts = np.empty((num_envs, _STARTS, 4))  # numbers in [0, 1) from each row's stream
+        self._next = np.full(num_envs, _STARTS)  # how many starts of each row are used
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset every row. `seed` is a list `[B]`, or a number s for s, s + 1, and so on; without one the
-        streams go on. `options` may hold the bounds `low` and `high` of the starts."""
+        """Reset every row. `seed` is a list `[B]`, or a number s for s, s + 1, ...; without a seed the streams
+        continue. `options` may contain `low` and `high`, the bounds of the initial states."""
         CartPoleVectorEnv.reset(self, options=options)
-        for row, own in enumerate(seeds_of_rows(seed, self.num_envs)):
-            if own is not None or len(self._rngs) <= row:
-                self._rngs[row : row + 1] = [seeding.np_random(own)[0]]
+        for row, row_seed in enumerate(seeds_of_rows(seed, self.num_envs)):
+            if row_seed is not None or len(self._rngs) <= row:
+                self._rngs[row : row + 1] = [seeding.np_random(row_seed)[0]]
                 self._next[row] = _STARTS
         return self.reset_rows(np.arange(self.num_envs))
 
     def advance(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        self.prev_done[:] = False  # or what has ended would be reset here, a step too late
+        self.prev_done[:] = False  # otherwise CartPoleVectorEnv resets these rows itself, one step too late
         return CartPoleVectorEnv.step(self, actions)
 
     def reset_rows(self, rows: Rows) -> tuple[Any, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Calls on the environments between two batches: methods and attributes, for curricula for example."""
+"""Calls of the environments' methods and attributes between two batches, for example for a curriculum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from penstock.errors import ConfigError, EnvCallError
 class EnvCall:
     """A call on every training environment, or on every evaluation environment."""
 
-    verb: str  #: the caller's method: "call", "get_attr" or "set_attr"; "call_or_get", whichever it allows; or "apply"
+    #: "call", "get_attr", "set_attr"; "call_or_get": call the attribute if it is callable; "apply": `args[0](env)`
+    verb: str
     name: str
     evaluation: bool = False
     args: Sequence[Any] = ()
@@ -50,7 +51,7 @@ def pickled(message: Any, what: str) -> bytes:
 
 
 def perform(call: EnvCall, envs: Sequence[gym.Env[Any, Any]], columns: range, env_ranks: range) -> list[ObjectMessage]:
-    """Worker: make the call on its environments. An exception is a result too; the worker goes on."""
+    """Worker: make the call on its environments. An exception becomes a result, and the worker continues."""
     messages = []
     for env, column, env_rank in zip(envs, columns, env_ranks, strict=True):
         if call.only is not None and column not in call.only:

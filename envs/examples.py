@@ -1,4 +1,4 @@
-"""From spaces to examples: the structure, shape and dtype in which a space's elements are recorded."""
+"""Examples of spaces: the structure, shape and dtype in which a space's elements are recorded."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from gymnasium import spaces
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.errors import SpaceError
 
-__all__ = ["example_of", "observation_example"]
-
 _REMEDIES = {
     spaces.Text: "encode the text as a fixed-size Box or MultiDiscrete with gymnasium.wrappers.TransformObservation",
     spaces.Sequence: "pad the sequence to a fixed length with gymnasium.wrappers.TransformObservation",
@@ -23,15 +21,16 @@ _REMEDIES = {
 
 
 def example_of(space: gym.Space[Any], name: str = "observation") -> Any:
-    """A zeroed element of `space` as it is recorded: an array for Box, Discrete, MultiDiscrete and
-    MultiBinary; `NamedArrays` for Dict (its keys) and Tuple (`_0`, `_1`, …), nested like the space.
+    """Zeros with the shape and dtype in which elements of `space` are recorded.
 
-    Raises `SpaceError` for spaces without a fixed shape, naming the wrapper that helps.
+    An array for Box, Discrete, MultiDiscrete and MultiBinary; `NamedArrays` for Dict (its keys) and Tuple (`_0`,
+    `_1`, …), nested like the space. Raises `SpaceError` for a space without a fixed shape; the message names a
+    wrapper that gives it one.
     """
     if isinstance(space, spaces.Dict):
         fields = {str(key): example_of(sub, f"{name}[{key!r}]") for key, sub in space.items()}
         if len(fields) < len(space.spaces):
-            raise SpaceError(f"{name} has keys that are the same as text: {list(space.keys())}; rename one")
+            raise SpaceError(f"{name} has keys with the same text: {list(space.keys())}; rename one of them")
         return NamedArrays(fields)
     if isinstance(space, spaces.Tuple):
         return NamedArrays({f"_{i}": example_of(sub, f"{name}[{i}]") for i, sub in enumerate(space)})
@@ -40,14 +39,14 @@ def example_of(space: gym.Space[Any], name: str = "observation") -> Any:
     remedy = next((text for cls, text in _REMEDIES.items() if isinstance(space, cls)), None)
     if remedy is None:
         raise SpaceError(
-            f"{name} has a space of type {type(space).__name__}, which penstock does not know: "
-            "wrap the environment so that it is built of Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple"
+            f"{name} has a space of type {type(space).__name__}, which penstock does not know: wrap the environment "
+            "so that its spaces consist of Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple"
         )
     raise SpaceError(f"{name} has a {type(space).__name__} space, whose elements have no fixed shape: {remedy}")
 
 
 def observation_example(space: gym.Space[Any], float_dtype: npt.DTypeLike | None = None) -> Any:
-    """As `example_of`; floating-point leaves get `float_dtype` if it is given, else keep the space's."""
+    """Like `example_of`, but floating-point arrays have `float_dtype` if it is given."""
     example = example_of(space)
     if float_dtype is None:
         return example

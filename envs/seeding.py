@@ -1,7 +1,7 @@
-"""Random streams: one per environment and purpose, hung on `env_rank` and never on the worker.
+"""Random streams: one per purpose and environment, which depends on `env_rank` and never on the worker.
 
-Every stream is a `numpy.random.SeedSequence` with the user's seed as entropy and
-`(purpose, env_rank, ...)` as spawn key, so neighbouring seeds share nothing either.
+Every stream is a `numpy.random.SeedSequence` with the user's seed as entropy and `(purpose, env_rank, ...)` as
+spawn key. So the streams of neighbouring seeds are independent too.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["ColumnStreams", "Purpose", "fresh_seed", "stream"]
-
 
 class Purpose(enum.IntEnum):
-    """What a stream is for."""
+    """What a random stream is for; of an environment, `TRAIN` or `EVAL`."""
 
     TRAIN = 0
     EVAL = 1
@@ -26,21 +24,21 @@ class Purpose(enum.IntEnum):
 
 
 def fresh_seed() -> int:
-    """A seed from the operating system, for a caller who gave none; 32 bits, to be easily noted down."""
+    """A seed from the operating system, for callers who give none. It has 32 bits, so that it is short to write."""
     return int(np.random.SeedSequence().generate_state(1)[0])
 
 
 def stream(seed: int, purpose: Purpose, *key: int) -> np.random.Generator:
-    """The generator of `purpose` for `key`, usually the env_rank."""
+    """The generator for `purpose` and `key`; the key usually starts with an env_rank."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(purpose, *key))))
 
 
 @dataclass(frozen=True)
 class ColumnStreams:
-    """The streams of some environments; everything hangs on seed, purpose, env_rank, `key` and generation.
+    """The streams of some environments. They depend on seed, purpose, env_rank, `key` and generation.
 
-    `generation` counts how often the environments have been built anew after a failure: each time with
-    streams that are fresh, and the same in every run.
+    `generation` counts how often the environments were built again after a failure. Each generation has new
+    streams, and they are the same in every run.
     """
 
     seed: int
@@ -50,8 +48,7 @@ class ColumnStreams:
     def env_seeds(self, purpose: Purpose, *key: int) -> list[int]:
         """Seeds for `env.reset(seed=...)`, in `range(2**32)`, which every environment library accepts.
 
-        32 bits out of a `SeedSequence` per environment: two of n environments coincide with a chance
-        of about n² / 2³³ (1 in 2 million for 64).
+        Two of n environments get the same seed with a probability of about n² / 2³³ (1 in 2 million for n = 64).
         """
         keys = ((purpose, rank, *self._key(key)) for rank in self.env_ranks)
         sequences = (np.random.SeedSequence(self.seed, spawn_key=key) for key in keys)
@@ -62,5 +59,5 @@ class ColumnStreams:
         return [stream(self.seed, purpose, rank, *self._key(key)) for rank in self.env_ranks]
 
     def _key(self, key: tuple[int, ...]) -> tuple[int, ...]:
-        # One number longer than in the first generation, so that no two can be the same.
+        # One number longer than in the first generation, so that no two keys are the same.
         return (*key, self.generation) if self.generation else key

@@ -1,4 +1,4 @@
-"""Toy environments with known answers, for tests, benchmarks and trying a sampler out."""
+"""Toy environments with known results, for tests, benchmarks and first trials of a sampler."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-__all__ = ["CountingEnv", "CrashingEnv", "NestedEnv", "SlowEnv"]
-
 
 class CountingEnv(gym.Env[Any, Any]):
-    """Counts its steps: the observation is (episode, step within it), the reward `reward_scale * step`.
+    """Counts its steps: the observation is (episode, step in the episode), the reward `reward_scale * step`.
 
-    An episode ends after `length` steps, by termination or, with `truncate=True`, by truncation. Nothing
-    is random: each recorded cell can be worked out by hand.
+    An episode ends after `length` steps, by termination or, with `truncate=True`, by truncation. Nothing is
+    random: every recorded cell can be predicted.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class CountingEnv(gym.Env[Any, Any]):
 
 
 class NestedEnv(gym.Env[Any, Any]):
-    """A Dict observation with a Tuple inside and a Dict action; observations echo the last action."""
+    """A Dict observation with a Tuple inside, and a Dict action. Observations contain the last action."""
 
     def __init__(self, length: int = 7) -> None:
         self.observation_space = spaces.Dict(
@@ -81,7 +79,7 @@ class NestedEnv(gym.Env[Any, Any]):
 
 
 class SlowEnv(CountingEnv):
-    """A `CountingEnv` whose every step sleeps `seconds`, as an environment waiting for a game does."""
+    """A `CountingEnv` that sleeps for `seconds` in every step, like an environment that waits for a game."""
 
     def __init__(self, seconds: float = 0.001, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -95,9 +93,8 @@ class SlowEnv(CountingEnv):
 class CrashingEnv(CountingEnv):
     """A `CountingEnv` that fails at its `at`-th call of `where`.
 
-    `where` is "init", "reset", "step" or "close"; `how` is "raise", "kill" (SIGKILL), "exit"
-    (`os._exit(0)`) or "hang". `spare_pid` is a process that is never harmed: the main process, where
-    only the spaces are read.
+    `where` is "init", "reset", "step" or "close"; `how` is "raise", "kill" (SIGKILL), "exit" (`os._exit(0)`) or
+    "hang". It does not fail in the process `spare_pid`, usually the main process, which only reads the spaces.
     """
 
     def __init__(
@@ -115,7 +112,7 @@ class CrashingEnv(CountingEnv):
         if self.calls_left > 0:
             return
         if self.how == "raise":
-            raise ValueError(f"CrashingEnv was told to raise in {where}")
+            raise ValueError(f"CrashingEnv raises in {where}")
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.how == "exit":

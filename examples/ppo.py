@@ -1,8 +1,8 @@
-"""PPO in one file, on CartPole-v1 unless told otherwise. penstock samples; the rest is yours to change.
+"""PPO in one file, by default on CartPole-v1. penstock samples; change the rest as you like.
 
     python examples/ppo.py --out runs/cartpole
 
-Stops once two evaluations in a row reach the goal, and exits with status 1 if that does not happen in time.
+Stops after two evaluations in a row reach the goal. Exits with status 1 if this takes too long.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from penstock import CategoricalPgAgent, ParallelSampler, Samples
 
 @dataclass(frozen=True)
 class Config:
-    """Each of these is an option of the command line too: `--batch-T 64`."""
+    """Each field is also an option of the command line: `--batch-T 64`."""
 
     out: str = "runs/cartpole"  # folder for progress.csv, timeline.npz and summary.json
     env_id: str = "CartPole-v1"
     seed: int = 0
     goal: float = 475.0  # mean return of an evaluation that counts as solved
-    total_steps: int = 300_000  # environment steps at most
-    time_limit: float = 80.0  # seconds at most
+    total_steps: int = 300_000  # limit of environment steps
+    time_limit: float = 80.0  # seconds
     n_workers: int = 0  # 0: one per CPU
     batch_T: int = 128
     batch_B: int = 32
     eval_every: int = 2  # iterations
     eval_n_envs: int = 8
-    # Only finished episodes count. Room for four of the longest (500 steps) in each environment: an evaluation cut
-    # shorter would drop long episodes and keep short ones.
+    # Enough for four episodes of 500 steps, the longest, in each environment. Only finished episodes count: with fewer
+    # steps, an evaluation would drop long episodes and keep short ones.
     eval_max_steps: int = 8 * 4 * 500
-    learning_rate: float = 1e-3  # at first; falls linearly to zero at total_steps
+    learning_rate: float = 1e-3  # at the start; falls linearly to zero at total_steps
     discount: float = 0.98
     gae_lambda: float = 0.9
     epochs: int = 8  # passes over each batch
@@ -57,7 +57,7 @@ class Config:
     max_grad_norm: float = 0.5
 
 
-# Of progress.csv. `seconds` counts from the first batch; those of sampling and training are the iteration's own.
+# Of progress.csv. `seconds` counts from the first batch; the other two times are for one iteration.
 COLUMNS = "itr", "steps", "seconds", "train_return_mean", "eval_return_mean", "sampling_seconds", "training_seconds"
 
 
@@ -70,7 +70,7 @@ def parse_config() -> Config:
 
 
 class ActorCritic(nn.Module):
-    """Two 64-64 networks: in a shared one, the large errors of early values drown the policy's gradient."""
+    """Two 64-64 networks. In a shared network, the large value errors at the start dominate the policy's gradient."""
 
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.spaces.Discrete) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class ActorCritic(nn.Module):
             hidden = linear(n_inputs, 64), nn.Tanh(), linear(64, 64), nn.Tanh()
             return nn.Sequential(*hidden, linear(64, n_out, gain))
 
-        self.policy = mlp(n_actions, gain=0.01)  # small: at first, all actions are about equally likely
+        self.policy = mlp(n_actions, gain=0.01)  # small, so that all actions are about equally likely at first
         self.value = mlp(1, gain=1.0)
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,8 +98,8 @@ def advantages(samples: Samples, cfg: Config) -> Tensor:
     env, agent = samples.env, samples.agent
     value = agent.agent_info.value
     next_value = torch.cat([value[1:], agent.bootstrap_value[None]])
-    # Where an episode ends, the next row belongs to another one. If only its time was up, the episode would have gone
-    # on to earn final_value; if the pole fell, it would have earned nothing, and final_value is zero there.
+    # After an episode's end, the next row belongs to another episode. final_value is the value of the last observation
+    # where the episode was truncated, and zero where it terminated.
     next_value = torch.where(env.done, agent.final_value, next_value)
     delta = env.reward + cfg.discount * next_value - value
     decay = cfg.discount * cfg.gae_lambda * ~env.done
@@ -113,7 +113,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, 
     """Several epochs of minibatches with PPO's clipped objective."""
     env, agent, advantage = samples.env, samples.agent, advantages(samples, cfg)
     columns = env.observation, agent.action, agent.agent_info.log_prob, advantage, advantage + agent.agent_info.value
-    # From [T, B, ...] to [T * B, ...]. Samples stay in the memory that the workers wrote them to: nothing is copied.
+    # From [T, B, ...] to [T * B, ...]. Nothing is copied: these are views of the memory that the workers wrote.
     rows = [column.flatten(0, 1) for column in columns]
     for _ in range(cfg.epochs):
         for index in torch.randperm(cfg.batch_T * cfg.batch_B).chunk(cfg.minibatches):
@@ -136,9 +136,9 @@ def mean(returns: Collection[float]) -> float:
 def main(cfg: Config) -> dict[str, Any]:
     """Train until the goal or a limit is reached. Returns what it writes to summary.json."""
     began = time.monotonic()
-    torch.manual_seed(cfg.seed)  # for the order of minibatches; all else hangs on the sampler's seed
-    torch.set_num_threads(1)  # networks as small as these gain nothing from a second thread
-    # Evaluation draws its actions as training does, so that both returns are those of the same policy.
+    torch.manual_seed(cfg.seed)  # for the order of minibatches; everything else depends on the sampler's seed
+    torch.set_num_threads(1)  # a second thread does not help with networks this small
+    # Evaluations draw actions as training does, so that both returns belong to the same policy.
     agent = CategoricalPgAgent(ActorCritic, greedy_eval=False)
     sampler = ParallelSampler(
         cfg.env_id,
@@ -158,7 +158,7 @@ def main(cfg: Config) -> dict[str, Any]:
         task = bar.add_task(cfg.env_id, total=cfg.total_steps, train=mean(()), eval=mean(()), rate=0.0)
         log = csv.writer(file)
         log.writerow(COLUMNS)
-        recent: deque[float] = deque(maxlen=cfg.batch_B)  # returns of the last training episodes, one per environment
+        recent: deque[float] = deque(maxlen=cfg.batch_B)  # returns of the last batch_B training episodes
         evals: list[float] = []
         spent = np.zeros(2)  # seconds sampling and training
         steps, reached, loop_began = 0, False, time.monotonic()
@@ -169,7 +169,7 @@ def main(cfg: Config) -> dict[str, Any]:
             training_began = time.monotonic()
             optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - steps / cfg.total_steps)
             train(agent.model, optimizer, samples, cfg)
-            agent.sync_shared_memory()  # the workers act on the new parameters from here on
+            agent.sync_shared_memory()  # the workers use the new parameters from the next batch on
             times = sampling_began, training_began, time.monotonic()
 
             steps += cfg.batch_T * cfg.batch_B

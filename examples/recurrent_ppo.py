@@ -1,14 +1,15 @@
-"""Recurrent PPO in one file, beside the same PPO without memory, on a T-maze that cannot be solved without.
+"""Recurrent PPO in one file, and the same PPO without memory, on a T-maze that needs memory.
 
     python examples/recurrent_ppo.py --out runs/recurrent
 
-A sign, seen in the first observation and at no other time, says which way to turn at the end of a corridor. Who forgets
-it can only guess, for a mean return of 0.5 at best. Both policies get as many steps; recurrent.png shows both learning
-curves, results.json has the figures. Exits with status 1 if the recurrent policy misses the goal.
+The first observation contains a sign, which says where to turn at the end of a corridor. Later observations do not
+contain it. A policy without memory can only guess: its mean return is at most 0.5. Both policies train for the same
+number of steps. recurrent.png shows both learning curves, and results.json contains the numbers. Exits with status 1 if
+the recurrent policy misses the goal.
 
-Measured with seeds 0 to 9: the recurrent policy was past the goal after 29k to 41k steps and ended at 0.99 or 1.00; no
-evaluation of the feed-forward one was above 0.58. The whole script took 26 to 95 s (median 43 s) on two cores that were
-busy with other work too.
+Measured with seeds 0 to 9: the recurrent policy reached the goal after 29k to 41k steps and ended at 0.99 or 1.00. No
+evaluation of the feed-forward policy was above 0.58. The script took 26 to 95 s (median 43 s) on two cores that were
+also busy with other work.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from torch.nn.functional import mse_loss
 from penstock import CategoricalPgAgent, ParallelSampler, Samples
 from penstock.agents import RecurrentCategoricalPgAgent
 
-matplotlib.use("Agg")  # before pyplot: there may be no screen
+matplotlib.use("Agg")  # before the import of pyplot, for machines without a screen
 from matplotlib import pyplot as plt
 
 
 @dataclass(frozen=True)
 class Config:
-    """Each of these is an option of the command line too: `--batch-T 64`."""
+    """Each field is also an option of the command line: `--batch-T 64`."""
 
     out: str = "runs/recurrent"  # folder for recurrent.png and results.json
     length: int = 8  # steps from the sign to the junction
@@ -48,17 +49,17 @@ class Config:
     goal: float = 0.95  # mean return of an evaluation that counts as solved
     steps: int = 60_000  # environment steps of each policy, rounded up to whole batches
     n_workers: int = 0  # 0: one per CPU
-    batch_T: int = 64  # gradients go back to the batch's first row, so it should hold the corridor several times
+    batch_T: int = 64  # several times the corridor's length: gradients do not go back beyond a batch
     batch_B: int = 32
     eval_every: int = 2  # iterations
     eval_n_envs: int = 16
     eval_episodes: int = 192
     hidden: int = 32
-    learning_rate: float = 3e-3  # at first; falls linearly to zero at the last step
+    learning_rate: float = 3e-3  # at the start; falls linearly to zero at the last step
     discount: float = 0.97
     gae_lambda: float = 0.95
     epochs: int = 4  # passes over each batch
-    minibatches: int = 4  # of whole columns
+    minibatches: int = 4  # each of whole columns
     clip: float = 0.2
     value_weight: float = 0.5
     entropy_weight: float = 0.01
@@ -73,15 +74,15 @@ def parse_config() -> Config:
     return Config(**vars(parser.parse_args()))
 
 
-BEST_WITHOUT_MEMORY = 0.5  # at the junction nothing is seen of the sign, whatever the length
+BEST_WITHOUT_MEMORY = 0.5  # at the junction the sign is not visible
 
 
 class TMaze(gym.Env[Any, Any]):
     """A corridor of `length` steps that ends in a junction. Actions: forward, turn left, turn right.
 
-    The observation is (sign, in the corridor, at the junction). The sign, -1 for left and 1 for right, is shown in the
-    first observation alone. A turn in the corridor meets the wall; at the junction it ends the episode, with reward 1
-    if it is the right one. After `time_limit` steps the episode is truncated.
+    The observation is (sign, in the corridor, at the junction). The sign, -1 for left and 1 for right, is zero after
+    the first observation. A turn in the corridor has no effect. A turn at the junction ends the episode, with reward 1
+    if it is the correct one. After `time_limit` steps the episode is truncated.
     """
 
     def __init__(self, length: int, time_limit: int) -> None:
@@ -123,7 +124,7 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.encoder = nn.Sequential(linear(observation_space.shape[0], hidden), nn.Tanh())
         self.core = core
-        self.policy = linear(hidden, int(action_space.n), gain=0.01)  # small: at first, all are about equally likely
+        self.policy = linear(hidden, int(action_space.n), gain=0.01)  # small, so that actions are equally likely
         self.critic = linear(hidden, 1, gain=1.0)
 
     def heads(self, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,7 +132,7 @@ class ActorCritic(nn.Module):
 
 
 class FeedForward(ActorCritic):
-    """What is seen now decides."""
+    """Acts on the current observation alone."""
 
     def __init__(self, hidden: int, observation_space: Box, action_space: Discrete) -> None:
         core = nn.Sequential(linear(hidden, hidden), nn.Tanh())
@@ -141,22 +142,22 @@ class FeedForward(ActorCritic):
         return self.heads(self.core(self.encoder(observation)))
 
     def replay(self, samples: Samples) -> tuple[Tensor, Tensor]:
-        """Logits `[T, b, n]` and values `[T, b]` of recorded columns, as the model is now."""
+        """Logits `[T, b, n]` and values `[T, b]` of recorded columns, with the current parameters."""
         return self.forward(samples.env.observation)
 
 
 class Recurrent(ActorCritic):
-    """The same with a GRU in the middle. The previous action and reward are not looked at."""
+    """The same with a GRU in the middle. It does not use the previous action and reward."""
 
     def __init__(self, hidden: int, observation_space: Box, action_space: Discrete) -> None:
         core = nn.GRUCell(hidden, hidden)
         nn.init.orthogonal_(core.weight_hh)
-        # The update gate begins nearly shut: what was seen fades slowly, and is still there at the junction.
+        # The update gate is almost closed at first, so that the state changes slowly and keeps the sign.
         nn.init.zeros_(core.bias_hh)
         nn.init.zeros_(core.bias_ih)
         nn.init.constant_(core.bias_ih.data[hidden : 2 * hidden], 2.0)
         super().__init__(core, hidden, observation_space, action_space)
-        self.state_shape = (hidden,)  # asked for by the agent: zeros of this shape begin an episode
+        self.state_shape = (hidden,)  # the agent starts each episode with zeros of this shape
 
     def forward(
         self, observation: Tensor, prev_action: Tensor, prev_reward: Tensor, state: Tensor
@@ -165,13 +166,13 @@ class Recurrent(ActorCritic):
         return *self.heads(state), state
 
     def replay(self, samples: Samples) -> tuple[Tensor, Tensor]:
-        """As above, from the state with which the columns began."""
-        # Only the state is worked out step by step; what comes before and after takes all steps at once.
+        """As above, from the state at the start of the batch."""
+        # Only the state is computed step by step; encoder and heads take all steps at once.
         inputs = self.encoder(samples.env.observation)
         state, states = samples.agent.agent_info.prev_rnn_state[0], []
-        for seen, goes_on in zip(inputs, ~samples.env.done[..., None], strict=True):
-            states.append(self.core(seen, state))
-            state = states[-1] * goes_on  # where an episode ended, the agent began the next one from zeros
+        for row, continues in zip(inputs, ~samples.env.done[..., None], strict=True):
+            states.append(self.core(row, state))
+            state = states[-1] * continues  # the agent starts each episode with zeros
         return self.heads(torch.stack(states))
 
 
@@ -183,8 +184,8 @@ def advantages(samples: Samples, cfg: Config) -> Tensor:
     env, agent = samples.env, samples.agent
     value = agent.agent_info.value
     next_value = torch.cat([value[1:], agent.bootstrap_value[None]])
-    # Where an episode ends, the next row belongs to another one. If only its time was up, it would have gone on to earn
-    # final_value, which is zero where it was over.
+    # After an episode's end, the next row belongs to another episode. final_value is the value of the last observation
+    # where the episode was truncated, and zero where it terminated.
     next_value = torch.where(env.done, agent.final_value, next_value)
     delta = env.reward + cfg.discount * next_value - value
     decay = cfg.discount * cfg.gae_lambda * ~env.done
@@ -195,7 +196,7 @@ def advantages(samples: Samples, cfg: Config) -> Tensor:
 
 
 def train(model: FeedForward | Recurrent, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
-    """Several epochs of minibatches with PPO's clipped objective. A minibatch is a few columns, over all time."""
+    """Several epochs of minibatches with PPO's clipped objective. A minibatch is a few whole columns."""
     advantage = advantages(samples, cfg)
     target = advantage + samples.agent.agent_info.value
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
@@ -217,14 +218,14 @@ def train(model: FeedForward | Recurrent, optimizer: torch.optim.Optimizer, samp
 
 def learn(memory: bool, cfg: Config, bar: Progress) -> dict[str, Any]:
     """Train one policy. Returns its learning curve."""
-    torch.manual_seed(cfg.seed)  # for the order of minibatches; all else hangs on the sampler's seed
+    torch.manual_seed(cfg.seed)  # for the order of minibatches; everything else depends on the sampler's seed
     cls = Recurrent if memory else FeedForward
-    time_limit = 6 * cfg.length  # about twice what random steps need
+    time_limit = 6 * cfg.length  # about twice the steps of a random policy
 
     def make_model(observation_space: Box, action_space: Discrete) -> FeedForward | Recurrent:
         return cls(cfg.hidden, observation_space, action_space)
 
-    # "batch": the state is recorded where each batch begins, which is all that replay needs.
+    # "batch": only the state before each batch is recorded; replay computes the others.
     agent = RecurrentCategoricalPgAgent(make_model, record_state="batch") if memory else CategoricalPgAgent(make_model)
     sampler = ParallelSampler(
         partial(TMaze, cfg.length, time_limit),
@@ -232,7 +233,7 @@ def learn(memory: bool, cfg: Config, bar: Progress) -> dict[str, Any]:
         batch_B=cfg.batch_B,
         n_workers=cfg.n_workers or None,
         eval_n_envs=cfg.eval_n_envs,
-        eval_episodes=cfg.eval_episodes,  # whole episodes, each environment its share: short ones are not favoured
+        eval_episodes=cfg.eval_episodes,  # whole episodes, as many in each environment
         eval_max_steps=(cfg.eval_episodes + cfg.eval_n_envs) * time_limit,
     )
     began = time.monotonic()
@@ -243,7 +244,7 @@ def learn(memory: bool, cfg: Config, bar: Progress) -> dict[str, Any]:
         sampler.initialize(agent, seed=cfg.seed, bootstrap_value=True)
         model: Any = agent.model
         optimizer = torch.optim.Adam(model.parameters(), lr=cfg.learning_rate, eps=1e-5)
-        for itr in range(n_itrs + 1):  # the last one is for its evaluation
+        for itr in range(n_itrs + 1):  # the last iteration only evaluates
             steps, seconds = itr * cfg.batch_T * cfg.batch_B, time.monotonic() - began
             if itr % cfg.eval_every == 0 or itr == n_itrs:
                 returns = [info.Return for info in sampler.evaluate_agent(itr)]
@@ -254,7 +255,7 @@ def learn(memory: bool, cfg: Config, bar: Progress) -> dict[str, Any]:
                 samples, _ = sampler.obtain_samples(itr)
                 optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - itr / n_itrs)
                 train(model, optimizer, samples, cfg)
-                agent.sync_shared_memory()  # the workers act on the new parameters from here on
+                agent.sync_shared_memory()  # the workers use the new parameters from the next batch on
     return curve
 
 
@@ -276,7 +277,7 @@ def draw(curves: dict[str, dict[str, list[float]]], cfg: Config) -> None:
 
 def main(cfg: Config) -> dict[str, Any]:
     """Train both policies. Returns what it writes to results.json."""
-    torch.set_num_threads(1)  # networks as small as these gain nothing from a second thread
+    torch.set_num_threads(1)  # a second thread does not help with networks this small
     Path(cfg.out).mkdir(parents=True, exist_ok=True)
     numbers = "eval {task.fields[eval]:.2f}  {task.fields[rate]:,.0f} steps/s"
     bar = Progress("{task.description:>11}", BarColumn(24), TextColumn(numbers), TimeElapsedColumn())

@@ -1,9 +1,9 @@
-"""PPO on a Gymnasium vector environment, in the manner of CleanRL: one file, one loop, nothing of penstock but a line.
+"""PPO on a Gymnasium vector environment, in the style of CleanRL: one file, one loop, one line of penstock.
 
     python examples/vector_ppo.py --vector shm      # penstock's processes and shared memory
     python examples/vector_ppo.py --vector sync     # Gymnasium's single process
 
-The two give the same policy, bit for bit, with the same seed: `make_envs` is all that differs.
+With the same seed, both give the same policy bit for bit: they differ only in `make_envs`.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class ActorCritic(nn.Module):
 
 
 def advantages(reward: Tensor, value: Tensor, done: Tensor, last_value: Tensor) -> Tensor:
-    """Generalised advantage estimation, backwards through the rollout."""
+    """Generalized advantage estimates `[T, B]`."""
     discount, gae_lambda = 0.99, 0.95
     found, advantage, following = torch.zeros_like(reward), torch.zeros_like(last_value), last_value
     for t in reversed(range(len(reward))):
-        alive = 1 - done[t]
-        delta = reward[t] + discount * following * alive - value[t]
-        advantage = delta + discount * gae_lambda * alive * advantage
+        continues = 1 - done[t]
+        delta = reward[t] + discount * following * continues - value[t]
+        advantage = delta + discount * gae_lambda * continues * advantage
         found[t], following = advantage, value[t]
     return found
 
@@ -66,7 +66,7 @@ def advantages(reward: Tensor, value: Tensor, done: Tensor, last_value: Tensor) 
 def main() -> None:
     args = arguments()
     torch.manual_seed(args.seed)
-    torch.set_num_threads(1)  # leave the other cores to the environments
+    torch.set_num_threads(1)  # the other cores step the environments
     shuffler = np.random.default_rng(args.seed)
     envs = make_envs(args.vector, [lambda: gym.wrappers.RecordEpisodeStatistics(gym.make(args.env_id))] * args.num_envs)
     model = ActorCritic(int(np.prod(envs.single_observation_space.shape)), int(envs.single_action_space.n))
@@ -87,10 +87,10 @@ def main() -> None:
                 actions[t], log_probs[t] = action, policy.log_prob(action)
             observation, reward, terminated, truncated, infos = envs.step(action.numpy())
             rewards[t], dones[t] = torch.as_tensor(reward), torch.as_tensor(terminated | truncated)
-            if "final_info" in infos:  # an episode has ended: RecordEpisodeStatistics tells how
+            if "final_info" in infos:  # an episode has ended: RecordEpisodeStatistics reports its return
                 final = infos["final_info"]
                 returns += final["episode"]["r"][final["_episode"]].tolist()
-                # Bootstrap where time ran out: what it is worth counts as reward of the last step.
+                # Where the episode was truncated, add the discounted value of its last observation to the reward.
                 for i in np.flatnonzero(truncated & ~terminated):
                     with torch.no_grad():
                         rewards[t, i] += 0.99 * model(torch.as_tensor(infos["final_obs"][i]))[1]
@@ -100,13 +100,13 @@ def main() -> None:
         target = (advantage + values).flatten()
         columns = [x.flatten(0, 1) for x in (observations, actions, log_probs, advantage)]
         for _ in range(4):
-            for chosen in np.array_split(shuffler.permutation(T * B), 4):
-                seen, did, old, gain = (x[chosen] for x in columns)
-                policy, value = model(seen)
-                ratio = (policy.log_prob(did) - old).exp()
-                gain = (gain - gain.mean()) / (gain.std() + 1e-8)
-                surrogate = torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
-                loss = 0.5 * (value - target[chosen]).square().mean() - surrogate - 0.01 * policy.entropy().mean()
+            for index in np.array_split(shuffler.permutation(T * B), 4):
+                rows, action, old_log_prob, weight = (x[index] for x in columns)
+                policy, value = model(rows)
+                ratio = (policy.log_prob(action) - old_log_prob).exp()
+                weight = (weight - weight.mean()) / (weight.std() + 1e-8)
+                surrogate = torch.min(ratio * weight, ratio.clamp(0.8, 1.2) * weight).mean()
+                loss = 0.5 * (value - target[index]).square().mean() - surrogate - 0.01 * policy.entropy().mean()
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -115,8 +115,8 @@ def main() -> None:
             rate = iteration * T * B / (time.perf_counter() - began)
             print(f"{iteration * T * B:>8} steps  return {np.mean(returns[-50:]):6.1f}  {rate:,.0f} steps/s")
 
-    weight = sum(float(parameter.detach().double().abs().sum()) for parameter in model.parameters())
-    print(f"sum of the parameters' magnitudes: {weight:.12f}")
+    total = sum(float(parameter.detach().double().abs().sum()) for parameter in model.parameters())
+    print(f"sum of the parameters' magnitudes: {total:.12f}")
     envs.close()
 
 

@@ -1,4 +1,4 @@
-"""Stable-Baselines3 on penstock's vector environment: only the line that makes `envs` differs from its manual.
+"""Stable-Baselines3 on penstock's vector environment: only the line that creates `envs` is new.
 
 python examples/vector_sb3.py --steps 50000
 """

@@ -1,9 +1,8 @@
-"""For tests of your own: faults to inject, and conformance kits for collectors and agents."""
+"""For your tests: fault injection, and conformance kits for your own collectors and agents."""
 
-from penstock.testing.conformance import ConformanceError, check_agent, check_collector
+from penstock.testing.conformance import check_agent, check_collector, check_eval_collector, check_traj_info
 from penstock.testing.delegation import DelegatingAgent
-from penstock.testing.episode_rules import check_eval_collector, check_traj_info
-from penstock.testing.faults import HOWS, Fault, InjectedFault, Trigger, UnpicklableFault, UnspeakableFault
+from penstock.testing.faults import HOWS, Fault, InjectedFault, Trigger, UnpicklableFault, UnprintableFault
 from penstock.testing.faulty import (
     FaultyAgent,
     FaultyEnv,
@@ -12,6 +11,7 @@ from penstock.testing.faulty import (
     faulty_eval_collector,
     faulty_traj_info,
 )
+from penstock.testing.rules import ConformanceError
 
 __all__ = [
     "HOWS",
@@ -23,7 +23,7 @@ __all__ = [
     "InjectedFault",
     "Trigger",
     "UnpicklableFault",
-    "UnspeakableFault",
+    "UnprintableFault",
     "check_agent",
     "check_collector",
     "check_eval_collector",

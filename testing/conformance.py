@@ -1,4 +1,4 @@
-"""The conformance kits: hold a collector or an agent of your own against the rules of penstock."""
+"""The conformance kits: check your own collector, agent, evaluation collector or `TrajInfo` against the rules."""
 
 from __future__ import annotations
 
@@ -6,24 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.agents import Agent
-from penstock.collectors import Collector
+from penstock.collectors import BaseEvalCollector, Collector, TrajInfo
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
-from penstock.testing import run_rules
-from penstock.testing.agent_rules import (
-    ACTING_RULES,
-    CENTRAL_RULES,
-    COLUMN_RULE,
-    PARAMETER_RULES,
-    acts_for_central_samplers_as_here,
-    acts_in_a_worker_as_here,
-)
+from penstock.testing import agent_rules, run_rules
+from penstock.testing.agent_setup import AgentSetup
 from penstock.testing.collector_rules import CONTINUITY_RULE, STEPPED_RULE, TRACE_RULES, SteppedTrajInfo
-from penstock.testing.rules import ConformanceError, apply
-from penstock.testing.subjects import Subject
-from penstock.testing.traces import Setup, record
-
-__all__ = ["ConformanceError", "check_agent", "check_collector"]
+from penstock.testing.evaluation_rules import EVALUATION_RULES, EvaluationSetup
+from penstock.testing.rules import apply
+from penstock.testing.traces import CollectorSetup, record
+from penstock.testing.traj_info_rules import TRAJ_INFO_RULES, TrajInfoSetup
 
 
 def check_collector(
@@ -41,34 +33,31 @@ def check_collector(
     seed: int = 0,
     start_method: str = "forkserver",
 ) -> None:
-    """Hold a collector against every rule; returns if it keeps them all.
+    """Check a collector against every rule; returns None if it keeps all of them.
 
-    It is run in environments of `env_fn` (a callable or an id) that are made to end after 3 to 11 steps,
-    by termination, truncation or both, and everything that they and the agent are called with is
-    compared with what is recorded and handed over.
+    The collector runs in environments of `env_fn`. The kit ends their episodes after 3 to 11 steps, by termination,
+    truncation or both. It compares what is recorded and returned with the calls that environments and agent got.
 
     Args:
         collector_cls: the collector.
-        env_fn, env_kwargs: as for a sampler; one function and one dict for all environments. They must
-            be deterministic under a seed.
-        agent: who acts, in every run anew; by default a random agent that reports numbers of its own. It
-            must act alike in batches of any number of columns.
+        env_fn, env_kwargs: as for a sampler, but one callable or id and one dict for all environments. The
+            environments must be deterministic under a seed.
+        agent: acts in every run; by default a random agent with values and agent_info. Its output must not
+            depend on the number of columns.
         batch_T, batch_B, n_batches, seed, start_method: of the runs.
-        n_workers: numbers of workers that must all give what one process gives.
-        continues: False if the collector may give running episodes up, for example to begin every
-            batch with new ones.
-        central: False if the collector, or `agent`, is not for the samplers whose workers hold no agent.
+        n_workers: numbers of workers; each must give the batches of one process.
+        continues: False if the collector may interrupt running episodes, for example at the start of a batch.
+        central: False if the collector, or `agent`, is not for the central samplers, whose workers hold no agent.
 
-    Raises `ConformanceError` for the first rule that is broken, saying which, what was seen and where, and
-    what to do; and what the sampler raises where the collector cannot run at all.
+    Raises `ConformanceError` for the first broken rule, with what was seen, where, and what to do. If the
+    collector cannot run, raises the sampler's own error.
     """
     if batch_T < 2 or batch_B < 2 or n_batches < 2:
         raise ConfigError(
-            f"batch_T, batch_B and n_batches must be 2 or more for a check to see anything, got {batch_T}, {batch_B} "
-            f"and {n_batches}"
+            f"batch_T, batch_B and n_batches must be 2 or more for a check, got {batch_T}, {batch_B} and {n_batches}"
         )
-    setup = Setup(
-        collector_cls, env_fn, env_kwargs, agent, int(batch_T), int(batch_B), int(n_batches), seed, start_method
+    setup = CollectorSetup(
+        env_fn, env_kwargs, int(batch_T), int(batch_B), seed, start_method, collector_cls, agent, int(n_batches)
     )
     name = collector_cls.__name__
     trace = record(setup)
@@ -77,10 +66,10 @@ def check_collector(
     for rule in (CONTINUITY_RULE, *TRACE_RULES) if continues else TRACE_RULES:
         apply(rule, name, trace)
     apply(STEPPED_RULE, name, record(setup, SteppedTrajInfo))
-    apply(run_rules.any_number_of_workers_gives_the_same, name, setup, n_workers)
+    apply(run_rules.any_number_of_workers_gives_the_same_batch, name, setup, n_workers)
     if central:
-        apply(run_rules.central_samplers_give_the_same, name, setup)
-    apply(run_rules.nothing_is_left_over, name, setup)
+        apply(run_rules.central_samplers_give_the_same_batch, name, setup)
+    apply(run_rules.nothing_is_left_after_shutdown, name, setup)
 
 
 def check_agent(
@@ -95,31 +84,70 @@ def check_agent(
     seed: int = 0,
     start_method: str = "forkserver",
 ) -> None:
-    """Hold an agent against every rule; returns if it keeps them all.
+    """Check an agent against every rule; returns None if it keeps all of them.
 
-    It is shown `[batch_T, batch_B]` observations that random actions have led to, and copies of it, made
-    as a sampler makes them, must act as the rules say.
+    Copies of the agent, made as a sampler makes them, act on `[batch_T, batch_B]` observations that were
+    recorded with random actions.
 
     Args:
-        make_agent: gives a new agent, without arguments; the agents may have other parameters each time.
+        make_agent: returns a new agent; called without arguments. Its parameters may differ each time.
         env_fn, env_kwargs: as for a sampler; for the spaces and the observations.
         batch_T, batch_B, seed, start_method: of the runs.
-        batch_invariant: False if what the agent does for a column may depend on how many columns there
-            are (batch normalization, say, or a sum in another order that decides between two actions).
-        central: False if the agent is not for the samplers that serve a few columns at a time.
+        batch_invariant: False if an action may depend on the number of columns (with batch normalization,
+            or if rounding decides between two actions).
+        central: False if the agent is not for the central samplers, which serve a few columns at a time.
 
-    Raises `ConformanceError` for the first rule that is broken, saying which, what was seen and where, and
-    what to do; and whatever the agent raises.
+    Raises `ConformanceError` for the first broken rule, with what was seen, where, and what to do. An
+    exception of the agent itself is not caught.
     """
     if batch_T < 4 or batch_B < 2:
-        raise ConfigError(
-            f"batch_T must be 4 or more and batch_B 2 or more for a check to see anything, got {batch_T}, {batch_B}"
-        )
-    subject = Subject(make_agent, env_fn, env_kwargs, int(batch_T), int(batch_B), seed, start_method)
-    invariance = ((COLUMN_RULE,), CENTRAL_RULES if central else ()) if batch_invariant else ()
-    for rule in (*ACTING_RULES, *(rule for rules in invariance for rule in rules), *PARAMETER_RULES):
-        apply(rule, subject.name, subject)
+        raise ConfigError(f"a check needs batch_T of 4 or more and batch_B of 2 or more, got {batch_T}, {batch_B}")
+    setup = AgentSetup(env_fn, env_kwargs, int(batch_T), int(batch_B), seed, start_method, make_agent)
+    rules = agent_rules.ACTING_RULES + agent_rules.PARAMETER_RULES
     if batch_invariant:
-        apply(acts_in_a_worker_as_here, subject.name, subject)
-    if batch_invariant and central:
-        apply(acts_for_central_samplers_as_here, subject.name, subject)
+        rules += agent_rules.BATCH_SIZE_RULES + (agent_rules.CENTRAL_RULES if central else ())
+    for rule in rules:
+        apply(rule, type(setup.agent).__name__, setup)
+
+
+def check_eval_collector(
+    eval_collector_cls: type[BaseEvalCollector],
+    env_fn: EnvFn,
+    *,
+    env_kwargs: Mapping[str, Any] | None = None,
+    n_envs: int = 4,
+    max_T: int = 40,
+    n_workers: Sequence[int] = (2,),
+    seed: int = 0,
+    start_method: str = "forkserver",
+) -> None:
+    """Check an evaluation collector against every rule; returns None if it keeps all of them.
+
+    A random agent acts for up to `max_T` steps in each of `n_envs` environments, whose episodes end as in
+    `check_collector`. The collector may return any of the episodes that ended. Raises `ConformanceError` for
+    the first broken rule.
+    """
+    setup = EvaluationSetup(
+        env_fn, env_kwargs, 4, n_envs, seed, start_method, eval_collector_cls, max_T=max_T, n_workers=n_workers
+    )
+    for rule in EVALUATION_RULES:
+        apply(rule, eval_collector_cls.__name__, setup)
+
+
+def check_traj_info(
+    traj_info_cls: type[TrajInfo],
+    env_fn: EnvFn,
+    *,
+    env_kwargs: Mapping[str, Any] | None = None,
+    traj_info_kwargs: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    start_method: str = "forkserver",
+) -> None:
+    """Check a `TrajInfo` subclass against every rule; returns None if it keeps all of them.
+
+    Raises `ConformanceError` for the first broken rule. If trajectories cannot be sent to the main process,
+    raises the sampler's own error.
+    """
+    setup = TrajInfoSetup(env_fn, env_kwargs, 16, 4, seed, start_method, traj_info_cls, traj_info_kwargs)
+    for rule in TRAJ_INFO_RULES:
+        apply(rule, traj_info_cls.__name__, setup)

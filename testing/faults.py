@@ -1,4 +1,4 @@
-"""Faults: the ways in which a worker can fail, delay or die, to be put where a test wants them."""
+"""Faults: the ways in which a worker can raise, exit, crash, hang or be slow, at a place that a test chooses."""
 
 from __future__ import annotations
 
@@ -15,58 +15,55 @@ from typing import Any, NoReturn
 
 from penstock.errors import ConfigError
 
-__all__ = ["HOWS", "Fault", "InjectedFault", "Trigger", "UnpicklableFault", "UnspeakableFault"]
-
-_FOR_EVER = 3600  # seconds of one sleep among many
+_HOUR = 3600  # seconds of each sleep in an endless row of them
 
 
 class InjectedFault(Exception):
-    """What "raise" raises: an ordinary exception, which pickles."""
+    """What "raise" raises: an ordinary exception, which can be pickled."""
 
 
 class UnpicklableFault(InjectedFault):
-    """What "unpicklable" raises: it speaks, but it cannot be pickled."""
+    """What "unpicklable" raises: it has a message, but cannot be pickled."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an UnpicklableFault cannot be pickled")
 
 
-class UnspeakableFault(InjectedFault):
-    """What "unspeakable" raises: its `__str__` and `__repr__` raise, and it weighs a megabyte."""
+class UnprintableFault(InjectedFault):
+    """What "unprintable" raises: its `__str__` and `__repr__` raise, and it has a megabyte of arguments."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message * (1_000_000 // max(len(message), 1)))
 
     def __str__(self) -> NoReturn:
-        raise RuntimeError("no words")
+        raise RuntimeError("an UnprintableFault has no text")
 
     __repr__ = __str__
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One way to fail, at one call of the place that it is put into.
+    """One way to fail, at one call of the place where a test injects it.
 
     `how` is one of:
 
-    - "raise", "unpicklable", "unspeakable": an exception (`InjectedFault`; one whose pickling fails; one
-      whose `__str__` raises and that weighs a megabyte);
+    - "raise", "unpicklable", "unprintable": an exception, see `InjectedFault`, `UnpicklableFault`, `UnprintableFault`;
     - "system exit": `SystemExit`; "exit": `os._exit(0)`;
-    - "kill": SIGKILL to itself; "segfault": a real one; "stop": SIGSTOP, until somebody sends SIGCONT;
-    - "delay": sleeps `seconds`, then goes on;
-    - "hang": sleeps for ever; "spin": busy for ever, in Python; "hold the gil": sleeps for ever in C code
-      that keeps the interpreter lock, so that no other thread of the process runs.
+    - "kill": SIGKILL to itself; "segfault": a real one; "stop": SIGSTOP, until another process sends SIGCONT;
+    - "delay": sleeps for `seconds`, then continues;
+    - "hang": sleeps without end; "spin": loops without end, in Python; "hold the gil": sleeps without end in C code
+      that holds the interpreter lock, so that no other thread of the process runs.
 
-    Raises `ConfigError` if a field is not what it must be.
+    Raises `ConfigError` if a field has a wrong value.
     """
 
     how: str
-    at: int = 1  #: the call, counted from 1, that it happens at
-    seconds: float = 1.0  #: how long a delay lasts
-    #: A path: only the process that creates this file fails, that is, one of all, and not again after a
-    #: restart. None: it happens wherever call `at` is reached.
+    at: int = 1  #: at which call it happens, counted from 1
+    seconds: float = 1.0  #: of "delay"
+    #: A path: only the process that creates this file fails, so only one of all, and no restarted one. None: every
+    #: process fails at its call `at`.
     marker: str | None = None
-    #: A process that is never harmed: the main process, where an environment is built for its spaces alone.
+    #: A process that never fails: usually the main process, which builds an environment to read its spaces.
     spare_pid: int | None = None
 
     def __post_init__(self) -> None:
@@ -77,15 +74,15 @@ class Fault:
         if not (isinstance(self.seconds, int | float) and math.isfinite(self.seconds) and self.seconds >= 0):
             raise ConfigError(f"seconds must be a finite number, 0 or more, got {self.seconds!r}")
         if self.marker is not None and not Path(self.marker).parent.is_dir():
-            raise ConfigError(f"marker={self.marker!r} lies in a folder that does not exist: make the folder first")
+            raise ConfigError(f"marker={self.marker!r} is in a folder that does not exist: create the folder first")
 
     def fire(self) -> None:
-        """Let it happen here and now, unless this process is spared or another has taken the marker."""
-        if os.getpid() == self.spare_pid or not self._take_marker():
-            return
-        _DEEDS[self.how](self)
+        """Fail now, unless this process is `spare_pid` or another process has created the marker."""
+        if os.getpid() != self.spare_pid and self._take_marker():
+            _EFFECTS[self.how](self)
 
     def _take_marker(self) -> bool:
+        """Whether this process may fail: there is no marker, or this process has created it."""
         if self.marker is None:
             return True
         try:
@@ -94,42 +91,36 @@ class Fault:
             return False
         return True
 
-    def _message(self) -> str:
-        return f"a fault was injected: {self.how} at call {self.at}"
-
 
 class Trigger:
-    """Counts the calls of one place in one process, and fires at the one that the fault names."""
+    """Counts the calls of one place in one process, and fires the fault at its call."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault, self.calls = fault, 0
 
     def call(self) -> None:
-        """The place has been reached once more."""
+        """The place was called once more."""
         self.calls += 1
         if self.calls == self.fault.at:
             self.fault.fire()
 
 
-# ---- the deeds -----------------------------------------------------------------------------
+def _raiser(kind: type[BaseException]) -> Callable[[Fault], NoReturn]:
+    def effect(fault: Fault) -> NoReturn:
+        raise kind(f"a fault was injected: {fault.how} at call {fault.at}")
 
-
-def _raiser(kind: type[BaseException]) -> Callable[[Fault], None]:
-    def deed(fault: Fault) -> NoReturn:
-        raise kind(fault._message())
-
-    return deed
+    return effect
 
 
 def _segfault(fault: Fault) -> None:
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
-    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))  # nobody wants a core file of it
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))  # no core file
     ctypes.string_at(0)
 
 
 def _hang(fault: Fault) -> NoReturn:
     while True:
-        time.sleep(_FOR_EVER)
+        time.sleep(_HOUR)
 
 
 def _spin(fault: Fault) -> NoReturn:
@@ -138,16 +129,15 @@ def _spin(fault: Fault) -> NoReturn:
 
 
 def _hold_the_gil(fault: Fault) -> NoReturn:
-    # A PyDLL keeps the interpreter lock during its calls; looked up before, for it is for ever.
-    sleep: Any = ctypes.PyDLL(None).sleep
+    sleep: Any = ctypes.PyDLL(None).sleep  # a PyDLL holds the interpreter lock during its calls
     while True:
-        sleep(_FOR_EVER)
+        sleep(_HOUR)
 
 
-_DEEDS: dict[str, Callable[[Fault], object]] = {
+_EFFECTS: dict[str, Callable[[Fault], object]] = {
     "raise": _raiser(InjectedFault),
     "unpicklable": _raiser(UnpicklableFault),
-    "unspeakable": _raiser(UnspeakableFault),
+    "unprintable": _raiser(UnprintableFault),
     "system exit": _raiser(SystemExit),
     "exit": lambda fault: os._exit(0),
     "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
@@ -160,4 +150,4 @@ _DEEDS: dict[str, Callable[[Fault], object]] = {
 }
 
 #: Every `how` of a `Fault`.
-HOWS = tuple(_DEEDS)
+HOWS = tuple(_EFFECTS)

@@ -1,9 +1,9 @@
-"""Faulty things: environments, agents, collectors and trajectory infos that carry a fault."""
+"""Environments, agents, collectors and trajectory infos with an injected fault."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -14,39 +14,25 @@ from penstock.collectors import BaseEvalCollector, Collector, TrajInfo
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
 from penstock.testing.delegation import DelegatingAgent
+from penstock.testing.environments import wrapped_env_fn
 from penstock.testing.faults import Fault, Trigger
-from penstock.testing.wrapping import wrapping
-
-__all__ = [
-    "FaultyAgent",
-    "FaultyEnv",
-    "faulty_collector",
-    "faulty_env",
-    "faulty_eval_collector",
-    "faulty_traj_info",
-]
-
-_C = TypeVar("_C")
 
 _ENV_PLACES = ("init", "reset", "step", "close")
-_AGENT_PLACES = ("step", "value", "reset_one", "sample_mode")
-_COLLECTOR_PLACES = ("start_envs", "collect_batch", "reset_if_needed", "end_batch")
-_TRAJ_INFO_PLACES = ("terminate", "handing over")
-_REACHED_ONCE = ("init", "start_envs")
+_CALLED_ONCE = ("init", "start_envs")
 
 
 def _check(where: str, places: Sequence[str], fault: Fault) -> None:
     if where not in places:
         raise ConfigError(f"where must be one of {', '.join(map(repr, places))}, got {where!r}")
-    if where in _REACHED_ONCE and fault.at != 1:
-        raise ConfigError(f"{where!r} is reached once, so a fault there needs at=1, got at={fault.at}")
+    if where in _CALLED_ONCE and fault.at != 1:
+        raise ConfigError(f"{where!r} is called once, so a fault there needs at=1, got at={fault.at}")
 
 
 # ---- environments --------------------------------------------------------------------------
 
 
 class FaultyEnv(gym.Wrapper[Any, Any, Any, Any]):
-    """`env` with a fault in "init" (of the wrapper, with `env` built), "reset", "step" or "close"."""
+    """`env` with a fault in "init" (of the wrapper, after `env` is built), "reset", "step" or "close"."""
 
     def __init__(self, env: gym.Env[Any, Any], fault: Fault, where: str = "step") -> None:
         super().__init__(env)
@@ -55,7 +41,7 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any]):
         try:
             self._reach("init")
         except BaseException:
-            env.close()  # nobody else knows of it
+            env.close()  # the caller has no reference to it
             raise
 
     def _reach(self, where: str) -> None:
@@ -76,13 +62,13 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def faulty_env(env_fn: EnvFn, fault: Fault, where: str = "step") -> Callable[..., gym.Env[Any, Any]]:
-    """An `env_fn` whose environments are `FaultyEnv`s around those of `env_fn`, an id or a callable.
+    """An `env_fn` that builds a `FaultyEnv` around each environment of `env_fn`, an id or a callable.
 
-    One of many is faulty with `env_fn=[fn, fn, faulty_env(fn, fault)]`. The main process builds and
-    closes the first one too, to read the spaces: with "init" or "close", `spare_pid=os.getpid()` saves it.
+    For one faulty environment among several, use `env_fn=[fn, fn, faulty_env(fn, fault)]`. The main process
+    builds and closes the first one, to read the spaces: with "init" or "close", give `spare_pid=os.getpid()`.
     """
     _check(where, _ENV_PLACES, fault)
-    return wrapping(env_fn, lambda env, column: FaultyEnv(env, fault, where))
+    return wrapped_env_fn(env_fn, lambda env, column: FaultyEnv(env, fault, where))
 
 
 # ---- agents --------------------------------------------------------------------------------
@@ -91,13 +77,13 @@ def faulty_env(env_fn: EnvFn, fault: Fault, where: str = "step") -> Callable[...
 class FaultyAgent(DelegatingAgent):
     """`agent` with a fault in its "step", "value", "reset_one" or "sample_mode".
 
-    Only the copies that sample or evaluate in a worker fail, each counting its own calls; not the trial
-    step in `initialize`.
+    Only the copies that sample or evaluate in a worker fail, and each counts its own calls. The trial step in
+    `initialize` does not count.
     """
 
     def __init__(self, agent: Agent, fault: Fault, where: str = "step") -> None:
         super().__init__(agent)
-        _check(where, _AGENT_PLACES, fault)
+        _check(where, ("step", "value", "reset_one", "sample_mode"), fault)
         self._where, self._trigger = where, Trigger(fault)
 
     def _reach(self, where: str) -> None:
@@ -131,23 +117,18 @@ class FaultyAgent(DelegatingAgent):
 def faulty_collector(base: type[Collector], fault: Fault, where: str = "collect_batch") -> type[Collector]:
     """A subclass of `base` with a fault at the beginning of one of its methods.
 
-    `where` is "start_envs", "collect_batch", "end_batch" or "reset_if_needed": a worker is there when it
-    has answered barrier_out and is about to park at barrier_in, for the first time after start-up.
+    `where` is "start_envs", "collect_batch", "end_batch" or "reset_if_needed". A worker calls "reset_if_needed"
+    between barrier_out and barrier_in, and for the first time after start-up.
     """
-    _check(where, _COLLECTOR_PLACES, fault)
-    return _with_fault(base, fault, where)
-
-
-def _with_fault(base: type[_C], fault: Fault, where: str) -> type[_C]:
-    """A subclass whose method `where` fires before it does what it did; one trigger per instance."""
-    # The depth tells the triggers of a faulty subclass of a faulty class apart.
+    _check(where, ("start_envs", "collect_batch", "reset_if_needed", "end_batch"), fault)
+    # The depth distinguishes the triggers of a faulty subclass of a faulty class.
     original, name = getattr(base, where), f"_trigger_{len(base.__mro__)}"
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        vars(self).setdefault(name, Trigger(fault)).call()
+        vars(self).setdefault(name, Trigger(fault)).call()  # one trigger per instance
         return original(self, *args, **kwargs)
 
-    return type(f"Faulty{base.__name__}", (base,), {where: method, "__doc__": f"{base.__name__} with a {fault}."})
+    return _subclass(base, fault, {where: method})
 
 
 def faulty_eval_collector(base: type[BaseEvalCollector], fault: Fault) -> type[BaseEvalCollector]:
@@ -166,43 +147,40 @@ def faulty_eval_collector(base: type[BaseEvalCollector], fault: Fault) -> type[B
             self.envs.step = faulty_step
         original(self, itr)
 
-    doc = f"{base.__name__} with a {fault}."
-    return type(f"Faulty{base.__name__}", (base,), {"collect_evaluation": collect_evaluation, "__doc__": doc})
+    return _subclass(base, fault, {"collect_evaluation": collect_evaluation})
 
 
 # ---- trajectory infos ----------------------------------------------------------------------
 
 
 def faulty_traj_info(base: type[TrajInfo], fault: Fault, where: str = "terminate") -> type[TrajInfo]:
-    """A subclass of `base` with a fault where a trajectory ends: in "terminate", or in "handing over",
-    while its attributes are pickled (which a `SerialSampler` does not do).
+    """A subclass of `base` with a fault where a trajectory ends.
 
+    `where` is "terminate", or "sending": while its attributes are pickled, which a `SerialSampler` does not do.
     Calls are counted over all trajectories of a process.
     """
-    _check(where, _TRAJ_INFO_PLACES, fault)
+    _check(where, ("terminate", "sending"), fault)
     original, trigger = base.terminate, Trigger(fault)
 
     def terminate(self: Any, final_observation: Any) -> None:
         if where == "terminate":
             trigger.call()
         else:
-            self._cargo = _Cargo(trigger)
+            self._payload = _FaultyPickle(trigger)
         original(self, final_observation)
 
-    return type(
-        f"Faulty{base.__name__}", (base,), {"terminate": terminate, "__doc__": f"{base.__name__} with {fault}."}
-    )
+    return _subclass(base, fault, {"terminate": terminate})
 
 
-class _Cargo:
-    """Pulls the trigger when it is pickled; arrives as False."""
+class _FaultyPickle:
+    """Calls the trigger when it is pickled; unpickles as False."""
 
     def __init__(self, trigger: Trigger) -> None:
         self._trigger = trigger
         self._error: BaseException | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What cannot be pickled one way is tried another way: once it has failed, it keeps failing.
+        # Pickling is tried in several ways: after the first failure, all must fail.
         if self._error is not None:
             raise self._error
         try:
@@ -211,3 +189,7 @@ class _Cargo:
             self._error = error
             raise
         return bool, ()
+
+
+def _subclass(base: type[Any], fault: Fault, methods: dict[str, Any]) -> type[Any]:
+    return type(f"Faulty{base.__name__}", (base,), {**methods, "__doc__": f"{base.__name__} with a {fault}."})

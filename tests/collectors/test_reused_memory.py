@@ -20,7 +20,7 @@ from penstock import (
 )
 from penstock.collectors.tracking import kept
 from penstock.testing import check_traj_info
-from penstock.testing.reusing import ReusingEnv
+from penstock.testing.environments import ReusingEnv
 
 
 class Plain(gym.Env[Any, Any]):

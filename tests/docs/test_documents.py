@@ -1,4 +1,4 @@
-"""The code in README and docs, run as it is written there."""
+"""The code in README and docs is executed as it is written there."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock import ParallelSampler, RandomAgent, SerialSampler, VectorEnvCollector
-from penstock.envs import CountingEnv
+from penstock.envs import CountingEnv, EnvContext, Purpose
 from penstock.testing import (
     ConformanceError,
     agent_rules,
@@ -19,11 +19,13 @@ from penstock.testing import (
     check_eval_collector,
     check_traj_info,
     collector_rules,
-    episode_rules,
+    evaluation_rules,
     run_rules,
+    traj_info_rules,
 )
 
 ROOT = Path(__file__).parent.parent.parent
+TESTING = (ROOT / "docs/testing.md").read_text(encoding="utf-8")
 
 
 def blocks(name: str) -> list[str]:
@@ -31,7 +33,7 @@ def blocks(name: str) -> list[str]:
 
 
 def definitions(name: str) -> dict[str, Any]:
-    """All that the document's blocks define, one after the other in one module."""
+    """All names that the document's blocks define, executed one after the other in one module."""
     namespace: dict[str, Any] = {"__name__": "__main__"}  # as in a script: classes travel by value
     for block in blocks(name):
         exec(compile(block, name, "exec"), namespace)
@@ -83,7 +85,7 @@ def test_the_sticky_collector_of_the_readme() -> None:
     t, b = torch.meshgrid(torch.arange(40), torch.arange(8) % 4, indexing="ij")
     stuck = (b == t % 4) & ~done_before
     assert torch.equal(samples.agent.action[stuck], samples.agent.prev_action[stuck])
-    assert all(torch.equal(batch, batches[0]) for batch in batches), "however many workers there are"
+    assert all(torch.equal(batch, batches[0]) for batch in batches), "for any number of workers"
 
 
 def test_a_collector_from_nothing() -> None:
@@ -95,6 +97,38 @@ def test_a_collector_from_nothing() -> None:
             samples, infos = sampler.obtain_samples(itr)
             assert samples.env.observation[:, :, 1].tolist() == [[t % 5] * 3 for t in range(7)]
             assert [info.Length for info in infos] == [5, 5, 5]
+
+
+def test_the_frame_skip_repeats_actions_within_an_episode() -> None:
+    frame_skip = definitions("docs/extending.md")["FrameSkip"]
+    with SerialSampler(
+        lambda: frame_skip(CountingEnv(), n=2), batch_T=6, batch_B=1, max_decorrelation_steps=0
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        samples, infos = sampler.obtain_samples(0)
+        assert samples.env.reward[:, 0].tolist() == [1 + 2, 3 + 4, 5, 1 + 2, 3 + 4, 5]
+        assert [(info.Length, info.Return) for info in infos] == [(3, 15), (3, 15)]
+
+
+def test_environments_differ_by_rank_and_purpose() -> None:
+    make_env = definitions("docs/extending.md")["make_env"]
+    train, evaluation = (make_env(EnvContext(2, 0, 0, purpose)) for purpose in (Purpose.TRAIN, Purpose.EVAL))
+    for env, reward in ((train, 0.1), (evaluation, 1.0)):
+        env.reset(seed=0)
+        assert env.step(0)[1] == pytest.approx(reward)
+        assert env.unwrapped.length == pytest.approx(0.7)
+
+
+def test_batches_are_converted_as_the_extending_page_says() -> None:
+    names = definitions("docs/extending.md")
+    assert names["lengths"] == [0.5, 0.6, 0.7, 0.8]
+    assert names["found"] == [True] * 4
+    assert names["samples"].env.observation.dtype == torch.float32
+    assert "final_obs" not in names["samples"].env
+    assert names["rows"].observation.shape == (64, 2)
+    assert names["rows"].env_info.count.shape == (64,)
+    assert names["first_columns"].agent.action.shape == (16, 2)
+    assert "env.env_info.count" in names["names"]
 
 
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
@@ -144,17 +178,17 @@ def test_the_evaluation_of_one_episode_each(traj_info: str) -> None:
             assert sorted(info.Length for info in sampler.evaluate_agent(itr)) == [2, 4, 9]
 
 
-def test_the_kits_and_the_faults_as_they_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_testing_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
     names = definitions("docs/testing.md")
     names["test_my_collector"]()
-    told = re.search(r"(ClippingCollector breaks .*?gave )", (ROOT / "docs/testing.md").read_text(), re.DOTALL)
-    assert told is not None
-    assert capsys.readouterr().out.startswith(re.sub(r"-?\d\.\d$", "", told[1]))
+    shown = re.search(r"```\n(ClippingCollector breaks .*?)```", TESTING, re.DOTALL)
+    assert shown is not None
+    assert re.fullmatch(re.escape(shown[1]).replace(r"\.\.\.", r"\d+"), capsys.readouterr().out)
     names["test_my_agent"]()
-    names["test_what_my_program_does_when_a_worker_dies"]()
+    names["test_my_program_when_a_worker_is_killed"]()
 
 
-def test_what_extending_shows_keeps_the_rules() -> None:
+def test_the_classes_of_the_extending_page_keep_the_rules() -> None:
     names = definitions("docs/extending.md")
     check_collector(names["FreshStartCollector"], CountingEnv, continues=False, n_workers=(2,))
     with pytest.raises(ConformanceError, match="continues=False"):
@@ -164,7 +198,7 @@ def test_what_extending_shows_keeps_the_rules() -> None:
     check_eval_collector(names["FirstEpisodeEval"], CountingEnv)
 
 
-def test_ones_own_batched_environment_is_sampled() -> None:
+def test_the_batched_environment_is_sampled() -> None:
     cls = definitions("docs/extending.md")["Walks"]
     with ParallelSampler(cls, batch_T=40, batch_B=6, n_workers=2, collector_cls=VectorEnvCollector) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
@@ -174,17 +208,23 @@ def test_ones_own_batched_environment_is_sampled() -> None:
         assert (samples.env.observation.abs() < 4).all()
 
 
-def test_every_rule_is_told_of() -> None:
-    text = (ROOT / "docs/testing.md").read_text()
+def test_the_testing_page_lists_every_rule() -> None:
     rules = [*collector_rules.TRACE_RULES, collector_rules.STEPPED_RULE, collector_rules.CONTINUITY_RULE]
-    rules += [*agent_rules.ACTING_RULES, agent_rules.COLUMN_RULE, *agent_rules.PARAMETER_RULES]
-    rules += [*agent_rules.CENTRAL_RULES, agent_rules.acts_for_central_samplers_as_here]
-    named = {rule.__name__ for rule in rules} | {"acts_in_a_worker_as_here", *run_rules.__all__}
-    named |= {rule.__name__ for rule in (*episode_rules.EVAL_RULES, *episode_rules.TRAJ_INFO_RULES)}
-    assert set(re.findall(r"`(\w+)`", text.split("## What the rules are")[1].split("##")[0])) == named
+    rules += [*run_rules.RUN_RULES, *agent_rules.ACTING_RULES, *agent_rules.PARAMETER_RULES]
+    rules += [*agent_rules.BATCH_SIZE_RULES, *agent_rules.CENTRAL_RULES]
+    rules += [*evaluation_rules.EVALUATION_RULES, *traj_info_rules.TRAJ_INFO_RULES]
+    listed = re.findall(r"`(\w+)`", TESTING.split("## The rules")[1].split("##")[0])
+    assert sorted(listed) == sorted(["TrajInfo", *(rule.__name__ for rule in rules)])
 
 
-def test_every_link_between_documents_leads_somewhere() -> None:
+def test_every_heading_that_the_extending_page_links_to_exists() -> None:
+    text = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) == anchors
+
+
+def test_every_link_between_documents_has_a_target() -> None:
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
     for document in documents:
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):

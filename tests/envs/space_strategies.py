@@ -1,4 +1,4 @@
-"""Spaces of every kind that can be recorded, as hypothesis strategies, and their elements taken apart."""
+"""Hypothesis strategies for all spaces that can be recorded, and functions for parts of their elements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from penstock.buffers.named import map_leaves
 from penstock.envs import example_of
 
-#: Keys of a Dict space; names of methods and numbers are as good as any.
+#: Keys of a Dict space; some are names of methods, one is a number.
 KEYS = st.sampled_from(["position", "goal", "values", "copy", "a key", 3])
 
 shapes = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
@@ -36,7 +36,7 @@ def float_boxes(draw: Any) -> spaces.Box:
 def integer_boxes(draw: Any) -> spaces.Box:
     dtype, shape = np.dtype(draw(st.sampled_from(INTEGERS))), draw(shapes)
     bounds = np.iinfo(dtype)
-    # Not the whole of int64: gymnasium itself cannot sample there.
+    # Not all of int64: gymnasium cannot sample there.
     elements = st.integers(max(int(bounds.min), -(2**40)), min(int(bounds.max), 2**40))
     one, other = draw(hnp.arrays(dtype, shape, elements=elements)), draw(hnp.arrays(dtype, shape, elements=elements))
     return spaces.Box(np.minimum(one, other), np.maximum(one, other), dtype=dtype)
@@ -49,7 +49,7 @@ flags = st.builds(lambda shape: spaces.Box(0, 1, shape, np.bool_), shapes)
 @st.composite
 def discretes(draw: Any) -> spaces.Discrete:
     bounds = np.iinfo(draw(st.sampled_from([np.int64, np.int32, np.int8, np.uint8])))
-    # Up to the last number of a small dtype, where start + n no longer is one.
+    # Up to the largest number of a small dtype, where start + n does not fit.
     start = draw(st.integers(max(int(bounds.min), -1000), min(int(bounds.max), 1000)))
     return spaces.Discrete(
         draw(st.integers(1, min(int(bounds.max) - max(start, 0) + 1, int(bounds.max), 1000))), None, start, bounds.dtype
@@ -94,28 +94,28 @@ def empty_row(space: Any, n: int) -> Any:
 
 
 def children(space: Any) -> list[tuple[Any, Any]]:
-    """Keys and spaces directly below a Dict or Tuple space; none of a leaf."""
+    """Pairs of key and space in a Dict or Tuple space; nothing for other spaces."""
     if isinstance(space, spaces.Dict):
         return [*space.items()]
     return [*enumerate(space.spaces)] if isinstance(space, spaces.Tuple) else []
 
 
 def nodes(space: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every space at and below `space` with the keys that lead there, depth first."""
+    """Pairs of path and space: `space` and every space in it, depth first. A path is a tuple of keys."""
     yield path, space
     for key, child in children(space):
         yield from nodes(child, (*path, key))
 
 
 def at(element: Any, path: tuple[Any, ...]) -> Any:
-    """The part of `element` where the keys of `path` lead."""
+    """The part of `element` at `path`."""
     for key in path:
         element = element[key]
     return element
 
 
 def replaced(element: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """`element` with another value where the keys of `path` lead."""
+    """`element` with `value` at `path`."""
     if not path:
         return value
     key, *rest = path
@@ -125,10 +125,10 @@ def replaced(element: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def leaf_paths(space: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """Every space below `space` that is neither Dict nor Tuple, with the keys that lead there, in order."""
+    """Pairs of path and space for every space that is neither Dict nor Tuple, in order."""
     return [(path, node) for path, node in nodes(space) if not isinstance(node, spaces.Dict | spaces.Tuple)]
 
 
 def path_name(path: tuple[Any, ...], root: str = "observation") -> str:
-    """How an error names the place where the keys of `path` lead."""
+    """The name of `path` in error messages."""
     return root + "".join(f"[{key!r}]" for key in path)

@@ -1,4 +1,4 @@
-"""Batched environments that reset within the step: seeds, streams, what is reported where an episode ends."""
+"""Batched environments that reset within the step: seeds, streams, results at an episode's end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 
 
 def run(env: Any, n: int, seed: Any, columns: Any = slice(None), width: int = 4) -> list[Any]:
-    """`n` steps with the same actions of `width` columns, of which `columns` are those of `env`."""
+    """`n` steps with the actions of `width` columns; `env` has `columns` of them."""
     actions = np.random.default_rng(0).integers(0, 2, (n, width))[:, columns]
     seen = [env.reset(seed=seed)[0].copy()]
     for row in actions:
@@ -50,7 +50,7 @@ def test_the_mode_is_same_step(make: Any) -> None:
 
 
 @both
-def test_a_row_hangs_on_its_own_seed_alone(make: Any) -> None:
+def test_a_row_depends_only_on_its_seed(make: Any) -> None:
     seeds = [2**32 - 1, 7, 0, 2**31]
     env, part = make(4), make(2)
     whole = run(env, 200, seeds)
@@ -61,7 +61,7 @@ def test_a_row_hangs_on_its_own_seed_alone(make: Any) -> None:
 
 
 @both
-def test_without_a_seed_the_streams_go_on_and_differ(make: Any) -> None:
+def test_without_a_seed_the_streams_continue_and_differ(make: Any) -> None:
     env = make(3)
     first, second = env.reset(seed=1)[0].copy(), env.reset()[0].copy()
     assert len({row.tobytes() for row in (*first, *second)}) == 6
@@ -72,7 +72,7 @@ def test_without_a_seed_the_streams_go_on_and_differ(make: Any) -> None:
 
 
 @both
-def test_an_episode_that_ends_begins_anew_in_the_same_step(make: Any) -> None:
+def test_a_row_is_reset_in_the_step_that_ends_its_episode(make: Any) -> None:
     env = make(4)
     env.reset(seed=0)
     length, ends = np.zeros(4, int), 0
@@ -96,7 +96,7 @@ def test_an_episode_that_ends_begins_anew_in_the_same_step(make: Any) -> None:
 
 
 @both
-def test_a_list_of_another_length_is_refused(make: Any) -> None:
+def test_a_list_with_the_wrong_length_is_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="list of 3, got a list of 2"):
         make(3).reset(seed=[1, 2])
 
@@ -116,13 +116,13 @@ def test_the_bounds_of_cartpoles_starts_can_be_set() -> None:
         ("CartPole-v1", {"max_num_players": 2}, "max_num_players"),
     ],
 )
-def test_what_cannot_be_adapted_of_envpool_is_refused(task: str, kwargs: Any, message: str) -> None:
+def test_unsupported_modes_of_envpool_are_refused(task: str, kwargs: Any, message: str) -> None:
     pytest.importorskip("envpool")
     with pytest.raises(ConfigError, match=message):
         BatchedEnvPool(task, 3, **kwargs)
 
 
-def test_without_envpool_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_envpool_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "envpool", None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[envpool\]'"):
         BatchedEnvPool("CartPole-v1")

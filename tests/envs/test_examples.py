@@ -47,7 +47,7 @@ def test_fields_are_the_keys_of_a_dict_and_the_numbered_members_of_a_tuple(space
     check(example_of(space), space)
 
 
-def test_keys_that_look_alike_are_refused() -> None:
+def test_keys_with_the_same_text_are_refused() -> None:
     box = spaces.Box(0, 1, (2,))
     with pytest.raises(SpaceError, match="observation"):
         example_of(spaces.Dict({1: box, "1": box}))
@@ -76,16 +76,14 @@ class OwnSpace(gym.Space[Any]):
     ],
     ids=["alone", "nested"],
 )
-def test_a_space_without_fixed_shape_is_refused_by_name_with_a_remedy(
-    space: Any, remedy: str, wrap: Any, name: str
-) -> None:
+def test_a_space_without_fixed_shape_is_refused_with_a_remedy(space: Any, remedy: str, wrap: Any, name: str) -> None:
     with pytest.raises(SpaceError, match=f"^{re.escape(name)} has a .*{remedy}"):
         example_of(wrap(space), "sight")
 
 
 @quick
 @given(any_space)
-def test_a_float_dtype_replaces_those_of_floats_alone(space: Any) -> None:
+def test_a_float_dtype_replaces_only_float_dtypes(space: Any) -> None:
     plain, cast = leaves(example_of(space)), leaves(observation_example(space, np.float32))
     for before, after in zip(plain, cast, strict=True):
         assert after.shape == before.shape
@@ -94,7 +92,7 @@ def test_a_float_dtype_replaces_those_of_floats_alone(space: Any) -> None:
 
 @quick
 @given(any_space)
-def test_without_a_float_dtype_an_observation_is_recorded_as_its_space_says(space: Any) -> None:
+def test_without_a_float_dtype_an_observation_has_the_dtypes_of_its_space(space: Any) -> None:
     assert [leaf.dtype for leaf in leaves(observation_example(space))] == [
         leaf.dtype for leaf in leaves(example_of(space))
     ]

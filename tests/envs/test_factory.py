@@ -1,4 +1,4 @@
-"""From `env_fn` to one factory per environment, and what is said of an `env_fn` that is none."""
+"""From `env_fn` to one factory per environment, and the errors for a wrong `env_fn`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lengths(factories: tuple[EnvFactory, ...]) -> list[int]:
 
 
 @given(st.integers(0, 6))
-def test_one_callable_serves_all_environments(n: int) -> None:
+def test_one_callable_is_used_for_all_environments(n: int) -> None:
     factories = env_factories(partial(CountingEnv, length=3), None, n)
     envs = [factory() for factory in factories]
     assert [env.unwrapped.length for env in envs] == [3] * n
@@ -42,11 +42,11 @@ def test_a_list_of_kwargs_gives_each_environment_its_own(wanted: list[int]) -> N
     assert lengths(env_factories(CountingEnv, [{"length": n} for n in wanted], len(wanted))) == wanted
 
 
-def test_one_dict_of_kwargs_serves_all_environments() -> None:
+def test_one_dict_of_kwargs_is_used_for_all_environments() -> None:
     assert lengths(env_factories(CountingEnv, {"length": 9}, 2)) == [9, 9]
 
 
-def test_kwargs_changed_later_do_not_reach_the_factories() -> None:
+def test_later_changes_of_kwargs_have_no_effect() -> None:
     kwargs = {"length": 9}
     factories = env_factories(CountingEnv, kwargs, 1), env_factories(CountingEnv, [kwargs], 1)
     kwargs["length"] = 1
@@ -61,7 +61,7 @@ def test_an_id_is_made_with_the_kwargs() -> None:
     env.close()
 
 
-def test_an_id_registered_in_this_process_alone_travels() -> None:
+def test_an_id_that_only_this_process_knows_can_be_pickled() -> None:
     gym.register("OnlyHere-v0", entry_point=CountingEnv, kwargs={"length": 4})
     try:
         pickled = cloudpickle.dumps(env_factories("OnlyHere-v0", None, 1))
@@ -78,7 +78,7 @@ def test_an_unknown_id_is_named(env_id: str) -> None:
 
 
 @pytest.mark.parametrize("env_fn", [None, 5, ["CartPole-v1"], [CountingEnv, None], {"a": 1}, CountingEnv()])
-def test_what_is_no_env_fn_is_shown_with_an_example_of_one(env_fn: Any) -> None:
+def test_the_error_for_a_wrong_env_fn_shows_an_example(env_fn: Any) -> None:
     with pytest.raises(ConfigError, match=r"eval_env_fn must be a callable.*, got .*functools.partial"):
         env_factories(env_fn, None, 2, "eval_")
 
@@ -89,18 +89,18 @@ def test_a_long_env_fn_is_shown_shortened() -> None:
     assert len(str(caught.value)) < 400
 
 
-def test_a_list_of_another_length_names_both_numbers() -> None:
+def test_the_error_for_a_wrong_number_of_callables_names_both_numbers() -> None:
     with pytest.raises(ConfigError, match="env_fn is a list of 3 callables for 2 environments"):
         env_factories([CountingEnv] * 3, None, 2)
 
 
-def test_kwargs_of_another_length_name_both_numbers() -> None:
+def test_the_error_for_a_wrong_number_of_kwargs_names_both_numbers() -> None:
     with pytest.raises(ConfigError, match="env_kwargs is a list of 1 dicts for 2 environments"):
         env_factories(CountingEnv, [{}], 2)
 
 
 @pytest.mark.parametrize("env_kwargs", [5, [1, 2], "ab"], ids=repr)
-def test_what_are_no_kwargs_is_a_config_error(env_kwargs: Any) -> None:
+def test_wrong_kwargs_are_a_config_error(env_kwargs: Any) -> None:
     with pytest.raises(ConfigError, match="env_kwargs"):
         env_factories(CountingEnv, env_kwargs, 2)
 
@@ -108,12 +108,12 @@ def test_what_are_no_kwargs_is_a_config_error(env_kwargs: Any) -> None:
 # ---- building ----------------------------------------------------------------------------------
 
 
-def test_what_is_no_gymnasium_env_is_named() -> None:
+def test_an_object_that_is_not_a_gymnasium_env_is_named() -> None:
     with pytest.raises(ConfigError, match=r"must return a gymnasium\.Env, got builtins\.dict$"):
         EnvFactory(dict)()
 
 
-def test_an_old_gym_environment_is_pointed_to_shimmy() -> None:
+def test_for_an_old_gym_environment_the_error_names_shimmy() -> None:
     class Old:
         def step(self, action: Any) -> None: ...
 
@@ -126,7 +126,7 @@ def test_the_example_environment_is_what_the_factory_builds() -> None:
     assert build_example_env(EnvFactory(lambda: env)) is env
 
 
-def test_what_a_factory_raises_is_named_and_the_cause() -> None:
+def test_an_exception_of_a_factory_is_named_and_is_the_cause() -> None:
     with pytest.raises(ConfigError, match="env_fn raised ZeroDivisionError while the main process") as caught:
         build_example_env(EnvFactory(lambda: 1 / 0))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -137,13 +137,13 @@ def test_a_wrong_keyword_is_an_error_that_names_it() -> None:
         build_example_env(EnvFactory(CountingEnv, {"lenght": 3}))
 
 
-def test_a_config_error_from_a_factory_stays_itself() -> None:
+def test_a_config_error_from_a_factory_is_not_wrapped() -> None:
     with pytest.raises(ConfigError, match=r"^env_fn must return a gymnasium\.Env"):
         build_example_env(EnvFactory(dict))
 
 
 class Spaceless(CountingEnv):
-    """Without the space that `missing` names; knows whether it was closed."""
+    """An environment without the space `missing`; records whether it was closed."""
 
     closed = False
 
@@ -160,7 +160,7 @@ class Spaceless(CountingEnv):
 
 @pytest.mark.parametrize("missing", ["observation_space", "action_space"])
 @pytest.mark.parametrize("value", [None, (3,), spaces.Discrete], ids=repr)
-def test_an_environment_without_a_space_is_refused_by_the_spaces_name(missing: str, value: Any) -> None:
+def test_an_environment_without_a_space_is_refused_with_the_spaces_name(missing: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"the environment's {missing} must be a gymnasium space, got"):
         build_example_env(EnvFactory(Spaceless, {"missing": missing, "value": value}))
 

@@ -1,4 +1,4 @@
-"""Random streams: none is shared, and each hangs on seed, purpose and environment alone."""
+"""Random streams: no two are equal, and each depends only on seed, purpose and environment."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_no_two_purposes_share_a_stream(seed: int, env_rank: int) -> None:
 
 
 @given(seeds, ranks, purposes)
-def test_neighbours_in_seed_environment_and_key_share_no_stream(seed: int, env_rank: int, purpose: Purpose) -> None:
+def test_neighbouring_seeds_environments_and_keys_share_no_stream(seed: int, env_rank: int, purpose: Purpose) -> None:
     neighbours = [
         stream(seed, purpose, env_rank),
         stream(seed + 1, purpose, env_rank),
@@ -75,13 +75,13 @@ def test_seeds_and_streams_do_not_depend_on_how_environments_are_grouped(
 
 
 @given(seeds, ranks, purposes)
-def test_a_columns_stream_is_that_of_its_environment(seed: int, env_rank: int, purpose: Purpose) -> None:
+def test_a_column_has_the_stream_of_its_environment(seed: int, env_rank: int, purpose: Purpose) -> None:
     (rng,) = ColumnStreams(seed, range(env_rank, env_rank + 1)).rngs(purpose, 4)
     assert head(rng) == head(stream(seed, purpose, env_rank, 4))
 
 
 @given(seeds, ranks, purposes)
-def test_an_env_seed_is_one_that_gymnasium_and_others_accept(seed: int, env_rank: int, purpose: Purpose) -> None:
+def test_an_env_seed_has_at_most_32_bits(seed: int, env_rank: int, purpose: Purpose) -> None:
     (env_seed,) = ColumnStreams(seed, range(env_rank, env_rank + 1)).env_seeds(purpose)
     assert type(env_seed) is int
     assert 0 <= env_seed < 2**32
@@ -94,7 +94,7 @@ def test_fresh_seeds_are_short_and_differ() -> None:
 
 
 @pytest.mark.parametrize("purpose", Purpose)
-def test_a_stream_stays_what_it_was_in_earlier_releases(purpose: Purpose) -> None:
-    """A recorded experiment can be run again: renumbering the purposes would break that unnoticed."""
+def test_a_stream_is_the_same_as_in_earlier_releases(purpose: Purpose) -> None:
+    """New numbers for the purposes would change recorded experiments without an error."""
     sequence = np.random.SeedSequence(7, spawn_key=([*Purpose.__members__].index(purpose.name), 3))
     assert stream(7, purpose, 3).random() == np.random.Generator(np.random.PCG64(sequence)).random()

@@ -1,4 +1,4 @@
-"""The toy environments: what they return can be worked out by hand, and they fail when told to."""
+"""The toy environments: their results can be predicted, and CrashingEnv fails where it should."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from penstock.envs import CountingEnv, CrashingEnv, NestedEnv, SlowEnv, toy
 quick = settings(max_examples=30, deadline=None)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # the checker's advice on the shape of spaces
-def test_gymnasiums_own_checker_finds_no_fault() -> None:
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the checker's advice about the shapes of spaces
+def test_gymnasiums_checker_finds_no_error() -> None:
     check_env(NestedEnv(), skip_render_check=True)
 
 
@@ -44,9 +44,7 @@ def test_an_episode_passes_gymnasiums_checks_step_by_step(make: Any) -> None:
 
 @quick
 @given(st.integers(1, 6), st.booleans(), st.sampled_from([1.0, -0.5, 0.0]), st.integers(1, 4))
-def test_counting_env_returns_what_can_be_worked_out_by_hand(
-    length: int, truncate: bool, scale: float, episodes: int
-) -> None:
+def test_counting_env_returns_the_predicted_values(length: int, truncate: bool, scale: float, episodes: int) -> None:
     env = CountingEnv(length, truncate, scale, dtype=np.float64)
     for episode in range(episodes):
         observation, info = env.reset(seed=episode)
@@ -61,7 +59,7 @@ def test_counting_env_returns_what_can_be_worked_out_by_hand(
 
 
 @pytest.mark.parametrize("length", [7, 300])
-def test_nested_env_echoes_its_actions_within_its_space_for_as_long_as_it_lasts(length: int) -> None:
+def test_nested_env_returns_its_actions_within_its_space(length: int) -> None:
     env = NestedEnv(length)
     env.action_space.seed(0)
     observation, _ = env.reset(seed=1)
@@ -76,7 +74,7 @@ def test_nested_env_echoes_its_actions_within_its_space_for_as_long_as_it_lasts(
         assert (terminated, truncated) == (step == length, False)
 
 
-def test_nested_env_starts_where_its_seed_says() -> None:
+def test_nested_envs_first_observation_depends_on_its_seed() -> None:
     positions = [NestedEnv().reset(seed=seed)[0]["position"].tolist() for seed in (3, 3, 4)]
     assert positions[0] == positions[1] != positions[2]
 
@@ -95,7 +93,7 @@ def test_slow_env_counts_and_sleeps_once_a_step(monkeypatch: pytest.MonkeyPatch)
 
 
 def drive(env: gym.Env[Any, Any], calls: int) -> list[str]:
-    """Reset, step and close the environment, `calls` times each; what was done before anything was raised."""
+    """Reset, step and close the environment, `calls` times each; returns the calls before the first exception."""
     done: list[str] = []
     try:
         for where, call in (("reset", env.reset), ("step", lambda: env.step(0)), ("close", env.close)):
@@ -109,25 +107,25 @@ def drive(env: gym.Env[Any, Any], calls: int) -> list[str]:
 
 @pytest.mark.parametrize("where", ["reset", "step", "close"])
 @pytest.mark.parametrize("at", [1, 3])
-def test_crashing_env_raises_at_the_call_it_was_told(where: str, at: int) -> None:
+def test_crashing_env_raises_at_the_chosen_call(where: str, at: int) -> None:
     whole = ["reset"] * 3 + ["step"] * 3 + ["close"] * 3
     before = whole.index(where) + at - 1
     done = drive(CrashingEnv(where, at=at), calls=3)
-    assert done == [*whole[:before], f"CrashingEnv was told to raise in {where}"]
+    assert done == [*whole[:before], f"CrashingEnv raises in {where}"]
 
 
 def test_crashing_env_raises_while_it_is_built() -> None:
-    with pytest.raises(ValueError, match="told to raise in init"):
+    with pytest.raises(ValueError, match="CrashingEnv raises in init"):
         CrashingEnv("init")
 
 
 @pytest.mark.parametrize("where", ["init", "reset", "step", "close"])
-def test_crashing_env_spares_the_process_it_was_told_to_spare(where: str) -> None:
+def test_crashing_env_does_not_fail_in_the_spared_process(where: str) -> None:
     env = CrashingEnv(where, spare_pid=os.getpid())
     assert drive(env, calls=2) == ["reset"] * 2 + ["step"] * 2 + ["close"] * 2
 
 
-def test_crashing_env_hangs_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crashing_env_hangs_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     class Woken(Exception):
         pass
 

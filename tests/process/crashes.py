@@ -20,7 +20,7 @@ PLACES = {
     "collector": Place(2, r"\w[^()]* \(itr=1\)"),
     "parked": Place(2, r"waiting at barrier_in \(itr=[01]\)"),
     "evaluation": Place(4, r"stepping env_rank [01], t=3 \(evaluation, itr=1\)"),
-    "handing over": Place(3, r"sending results \(itr=1\)"),
+    "sending": Place(3, r"sending results \(itr=1\)"),
 }
 
 HOWS = {

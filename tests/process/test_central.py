@@ -54,7 +54,7 @@ modes = pytest.mark.parametrize("mode", MODES)
 
 
 # Those of the crash matrix that are another matter where the agent is elsewhere.
-PLACES = {name: place for name, place in crashes.PLACES.items() if name not in ("agent", "handing over")}
+PLACES = {name: place for name, place in crashes.PLACES.items() if name not in ("agent", "sending")}
 HOWS = {name: crashes.HOWS[name] for name in ("raise", "kill", "segfault", "exit")}
 
 
@@ -144,7 +144,7 @@ def test_an_agent_that_raises_is_the_action_servers(where: str, mode: str) -> No
     assert isinstance(again.value.__cause__, InjectedFault)
 
 
-@pytest.mark.parametrize("how", ["raise", "unspeakable"])
+@pytest.mark.parametrize("how", ["raise", "unprintable"])
 def test_an_agent_that_raises_in_evaluation(how: str) -> None:
     class InEvaluation(FaultyAgent):
         in_evaluation = False

@@ -49,7 +49,7 @@ def test_an_exception_in_an_environment_names_worker_and_place(where: str, start
         sampler.initialize(RandomAgent())
         sampler.obtain_samples(0)
     message = str(caught.value)
-    assert f"raised ValueError: CrashingEnv was told to raise in {where}" in message
+    assert f"raised ValueError: CrashingEnv raises in {where}" in message
     assert "worker 1 (pid " in message
     assert "env_rank 3" in message
     assert ("itr=0" if where == "step" else "start-up") in message
@@ -228,7 +228,7 @@ def test_an_exception_in_close_is_one_warning(cls: type[Sampler]) -> None:
         sampler.config.env_kwargs[3]["at"] = 1
     sampler.initialize(RandomAgent())
     sampler.obtain_samples(0)
-    with pytest.warns(RuntimeWarning, match="told to raise in close"):
+    with pytest.warns(RuntimeWarning, match="CrashingEnv raises in close"):
         sampler.shutdown()
 
 

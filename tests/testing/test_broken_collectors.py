@@ -1,4 +1,4 @@
-"""Collectors that break one rule each, and the rule that catches them."""
+"""Collectors that break one rule each, and the rule that finds it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ class LeavesGaps(ResetCollector):
 class ReadsAhead(ResetCollector):
     def act(self, t: int) -> None:
         if not np.isfinite(self.samples.observation[self.batch_T - 1]).all():
-            raise RuntimeError("what is this?")
+            raise RuntimeError("not finite")
         super().act(t)
 
 
@@ -197,7 +197,7 @@ class ValuesNoEnds(ResetCollector):
         self.samples.final_value[...] = 0
 
 
-class StartsAnew(ResetCollector):
+class Interrupts(ResetCollector):
     def collect_batch(self, itr: int) -> None:
         for column in range(len(self.envs)):
             self.reset_column(column)
@@ -221,7 +221,7 @@ class SkipsSteps(ResetCollector):
         del envs.step
 
 
-class HangsOnColumns(ResetCollector):
+class DependsOnColumns(ResetCollector):
     def act(self, t: int) -> None:
         super().act(t)
         self.prev_action[0] = 0
@@ -229,7 +229,7 @@ class HangsOnColumns(ResetCollector):
 
 
 class RecordsLate(ResetCollector):
-    """Keeps what the agent has returned until the next step, which a remote agent returns in the same memory."""
+    """Keeps the agent's output until the next step; a remote agent returns it in the same memory again."""
 
     last: Any = None
 
@@ -248,30 +248,54 @@ class RecordsLate(ResetCollector):
 BROKEN: list[tuple[type[Collector], str, str]] = [
     (Draws, "one_seed_gives_one_batch", r"in two runs with one seed, itr=7"),
     (LeavesGaps, "every_cell_is_written", r"agent\.agent_info\.probe at t=1, env_rank=0: .* and nan"),
-    (ReadsAhead, "every_cell_is_written", r"RuntimeError: what is this.*read no row before it is written"),
-    (StartsAnew, "episodes_go_on_from_batch_to_batch", r"in mid-episode before itr=7, t=0, env_rank=.*continues=False"),
-    (SaysNothing, "the_agent_is_told_of_the_batch", r"no call in the batch itr=7"),
-    (SaysLess, "the_agent_is_told_of_the_batch", r"sample_mode\(6\) in the batch itr=7"),
-    (ActsTwice, "the_agent_acts_once_a_row", r"32 calls of agent\.step in the batch itr=7 of 16 rows"),
-    (StepsTwice, "the_agent_acts_once_a_row", r"a further environment step at itr=7, t=3, env_rank=0"),
-    (NeverResets, "environments_are_reset_at_the_end", r"whose episode was over"),
+    (ReadsAhead, "every_cell_is_written", r"RuntimeError: not finite.*read no row before it is written"),
+    (
+        Interrupts,
+        "episodes_continue_in_the_next_batch",
+        r"in the middle of an episode, before itr=7, t=0, .*continues=False",
+    ),
+    (SaysNothing, "sample_mode_is_called_once_per_batch", r"no call in the batch itr=7"),
+    (SaysLess, "sample_mode_is_called_once_per_batch", r"sample_mode\(6\) in the batch itr=7"),
+    (ActsTwice, "the_agent_acts_once_per_row", r"32 calls of agent\.step in the batch itr=7 of 16 rows"),
+    (StepsTwice, "the_agent_acts_once_per_row", r"an extra environment step at itr=7, t=3, env_rank=0"),
+    (NeverResets, "environments_are_reset_after_an_episode", r"after the end of the episode"),
     (
         Invalidates,
-        "valid_marks_the_cells_that_hold_a_step",
-        r"valid is False at itr=7, t=2, env_rank=1, where .* a step",
+        "valid_marks_the_recorded_steps",
+        r"valid is False at itr=7, t=2, env_rank=1; it should be True",
     ),
-    (ShowsTheEnd, "observations_are_those_acted_on", r"observation is \[.*\] at itr=7.*the environment showed \["),
-    (Sticks, "actions_are_those_taken", r"action is . at itr=7, t=\d+, env_rank=0; the environment took ."),
-    (Clips, "rewards_are_those_given", r"reward is 1\.0 at itr=7, .*; the environment gave \d\.0"),
-    (ForgetsTruncation, "ends_are_those_reported", r"truncated is False at itr=7.*the environment returned True"),
-    (Ends, "done_is_terminated_or_truncated", r"done is False at itr=7.*terminated False, truncated True"),
-    (KeepsTheWrongEnd, "final_observations_are_kept", r"final_obs is .* at itr=7.*the episode ended with"),
-    (StartsFromZero, "previous_rows_carry_over", r"prev_reward is 0\.0 at itr=8, t=0, env_rank=.*the last was"),
+    (
+        ShowsTheEnd,
+        "observations_are_what_the_environment_returned",
+        r"observation is \[.*\] at itr=7.*the environment returned \[",
+    ),
+    (
+        Sticks,
+        "actions_are_what_the_environment_took",
+        r"action is . at itr=7, t=\d+, env_rank=0; the environment took .",
+    ),
+    (
+        Clips,
+        "rewards_are_what_the_environment_returned",
+        r"reward is 1\.0 at itr=7, .*; the environment returned \d\.0",
+    ),
+    (ForgetsTruncation, "ends_are_what_the_environment_returned", r"truncated is False at itr=7.*it should be True"),
+    (Ends, "done_is_terminated_or_truncated", r"done is False at itr=7.*it should be True"),
+    (KeepsTheWrongEnd, "final_obs_is_the_last_observation", r"final_obs is .* at itr=7.*the episode ended with"),
+    (StartsFromZero, "previous_values_carry_over", r"prev_reward is 0\.0 at itr=8, t=0, env_rank=.*the last one was"),
     (ShowsSomethingElse, "the_agent_sees_what_is_recorded", r"agent\.step's observation is .*recorded is"),
-    (MisreportsTheAgent, "the_agent_sees_what_is_recorded", r"agent_info\.probe is .*the agent reported"),
-    (RemembersActions, "an_episode_begins_without_a_past", r"agent\.step's prev_action is [12] at itr=7"),
-    (RemembersRewards, "an_episode_begins_without_a_past", r"agent\.step's prev_reward is .* at itr=7.*should be 0\.0"),
-    (ForgetsRewards, "the_agent_is_given_its_past", r"agent\.step's prev_reward is 0\.0 at itr=7.*the last was"),
+    (MisreportsTheAgent, "the_agent_sees_what_is_recorded", r"agent_info\.probe is .*the agent returned"),
+    (RemembersActions, "previous_values_are_zero_at_an_episodes_start", r"agent\.step's prev_action is [12] at itr=7"),
+    (
+        RemembersRewards,
+        "previous_values_are_zero_at_an_episodes_start",
+        r"agent\.step's prev_reward is .* at itr=7.*should be 0\.0",
+    ),
+    (
+        ForgetsRewards,
+        "the_agent_gets_its_previous_values",
+        r"agent\.step's prev_reward is 0\.0 at itr=7.*the last one was",
+    ),
     (ForgetsTheAgent, "the_agent_is_reset_with_its_environment", r"0 calls of agent\.reset_one\(.*was reset 1 times"),
     (
         ResetsAnotherColumn,
@@ -280,17 +304,25 @@ BROKEN: list[tuple[type[Collector], str, str]] = [
     ),
     (ResetsTheAgentTwice, "the_agent_is_reset_with_its_environment", r"2 calls of agent\.reset_one\(.*reset 1 times"),
     (ResetsTheAgentLate, "the_agent_is_reset_with_its_environment", r"0 calls of agent\.reset_one\(.*reset 1 times"),
-    (ValuesTheLastRow, "values_are_of_what_follows", r"bootstrap_value is .* at itr=7, env_rank=0; it should be"),
-    (ValuesNoEnds, "values_are_of_what_follows", r"final_value is 0\.0 at itr=7"),
-    (LosesTrajectories, "trajectories_are_those_that_ended", r"trajectories were handed over in the batch itr=7"),
-    (SkipsSteps, "a_stepped_trajectory_sees_every_step", r"SteppedTrajInfo\(Length=.*for the episode that ended"),
-    (HangsOnColumns, "any_number_of_workers_gives_the_same", r"in one process and in 2 workers, batch 0"),
-    (RecordsLate, "central_samplers_give_the_same", r"agent_info\.probe at t=.* and in a GpuSampler.*central=False"),
+    (
+        ValuesTheLastRow,
+        "values_are_of_the_next_observation",
+        r"bootstrap_value is .* at itr=7, env_rank=0; it should be",
+    ),
+    (ValuesNoEnds, "values_are_of_the_next_observation", r"final_value is 0\.0 at itr=7"),
+    (LosesTrajectories, "each_episode_that_ends_gives_a_traj_info", r"trajectories were returned for the batch itr=7"),
+    (SkipsSteps, "a_traj_info_subclass_sees_every_step", r"SteppedTrajInfo\(Length=.*for the episode that ended"),
+    (DependsOnColumns, "any_number_of_workers_gives_the_same_batch", r"in one process and in 2 workers, itr=0"),
+    (
+        RecordsLate,
+        "central_samplers_give_the_same_batch",
+        r"agent_info\.probe at t=.* and in a GpuSampler.*central=False",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("cls", "rule", "words"), BROKEN, ids=[entry[0].__name__ for entry in BROKEN])
-def test_what_breaks_a_rule_is_caught_by_it(cls: type[Collector], rule: str, words: str) -> None:
+def test_each_broken_rule_is_found(cls: type[Collector], rule: str, words: str) -> None:
     with pytest.raises(ConformanceError, match=f"(?s){words}") as caught:
         check_collector(cls, CountingEnv)
     message = str(caught.value)
@@ -303,8 +335,8 @@ def test_a_collector_need_not_be_for_central_samplers() -> None:
     check_collector(RecordsLate, CountingEnv, central=False)
 
 
-def test_every_rule_states_itself_and_is_shown_to_catch_something() -> None:
+def test_every_rule_has_a_statement_and_a_class_that_breaks_it() -> None:
     rules: list[Callable[..., None]] = [*collector_rules.TRACE_RULES, collector_rules.STEPPED_RULE]
-    rules += [collector_rules.CONTINUITY_RULE, *(getattr(run_rules, name) for name in run_rules.__all__)]
+    rules += [collector_rules.CONTINUITY_RULE, *run_rules.RUN_RULES]
     assert all(rule.__doc__ and rule.__doc__.rstrip().endswith(".") for rule in rules)
-    assert {rule.__name__ for rule in rules} == {rule for _, rule, _ in BROKEN} | {"nothing_is_left_over"}
+    assert {rule.__name__ for rule in rules} == {rule for _, rule, _ in BROKEN} | {"nothing_is_left_after_shutdown"}

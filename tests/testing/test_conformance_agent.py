@@ -1,4 +1,4 @@
-"""The agent's kit: good agents pass, and each way to be wrong is caught by the rule that it breaks."""
+"""The agent's kit: correct agents pass, and each error is found by its rule."""
 
 import functools
 import itertools
@@ -53,7 +53,7 @@ def test_the_categorical_agent_keeps_all_rules(make: Callable[[], Agent]) -> Non
     check_agent(make, CARTPOLE)
 
 
-def test_an_agent_with_a_fault_that_never_comes_keeps_all_rules() -> None:
+def test_an_agent_with_a_fault_that_never_fires_keeps_all_rules() -> None:
     check_agent(lambda: FaultyAgent(CategoricalPgAgent(Model), Fault("raise", at=10_000)), CARTPOLE)
 
 
@@ -203,7 +203,7 @@ class ValueDraws(Recurrent):
 
 
 class SharedState(Recurrent):
-    """Has its state from `initialize`, so that all copies have the same."""
+    """Creates its state in `initialize`, so that all copies share it."""
 
     def initialize(self, observation_space: Any, action_space: Any, *, seed: Any = None) -> None:
         super().initialize(observation_space, action_space, seed=seed)
@@ -248,7 +248,7 @@ class Normalizes(Recurrent):
         return super().step(observation - observation.mean(0), *rest)
 
 
-class SelectsNobody(Recurrent):
+class IgnoresTheSelection(Recurrent):
     mine = slice(None)  # type: ignore[assignment]
 
     def draw(self) -> Any:
@@ -359,51 +359,67 @@ class CountsInTheClass(Recurrent):
 BROKEN: list[tuple[Callable[[], Agent], str, str]] = [
     (OneDtypeLess, "agent_info_keeps_its_shape", r"at t=\d+, fields .*score: \[4\] float.*; at t=0"),
     (OneForAll, "agent_info_keeps_its_shape", r"agent_info\.mean is \[2\] float32 for 4 columns"),
-    (FloatActions, "actions_have_the_spaces_shape", r"action is float64, of another kind than the space's int64"),
+    (FloatActions, "actions_have_the_spaces_shape", r"action is float64, not of the same kind as the space's int64"),
     (ColumnOfActions, "actions_have_the_spaces_shape", r"action has shape \[4, 1\]; it must be \[4\]"),
     (Outside, "actions_lie_in_the_space", r"the action at t=\d+, env_rank=\d is 3; the space is Discrete\(3\)"),
     (GlobalNoise, "one_seed_gives_the_same_actions", r"action at t=\d, env_rank=\d: . and ., in two copies"),
-    (WritesIntoObservations, "inputs_are_left_alone", r"observation at .* before and after agent\.step, t=\d"),
-    (WritesInValue, "inputs_are_left_alone", r"prev_reward at env_rank=0: 0\.0 and 1\.0 before and after agent\.value"),
-    (KeepsReferences, "inputs_are_not_kept", r"agent_info\.change at t=\d.*in memory that is written again"),
-    (ValueColumn, "value_gives_one_number_a_column", r"\[4, 1\] float32 for B=4"),
-    (ValueMoves, "value_leaves_the_state_alone", r"agent_info\.\w+ at t=.*without and with calls of agent\.value"),
-    (ValueDraws, "value_leaves_the_state_alone", r"action at t=.*without and with calls of agent\.value"),
-    (SharedState, "column_copies_share_no_state", r"agent_info\.sum at t=.*alone and with another copy"),
+    (WritesIntoObservations, "inputs_are_not_changed", r"observation at .* before and after agent\.step, t=\d"),
+    (
+        WritesInValue,
+        "inputs_are_not_changed",
+        r"prev_reward at env_rank=0: 0\.0 and 1\.0 before and after agent\.value",
+    ),
+    (KeepsReferences, "inputs_are_not_kept", r"agent_info\.change at t=\d.*in memory that is overwritten"),
+    (ValueColumn, "value_gives_one_number_per_column", r"\[4, 1\] float32 for B=4"),
+    (ValueMoves, "value_does_not_change_the_state", r"agent_info\.\w+ at t=.*without and with calls of agent\.value"),
+    (ValueDraws, "value_does_not_change_the_state", r"action at t=.*without and with calls of agent\.value"),
+    (SharedState, "copies_share_no_state", r"agent_info\.sum at t=.*alone and with another copy"),
     (
         ResetsAll,
-        "reset_one_leaves_other_columns_alone",
+        "reset_one_changes_no_other_column",
         r"agent_info\.\w+ at t=8.*without and with reset_one\(1\) at t=8",
     ),
-    (ResetsNone, "reset_one_forgets_its_column", r"agent_info\.\w+ at t=0.*in column 1 after two different pasts"),
+    (ResetsNone, "reset_one_resets_its_column", r"agent_info\.\w+ at t=0.*in column 1 after two different pasts"),
     (
         ResetsTheFirst,
-        "reset_forgets_every_column",
+        "reset_resets_every_column",
         r"agent_info\.\w+ at t=0, env_rank=1.*two different pasts and reset\(\)",
     ),
-    (OneStream, "columns_do_not_depend_on_their_number", r"action at t=.*among 4 columns and among 2"),
-    (Normalizes, "columns_do_not_depend_on_their_number", r"among 4 columns and among 2.*batch_invariant=False"),
-    (SelectsNobody, "columns_may_be_stepped_a_few_at_a_time", r"ValueError: operands .*, for the columns \[\d"),
+    (OneStream, "columns_do_not_depend_on_the_batch_size", r"action at t=.*among 4 columns and among 2"),
+    (Normalizes, "columns_do_not_depend_on_the_batch_size", r"among 4 columns and among 2.*batch_invariant=False"),
+    (IgnoresTheSelection, "select_steps_only_some_columns", r"ValueError: operands .*, for the columns \[\d"),
     (
         TakesTheFirst,
-        "columns_may_be_stepped_a_few_at_a_time",
-        r" at t=\d+, env_rank=\d.*all at once and a few at a time",
+        "select_steps_only_some_columns",
+        r" at t=\d+, env_rank=\d.*all columns together and a few at a time",
     ),
-    (KeepsItsStreams, "reseeded_columns_begin_anew", r"action at t=\d+, env_rank=0: . and ., in the reseeded columns"),
+    (
+        KeepsItsStreams,
+        "reseeded_columns_use_the_new_streams",
+        r"action at t=\d+, env_rank=0: . and ., in the reseeded columns",
+    ),
     (Unpicklable, "pickling_changes_nothing", r"TypeError: cannot pickle '_thread\.lock' object"),
     (ForgetsItself, "pickling_changes_nothing", r" at t=.*before and after pickling"),
     (HidesParameters, "parameters_survive_a_round_trip", r"agent_info\.hidden at t=0.*in an agent and in one with"),
     (RoundsParameters, "parameters_survive_a_round_trip", r"parameter weight at .* after write_parameters"),
-    (KeepsParameters, "parameters_are_copied", r"parameter weight at .*: .* and 0\.0 when the arrays given are zeroed"),
-    (LeaksParameters, "a_workers_copy_follows_the_learner", r"parameter weight at .* before sync_shared_memory"),
-    (IgnoresTheLearner, "a_workers_copy_follows_the_learner", r"parameter weight at .* after sync_shared_memory"),
-    (ServesOtherwise, "acts_for_central_samplers_as_here", r" and as a central sampler's agent"),
-    (CountsInTheClass, "acts_in_a_worker_as_here", r"agent_info\.here at t=0, env_rank=0.*in two workers"),
+    (
+        KeepsParameters,
+        "parameters_are_copied",
+        r"parameter weight at .*: .* and 0\.0 when the given arrays are set to zero",
+    ),
+    (LeaksParameters, "worker_copies_follow_sync_shared_memory", r"parameter weight at .* before sync_shared_memory"),
+    (IgnoresTheLearner, "worker_copies_follow_sync_shared_memory", r"parameter weight at .* after sync_shared_memory"),
+    (ServesOtherwise, "central_samplers_give_the_same_actions", r" in this process and in a central sampler"),
+    (
+        CountsInTheClass,
+        "worker_processes_give_the_same_actions",
+        r"agent_info\.here at t=0, env_rank=0.*in two workers",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("make", "rule", "words"), BROKEN, ids=[entry[0].__name__ for entry in BROKEN])
-def test_what_breaks_a_rule_is_caught_by_it(make: Any, rule: str, words: str) -> None:
+def test_each_broken_rule_is_found(make: Any, rule: str, words: str) -> None:
     with pytest.raises(ConformanceError, match=f"(?s){words}") as caught:
         check_agent(make, CountingEnv)
     message = str(caught.value)
@@ -412,24 +428,23 @@ def test_what_breaks_a_rule_is_caught_by_it(make: Any, rule: str, words: str) ->
     assert "\n  do:   " in message
 
 
-def test_an_agent_that_looks_at_all_columns_is_a_matter_of_documentation() -> None:
+def test_columns_may_depend_on_each_other_if_that_is_declared() -> None:
     check_agent(Normalizes, CountingEnv, batch_invariant=False)
 
 
-@pytest.mark.parametrize("make", [SelectsNobody, KeepsItsStreams, ServesOtherwise])
+@pytest.mark.parametrize("make", [IgnoresTheSelection, KeepsItsStreams, ServesOtherwise])
 def test_an_agent_need_not_be_for_central_samplers(make: Any) -> None:
     check_agent(make, CountingEnv, central=False)
 
 
-def test_every_rule_states_itself_and_is_shown_to_catch_something() -> None:
-    rules = [*agent_rules.ACTING_RULES, agent_rules.COLUMN_RULE, *agent_rules.CENTRAL_RULES]
-    rules += [*agent_rules.PARAMETER_RULES, agent_rules.acts_in_a_worker_as_here]
-    rules.append(agent_rules.acts_for_central_samplers_as_here)
+def test_every_rule_has_a_statement_and_a_class_that_breaks_it() -> None:
+    rules = agent_rules.ACTING_RULES + agent_rules.PARAMETER_RULES
+    rules += agent_rules.BATCH_SIZE_RULES + agent_rules.CENTRAL_RULES
     assert all(rule.__doc__ and rule.__doc__.rstrip().endswith(".") for rule in rules)
     assert {rule.__name__ for rule in rules} == {rule for _, rule, _ in BROKEN}
 
 
-def test_what_cannot_be_checked_says_so() -> None:
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="must return a penstock Agent, got Linear"):
         check_agent(lambda: nn.Linear(1, 1), CountingEnv)  # type: ignore[arg-type, return-value]
     with pytest.raises(ConfigError, match="4 or more"):

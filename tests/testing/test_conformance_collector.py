@@ -1,4 +1,4 @@
-"""The collector's kit: good collectors pass, and what is left over is seen; test_broken_collectors.py has the rest."""
+"""The collector's kit: correct collectors pass, and leftovers are found; test_broken_collectors.py has the rest."""
 
 import functools
 import os
@@ -33,7 +33,7 @@ def test_the_reset_collector_keeps_all_rules(env_fn: Any, n_workers: tuple[int, 
     check_collector(ResetCollector, env_fn, n_workers=n_workers)
 
 
-def test_with_a_policy_of_the_users_own() -> None:
+def test_with_the_users_policy() -> None:
     import torch
     from torch import nn
 
@@ -53,7 +53,7 @@ def test_the_wait_reset_collector_keeps_all_rules() -> None:
     check_collector(WaitResetCollector, CARTPOLE, batch_T=5, n_batches=5, n_workers=())
 
 
-def test_an_environment_function_gets_what_it_asks_for() -> None:
+def test_an_env_fn_gets_its_context_and_its_kwargs() -> None:
     def make(context: Any, length: int) -> CountingEnv:
         assert context.env_rank < 4
         return CountingEnv(length)
@@ -61,7 +61,7 @@ def test_an_environment_function_gets_what_it_asks_for() -> None:
     check_collector(ResetCollector, make, env_kwargs={"length": 6}, n_workers=(2,))
 
 
-class StartsAnew(ResetCollector):
+class Interrupts(ResetCollector):
     def collect_batch(self, itr: int) -> None:
         for column in range(len(self.envs)):
             self.reset_column(column)
@@ -70,22 +70,24 @@ class StartsAnew(ResetCollector):
         super().collect_batch(itr)
 
 
-def test_giving_episodes_up_is_a_matter_of_documentation() -> None:
-    class Fresh(StartsAnew):
+def test_a_collector_may_interrupt_episodes_if_that_is_declared() -> None:
+    class Restarts(Interrupts):
         def collect_batch(self, itr: int) -> None:
             self.tracker.restart()
             super().collect_batch(itr)
 
-    check_collector(Fresh, CountingEnv, continues=False, n_workers=(2,))
+    check_collector(Restarts, CountingEnv, continues=False, n_workers=(2,))
     with pytest.raises(ConformanceError, match=r"Return=.*for the episode that ended") as caught:
-        check_collector(StartsAnew, CountingEnv, continues=False)
-    assert caught.value.rule == "trajectories_are_those_that_ended", "what was given up was counted along"
+        check_collector(Interrupts, CountingEnv, continues=False)
+    assert caught.value.rule == "each_episode_that_ends_gives_a_traj_info", (
+        "the TrajInfo also counts the steps before the reset"
+    )
 
 
-# ---- what is left over ---------------------------------------------------------------------
+# ---- after shutdown -----------------------------------------------------------------------
 
 
-def test_a_descriptor_that_stays_open_is_caught(tmp_path: Path) -> None:
+def test_a_descriptor_that_stays_open_is_found(tmp_path: Path) -> None:
     opened: list[int] = []
 
     class Opens(ResetCollector):
@@ -97,13 +99,13 @@ def test_a_descriptor_that_stays_open_is_caught(tmp_path: Path) -> None:
         ConformanceError, match=r"left after shutdown of a SerialSampler: descriptor \d+ \(.*log\)"
     ) as caught:
         check_collector(Opens, CountingEnv, n_workers=())
-    assert caught.value.rule == "nothing_is_left_over"
+    assert caught.value.rule == "nothing_is_left_after_shutdown"
     for descriptor in opened:
         os.close(descriptor)
 
 
-def test_a_process_that_outlives_its_worker_is_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(run_rules, "_GONE_SECONDS", 0.3)
+def test_a_process_that_outlives_its_worker_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run_rules, "_EXIT_SECONDS", 0.3)
     note = tmp_path / "pids"
 
     class Spawns(ResetCollector):
@@ -112,14 +114,14 @@ def test_a_process_that_outlives_its_worker_is_caught(monkeypatch: pytest.Monkey
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
             with note.open("a") as file:
                 file.write(f"{child.pid}\n")
-            child.returncode = 0  # or else subprocess itself complains
+            child.returncode = 0  # otherwise subprocess warns
 
     try:
         with pytest.raises(
             ConformanceError, match=r"still running after shutdown: .*sleep\(60\) \(pid \d+\)"
         ) as caught:
             check_collector(Spawns, CountingEnv, n_workers=())
-        assert caught.value.rule == "nothing_is_left_over"
+        assert caught.value.rule == "nothing_is_left_after_shutdown"
     finally:
         left = [psutil.Process(int(pid)) for pid in note.read_text().split() if psutil.pid_exists(int(pid))]
         for process in left:
@@ -130,7 +132,7 @@ def test_a_process_that_outlives_its_worker_is_caught(monkeypatch: pytest.Monkey
 # ---- the kit itself ------------------------------------------------------------------------
 
 
-def test_what_cannot_run_says_so_itself() -> None:
+def test_a_collector_that_cannot_run_raises_its_own_error() -> None:
     class Raises(ResetCollector):
         def collect_batch(self, itr: int) -> None:
             raise ValueError("not yet written")
@@ -143,7 +145,7 @@ def test_what_cannot_run_says_so_itself() -> None:
         check_collector(ResetCollector, "NoSuchEnv-v0")
 
 
-def test_an_agent_without_values_will_do() -> None:
+def test_an_agent_without_values_can_be_used() -> None:
     class Mute(RandomAgent):
         def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
             raise ConfigError("no values here")

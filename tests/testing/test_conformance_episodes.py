@@ -1,4 +1,4 @@
-"""The kits for evaluation collectors and trajectory infos: good ones pass, broken ones are caught."""
+"""The kits for evaluation collectors and trajectory infos: correct ones pass, and each error is found by its rule."""
 
 import os
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 import penstock.testing
 from penstock import BaseEvalCollector, EvalCollector, TrajInfo
 from penstock.envs import CountingEnv
-from penstock.testing import ConformanceError, check_eval_collector, check_traj_info, episode_rules
+from penstock.testing import ConformanceError, check_eval_collector, check_traj_info, evaluation_rules, traj_info_rules
 
 
 def test_all_names_exist_and_are_sorted() -> None:
@@ -22,12 +22,12 @@ def test_all_names_exist_and_are_sorted() -> None:
 # ---- evaluation ----------------------------------------------------------------------------
 
 
-def test_the_stock_collector_keeps_all_rules() -> None:
+def test_the_eval_collector_keeps_all_rules() -> None:
     check_eval_collector(EvalCollector, CountingEnv)
     check_eval_collector(EvalCollector, "Pendulum-v1", n_workers=(3,))
 
 
-class GoesOn(EvalCollector):
+class SkipsTheReset(EvalCollector):
     def begin_evaluation(self, itr: int) -> None:
         if self._n_evaluations:
             self.agent.eval_mode(itr)
@@ -35,7 +35,7 @@ class GoesOn(EvalCollector):
             super().begin_evaluation(itr)
 
 
-class TakesItsTime(EvalCollector):
+class IgnoresMaxT(EvalCollector):
     def collect_evaluation(self, itr: int) -> None:
         self.max_T = 45
         super().collect_evaluation(itr)
@@ -53,29 +53,33 @@ class Draws(EvalCollector):
         self.max_T = int(np.random.default_rng().integers(5, 40))
 
 
-class HangsOnColumns(EvalCollector):
+class DependsOnColumns(EvalCollector):
     def begin_evaluation(self, itr: int) -> None:
         super().begin_evaluation(itr)
         self.max_T = 10 * len(self.envs)
 
 
 EVAL_BROKEN: list[tuple[type[BaseEvalCollector], str, str]] = [
-    (GoesOn, "an_evaluation_begins_anew", r"itr=8, eval_mode was called with \[8\] and of 4 environments \[\]"),
-    (TakesItsTime, "an_evaluation_is_no_longer_than_it_may_be", r"45 steps of environment 0 .* max_T=40"),
-    (CountsTwice, "an_evaluation_hands_over_what_ended", r"trajectory \d+ of the evaluation itr=5 has Length="),
+    (
+        SkipsTheReset,
+        "an_evaluation_starts_with_resets",
+        r"itr=8, eval_mode was called with \[8\], and of 4 environments \[\]",
+    ),
+    (IgnoresMaxT, "an_evaluation_makes_at_most_max_T_steps", r"45 steps of environment 0 .* max_T=40"),
+    (CountsTwice, "an_evaluation_returns_episodes_that_ended", r"trajectory \d+ of the evaluation itr=5 has Length="),
     (Draws, "one_seed_gives_one_evaluation", r"in two runs with one seed"),
-    (HangsOnColumns, "one_seed_gives_one_evaluation", r"in 2 workers, itr=5"),
+    (DependsOnColumns, "one_seed_gives_one_evaluation", r"in 2 workers, itr=5"),
 ]
 
 
 @pytest.mark.parametrize(("cls", "rule", "words"), EVAL_BROKEN, ids=[entry[0].__name__ for entry in EVAL_BROKEN])
-def test_what_breaks_a_rule_of_evaluation_is_caught(cls: type[BaseEvalCollector], rule: str, words: str) -> None:
+def test_each_broken_rule_of_evaluation_is_found(cls: type[BaseEvalCollector], rule: str, words: str) -> None:
     with pytest.raises(ConformanceError, match=f"(?s){words}") as caught:
         check_eval_collector(cls, CountingEnv)
     assert caught.value.rule == rule, str(caught.value)
 
 
-def test_an_evaluation_that_disturbs_training_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_that_changes_training_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock import ResetCollector
 
     training: list[Any] = []
@@ -94,7 +98,7 @@ def test_an_evaluation_that_disturbs_training_is_caught(monkeypatch: pytest.Monk
 
     with pytest.raises(ConformanceError, match="with and without an evaluation before it") as caught:
         check_eval_collector(Disturbs, CountingEnv, n_workers=())
-    assert caught.value.rule == "an_evaluation_leaves_training_alone"
+    assert caught.value.rule == "an_evaluation_does_not_change_training"
 
 
 # ---- trajectory infos ----------------------------------------------------------------------
@@ -120,9 +124,9 @@ class CountsNothing(Longest):
         pass
 
 
-class KnowsItsHome(Longest):
+class KeepsThePid(Longest):
     def terminate(self, final_observation: Any) -> None:
-        self.Home = os.getpid()
+        self.Pid = os.getpid()
 
 
 class KeepsTheInfo(Longest):
@@ -131,7 +135,7 @@ class KeepsTheInfo(Longest):
         self.Info = args[-1]
 
 
-def test_a_trajectory_info_of_ones_own_keeps_all_rules() -> None:
+def test_a_subclass_keeps_all_rules() -> None:
     check_traj_info(Longest, CountingEnv, traj_info_kwargs={"scale": 2.0})
     check_traj_info(TrajInfo, CountingEnv)
 
@@ -139,21 +143,21 @@ def test_a_trajectory_info_of_ones_own_keeps_all_rules() -> None:
 @pytest.mark.parametrize(
     ("cls", "rule", "words"),
     [
-        (CountsNothing, "a_trajectory_counts_as_the_stock_one_does", r"Length is 0 in trajectory 0; it should be \d"),
-        (KeepsTheInfo, "a_trajectory_keeps_nothing_that_changes", r"Info of trajectory 0 is \{'count': \d+.*, and \{"),
-        (KnowsItsHome, "a_trajectory_travels", r"Home of trajectory 0 is \d+ here and \d+ from a worker"),
+        (CountsNothing, "a_traj_info_counts_like_its_base_class", r"Length is 0 in trajectory 0; it should be \d"),
+        (KeepsTheInfo, "a_traj_info_copies_what_it_keeps", r"Info of trajectory 0 is \{'count': \d+.*, and \{"),
+        (KeepsThePid, "a_traj_info_is_the_same_from_a_worker", r"Pid of trajectory 0 is \d+, and \d+ from a worker"),
     ],
 )
-def test_what_breaks_a_rule_of_trajectories_is_caught(cls: type[TrajInfo], rule: str, words: str) -> None:
+def test_each_broken_rule_of_a_traj_info_is_found(cls: type[TrajInfo], rule: str, words: str) -> None:
     with pytest.raises(ConformanceError, match=words) as caught:
         check_traj_info(cls, CountingEnv)
     assert caught.value.rule == rule
 
 
-def test_every_rule_states_itself_and_is_shown_to_catch_something() -> None:
-    rules = [*episode_rules.EVAL_RULES, *episode_rules.TRAJ_INFO_RULES]
+def test_every_rule_has_a_statement_and_a_class_that_breaks_it() -> None:
+    rules = [*evaluation_rules.EVALUATION_RULES, *traj_info_rules.TRAJ_INFO_RULES]
     assert all(rule.__doc__ and rule.__doc__.rstrip().endswith(".") for rule in rules)
-    shown = {rule for _, rule, _ in EVAL_BROKEN} | {"an_evaluation_leaves_training_alone"}
-    shown |= {"a_trajectory_counts_as_the_stock_one_does", "a_trajectory_travels"}
-    shown |= {"a_trajectory_keeps_nothing_that_changes"}
+    shown = {rule for _, rule, _ in EVAL_BROKEN} | {"an_evaluation_does_not_change_training"}
+    shown |= {"a_traj_info_counts_like_its_base_class", "a_traj_info_is_the_same_from_a_worker"}
+    shown |= {"a_traj_info_copies_what_it_keeps"}
     assert {rule.__name__ for rule in rules} == shown

@@ -1,4 +1,4 @@
-"""Every fault does what it says: by itself here; in its places in test_faulty.py."""
+"""Every fault has its effect. test_faulty.py injects them into environments, agents and collectors."""
 
 import os
 import pickle
@@ -17,22 +17,22 @@ import psutil
 import pytest
 
 from penstock import ConfigError
-from penstock.testing import HOWS, Fault, InjectedFault, Trigger, UnpicklableFault, UnspeakableFault
+from penstock.testing import HOWS, Fault, InjectedFault, Trigger, UnpicklableFault, UnprintableFault
 
-WENT_ON = 7  # the exit code of a child that the fault let pass
+CONTINUED = 7  # the exit code of a child that did not fail
 BOUND = 20.0  # seconds that a wait may take before the test fails
 
 
 @contextmanager
 def forked(body: Callable[[], object]) -> Iterator[int]:
-    """A child that runs `body` and then exits with `WENT_ON`; killed and reaped at the end."""
+    """A child that runs `body` and then exits with `CONTINUED`; killed and reaped at the end."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, from Python 3.12 on
         pid = os.fork()
     if not pid:
         try:
             body()
-            os._exit(WENT_ON)
+            os._exit(CONTINUED)
         finally:
             os._exit(99)
     try:
@@ -42,11 +42,11 @@ def forked(body: Callable[[], object]) -> Iterator[int]:
         os.waitpid(pid, 0)
 
 
-def end_of(pid: int) -> int:
-    """How a child ends: its exit code, or minus a signal. It is left to be reaped."""
+def exit_code(pid: int) -> int:
+    """A child's exit code, or minus its signal. The child is not reaped."""
     descriptor = os.pidfd_open(pid)
     try:
-        assert select.select([descriptor], [], [], BOUND)[0], "the child has not ended"
+        assert select.select([descriptor], [], [], BOUND)[0], "the child has not exited"
     finally:
         os.close(descriptor)
     status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -54,10 +54,10 @@ def end_of(pid: int) -> int:
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
-def ending(body: Callable[[], object]) -> int:
-    """How a child that runs `body` ends."""
+def exit_code_of(body: Callable[[], object]) -> int:
+    """The exit code of a child that runs `body`, or minus its signal."""
     with forked(body) as pid:
-        return end_of(pid)
+        return exit_code(pid)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -95,7 +95,7 @@ def echoing(fault: Fault) -> Iterator[tuple[int, Callable[[float], bool]]]:
             os.close(descriptor)
 
 
-# ---- what is no fault ----------------------------------------------------------------------
+# ---- wrong arguments -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def echoing(fault: Fault) -> Iterator[tuple[int, Callable[[float], bool]]]:
         ({"how": "raise", "marker": "/no/such/folder/marker"}, "folder that does not exist"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Fault(**arguments)
 
@@ -138,11 +138,11 @@ def test_unpicklable() -> None:
             dumps(caught.value)
 
 
-def test_unspeakable() -> None:
-    with pytest.raises(UnspeakableFault) as caught:
-        Fault("unspeakable").fire()
+def test_unprintable() -> None:
+    with pytest.raises(UnprintableFault) as caught:
+        Fault("unprintable").fire()
     for words in (str, repr):
-        with pytest.raises(RuntimeError, match="no words"):
+        with pytest.raises(RuntimeError, match="no text"):
             words(caught.value)
     assert len(caught.value.args[0]) > 900_000
 
@@ -152,19 +152,19 @@ def test_system_exit() -> None:
         Fault("system exit").fire()
 
 
-# ---- ends ----------------------------------------------------------------------------------
+# ---- exits ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("how", "code"), [("exit", 0), ("kill", -signal.SIGKILL), ("segfault", -signal.SIGSEGV)])
-def test_deaths(how: str, code: int) -> None:
+def test_exits(how: str, code: int) -> None:
     import faulthandler
 
     def body() -> None:
-        faulthandler.disable()  # pytest's, which would tell of the crash at length
+        faulthandler.disable()  # pytest's, which would print the crash
         Fault(how).fire()
 
-    assert ending(body) == code
-    assert ending(lambda: Fault(how, spare_pid=os.getpid()).fire()) == WENT_ON
+    assert exit_code_of(body) == code
+    assert exit_code_of(lambda: Fault(how, spare_pid=os.getpid()).fire()) == CONTINUED
 
 
 def test_a_segfault_leaves_no_core_file(tmp_path: Path) -> None:
@@ -175,31 +175,31 @@ def test_a_segfault_leaves_no_core_file(tmp_path: Path) -> None:
         os.chdir(tmp_path)
         Fault("segfault").fire()
 
-    ending(body)
+    exit_code_of(body)
     assert not list(tmp_path.iterdir())
 
 
 # ---- delays --------------------------------------------------------------------------------
 
 
-def test_delay_goes_on_when_the_time_is_over() -> None:
+def test_delay_continues_after_its_time() -> None:
     began = time.monotonic()
     Fault("delay", seconds=0.05).fire()
     assert time.monotonic() - began >= 0.05
     Fault("delay", seconds=0).fire()
 
 
-def test_hang_lets_other_threads_live() -> None:
+def test_hang_does_not_stop_other_threads() -> None:
     with echoing(Fault("hang")) as (pid, answers):
         assert all(answers(BOUND) for _ in range(20))
         until(lambda: psutil.Process(pid).status() == psutil.STATUS_SLEEPING)
         assert psutil.Process(pid).cpu_times().user < 1
 
 
-def test_spin_burns_time() -> None:
+def test_spin_uses_cpu_time() -> None:
     with echoing(Fault("spin")) as (pid, answers):
         until(lambda: psutil.Process(pid).cpu_times().user >= 0.05)
-        assert answers(BOUND), "the interpreter lock goes round"
+        assert answers(BOUND), "other threads get the interpreter lock"
 
 
 def test_hold_the_gil_stops_all_threads() -> None:
@@ -209,11 +209,11 @@ def test_hold_the_gil_stops_all_threads() -> None:
         assert not answers(0.1)
 
 
-def test_stop_until_somebody_says_go_on() -> None:
+def test_stop_lasts_until_sigcont() -> None:
     with forked(Fault("stop").fire) as pid:
         assert os.waitpid(pid, os.WUNTRACED)[1] == (signal.SIGSTOP << 8) | 0x7F
         os.kill(pid, signal.SIGCONT)
-        assert end_of(pid) == WENT_ON
+        assert exit_code(pid) == CONTINUED
 
 
 # ---- when ----------------------------------------------------------------------------------
@@ -230,22 +230,22 @@ def fired(trigger: Trigger, n: int) -> list[int]:
     return at
 
 
-def test_a_trigger_fires_at_its_call_and_at_no_other() -> None:
+def test_a_trigger_fires_only_at_its_call() -> None:
     assert fired(Trigger(Fault("raise")), 5) == [1]
     assert fired(Trigger(Fault("raise", at=3)), 5) == [3]
     assert fired(Trigger(Fault("raise", at=9)), 5) == []
 
 
-def test_a_marker_is_taken_once_by_all(tmp_path: Path) -> None:
+def test_only_one_process_creates_the_marker(tmp_path: Path) -> None:
     fault = Fault("raise", at=2, marker=str(tmp_path / "marker"))
     assert fired(Trigger(fault), 5) == [2]
     assert fired(Trigger(fault), 5) == []
-    assert ending(Fault("exit", marker=str(tmp_path / "other")).fire) == 0
-    assert ending(Fault("exit", marker=str(tmp_path / "other")).fire) == WENT_ON
+    assert exit_code_of(Fault("exit", marker=str(tmp_path / "other")).fire) == 0
+    assert exit_code_of(Fault("exit", marker=str(tmp_path / "other")).fire) == CONTINUED
 
 
-def test_a_spared_process_leaves_the_marker_to_others(tmp_path: Path) -> None:
+def test_a_spared_process_does_not_create_the_marker(tmp_path: Path) -> None:
     fault = Fault("exit", marker=str(tmp_path / "marker"), spare_pid=os.getpid())
     fault.fire()
     assert not (tmp_path / "marker").exists()
-    assert ending(fault.fire) == 0
+    assert exit_code_of(fault.fire) == 0

@@ -1,4 +1,4 @@
-"""Faults in their places: every sampler, every start method, and nothing fails that was not told to."""
+"""Faults in their places: with every sampler and start method, only the chosen call fails."""
 
 import os
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from penstock.testing import (
     faulty_traj_info,
 )
 
-# Where: what is given to the sampler, the agent, and what the error says of it.
+# For each place: the sampler's arguments, and a part of the error message.
 Place = Callable[[Fault], dict[str, Any]]
 PLACES: dict[str, tuple[Place, str]] = {
     "env init": (lambda f: {"env_fn": [CountingEnv, faulty_env(CountingEnv, f, "init")]}, "building env_rank 1"),
@@ -54,7 +54,7 @@ PLACES: dict[str, tuple[Place, str]] = {
     "end_batch": (lambda f: {"collector_cls": faulty_collector(ResetCollector, f, "end_batch")}, r"t=5 \(itr=0\)"),
     "evaluation": (lambda f: {"eval_collector_cls": faulty_eval_collector(EvalCollector, f)}, r"t=0 \(evaluation"),
     "terminate": (lambda f: {"traj_info_cls": faulty_traj_info(TrajInfo, f)}, "t=4"),
-    "handing over": (lambda f: {"traj_info_cls": faulty_traj_info(TrajInfo, f, "handing over")}, "handing"),
+    "sending": (lambda f: {"traj_info_cls": faulty_traj_info(TrajInfo, f, "sending")}, "sending results"),
 }
 
 
@@ -77,13 +77,13 @@ def run(cls: type[Sampler], env_fn: Any = CountingEnv, agent: Any = None, batche
         return sampler.samples_np.copy(), infos
 
 
-# One of each vehicle, with which it travels to the worker.
-TRAVELLERS = ("env step", "agent step", "collect_batch", "evaluation", "terminate", "handing over")
+# One for each object that is pickled for the worker.
+PICKLED = ("env step", "agent step", "collect_batch", "evaluation", "terminate", "sending")
 
 
 @pytest.mark.parametrize(
     ("where", "start_method"),
-    [(where, "forkserver") for where in PLACES] + [(w, method) for w in TRAVELLERS for method in ("fork", "spawn")],
+    [(where, "forkserver") for where in PLACES] + [(w, method) for w in PICKLED for method in ("fork", "spawn")],
 )
 def test_an_exception_from_every_place_in_a_process(where: str, start_method: str) -> None:
     place, words = PLACES[where]
@@ -92,14 +92,14 @@ def test_an_exception_from_every_place_in_a_process(where: str, start_method: st
     assert isinstance(caught.value.__cause__, InjectedFault)
 
 
-@pytest.mark.parametrize("where", [where for where in PLACES if where != "handing over"])
+@pytest.mark.parametrize("where", [where for where in PLACES if where != "sending"])
 def test_an_exception_from_every_place_in_this_process(where: str) -> None:
     with pytest.raises(WorkerError, match="InjectedFault"):
         run(SerialSampler, **PLACES[where][0](Fault("raise")))
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_a_death_in_every_place(where: str) -> None:
+def test_a_kill_in_every_place(where: str) -> None:
     place, words = PLACES[where]
     with pytest.raises(WorkerDiedError, match=f"(?s)SIGKILL.*{words}"):
         run(ParallelSampler, **place(Fault("kill", spare_pid=os.getpid())))
@@ -107,9 +107,9 @@ def test_a_death_in_every_place(where: str) -> None:
 
 @pytest.mark.parametrize(
     ("cls", "where"),
-    [(SerialSampler, where) for where in PLACES] + [(ParallelSampler, where) for where in (*TRAVELLERS, "env init")],
+    [(SerialSampler, where) for where in PLACES] + [(ParallelSampler, where) for where in (*PICKLED, "env init")],
 )
-def test_a_fault_that_never_comes_changes_nothing(cls: type[Sampler], where: str) -> None:
+def test_a_fault_that_never_fires_changes_nothing(cls: type[Sampler], where: str) -> None:
     late = Fault("raise", at=1 if where in ("env init", "start_envs") else 1000, spare_pid=os.getpid())
     if where in ("env init", "start_envs") and cls is ParallelSampler:
         late = Fault("delay", seconds=0)
@@ -120,9 +120,9 @@ def test_a_fault_that_never_comes_changes_nothing(cls: type[Sampler], where: str
     assert [info.Length for info in infos] == [info.Length for info in plain_infos]
 
 
-@pytest.mark.parametrize("how", ["unpicklable", "unspeakable"])
-@pytest.mark.parametrize("where", ["env step", "handing over"])
-def test_exceptions_that_resist_are_reported(how: str, where: str) -> None:
+@pytest.mark.parametrize("how", ["unpicklable", "unprintable"])
+@pytest.mark.parametrize("where", ["env step", "sending"])
+def test_unusual_exceptions_are_reported(how: str, where: str) -> None:
     with pytest.raises(WorkerError, match=how.capitalize()):
         run(ParallelSampler, **PLACES[where][0](Fault(how)))
 
@@ -135,7 +135,7 @@ def test_an_environment_that_fails_to_close_is_one_warning() -> None:
         sampler.shutdown()
 
 
-# ---- which call, and once over all ---------------------------------------------------------
+# ---- which call, in which process ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -146,16 +146,16 @@ def test_an_environment_that_fails_to_close_is_one_warning() -> None:
         ("collect_batch", 3, r"\(itr=2\)"),
         ("reset_if_needed", 2, r"waiting at barrier_in \(itr=1\)"),
         ("terminate", 2, "env_rank 1, t=4"),
-        ("handing over", 3, r"\(itr=1\)"),
+        ("sending", 3, r"\(itr=1\)"),
         ("evaluation", 8, r"t=7 \(evaluation, itr=3\)"),
     ],
 )
-def test_the_call_that_was_meant(where: str, at: int, words: str) -> None:
+def test_only_the_chosen_call_fails(where: str, at: int, words: str) -> None:
     with pytest.raises(WorkerError, match=f"(?s)InjectedFault.*at call {at}.*{words}"):
         run(ParallelSampler, batches=3, **PLACES[where][0](Fault("raise", at=at)))
 
 
-def test_with_a_marker_one_environment_of_all_fails_and_only_once(tmp_path: Path) -> None:
+def test_with_a_marker_only_one_environment_fails_and_only_once(tmp_path: Path) -> None:
     fault = Fault("raise", at=2, marker=str(tmp_path / "marker"))
     with pytest.raises(WorkerError, match="t=1"):
         run(ParallelSampler, env_fn=faulty_env(CountingEnv, fault))
@@ -185,7 +185,7 @@ def test_two_faults_in_one_collector() -> None:
         lambda: DelegatingAgent("no agent"),  # type: ignore[arg-type]
     ],
 )
-def test_places_that_do_not_exist_are_refused(make: Callable[[], object]) -> None:
+def test_unknown_places_are_refused(make: Callable[[], object]) -> None:
     with pytest.raises(ConfigError, match=r"must be|at=1|not a registered"):
         make()
 
@@ -194,7 +194,7 @@ def test_places_that_do_not_exist_are_refused(make: Callable[[], object]) -> Non
 
 
 class Weighted(RandomAgent):
-    """An agent with a parameter and a state per column, which all copies must have for themselves."""
+    """An agent with a parameter and a state per column; no two copies may share the state."""
 
     recurrent = True
 
@@ -223,7 +223,7 @@ class Weighted(RandomAgent):
 
 
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
-def test_a_delegating_agent_is_the_agent_inside(cls: type[Sampler]) -> None:
+def test_a_delegating_agent_acts_like_the_agent_inside(cls: type[Sampler]) -> None:
     def values(wrap: Callable[[Any], Any]) -> list[Any]:
         inner = Weighted()
         agent, seen = wrap(inner), []
@@ -254,10 +254,10 @@ def test_copies_of_a_delegating_agent_share_no_state() -> None:
     inner: Any = second.agent
     assert inner.age.tolist() == [0, 0]
     assert inner is not agent.agent
-    assert not hasattr(agent.agent, "age"), "the learner's object has no columns"
+    assert not hasattr(agent.agent, "age"), "the learner's agent has no columns"
 
 
-def test_types_are_those_that_a_sampler_asks_for() -> None:
+def test_faulty_classes_have_the_types_that_a_sampler_needs() -> None:
     assert issubclass(faulty_collector(ResetCollector, Fault("raise")), Collector)
     assert issubclass(faulty_eval_collector(EvalCollector, Fault("raise")), BaseEvalCollector)
     assert issubclass(faulty_traj_info(TrajInfo, Fault("raise")), TrajInfo)

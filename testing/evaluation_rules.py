@@ -1,0 +1,149 @@
+"""The rules of an evaluation collector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from penstock.agents import RandomAgent
+from penstock.buffers import Samples
+from penstock.collectors import BaseEvalCollector
+from penstock.samplers import ParallelSampler, Sampler, SerialSampler
+from penstock.testing.environments import COLUMN, Event, Setup
+from penstock.testing.rules import Violation, first_difference
+from penstock.testing.traces import Column, LoggedAgent, ProbeAgent, read_steps
+
+_EVALUATIONS = (5, 8, 9)  # itr of each
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation: its results, and the calls of its environments and its agent."""
+
+    itr: int
+    infos: Sequence[tuple[int, float]]  #: Length and Return
+    events: Sequence[Event]
+    samples: Samples  #: of the training batch that followed
+
+
+@dataclass(frozen=True)
+class EvaluationSetup(Setup):
+    """The evaluation collector to check, and what it runs with; there are `batch_B` evaluation environments."""
+
+    eval_collector_cls: type[BaseEvalCollector]
+    max_T: int
+    n_workers: Sequence[int]
+
+    def run(self, cls: type[Sampler], evaluate: bool = True, **arguments: Any) -> list[Evaluation]:
+        """Some evaluations, each followed by a training batch. A `SerialSampler` logs the calls."""
+        log: list[Event] | None = [] if cls is SerialSampler else None
+        agent = ProbeAgent(RandomAgent())
+        found = []
+        with self.sampler(
+            cls,
+            log,
+            first_column=-self.batch_B,
+            eval_env_kwargs=[{COLUMN: b} for b in range(self.batch_B)],
+            eval_n_envs=self.batch_B,
+            eval_max_steps=self.batch_B * self.max_T,
+            eval_collector_cls=self.eval_collector_cls,
+            **arguments,
+        ) as sampler:
+            sampler.initialize(agent if log is None else LoggedAgent(agent, log), seed=self.seed)
+            for itr in _EVALUATIONS:
+                if log is not None:
+                    log.clear()
+                infos = sampler.evaluate_agent(itr) if evaluate else []
+                # The training environments have negative numbers.
+                events = [event for event in log or () if not (event.kind.startswith("env.") and event.column < 0)]
+                sampler.obtain_samples(itr)
+                figures = [(info.Length, info.Return) for info in infos]
+                found.append(Evaluation(itr, figures, events, sampler.samples_np.copy()))
+        return found
+
+    @cached_property
+    def logged(self) -> list[Evaluation]:
+        """The run in this process."""
+        return self.run(SerialSampler)
+
+
+def an_evaluation_starts_with_resets(setup: EvaluationSetup) -> None:
+    """Every evaluation calls agent.eval_mode(itr) and resets every environment before the first step."""
+    for evaluation in setup.logged:
+        first_step = next((i for i, e in enumerate(evaluation.events) if e.kind.endswith(".step")), None)
+        before = evaluation.events[:first_step]
+        reset = {event.column for event in before if event.kind == "env.reset"}
+        modes = [event.data for event in before if event.kind == "agent.eval_mode"]
+        if set(modes) != {evaluation.itr} or not reset.issuperset(range(setup.batch_B)):
+            raise Violation(
+                f"before the first step of the evaluation itr={evaluation.itr}, eval_mode was called with {modes}, "
+                f"and of {setup.batch_B} environments {sorted(reset)} were reset",
+                "call self.begin_evaluation(itr) first",
+            )
+
+
+def an_evaluation_makes_at_most_max_T_steps(setup: EvaluationSetup) -> None:
+    """No environment makes more than max_T steps in an evaluation."""
+    for evaluation in setup.logged:
+        for b in range(setup.batch_B):
+            n = sum(event.kind == "env.step" and event.column == b for event in evaluation.events)
+            if n > setup.max_T:
+                seen = f"{n} steps of environment {b} in the evaluation itr={evaluation.itr}, with max_T={setup.max_T}"
+                raise Violation(seen, "loop over range(self.max_T)")
+
+
+def an_evaluation_returns_episodes_that_ended(setup: EvaluationSetup) -> None:
+    """Every TrajInfo is one whole episode that ended in this evaluation; they are ordered by t, then env_rank."""
+    for evaluation in setup.logged:
+        steps = read_steps([Column() for _ in range(setup.batch_B)], evaluation.events, evaluation.itr)
+        ended = sorted((step.t, step.b, step.length, step.return_) for step in steps if step.done)
+        episodes = iter(ended)
+        for i, (length, return_) in enumerate(evaluation.infos):
+            # Each is searched after the one before it: the collector may leave episodes out.
+            if not any(length == e[2] and np.isclose(return_, e[3], rtol=1e-4, atol=1e-5) for e in episodes):
+                raise Violation(
+                    f"trajectory {i} of the evaluation itr={evaluation.itr} has Length={length}, Return={return_}; "
+                    f"the episodes that ended are (t, env_rank, Length, Return): {ended}",
+                    "call self.tracker.end_rows once for each row, with its rewards, dones and t, and pass "
+                    "self.tracker.on_step to self.envs.step",
+                )
+
+
+def one_seed_gives_one_evaluation(setup: EvaluationSetup) -> None:
+    """Two runs with the same seed give the same trajectories, with any number of workers."""
+    others: list[tuple[str, list[Evaluation]]] = [("in two runs with one seed", setup.run(SerialSampler))]
+    others += [(f"in {n} workers", setup.run(ParallelSampler, n_workers=n)) for n in setup.n_workers]
+    for when, other in others:
+        for one, two in zip(setup.logged, other, strict=True):
+            if one.infos != two.infos:
+                raise Violation(
+                    f"{one.infos} and {two.infos} {when}, itr={one.itr}",
+                    "draw random numbers from self.streams, and do not use the worker's number of columns",
+                )
+
+
+def an_evaluation_does_not_change_training(setup: EvaluationSetup) -> None:
+    """The training batches are the same with and without evaluations between them."""
+    without = setup.run(SerialSampler, evaluate=False)
+    for one, two in zip(setup.logged, without, strict=True):
+        pairs = [(name, field, two.samples.env[name]) for name, field in one.samples.env.items()]
+        pairs.append(("action", one.samples.agent.action, two.samples.agent.action))
+        difference = first_difference(pairs)
+        if difference is not None:
+            raise Violation(
+                f"{difference} in the batch itr={one.itr}, with and without an evaluation before it",
+                "use only self.envs and self.agent, which belong to the evaluation alone",
+            )
+
+
+EVALUATION_RULES: tuple[Callable[[EvaluationSetup], None], ...] = (
+    an_evaluation_starts_with_resets,
+    an_evaluation_makes_at_most_max_T_steps,
+    an_evaluation_returns_episodes_that_ended,
+    one_seed_gives_one_evaluation,
+    an_evaluation_does_not_change_training,
+)
