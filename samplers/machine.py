@@ -1,4 +1,4 @@
-"""What this machine offers a sampler, and which fallbacks are in use: the first thing to ask in a bug report."""
+"""What this machine offers to a sampler, and which fallbacks are in use. Add its output to a bug report."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from penstock.buffers import native as copies
 from penstock.buffers.memory_limits import free_memory
 from penstock.collectors import native as loops
 from penstock.workers.affinity import usable_cpus
-
-__all__ = ["describe_machine"]
 
 
 def describe_machine() -> dict[str, str]:
@@ -28,15 +26,16 @@ def describe_machine() -> dict[str, str]:
         "start methods": ", ".join(multiprocessing.get_all_start_methods()),
         "shared memory": _which("memfd_create", "anonymous (memfd)", "multiprocessing.RawArray"),
         "wake-ups": _which("eventfd", "eventfd", "pipe"),
-        "compiled parts": f"not in use: {'; '.join(missing)}" if (missing := _missing()) else "in use",
+        "compiled parts": f"not in use: {'; '.join(missing)}" if (missing := _missing_parts()) else "in use",
         "death of a process": _which("pidfd_open", "pidfd", "sentinel"),
     }
 
 
-def _missing() -> list[str]:
-    """Which of the compiled parts are not there, and why."""
+def _missing_parts() -> list[str]:
+    """The compiled parts that are missing, each with the reason."""
     return [f"{part.__name__} ({part.MISSING})" for part in (copies, loops) if part.MISSING]
 
 
-def _which(name: str, there: str, fallback: str) -> str:
-    return there if hasattr(os, name) else f"{fallback} (no os.{name} here)"
+def _which(function: str, preferred: str, fallback: str) -> str:
+    """`preferred` if the module `os` has this function, and otherwise `fallback` with the reason."""
+    return preferred if hasattr(os, function) else f"{fallback} (no os.{function} here)"

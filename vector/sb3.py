@@ -1,4 +1,4 @@
-"""ShmVectorEnv for Stable-Baselines3: its `VecEnv` interface around ours."""
+"""A ShmVectorEnv with the `VecEnv` interface of Stable-Baselines3."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from penstock.errors import EnvCallError
 if TYPE_CHECKING:
     from penstock.vector.env import ShmVectorEnv
 
-__all__ = ["Sb3VecEnv"]
-
 
 class Sb3VecEnv(VecEnv):
-    """What `ShmVectorEnv.to_sb3()` returns. Closing it closes the vector environment."""
+    """`ShmVectorEnv.to_sb3()` returns this. `close` closes the vector environment too."""
 
     def __init__(self, envs: ShmVectorEnv) -> None:
         self.envs = envs
@@ -27,11 +25,13 @@ class Sb3VecEnv(VecEnv):
         self.metadata = envs.metadata
 
     def reset(self) -> Any:
-        """Observations `[n, ...]`; infos are in `reset_infos`. Seeds and options are those of `seed` and `set_options`,
-        once."""
+        """Reset all environments; returns observations `[n, ...]`. The infos are in `reset_infos`.
+
+        The reset uses the seeds of `seed` and the options of `set_options`; the next reset does not.
+        """
         options = self._options[0] or None
         if any(each != self._options[0] for each in self._options):
-            raise ValueError("set_options: all environments of a ShmVectorEnv are reset with the same options")
+            raise ValueError("set_options: a ShmVectorEnv resets all environments with the same options: give one dict")
         observations, infos = self.envs.reset_listed(seed=list(self._seeds), options=options)
         self.reset_infos = [{} for _ in range(self.num_envs)]
         for i, info in infos:
@@ -41,27 +41,29 @@ class Sb3VecEnv(VecEnv):
         return observations
 
     def step_async(self, actions: Any) -> None:
-        """Have all environments step."""
+        """Start a step of all environments."""
         self.envs.step_async(actions)
 
     def step_wait(self) -> Any:
-        """Observations `[n, ...]`, rewards `[n]` as float32, dones `[n]`, and a list of infos, with
-        `terminal_observation` and `TimeLimit.truncated` where an episode ended."""
-        observations, rewards, terminated, truncated, told = self.envs.step_wait_listed()
+        """Wait for the step; returns observations `[n, ...]`, rewards `[n]` as float32, dones `[n]` and `n` infos.
+
+        Every info has `TimeLimit.truncated`. Where an episode ended it also has `terminal_observation`.
+        """
+        observations, rewards, terminated, truncated, listed = self.envs.step_wait_listed()
         done = terminated | truncated
         infos: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
-        for i, info in told:
+        for i, info in listed:
             if done[i]:
-                final, last = info.pop("final_obs"), info.pop("final_info")
-                cut = bool(truncated[i] and not terminated[i])
-                infos[i] = {**last, "terminal_observation": final, "TimeLimit.truncated": cut}
+                final_obs, final_info = info.pop("final_obs"), info.pop("final_info")
+                is_cut = bool(truncated[i] and not terminated[i])
+                infos[i] = {**final_info, "terminal_observation": final_obs, "TimeLimit.truncated": is_cut}
                 self.reset_infos[i] = info
             else:
                 infos[i].update(info)
         return observations, rewards.astype(np.float32), done, infos
 
     def close(self) -> None:
-        """End the workers."""
+        """Close the vector environment."""
         self.envs.close()
 
     def get_images(self) -> Sequence[Any]:
@@ -69,36 +71,37 @@ class Sb3VecEnv(VecEnv):
         return self.envs.render() or ()
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-        """An attribute of each environment, or of those of `indices`. Raises `AttributeError` where it is missing."""
-        return self._ask(indices, attr_name)
+        """An attribute of all environments, or of the environments `indices`. Raises `AttributeError` if it is
+        missing."""
+        return self._call(indices, attr_name)
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
-        """Set an attribute of each environment, or of those of `indices`."""
+        """Set an attribute of all environments, or of the environments `indices`."""
         if wanted := self._wanted(indices):
             self.envs.broadcast({attr_name: value}, sorted(set(wanted)))
 
     def env_method(self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any) -> list[Any]:
-        """What a method returns in each environment, or in those of `indices`."""
-        return self._ask(indices, method_name, *method_args, **method_kwargs)
+        """The results of a method of all environments, or of the environments `indices`."""
+        return self._call(indices, method_name, *method_args, **method_kwargs)
 
     def _wanted(self, indices: Any) -> list[int]:
         return [int(i) % self.num_envs for i in self._get_indices(indices)]
 
-    def _ask(self, indices: Any, name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def _call(self, indices: Any, name: str, *args: Any, **kwargs: Any) -> list[Any]:
         wanted = self._wanted(indices)
         if not wanted:
             return []
-        each = sorted(set(wanted))
+        env_ids = sorted(set(wanted))
         try:
-            found = self.envs.call_some(each, name, *args, **kwargs)
+            found = self.envs.call_some(env_ids, name, *args, **kwargs)
         except EnvCallError as error:
             if isinstance(error.__cause__, AttributeError):
                 raise AttributeError(str(error)) from error
             raise
-        by_index = dict(zip(each, found, strict=True))
+        by_index = dict(zip(env_ids, found, strict=True))
         return [by_index[i] for i in wanted]
 
     def env_is_wrapped(self, wrapper_class: type[gym.Wrapper[Any, Any, Any, Any]], indices: Any = None) -> list[bool]:
-        """Whether each environment, or those of `indices`, has a wrapper of that class."""
+        """Whether each environment, or each of the environments `indices`, has a wrapper of this class."""
         each = self.envs.apply(lambda env: is_wrapped(env, wrapper_class))
         return [each[i] for i in self._wanted(indices)]

@@ -1,4 +1,4 @@
-"""Many frames in one picture."""
+"""One picture from the frames of many environments."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import numpy.typing as npt
 
 from penstock.errors import ConfigError
 
-__all__ = ["tile"]
-
 
 def tile(frames: Sequence[Any]) -> npt.NDArray[np.uint8]:
-    """`frames` `[height, width, 3]` side by side in as square a grid as their number allows, row by row; what is left
-    of it is black. Raises `ConfigError` for frames that are no pictures of one size."""
+    """One picture with all `frames`, each `[height, width, channels]`, in a grid that is filled row by row.
+
+    The grid is as square as possible, and unused places are black. Raises `ConfigError` unless all frames are pictures
+    of the same size.
+    """
     pictures = [frame for frame in frames if isinstance(frame, np.ndarray) and frame.ndim == 3]
     if len(pictures) != len(frames) or len({picture.shape for picture in pictures}) != 1:
         raise ConfigError(
             "render_tiled needs one picture [height, width, channels] of the same size from each environment: build "
-            'them with render_mode="rgb_array"'
+            'the environments with render_mode="rgb_array"'
         )
     n_columns = math.ceil(math.sqrt(len(pictures)))
     n_rows = math.ceil(len(pictures) / n_columns)

@@ -1,4 +1,4 @@
-"""`python -m penstock`: the version, and what this machine offers a sampler."""
+"""`python -m penstock` prints the version and what this machine offers to a sampler."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""The exception tree: every error that penstock raises on purpose, and who is at fault.
+"""The exception tree: every error that penstock raises on purpose.
 
 PenstockError
-├── ConfigError (ValueError)          the caller's arguments, or this machine's limits
-├── SpaceError (ValueError)           a space, or data that does not fit its space
-├── PortLeaseError (RuntimeError)     no port is left to lease, or the folder of lock files cannot be trusted
-├── EnvCallError (RuntimeError)       a method or attribute of an environment, asked for by `sampler.call`
-└── SamplerStateError (RuntimeError)  the order of the caller's calls
-    ├── SamplerClosedError            ... a call after shutdown
-    └── SamplerBrokenError            a worker; once broken, a sampler always gives the same error
-        ├── WorkerError               an exception in the worker: environment, collector or agent
-        ├── WorkerDiedError           the worker process ended without an exception
-        ├── WorkerTimeoutError        a worker made no progress for longer than its limit
-        └── TrajectoryCountError      penstock itself: trajectories were lost or doubled on their way
+├── ConfigError (ValueError)          An argument is wrong, or this machine's limits are too low.
+├── SpaceError (ValueError)           A space cannot be recorded, or data does not fit its space.
+├── PortLeaseError (RuntimeError)     No port is left to lease, or the folder of lock files is not safe.
+├── EnvCallError (RuntimeError)       An environment raised in `sampler.call`, `get_attr` or `set_attr`.
+└── SamplerStateError (RuntimeError)  A call came out of order.
+    ├── SamplerClosedError            A call came after `shutdown`.
+    └── SamplerBrokenError            A worker failed. The sampler raises the same error on every later call.
+        ├── WorkerError               An environment, collector or agent raised an exception in the worker.
+        ├── WorkerDiedError           The worker process ended without an exception.
+        ├── WorkerTimeoutError        The worker made no progress for longer than its limit.
+        └── TrajectoryCountError      Trajectories were lost or duplicated: a defect of penstock.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BRIEF = 200  # characters of a value that an error quotes
 
 
 def brief(value: Any) -> str:
-    """`value` for an error message: on one line, not too long, dtype and shape of an array included."""
+    """`value` for an error message: one line of limited length, with dtype and shape if it is an array."""
     text = " ".join(repr(value).split())
     if len(text) > _BRIEF:
         text = f"{text[: _BRIEF - 5]} ..."
@@ -51,29 +51,30 @@ class PenstockError(Exception):
 
 
 class ConfigError(PenstockError, ValueError):
-    """An argument is wrong, or this machine cannot give what the arguments ask for."""
+    """An argument is wrong, or this machine has too little memory, processes or descriptors for the arguments."""
 
 
 class SpaceError(PenstockError, ValueError):
-    """A space cannot be recorded, or data does not fit what was declared for it.
+    """A space cannot be recorded, or data does not fit its space.
 
-    `initialize` raises it itself; in a batch it is the `__cause__` of the `WorkerError`, which quotes it.
+    `initialize` raises it directly. In a batch it is the `__cause__` of a `WorkerError` that quotes it.
     """
 
 
 class EnvCallError(PenstockError, RuntimeError):
-    """An environment raised in `sampler.call`, `get_attr` or `set_attr`, or returned what cannot be handed over.
+    """An environment raised in `sampler.call`, `get_attr` or `set_attr`, or its result cannot be pickled.
 
-    `__cause__` is its exception. The sampler goes on working.
+    `__cause__` is the exception. The sampler stays usable.
     """
 
 
 class PortLeaseError(PenstockError, RuntimeError):
-    """No port is left to lease, the message lists who has them; or the folder of lock files cannot be trusted."""
+    """No port is left to lease, or the folder of lock files is not safe. The message lists the owners of the ports, or
+    says what is wrong with the folder."""
 
 
 class SamplerStateError(PenstockError, RuntimeError):
-    """A call came out of order; the message says which call was expected."""
+    """A call came out of order. The message names the call that was expected."""
 
 
 class SamplerClosedError(SamplerStateError):
@@ -81,15 +82,15 @@ class SamplerClosedError(SamplerStateError):
 
 
 class SamplerBrokenError(SamplerStateError):
-    """A worker failed. The sampler is broken for good and gives this same error on every call."""
+    """A worker failed. The sampler stays broken and raises this same error on every call."""
 
 
 class WorkerError(SamplerBrokenError):
-    """An environment, collector or agent raised inside a worker; `__cause__` carries its traceback."""
+    """An environment, collector or agent raised inside a worker. `__cause__` is that exception, or its traceback."""
 
 
 class WorkerDiedError(SamplerBrokenError):
-    """A worker process ended without raising: killed, out of memory, a segmentation fault, or an exit."""
+    """A worker process ended without an exception: it was killed, ran out of memory, crashed, or exited."""
 
 
 class WorkerTimeoutError(SamplerBrokenError):
@@ -97,4 +98,4 @@ class WorkerTimeoutError(SamplerBrokenError):
 
 
 class TrajectoryCountError(SamplerBrokenError):
-    """A worker delivered another number of trajectories than it promised; a defect of penstock."""
+    """A worker sent more or fewer trajectories than it counted. This is a defect of penstock."""
