@@ -1,0 +1,142 @@
+"""Surroundings that are out of the ordinary: a suspended job, a kernel that refuses, environments that fork."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock import ParallelSampler, RandomAgent, WorkerDiedError
+from penstock.envs import CountingEnv
+from penstock.workers.handle import WorkerHandle
+
+from .support import BOUND, Script, gone_after, is_running, methods, pause, until
+
+pytestmark = pytest.mark.timeout(120)
+
+SUSPENDED = """
+class Slow(CountingEnv):
+    def step(self, action):
+        time.sleep(0.2)
+        return super().step(action)
+with ParallelSampler(
+    Slow, batch_T=8, batch_B=2, n_workers=2, start_method=METHOD, step_timeout=1.0, max_decorrelation_steps=0
+) as sampler:
+    sampler.initialize(RandomAgent())
+    say(*sampler.worker_pids)
+    for itr in range(2):
+        sampler.obtain_samples(itr)
+        say("batch", itr)
+"""
+
+
+@methods("fork", "forkserver")
+def test_a_suspended_job_continues(tmp_path: Path, start_method: str) -> None:
+    """`docker pause`, a freezer or a scheduler may hold all processes for longer than step_timeout."""
+    with Script(tmp_path, SUSPENDED, METHOD=start_method) as script:
+        pids = [script.pid, *script.pids()]
+        pause(0.3)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids))
+        pause(2.5)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        assert [script.line(), script.line()] == [["batch", "0"], ["batch", "1"]]
+        assert script.end(BOUND) == ("", "")
+
+
+def refuse(*_: Any) -> Any:
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_where_pidfd_is_refused_the_sentinel_is_watched(monkeypatch: pytest.MonkeyPatch, start_method: str) -> None:
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with ParallelSampler(CountingEnv, batch_T=4, batch_B=2, n_workers=2, start_method=start_method) as sampler:
+        sampler.initialize(RandomAgent())
+        sampler.obtain_samples(0)
+        os.kill(sampler.worker_pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match=r"worker 1 .* was killed by SIGKILL"):
+            sampler.obtain_samples(1)
+
+
+class Forks(CountingEnv):
+    """At its third step it forks a child, which leaves as `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.steps = how, 0
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        if self.steps == 3:
+            child = os.fork()
+            if child == 0:
+                if self.how == "exit":
+                    sys.exit()
+                raise RuntimeError("in the child")
+            os.waitpid(child, 0)
+        return super().step(action)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("how", ["exit", "raise"])
+def test_a_fork_of_a_worker_does_not_report_for_it(how: str) -> None:
+    arguments: dict[str, Any] = {"batch_T": 4, "batch_B": 2, "n_workers": 2, "max_decorrelation_steps": 0}
+    with ParallelSampler(Forks, env_kwargs={"how": how}, **arguments) as sampler:
+        sampler.initialize(RandomAgent())
+        sampler.obtain_samples(0)  # and shutdown, which warns of nothing
+    with ParallelSampler(Forks, env_kwargs={"how": how}, **arguments) as sampler:
+        sampler.initialize(RandomAgent())
+        sampler.obtain_samples(0)
+        os.kill(sampler.worker_pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match=r"worker 0 .* was killed by SIGKILL"):
+            sampler.obtain_samples(1)
+
+
+class ClosesItsOutput(CountingEnv):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def reset(self, **kwargs: Any) -> Any:
+        if self.how == "none":
+            sys.stdout = None  # type: ignore[assignment]
+        else:
+            sys.stdout.close()
+        return super().reset(**kwargs)
+
+
+@pytest.mark.parametrize("how", ["none", "closed"])
+def test_a_worker_without_standard_output_exits_quietly(how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    factories = [lambda: CountingEnv() if os.getpid() == main else ClosesItsOutput(how)]
+    main = os.getpid()
+    with ParallelSampler(factories, batch_T=2, batch_B=1, n_workers=1) as sampler:
+        sampler.initialize(RandomAgent())
+        sampler.obtain_samples(0)
+        pid = sampler.worker_pids[0]
+    assert not is_running(pid)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_process_id_that_was_given_to_a_stranger_is_not_signalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handle remembers when its process started; a process with another start time is not its own."""
+    with ParallelSampler(CountingEnv, batch_T=2, batch_B=1, n_workers=1) as sampler:
+        sampler.initialize(RandomAgent())
+        (handle,) = sampler._pool.handles  # type: ignore[union-attr]
+        assert isinstance(handle, WorkerHandle)
+        with monkeypatch.context() as patched:
+            patched.setattr(handle, "_start_time", "1")  # as if the worker had started when the machine did
+            handle.signal_group(signal.SIGKILL)
+            sampler.obtain_samples(0)
+        handle.signal_group(signal.SIGKILL)
+        assert gone_after([handle.pid], 0, float("inf")) >= 0
+        with pytest.raises(WorkerDiedError):
+            sampler.obtain_samples(1)
