@@ -78,7 +78,7 @@ class ReportBoard:
         areas.sizes[worker_rank] = tuple(map(len, parts))  # last: it announces the rest
 
     def read(self, worker_rank: int) -> Report | None:
-        """Main process: the report of a dead worker; None if there is none."""
+        """Main process: the report of a dead worker, or None."""
         areas = self.memory.arrays
         n_headline, n_text, n_pickled = areas.sizes[worker_rank].tolist()
         if not n_headline:

@@ -8,7 +8,7 @@ process then takes that many. There are two carriers:
 - Other objects go through one pipe per worker, as `ObjectMessage`s. The main process reads the pipes while it waits,
   so a worker never blocks on a full pipe for long.
 
-There is no lock. Each array and each pipe has one writer, so a worker that dies blocks nobody.
+There is no lock. Each array and each pipe has one writer, so a dead worker blocks no other process.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class RecordRings:
         self._bind()
 
     def put(self, worker_rank: int, records: npt.NDArray[Any]) -> None:
-        """Worker: write `records` behind those that this worker has put since `begin`."""
+        """Worker: write `records` behind the records that this worker has put since `begin`."""
         start, self._n_put = self._n_put, self._n_put + len(records)
         self._records[worker_rank][start : self._n_put] = records
 
@@ -135,7 +135,7 @@ class ObjectPipe:
                 view = view[os.write(self.writer.fd, view) :]
 
     def drain(self) -> None:
-        """Main process: read what has arrived, without waiting."""
+        """Main process: read all bytes that have arrived, without waiting."""
         while True:
             try:
                 chunk = os.read(self.reader.fd, 1 << 16)

@@ -113,7 +113,7 @@ def _allocate_memory(
             server[name] = StepBuffer(buffer.memory.arrays, n, shared=shared) if n else None
         server["totals"] = ServerTotals(max(config.batch_B, config.eval_n_envs), shared=shared)
     return SamplerMemory(
-        # The inference server has a progress row behind those of the workers.
+        # The inference server has the last progress row.
         control=ControlBlock(len(plans) + setup.central, config.batch_T, shared=shared),
         samples=buffer.memory,
         records=RecordRings(capacities, shared=shared),

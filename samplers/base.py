@@ -64,7 +64,7 @@ class Sampler(ABC):
         eval_max_steps: the most steps of one evaluation, all its environments together.
         eval_max_trajectories: an evaluation also ends soon after this many have finished; it may return a few more.
         eval_episodes: run exactly this many whole episodes instead, each environment a fixed share of them, so that
-            short ones are not favoured. A `RuntimeWarning` counts those that `eval_max_steps` cuts short.
+            short ones are not favoured. A `RuntimeWarning` counts the episodes that `eval_max_steps` cuts short.
         eval_env_kwargs: as `env_kwargs`, for the evaluation environments; by default the same. If env_fn or env_kwargs
             is a list, its first entry is used for all of them.
         eval_collector_cls: the `BaseEvalCollector` subclass that evaluates.

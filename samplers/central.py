@@ -47,15 +47,15 @@ class GpuSampler(ParallelSampler):
 
     By default the caller's process acts, inside `obtain_samples` and `wait_samples`: between `start_samples` and
     `wait_samples`, only steps that have already started finish. With `server="process"` a dedicated process acts, and
-    the batch goes on while the caller trains.
+    workers continue the batch while the caller trains.
 
-    Args, beside those of every sampler:
-        min_ready: the agent acts as soon as this many environments wait for it (an integer), or this fraction of them
-            (a float up to 1.0), so that slow steps of some do not delay the others. Each environment still makes
+    Args, in addition to the arguments of every sampler:
+        min_ready: how many environments must wait before the agent acts for them: an integer, or a float up to 1.0 as a
+            fraction of all. Slow steps of some then do not delay the others. Each environment still makes
             `batch_T` steps in a batch. None: the agent acts for all of them together.
         serve_envs: the number of environments that the caller's process steps itself, beside acting for all. Where CPUs
             are few, this saves wake-ups, each of which costs as much as several steps. "auto" takes an equal share, and
-            one worker less by default. Their exceptions are reported as those of a worker, but nothing watches for a
+            one worker less by default. Their exceptions are reported as in a worker, but nothing watches for a
             crash or a hang there. Only for `server="caller"`.
         server: "caller", or "process" for a dedicated process. That is supervised as the workers are, and
             `step_timeout` applies to the agent's steps too. It is never replaced, since it keeps noise and state of
@@ -200,8 +200,8 @@ class AlternatingSampler(GpuSampler):
     By default there are two workers per CPU, one of each half. Within a half, the agent acts for all environments
     together.
 
-    Args, beside those of `GpuSampler` except `min_ready`:
-        overlap: a half goes on as soon as its actions are computed. False: only one half steps at a time, so that it
+    Args, in addition to the arguments of `GpuSampler` except `min_ready`:
+        overlap: a half continues as soon as its actions are computed. False: only one half steps at a time, so that it
             has the CPUs for itself; the actions of the other wait until it has finished.
     """
 

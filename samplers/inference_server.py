@@ -32,7 +32,7 @@ class ServerOptions:
     """What an inference server is made from. Sent by cloudpickle if the server is a process."""
 
     agent: Agent  #: a copy that acts on the device of the learner's model
-    plans: Sequence[SamplerPlan]  #: those of all workers that send requests
+    plans: Sequence[SamplerPlan]  #: the plans of all workers that send requests
     readiness: Readiness
     seed: int
     world_size: int  #: how many such samplers there are
@@ -98,7 +98,7 @@ class InferenceServer:
         except Exception as error:
             self._error = self._worker_error(error, "beginning", range(len(self._plans)))
         self._left = time.monotonic()
-        self._n_evaluations += command.do_eval  # last: if Ctrl-C comes before, the workers have not begun it either
+        self._n_evaluations += command.do_eval  # last: Ctrl-C before this line comes before the workers start, too
 
     def _begin_evaluation(self, agent: Agent, itr: int) -> None:
         """Noise and state start again, as in the evaluation collectors."""
@@ -138,7 +138,7 @@ class InferenceServer:
             self._held.remove(rank)
         self._train.restart(rank, _rngs(self._seed, plan, Purpose.ACTION))
         if self._eval is not None and self._n_evaluations:
-            # Those of the running evaluation, if there is one; each begins with new ones.
+            # The streams of the running evaluation, if there is one; each evaluation has new ones.
             self._eval.restart(rank, _rngs(self._seed, plan, Purpose.EVAL_ACTION, self._n_evaluations - 1))
 
     # ---- serving ---------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class InferenceServer:
         self._totals.add_seconds(acting=time.monotonic() - began)
 
     def _look(self) -> tuple[list[int], list[int], list[int]]:
-        """The workers that request values, those that request actions, and those that work on their batch."""
+        """The ranks that request values, that request actions, and that work on their batch."""
         control = self._control
         while True:
             values, steps, working = [], [], []

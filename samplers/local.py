@@ -78,7 +78,7 @@ class LocalWorker:
         return messages
 
     def status(self) -> WorkerStatus:
-        """What it is doing now."""
+        """Its phase now."""
         return WorkerStatus(self._plan, os.getpid(), self._memory.control.snapshot(self._plan.worker_rank))
 
     def error(self, cause: BaseException, occasion: str) -> WorkerError:

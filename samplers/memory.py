@@ -30,8 +30,10 @@ class SamplerMemory:
     totals: ServerTotals | None = None
 
     def count_lost(self, plan: WorkerPlan, command: Command | None, t: int, n_results: int) -> int:
-        """How many trajectories are lost with a worker that dies in row `t` of `command` (None: between two): those
-        that were running, and those that had finished in what it has not completed."""
+        """How many trajectories are lost with a worker that dies in row `t` of `command` (None: between two).
+
+        They are the running ones, and the ones that finished in a command that it has not completed.
+        """
         n_running = len(plan.columns)
         if command is None or command.has_message:
             return n_running

@@ -57,7 +57,7 @@ class ParallelSampler(Sampler):
 def pool_options(
     config: SamplerConfig, spin_seconds: float = SPIN_SECONDS, *, preload: Sequence[str] = ("torch",)
 ) -> PoolOptions:
-    """The pool's part of `config`; `preload` are modules that workers import beside those of every sampler."""
+    """The pool's part of `config`; `preload` are modules that only the workers of this sampler import."""
     return PoolOptions(
         start_method=config.start_method,
         limits=Limits(config.step_timeout, config.start_timeout),

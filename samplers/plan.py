@@ -21,8 +21,8 @@ class SamplerPlan(WorkerPlan):
         return super().env_text + evaluation
 
     def most_trajectories(self, batch_T: int, eval_max_T: int, eval_max_trajectories: int | None) -> int:
-        """The most trajectories that can end between two gates: one per environment step; in an evaluation, those of
-        one row more than are wanted."""
+        """The most trajectories that can end between two gates: one per environment step; in an
+        evaluation, as many as are wanted and one more row."""
         n_evals = len(self.eval_columns)
         evaluation = eval_max_T * n_evals
         if eval_max_trajectories is not None:

@@ -16,7 +16,7 @@ from penstock.workers.restarts import Restarts
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """One worker, with those that it has replaced, since the sampler was initialized. Times are in seconds.
+    """One worker, including the workers that it has replaced, since the sampler was initialized. Times are in seconds.
 
     `steps` counts environment steps of training batches; `stepping` and `acting` are the times that they took.
     `resetting` is the time in `env.reset`; within batches it is part of `stepping` too. `waiting` is the time at

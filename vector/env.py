@@ -157,7 +157,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset all environments, in parallel, or those of `options["reset_mask"]`, a bool array `[n]`.
+        """Reset all environments in parallel; `options["reset_mask"]`, a bool array `[n]`, selects some.
 
         Outstanding steps are finished first; their results are dropped for environments that are reset.
 

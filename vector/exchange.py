@@ -60,14 +60,14 @@ class Exchange:
 
     @property
     def ready(self) -> Ids:
-        """Those of them that have replied."""
+        """The outstanding environments that have replied."""
         replied = self._replied
         return np.flatnonzero((replied == self._requested) & (replied != self._taken))
 
     # ---- replies -----------------------------------------------------------------------------
 
     def take(self, which: Ids, receive_infos: Callable[[], None]) -> list[tuple[int, dict[str, Any]]]:
-        """Take the replies of `which`. Returns the infos of those that were not taken before, by environment; with
+        """Take the replies of `which`. Returns the infos of replies that were not taken before, by environment; with
         `final_obs` and `final_info` where an episode ended and the environment was reset at once."""
         which = which[self._taken[which] != self._requested[which]]
         self._taken[which] = self._requested[which]

@@ -28,7 +28,7 @@ class VectorMemory:
       them. `replied` is the number of the request that the others belong to, and is written last. `info_seq` is the
       same number if the worker has sent an info with it.
 
-    `one_by_one` `[1]`: whether a worker wakes the main process after each environment, and not after all of its own.
+    `one_by_one` `[1]`: whether a worker wakes the main process after each environment instead of once for all.
     """
 
     control: ControlBlock

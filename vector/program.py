@@ -182,7 +182,7 @@ class VectorProgram:
             self._infos.setdefault(i, {})[kind] = _pickled_info(info, self._plan.env_ranks[i])
 
     def _end_episode(self, i: int, observation: Any, info: Any) -> tuple[Any, Any]:
-        """An episode has ended with `observation` and `info`; returns those that the step returns."""
+        """An episode has ended with `observation` and `info`; returns the observation and info of the step."""
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
             self._next[i] = _Next.RESET
         if self.autoreset_mode is not AutoresetMode.SAME_STEP:

@@ -16,7 +16,7 @@ _INT64 = 2**63 - 1
 def integer(name: str, value: Any, least: int | None = None, most: int | None = _INT64) -> int:
     """`value` as an int; raises `ConfigError` naming the argument unless it is an integer within the bounds.
 
-    numpy's integers are fine. Arrays and tensors are refused, even those of one element: they may be meant as lists.
+    numpy's integers are fine. Arrays and tensors are refused, even with one element: they may be meant as lists.
     """
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_integer or (least is not None and value < least):

@@ -66,7 +66,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """A worker that failed: its last status, how it ended, and what it has left to read."""
+    """A worker that failed: its last status, how it ended, its report and its stack."""
 
     status: WorkerStatus
     exitcode: int | None

@@ -38,7 +38,7 @@ class MainProcessGone(Exception):
 
 
 class WakeUp:
-    """Wakes a process that polls `fileno()`: an eventfd, or a pipe where there is none."""
+    """Wakes a process that polls `fileno()`: an eventfd, or a pipe on systems without eventfd."""
 
     def __init__(self) -> None:
         if hasattr(os, "eventfd"):

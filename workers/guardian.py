@@ -47,7 +47,7 @@ _END_SECONDS = 1.0
 
 
 class Guardian:
-    """Watches processes and their groups. Without a shell there is none; then only the workers' watchdogs work."""
+    """Watches processes and their groups. Without a shell only the workers' watchdogs work."""
 
     def __init__(self, starter: Starter | None = None) -> None:
         self._shell: subprocess.Popen[bytes] | None = None

@@ -61,7 +61,7 @@ class WorkerHandle:
     gate: Gate
     pipe: ObjectPipe
     stacks: StackFile
-    begun_before: int  #: openings of the gate that earlier workers of this rank had begun
+    begun_before: int  #: the last opening that earlier workers of this rank have seen
     is_reaped: bool = False
     death: DeathWatch = field(init=False)
 
@@ -84,7 +84,7 @@ class WorkerHandle:
                     os.kill(self.pid, sig)
 
     def reap(self) -> int | None:
-        """Kill what is left of the worker and its group, then collect its exit code; None if there is none.
+        """Kill what is left of the worker and its group, then collect its exit code, or None.
 
         In this order: a process id cannot be used again before its exit code is collected.
         """

@@ -38,7 +38,7 @@ def post_programs(
     Returns the mailbox, and for each worker where its environment variables, program and share lie in it. Raises
     `ConfigError` naming the argument that cannot be pickled.
     """
-    # Today's variables, not those of the day when the fork server started.
+    # The variables of today; the fork server has older ones.
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_PREFIXES)}
     distinct = list({id(program): program for program in programs}.values())
     indices = [[id(one) for one in distinct].index(id(program)) for program in programs]
@@ -126,7 +126,7 @@ class Launcher:
                 with _explaining(name):
                     process.start()
             except BrokenPipeError as error:  # the fork server's child is gone, and its process id with it
-                raise WorkerDiedError(f"{name} died before it could be told what to do (start-up)") from error
+                raise WorkerDiedError(f"{name} died before it received its program (start-up)") from error
             except (EOFError, ConnectionError) as error:
                 raise ConfigError(
                     f"{name} could not be started: the fork server has exited ({error}). "
@@ -168,7 +168,7 @@ def _refuse_unsafe_fork(start_method: str) -> None:
 def _no_main_module() -> Iterator[None]:
     """Keep children from importing the user's script.
 
-    They do not need it: what comes from `__main__` is pickled by value. A script without an
+    They do not need it: classes and functions of `__main__` are pickled by value. A script without an
     `if __name__ == "__main__"` guard would start samplers in every worker.
     """
     real = sys.modules["__main__"]

@@ -40,7 +40,7 @@ class Monitor:
         self._control, self._reports, self._limits, self._spin_seconds = control, reports, limits, spin_seconds
         self._handles: Sequence[WorkerHandle] = ()
         self._poll = select.poll()
-        self._sources: dict[int, tuple[str, int]] = {}  # by descriptor: what it is, and whose
+        self._sources: dict[int, tuple[str, int]] = {}  # by descriptor: its kind and its worker
         self._spins = True  # whether the last wait was short, so that spinning pays
         self._looked = -math.inf  # when deaths were last looked for
         # For each worker: its progress when it last changed, and when that was. One record for all waits, since a
@@ -51,7 +51,7 @@ class Monitor:
         self.is_stopped = False  #: True ends every wait: the pool is being closed
 
     def watch(self, handles: Sequence[WorkerHandle], starting: Iterable[int]) -> None:
-        """Watch these workers from now on. Those of rank `starting` have just been started."""
+        """Watch these workers from now on. The ranks in `starting` have just been started."""
         self._handles = handles
         self._poll, self._sources = _poll_of(handles)
         self._starting.update(starting)
@@ -126,7 +126,7 @@ class Monitor:
         return dead
 
     def await_deaths(self, handles: Sequence[WorkerHandle], seconds: float) -> list[WorkerHandle]:
-        """Wait at most `seconds` for all these workers to exit; returns those that have not."""
+        """Wait at most `seconds` for all these workers to exit; returns the rest."""
         deadline = time.monotonic() + seconds
         alive = list(handles)
         while alive and (left := deadline - time.monotonic()) > 0:

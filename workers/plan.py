@@ -34,7 +34,7 @@ class WorkerPlan:
     cpus: tuple[int, ...] = ()  #: CPUs to run on; empty: not pinned
     torch_threads: int = 1
     generation: int = 0  #: how many workers with this rank have failed and been replaced
-    server_name: str = ""  #: what errors call it, if it owns no environments but serves those that do
+    server_name: str = ""  #: its name in errors, if it serves other workers and owns no environments
     can_restart: bool = True
 
     @property

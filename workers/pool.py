@@ -189,7 +189,7 @@ class WorkerPool:
     # ---- commands --------------------------------------------------------------------------
 
     def submit(self, command: Command, ranks: Iterable[int] | None = None) -> None:
-        """Open the gates of all workers, or those of `ranks`, for `command`. A worker that runs one runs this next.
+        """Open the gates of all workers, or only of `ranks`, for `command`. A worker that runs one runs this next.
 
         If the wait for an earlier `run` was interrupted, that command is finished first.
         """
@@ -308,7 +308,7 @@ class WorkerPool:
         """Trajectories that are lost with a dead worker."""
         control, rank = self.control, dead.rank
         if control.begun(rank) == dead.begun_before:
-            return 0  # it had begun no command
+            return 0  # it died before its first command
         is_running = control.has_begun(rank) and not dead.gate.arrived
         command = control.current_command(rank) if is_running else None
         return self._memory.count_lost(dead.plan, command, control.snapshot(rank).t, control.n_results(rank))
@@ -366,7 +366,7 @@ class WorkerPool:
         return killed
 
     def _make_them_exit(self, patience: float) -> dict[int, WorkerStatus]:
-        """Tell all workers to exit, wait, terminate, kill. Returns the statuses of those that had to be forced."""
+        """Tell all workers to exit, wait, terminate, kill. Returns the status of each worker that had to be forced."""
         self._monitor.is_stopped = self.control.quit = True
         for handle in self.handles:
             handle.gate.open()

@@ -46,7 +46,7 @@ class WorkerProgram(Protocol):
     share_name: str  #: what errors call the share: the user's argument
 
     def pickled_parts(self) -> dict[str, Any]:
-        """What it is made of, by the user's names for it: errors name the part that cannot be pickled."""
+        """Its data by the user's names: errors name the part that cannot be pickled."""
 
     def build(self, context: WorkerContext) -> None:
         """In the worker: build everything. Raises what the user's code raises."""
@@ -80,7 +80,7 @@ class WorkerContext:
     request: Callable[[int], None] | None = None  #: sends a request to the inference server and waits for the reply
     gate: Gate | None = None  #: None where the program runs in the main process
     main_process: InheritedFd | None = None  #: a pidfd of the main process, where the system has one
-    gates: tuple[Gate, ...] = ()  #: those of all workers, for the inference server
+    gates: tuple[Gate, ...] = ()  #: the gates of all workers, for the inference server
 
 
 @dataclass(frozen=True)
