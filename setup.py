@@ -22,22 +22,19 @@ for room in ROOMS:
     if not (HERE / "src" / "penstock" / room).is_dir():
         package_dir[f"penstock.{room}"] = room
 
-# What collectors do in every row and batch, in C. Everything works without it, somewhat slower (benchmarks/native.py),
-# so a machine that has no compiler needs none.
-COMPILED_ROOMS = ("buffers", "collectors")
+# The innermost loops in C. Without a C compiler they run in Python, with the same results but slower
+# (benchmarks/native.py).
 EXTENSIONS = []
-if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # which it relies on
+if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # the C code relies on the GIL
     EXTENSIONS = [
         Extension(
-            f"penstock.{room}._native",
-            [f"{room}/_native.c"],
-            depends=["buffers/_native.h"],
+            "penstock.buffers._native",
+            ["buffers/_native.c"],
             include_dirs=[numpy.get_include()],
-            # Sums are to be those of Python, to the last bit.
+            # Sums must be equal to Python's, to the last bit.
             extra_compile_args=["-ffp-contract=off"] if os.name == "posix" else [],
             optional=True,
         )
-        for room in COMPILED_ROOMS
     ]
 
 BENCH = ["rich>=13", "matplotlib>=3.7"]
@@ -85,7 +82,7 @@ setup(
     python_requires=">=3.10",
     package_dir=package_dir,
     packages=["penstock", *(f"penstock.{room}" for room in ROOMS)],
-    package_data={"penstock": ["py.typed"], **{f"penstock.{room}": ["_native.pyi"] for room in COMPILED_ROOMS}},
+    package_data={"penstock": ["py.typed"], "penstock.buffers": ["_native.pyi"]},
     ext_modules=EXTENSIONS,
     zip_safe=False,
     install_requires=[

@@ -27,9 +27,9 @@ from rich.table import Table
 from throughput import machine
 
 from penstock import RandomAgent
+from penstock.buffers.native import PYTHON
 from penstock.collectors import EnvColumns
 from penstock.collectors.checks import Checks, write_action
-from penstock.collectors.native import PYTHON
 from penstock.envs import CountingEnv
 from penstock.workers.control import ControlBlock
 

@@ -1,93 +1,175 @@
-"""The compiled part: what it saves, in microseconds of CPU time per environment step.
+"""What each compiled function saves, in microseconds of CPU time per environment step.
 
-The same sampler in this process, 16 environments, collects batch after batch with and without what was compiled, in
-turn. Without it everything is left to Python and numpy, as on a machine that has no C compiler.
+One SerialSampler collects batches in this process, in turns of a few milliseconds. One function at a time is replaced
+by its Python way. Each such turn is compared with one just before or after it in which everything is compiled.
+"nothing" replaces nothing: it shows the noise. "everything" replaces all functions, as on a machine without a C
+compiler.
 
-    python benchmarks/native.py
+    python benchmarks/native.py --json native.json
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import sys
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
 from rich.console import Console
 from rich.table import Table
 from spaces import SPACES, Returning
 from throughput import ENV, Setting, machine, spread
 
 from penstock import RandomAgent, SerialSampler
-from penstock.buffers import native as copies
-from penstock.collectors import native as loops
+from penstock.buffers import native
 from penstock.workers.affinity import limit_threads
 
-BATCH_T, BATCH_B = 128, 16
-PLAIN = {**copies.PYTHON, **loops.PYTHON}
-COMPILED = {name: getattr(copies if name in copies.PYTHON else loops, name) for name in PLAIN}
-#: Who has which of them. `copy` may also be the standard library's.
+COMPILED = {name: getattr(native, name) for name in native.PYTHON}
+#: Every module that uses one of them, with the name.
 USES = [
     (user, name)
     for module, user in list(sys.modules.items())
     for name, function in COMPILED.items()
     if module.startswith("penstock.") and vars(user).get(name) is function
 ]
-
-CASES: dict[str, tuple[Any, Any]] = {
-    "CartPole-v1, random": (ENV, RandomAgent),
-    "CartPole-v1, mlp": (ENV, Setting("mlp").make_agent),
-    "4 leaves, random": (partial(Returning, SPACES["nested, 4 leaves"]), RandomAgent),
-    "16 leaves, random": (partial(Returning, SPACES["nested, 16 leaves"]), RandomAgent),
+#: What is replaced in the turns that are compared with all compiled.
+REPLACED: dict[str, tuple[str, ...]] = {
+    "nothing": (),
+    **{name: (name,) for name in COMPILED},
+    "everything": tuple(COMPILED),
 }
 
 
-def use(functions: dict[str, Any]) -> None:
-    """Have all who use the compiled functions use these."""
+TURN = 1024  #: environment steps of a turn, at least one batch
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is sampled."""
+
+    env_fn: Any
+    make_agent: Any = RandomAgent
+    batch_T: int = 128
+    batch_B: int = 16
+
+
+def _pixels() -> spaces.Space[Any]:
+    return spaces.Box(0, 255, (84, 84, 4), np.uint8)
+
+
+CASES = {
+    "CartPole, random": Case(ENV),
+    "CartPole, mlp": Case(ENV, Setting("mlp").make_agent),
+    "CartPole, 4 environments": Case(ENV, batch_T=128, batch_B=4),
+    "CartPole, T = 5": Case(ENV, batch_T=5),
+    "Dict of 4": Case(partial(Returning, SPACES["nested, 4 leaves"])),
+    "Dict of 16": Case(partial(Returning, SPACES["nested, 16 leaves"])),
+    "pixels": Case(partial(Returning, _pixels)),
+    "episodes of 5": Case(partial(gym.make, "CartPole-v1", max_episode_steps=5)),
+}
+
+#: Figures by what was replaced: pairs of (compiled, replaced), each CPU µs and wall-clock µs per step.
+Figures = dict[str, list[tuple[tuple[float, float], tuple[float, float]]]]
+
+
+def use(replaced: tuple[str, ...]) -> None:
+    """Let every module use the compiled functions, except those `replaced`."""
     for module, name in USES:
-        setattr(module, name, functions[name])
+        setattr(module, name, native.PYTHON[name] if name in replaced else COMPILED[name])
 
 
-def measure(env_fn: Any, make_agent: Any, repeats: int) -> dict[str, list[float]]:
-    """CPU time of a step in µs, `repeats` batches each."""
-    figures: dict[str, list[float]] = {"compiled": [], "numpy": []}
-    with SerialSampler(env_fn, batch_T=BATCH_T, batch_B=BATCH_B) as sampler:
-        sampler.initialize(make_agent(), seed=0)
-        sampler.obtain_samples(0)
-        for repeat in range(repeats):
-            for name in random.sample(list(figures), 2):
-                use(COMPILED if name == "compiled" else PLAIN)
-                began = time.process_time()
-                sampler.obtain_samples(repeat)
-                figures[name].append((time.process_time() - began) / (BATCH_T * BATCH_B) * 1e6)
-    use(COMPILED)
+def measure(case: Case, repeats: int) -> Figures:
+    """`repeats` pairs of turns for everything in `REPLACED`."""
+    figures: Figures = {name: [] for name in REPLACED}
+    n_batches, itr = max(1, TURN // (case.batch_T * case.batch_B)), 0
+    n_steps = n_batches * case.batch_T * case.batch_B
+    with SerialSampler(case.env_fn, batch_T=case.batch_T, batch_B=case.batch_B) as sampler:
+        sampler.initialize(case.make_agent(), seed=0)
+
+        def turn(replaced: tuple[str, ...]) -> tuple[float, float]:
+            nonlocal itr
+            use(replaced)
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(n_batches):
+                sampler.obtain_samples(itr)
+                itr += 1
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            return cpu / n_steps * 1e6, wall / n_steps * 1e6
+
+        turn(())
+        gc.collect()
+        gc.disable()
+        for _ in range(repeats):
+            for name in random.sample(list(REPLACED), len(REPLACED)):
+                is_compiled_first = random.random() < 0.5
+                order = ((), REPLACED[name]) if is_compiled_first else (REPLACED[name], ())
+                one, other = turn(order[0]), turn(order[1])
+                figures[name].append((one, other) if is_compiled_first else (other, one))
+    gc.enable()
+    use(())
     return figures
+
+
+def summarize(figures: Figures) -> list[dict[str, Any]]:
+    """A row for everything that was replaced: the CPU and wall-clock µs a step that the compiled way saves, and the
+    ratio of the CPU times, pair by pair."""
+    return [
+        {
+            "replaced": name,
+            "compiled_us": spread([compiled[0] for compiled, _ in pairs]),
+            "saved_us": spread([plain[0] - compiled[0] for compiled, plain in pairs]),
+            "ratio": spread([plain[0] / compiled[0] for compiled, plain in pairs]),
+            "saved_wall_us": spread([plain[1] - compiled[1] for compiled, plain in pairs]),
+        }
+        for name, pairs in figures.items()
+    ]
+
+
+def print_table(case: str, rows: list[dict[str, Any]]) -> None:
+    compiled = next(row["compiled_us"]["median"] for row in rows)
+    caption = "median (middle half of the pairs); saved by the compiled function"
+    table = Table(title=f"{case}: {compiled:.2f} CPU µs a step", caption=caption)
+    for heading in ("Python instead of", "CPU µs a step", "CPU, %", "wall-clock µs"):
+        table.add_column(heading, justify="left" if heading.startswith("Python") else "right")
+    for row in rows:
+        cells = []
+        for name, form, shift in (
+            ("saved_us", "{:+.3f}", 0.0),
+            ("ratio", "{:+.1%}", 1.0),
+            ("saved_wall_us", "{:+.3f}", 0.0),
+        ):
+            middle, low, high = (form.format(row[name][key] - shift) for key in ("median", "low", "high"))
+            cells.append(f"{middle} ({low} to {high})")
+        table.add_row(row["replaced"], *cells)
+    Console(width=120).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=200, help="batches of each")
-    parser.add_argument("--json", help="write machine and all figures to this file")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--repeats", type=int, default=400, help="pairs of batches for each function")
+    parser.add_argument("--json", help="write machine, table and all figures to this file")
     args = parser.parse_args()
     limit_threads(1)
-    if not (copies.COMPILED and loops.COMPILED):
+    if not native.COMPILED:
         raise SystemExit("nothing is compiled here: install penstock where there is a C compiler")
 
-    results = {case: measure(*arguments, args.repeats) for case, arguments in CASES.items()}
-    table = Table(title="CPU µs a step, 16 environments", caption="median (middle half of the turns), turn by turn")
-    for heading in ("", "compiled", "numpy", "saved"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for case, figures in results.items():
-        saved = [plain - compiled for compiled, plain in zip(figures["compiled"], figures["numpy"], strict=True)]
-        cells = [spread(values) for values in (figures["compiled"], figures["numpy"], saved)]
-        table.add_row(case, *(f"{cell['median']:.2f} ({cell['low']:.2f} to {cell['high']:.2f})" for cell in cells))
-    Console(width=120).print(table)
+    results, table = {}, {}
+    for case in args.cases:
+        results[case] = measure(CASES[case], args.repeats)
+        table[case] = summarize(results[case])
+        print_table(case, table[case])
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({**machine(), "cpu_us_per_step": results}, file, indent=1)
+            json.dump({**machine(), "results": results, "table": table}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,28 @@
-/* What a collector does in every row of a batch, for the usual kinds of data; see native.py.
+/* The innermost loops in C: see native.py, which says what each function does.
 
-   numpy has to find out anew with every call what is to be done, which takes longer than doing it where a row has a few
-   dozen numbers, the more so as the code for it has been forgotten by the processor since the row before. Here one
-   comparison says whether there is nothing to find out. Nothing is ever cast but Python's numbers to float32, and what is
-   not as it should be raises nothing: it is left to numpy, and to those who can say what is wrong with it. */
+   numpy finds out at every call what it has to do. For a row of a few dozen numbers that takes longer than the work.
+   Here one comparison shows that a value has the expected type and shape, and its bytes are copied. Only Python's
+   numbers are ever converted. A value that is not as expected raises nothing: the caller handles it in Python. */
 
-#include "_native.h"
+#define PY_SSIZE_T_CLEAN
+#define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
+#include <Python.h>
+#include <numpy/arrayobject.h>
 
 #include <math.h>
 #include <string.h>
+
+typedef PyObject *const *Arguments;
+
+static int has_arguments(Py_ssize_t given, Py_ssize_t expected) {
+    return given == expected || PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, given);
+}
+
+/* Convert `argument` to an index; 0 with an exception set if that is impossible. */
+static int has_index(PyObject *argument, Py_ssize_t *index) {
+    *index = PyNumber_AsSsize_t(argument, PyExc_IndexError);
+    return *index != -1 || !PyErr_Occurred();
+}
 
 /* ---- arrays ------------------------------------------------------------------------------------ */
 
@@ -17,7 +31,7 @@ static int is_plain(int type) {
     return (type >= 0 && PyTypeNum_ISNUMBER(type)) || type == NPY_BOOL || type == NPY_HALF;
 }
 
-/* A place that can be written into: `n` dimensions of plain elements, one behind the other. */
+/* Writable memory: `n` dimensions of plain elements, contiguous. */
 typedef struct {
     char *data;
     const npy_intp *shape;
@@ -25,21 +39,7 @@ typedef struct {
     npy_intp nbytes;
 } Place;
 
-/* All of array `object`; 0 if it is something else, or not in one piece. */
-static int find_place(PyObject *object, Place *place) {
-    if (!PyArray_CheckExact(object)) {
-        return 0;
-    }
-    PyArrayObject *array = (PyArrayObject *)object;
-    if (!PyArray_ISCARRAY(array) || !is_plain(PyArray_TYPE(array))) {
-        return 0;
-    }
-    *place = (Place){PyArray_BYTES(array), PyArray_SHAPE(array), PyArray_NDIM(array), PyArray_TYPE(array),
-                     PyArray_NBYTES(array)};
-    return 1;
-}
-
-/* Row t of array `object` `[T, ...]`, whose rows need not be one behind the other. */
+/* Row t of array `object` `[T, ...]`. Each row must be contiguous; the rows may have gaps between them. */
 static int find_row(PyObject *object, Py_ssize_t t, Place *row) {
     if (!PyArray_CheckExact(object)) {
         return 0;
@@ -61,16 +61,14 @@ static int find_row(PyObject *object, Py_ssize_t t, Place *row) {
     return 1;
 }
 
-/* Entry b of `row` `[B, ...]`; the place must have one. */
+/* Entry b of `row` `[B, ...]`, which must have one. */
 static Place entry_of(const Place *row, Py_ssize_t b) {
     npy_intp nbytes = row->nbytes / row->shape[0];
     return (Place){row->data + b * nbytes, row->shape + 1, row->n - 1, row->type, nbytes};
 }
 
-static int has_entry(const Place *row, Py_ssize_t b) { return row->n > 0 && 0 <= b && b < row->shape[0]; }
-
-/* Write `object` there if it is an array of the same type and shape, in one piece; returns whether it was. */
-static int wrote(const Place *place, PyObject *object) {
+/* Write `object` there if it is a contiguous array of the same type and shape. Returns whether it was written. */
+static int wrote_array(const Place *place, PyObject *object) {
     if (!PyArray_CheckExact(object)) {
         return 0;
     }
@@ -83,59 +81,32 @@ static int wrote(const Place *place, PyObject *object) {
     return 1;
 }
 
-/* ---- copies ------------------------------------------------------------------------------------ */
-
-static PyObject *copy(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    if (!has_arguments(n, 2)) {
-        return NULL;
+/* Write `number` there if it is float32 and can hold a number of that size. */
+static int wrote_float32(const Place *place, double number) {
+    npy_float32 rounded = (npy_float32)number;
+    if (place->type != NPY_FLOAT32 || (isinf(rounded) && !isinf(number))) {
+        return 0;
     }
-    Place target;
-    return PyBool_FromLong(find_place(arguments[0], &target) && wrote(&target, arguments[1]));
+    *(npy_float32 *)place->data = rounded;
+    return 1;
 }
 
-static PyObject *copy_row(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    Py_ssize_t t;
-    if (!has_arguments(n, 3) || !has_index(arguments[1], &t)) {
-        return NULL;
-    }
-    Place row;
-    return PyBool_FromLong(find_row(arguments[0], t, &row) && wrote(&row, arguments[2]));
-}
-
-static PyObject *copy_fields(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    Py_ssize_t t;
-    if (!has_arguments(n, 3) || !has_index(arguments[1], &t)) {
-        return NULL;
-    }
-    PyObject *arrays = arguments[0], *values = arguments[2];
-    if (!PyDict_CheckExact(arrays) || !PyDict_CheckExact(values) || PyDict_GET_SIZE(arrays) != PyDict_GET_SIZE(values)) {
-        Py_RETURN_FALSE;
-    }
-    PyObject *name, *array;
-    Py_ssize_t at = 0;
-    while (PyDict_Next(arrays, &at, &name, &array)) {
-        PyObject *value = PyDict_GetItemWithError(values, name);
-        if (value == NULL && PyErr_Occurred()) {
-            return NULL;
-        }
-        Place row;
-        if (value == NULL || !find_row(array, t, &row) || !wrote(&row, value)) {
-            Py_RETURN_FALSE; /* nothing of Python's runs between finding the value and this */
-        }
-    }
-    Py_RETURN_TRUE;
-}
-
-/* Write the number `object` there if it is one of numpy's of that type, or a Python int that int64 can hold. */
+/* Write the number `object` there: a Python int into int64, a Python int or float or numpy's float64 into float32, or
+   one of numpy's numbers into the same type. Returns whether it was written. */
 static int wrote_number(const Place *place, PyObject *object) {
+    int is_float64 = Py_TYPE(object) == &PyDoubleArrType_Type; /* laid out as Python's float is */
+    if (PyFloat_CheckExact(object) || (is_float64 && place->type != NPY_FLOAT64)) {
+        return wrote_float32(place, PyFloat_AS_DOUBLE(object));
+    }
     if (PyLong_CheckExact(object)) {
         int overflow;
         long long number = PyLong_AsLongLongAndOverflow(object, &overflow);
-        if (overflow || place->type != NPY_INT64) {
-            return 0;
+        if (!overflow && place->type == NPY_INT64) {
+            *(npy_int64 *)place->data = number;
+            return 1;
         }
-        *(npy_int64 *)place->data = number;
-        return 1;
+        int is_exact = !overflow && -(1LL << 53) <= number && number <= 1LL << 53; /* as a double */
+        return is_exact && wrote_float32(place, (double)number);
     }
     if (!PyArray_IsScalar(object, Generic)) {
         return 0;
@@ -145,200 +116,284 @@ static int wrote_number(const Place *place, PyObject *object) {
         PyErr_Clear();
         return 0;
     }
-    int fits = dtype->type_num == place->type;
-    if (fits) {
+    int type = dtype->type_num;
+    Py_DECREF(dtype);
+    if (type == place->type) {
         PyArray_ScalarAsCtype(object, place->data);
     }
-    Py_DECREF(dtype);
-    return fits;
+    return type == place->type;
 }
 
-/* Write `value` into entry b of row t: of an array, or of every array in a dict or tuple of such, nested as `value` is.
-   `n_columns` is how many entries the row must have, or ANY. Returns 0 if something does not fit, -1 with an exception
-   set if that could not be found out. Of a subclass, whose items may be others than those that lie there, nothing is
-   taken but of OrderedDict; what is taken is held, since comparing names may run the user's code. */
-enum { ANY = -1 };
+/* ---- elements of spaces ------------------------------------------------------------------------ */
 
-static int wrote_entry(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value);
+/* Write `value` into row t of an array, or of every array in a dict or tuple of such, nested as `value` is: into entry b
+   of the row, or into the whole row if b is WHOLE. `n_columns` is the number of entries that the row must have, or ANY.
+   Returns 1 if all was written, 0 if something does not fit, -1 with an exception set.
+   Subclasses of dict and tuple may return other items than they store, so none but OrderedDict is accepted. References
+   are held throughout, since a comparison of names may run the user's code. */
+enum { ANY = -1, WHOLE = -2 };
 
-static int wrote_items(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value) {
+static int fill(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value);
+
+static int fill_items(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value) {
     if (!PyTuple_CheckExact(value) || PyTuple_GET_SIZE(value) != PyTuple_GET_SIZE(arrays)) {
         return 0;
     }
     int result = 1;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arrays) && result == 1; i++) {
-        result = wrote_entry(PyTuple_GET_ITEM(arrays, i), t, b, n_columns, PyTuple_GET_ITEM(value, i));
+        result = fill(PyTuple_GET_ITEM(arrays, i), t, b, n_columns, PyTuple_GET_ITEM(value, i));
     }
     return result;
 }
 
-static int wrote_named(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value) {
+static int fill_named(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value) {
     if (!(PyDict_CheckExact(value) || PyODict_CheckExact(value)) || PyDict_GET_SIZE(value) != PyDict_GET_SIZE(arrays)) {
         return 0;
     }
-    PyObject *name, *part;
+    PyObject *name, *array;
     Py_ssize_t at = 0;
     int result = 1;
-    while (result == 1 && PyDict_Next(arrays, &at, &name, &part)) {
-        PyObject *own = PyDict_GetItemWithError(value, name);
-        if (own == NULL) {
-            return PyErr_Occurred() ? -1 : 0;
+    while (result == 1 && PyDict_Next(arrays, &at, &name, &array)) {
+        Py_INCREF(name);
+        Py_INCREF(array);
+        PyObject *part = PyDict_GetItemWithError(value, name);
+        Py_XINCREF(part);
+        if (part != NULL) {
+            result = fill(array, t, b, n_columns, part);
+        } else {
+            result = PyErr_Occurred() ? -1 : 0;
         }
-        Py_INCREF(own);
-        result = wrote_entry(part, t, b, n_columns, own);
-        Py_DECREF(own);
+        Py_XDECREF(part);
+        Py_DECREF(array);
+        Py_DECREF(name);
     }
     return result;
 }
 
-static int wrote_entry(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value) {
+static int fill(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value) {
     if (PyTuple_CheckExact(arrays) || PyDict_CheckExact(arrays)) {
         if (Py_EnterRecursiveCall(" while a nested value is written")) {
             return -1;
         }
-        int result = PyTuple_CheckExact(arrays) ? wrote_items(arrays, t, b, n_columns, value)
-                                                : wrote_named(arrays, t, b, n_columns, value);
+        int result = PyTuple_CheckExact(arrays) ? fill_items(arrays, t, b, n_columns, value)
+                                                : fill_named(arrays, t, b, n_columns, value);
         Py_LeaveRecursiveCall();
         return result;
     }
     Place row;
-    if (!find_row(arrays, t, &row) || !has_entry(&row, b) || (n_columns != ANY && row.shape[0] != n_columns)) {
+    if (!find_row(arrays, t, &row)) {
+        return 0;
+    }
+    if (b == WHOLE) {
+        return wrote_array(&row, value);
+    }
+    if (row.n == 0 || b >= row.shape[0] || (n_columns != ANY && row.shape[0] != n_columns)) {
         return 0;
     }
     Place entry = entry_of(&row, b);
-    return wrote(&entry, value) || (entry.n == 0 && wrote_number(&entry, value));
+    return wrote_array(&entry, value) || (entry.n == 0 && wrote_number(&entry, value));
 }
 
-static PyObject *gather(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+static int fill_each(PyObject *arrays, Py_ssize_t t, PyObject *values) {
+    Py_ssize_t n_columns = PyList_GET_SIZE(values);
+    int result = n_columns > 0;
+    for (Py_ssize_t b = 0; b < n_columns && result == 1; b++) {
+        if (PyList_GET_SIZE(values) != n_columns) {
+            return 0; /* the user's code changed it while names were compared */
+        }
+        PyObject *value = Py_NewRef(PyList_GET_ITEM(values, b));
+        result = fill(arrays, t, b, n_columns, value);
+        Py_DECREF(value);
+    }
+    return result;
+}
+
+static PyObject *put_row(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Py_ssize_t t;
     if (!has_arguments(n, 3) || !has_index(arguments[1], &t)) {
         return NULL;
     }
-    PyObject *values = arguments[2];
-    int result = PyList_CheckExact(values);
-    Py_ssize_t n_columns = result ? PyList_GET_SIZE(values) : 0;
-    for (Py_ssize_t b = 0; b < n_columns && result == 1; b++) {
-        if (PyList_GET_SIZE(values) != n_columns) {
-            Py_RETURN_FALSE; /* changed by the user's code that compares names */
-        }
-        PyObject *value = PyList_GET_ITEM(values, b);
-        Py_INCREF(value);
-        result = wrote_entry(arguments[0], t, b, n_columns, value);
-        Py_DECREF(value);
-    }
-    return result < 0 ? NULL : PyBool_FromLong(result && n_columns > 0);
-}
-
-/* The cell `[t, b]` of `object`, if that is an array `[T, B]` of flags; else NULL. */
-static npy_bool *flag_at(PyObject *object, Py_ssize_t t, Py_ssize_t b) {
-    Place row;
-    int is_flag = find_row(object, t, &row) && row.type == NPY_BOOL && row.n == 1 && has_entry(&row, b);
-    return is_flag ? (npy_bool *)row.data + b : NULL;
-}
-
-static PyObject *put_end(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    Py_ssize_t t, b;
-    if (!has_arguments(n, 6) || !has_index(arguments[1], &t) || !has_index(arguments[2], &b)) {
-        return NULL;
-    }
-    PyObject *ends = arguments[0], *terminated = arguments[4], *truncated = arguments[5];
-    if (!PyTuple_CheckExact(ends) || PyTuple_GET_SIZE(ends) != 4 || !PyBool_Check(terminated) || !PyBool_Check(truncated)) {
-        Py_RETURN_FALSE;
-    }
-    npy_bool *flags[3];
-    for (int i = 0; i < 3; i++) {
-        flags[i] = flag_at(PyTuple_GET_ITEM(ends, i), t, b);
-        if (flags[i] == NULL) {
-            Py_RETURN_FALSE;
-        }
-    }
-    int result = wrote_entry(PyTuple_GET_ITEM(ends, 3), t, b, ANY, arguments[3]);
-    if (result == 1) {
-        *flags[0] = NPY_TRUE, *flags[1] = terminated == Py_True, *flags[2] = truncated == Py_True;
-    }
+    PyObject *arrays = arguments[0], *values = arguments[2];
+    int result = PyList_CheckExact(values) ? fill_each(arrays, t, values) : fill(arrays, t, WHOLE, ANY, values);
     return result < 0 ? NULL : PyBool_FromLong(result);
 }
 
-/* The number `object`, if a double holds it exactly and float32 can be rounded from that; 0 if it is something else. */
-static int as_number(PyObject *object, double *number) {
-    if (PyFloat_CheckExact(object) || Py_TYPE(object) == &PyDoubleArrType_Type) { /* numpy's float64 is laid out alike */
-        *number = PyFloat_AS_DOUBLE(object);
-        return 1;
+static PyObject *put_cell(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+    Py_ssize_t t, b;
+    if (!has_arguments(n, 4) || !has_index(arguments[1], &t) || !has_index(arguments[2], &b)) {
+        return NULL;
     }
-    if (!PyLong_CheckExact(object)) {
-        return 0;
-    }
-    int overflow;
-    long long integer = PyLong_AsLongLongAndOverflow(object, &overflow);
-    *number = (double)integer;
-    return !overflow && -(1LL << 53) <= integer && integer <= 1LL << 53;
+    int result = b < 0 ? 0 : fill(arguments[0], t, b, ANY, arguments[3]);
+    return result < 0 ? NULL : PyBool_FromLong(result);
 }
 
-static PyObject *gather_numbers(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    if (!has_arguments(n, 2)) {
-        return NULL;
-    }
-    PyObject *values = arguments[1];
-    Place row;
-    if (!find_place(arguments[0], &row) || row.n != 1 || row.type != NPY_FLOAT32 || !PyList_CheckExact(values) ||
-        PyList_GET_SIZE(values) != row.shape[0]) {
-        Py_RETURN_FALSE;
-    }
-    npy_float32 *at = (npy_float32 *)row.data;
-    for (Py_ssize_t b = 0; b < PyList_GET_SIZE(values); b++) {
-        double number;
-        if (!as_number(PyList_GET_ITEM(values, b), &number)) {
-            Py_RETURN_FALSE;
-        }
-        at[b] = (npy_float32)number;
-        if (isinf(at[b]) && !isinf(number)) {
-            Py_RETURN_FALSE;
-        }
-    }
-    Py_RETURN_TRUE;
+/* ---- environments ------------------------------------------------------------------------------ */
+
+/* Whether `result` of `env.step` is that of most steps: the episode goes on, and no value needs a check. */
+static int is_ordinary(PyObject *result) {
+    return PyTuple_CheckExact(result) && PyTuple_GET_SIZE(result) == 5 && PyTuple_GET_ITEM(result, 2) == Py_False &&
+           PyTuple_GET_ITEM(result, 3) == Py_False && PyDict_CheckExact(PyTuple_GET_ITEM(result, 4));
 }
 
-/* ---- progress ---------------------------------------------------------------------------------- */
+/* Call `env.step(action)` of `entry`, (column, env_rank, env.step). Sets `column`, and `word` to env_rank. */
+static PyObject *step_one(PyObject *entry, PyObject *action, npy_int64 *word, Py_ssize_t *column) {
+    Py_ssize_t env_rank;
+    if (!PyTuple_CheckExact(entry) || PyTuple_GET_SIZE(entry) != 3) {
+        return PyErr_Format(PyExc_TypeError, "bound must be a list of (column, env_rank, env.step)");
+    }
+    if (!has_index(PyTuple_GET_ITEM(entry, 0), column) || !has_index(PyTuple_GET_ITEM(entry, 1), &env_rank)) {
+        return NULL;
+    }
+    *word = env_rank;
+    PyObject *arguments[] = {NULL, action};
+    return PyObject_Vectorcall(PyTuple_GET_ITEM(entry, 2), arguments + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+}
 
-static PyObject *mark(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    Py_ssize_t i, phase, t;
-    if (!has_arguments(n, 6) || !has_index(arguments[2], &i) || !has_index(arguments[3], &phase) ||
-        !has_index(arguments[4], &t)) {
+static PyObject *step_all(npy_int64 *word, PyObject *bound, PyObject *actions, Py_ssize_t first, int is_watched,
+                          PyObject *observations, PyObject *rewards) {
+    Py_ssize_t n = PyList_GET_SIZE(bound), column = 0;
+    for (Py_ssize_t i = first; i < n; i++) {
+        if (i >= PyList_GET_SIZE(bound) || i >= PyList_GET_SIZE(actions)) {
+            return PyErr_Format(PyExc_IndexError, "bound or actions became shorter during a step");
+        }
+        /* The step may remove them from the lists. */
+        PyObject *entry = Py_NewRef(PyList_GET_ITEM(bound, i)), *action = Py_NewRef(PyList_GET_ITEM(actions, i));
+        PyObject *result = step_one(entry, action, word, &column);
+        Py_DECREF(action);
+        Py_DECREF(entry);
+        if (result == NULL || is_watched || !is_ordinary(result)) {
+            return result == NULL ? NULL : Py_BuildValue("nN", i, result);
+        }
+        int is_stored = PyList_SetItem(observations, column, Py_NewRef(PyTuple_GET_ITEM(result, 0))) == 0 &&
+                        PyList_SetItem(rewards, column, Py_NewRef(PyTuple_GET_ITEM(result, 1))) == 0;
+        Py_DECREF(result);
+        /* If `step` is not a Python function, signals are handled here only. */
+        if (!is_stored || PyErr_CheckSignals() < 0) {
+            return NULL;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *step_ordinary(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+    Py_ssize_t first;
+    if (!has_arguments(n, 7) || !has_index(arguments[3], &first)) {
         return NULL;
     }
-    double now = PyFloat_AsDouble(arguments[5]);
-    if (now == -1.0 && PyErr_Occurred()) {
+    PyObject *bound = arguments[1], *actions = arguments[2], *observations = arguments[5], *rewards = arguments[6];
+    if (!PyList_Check(bound) || !PyList_Check(actions) || !PyList_Check(observations) || !PyList_Check(rewards)) {
+        return PyErr_Format(PyExc_TypeError, "bound, actions, observations and rewards must be lists");
+    }
+    Py_ssize_t n_actions = PyList_GET_SIZE(actions), n_bound = PyList_GET_SIZE(bound);
+    if (n_actions != n_bound) {
+        return PyErr_Format(PyExc_ValueError, "expected %zd actions, got %zd", n_bound, n_actions);
+    }
+    if (first < 0) {
+        return PyErr_Format(PyExc_IndexError, "there is no environment %zd", first);
+    }
+    Place word;
+    if (!find_row(arguments[0], 0, &word) || word.type != NPY_INT64 || word.n != 0) {
+        return PyErr_Format(PyExc_TypeError, "env_rank_word must be an int64 array of one word");
+    }
+    int is_watched = PyObject_IsTrue(arguments[4]);
+    if (is_watched < 0) {
         return NULL;
     }
-    Place words, stamps;
-    if (!find_place(arguments[0], &words) || !find_place(arguments[1], &stamps) || words.type != NPY_INT64 ||
-        words.n != 1 || words.shape[0] <= HEARTBEAT || stamps.type != NPY_FLOAT64 || stamps.n != 1 || !has_entry(&stamps, i)) {
-        Py_RETURN_FALSE;
+    return step_all((npy_int64 *)word.data, bound, actions, first, is_watched, observations, rewards);
+}
+
+/* ---- trajectories ------------------------------------------------------------------------------ */
+
+/* A row of `running`: the sums of a trajectory so far, and the weight of its next reward. */
+typedef struct {
+    double length, return_, nonzero_rewards, discounted_return, weight;
+} Sums;
+
+/* A finished trajectory: RECORD of trajectory_queue.py, which is compared with RECORD_LAYOUT at import. */
+typedef struct {
+    npy_int64 t, env_rank, length;
+    double return_;
+    npy_int64 nonzero_rewards;
+    double discounted_return;
+} Record;
+#define RECORD_LAYOUT "t:i8 env_rank:i8 Length:i8 Return:f8 NonzeroRewards:i8 DiscountedReturn:f8"
+_Static_assert(sizeof(Record) == 6 * 8, "a record has padding");
+
+/* `object` as a two-dimensional array of `type`; else NULL. */
+static PyArrayObject *as_table(PyObject *object, int type) {
+    PyArrayObject *array = PyArray_CheckExact(object) ? (PyArrayObject *)object : NULL;
+    int fits = array != NULL && PyArray_TYPE(array) == type && PyArray_NDIM(array) == 2 && PyArray_ISBEHAVED_RO(array);
+    return fits ? array : NULL;
+}
+
+/* Add up column b from `sums` on, step by step as TrajInfo does. Returns the first record that is still free. */
+static Record *sum_column(PyArrayObject *reward, PyArrayObject *done, npy_intp b, Sums *sums, Record *record,
+                          Py_ssize_t first_t, Py_ssize_t env_rank, double discount) {
+    Sums sum = *sums;
+    for (npy_intp t = 0; t < PyArray_DIM(reward, 0); t++) {
+        double number = *(npy_float32 *)PyArray_GETPTR2(reward, t, b);
+        sum.length += 1;
+        sum.return_ += number;
+        sum.nonzero_rewards += number != 0;
+        sum.discounted_return += sum.weight * number;
+        sum.weight *= discount;
+        if (*(npy_bool *)PyArray_GETPTR2(done, t, b)) {
+            *record++ = (Record){first_t + t, env_rank, (npy_int64)sum.length, sum.return_,
+                                 (npy_int64)sum.nonzero_rewards, sum.discounted_return};
+            sum = (Sums){.weight = 1};
+        }
     }
-    npy_int64 *row = (npy_int64 *)words.data;
-    row[PHASE] = phase;
-    row[ROW_T] = t;
-    row[HEARTBEAT] = (npy_int64)(now * 1e9);
-    ((double *)stamps.data)[i] = now;
-    Py_RETURN_TRUE;
+    *sums = sum;
+    return record;
+}
+
+static PyObject *sum_episodes(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+    Py_ssize_t first_t, first_env_rank;
+    if (!has_arguments(n, 7) || !has_index(arguments[4], &first_t) || !has_index(arguments[5], &first_env_rank)) {
+        return NULL;
+    }
+    double discount = PyFloat_AsDouble(arguments[6]);
+    if (discount == -1.0 && PyErr_Occurred()) {
+        return NULL;
+    }
+    PyArrayObject *reward = as_table(arguments[0], NPY_FLOAT32), *done = as_table(arguments[1], NPY_BOOL);
+    PyArrayObject *running = as_table(arguments[2], NPY_FLOAT64);
+    Place records; /* the only row of `[1, n]` bytes */
+    if (reward == NULL || done == NULL || running == NULL || !find_row(arguments[3], 0, &records)) {
+        return PyLong_FromLong(-1);
+    }
+    npy_intp n_rows = PyArray_DIM(reward, 0), n_columns = PyArray_DIM(reward, 1);
+    if (PyArray_DIM(done, 0) != n_rows || PyArray_DIM(done, 1) != n_columns || !PyArray_ISCARRAY(running) ||
+        PyArray_DIM(running, 0) != n_columns || PyArray_DIM(running, 1) * sizeof(double) != sizeof(Sums) ||
+        records.nbytes < n_rows * n_columns * (npy_intp)sizeof(Record) || (npy_uintp)records.data % sizeof(double) != 0) {
+        return PyLong_FromLong(-1);
+    }
+    Sums *sums = (Sums *)PyArray_DATA(running);
+    Record *record = (Record *)records.data;
+    for (npy_intp b = 0; b < n_columns; b++) {
+        record = sum_column(reward, done, b, sums + b, record, first_t, first_env_rank + b, discount);
+    }
+    return PyLong_FromSsize_t(record - (Record *)records.data);
 }
 
 /* ---- the module -------------------------------------------------------------------------------- */
 
+#define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
+
 static PyMethodDef functions[] = {
-    FUNCTION(copy),    FUNCTION(copy_row),       FUNCTION(copy_fields), FUNCTION(gather),
-    FUNCTION(put_end), FUNCTION(gather_numbers), FUNCTION(mark),        {NULL, NULL, 0, NULL},
+    FUNCTION(put_row), FUNCTION(put_cell), FUNCTION(step_ordinary), FUNCTION(sum_episodes), {NULL, NULL, 0, NULL},
 };
-
-static int start(PyObject *Py_UNUSED(module)) {
-    import_array1(-1);
-    return 0;
-}
-
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, start}, {0, NULL}};
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, .m_name = "_native", .m_methods = functions, .m_slots = slots,
+    PyModuleDef_HEAD_INIT, .m_name = "_native", .m_size = -1, .m_methods = functions,
 };
 
-PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }
+/* One phase: numpy's C interface is a static variable, so a process can hold one such module. */
+PyMODINIT_FUNC PyInit__native(void) {
+    import_array();
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddStringMacro(module, RECORD_LAYOUT) < 0) {
+        Py_CLEAR(module);
+    }
+    return module;
+}

@@ -1,66 +1,96 @@
-"""What a collector does in every row and at every episode's end, in C where that was compiled: small copies.
+"""The innermost loops: in C where they were compiled, in Python elsewhere, with the same results.
 
-Each function looks whether its arguments are of the usual kind, with nothing to be converted; works if so, and says
-whether it has. What it has not done is for the caller to do with numpy, all of it: some may have been written, and
-without the compiled part nothing ever is.
+A function is compiled if a measurement showed what it saves (benchmarks/native.py). `put_row` and `put_cell` handle the
+usual types only. For all others they return False, and the caller writes the whole row or cell with numpy: a part of it
+may have been written already.
 
-Rows are given as an array `[T, ...]` and t, not as views made before: among thousands of views the processor has
-forgotten each by the time that its turn comes again.
+Rows are given as an array `[T, ...]` and an index t. A list of T views made in advance is slower: with many rows, no
+view is in the processor's cache when its turn comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = [
-    "COMPILED",
-    "MISSING",
-    "PYTHON",
-    "copy",
-    "copy_fields",
-    "copy_row",
-    "gather",
-    "gather_numbers",
-    "mark",
-    "put_end",
-]
+from penstock.buffers.trajectory_queue import RECORD
+
+#: An environment as `step_ordinary` takes it: its column, its env_rank, its `step`.
+Bound = tuple[int, int, Callable[[Any], Any]]
 
 
-def _leave_it(*_: Any) -> bool:
+def _put_nothing(*_: Any) -> bool:
     return False
 
 
-#: `copy(target, value)`: an array of the target's own shape and dtype.
-copy: Callable[[Any, Any], bool]
-#: `copy_row(array, t, value)`: an array like the rows of `array` into row t.
-copy_row: Callable[[Any, int, Any], bool]
-#: `copy_fields(arrays, t, values)`: the same for dicts with the same keys.
-copy_fields: Callable[[dict[str, Any], int, Any], bool]
-#: `gather(arrays, t, values)`: a list of elements of a space into row t, one for each entry: arrays like those, numbers
-#: of that type, or Python's ints into int64. `arrays` may be a dict or tuple of arrays, nested as the values are.
-gather: Callable[[Any, int, Any], bool]
-#: `put_end((done, terminated, truncated, arrays), t, b, value, is_terminated, is_truncated)`: one such element into
-#: `arrays[t, b]`; True and the two bools into flags `[T, B]`.
-put_end: Callable[[Any, int, int, Any, Any, Any], bool]
-#: `gather_numbers(target, values)`: a list of Python's floats and ints into float32 `[B]`, if that can hold them.
-gather_numbers: Callable[[Any, Any], bool]
-#: `mark(row, stamps, i, phase, t, now)`: phase, t and heartbeat into a progress row, and `now` into `stamps[i]`.
-mark: Callable[[Any, Any, int, int, int, float], bool]
+def _step_ordinary(
+    env_rank_word: Any,
+    bound: Sequence[Bound],
+    actions: Sequence[Any],
+    first: int,
+    is_watched: bool,
+    observations: list[Any],
+    rewards: list[Any],
+) -> tuple[int, Any] | None:
+    if len(actions) != len(bound):
+        raise ValueError(f"expected {len(bound)} actions, got {len(actions)}")
+    word = memoryview(env_rank_word)  # faster to write than an array
+    for i in range(first, len(bound)):
+        column, word[0], step = bound[i]
+        result = step(actions[i])
+        if is_watched or type(result) is not tuple or len(result) != 5:
+            return i, result
+        observation, reward, terminated, truncated, info = result
+        if terminated is not False or truncated is not False or info.__class__ is not dict:
+            return i, result
+        observations[column] = observation
+        rewards[column] = reward
+    return None
 
-#: What is used where nothing is compiled, by name.
-PYTHON: dict[str, Callable[..., Any]] = dict.fromkeys(
-    ("copy", "copy_row", "copy_fields", "gather", "put_end", "gather_numbers", "mark"), _leave_it
-)
+
+def _sum_nothing(*_: Any) -> int:
+    return -1
+
+
+#: `put_row(arrays, t, values)`: write row t. `arrays` is an array `[T, B, ...]`, or a nested dict or tuple of such.
+#: `values` is nested in the same way and has an array `[B, ...]` of the same type for each of them; or it is a list of
+#: B elements of a space, each nested in the same way. An element's leaf is an array or number of the same type, a
+#: Python int for int64, or a Python int or float for float32.
+put_row: Callable[[Any, int, Any], bool]
+#: `put_cell(arrays, t, b, value)`: write one such element into `[t, b]`.
+put_cell: Callable[[Any, int, int, Any], bool]
+#: `step_ordinary(env_rank_word, bound, actions, first, is_watched, observations, rewards)`: step the environments
+#: `bound` from number `first` on, each with its entry of `actions`, and store the results in the lists, by column.
+#: A step is ordinary if the episode goes on, and flags and info have the usual types. Stop at a step that is not, or
+#: after every step if `is_watched`: store nothing, and return its number and what `env.step` returned. Return None at
+#: the end of the row. `env_rank_word` int64 `[1]` always holds the env_rank of the environment that steps.
+step_ordinary: Callable[[Any, Any, Any, int, bool, Any, Any], tuple[int, Any] | None]
+#: `sum_episodes(reward, done, running, records, first_t, first_env_rank, discount)`: write a RECORD for each trajectory
+#: that finishes in rows `[T, B]` into `records`, uint8 `[1, n]` with room for T * B of them. Return how many, or -1 if
+#: the arguments do not fit and nothing was done. `running` float64 `[B, 5]` holds the sums of each column's unfinished
+#: trajectory and the weight of its next reward, before and after.
+sum_episodes: Callable[[Any, Any, Any, Any, int, int, float], int]
+
+#: What stands for each function where nothing is compiled.
+PYTHON: dict[str, Callable[..., Any]] = {
+    "put_row": _put_nothing,
+    "put_cell": _put_nothing,
+    "step_ordinary": _step_ordinary,
+    "sum_episodes": _sum_nothing,
+}
 
 try:
-    from penstock.buffers._native import copy, copy_fields, copy_row, gather, gather_numbers, mark, put_end
-except ImportError as error:  # there was no C compiler, or the checkout is used as it is
-    copy = copy_row = copy_fields = gather = put_end = gather_numbers = mark = _leave_it
-    #: Why nothing is done here.
+    from penstock.buffers._native import RECORD_LAYOUT, put_cell, put_row, step_ordinary, sum_episodes
+
+    if " ".join(f"{name}:{RECORD[name].str[1:]}" for name in RECORD.names or ()) != RECORD_LAYOUT:
+        raise ImportError("the compiled part was built for another layout of trajectory records: build it again")
+except ImportError as error:  # no C compiler, an older build, or a checkout that was never built
+    put_row = put_cell = _put_nothing
+    step_ordinary, sum_episodes = _step_ordinary, _sum_nothing
+    #: Why the compiled functions are not in use; empty if they are.
     MISSING = str(error)
 else:
     MISSING = ""
 
-#: Whether anything is done here.
+#: Whether the compiled functions are in use.
 COMPILED = not MISSING

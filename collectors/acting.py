@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.agents.base import Agent, AgentStep
 from penstock.buffers.named import NamedArrays, fields_of
-from penstock.buffers.native import copy_fields
+from penstock.buffers.native import put_row
 from penstock.errors import SpaceError, brief
 
 __all__ = ["NO_AGENT_INFO", "AgentInfoWriter", "agent_info_example", "as_agent_step"]
@@ -80,7 +80,7 @@ class AgentInfoWriter:
         """Record `agent_info` as row t. Raises `SpaceError` naming what is not as it was in the first step."""
         try:
             fields: Any = agent_info if agent_info.__class__ is dict else fields_of(agent_info)
-            if not self._nodes and copy_fields(self._arrays, t, fields):
+            if not self._nodes and put_row(self._arrays, t, fields):
                 return
             fits = len(fields) == self._n
             for key, array, shape in self._leaves:

@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.agents.base import Agent, AgentStep
 from penstock.buffers.named import map_leaves
-from penstock.buffers.native import copy, copy_row, gather, gather_numbers
+from penstock.buffers.native import put_row
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step
 from penstock.collectors.checks import Checks, write_action
@@ -64,6 +64,7 @@ class Collector(ABC):
         # episode starts, where the batch keeps the last action of the episode before.
         self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), parts.samples.action)
         self.prev_reward = np.zeros_like(parts.samples.reward[0])
+        self._prev_actions, self._prev_rewards = self.prev_action[np.newaxis], self.prev_reward[np.newaxis]
         # The first row is written when the first batch begins, not in `start_envs`: a replacement for a
         # worker that has died may start while the user is still reading the batch before.
         self._has_batch = False
@@ -131,7 +132,7 @@ class Collector(ABC):
         if step.__class__ is not AgentStep:
             step = as_agent_step(step, self.agent)
         action, agent_info = step
-        if not (copy(self.prev_action, action) and copy_row(samples.action, t + 1, self.prev_action)):
+        if not (put_row(self._prev_actions, 0, action) and put_row(samples.action, t + 1, action)):
             write_action(samples.action_rows[t + 1], action)
             self.prev_action[...] = samples.action_rows[t + 1]
         if self._has_agent_info or agent_info is not NO_AGENT_INFO:
@@ -164,12 +165,12 @@ class Collector(ABC):
         """All environments have been stepped with the actions of row t: write their observations and rewards into
         row t + 1. `prev_reward` then holds the rewards."""
         samples, envs, gathers = self.samples, self.envs, self._gathers
-        if not (gathers and gather(self._observations, t + 1, envs.observations)):
+        if not (gathers and put_row(self._observations, t + 1, envs.observations)):
             envs.write_prepared(self._observation_rows[t + 1])
-        prev_reward = self.prev_reward
-        if not (gathers and gather_numbers(prev_reward, envs.rewards) and copy_row(samples.reward, t + 1, prev_reward)):
+        rewards = envs.rewards if gathers else None
+        if not (put_row(self._prev_rewards, 0, rewards) and put_row(samples.reward, t + 1, rewards)):
             envs.write_rewards(samples.reward_rows[t + 1])
-            prev_reward[...] = samples.reward_rows[t + 1]
+            self.prev_reward[...] = samples.reward_rows[t + 1]
 
     def record_episode_end(
         self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool

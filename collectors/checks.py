@@ -12,7 +12,6 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from penstock.buffers.named import NamedArrays, as_named
-from penstock.buffers.native import copy
 from penstock.envs.rows import ColumnError, RowWriter, row_writer
 from penstock.errors import SpaceError, brief
 
@@ -40,8 +39,6 @@ def write_action(row: Any, action: Any, name: str = "action") -> None:
     Raises `SpaceError` naming both shapes or dtypes if `action` would have to be repeated to fill the
     row, or cast to another kind (float to integer).
     """
-    if copy(row, action):
-        return
     if row.__class__ is action.__class__ is np.ndarray and action.dtype == row.dtype and action.shape == row.shape:
         row[...] = action
     elif isinstance(row, NamedArrays):

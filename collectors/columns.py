@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +11,8 @@ import gymnasium as gym
 import numpy as np
 
 from penstock.buffers.named import map_leaves
+from penstock.buffers.native import step_ordinary
 from penstock.collectors.checks import Checks, checked_writer
-from penstock.collectors.native import reset_timed, step_ordinary
 from penstock.collectors.tracking import StepHook, kept
 from penstock.envs.checks import episode_flags, require_info, require_number, require_step, step_values
 from penstock.envs.examples import example_of
@@ -48,6 +49,8 @@ class EnvColumns:
         self._writer = checked_writer(space, checks)
         self._final_writer = checked_writer(space, checks, "the final observation")
         self._scratch = map_leaves(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), example_of(space))
+        self._words = progress.words
+        self._env_rank_word = np.asarray(progress.words[Progress.ENV_RANK : Progress.ENV_RANK + 1])
         self._action_space = envs[0].action_space if checks.debug else None
         self._is_finite_wanted = checks.check_finite
         self.split_actions = action_splitter(envs[0].action_space)
@@ -71,8 +74,11 @@ class EnvColumns:
 
     def reset_one(self, column: int, seed: int | None = None) -> Any:
         """Reset one environment and return its first observation, which is checked when it is written."""
-        env_rank = self.env_ranks[column]
-        result = reset_timed(self._progress.words, Progress.IS_RESETTING, env_rank, self.envs[column], seed)
+        words, env_rank = self._words, self.env_ranks[column]
+        words[Progress.PHASE], words[Progress.ENV_RANK] = Progress.IS_RESETTING, env_rank
+        words[Progress.HEARTBEAT] = began = time.monotonic_ns()
+        result: Any = self.envs[column].reset(seed=seed)
+        words[Progress.RESETTING] += time.monotonic_ns() - began
         if not isinstance(result, tuple) or len(result) != 2:
             got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
             raise SpaceError(f"env.reset of env_rank {env_rank} must return a tuple (observation, info), got {got}")
@@ -102,7 +108,7 @@ class EnvColumns:
         This is what penstock adds to `env.step`, so nothing is done per environment that can be done per row:
         values are gathered in lists, for `write_observations` and `write_rewards`.
         """
-        words, observations, rewards = self._progress.words, self.observations, self.rewards
+        word, observations, rewards = self._env_rank_word, self.observations, self.rewards
         is_watched = on_step is not None or self.keep_infos
         actions = self.split_actions(action_row)
         if on_step is not None:  # an environment may write into what it has given, and into what it is given
@@ -110,7 +116,7 @@ class EnvColumns:
         if self.parked or self._action_space is not None:
             actions = self._select(actions)
         active, first = self._active, 0  # the hook may park a column: the row goes on with those that it began with
-        while unusual := step_ordinary(words, active, actions, first, is_watched, observations, rewards):
+        while unusual := step_ordinary(word, active, actions, first, is_watched, observations, rewards):
             i, result = unusual
             b, env_rank, _ = active[i]
             observation, reward, terminated, truncated, info = step_values(result, env_rank)
@@ -121,7 +127,7 @@ class EnvColumns:
                     on_step(b, before[b], given[b], reward, terminated, truncated, info)
             if terminated or truncated:
                 observation = on_episode_end(b, observation, reward, terminated, truncated)
-                words[Progress.PHASE] = Progress.IS_STEPPING  # the hook may have noted a reset
+                self._words[Progress.PHASE] = Progress.IS_STEPPING  # the hook may have noted a reset
             observations[b], rewards[b], first = observation, reward, i + 1
 
     def step_one(self, column: int, action: Any) -> tuple[Any, float, bool, bool, Any]:

@@ -12,7 +12,7 @@ from gymnasium.vector import VectorEnv
 
 from penstock.agents.base import Agent
 from penstock.buffers.named import NamedArrays, map_leaves
-from penstock.buffers.native import put_end
+from penstock.buffers.native import put_cell
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.checks import Checks
 from penstock.collectors.columns import EnvColumns
@@ -39,9 +39,8 @@ class EpisodeEndRecorder:
         self._cells: list[_Cells] = []
         if samples.final_obs is not None and envs.checks == Checks():
             self._cells = list(_cells(_space_of(envs.envs[0]), samples.final_obs))
-        # The same for `put_end`, with the flags; no arrays if there is more to check, or nothing is recorded.
-        arrays = arrays_like(_space_of(envs.envs[0]), samples.final_obs) if self._cells else None
-        self._ends = (samples.done, samples.terminated, samples.truncated, arrays)
+        # The same for `put_cell`; None if there is more to check, or nothing is recorded.
+        self._arrays = arrays_like(_space_of(envs.envs[0]), samples.final_obs) if self._cells else None
         # Where observations are written that the batch does not keep.
         self._scratch = map_leaves(lambda leaf: np.zeros_like(leaf[0, :1]), samples.observation)
         self._pending: list[tuple[int, int]] = []  # t, column of what is to be valued ...
@@ -54,12 +53,11 @@ class EpisodeEndRecorder:
         Raises `SpaceError` naming the environment if `observation` does not fit, recorded or not.
         """
         samples = self._samples
-        if not put_end(self._ends, t, column, observation, terminated, truncated):
-            samples.done[t, column], samples.terminated[t, column] = True, terminated
-            samples.truncated[t, column] = truncated
-            if not self._write_plain(t, column, observation):
-                row = self._scratch if samples.final_obs is None else samples.final_obs[t][column : column + 1]
-                self._envs.write_final(row, column, observation)
+        samples.done[t, column], samples.terminated[t, column] = True, terminated
+        samples.truncated[t, column] = truncated
+        if not (put_cell(self._arrays, t, column, observation) or self._write_plain(t, column, observation)):
+            row = self._scratch if samples.final_obs is None else samples.final_obs[t][column : column + 1]
+            self._envs.write_final(row, column, observation)
         if samples.final_value is None or terminated or not truncated:
             return
         if self._agent.recurrent:

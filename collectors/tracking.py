@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.named import map_leaves
+from penstock.buffers.native import sum_episodes
 from penstock.buffers.trajectory_queue import FIGURES, RECORD, MessageKind, ObjectMessage
-from penstock.collectors.native import COMPILED, sum_episodes
 from penstock.collectors.traj_info import TrajInfo
 
 __all__ = ["BatchTracker", "ObjectTracker", "StepHook", "Tracker", "kept", "make_tracker"]
@@ -72,22 +72,21 @@ def make_tracker(
 
 
 class BatchTracker:
-    """The stock TrajInfo, computed from rewards and dones of many rows at once.
+    """The stock TrajInfo, computed from the rewards and dones of many rows at once.
 
-    A trajectory that outlives a batch is carried along as partial sums per column.
+    The figures are equal to those of `TrajInfo.step` to the last bit: each sum is made step by step.
     """
 
     on_step: StepHook | None = None
 
     def __init__(self, env_ranks: range, put: Callable[[npt.NDArray[Any]], None], discount: float = 1.0) -> None:
-        self._env_ranks = np.asarray(env_ranks)
+        self._env_ranks, self._are_consecutive = np.asarray(env_ranks), env_ranks.step == 1
         self._put = put
         self._discount = float(discount)
-        # What each column's running trajectory has added up to so far: FIGURES, and the weight of its next reward.
-        self._running = np.zeros((len(FIGURES) + 1, len(env_ranks)))
+        # The FIGURES of each column's unfinished trajectory so far, and the weight of its next reward.
+        self._running = np.zeros((len(env_ranks), len(FIGURES) + 1))
         self.restart()
-        self._is_compiled = COMPILED and env_ranks.step == 1
-        self._room = np.empty(0, RECORD)
+        self._records = np.empty(0, RECORD)
 
     def set_agent_info(self, agent_info: Any) -> None:
         """Not needed."""
@@ -96,7 +95,7 @@ class BatchTracker:
         """Not needed: dones are read from the rows."""
 
     def restart(self) -> None:
-        self._running[:-1], self._running[-1] = 0, 1
+        self._running[:, :-1], self._running[:, -1] = 0, 1
 
     def drop(self, column: int) -> None:
         self.preload(column, ())
@@ -105,46 +104,40 @@ class BatchTracker:
         info = TrajInfo(self._discount)
         for reward in rewards:
             info.step(None, None, reward, False, False, None, {})
-        self._running[:, column] = (*(getattr(info, name) for name in FIGURES), info._weight)
+        self._running[column] = (*(getattr(info, name) for name in FIGURES), info._weight)
 
     def end_rows(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int = 0) -> int:
-        records = self._sum(reward, done, first_t) if self._is_compiled else None
-        if records is None:
-            records = self._digest(reward, done, first_t)
+        n = -1
+        if self._are_consecutive:
+            if len(self._records) < reward.size:  # a trajectory may finish in every cell
+                self._records = np.empty(reward.size, RECORD)
+            output, first_env_rank = self._records.view(np.uint8)[np.newaxis], int(self._env_ranks[0])
+            n = sum_episodes(reward, done, self._running, output, first_t, first_env_rank, self._discount)
+        records = self._records[:n].copy() if n >= 0 else self._sum_episodes(reward, done, first_t)
         if len(records):
             self._put(records)
         return len(records)
 
-    def _sum(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int) -> npt.NDArray[Any] | None:
-        """`_digest`, compiled, if it can be."""
-        if len(self._room) < reward.size:  # a trajectory may end in every cell
-            self._room = np.empty(reward.size, RECORD)
-        first_env_rank = int(self._env_ranks[0])
-        room = self._room.view(np.uint8)
-        n = sum_episodes(reward, done, self._running, room, first_t, first_env_rank, self._discount)
-        return self._room[:n].copy() if n >= 0 else None
-
-    def _digest(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int) -> npt.NDArray[Any]:
-        """The trajectories that finish in these rows; what is left running stays in the sums."""
+    def _sum_episodes(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int) -> npt.NDArray[Any]:
+        """The same with numpy. Columns are put one behind the other and cut into segments, which end at dones and at
+        the end of a column. `bincount` adds up each segment in order."""
         n_rows = len(reward)
-        # Column after column in one line, cut into segments behind dones and column ends.
         rewards, is_done = reward.T.astype(np.float64).ravel(), done.T.ravel()
-        cuts = is_done.copy()
-        cuts[n_rows - 1 :: n_rows] = True
-        ends = np.flatnonzero(cuts)
-        starts = np.append(0, ends[:-1] + 1)
-        last = np.searchsorted(ends, np.arange(n_rows - 1, rewards.size, n_rows))  # segment, of each column
-        first = np.append(0, last[:-1] + 1)
+        is_end = is_done.copy()
+        is_end[n_rows - 1 :: n_rows] = True
+        segment = np.cumsum(is_end) - is_end  # the number of each cell's segment
+        first, last = segment[::n_rows], segment[n_rows - 1 :: n_rows]  # of each column
+        ends = np.flatnonzero(is_end)
 
-        figures = np.empty((len(FIGURES), len(ends)))
-        figures[0] = ends - starts + 1
-        figures[1] = np.add.reduceat(rewards, starts)
-        figures[2] = np.add.reduceat(rewards != 0, starts, dtype=np.int64)
-        weighted = rewards if self._discount == 1.0 else rewards * self._discount ** self._ages(starts, ends, first)
-        figures[3] = np.add.reduceat(weighted, starts)
-        figures[:, first] += self._running[:-1]
-        self._running[:-1] = np.where(is_done[ends[last]], 0.0, figures[:, last])
-        self._running[-1] = self._discount ** self._running[0]
+        def summed(running: npt.NDArray[Any], values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return np.bincount(np.append(first, segment), np.append(running, values))
+
+        weights = self._weights(segment, n_rows)
+        terms = (np.ones_like(rewards), rewards, rewards != 0, rewards * weights)
+        figures = np.array([summed(self._running[:, i], values) for i, values in enumerate(terms)])
+        goes_on = ~is_done[n_rows - 1 :: n_rows]
+        self._running[:, :-1] = np.where(goes_on, figures[:, last], 0.0).T
+        self._running[:, -1] = np.where(goes_on, weights[n_rows - 1 :: n_rows] * self._discount, 1.0)
 
         finished = is_done[ends]
         column, row = np.divmod(ends[finished], n_rows)
@@ -154,11 +147,19 @@ class BatchTracker:
             records[name] = figure
         return records
 
-    def _ages(self, starts: Any, ends: Any, first: Any) -> Any:
-        """How many steps each reward's trajectory had made before it."""
-        begun = starts.astype(np.float64)
-        begun[first] -= self._running[0]
-        return np.arange(ends[-1] + 1) - np.repeat(begun, ends - starts + 1)
+    def _weights(self, segment: npt.NDArray[Any], n_rows: int) -> npt.NDArray[Any]:
+        """The weight of each cell's reward, multiplied up step by step."""
+        if self._discount == 1.0:
+            return np.ones(len(segment))
+        carried = np.full((len(self._running), n_rows), self._discount)
+        carried[:, 0] = self._running[:, -1]
+        new = np.full(n_rows, self._discount)  # by the step's number in its trajectory
+        new[0] = 1.0
+        carried, new = np.multiply.accumulate(carried, axis=1), np.multiply.accumulate(new)
+        starts = np.flatnonzero(np.diff(segment, prepend=-1))
+        numbers = np.arange(len(segment)) - starts[segment]
+        is_first = segment == np.repeat(segment[::n_rows], n_rows)
+        return np.where(is_first, carried.ravel(), new[numbers])
 
 
 class ObjectTracker:

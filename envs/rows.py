@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from penstock.buffers.native import gather
+from penstock.buffers.native import put_row
 from penstock.errors import SpaceError
 
 __all__ = ["ColumnError", "RowWriter", "action_splitter", "arrays_like", "in_range", "row_writer"]
@@ -74,7 +74,7 @@ def row_writer(space: gym.Space[Any], name: str = "observation") -> RowWriter:
 
 def arrays_like(space: gym.Space[Any], arrays: Any) -> Any:
     """The arrays in which elements of `space` are recorded, in the structure of those: dicts, tuples and arrays of the
-    same memory, as in Gymnasium's batched spaces, and as `native.gather` and `put_end` take them."""
+    same memory, as in Gymnasium's batched spaces, and as `put_row` and `put_cell` take them."""
     if isinstance(space, spaces.Dict):
         return {key: arrays_like(sub, arrays[str(key)]) for key, sub in space.items()}
     if isinstance(space, spaces.Tuple):
@@ -95,7 +95,7 @@ class _ArrayWriter:
 
     def write(self, prepared: Any, values: Sequence[Any]) -> None:
         row, as_only_row, flat, lengths, casting = prepared
-        if gather(as_only_row, 0, values):
+        if put_row(as_only_row, 0, values):
             return
         try:
             # `concatenate` compares all dimensions but the first, of which the sum might be right by chance.
@@ -117,7 +117,7 @@ class _ScalarWriter:
 
     def write(self, prepared: Any, values: Sequence[Any]) -> None:
         row, as_only_row = prepared
-        if gather(as_only_row, 0, values):
+        if put_row(as_only_row, 0, values):
             return
         try:
             array = np.asarray(values)
@@ -141,7 +141,7 @@ class _StructureWriter:
 
     def write(self, prepared: Any, values: Sequence[Any]) -> None:
         as_only_row, parts = prepared
-        if gather(as_only_row, 0, values):
+        if put_row(as_only_row, 0, values):
             return
         try:
             if list(map(len, values)) != [len(parts)] * len(values):

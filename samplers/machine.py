@@ -7,9 +7,8 @@ import os
 import platform
 from importlib.metadata import version
 
-from penstock.buffers import native as copies
+from penstock.buffers import native
 from penstock.buffers.memory_limits import free_memory
-from penstock.collectors import native as loops
 from penstock.workers.affinity import usable_cpus
 
 
@@ -26,14 +25,9 @@ def describe_machine() -> dict[str, str]:
         "start methods": ", ".join(multiprocessing.get_all_start_methods()),
         "shared memory": _which("memfd_create", "anonymous (memfd)", "multiprocessing.RawArray"),
         "wake-ups": _which("eventfd", "eventfd", "pipe"),
-        "compiled parts": f"not in use: {'; '.join(missing)}" if (missing := _missing_parts()) else "in use",
+        "compiled part": "in use" if native.COMPILED else f"not in use ({native.MISSING})",
         "death of a process": _which("pidfd_open", "pidfd", "sentinel"),
     }
-
-
-def _missing_parts() -> list[str]:
-    """The compiled parts that are missing, each with the reason."""
-    return [f"{part.__name__} ({part.MISSING})" for part in (copies, loops) if part.MISSING]
 
 
 def _which(function: str, preferred: str, fallback: str) -> str:

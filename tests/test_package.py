@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.buffers import native as buffers_native
-from penstock.collectors import native as collectors_native
+from penstock.buffers import native
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("buffers", "workers", "envs", "agents", "collectors", "samplers", "testing")
@@ -78,7 +77,7 @@ def expected_modules(*, compiled: bool = True) -> set[str]:
     names = {f"penstock/{path.name}" for path in (ROOT / "src" / "penstock").glob("*.py")} | {"penstock/py.typed"}
     names |= {f"penstock/{room}/{path.name}" for room in ROOMS for path in (ROOT / room).glob("*.py")}
     suffixes = {".pyi", sysconfig.get_config_var("EXT_SUFFIX")} if compiled and HAS_COMPILER else {".pyi"}
-    return names | {f"penstock/{room}/_native{suffix}" for room in ("buffers", "collectors") for suffix in suffixes}
+    return names | {f"penstock/buffers/_native{suffix}" for suffix in suffixes}
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["with links", "without links"])
@@ -136,7 +135,7 @@ def test_an_editable_install_works(tmp_path: Path, links: bool) -> None:
     ROOT / "src" in Path(penstock.__file__).parents, reason="the checkout is tested, where nothing is built"
 )
 def test_the_installed_package_is_compiled_where_there_is_a_compiler() -> None:
-    assert (buffers_native.COMPILED and collectors_native.COMPILED) or not HAS_COMPILER
+    assert native.COMPILED or not HAS_COMPILER
 
 
 def test_the_installed_package_is_what_is_tested() -> None:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from penstock.buffers.native import mark
-
 if TYPE_CHECKING:
     from penstock.workers.control import Command, ControlBlock
 
@@ -44,7 +42,7 @@ class StopCollecting(Exception):
     """Raised inside a collector when the sampler shuts down in the middle of a batch."""
 
 
-# The words of a row. The compiled part knows some of them (buffers/_native.h).
+# The words of a row.
 PHASE, T, ENV_RANK, HEARTBEAT, BEGUN, ARRIVED, N_RESULTS, BATCHES = range(8)
 STEPPING, ACTING, RESETTING, WAITING, STEPS, REQUESTED, VERSION = range(8, 15)
 ROW_WORDS = 16  # 128 bytes: two workers never write to the same pair of cache lines
@@ -86,8 +84,6 @@ class Progress:
         self._main = memoryview(control.memory.arrays.words)
         self.words = memoryview(control.memory.arrays.progress[worker_rank])
         self._replied = memoryview(control.memory.arrays.replied[worker_rank])
-        # The same two as arrays, for the compiled part.
-        self._row, self._stamp_array = control.memory.arrays.progress[worker_rank], control.timeline(worker_rank)
         # Typed as Any: the annotations of memoryview know integer items only.
         self._stamps: Any = memoryview(cast(Any, control.timeline(worker_rank)))
 
@@ -104,17 +100,16 @@ class Progress:
 
     def begin_acting(self, t: int) -> None:
         """Row t of a batch begins. Raises `StopCollecting` once the sampler shuts down."""
-        if not mark(self._row, self._stamp_array, 2 * t, _IS_ACTING, t, time.monotonic()):
-            self._stamps[2 * t] = self.begin_row(t)
-        elif self._main[QUIT]:
+        self._stamps[2 * t] = now = time.monotonic()
+        words = self.words
+        words[PHASE], words[T], words[HEARTBEAT] = _IS_ACTING, t, int(now * 1e9)
+        if self._main[QUIT]:
             raise StopCollecting
 
     def begin_stepping(self, t: int) -> None:
         """The agent has acted on row t of a batch; the environments step next."""
-        now = time.monotonic()
-        if not mark(self._row, self._stamp_array, 2 * t + 1, _IS_STEPPING, t, now):
-            self.words[PHASE] = _IS_STEPPING
-            self._stamps[2 * t + 1] = now
+        self._stamps[2 * t + 1] = now = time.monotonic()
+        self.words[PHASE], self.words[HEARTBEAT] = _IS_STEPPING, int(now * 1e9)
 
     def begin_row(self, t: int) -> float:
         """As `begin_acting`, outside a batch: the timeline stays as it is. Returns `time.monotonic()`."""

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from penstock.buffers.native import COMPILED
+from penstock.buffers.native import COMPILED, PYTHON
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -87,7 +88,7 @@ def test_checks(tmp_path: Path) -> None:
 def test_native(tmp_path: Path) -> None:
     printed, content = run(tmp_path, "native", "--repeats", 3)
     assert "saved" in printed
-    assert len(content["cpu_us_per_step"]) == 4
-    for figures in content["cpu_us_per_step"].values():
-        assert figures.keys() == {"compiled", "numpy"}
-        assert all(len(values) == 3 and min(values) > 0 for values in figures.values())
+    assert {"CartPole, random", "CartPole, mlp", "Dict of 16", "pixels"} <= content["results"].keys()
+    for figures in content["results"].values():
+        assert figures.keys() == {"nothing", *PYTHON, "everything"}
+        assert all(len(pairs) == 3 and np.min(pairs) > 0 for pairs in figures.values())

@@ -1,5 +1,8 @@
-"""The compiled part: it does what numpy would, or says that it has not."""
+"""The compiled part: it writes what numpy would, or says that it did not."""
 
+import importlib.util
+import sys
+import types
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -9,16 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from penstock.buffers.native import (
-    COMPILED,
-    copy,
-    copy_fields,
-    copy_row,
-    gather,
-    gather_numbers,
-    mark,
-    put_end,
-)
+from penstock.buffers import native
+from penstock.buffers.native import COMPILED, put_cell, put_row
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
 
@@ -32,23 +27,6 @@ def noise(shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
     return raw.view(dtype).reshape(shape)
 
 
-def flags(*shape: int) -> tuple[Any, Any, Any]:
-    """done, terminated, truncated"""
-    done, terminated, truncated = np.zeros((3, *shape), np.bool_)
-    return done, terminated, truncated
-
-
-def put(arrays: Any, t: int, b: int, value: Any) -> bool:
-    """One element of a space, as the last of an episode that has terminated."""
-    leaf = leaves(arrays)[0]
-    done, terminated, truncated = flags(*np.shape(leaf)[:2]) if np.ndim(leaf) > 1 else flags(1, 1)
-    is_put = put_end((done, terminated, truncated, arrays), t, b, value, True, False)
-    marked = [(t, b)] if is_put else []
-    assert [tuple(cell) for cell in np.argwhere(done)] == [tuple(cell) for cell in np.argwhere(terminated)] == marked
-    assert not truncated.any()
-    return is_put
-
-
 def same(a: Any, b: Any) -> bool:
     """Bit for bit, NaN included."""
     return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
@@ -56,18 +34,16 @@ def same(a: Any, b: Any) -> bool:
 
 @given(shape=shapes, dtype=st.sampled_from(PLAIN), seed=st.integers(0, 2**32))
 def test_equal_arrays_are_copied(shape: tuple[int, ...], dtype: Any, seed: int) -> None:
-    target, value = np.zeros(shape, dtype), noise(shape, dtype, seed)
-    assert copy(target, value)
-    assert same(target, value)
+    value = noise(shape, dtype, seed)
     # Rows of a worker's columns are not contiguous with each other, but each is.
     batch = np.zeros((3, shape[0] + 2, *shape[1:]), dtype)
     columns = batch[:, 1:-1]
-    assert copy_row(columns, 1, value)
+    assert put_row(columns, 1, value)
     assert same(columns[1].copy(), value)
-    fields = {"a": columns, "b": np.zeros((3, 2))}
-    assert copy_fields(fields, 2, {"b": np.ones(2), "a": value})
+    fields = {"a": columns, "b": (np.zeros((3, 2)),)}
+    assert put_row(fields, 2, {"b": (np.ones(2),), "a": value})
     assert same(columns[2].copy(), value)
-    assert fields["b"].tolist() == [[0, 0], [0, 0], [1, 1]]
+    assert fields["b"][0].tolist() == [[0, 0], [0, 0], [1, 1]]
     columns[1:] = 0
     assert not batch.any()  # nothing beside them was touched
 
@@ -76,35 +52,24 @@ def test_equal_arrays_are_copied(shape: tuple[int, ...], dtype: Any, seed: int) 
 def test_rows_are_gathered_and_put(shape: tuple[int, ...], dtype: Any, seed: int, data: st.DataObject) -> None:
     batch = np.zeros((3, shape[0] + 2, *shape[1:]), dtype)
     columns, wanted = batch[:, 1:-1], noise(shape, dtype, seed)
-    assert gather(columns, 1, [part.copy() for part in wanted])
+    assert put_row(columns, 1, [part.copy() for part in wanted])
     assert same(columns[1].copy(), wanted)
     b = data.draw(st.integers(0, len(wanted) - 1))
     value = noise(shape[1:], dtype, seed + 1)
-    assert put(columns, 1, b, value) is True
+    assert put_cell(columns, 1, b, value) is True
     wanted[b] = value
     assert same(columns[1].copy(), wanted)
     columns[1] = 0
     assert not batch.any()
 
 
-@given(shape=st.tuples(st.integers(1, 4), st.integers(1, 4)), is_so=st.tuples(*[st.booleans()] * 2), data=st.data())
-def test_an_end_is_recorded(shape: tuple[int, int], is_so: tuple[bool, bool], data: st.DataObject) -> None:
-    batch = np.zeros((4, shape[0], shape[1] + 2), np.bool_)
-    done, terminated, truncated, final = batch[:, :, 1:-1]
-    t, b = data.draw(st.integers(0, shape[0] - 1)), data.draw(st.integers(0, shape[1] - 1))
-    terminated[t, b] = truncated[t, b] = True
-    assert put_end((done, terminated, truncated, final), t, b, np.ones((), np.bool_), *is_so)
-    assert np.argwhere(done).tolist() == np.argwhere(final).tolist() == [[t, b]]
-    assert (bool(terminated[t, b]), bool(truncated[t, b])) == is_so
-    assert batch.sum() == 2 + sum(is_so)
-
-
 @given(st.lists(st.one_of(st.floats(width=32), st.integers(-(2**24), 2**24)), min_size=1, max_size=20))
 def test_numbers_are_gathered(numbers: list[Any]) -> None:
     row = np.zeros(len(numbers), np.float32)
-    assert gather_numbers(row, numbers)
+    assert put_row(row[np.newaxis], 0, numbers)
     assert same(row, np.asarray(numbers, np.float32))
-    assert gather_numbers(row, [np.float64(number) for number in numbers])
+    row[:] = 0
+    assert put_row(row[np.newaxis], 0, [np.float64(number) for number in numbers])
     assert same(row, np.asarray(numbers, np.float32))
 
 
@@ -114,7 +79,7 @@ def test_a_number_is_rounded_as_numpy_does_or_refused(number: float) -> None:
     with np.errstate(over="ignore"):
         wanted = np.asarray([number]).astype(np.float32)
     fits = bool(np.isinf(number) or np.isfinite(wanted[0]))
-    assert gather_numbers(row, [number]) is fits
+    assert put_row(row[np.newaxis], 0, [number]) is fits
     if fits:
         assert same(row, wanted)
 
@@ -132,11 +97,11 @@ def leaves(arrays: Any) -> list[Any]:
 def test_structures_are_gathered_and_put() -> None:
     arrays = nested()
     values = [{"b": (b, {"c": np.float32(b / 4)}), "a": np.full(4, b + 0.5)} for b in range(1, 4)]
-    assert gather(arrays, 1, values)
+    assert put_row(arrays, 1, values)
     assert arrays["a"].tolist() == [[[0.0] * 4] * 3, [[1.5] * 4, [2.5] * 4, [3.5] * 4]]
     assert arrays["b"][0].tolist() == [[0, 0, 0], [1, 2, 3]]
     assert arrays["b"][1]["c"].tolist() == [[0, 0, 0], [0.25, 0.5, 0.75]]
-    assert put(arrays, 0, 2, OrderedDict(b=(np.int64(7), {"c": np.float32(8)}), a=np.full(4, 9.0)))
+    assert put_cell(arrays, 0, 2, OrderedDict(b=(np.int64(7), {"c": np.float32(8)}), a=np.full(4, 9.0)))
     assert [leaf[0, 2].tolist() for leaf in leaves(arrays)] == [[9.0] * 4, 7, 8.0]
     assert [leaf[0, :2].any() for leaf in leaves(arrays)] == [False] * 3
 
@@ -154,8 +119,8 @@ def test_structures_are_gathered_and_put() -> None:
         {"a": np.ones(4), "b": (2**63, {"c": np.float32(1)})},
         {"a": np.ones(4), "b": (True, {"c": np.float32(1)})},
         {"a": np.ones(4), "b": (np.int32(1), {"c": np.float32(1)})},
-        {"a": np.ones(4), "b": (1, {"c": np.float64(1)})},
-        {"a": np.ones(4), "b": (1, {"c": 1})},
+        {"a": np.ones(4), "b": (1, {"c": np.float64(1e39)})},
+        {"a": np.ones(4), "b": (1, {"c": np.int64(1)})},
         {"a": np.ones(5), "b": (1, {"c": np.float32(1)})},
         (np.ones(4), (1, {"c": np.float32(1)})),
         None,
@@ -164,10 +129,10 @@ def test_structures_are_gathered_and_put() -> None:
 )
 def test_structures_that_are_not_alike_are_left(value: Any) -> None:
     right = {"a": np.ones(4), "b": (1, {"c": np.float32(1)})}
-    assert put(nested(), 0, 0, right) is True
-    assert put(nested(), 0, 0, value) is False
-    assert gather(nested(), 0, [right, right, value]) is False
-    assert gather(nested(), 0, [right, right]) is False
+    assert put_cell(nested(), 0, 0, right) is True
+    assert put_cell(nested(), 0, 0, value) is False
+    assert put_row(nested(), 0, [right, right, value]) is False
+    assert put_row(nested(), 0, [right, right]) is False
 
 
 class Subclass(np.ndarray):
@@ -206,20 +171,21 @@ SWAPPED = np.dtype(np.float64).newbyteorder()
     ],
 )
 def test_what_is_not_alike_is_left_alone(target: Any, value: Any) -> None:
-    assert copy(target, value) is False
-    if isinstance(target, np.ndarray):
+    if not isinstance(target, np.ndarray):
+        assert put_row(target, 0, value) is False
+    else:
         rows = np.broadcast_to(target, (2, *target.shape)) if not target.flags.writeable else np.stack([target] * 2)
         rows = rows.view(type(target))
         if target.flags.c_contiguous:
-            assert copy_row(rows, 1, value) is False
-            assert copy_fields({"a": rows}, 1, {"a": value}) is False
-            assert put(rows[np.newaxis], 0, 1, value) is False
+            assert put_row(rows, 1, value) is False
+            assert put_row({"a": rows}, 1, {"a": value}) is False
+            assert put_cell(rows[np.newaxis], 0, 1, value) is False
 
 
 def test_rows_with_gaps_are_left_alone() -> None:
     gaps = np.zeros((3, 8))[:, ::2]
-    assert copy_row(gaps, 1, np.ones(4)) is False
-    assert gather(np.zeros((3, 4, 8))[:, :, ::2], 1, [np.ones(4)] * 4) is False
+    assert put_row(gaps, 1, np.ones(4)) is False
+    assert put_row(np.zeros((3, 4, 8))[:, :, ::2], 1, [np.ones(4)] * 4) is False
     assert not gaps.any()
 
 
@@ -234,7 +200,7 @@ def test_rows_with_gaps_are_left_alone() -> None:
     ],
 )
 def test_other_fields_are_left_alone(arrays: Any, values: Any) -> None:
-    assert copy_fields(arrays, 0, values) is False
+    assert put_row(arrays, 0, values) is False
 
 
 @pytest.mark.parametrize(
@@ -246,82 +212,50 @@ def test_other_fields_are_left_alone(arrays: Any, values: Any) -> None:
         [np.zeros(2), np.zeros(2, np.float32), np.zeros(2)],
         [np.zeros(2), None, np.zeros(2)],
         (np.zeros(2),) * 3,
-        np.zeros((3, 2)),
+        np.zeros((2, 3)),
         None,
     ],
     ids=repr,
 )
 def test_rows_that_do_not_fit_are_not_gathered(values: Any) -> None:
-    assert gather(np.zeros((1, 3, 2)), 0, values) is False
-    assert gather(np.zeros(1), 0, []) is False
+    assert put_row(np.zeros((1, 3, 2)), 0, values) is False
+    assert put_row(np.zeros(1), 0, []) is False
 
 
 @pytest.mark.parametrize(
-    "value", [None, "1", np.float32(1), np.int64(1), np.ones(1), 1j, 10**400, 2**53 + 1, 1e39, -1e39, True]
+    "value", [None, "1", np.float16(1), np.int64(1), np.ones(1), 1j, 10**400, 2**53 + 1, 1e39, -1e39, True]
 )
 def test_what_is_no_ordinary_number_is_not_gathered(value: Any) -> None:
-    assert gather_numbers(np.zeros(2, np.float32), [0.0, value]) is False
-    assert gather_numbers(np.zeros(1, np.float64), [0.0]) is False
-    assert gather_numbers(np.zeros((1, 1), np.float32), [0.0]) is False
+    assert put_row(np.zeros((1, 2), np.float32), 0, [0.0, value]) is False
+    assert put_row(np.zeros((1, 1), np.float64), 0, [0.0]) is False
+    assert put_row(np.zeros((1, 1), np.int32), 0, [0]) is False
+    assert put_row(np.zeros((1, 1, 1), np.float32), 0, [0.0]) is False
 
 
 @pytest.mark.parametrize("i", [-1, 3, 10**9])
 def test_what_is_not_there_is_not_written(i: int) -> None:
-    assert put(np.zeros((1, 3, 2)), 0, i, np.ones(2)) is False
-    assert put(np.zeros((3, 1, 2)), i, 0, np.ones(2)) is False
-    assert copy_row(np.zeros((3, 2)), i, np.ones(2)) is False
-    assert copy_fields({"a": np.zeros((3, 2))}, i, {"a": np.ones(2)}) is False
-    assert gather(np.zeros((3, 1, 2)), i, [np.ones(2)]) is False
+    assert put_cell(np.zeros((1, 3, 2)), 0, i, np.ones(2)) is False
+    assert put_cell(np.zeros((3, 1, 2)), i, 0, np.ones(2)) is False
+    assert put_row(np.zeros((3, 2)), i, np.ones(2)) is False
+    assert put_row({"a": np.zeros((3, 2))}, i, {"a": np.ones(2)}) is False
+    assert put_row(np.zeros((3, 1, 2)), i, [np.ones(2)]) is False
 
 
-@pytest.mark.parametrize("which", range(3))
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        None,
-        np.zeros((1, 1), np.uint8),
-        np.zeros(1, np.bool_),
-        np.zeros((1, 1, 1), np.bool_),
-        np.zeros((1, 0), np.bool_),
-    ],
-)
-def test_where_a_flag_cannot_be_set_no_end_is_recorded(which: int, wrong: Any) -> None:
-    ends = [*flags(1, 1), np.zeros((1, 1))]
-    ends[which] = wrong
-    assert put_end(tuple(ends), 0, 0, np.ones(()), True, False) is False
-    assert not any(np.any(part) for part in ends if part is not wrong)
-
-
-def test_flags_with_gaps_are_left_alone() -> None:
-    gaps = np.zeros((3, 8), np.bool_)[:, ::2]
-    assert put_end((gaps, *flags(3, 4)[1:], np.zeros((3, 4))), 1, 1, np.ones(()), True, False) is False
-    assert not gaps.any()
-
-
-@pytest.mark.parametrize("is_so", [(1, False), (False, np.True_), (None, False)])
-def test_flags_that_are_no_bools_are_left_alone(is_so: tuple[Any, Any]) -> None:
-    ends = (*flags(1, 1), np.zeros((1, 1)))
-    assert put_end(ends, 0, 0, np.ones(()), *is_so) is False
-    assert put_end(list(ends), 0, 0, np.ones(()), True, False) is False
-    assert put_end(ends[:3], 0, 0, np.ones(()), True, False) is False
-    assert not any(part.any() for part in ends)
-
-
-FUNCTIONS = [copy, copy_row, copy_fields, put_end, gather, gather_numbers, mark]
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", [put_row, put_cell])
 def test_too_few_arguments_are_an_error(function: Any) -> None:
-    with pytest.raises(TypeError, match="arguments are wanted, got 1"):
+    with pytest.raises(TypeError, match=r"expected . arguments, got 1"):
         function(np.zeros(1))
 
 
 @pytest.mark.parametrize("index", ["0", 0.0, None, 2**100])
-@pytest.mark.parametrize("function", [copy_row, copy_fields, gather, put_end])
+@pytest.mark.parametrize("function", [put_row, put_cell])
 def test_an_index_that_is_none_is_an_error(function: Any, index: Any) -> None:
-    more = (0, np.zeros(1), True, False) if function is put_end else (np.zeros(1),)
+    more = (0, np.zeros(1)) if function is put_cell else (np.zeros(1),)
     with pytest.raises((TypeError, IndexError)):
         function(np.zeros((1, 1)), index, *more)
+    if function is put_cell:
+        with pytest.raises((TypeError, IndexError)):
+            function(np.zeros((1, 1)), 0, index, np.zeros(()))
 
 
 class Name(str):
@@ -339,11 +273,11 @@ def test_what_is_written_is_held_while_names_are_compared() -> None:
     name = Name("a")
     values: list[Any] = [{"a": np.ones(2)} for _ in range(3)]
     name.on_compare = values.clear
-    assert gather({name: np.zeros((1, 3, 2))}, 0, values) is False
+    assert put_row({name: np.zeros((1, 3, 2))}, 0, values) is False
     value: dict[str, Any] = {"b": {"a": np.ones(2)}}
     name.on_compare = value.clear
     arrays = {"b": {name: np.zeros((1, 3, 2))}}
-    assert put(arrays, 0, 1, value)
+    assert put_cell(arrays, 0, 1, value)
     assert arrays["b"][name][0, 1].tolist() == [1, 1]
 
 
@@ -358,8 +292,8 @@ class Pair(NamedTuple):
 
 
 def test_of_subclasses_that_may_have_other_items_nothing_is_taken() -> None:
-    assert put({"a": np.zeros((1, 1))}, 0, 0, Lazy(a=np.zeros(()))) is False
-    assert put((np.zeros((1, 1)),) * 2, 0, 0, Pair(np.zeros(()), np.zeros(()))) is False
+    assert put_cell({"a": np.zeros((1, 1))}, 0, 0, Lazy(a=np.zeros(()))) is False
+    assert put_cell((np.zeros((1, 1)),) * 2, 0, 0, Pair(np.zeros(()), np.zeros(()))) is False
 
 
 def test_a_structure_without_end_is_an_error() -> None:
@@ -368,7 +302,7 @@ def test_a_structure_without_end_is_an_error() -> None:
     value: dict[str, Any] = {}
     value["a"] = value
     with pytest.raises(RecursionError):
-        put(arrays, 0, 0, value)
+        put_cell(arrays, 0, 0, value)
 
 
 def test_an_error_in_comparing_names_comes_through() -> None:
@@ -379,41 +313,39 @@ def test_an_error_in_comparing_names_comes_through() -> None:
     name.on_compare = refuse
     arrays = {name: np.zeros((1, 1))}
     for call in (
-        lambda: copy_fields(arrays, 0, {"a": np.zeros(1)}),
-        lambda: put(arrays, 0, 0, {"a": 0}),
-        lambda: gather({"b": arrays}, 0, [{"b": {"a": 0}}]),
+        lambda: put_row(arrays, 0, {"a": np.zeros(1)}),
+        lambda: put_cell(arrays, 0, 0, {"a": 0}),
+        lambda: put_row({"b": arrays}, 0, [{"b": {"a": 0}}]),
     ):
         with pytest.raises(RuntimeError, match="compared"):
             call()
 
 
-def test_a_row_and_its_time_are_marked() -> None:
-    row, stamps = np.zeros(6, np.int64), np.zeros(3)
-    assert mark(row, stamps, 1, 5, 7, 2.5)
-    assert row.tolist() == [5, 7, 0, 2_500_000_000, 0, 0]
-    assert stamps.tolist() == [0, 2.5, 0]
+def loaded(**changed: Any) -> Any:
+    """`penstock.buffers.native` again, with an extension in which this is changed."""
+    extension = types.ModuleType("penstock.buffers._native")
+    vars(extension).update({**vars(sys.modules[extension.__name__]), **changed})
+    spec = importlib.util.find_spec("penstock.buffers.native")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, extension.__name__, extension)
+        spec.loader.exec_module(module)
+    return module
 
 
-ROW, STAMPS = np.zeros(6, np.int64), np.zeros(3)
+def test_an_extension_for_another_layout_of_records_is_not_used() -> None:
+    assert loaded().COMPILED
+    layout: str = sys.modules["penstock.buffers._native"].RECORD_LAYOUT
+    names = layout.split()
+    for other in (" ".join([names[1], names[0], *names[2:]]), layout.replace("f8", "f4"), " ".join(names[:-1])):
+        module = loaded(RECORD_LAYOUT=other)
+        assert not module.COMPILED
+        assert "layout" in module.MISSING
+        assert all(getattr(module, name) is function for name, function in module.PYTHON.items())
 
 
-@pytest.mark.parametrize(
-    ("row", "stamps", "i"),
-    [
-        (ROW[:3], STAMPS, 0),
-        (ROW.astype(np.int32), STAMPS, 0),
-        (ROW[np.newaxis], STAMPS, 0),
-        (ROW, STAMPS.astype(np.float32), 0),
-        (ROW, STAMPS[np.newaxis], 0),
-        (ROW, STAMPS, 3),
-        (ROW, STAMPS, -1),
-        (None, STAMPS, 0),
-        (ROW, None, 0),
-    ],
-)
-def test_what_is_no_progress_row_is_not_marked(row: Any, stamps: Any, i: int) -> None:
-    assert mark(row, stamps, i, 5, 7, 2.5) is False
-    assert not ROW.any()
-    assert not STAMPS.any()
-    with pytest.raises(TypeError):
-        mark(ROW, STAMPS, 0, 5, 7, "now")
+def test_every_function_has_a_way_in_python() -> None:
+    compiled = {name for name, value in vars(sys.modules["penstock.buffers._native"]).items() if callable(value)}
+    assert {name for name in compiled if not name.startswith("_")} == native.PYTHON.keys()
