@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find buffers workers ports envs agents collectors samplers vector testing src \( -name '*.py' -o -name '*.[ch]' \) -not -path '*/.*' 2>/dev/null)
 
-.PHONY: run test check bench chaos faults clean
+.PHONY: run test check bench sanitize chaos faults clean
 
 run: $(VENV)/.installed
 	$(BIN)/python examples/ppo.py --out runs/cartpole
@@ -36,6 +36,18 @@ $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES) pyproject.toml README.md
 	rm -rf build
 	$(PIP) --no-deps --no-build-isolation --force-reinstall .
 	touch $@
+
+# Tests of the compiled part, built with AddressSanitizer and UndefinedBehaviorSanitizer.
+SANITIZED := build/sanitized
+UNDER_ASAN = LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
+	PYTHONPATH=$(SANITIZED)/lib $(BIN)/python
+sanitize: $(VENV)/.dependencies
+	rm -rf $(SANITIZED)
+	CFLAGS="-g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" \
+		$(BIN)/python setup.py -q build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
+	$(UNDER_ASAN) -c "from penstock.buffers import _native; assert 'sanitized' in _native.__file__"
+	$(UNDER_ASAN) -m pytest \
+		tests/buffers/test_native.py tests/collectors/test_native.py tests/samplers/test_native_or_not.py
 
 chaos: $(VENV)/.installed
 	$(BIN)/python benchmarks/chaos.py --seconds 600
