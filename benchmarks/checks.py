@@ -27,7 +27,7 @@ from rich.table import Table
 from throughput import machine
 
 from penstock import RandomAgent
-from penstock.buffers.native import PYTHON
+from penstock.buffers.native import PYTHON, put_row
 from penstock.collectors import EnvColumns
 from penstock.collectors.checks import Checks, write_action
 from penstock.envs import CountingEnv
@@ -63,8 +63,10 @@ def step_without(*checks: str) -> Any:
     )
 
 
-def write_rewards_unchecked(self: EnvColumns, row: Any) -> None:
-    row[...] = self.rewards
+def write_step_unchecked(self: EnvColumns, arrays: Any, rewards: Any, t: int) -> None:
+    if self._has_checks or not put_row(arrays, t, self.observations):
+        self._write_row(arrays, t)
+    rewards[t] = self.rewards
 
 
 def write_action_unchecked(row: Any, action: Any) -> None:
@@ -84,9 +86,9 @@ class Contestant:
         agent.seed_columns([np.random.default_rng(i) for i in range(n_envs)])
         self.actions = [agent.step(None, None, None).action for _ in range(64)]  # type: ignore[arg-type]
         self.action_row, self.write_action = np.zeros_like(self.actions[0]), write
-        self.reward = np.zeros(n_envs, np.float32)
+        self.reward = np.zeros((1, n_envs), np.float32)
         space = envs[0].observation_space
-        self.prepared = self.columns.prepare_row(np.zeros((n_envs, *space.shape), space.dtype))
+        self.observation = np.zeros((1, n_envs, *space.shape), space.dtype)
 
     def seconds(self, n_rows: int) -> float:
         """How long `n_rows` rows take."""
@@ -95,8 +97,7 @@ class Contestant:
         for t in range(n_rows):
             write(row, actions[t % 64])
             columns.step(row, self.on_episode_end)
-            columns.write_prepared(self.prepared)
-            columns.write_rewards(self.reward)
+            columns.write_step(self.observation, self.reward, 0)
         return time.perf_counter() - began
 
     def on_episode_end(self, column: int, *rest: Any) -> Any:
@@ -109,7 +110,7 @@ def make_pairs(env_fn: Callable[[], Any], n_envs: int) -> dict[str, tuple[Contes
     def contestant(methods: dict[str, Any] | None = None, write: Any = write_action, **options: bool) -> Contestant:
         return Contestant(env_fn, n_envs, {"step": step_without(), **(methods or {})}, write, Checks(**options))
 
-    rewards = {"write_rewards": write_rewards_unchecked}
+    rewards = {"write_step": write_step_unchecked}
     less = {name: contestant({"step": step_without(name)}) for name in _CUTS}
     less["rewards are numbers"] = contestant(rewards)
     less["actions have shape and dtype of the row"] = contestant(write=write_action_unchecked)

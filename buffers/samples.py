@@ -144,9 +144,9 @@ def _public_view(arrays: NamedArrays, batch_T: int) -> Samples:
 class BatchColumns:
     """One worker's columns of the samples buffer, as a collector writes them.
 
-    `observation`, `action` and `reward` have `batch_T + 1` rows (see `SamplesBuffer`): the collector
-    reads `observation[t]`, and writes `action[t + 1]`, `reward[t + 1]` and `observation[t + 1]`; but
-    `done[t]`, whose row before the first is `begins` `[B]`.
+    `observation`, `action` and `reward` have `batch_T + 1` rows (see `SamplesBuffer`). At step t the collector reads
+    `observation[t]`, and writes `action[t + 1]`, `reward[t + 1]` and `observation[t + 1]`. All other fields are written
+    at `[t]`. `episode_start` `[B]`, True where an episode starts in row 0, is the row of `done` before the first.
     `observation_rows[t]` is `observation[t]`, and so on: views made once.
     """
 
@@ -159,8 +159,8 @@ class BatchColumns:
         self.reward = own("reward")
         self.terminated = own("terminated")
         self.truncated = own("truncated")
-        self._dones = own("done")
-        self.done, self.begins = self._dones[1:], self._dones[0]
+        done = own("done")
+        self.done, self.episode_start = done[1:], done[0]
         self.valid = own("valid")
         self.agent_info = own("agent_info")
         self.env_info = own("env_info")
@@ -168,22 +168,21 @@ class BatchColumns:
         self.final_value = own("final_value")
         self.bootstrap_value = arrays.bootstrap_value[columns] if "bootstrap_value" in arrays else None
         self.batch_T, self.n_columns = self.done.shape
-        # A view of every row, for the loop over time: making one takes as long as writing it.
+        # For the loop over time: to make a view takes as long as to write the row.
         self.observation_rows = [self.observation[t] for t in range(self.batch_T + 1)]
         self.action_rows = [self.action[t] for t in range(self.batch_T + 1)]
         self.reward_rows = [self.reward[t] for t in range(self.batch_T + 1)]
 
-    def carry_over(self) -> None:
-        """The last row of a batch is the first of the next. Call before `clear`."""
-        for field in (self.observation, self.action, self.reward):
-            field[0] = field[self.batch_T]
-        # A column that was parked at the end begins an episode now.
-        np.logical_or(self.done[-1], ~self.valid[-1], out=self.begins)
-
-    def clear(self) -> None:
-        """Clear what is only written at episode ends."""
+    def begin_batch(self, *, carry_over: bool) -> None:
+        """Clear the fields that are written at episode ends only. `carry_over` the last row of the batch before to the
+        first, except in the first batch."""
+        if carry_over:
+            for field in (self.observation, self.action, self.reward):
+                field[0] = field[self.batch_T]
+            # A column that was parked at the end starts an episode now.
+            np.logical_or(self.done[-1], ~self.valid[-1], out=self.episode_start)
         if self.final_obs is not None:
-            # Cleared where it was written, which is at few steps of few environments.
+            # Only where it was written: at few steps of few environments.
             t, b = np.nonzero(self.done)
             if t.size:
                 self.final_obs[t, b] = 0

@@ -1,7 +1,8 @@
-"""The loop over time inside a worker: what is collected, and how a trajectory is accounted for."""
+"""The loop over time inside a worker: it collects batches and follows trajectories."""
 
 from penstock.collectors.base import Collector, CollectorParts
 from penstock.collectors.columns import EnvColumns
+from penstock.collectors.env_batch import EnvBatch
 from penstock.collectors.evaluation import BaseEvalCollector, EpisodeEvalCollector, EvalCollector, EvalCollectorParts
 from penstock.collectors.reset import ResetCollector
 from penstock.collectors.tracking import Tracker, make_tracker
@@ -13,6 +14,7 @@ __all__ = [
     "BaseEvalCollector",
     "Collector",
     "CollectorParts",
+    "EnvBatch",
     "EnvColumns",
     "EpisodeEvalCollector",
     "EvalCollector",

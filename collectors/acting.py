@@ -1,4 +1,4 @@
-"""What an agent's step returned, taken apart and recorded: without a copy too many, and never what does not fit."""
+"""What `agent.step` returned: checked and recorded."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from penstock.buffers.named import NamedArrays, fields_of
 from penstock.buffers.native import put_row
 from penstock.errors import SpaceError, brief
 
-__all__ = ["NO_AGENT_INFO", "AgentInfoWriter", "agent_info_example", "as_agent_step"]
-
-#: What an `AgentStep` has for agent_info where none is given.
+#: What an `AgentStep` has for agent_info if none is given.
 NO_AGENT_INFO = AgentStep(None).agent_info
 
 
 def as_agent_step(step: Any, agent: Agent) -> AgentStep:
-    """`step`, which is what `agent.step` returned; raises `SpaceError` unless it is an `AgentStep`.
+    """`step`, which `agent.step` returned. Raises `SpaceError` unless it is an `AgentStep`.
 
-    A plain tuple is none: it may as well be the action of a Tuple space.
+    A plain tuple is not accepted: it could be the action of a Tuple space.
     """
     if isinstance(step, AgentStep):
         return step
@@ -29,9 +27,9 @@ def as_agent_step(step: Any, agent: Agent) -> AgentStep:
 
 
 def agent_info_example(agent_info: Any, n_columns: int) -> NamedArrays:
-    """An agent's first report, as arrays `[n_columns, ...]`.
+    """The agent_info of an agent's first step, as arrays `[n_columns, ...]`.
 
-    Raises `SpaceError` naming the field that is no array of numbers with one entry per column.
+    Raises `SpaceError` with the name of the first field that is no numeric array with one entry per column.
     """
     fields = fields_of(agent_info)
     if fields is None:
@@ -63,57 +61,41 @@ def _as_array(value: Any, path: str) -> Any:
 
 
 class AgentInfoWriter:
-    """Writes an agent's report on one row into `agent_info` `[T, B, ...]`, which numpy alone would do too readily:
-    it repeats a single number, and makes NaN of None."""
+    """Writes agent_info into rows of `agent_info` `[T, B, ...]`.
 
-    def __init__(self, agent_info: NamedArrays, name: str = "agent_info") -> None:
-        self._name, self._n = name, len(agent_info)
-        self._leaves, self._nodes = [], []
-        for key, part in agent_info.items():
-            if isinstance(part, NamedArrays):
-                self._nodes.append((key, AgentInfoWriter(part, f"{name}.{key}")))
-            else:
-                self._leaves.append((key, part, part.shape[1:]))
-        self._arrays = {key: array for key, array, _ in self._leaves}
+    numpy alone would repeat a single number over the row, and write None as NaN.
+    """
+
+    def __init__(self, agent_info: NamedArrays) -> None:
+        self._arrays = _as_dict(agent_info)
 
     def write(self, t: int, agent_info: Any) -> None:
-        """Record `agent_info` as row t. Raises `SpaceError` naming what is not as it was in the first step."""
-        try:
-            fields: Any = agent_info if agent_info.__class__ is dict else fields_of(agent_info)
-            if not self._nodes and put_row(self._arrays, t, fields):
-                return
-            fits = len(fields) == self._n
-            for key, array, shape in self._leaves:
-                value = fields[key]
-                fits = fits and value.shape == shape
-                if fits:
-                    array[t] = value
-            parts = [(node, fields[key]) for key, node in self._nodes] if self._nodes else ()
-        except Exception:  # told below; or it is a list, say, which is fine
-            fits = False
-        if not fits:
-            self._write_closely(t, agent_info)
-        else:
-            for node, part in parts:
-                node.write(t, part)
+        """Write row t. Raises `SpaceError` with the name of a field that differs from the agent's first step."""
+        fields = agent_info if agent_info.__class__ is dict else fields_of(agent_info)
+        if not put_row(self._arrays, t, fields):
+            _write_fields(self._arrays, t, agent_info, "agent_info")
 
-    def _write_closely(self, t: int, agent_info: Any) -> None:
-        wanted = [key for key, *_ in (*self._leaves, *self._nodes)]
-        fields = fields_of(agent_info)
-        if fields is None or {str(key) for key in fields} != set(wanted):
-            got = brief(agent_info) if fields is None else f"the fields {[str(key) for key in fields]}"
+
+def _as_dict(node: Any) -> Any:
+    return {name: _as_dict(part) for name, part in node.items()} if isinstance(node, NamedArrays) else node
+
+
+def _write_fields(arrays: dict[str, Any], t: int, agent_info: Any, name: str) -> None:
+    fields = fields_of(agent_info)
+    if fields is None or {str(key) for key in fields} != arrays.keys():
+        got = brief(agent_info) if fields is None else f"the fields {[str(key) for key in fields]}"
+        raise SpaceError(
+            f"agent.step must return {name} with the fields {list(arrays)}, as in its first step, got {got}"
+        )
+    for key, part in fields.items():
+        path, array = f"{name}.{key}", arrays[str(key)]
+        if isinstance(array, dict):
+            _write_fields(array, t, part, path)
+            continue
+        value = _as_array(part, path)
+        if value.shape != array.shape[1:] or value.dtype.kind not in "biufc":
             raise SpaceError(
-                f"agent.step must return {self._name} with the fields {wanted}, as in its first step, got {got}"
+                f"agent.step must return {path} with shape {array.shape[1:]} and dtype {array.dtype}, as in its first "
+                f"step, got {value.shape} {value.dtype}"
             )
-        fields = {str(key): value for key, value in fields.items()}
-        for key, array, shape in self._leaves:
-            path = f"{self._name}.{key}"
-            value = _as_array(fields[key], path)
-            if value.shape != shape or value.dtype.kind not in "biufc":
-                raise SpaceError(
-                    f"agent.step must return {path} with shape {shape} and dtype {array.dtype}, as in its first step, "
-                    f"got {value.shape} {value.dtype}"
-                )
-            array[t] = value
-        for key, node in self._nodes:
-            node.write(t, fields[key])
+        array[t] = value

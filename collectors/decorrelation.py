@@ -1,4 +1,4 @@
-"""Decorrelation: random steps before the first batch, so that environments are out of phase."""
+"""Random steps before the first batch, which put the environments out of phase."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import numpy.typing as npt
 
 from penstock.agents.drawing import draw
 from penstock.collectors.columns import EnvColumns
-from penstock.collectors.tracking import Tracker, kept
+from penstock.collectors.tracking import Tracker, snapshot
 from penstock.workers.progress import Phase
-
-__all__ = ["decorrelate"]
 
 
 def decorrelate(
@@ -23,13 +21,13 @@ def decorrelate(
     max_steps: int,
     prev_action: Any,
     prev_reward: npt.NDArray[Any],
-    begins: npt.NDArray[np.bool_],
+    episode_start: npt.NDArray[np.bool_],
 ) -> None:
-    """Step environment b by between 0 and `max_steps` random actions; number and actions from `rngs[b]`.
+    """Step environment b by 0 to `max_steps` random actions. Their number and the actions come from `rngs[b]`.
 
-    Writes `prev_action` and `prev_reward` `[B]` as the agent is to find them, and in `begins` `[B]` whether an
-    episode begins. A trajectory that is running at the end counts these steps; one that finishes here was
-    never sampled and is dropped.
+    Writes `prev_action` `[B, ...]` and `prev_reward` `[B]` for the agent's first step, and into `episode_start` `[B]`
+    whether an episode starts with it. The steps of an unfinished trajectory count. A trajectory that finishes here was
+    not sampled and is dropped.
     """
     for b, rng in enumerate(rngs):
         n = int(rng.integers(0, max_steps + 1))
@@ -37,10 +35,10 @@ def decorrelate(
         rewards: list[float] = []
         envs.enter(Phase.DECORRELATING, b)
         for action in envs.split_actions(rows):
-            told = None if tracker.on_step is None else (kept(envs.observations[b]), kept(action))
+            before = None if tracker.on_step is None else (snapshot(envs.observations[b]), snapshot(action))
             _, reward, terminated, truncated, info = envs.step_one(b, action)
-            if tracker.on_step is not None and told is not None:
-                tracker.on_step(b, *told, reward, terminated, truncated, info)
+            if tracker.on_step is not None and before is not None:
+                tracker.on_step(b, *before, reward, terminated, truncated, info)
             rewards.append(reward)
             if terminated or truncated:
                 tracker.drop(b)
@@ -49,7 +47,7 @@ def decorrelate(
                 envs.check_observation(b)
                 envs.enter(Phase.DECORRELATING, b)
         tracker.preload(b, rewards)
-        begins[b] = not rewards
+        episode_start[b] = not rewards
         if rewards:
             prev_action[b] = rows[n - 1]
             prev_reward[b] = rewards[-1]

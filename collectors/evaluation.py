@@ -1,4 +1,4 @@
-"""Evaluation: the agent in environments of its own, of which nothing is recorded but finished trajectories."""
+"""Evaluation: the agent in separate environments. Only finished trajectories are recorded."""
 
 from __future__ import annotations
 
@@ -13,35 +13,38 @@ from penstock.agents.base import Agent
 from penstock.buffers.named import map_leaves
 from penstock.collectors.acting import AgentInfoWriter, as_agent_step
 from penstock.collectors.checks import write_action
-from penstock.collectors.columns import EnvColumns
+from penstock.collectors.env_batch import EnvBatch
 from penstock.collectors.tracking import Tracker
+from penstock.envs.rows import arrays_like
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.workers.progress import Phase, Progress
 
-__all__ = ["BaseEvalCollector", "EpisodeEvalCollector", "EvalCollector", "EvalCollectorParts"]
-
-_CHUNK = 128  # rows between two hand-overs of finished trajectories
+_CHUNK = 128  # rows after which finished trajectories are sent
 
 
 @dataclass(frozen=True)
 class EvalCollectorParts:
-    """What a worker gives its evaluation collector; everything concerns this worker's columns alone."""
+    """What a worker passes to its evaluation collector. Everything is limited to the worker's own columns."""
 
-    envs: EnvColumns  #: the evaluation environments
-    agent: Agent  #: a copy of the agent with state for these columns
-    tracker: Tracker  #: follows trajectories and hands the finished ones over
-    progress: Progress  #: shared row: phase, t, env_rank, sign of life
-    streams: ColumnStreams  #: seeds and random streams of these columns
-    max_T: int  #: time steps of one evaluation at most
-    max_trajectories: int | None  #: enough for the whole evaluation, all workers together
-    episodes: Sequence[int] | None  #: how many each column is to run, if they are counted
-    observation: Any  #: zeroed scratch `[B, ...]`, as the samples record observations
-    action: Any  #: zeroed scratch `[B, ...]`, as the samples record actions
-    agent_info: Any  #: zeroed scratch `[B, ...]`, as the samples record agent_info
+    envs: EnvBatch  #: the evaluation environments: `EnvColumns`, or `VectorColumns` for batched ones
+    agent: Agent  #: a copy of the agent, with a state for each of these columns
+    tracker: Tracker  #: follows the trajectories and sends the finished ones to the main process
+    progress: Progress  #: the worker's row of shared words: phase, t, env_rank, heartbeat
+    streams: ColumnStreams  #: seeds and random generators of these columns
+    max_T: int  #: most time steps of one evaluation
+    max_trajectories: int | None  #: the evaluation ends after this many, of all workers together; None for no limit
+    episodes: Sequence[int] | None  #: how many episodes each column runs, if `eval_episodes` is set
+    observation: Any  #: zeros `[B, ...]`, as the samples record observations; to write into
+    action: Any  #: zeros `[B, ...]`, as the samples record actions; to write into
+    agent_info: Any  #: zeros `[B, ...]`, as the samples record agent_info; to write into
 
 
 class BaseEvalCollector(ABC):
-    """Runs one evaluation after another. Subclasses override `collect_evaluation`."""
+    """Runs evaluations in the evaluation environments of one worker. A subclass defines `collect_evaluation`.
+
+    Attributes: `envs`, `agent`, `tracker`, `progress`, `streams`, `max_T`, `observation` and `agent_info` as in
+    `EvalCollectorParts`; `prev_action` `[B, ...]` and `prev_reward` `[B]`, which the agent gets beside the observation.
+    """
 
     def __init__(self, parts: EvalCollectorParts) -> None:
         self.envs, self.agent, self.tracker, self.progress = parts.envs, parts.agent, parts.tracker, parts.progress
@@ -52,8 +55,7 @@ class BaseEvalCollector(ABC):
         self._n_evaluations = 0
 
     def begin_evaluation(self, itr: int) -> None:
-        """Reset and seed environments and agent anew, so that where the last evaluation was stopped
-        does not show in this one."""
+        """Reset the environments and the agent with new seeds: an evaluation does not depend on the one before."""
         key = self._n_evaluations
         self._n_evaluations += 1
         self.envs.reset_all(self.streams.env_seeds(Purpose.EVAL, key))
@@ -66,25 +68,26 @@ class BaseEvalCollector(ABC):
 
     @property
     def is_enough(self) -> bool:
-        """Whether to end now: the main process says so, or this worker alone has finished enough."""
+        """Whether to end now: the main process says so, or this worker alone has finished enough trajectories."""
         return self.progress.stop_eval or self.progress.n_results >= self._enough
 
     @abstractmethod
     def collect_evaluation(self, itr: int) -> None:
-        """Run the agent and hand finished trajectories over; `progress.n_results` counts them."""
+        """Run the agent. Finished trajectories go to `self.tracker`, and `progress.n_results` counts them."""
 
 
 class EvalCollector(BaseEvalCollector):
-    """Every environment runs for `max_T` steps, resetting as it goes, or until that is enough.
+    """Runs every environment for `max_T` steps, with resets, or until `max_trajectories` have finished.
 
-    Trajectories that are unfinished at the end are dropped.
+    Unfinished trajectories are dropped at the end.
     """
 
     def __init__(self, parts: EvalCollectorParts) -> None:
         super().__init__(parts)
         self._reward = np.zeros((_CHUNK, len(parts.envs)), np.float32)
         self._done = np.zeros((_CHUNK, len(parts.envs)), np.bool_)
-        self._observation_row = parts.envs.prepare_row(self.observation)
+        rows = map_leaves(lambda leaf: leaf[np.newaxis], self.observation)
+        self._observations = arrays_like(parts.envs.observation_space, rows)
         self._agent_info_writer = AgentInfoWriter(map_leaves(lambda leaf: leaf[np.newaxis], self.agent_info))
         self._t = self._row = 0
 
@@ -104,7 +107,7 @@ class EvalCollector(BaseEvalCollector):
         self.progress.n_results = handed_over
 
     def _run_rows(self, first_t: int, n_rows: int) -> int:
-        """Step all environments `n_rows` times, or until that is enough; returns how often."""
+        """Step all environments `n_rows` times, or until `is_enough`. Returns the number of steps."""
         envs, agent, tracker, progress = self.envs, self.agent, self.tracker, self.progress
         prev_action, prev_reward = self.prev_action, self.prev_reward
         for row in range(n_rows):
@@ -119,8 +122,7 @@ class EvalCollector(BaseEvalCollector):
                 tracker.set_agent_info(self.agent_info)
             progress.enter(Phase.STEPPING)
             envs.step(prev_action, self._on_episode_end, tracker.on_step)
-            envs.write_prepared(self._observation_row)
-            envs.write_rewards(self._reward[row])
+            envs.write_step(self._observations, self._reward[row : row + 1], 0)
             prev_reward[...] = self._reward[row]
             prev_reward[self._done[row]] = 0
         return n_rows
@@ -136,13 +138,13 @@ class EvalCollector(BaseEvalCollector):
         self.envs.check_final(column, observation)
         self._done[self._row, column] = True
         self.tracker.on_episode_end(self._t, column, observation)
-        self.progress.n_results += 1  # the main process counts along, to stop in time
+        self.progress.n_results += 1  # the main process watches this count, to stop in time
 
 
 class EpisodeEvalCollector(EvalCollector):
-    """Every environment runs its fixed share of whole episodes, then rests. `max_T` steps at most.
+    """Runs a fixed number of whole episodes in each environment, then parks it; at most `max_T` steps.
 
-    Taking the first n episodes that end, from whichever environment, would favour short ones.
+    To take the first n episodes that end, in any environment, would favour short episodes.
     """
 
     def __init__(self, parts: EvalCollectorParts) -> None:

@@ -1,4 +1,4 @@
-"""ResetCollector: an environment that is done is reset at once, and recording goes on."""
+"""ResetCollector: an environment is reset as soon as its episode ends."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from typing import Any
 
 from penstock.collectors.base import Collector, CollectorParts
 
-__all__ = ["ResetCollector"]
-
 
 class ResetCollector(Collector):
-    """Mid-batch reset: every cell of the batch holds a real step, and `valid` is True throughout."""
+    """Resets in the middle of a batch: every cell of the batch holds a real step, and `valid` is always True."""
 
     mid_batch_reset = True
 
@@ -27,18 +25,19 @@ class ResetCollector(Collector):
         self.end_batch()
 
     def step_envs(self, t: int) -> None:
-        """Row t, second half: every environment takes its action, and what follows is recorded."""
+        """Row t, second half: step every environment with its action, and record the results."""
         self.progress.begin_stepping(t)
         self._t = t
         self.envs.step(self.prev_action, self._on_episode_end, self.on_step)
-        self.record_env_info(t)
+        if self.envs.keep_infos:
+            self.record_env_info(t)
         self.write_step(t)
         for column in self._ended:
             self.prev_reward[column] = 0
         self._ended.clear()
 
     def _on_episode_end(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
-        """Record the end of column's episode and start the next one."""
+        """Record the end of column's episode, and start the next one."""
         self.record_episode_end(self._t, column, observation, reward, terminated, truncated)
         self._ended.append(column)
         return self.reset_column(column)

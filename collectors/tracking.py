@@ -1,4 +1,4 @@
-"""Trackers: they follow the running trajectories of one worker's columns and hand over the finished ones."""
+"""Trackers: they follow the trajectories of one worker's columns, and send the finished ones to the main process."""
 
 from __future__ import annotations
 
@@ -14,48 +14,45 @@ from penstock.buffers.native import sum_episodes
 from penstock.buffers.trajectory_queue import FIGURES, RECORD, MessageKind, ObjectMessage
 from penstock.collectors.traj_info import TrajInfo
 
-__all__ = ["BatchTracker", "ObjectTracker", "StepHook", "Tracker", "kept", "make_tracker"]
-
 #: Called for column b after each environment step: (b, observation acted on, action, reward,
 #: terminated, truncated, info). Observation and action are copies made before the step.
 StepHook = Callable[[int, Any, Any, Any, bool, bool, dict[str, Any]], None]
 
 
-def kept(value: Any) -> Any:
-    """A copy of what an environment gave or was given: it may write into its own arrays again."""
+def snapshot(value: Any) -> Any:
+    """A deep copy of an observation or action, whose arrays the environment may reuse."""
     if value.__class__ is np.ndarray:
         return value.copy()
     if value.__class__ is dict:
-        return {key: kept(part) for key, part in value.items()}
+        return {key: snapshot(part) for key, part in value.items()}
     if value.__class__ is tuple:
-        return tuple(kept(part) for part in value)
+        return tuple(snapshot(part) for part in value)
     return copy.deepcopy(value)
 
 
 class Tracker(Protocol):
     """What collectors need of a tracker."""
 
-    @property
-    def on_step(self) -> StepHook | None:
-        """The hook for every environment step, or None if rewards and dones at the batch's end suffice."""
+    #: The hook for every environment step. None if the rewards and dones of whole batches are enough.
+    on_step: StepHook | None
 
     def set_agent_info(self, agent_info: Any) -> None:
-        """The agent's report `[B, ...]` on the row that is about to be stepped."""
+        """The agent_info `[B, ...]` of the row that is stepped next."""
 
     def on_episode_end(self, t: int, column: int, final_observation: Any) -> None:
         """Column's trajectory has ended at row t."""
 
     def end_rows(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int = 0) -> int:
-        """Rows `[n, B]` are complete: hand over what has finished in them; returns how many."""
+        """Rows `[n, B]` are complete: send the trajectories that finished in them. Returns how many."""
 
     def restart(self) -> None:
-        """Drop all running trajectories: the environments have been reset."""
+        """Drop all unfinished trajectories: the environments were reset."""
 
     def drop(self, column: int) -> None:
-        """Column's trajectory ended before the first batch: begin a new one, hand nothing over."""
+        """Start a new trajectory in column, and send nothing: the old one was not sampled."""
 
     def preload(self, column: int, rewards: Sequence[float]) -> None:
-        """Column's running trajectory begins with these rewards, from before the first batch."""
+        """Column's trajectory starts with these rewards, from before the first batch."""
 
 
 def make_tracker(
@@ -65,7 +62,7 @@ def make_tracker(
     put_records: Callable[[npt.NDArray[Any]], None],
     put_frames: Callable[[Sequence[ObjectMessage]], None],
 ) -> Tracker:
-    """The tracker for `cls`: per batch for the stock class itself, per step for its subclasses."""
+    """The tracker for `cls`: a `BatchTracker` for `TrajInfo` itself, an `ObjectTracker` for a subclass."""
     if cls is TrajInfo:
         return BatchTracker(env_ranks, put_records, **kwargs)
     return ObjectTracker(cls, kwargs, env_ranks, put_frames)
@@ -163,7 +160,7 @@ class BatchTracker:
 
 
 class ObjectTracker:
-    """One instance of the user's TrajInfo subclass per column, stepped with the environment."""
+    """One instance of a TrajInfo subclass per column, stepped with the environment."""
 
     def __init__(
         self,
@@ -175,13 +172,10 @@ class ObjectTracker:
         self._cls, self._kwargs = cls, kwargs
         self._env_ranks = env_ranks
         self._put = put
+        self.on_step: StepHook | None = self._step
         self._agent_info: Any = None
         self._finished: list[ObjectMessage] = []
         self.restart()
-
-    @property
-    def on_step(self) -> StepHook | None:
-        return self._step
 
     def restart(self) -> None:
         self._running = [self._cls(**self._kwargs) for _ in self._env_ranks]
@@ -193,7 +187,7 @@ class ObjectTracker:
         """Not needed: `on_step` has seen them."""
 
     def set_agent_info(self, agent_info: Any) -> None:
-        # A copy, of the whole row at once: the next batch overwrites it, while the trajectory may go on.
+        # A copy of the whole row: the next batch overwrites the row, and the trajectory may go on.
         self._agent_info = map_leaves(np.copy, agent_info)
 
     def _step(
@@ -203,7 +197,7 @@ class ObjectTracker:
 
     def on_episode_end(self, t: int, column: int, final_observation: Any) -> None:
         info = self._running[column]
-        info.terminate(kept(final_observation))
+        info.terminate(snapshot(final_observation))
         self._finished.append(ObjectMessage(MessageKind.TRAJ_INFO, t, self._env_ranks[column], vars(info)))
         self._running[column] = self._cls(**self._kwargs)
 

@@ -6,20 +6,21 @@ from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
-__all__ = ["TrajInfo"]
-
 
 class TrajInfo:
-    """Length, Return, NonzeroRewards and DiscountedReturn of one trajectory.
+    """The record of one finished trajectory.
 
-    Subclasses add attributes in `__init__` and override `step`, which is called once per environment step, and
-    `terminate`, called once when the trajectory has ended. `step` calls its `super()`, which counts. Constants
-    come through `sampler.initialize(..., traj_info_kwargs={...})` as arguments of `__init__`.
-    Attributes without a leading underscore are the record; everything in the instance's `__dict__`
-    travels from the worker to the main process and must pickle.
+    Attributes: `Length`, the number of steps; `Return`, the sum of the rewards; `NonzeroRewards`, the number of rewards
+    that are not zero; `DiscountedReturn`, the sum with reward k weighted by `discount ** k`. The rewards are those that
+    the batch records, in float32.
 
-    This class itself is never stepped: as long as it is not subclassed, its figures are computed from
-    the recorded rewards, once per batch.
+    To record more, subclass it: add attributes in `__init__`, and override `step`, which is called after every
+    environment step, and `terminate`, which is called once at the end. Both run in the worker; call `super().step(...)`
+    in `step`. Arguments of `__init__` come from `sampler.initialize(..., traj_info_kwargs={...})`. Attributes with a
+    leading underscore are left out of the `repr`. All of the instance's `__dict__` is sent to the main process, so it
+    must pickle.
+
+    Without a subclass nothing is called per step: the figures are computed once per batch.
     """
 
     def __init__(self, discount: float = 1.0) -> None:
@@ -43,11 +44,11 @@ class TrajInfo:
         agent_info: Any,
         env_info: dict[str, Any],
     ) -> None:
-        """Account for one step: the `observation` acted on, the action, and what the environment
-        returned for it.
+        """Add one step: the agent acted on `observation` with `action`, and the environment returned the rest.
 
-        `observation` has the environment's own structure, `action` is what was recorded; both, and
-        `agent_info`, are copies to be kept. `env_info` is the environment's own dict: copy what is kept of it.
+        `observation` and `action` are as the environment returned and got them; `reward` is the environment's own.
+        `agent_info` is this column's part of the agent's. These are copies, yours to keep. `env_info` is the
+        environment's own dict, which it may reuse: copy what you keep of it.
         """
         self.Length += 1
         self.Return += float(reward)
@@ -56,11 +57,11 @@ class TrajInfo:
         self._weight *= self._discount
 
     def terminate(self, final_observation: Any) -> None:
-        """The trajectory has ended with `final_observation`, a copy to be kept."""
+        """The trajectory ended with `final_observation`, a copy, yours to keep."""
 
     @classmethod
     def restore(cls, attributes: dict[str, Any]) -> TrajInfo:
-        """The instance whose attributes a worker has sent; `__init__` does not run again."""
+        """The instance with the attributes that a worker sent; `__init__` does not run again."""
         info = cls.__new__(cls)
         vars(info).update(attributes)
         return info
@@ -71,7 +72,7 @@ class TrajInfo:
         infos = []
         for length, return_, nonzero_rewards, discounted_return in figures:
             info = cls.__new__(cls)
-            # Written out, since thousands of short episodes may end in one batch: a third of `restore`'s cost.
+            # Three times as fast as `restore`: thousands of short episodes may end in one batch.
             info.Length, info.Return = length, return_
             info.NonzeroRewards, info.DiscountedReturn = nonzero_rewards, discounted_return
             infos.append(info)

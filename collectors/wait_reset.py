@@ -1,4 +1,4 @@
-"""WaitResetCollector: an environment that is done is parked, and reset while the learner trains."""
+"""WaitResetCollector: an environment whose episode ends is parked, and reset while the learner trains."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from typing import Any
 
 from penstock.collectors.base import Collector, CollectorParts
 
-__all__ = ["WaitResetCollector"]
-
 
 class WaitResetCollector(Collector):
-    """No mid-batch reset: at most one episode ends per column and batch. For environments whose reset is slow.
+    """Resets between batches, for environments with a slow reset. At most one episode ends per column and batch.
 
-    From the step after an episode's end to the end of the batch the column is parked: its environment is
-    left alone, every field is zero and `samples.env.valid` is False. It is reset in `reset_if_needed`,
-    which overlaps training, and the next batch starts with the new episode's first observation.
+    After its episode's end, the column is parked until the batch ends: its environment is not stepped, every field is
+    zero and `samples.env.valid` is False. `reset_if_needed` resets it while the learner trains. The next batch starts
+    with the new episode's first observation.
     """
 
     mid_batch_reset = False
@@ -27,17 +25,17 @@ class WaitResetCollector(Collector):
         for column in self.envs.parked:
             self.reset_column(column)
             self.prev_reward[column] = 0
-            self.tracker.drop(column)  # the parked rows are no trajectory
+            self.tracker.drop(column)  # the parked rows are not a trajectory
         self.envs.unpark_all()
 
     def collect_batch(self, itr: int) -> None:
         self.begin_batch(itr)
-        # The carried-over row has zeros where a column was parked.
-        self.envs.write_prepared(self._observation_rows[0])
+        # The row from the batch before has zeros where a column was parked.
+        self.envs.write_observations(self.samples.observation_rows[0])
         self.samples.valid[...] = True
         for t in range(self.batch_T):
-            # Parked columns are acted on as well, and it is forgotten: what an agent draws for a column
-            # must not depend on which others share the worker with it.
+            # The agent acts for parked columns too, and the action is erased: the random numbers that it draws for one
+            # column must not depend on the other columns of the worker.
             self.act(t)
             self._blank_parked(t)
             self.step_envs(t)
@@ -45,11 +43,12 @@ class WaitResetCollector(Collector):
         self._blank_values()
 
     def step_envs(self, t: int) -> None:
-        """Row t, second half: every environment that is not parked takes its action."""
+        """Row t, second half: step every environment that is not parked, and record the results."""
         self.progress.begin_stepping(t)
         self._t = t
         self.envs.step(self.prev_action, self._on_episode_end, self.on_step)
-        self.record_env_info(t)
+        if self.envs.keep_infos:
+            self.record_env_info(t)
         self.write_step(t)
         for column in self.envs.parked:
             self.samples.observation_rows[t + 1][column] = 0

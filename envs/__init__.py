@@ -5,7 +5,7 @@ from penstock.envs.batched_envpool import BatchedEnvPool
 from penstock.envs.examples import example_of, observation_example
 from penstock.envs.factory import EnvContext, EnvFactory, EnvFn, build_example_env, close_example_env, env_factories
 from penstock.envs.infos import InfoWanted, InfoWriter, info_example
-from penstock.envs.rows import action_splitter, row_writer
+from penstock.envs.rows import action_splitter, arrays_like, write_row
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed, stream
 from penstock.envs.toy import CountingEnv, CrashingEnv, NestedEnv, SlowEnv
 
@@ -25,6 +25,7 @@ __all__ = [
     "SameStep",
     "SlowEnv",
     "action_splitter",
+    "arrays_like",
     "build_example_env",
     "close_example_env",
     "env_factories",
@@ -32,6 +33,6 @@ __all__ = [
     "fresh_seed",
     "info_example",
     "observation_example",
-    "row_writer",
     "stream",
+    "write_row",
 ]

@@ -1,7 +1,7 @@
-"""Checks on what environments return, always on: the slow paths.
+"""Checks on what environments return, always made.
 
-Whoever steps environments tests with an identity or a class whether a value is of the usual kind, and comes here only
-if it is not: to accept what is unusual but right, or to say what is wrong with it.
+The loops over environments test in one comparison whether a value has its usual type. Only if it has not, they call
+these functions, which accept what is unusual but valid, and raise a `SpaceError` for the rest.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import numpy as np
 
 from penstock.errors import SpaceError, brief
 
-__all__ = ["episode_flags", "require_info", "require_number", "require_step", "step_values", "step_values_error"]
+#: Observation, reward, terminated, truncated, info.
+StepValues = tuple[Any, Any, Any, Any, Any]
 
 
-def step_values(result: Any, env_rank: int) -> tuple[Any, Any, Any, Any, Any]:
-    """The five values that `env.step` returned as `result`; raises `SpaceError` unless they are five."""
+def step_values(result: Any, env_rank: int) -> StepValues:
+    """The five values that `env.step` returned as `result`. Raises `SpaceError` unless there are five."""
     try:
         observation, reward, terminated, truncated, info = result
     except (TypeError, ValueError) as error:
@@ -29,14 +30,32 @@ def step_values(result: Any, env_rank: int) -> tuple[Any, Any, Any, Any, Any]:
     return observation, reward, terminated, truncated, info
 
 
-def step_values_error(error: Exception, env_rank: int) -> SpaceError | None:
-    """What to raise instead of `error`, if it means that `env.step` did not return five values.
+def checked_step(result: Any, env_rank: int) -> StepValues:
+    """The five values that `env.step` of one environment returned as `result`, with the flags as bools.
 
-    To be called where the values are unpacked: an exception of the environment's own has come through
-    a further frame.
+    Raises `SpaceError` unless there are five, the reward is a number, the flags are bools and info is a mapping. The
+    observation is checked when it is written.
     """
-    is_own = error.__traceback__ is not None and error.__traceback__.tb_next is not None
-    if is_own or not any(word in str(error) for word in ("unpack", "iterat")):
+    try:
+        observation, reward, terminated, truncated, info = result
+    except (TypeError, ValueError):
+        return step_values(result, env_rank)  # raises
+    if info.__class__ is not dict:
+        require_info(info, env_rank)
+    if reward.__class__ is not float:
+        require_number(reward, env_rank)
+    if not (terminated.__class__ is truncated.__class__ is bool):
+        terminated, truncated = episode_flags(terminated, truncated, env_rank)
+    return observation, reward, terminated, truncated, info
+
+
+def step_values_error(error: Exception, env_rank: int) -> SpaceError | None:
+    """What to raise in place of `error` if it means that `env.step` did not return five values, else None.
+
+    Call it in the frame that unpacks the values: an exception from inside the environment has more frames.
+    """
+    is_from_env = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+    if is_from_env or not any(word in str(error) for word in ("unpack", "iterat")):
         return None
     return SpaceError(
         f"env.step of env_rank {env_rank} must return five values "
@@ -45,26 +64,15 @@ def step_values_error(error: Exception, env_rank: int) -> SpaceError | None:
 
 
 def require_info(info: Any, env_rank: int, call: str = "step") -> None:
-    """Raise `SpaceError` unless `info`, from the environment's `call`, is a dict or another mapping."""
+    """Raise `SpaceError` unless `info`, which `env.step` or another `call` returned, is a mapping."""
     if not isinstance(info, Mapping):
         raise SpaceError(f"the info that env.{call} of env_rank {env_rank} returned must be a dict, got {brief(info)}")
 
 
-def require_step(reward: Any, terminated: Any, truncated: Any, info: Any, env_rank: int) -> tuple[bool, bool]:
-    """All of these for what `env.step` returned beside the observation; returns the flags."""
-    if info.__class__ is not dict:
-        require_info(info, env_rank)
-    if reward.__class__ is not float:
-        require_number(reward, env_rank)
-    if terminated.__class__ is truncated.__class__ is bool:
-        return terminated, truncated
-    return episode_flags(terminated, truncated, env_rank)
-
-
 def episode_flags(terminated: Any, truncated: Any, env_rank: int) -> tuple[bool, bool]:
-    """`terminated` and `truncated` as bools. Fine are bools, 0 and 1, and arrays of one such element.
+    """`terminated` and `truncated` as bools. Accepted are bools, 0 and 1, and arrays with one such element.
 
-    Raises `SpaceError` naming the flag and the environment for anything else.
+    Raises `SpaceError` for anything else, with the flag's name.
     """
     return _flag(terminated, "terminated", env_rank), _flag(truncated, "truncated", env_rank)
 
@@ -77,12 +85,12 @@ def _flag(value: Any, name: str, env_rank: int) -> bool:
         if array.size == 1 and array.dtype.kind in "biu" and array.item() in (0, 1):
             return bool(array.item())
     except (TypeError, ValueError):
-        pass  # told below
+        pass
     raise SpaceError(f"{name} of env_rank {env_rank} must be True or False, got {brief(value)}")
 
 
 def require_number(reward: Any, env_rank: int) -> float:
-    """`reward` as a float; raises `SpaceError` naming the environment unless it is a single number."""
+    """`reward` as a float. Raises `SpaceError` unless it is a single number."""
     if reward.__class__ is float:
         return reward
     try:
@@ -92,5 +100,5 @@ def require_number(reward: Any, env_rank: int) -> float:
         if array.shape == () and array.dtype.kind in "fiub":
             return float(array)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        pass  # told below; torch raises the last where there are gradients
+        pass  # torch raises the last one for a tensor with a gradient
     raise SpaceError(f"the reward of env_rank {env_rank} must be a single number, got {brief(reward)}")

@@ -1,4 +1,4 @@
-"""What environments say in `info`: which entries can be recorded, and how a row of them is written."""
+"""What environments return as `info`: which entries can be recorded, and how a row of them is written."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import gymnasium as gym
 import numpy as np
 
 from penstock.buffers.named import NamedArrays, as_named
+from penstock.buffers.tree import map_tree
 from penstock.errors import ConfigError, SpaceError
-
-__all__ = ["InfoWanted", "InfoWriter", "element", "info_example", "info_of", "mask_name"]
 
 #: True for every entry that an example shows, names (nested ones with dots), or names with examples.
 InfoWanted = bool | Sequence[str] | Mapping[str, Any]
@@ -20,17 +19,16 @@ Path = tuple[str, ...]
 
 
 def mask_name(name: str) -> str:
-    """The field that says where `name` was given: Gymnasium's convention for batched infos."""
+    """The field that is True where `name` was given: Gymnasium's convention for batched infos."""
     return f"_{name}"
 
 
 def info_example(env: gym.Env[Any, Any], wanted: InfoWanted) -> tuple[NamedArrays, list[str]]:
-    """An example of what is to be recorded of `info`, zeroed, from one reset and one step of `env`.
+    """What to record of `info`: zeros for each entry `name`, and for its mask `_name`. Also returns the names of the
+    entries that cannot be recorded (texts, objects).
 
-    Every entry `name` has a mask `_name` beside it, True where the environment gave it. Returns the
-    example and the names of the entries that cannot be recorded (texts, objects).
-
-    Raises `ConfigError` for a name that the example does not show and that has no example of its own.
+    `wanted` is a mapping with an example of each entry; or names, or True for every numeric entry, and then examples
+    come from one reset and one step of `env`. Raises `ConfigError` for a name without an example.
     """
     if isinstance(wanted, Mapping):
         chosen = {tuple(name.split(".")): value for name, value in wanted.items()}
@@ -65,7 +63,7 @@ def _leaves(info: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     for key, value in info.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, (*path, str(key)))
-        elif not str(key).startswith("_"):  # a mask already, as batched environments give them
+        elif not str(key).startswith("_"):  # else it is a mask of a batched environment
             yield (*path, str(key)), value
 
 
@@ -92,15 +90,15 @@ def _as_numeric(value: Any) -> Any:
 
 
 class InfoWriter:
-    """Writes one info per environment into a row of `env_info` fields; what is missing is zero and masked."""
+    """Writes one info per environment into a row of `env_info`. A missing entry is zero, and its mask is False."""
 
     def __init__(self, env_info: NamedArrays) -> None:
         self._paths = list(_recorded(env_info))
 
     def write(self, row: NamedArrays, infos: Sequence[Mapping[str, Any]], env_ranks: Sequence[int]) -> None:
-        """Record `infos` into `row` `[B, ...]`.
+        """Write `infos` into `row` `[B, ...]`.
 
-        Raises `SpaceError` naming entry and environment if a value has another shape or kind than the example.
+        Raises `SpaceError` with the entry and the environment if a value has another shape or kind than the example.
         """
         for path in self._paths:
             node: Any = row
@@ -122,8 +120,8 @@ class InfoWriter:
                 field[b] = array
 
     def write_batched(self, row: NamedArrays, infos: Mapping[str, Any], env_ranks: Sequence[int]) -> None:
-        """`write` for `infos` as a batched environment gives them, the whole row at a time; where an episode ended
-        and began anew within the step, those of its last step."""
+        """`write` for `infos` as a batched environment returns them, the whole row at once. Where an episode ended and
+        the next one started within the step, those of the episode's last step."""
         try:
             for path in self._paths:
                 node: Any = row
@@ -135,7 +133,7 @@ class InfoWriter:
 
 
 class _NotArraysError(Exception):
-    """An entry is no array that fits: it has to be looked at column by column."""
+    """An entry is not an array that fits: write it column by column."""
 
 
 def _write_entry(field: Any, mask: Any, infos: Mapping[str, Any], path: Path) -> None:
@@ -148,7 +146,7 @@ def _write_entry(field: Any, mask: Any, infos: Mapping[str, Any], path: Path) ->
 
 
 def _write_where(field: Any, mask: Any, infos: Any, path: Path, where: Any) -> None:
-    """Write the entry into the rows `where` that have it."""
+    """Write the entry into those of the rows `where` that have it."""
     for key in path:
         if not isinstance(infos, Mapping) or key not in infos:
             return
@@ -164,16 +162,12 @@ def _write_where(field: Any, mask: Any, infos: Any, path: Path, where: Any) -> N
 
 
 def element(batched: Any, b: int) -> Any:
-    """Column b's part of something batched, in dicts and tuples of arrays; None if there is nothing."""
-    if isinstance(batched, Mapping):
-        return {key: element(value, b) for key, value in batched.items()}
-    if isinstance(batched, tuple):
-        return tuple(element(value, b) for value in batched)
-    return None if batched is None else batched[b]
+    """Column b of a batch: of nested dicts and tuples of arrays. None stays None."""
+    return map_tree(lambda leaf: None if leaf is None else leaf[b], batched)
 
 
 def info_of(infos: Mapping[str, Any], b: int) -> dict[str, Any]:
-    """Environment b's own info; that of the step, where an episode's end hides it behind the next one's."""
+    """Environment b's own info of a batch. Where an episode ended, it is the info of its last step."""
     if "final_info" in infos and infos["_final_info"][b]:
         return info_of(infos["final_info"], b)
     info = {}
@@ -198,5 +192,5 @@ def _look_up(info: Mapping[str, Any], path: Sequence[str]) -> Any:
     for key in path:
         found = found.get(key) if isinstance(found, Mapping) else None
     if found is None and len(path) > 1:
-        return info.get(".".join(path))  # a key may have dots of its own: "TimeLimit.truncated"
+        return info.get(".".join(path))  # a key may contain dots: "TimeLimit.truncated"
     return found

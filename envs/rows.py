@@ -1,80 +1,47 @@
-"""Between one row of the samples buffer `[B, ...]` and the per-environment values of Gymnasium.
-
-Both directions are resolved once, from the space, into plain functions that handle a whole row: a
-nested space then costs per row and leaf, not per environment.
-"""
+"""Elements of spaces: written into rows `[B, ...]` of a batch, and actions read from them."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from operator import methodcaller
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from penstock.buffers.native import put_row
+from penstock.buffers.native import put_cell, put_row
+from penstock.buffers.tree import map_tree
 from penstock.errors import SpaceError
-
-__all__ = ["ColumnError", "RowWriter", "action_splitter", "arrays_like", "in_range", "row_writer"]
 
 Splitter = Callable[[Any], Sequence[Any]]
 
-# A float64 that is too large for float32 becomes inf with a warning. As an error it is found where it happens, and
-# costs nothing where it does not. Where the user has other filters than this, inf is recorded.
+# numpy warns when a float64 is too large for float32, and writes inf. As an error the warning is free until it happens.
+# If the user's filters override this one, inf is recorded.
 warnings.filterwarnings(
-    "error",
-    "overflow encountered in cast",
-    RuntimeWarning,
-    r"penstock\.(envs\.rows|collectors\.(columns|episode_ends))",
+    "error", "overflow encountered in cast", RuntimeWarning, r"penstock\.(envs\.rows|collectors\.columns)"
 )
 
 
-class RowWriter(Protocol):
-    """Records one element of a space per environment into a row `[B, ...]`.
-
-    Values are cast within their kind (float64 to float32), never from float to integer.
-    """
-
-    def prepare(self, row: Any) -> Any:
-        """What `write` needs to know of `row`, worked out once."""
-
-    def write(self, prepared: Any, values: Sequence[Any]) -> None:
-        """Record `values` into the row that was prepared.
-
-        Raises `ColumnError` naming the column, the expected and the given shape or dtype if a value
-        does not fit.
-        """
-
-
 class ColumnError(SpaceError):
-    """What one column returned does not fit. Whoever knows the environments says which one: `naming`."""
+    """An element does not fit into its column. `naming` says it of an environment instead."""
 
     def __init__(self, column: int, name: str, problem: str) -> None:
-        super().__init__(f"{name} of column {column} {problem}")
+        super().__init__(column, name, problem)
         self.column, self._name, self._problem = column, name, problem
 
+    def __str__(self) -> str:
+        return f"{self._name} of column {self.column} {self._problem}"
+
     def naming(self, env_rank: int) -> SpaceError:
-        """The same, told of an environment instead of a column."""
+        """The same error, for the environment `env_rank`."""
         return SpaceError(f"{self._name} of env_rank {env_rank} {self._problem}")
 
 
-def row_writer(space: gym.Space[Any], name: str = "observation") -> RowWriter:
-    """The writer for rows of `space`'s elements; `name` is what errors call them."""
-    if isinstance(space, spaces.Dict):
-        parts: list[tuple[str, Any, RowWriter]]
-        parts = [(str(key), key, row_writer(sub, f"{name}[{key!r}]")) for key, sub in space.items()]
-        return _StructureWriter(parts, space, name)
-    if isinstance(space, spaces.Tuple):
-        parts = [(f"_{i}", i, row_writer(sub, f"{name}[{i}]")) for i, sub in enumerate(space)]
-        return _StructureWriter(parts, space, name)
-    return _ArrayWriter(name) if space.shape else _ScalarWriter(name)
-
-
 def arrays_like(space: gym.Space[Any], arrays: Any) -> Any:
-    """The arrays in which elements of `space` are recorded, in the structure of those: dicts, tuples and arrays of the
-    same memory, as in Gymnasium's batched spaces, and as `put_row` and `put_cell` take them."""
+    """The arrays in which elements of `space` are recorded, nested as the elements are, in dicts and tuples. They share
+    the memory of `arrays`, which has names in place of keys."""
     if isinstance(space, spaces.Dict):
         return {key: arrays_like(sub, arrays[str(key)]) for key, sub in space.items()}
     if isinstance(space, spaces.Tuple):
@@ -82,80 +49,66 @@ def arrays_like(space: gym.Space[Any], arrays: Any) -> Any:
     return arrays
 
 
-class _ArrayWriter:
-    """Boxes and the like: arrays of at least one dimension."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def prepare(self, row: Any) -> Any:
-        # A row whose reshape would be a copy has no flat view, and is written value by value.
-        flat = row.reshape(len(row) * row.shape[1], *row.shape[2:]) if row.flags.c_contiguous else None
-        return row, row[np.newaxis], flat, [row.shape[1]] * len(row), _casting(row.dtype)
-
-    def write(self, prepared: Any, values: Sequence[Any]) -> None:
-        row, as_only_row, flat, lengths, casting = prepared
-        if put_row(as_only_row, 0, values):
-            return
-        try:
-            # `concatenate` compares all dimensions but the first, of which the sum might be right by chance.
-            if flat is None or list(map(len, values)) != lengths:
-                raise ValueError
-            np.concatenate(values, out=flat, casting=casting)  # one C loop for the row
-        except (ValueError, TypeError, RuntimeError, RuntimeWarning):
-            _write_each(row, values, self._name)
+# ---- writing -----------------------------------------------------------------------------------
 
 
-class _ScalarWriter:
-    """Discrete, and boxes without dimensions."""
+def write_row(arrays: Any, t: int, values: Sequence[Any], name: str = "observation") -> None:
+    """Write `values`, one element of a space per column, into row t of `arrays` `[T, B, ...]`, nested as they are.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    Values are cast within their kind (float64 to float32), never from float to integer. Raises `ColumnError` for the
+    first value that does not fit, with `name` and the expected and actual shape, dtype or entries.
+    """
+    if put_row(arrays, t, values):
+        return
+    if isinstance(arrays, dict | tuple):
+        for key, parts in _split(arrays, values, name):
+            write_row(arrays[key], t, parts, f"{name}[{key!r}]")
+    elif not _wrote_at_once(arrays[t], values):
+        _write_each(arrays[t], values, name)
 
-    def prepare(self, row: Any) -> Any:
-        return row, row[np.newaxis]
 
-    def write(self, prepared: Any, values: Sequence[Any]) -> None:
-        row, as_only_row = prepared
-        if put_row(as_only_row, 0, values):
-            return
-        try:
+def write_cell(arrays: Any, t: int, column: int, value: Any, name: str = "observation") -> None:
+    """`write_row` for one element, which goes to `[t, column]`."""
+    if put_cell(arrays, t, column, value):
+        return
+    try:
+        write_row(map_tree(lambda array: array[:, column : column + 1], arrays), t, [value], name)
+    except ColumnError as error:
+        error.column = column
+        raise
+
+
+def _split(arrays: Any, values: Sequence[Any], name: str) -> list[tuple[Any, list[Any]]]:
+    """The values' parts, by the keys of the dict or tuple `arrays`."""
+    keys = list(arrays) if isinstance(arrays, dict) else list(range(len(arrays)))
+    try:
+        if list(map(len, values)) != [len(keys)] * len(values):
+            raise TypeError
+        return [(key, [value[key] for value in values]) for key in keys]
+    except (KeyError, IndexError, TypeError) as error:
+        for column, value in enumerate(values):
+            if not _has_just(value, keys):
+                has = list(value) if isinstance(value, dict) else _description(value)
+                raise ColumnError(column, name, f"must have the entries {keys}, got {has}") from error
+        raise
+
+
+def _wrote_at_once(row: Any, values: Sequence[Any]) -> bool:
+    """Write the row in one call of numpy. False if that is impossible: a value does not fit, or has an unusual type."""
+    try:
+        if row.ndim == 1:
             array = np.asarray(values)
             if array.shape == row.shape and np.can_cast(array.dtype, row.dtype, _casting(row.dtype)):
                 row[...] = array
-                return
-        except (ValueError, TypeError, RuntimeError, RuntimeWarning):
-            pass  # named below, column by column
-        _write_each(row, values, self._name)
-
-
-class _StructureWriter:
-    """Dict and Tuple: a writer for every part."""
-
-    def __init__(self, parts: Sequence[tuple[str, Any, RowWriter]], space: gym.Space[Any], name: str) -> None:
-        self._parts, self._space, self._name = parts, space, name
-
-    def prepare(self, row: Any) -> Any:
-        parts = [(key, writer.write, writer.prepare(row[field])) for field, key, writer in self._parts]
-        return arrays_like(self._space, row[np.newaxis]), parts
-
-    def write(self, prepared: Any, values: Sequence[Any]) -> None:
-        as_only_row, parts = prepared
-        if put_row(as_only_row, 0, values):
-            return
-        try:
-            if list(map(len, values)) != [len(parts)] * len(values):
-                raise TypeError
-            for key, write, part in parts:
-                write(part, [value[key] for value in values])
-        except (KeyError, IndexError, TypeError) as error:
-            wanted = [key for _, key, _ in self._parts]
-            for column, value in enumerate(values):
-                if not _has_just(value, wanted):
-                    has = list(value) if isinstance(value, dict) else _description(value)
-                    problem = f"must have the entries {wanted}, got {has}"
-                    raise ColumnError(column, self._name, problem) from error
-            raise
+                return True
+        # `concatenate` does not compare the first dimensions.
+        elif row.flags.c_contiguous and list(map(len, values)) == [row.shape[1]] * len(row):
+            flat = row.reshape(len(row) * row.shape[1], *row.shape[2:])
+            np.concatenate(values, out=flat, casting=_casting(row.dtype))
+            return True
+    except (ValueError, TypeError, RuntimeError, RuntimeWarning):
+        pass
+    return False
 
 
 def _casting(target: np.dtype[Any]) -> Literal["safe", "same_kind"]:
@@ -175,8 +128,8 @@ def _has_just(value: Any, keys: Sequence[Any]) -> bool:
 
 
 def _write_each(row: Any, values: Sequence[Any], name: str) -> None:
-    """The slow path: values that are no arrays (lists, Python numbers) are fine, the first one that
-    does not fit is named."""
+    """Write value by value. Lists and Python numbers are accepted. Raises `ColumnError` for the first that does not
+    fit."""
     for column, value in enumerate(values):
         try:
             array = np.asarray(value)
@@ -193,33 +146,23 @@ def _write_each(row: Any, values: Sequence[Any], name: str) -> None:
                 "the environment's declared space and what it returns differ",
             )
         target = row.dtype
-        fits = np.can_cast(array.dtype, target, _casting(target)) or (
-            array.dtype.kind in "iu" and target.kind in "iu" and in_range(array, target)
-        )
-        if not fits:
+        if not (np.can_cast(array.dtype, target, _casting(target)) or in_range(array, target)):
+            is_integer = array.dtype.kind in "iu" and array.size
+            values_are = f" with values from {array.min()} to {array.max()}" if is_integer else ""
             raise ColumnError(
                 column,
                 name,
-                f"must have dtype {target}, got {array.dtype}"
-                + (
-                    f" with values from {array.min()} to {array.max()}"
-                    if array.dtype.kind in "iu" and array.size
-                    else ""
-                )
-                + ": the environment's declared space and what it returns differ",
+                f"must have dtype {target}, got {array.dtype}{values_are}: "
+                "the environment's declared space and what it returns differ",
             )
         with np.errstate(over="ignore"):
             row[column] = array
-        if (
-            target.kind == "f"
-            and array.dtype.kind == "f"
-            and (lost := np.isinf(row[column]) & np.isfinite(array)).any()
-        ):
+        if target.kind == array.dtype.kind == "f" and (lost := np.isinf(row[column]) & np.isfinite(array)).any():
             raise ColumnError(column, name, f"must have values that {target} can hold, got {array[lost].flat[0]}")
 
 
 def _description(value: Any) -> str:
-    """What came instead of an array or a structure."""
+    """What an error says of a value that is no array or has the wrong entries."""
     if value is None:
         return "None"
     if isinstance(value, tuple | list):
@@ -228,15 +171,22 @@ def _description(value: Any) -> str:
 
 
 def in_range(array: Any, dtype: np.dtype[Any]) -> bool:
-    """Whether an array of integers can be held by the integer `dtype`."""
+    """Whether `array` and `dtype` are integers, and `dtype` can hold every value of `array`."""
+    if array.dtype.kind not in "iu" or dtype.kind not in "iu":
+        return False
     limits = np.iinfo(dtype)
     return bool(array.size == 0 or (array.min() >= limits.min and array.max() <= limits.max))
 
 
+# ---- reading -----------------------------------------------------------------------------------
+
+
 def action_splitter(space: gym.Space[Any]) -> Splitter:
-    """`split(row)` gives one action per environment: ints for Discrete, arrays for Box, MultiDiscrete
-    and MultiBinary, dicts and tuples for Dict and Tuple. Arrays are copies: an environment may keep or
-    change what it was given without touching the recorded batch."""
+    """A function that splits a row `[B, ...]` of recorded actions into one action per environment.
+
+    Actions are ints for Discrete, arrays for Box, MultiDiscrete and MultiBinary, dicts and tuples for Dict and Tuple.
+    Arrays are copies: an environment may keep or change its action, and the recorded batch stays as it is.
+    """
     if isinstance(space, spaces.Dict):
         keys = list(space.keys())
         children = [(str(key), action_splitter(sub)) for key, sub in space.items()]
@@ -248,7 +198,7 @@ def action_splitter(space: gym.Space[Any]) -> Splitter:
         members = [(f"_{i}", action_splitter(sub)) for i, sub in enumerate(space)]
         return lambda row: list(zip(*(split(row[field]) for field, split in members), strict=True))
     if isinstance(space, spaces.Discrete):
-        return lambda row: row.tolist()
+        return methodcaller("tolist")
     if isinstance(space, spaces.Box) and space.shape == ():
         return lambda row: [row[b : b + 1].reshape(()).copy() for b in range(len(row))]
     return lambda row: list(row.copy())

@@ -17,6 +17,7 @@ from penstock.collectors.base import Collector, CollectorParts
 from penstock.collectors.central import RemoteAgent
 from penstock.collectors.checks import Checks
 from penstock.collectors.columns import EnvColumns
+from penstock.collectors.env_batch import EnvBatch
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.collectors.evaluation import BaseEvalCollector, EvalCollectorParts
 from penstock.collectors.tracking import Tracker, make_tracker
@@ -116,12 +117,12 @@ class SamplerProgram:
             )
         )
 
-    def _build_envs(self, factories: Sequence[EnvFactory], streams: ColumnStreams, purpose: Purpose) -> EnvColumns:
+    def _build_envs(self, factories: Sequence[EnvFactory], streams: ColumnStreams, purpose: Purpose) -> EnvBatch:
         env_ranks, seeds, worker_rank = streams.env_ranks, streams.env_seeds(purpose), self._plan.worker_rank
         if self.collector_cls.batched:
             context = EnvContext(env_ranks[0], worker_rank, seeds[0], purpose)
             env = self._builder.build_batched(factories[0], len(env_ranks), context)
-            return cast(EnvColumns, VectorColumns(env, env_ranks, self._progress, self.checks))
+            return VectorColumns(env, env_ranks, self._progress, self.checks)
         envs = [
             self._builder.build(factory, EnvContext(env_rank, worker_rank, seed, purpose))
             for factory, env_rank, seed in zip(factories, env_ranks, seeds, strict=True)

@@ -14,7 +14,7 @@ from penstock.agents import Agent, AgentStep, RandomAgent
 from penstock.buffers import NamedArrays, Samples
 from penstock.buffers.named import map_leaves
 from penstock.collectors import Collector, TrajInfo
-from penstock.envs import observation_example, row_writer
+from penstock.envs import arrays_like, observation_example, write_row
 from penstock.samplers import Sampler, SerialSampler
 from penstock.testing.delegation import DelegatingAgent
 from penstock.testing.environments import Event, Setup
@@ -164,10 +164,9 @@ class Trace:
 
     def row_of(self, space: gym.Space[Any], value: Any) -> Any:
         """`value`, an element of `space`, as it is recorded."""
-        row = map_leaves(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), observation_example(space))
-        writer = row_writer(space)
-        writer.write(writer.prepare(row), [value])
-        return map_leaves(lambda leaf: leaf[0], row)
+        row = map_leaves(lambda leaf: np.zeros((1, 1, *leaf.shape), leaf.dtype), observation_example(space))
+        write_row(arrays_like(space, row), 0, [value])
+        return map_leaves(lambda leaf: leaf[0, 0], row)
 
 
 def record(

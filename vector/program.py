@@ -18,7 +18,7 @@ from penstock.collectors.env_builder import EnvBuilder
 from penstock.envs.calls import EnvCall, perform, pickled
 from penstock.envs.checks import episode_flags, require_info, require_number, step_values_error
 from penstock.envs.factory import EnvContext
-from penstock.envs.rows import ColumnError, action_splitter, arrays_like, row_writer
+from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_cell, write_row
 from penstock.envs.seeding import Purpose
 from penstock.errors import SpaceError, brief
 from penstock.vector.memory import VectorMemory, copy_rows
@@ -86,10 +86,8 @@ class VectorProgram:
         # Items of memoryviews are Python integers and cost a third of numpy's.
         self._requested, self._replied = memoryview(own.requested), memoryview(own.replied)
         self._info_seq = memoryview(own.info_seq)
-        self._writer = row_writer(self.observation_space)
-        self._final_writer = row_writer(self.observation_space, "the final observation")
-        self._whole = self._writer.prepare(own.observation)
-        self._single = [self._writer.prepare(own.observation[i : i + 1]) for i in range(len(self._envs))]
+        self._observation = arrays_like(self.observation_space, own.observation[np.newaxis])
+        self._final = arrays_like(self.observation_space, own.final_observation[np.newaxis])
         self._last = arrays_like(self.observation_space, own.observation)
         is_replacement = plan.generation > 0
         self._next = [_Next.TRUNCATE if is_replacement else _Next.STEP] * len(self._envs)
@@ -131,12 +129,15 @@ class VectorProgram:
     def _step_all(self) -> None:
         everyone = range(len(self._envs))
         observations, self._reward[:] = self._advance(everyone, self._split(self._action))
-        self._write(self._writer, self._whole, observations, 0)
+        try:
+            write_row(self._observation, 0, observations)
+        except ColumnError as error:
+            raise self._blame(error.column, error) from error.__cause__
         self._reply(everyone)
 
     def _step_one(self, i: int) -> None:
         observations, self._reward[i : i + 1] = self._advance(range(i, i + 1), self._split(self._action[i : i + 1]))
-        self._write(self._writer, self._single[i], observations, i)
+        self._write(self._observation, i, observations[0])
         self._reply([i])
 
     def _advance(self, which: range, actions: Sequence[Any]) -> tuple[list[Any], list[float]]:
@@ -187,8 +188,7 @@ class VectorProgram:
             self._next[i] = _Next.RESET
         if self.autoreset_mode is not AutoresetMode.SAME_STEP:
             return observation, info
-        final = self._rows.final_observation[i : i + 1]
-        self._write(self._final_writer, self._final_writer.prepare(final), [observation], i)
+        self._write(self._final, i, observation, "the final observation")
         self._record_info(i, "final_info", info)
         return self._reset_one(i, None, None)
 
@@ -215,13 +215,16 @@ class VectorProgram:
         for i in which:
             self._replied[i] = self._requested[i]  # last: it announces the rest
 
-    def _write(self, writer: Any, prepared: Any, values: Sequence[Any], first: int) -> None:
+    def _write(self, arrays: Any, i: int, value: Any, name: str = "observation") -> None:
         try:
-            writer.write(prepared, values)
+            write_cell(arrays, 0, i, value, name)
         except ColumnError as error:
-            env_rank = self._plan.env_ranks[first + error.column]
-            self._progress.at_env(env_rank)
-            raise error.naming(env_rank) from error.__cause__
+            raise self._blame(i, error) from error.__cause__
+
+    def _blame(self, i: int, error: ColumnError) -> SpaceError:
+        env_rank = self._plan.env_ranks[i]
+        self._progress.at_env(env_rank)
+        return error.naming(env_rank)
 
     # ---- resetting and calling -------------------------------------------------------------
 
@@ -231,7 +234,7 @@ class VectorProgram:
             observation, info = self._reset_one(i, message.seeds[self._plan.columns[i]], message.options)
             self._reward[i], self._terminated[i], self._truncated[i] = 0.0, False, False
             self._record_info(i, "info", info)
-            self._write(self._writer, self._single[i], [observation], i)
+            self._write(self._observation, i, observation)
             self._reply([i])
 
     def _reset_one(self, i: int, seed: int | None, options: dict[str, Any] | None) -> tuple[Any, Any]:

@@ -22,8 +22,7 @@ INFO = NamedArrays(log_prob=np.zeros((), np.float32), logits=np.zeros(6, np.floa
 
 
 def begin_batch(columns: Any) -> None:
-    columns.carry_over()
-    columns.clear()
+    columns.begin_batch(carry_over=True)
 
 
 def buffer_of(T: int = T, B: int = B, shared: bool = False, **changes: Any) -> SamplesBuffer:
@@ -214,7 +213,7 @@ def test_begin_batch_without_optional_fields_carries_all_the_same() -> None:
     columns.reward[T] = 3
     columns.done[...] = True
     begin_batch(columns)
-    assert columns.begins.all()
+    assert columns.episode_start.all()
     assert (columns.reward[0] == 3).all()
     assert not columns.done.any()
 
@@ -224,4 +223,4 @@ def test_a_column_that_was_parked_at_the_end_begins_an_episode() -> None:
     columns.valid[T - 1, 1] = False
     columns.done[T - 1, 2] = True
     begin_batch(columns)
-    assert columns.begins.tolist() == [b in (1, 2) for b in range(B)]
+    assert columns.episode_start.tolist() == [b in (1, 2) for b in range(B)]

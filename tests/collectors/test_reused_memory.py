@@ -18,7 +18,7 @@ from penstock import (
     VectorEnvCollector,
     WaitResetCollector,
 )
-from penstock.collectors.tracking import kept
+from penstock.collectors.tracking import snapshot
 from penstock.testing import check_traj_info
 from penstock.testing.environments import ReusingEnv
 
@@ -163,7 +163,7 @@ def test_the_kit_finds_nothing_wrong_with_a_diary() -> None:
 
 def test_what_is_kept_is_a_copy_of_the_same_structure() -> None:
     value = {"a": np.zeros(2), "b": (np.ones(1), 3), "c": [np.zeros(1)], "d": "text"}
-    copy = kept(value)
+    copy = snapshot(value)
     for array in (value["a"], value["b"][0], value["c"][0]):
         array[...] = 7
     assert (copy["a"].tolist(), copy["b"][0].tolist(), copy["b"][1]) == ([0, 0], [1], 3)

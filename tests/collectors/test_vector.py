@@ -151,3 +151,84 @@ def test_what_is_no_batched_environment_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="VectorEnv of 1 environments, got CountingEnv"):
         of_batches(one).initialize(RandomAgent())
+
+
+class Seeded(SyncVectorEnv):
+    """Notes the seeds of its resets. `fails` says which of them raise: (number of the reset, its seed) -> error."""
+
+    seeds: list[Any]
+    fails: Any
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        Seeded.seeds.append(seed)
+        if (error := Seeded.fails(len(Seeded.seeds), seed)) is not None:
+            raise error
+        return super().reset(seed=seed, options=options)
+
+
+def seeded(num_envs: int) -> Any:
+    return Seeded([CountingEnv] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+@pytest.fixture
+def _fails() -> Any:
+    Seeded.seeds = []
+    yield
+    Seeded.fails = None
+
+
+def of_seeded(fails: Any, **kwargs: Any) -> Sampler:
+    Seeded.fails = staticmethod(fails)
+    return of_batches(seeded, **kwargs)
+
+
+@pytest.mark.usefixtures("_fails")
+def test_an_environment_that_takes_a_list_of_seeds_is_reset_once() -> None:
+    with of_seeded(lambda n, seed: None, eval_n_envs=2) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        assert [len(seed) for seed in Seeded.seeds] == [2]
+        sampler.obtain_samples(0)
+        sampler.evaluate_agent(0)
+        sampler.evaluate_agent(0)
+    assert [len(seed) for seed in Seeded.seeds] == [2] * 3
+
+
+@pytest.mark.usefixtures("_fails")
+@pytest.mark.parametrize("error", [TypeError("list"), ValueError("list"), gym.error.Error("list")], ids=repr)
+def test_an_environment_that_takes_one_seed_gets_the_first_and_a_warning(error: Exception, caplog: Any) -> None:
+    with of_seeded(lambda n, seed: error if isinstance(seed, list) else None, eval_n_envs=2) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        assert "does not take a list of seeds" in caplog.text
+        (first,) = {seed[0] if isinstance(seed, list) else seed for seed in Seeded.seeds}
+        assert Seeded.seeds[-1] == first
+        sampler.obtain_samples(0)
+        sampler.evaluate_agent(0)
+        n = len(Seeded.seeds)
+        sampler.evaluate_agent(0)
+        assert [type(seed) for seed in Seeded.seeds[n:]] == [int]
+
+
+@pytest.mark.usefixtures("_fails")
+@pytest.mark.parametrize("cls", [TypeError, ValueError, gym.error.Error])
+@pytest.mark.parametrize(
+    "fails", [lambda n, seed: True, lambda n, seed: n == 1], ids=["at every reset", "at the first reset"]
+)
+def test_an_environments_own_error_in_its_first_reset_comes_through(cls: Any, fails: Any) -> None:
+    with (
+        of_seeded(lambda n, seed: cls(f"broken at reset {n}") if fails(n, seed) else None) as sampler,
+        pytest.raises(WorkerError, match="broken at reset 1") as caught,
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
+    assert type(caught.value.__cause__) is cls
+
+
+@pytest.mark.usefixtures("_fails")
+@pytest.mark.parametrize("cls", [TypeError, ValueError, gym.error.Error])
+def test_an_environments_own_error_in_a_later_reset_comes_through(cls: Any) -> None:
+    with of_seeded(lambda n, seed: cls("broken") if n == 3 else None, eval_n_envs=2) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.obtain_samples(0)
+        sampler.evaluate_agent(0)
+        with pytest.raises(WorkerError, match="broken"):
+            sampler.evaluate_agent(0)
+    assert len(Seeded.seeds) == 3

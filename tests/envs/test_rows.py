@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.buffers import NamedArrays
-from penstock.envs import action_splitter, row_writer
+from penstock.buffers.tree import map_tree
+from penstock.envs import action_splitter, arrays_like, write_row
+from penstock.envs.rows import write_cell
 from penstock.errors import SpaceError
 
 from .space_strategies import any_space, at, empty_row, leaf_paths, nested_spaces, nodes, path_name, replaced, sample
@@ -35,15 +37,15 @@ def assert_recorded(space: Any, row: Any, values: list[Any]) -> None:
 # ---- writing -----------------------------------------------------------------------------------
 
 
-def write(writer: Any, row: Any, values: Any) -> None:
-    writer.write(writer.prepare(row), values)
+def write(space: Any, row: Any, values: Any, name: str = "observation") -> None:
+    write_row(arrays_like(space, row[np.newaxis]), 0, values, name)
 
 
 @quick
 @given(any_space, counts, seeds)
 def test_sampled_elements_are_recorded_exactly(space: Any, n: int, seed: int) -> None:
     values, row = sample(space, n, seed), empty_row(space, n)
-    write(row_writer(space), row, values)
+    write(space, row, values)
     assert_recorded(space, row, values)
 
 
@@ -51,7 +53,7 @@ def test_sampled_elements_are_recorded_exactly(space: Any, n: int, seed: int) ->
 @given(any_space, counts, seeds)
 def test_written_and_split_again_elements_are_what_they_were(space: Any, n: int, seed: int) -> None:
     values, row = sample(space, n, seed), empty_row(space, n)
-    write(row_writer(space), row, values)
+    write(space, row, values)
     actions = action_splitter(space)(row)
     assert len(actions) == n
     assert_recorded(space, row, actions)
@@ -66,7 +68,7 @@ def test_lists_and_numbers_are_recorded_like_arrays(space: Any, n: int, seed: in
     for path, leaf in leaf_paths(space):
         if 0 not in leaf.shape:  # an empty list has lost its dtype and inner dimensions
             plain = [replaced(value, path, np.asarray(at(value, path)).tolist()) for value in plain]
-    write(row_writer(space), row, plain)
+    write(space, row, plain)
     assert_recorded(space, row, values)
 
 
@@ -75,7 +77,7 @@ def test_lists_and_numbers_are_recorded_like_arrays(space: Any, n: int, seed: in
 def test_rows_in_memory_with_gaps_are_written_all_the_same(space: Any, n: int, seed: int) -> None:
     values, wide = sample(space, n, seed), empty_row(space, 2 * n)
     row = wide[::2]
-    write(row_writer(space), row, values)
+    write(space, row, values)
     assert_recorded(space, row, values)
     assert not any(leaf.any() for leaf in leaves(wide[1::2]))
 
@@ -88,8 +90,20 @@ def test_rows_in_memory_with_gaps_are_written_all_the_same(space: Any, n: int, s
 def test_a_value_is_cast_to_the_dtype_that_is_recorded(shape: tuple[int, ...], given: Any, recorded: Any) -> None:
     row = np.zeros((2, *shape), recorded)
     values = [np.ones(shape, given), np.zeros(shape, given)]
-    write(row_writer(spaces.Box(0, 1, shape, recorded)), row, values)
+    write(spaces.Box(0, 1, shape, recorded), row, values)
     np.testing.assert_array_equal(row, values)
+
+
+@quick
+@given(any_space, counts, seeds, st.data())
+def test_a_single_element_is_written_where_it_belongs(space: Any, n: int, seed: int, data: Any) -> None:
+    values, row, t = sample(space, n, seed), empty_row(space, 3 * n), data.draw(st.integers(0, 2))
+    rows = map_tree(lambda leaf: leaf.reshape(3, n, *leaf.shape[1:]), arrays_like(space, row))
+    column = data.draw(st.integers(0, n - 1))
+    write_cell(rows, t, column, values[column])
+    assert_recorded(space, row[t * n + column :], [values[column]])
+    others = np.arange(3 * n) != t * n + column
+    assert not any(leaf[others].any() for leaf in leaves(row))
 
 
 # ---- refusing ----------------------------------------------------------------------------------
@@ -98,7 +112,7 @@ def test_a_value_is_cast_to_the_dtype_that_is_recorded(shape: tuple[int, ...], g
 def check_refused(space: Any, values: list[Any], path: tuple[Any, ...], column: int, why: str) -> None:
     message = f"{re.escape(path_name(path))} of column {column} {why}"
     with pytest.raises(SpaceError, match=f"^{message}"):
-        write(row_writer(space), empty_row(space, len(values)), values)
+        write(space, empty_row(space, len(values)), values)
 
 
 @quick
@@ -112,6 +126,16 @@ def test_a_wrong_shape_names_field_column_and_both_shapes(space: Any, n: int, se
     values[column] = replaced(values[column], path, np.zeros(shape, leaf.dtype))
     shapes = f"must have shape {re.escape(str(leaf.shape))}, got {re.escape(str(shape))}"
     check_refused(space, values, path, column, shapes)
+
+
+@quick
+@given(any_space, counts, seeds, st.data())
+def test_a_single_element_that_does_not_fit_names_its_column(space: Any, n: int, seed: int, data: Any) -> None:
+    value, column = sample(space, 1, seed)[0], data.draw(st.integers(0, n - 1))
+    path, leaf = data.draw(st.sampled_from(leaf_paths(space)))
+    wrong = replaced(value, path, np.zeros((*leaf.shape, 2), leaf.dtype))
+    with pytest.raises(SpaceError, match=f"^{re.escape(path_name(path))} of column {column} must have shape"):
+        write_cell(arrays_like(space, empty_row(space, n)[np.newaxis]), 0, column, wrong)
 
 
 @quick
@@ -201,7 +225,7 @@ def test_the_first_column_that_does_not_fit_is_named() -> None:
 
 def test_the_name_given_stands_in_the_error() -> None:
     with pytest.raises(SpaceError, match=r"^final_obs\[0\] of column 0"):
-        write(row_writer(spaces.Tuple([spaces.Discrete(2)]), "final_obs"), NamedArrays(_0=np.zeros(1, int)), [(0.5,)])
+        write(spaces.Tuple([spaces.Discrete(2)]), NamedArrays(_0=np.zeros(1, int)), [(0.5,)], "final_obs")
 
 
 # ---- splitting ---------------------------------------------------------------------------------
@@ -211,7 +235,7 @@ def test_the_name_given_stands_in_the_error() -> None:
 @given(any_space, counts, seeds)
 def test_each_leaf_of_an_action_is_of_the_documented_type(space: Any, n: int, seed: int) -> None:
     row = empty_row(space, n)
-    write(row_writer(space), row, sample(space, n, seed))
+    write(space, row, sample(space, n, seed))
     kinds = {spaces.Dict: dict, spaces.Tuple: tuple, spaces.Discrete: int}
     for action in action_splitter(space)(row):
         for path, node in nodes(space):
@@ -224,7 +248,7 @@ def test_each_leaf_of_an_action_is_of_the_documented_type(space: Any, n: int, se
 @given(any_space, counts, seeds)
 def test_an_action_that_its_environment_changes_leaves_the_batch_alone(space: Any, n: int, seed: int) -> None:
     row = empty_row(space, n)
-    write(row_writer(space), row, sample(space, n, seed))
+    write(space, row, sample(space, n, seed))
     before = [leaf.copy() for leaf in leaves(row)]
     for action in action_splitter(space)(row):
         for path, _ in leaf_paths(space):
@@ -238,7 +262,7 @@ def test_an_action_that_its_environment_changes_leaves_the_batch_alone(space: An
 @given(any_space, counts, seeds)
 def test_an_action_that_its_environment_keeps_is_not_changed_by_the_next_batch(space: Any, n: int, seed: int) -> None:
     values, row = sample(space, n, seed), empty_row(space, n)
-    write(row_writer(space), row, values)
+    write(space, row, values)
     kept = action_splitter(space)(row)
     for leaf in leaves(row):
         leaf[...] = 0

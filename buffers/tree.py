@@ -1,0 +1,24 @@
+"""Nested dicts and tuples, as Gymnasium nests the elements of Dict and Tuple spaces, and batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+
+def map_tree(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """`fn` of every leaf of `tree`, with the leaves that `others` have in the same place; nested as `tree` is."""
+    if isinstance(tree, Mapping):
+        return {key: map_tree(fn, part, *(other[key] for other in others)) for key, part in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(map_tree(fn, *parts) for parts in zip(tree, *others, strict=True))
+    return fn(tree, *others)
+
+
+def tree_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with its name: `name` and the keys that lead there, as in `observation['camera'][0]`."""
+    if isinstance(tree, Mapping | tuple):
+        for key, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from tree_leaves(part, f"{name}[{key!r}]")
+    else:
+        yield name, tree

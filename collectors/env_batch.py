@@ -1,0 +1,101 @@
+"""The environments of one worker's columns, as collectors use them: single ones or one batched environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+
+from penstock.buffers.native import put_cell
+from penstock.buffers.tree import map_tree
+from penstock.collectors.checks import Checks, check_row
+from penstock.collectors.tracking import StepHook
+from penstock.envs.rows import ColumnError, arrays_like, write_cell
+from penstock.errors import SpaceError
+from penstock.workers.progress import Phase, Progress
+
+#: Called when column b's episode ends: (b, final observation, reward, terminated, truncated). Returns the observation
+#: that column b has next.
+EpisodeEndHook = Callable[[int, Any, Any, bool, bool], Any]
+
+NO_CHECKS = Checks()
+
+
+class EnvBatch(Protocol):
+    """What `EnvColumns` (single environments) and `VectorColumns` (one batched environment) have in common.
+
+    Data that do not fit are a `SpaceError` with the field and the env_rank. `arrays` are arrays `[T, B, ...]`, nested
+    as `arrays_like` returns them.
+    """
+
+    envs: Sequence[Any]  #: the environments that were built
+    env_ranks: range  #: of the columns, consecutive
+    observation_space: gym.Space[Any]  #: of one environment
+    checks: Checks  #: the optional checks to make
+    parked: list[int]  #: the columns that `step` ignores, ascending
+    keep_infos: bool  #: whether `step` leaves its infos in `infos`
+    infos: Any  #: of the last step
+    progress: Progress
+    _has_checks: bool  # whether there are any optional checks
+
+    def __len__(self) -> int:
+        return len(self.env_ranks)
+
+    def enter(self, phase: Phase, column: int) -> int:
+        """Note in the progress row what happens next in one environment; returns `time.monotonic_ns()`."""
+        self.progress.at_env(self.env_ranks[column])
+        return self.progress.enter(phase)
+
+    def reset_all(self, seeds: Sequence[int | None]) -> None:
+        """Reset every environment, each with its seed if it has one."""
+
+    def reset_one(self, column: int) -> Any:
+        """Reset one environment, unless it resets itself. Returns its first observation."""
+
+    def park(self, column: int) -> None:
+        """Ignore column from the next `step` on. Its reward is zero."""
+
+    def unpark_all(self) -> None:
+        """Use every column again."""
+
+    def step(self, action_row: Any, on_episode_end: EpisodeEndHook, on_step: StepHook | None = None) -> None:
+        """Step every column that is not parked with its action of `action_row` `[B, ...]`."""
+
+    def write_observations(self, row: Any) -> None:
+        """Write the current observations into `row` `[B, ...]`, as the samples record observations."""
+        self._write_row(arrays_like(self.observation_space, row[np.newaxis]), 0)
+
+    def write_rewards(self, row: Any) -> None:
+        """Write the rewards of the last step into `row` `[B]`."""
+
+    def write_step(self, arrays: Any, rewards: Any, t: int) -> None:
+        """Write the current observations into row t of `arrays`, and the rewards into row t of `rewards` `[T, B]`."""
+        self._write_row(arrays, t)
+        self.write_rewards(rewards[t])
+
+    def write_final(self, arrays: Any, t: int, column: int, observation: Any) -> None:
+        """Write the final observation of column's episode into `[t, column]`."""
+        if self._has_checks or not put_cell(arrays, t, column, observation):
+            self._write_one(arrays, t, column, observation, "the final observation")
+
+    def check_final(self, column: int, observation: Any) -> None:
+        """Raise `SpaceError` unless the final observation of column's episode fits its space."""
+
+    def _write_row(self, arrays: Any, t: int) -> None:
+        """Write the current observations into row t."""
+
+    def _write_one(self, arrays: Any, t: int, column: int, observation: Any, name: str) -> None:
+        try:
+            write_cell(arrays, t, column, observation, name)
+            if self._has_checks:
+                cells = map_tree(lambda array: array[:, column : column + 1], arrays)
+                check_row(self.checks, self.observation_space, cells, t, [observation], name)
+        except ColumnError as error:
+            raise self._blame(column, error) from None
+
+    def _blame(self, column: int, error: ColumnError) -> SpaceError:
+        """`error`, for the environment of column. The progress row names it too."""
+        self.progress.at_env(self.env_ranks[column])
+        return error.naming(self.env_ranks[column])
