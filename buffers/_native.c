@@ -24,12 +24,8 @@ static int has_index(PyObject *argument, Py_ssize_t *index) {
     return *index != -1 || !PyErr_Occurred();
 }
 
-/* ---- arrays ------------------------------------------------------------------------------------ */
-
-/* Whether elements of this type are their bytes: no references, no dates with units, no records. */
-static int is_plain(int type) {
-    return (type >= 0 && PyTypeNum_ISNUMBER(type)) || type == NPY_BOOL || type == NPY_HALF;
-}
+/* The answer of a function: `result` is 1, 0, or -1 with an exception set. */
+static PyObject *as_bool(int result) { return result < 0 ? NULL : PyBool_FromLong(result); }
 
 /* Writable memory: `n` dimensions of plain elements, contiguous. */
 typedef struct {
@@ -45,8 +41,10 @@ static int find_row(PyObject *object, Py_ssize_t t, Place *row) {
         return 0;
     }
     PyArrayObject *array = (PyArrayObject *)object;
-    int n = PyArray_NDIM(array);
-    if (n == 0 || t < 0 || t >= PyArray_DIM(array, 0) || !PyArray_ISBEHAVED(array) || !is_plain(PyArray_TYPE(array))) {
+    int n = PyArray_NDIM(array), type = PyArray_TYPE(array);
+    /* Elements of these types are their bytes: no references, no dates with units, no records. */
+    int is_plain = (type >= 0 && PyTypeNum_ISNUMBER(type)) || type == NPY_BOOL || type == NPY_HALF;
+    if (n == 0 || t < 0 || t >= PyArray_DIM(array, 0) || !PyArray_ISBEHAVED(array) || !is_plain) {
         return 0;
     }
     npy_intp nbytes = PyArray_ITEMSIZE(array);
@@ -56,39 +54,34 @@ static int find_row(PyObject *object, Py_ssize_t t, Place *row) {
         }
         nbytes *= PyArray_DIM(array, i);
     }
-    *row = (Place){PyArray_BYTES(array) + t * PyArray_STRIDE(array, 0), PyArray_SHAPE(array) + 1, n - 1,
-                   PyArray_TYPE(array), nbytes};
+    *row = (Place){PyArray_BYTES(array) + t * PyArray_STRIDE(array, 0), PyArray_SHAPE(array) + 1, n - 1, type, nbytes};
     return 1;
 }
 
-/* Entry b of `row` `[B, ...]`, which must have one. */
-static Place entry_of(const Place *row, Py_ssize_t b) {
-    npy_intp nbytes = row->nbytes / row->shape[0];
-    return (Place){row->data + b * nbytes, row->shape + 1, row->n - 1, row->type, nbytes};
+/* Write `n` numbers there as float32. Returns 0 if the place has another type, or if one is too large. */
+static int wrote_float32(const Place *place, const double *numbers, npy_intp n) {
+    int fits = place->type == NPY_FLOAT32;
+    for (npy_intp i = 0; i < n && fits; i++) {
+        npy_float32 rounded = (npy_float32)numbers[i];
+        fits = !isinf(rounded) || isinf(numbers[i]);
+        ((npy_float32 *)place->data)[i] = rounded;
+    }
+    return fits;
 }
 
-/* Write `object` there if it is a contiguous array of the same type and shape. Returns whether it was written. */
+/* Write `object` there if it is a contiguous array of the same shape and type, or float64 for float32. Returns whether
+   it was written. */
 static int wrote_array(const Place *place, PyObject *object) {
-    if (!PyArray_CheckExact(object)) {
-        return 0;
-    }
-    PyArrayObject *value = (PyArrayObject *)object;
-    if (PyArray_TYPE(value) != place->type || PyArray_NDIM(value) != place->n || !PyArray_ISCARRAY_RO(value) ||
+    PyArrayObject *value = PyArray_CheckExact(object) ? (PyArrayObject *)object : NULL;
+    if (value == NULL || PyArray_NDIM(value) != place->n || !PyArray_ISCARRAY_RO(value) ||
         (place->n > 0 && memcmp(PyArray_SHAPE(value), place->shape, place->n * sizeof(npy_intp)) != 0)) {
         return 0;
     }
-    memmove(place->data, PyArray_DATA(value), place->nbytes);
-    return 1;
-}
-
-/* Write `number` there if it is float32 and can hold a number of that size. */
-static int wrote_float32(const Place *place, double number) {
-    npy_float32 rounded = (npy_float32)number;
-    if (place->type != NPY_FLOAT32 || (isinf(rounded) && !isinf(number))) {
-        return 0;
+    if (PyArray_TYPE(value) == place->type) {
+        memmove(place->data, PyArray_DATA(value), place->nbytes);
+        return 1;
     }
-    *(npy_float32 *)place->data = rounded;
-    return 1;
+    return PyArray_TYPE(value) == NPY_FLOAT64 && wrote_float32(place, PyArray_DATA(value), PyArray_SIZE(value));
 }
 
 /* Write the number `object` there: a Python int into int64, a Python int or float or numpy's float64 into float32, or
@@ -96,7 +89,7 @@ static int wrote_float32(const Place *place, double number) {
 static int wrote_number(const Place *place, PyObject *object) {
     int is_float64 = Py_TYPE(object) == &PyDoubleArrType_Type; /* laid out as Python's float is */
     if (PyFloat_CheckExact(object) || (is_float64 && place->type != NPY_FLOAT64)) {
-        return wrote_float32(place, PyFloat_AS_DOUBLE(object));
+        return wrote_float32(place, &((PyFloatObject *)object)->ob_fval, 1);
     }
     if (PyLong_CheckExact(object)) {
         int overflow;
@@ -105,19 +98,13 @@ static int wrote_number(const Place *place, PyObject *object) {
             *(npy_int64 *)place->data = number;
             return 1;
         }
-        int is_exact = !overflow && -(1LL << 53) <= number && number <= 1LL << 53; /* as a double */
-        return is_exact && wrote_float32(place, (double)number);
+        double exact = (double)number;
+        return !overflow && -(1LL << 53) <= number && number <= 1LL << 53 && wrote_float32(place, &exact, 1);
     }
-    if (!PyArray_IsScalar(object, Generic)) {
-        return 0;
-    }
-    PyArray_Descr *dtype = PyArray_DescrFromScalar(object);
-    if (dtype == NULL) {
-        PyErr_Clear();
-        return 0;
-    }
-    int type = dtype->type_num;
-    Py_DECREF(dtype);
+    PyArray_Descr *dtype = PyArray_IsScalar(object, Generic) ? PyArray_DescrFromScalar(object) : NULL;
+    int type = dtype == NULL ? -1 : dtype->type_num;
+    Py_XDECREF(dtype);
+    PyErr_Clear();
     if (type == place->type) {
         PyArray_ScalarAsCtype(object, place->data);
     }
@@ -126,105 +113,122 @@ static int wrote_number(const Place *place, PyObject *object) {
 
 /* ---- elements of spaces ------------------------------------------------------------------------ */
 
-/* Write `value` into row t of an array, or of every array in a dict or tuple of such, nested as `value` is: into entry b
-   of the row, or into the whole row if b is WHOLE. `n_columns` is the number of entries that the row must have, or ANY.
-   Returns 1 if all was written, 0 if something does not fit, -1 with an exception set.
-   Subclasses of dict and tuple may return other items than they store, so none but OrderedDict is accepted. References
-   are held throughout, since a comparison of names may run the user's code. */
-enum { ANY = -1, WHOLE = -2 };
+/* Where values go: one into each entry of row t, one into its entry b, or one that is the whole row. */
+typedef struct {
+    enum { EACH, ENTRY, WHOLE } what;
+    Py_ssize_t t, b;
+} Target;
 
-static int fill(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value);
-
-static int fill_items(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value) {
-    if (!PyTuple_CheckExact(value) || PyTuple_GET_SIZE(value) != PyTuple_GET_SIZE(arrays)) {
-        return 0;
-    }
-    int result = 1;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arrays) && result == 1; i++) {
-        result = fill(PyTuple_GET_ITEM(arrays, i), t, b, n_columns, PyTuple_GET_ITEM(value, i));
-    }
-    return result;
-}
-
-static int fill_named(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value) {
-    if (!(PyDict_CheckExact(value) || PyODict_CheckExact(value)) || PyDict_GET_SIZE(value) != PyDict_GET_SIZE(arrays)) {
-        return 0;
-    }
-    PyObject *name, *array;
-    Py_ssize_t at = 0;
-    int result = 1;
-    while (result == 1 && PyDict_Next(arrays, &at, &name, &array)) {
-        Py_INCREF(name);
-        Py_INCREF(array);
-        PyObject *part = PyDict_GetItemWithError(value, name);
-        Py_XINCREF(part);
-        if (part != NULL) {
-            result = fill(array, t, b, n_columns, part);
-        } else {
-            result = PyErr_Occurred() ? -1 : 0;
-        }
-        Py_XDECREF(part);
-        Py_DECREF(array);
-        Py_DECREF(name);
-    }
-    return result;
-}
-
-static int fill(PyObject *arrays, Py_ssize_t t, Py_ssize_t b, Py_ssize_t n_columns, PyObject *value) {
-    if (PyTuple_CheckExact(arrays) || PyDict_CheckExact(arrays)) {
-        if (Py_EnterRecursiveCall(" while a nested value is written")) {
-            return -1;
-        }
-        int result = PyTuple_CheckExact(arrays) ? fill_items(arrays, t, b, n_columns, value)
-                                                : fill_named(arrays, t, b, n_columns, value);
-        Py_LeaveRecursiveCall();
-        return result;
-    }
+/* Write `n` values into `object`, an array. Returns whether all were written. */
+static int fill_array(PyObject *object, Target target, PyObject *const *values, Py_ssize_t n) {
     Place row;
-    if (!find_row(arrays, t, &row)) {
+    if (!find_row(object, target.t, &row)) {
         return 0;
     }
-    if (b == WHOLE) {
-        return wrote_array(&row, value);
+    if (target.what == WHOLE) {
+        return wrote_array(&row, values[0]);
     }
-    if (row.n == 0 || b >= row.shape[0] || (n_columns != ANY && row.shape[0] != n_columns)) {
+    if (row.n == 0 || (target.what == EACH ? row.shape[0] != n : row.shape[0] <= target.b)) {
         return 0;
     }
-    Place entry = entry_of(&row, b);
-    return wrote_array(&entry, value) || (entry.n == 0 && wrote_number(&entry, value));
+    npy_intp nbytes = row.nbytes / row.shape[0]; /* of an entry */
+    Place entry = {row.data + target.b * nbytes, row.shape + 1, row.n - 1, row.type, nbytes};
+    int is_written = 1;
+    for (Py_ssize_t i = 0; i < n && is_written; i++, entry.data += nbytes) {
+        is_written = wrote_array(&entry, values[i]) || (entry.n == 0 && wrote_number(&entry, values[i]));
+    }
+    return is_written;
 }
 
-static int fill_each(PyObject *arrays, Py_ssize_t t, PyObject *values) {
-    Py_ssize_t n_columns = PyList_GET_SIZE(values);
-    int result = n_columns > 0;
-    for (Py_ssize_t b = 0; b < n_columns && result == 1; b++) {
-        if (PyList_GET_SIZE(values) != n_columns) {
-            return 0; /* the user's code changed it while names were compared */
+/* Write `n` values into `arrays`: an array, or a dict or tuple of such, nested as the values are. Returns 1 if all was
+   written, 0 if something does not fit, -1 with an exception set. */
+static int fill(PyObject *arrays, Target target, PyObject *const *values, Py_ssize_t n);
+
+/* `fill` with the parts of all values: those called `name`, or number i if that is NULL. They go to `parts`, with
+   references: a comparison of names may run the user's code. */
+static int fill_parts(PyObject *array, Target target, PyObject *const *values, Py_ssize_t n, PyObject *name, Py_ssize_t i,
+                      PyObject **parts) {
+    Py_ssize_t held = 0;
+    for (PyObject *part; held < n; parts[held++] = Py_NewRef(part)) {
+        part = name == NULL ? PyTuple_GET_ITEM(values[held], i) : PyDict_GetItemWithError(values[held], name);
+        if (part == NULL) {
+            break;
         }
-        PyObject *value = Py_NewRef(PyList_GET_ITEM(values, b));
-        result = fill(arrays, t, b, n_columns, value);
-        Py_DECREF(value);
     }
+    int result = held == n ? fill(array, target, parts, n) : PyErr_Occurred() ? -1 : 0;
+    while (held > 0) {
+        Py_DECREF(parts[--held]);
+    }
+    return result;
+}
+
+/* Whether `value` is a tuple or dict as `arrays` is, of the same size. Subclasses may return other items than they
+   store, so none but OrderedDict is accepted. */
+static int is_alike(PyObject *value, PyObject *arrays) {
+    if (PyTuple_CheckExact(arrays)) {
+        return PyTuple_CheckExact(value) && PyTuple_GET_SIZE(value) == PyTuple_GET_SIZE(arrays);
+    }
+    return (PyDict_CheckExact(value) || PyODict_CheckExact(value)) && PyDict_GET_SIZE(value) == PyDict_GET_SIZE(arrays);
+}
+
+static int fill(PyObject *arrays, Target target, PyObject *const *values, Py_ssize_t n) {
+    int is_tuple = PyTuple_CheckExact(arrays), result = 1;
+    if (!is_tuple && !PyDict_CheckExact(arrays)) {
+        return fill_array(arrays, target, values, n);
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (!is_alike(values[i], arrays)) {
+            return 0;
+        }
+    }
+    PyObject **parts = PyMem_New(PyObject *, n), *name = NULL, *array = NULL;
+    if (parts == NULL || Py_EnterRecursiveCall(" while nested values are written")) {
+        PyMem_Free(parts);
+        return PyErr_Occurred() ? -1 : (PyErr_NoMemory(), -1);
+    }
+    Py_ssize_t at = 0;
+    for (Py_ssize_t i = 0; result == 1; i++) {
+        if (is_tuple ? i == PyTuple_GET_SIZE(arrays) : !PyDict_Next(arrays, &at, &name, &array)) {
+            break;
+        }
+        array = Py_NewRef(is_tuple ? PyTuple_GET_ITEM(arrays, i) : array);
+        Py_XINCREF(name);
+        result = fill_parts(array, target, values, n, name, i, parts);
+        Py_XDECREF(name);
+        Py_DECREF(array);
+    }
+    Py_LeaveRecursiveCall();
+    PyMem_Free(parts);
     return result;
 }
 
 static PyObject *put_row(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    Py_ssize_t t;
-    if (!has_arguments(n, 3) || !has_index(arguments[1], &t)) {
+    Target target = {EACH, 0, 0};
+    if (!has_arguments(n, 3) || !has_index(arguments[1], &target.t)) {
         return NULL;
     }
-    PyObject *arrays = arguments[0], *values = arguments[2];
-    int result = PyList_CheckExact(values) ? fill_each(arrays, t, values) : fill(arrays, t, WHOLE, ANY, values);
-    return result < 0 ? NULL : PyBool_FromLong(result);
+    PyObject *values = arguments[2];
+    if (!PyList_CheckExact(values)) {
+        target.what = WHOLE;
+        return as_bool(fill(arguments[0], target, &values, 1));
+    }
+    PyObject *held = PyList_AsTuple(values); /* the user's code may change the list */
+    if (held == NULL) {
+        return NULL;
+    }
+    Py_ssize_t size = PyTuple_GET_SIZE(held);
+    int result = size > 0 ? fill(arguments[0], target, &PyTuple_GET_ITEM(held, 0), size) : 0;
+    Py_DECREF(held);
+    return as_bool(result);
 }
 
 static PyObject *put_cell(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    Py_ssize_t t, b;
-    if (!has_arguments(n, 4) || !has_index(arguments[1], &t) || !has_index(arguments[2], &b)) {
+    Target target = {ENTRY, 0, 0};
+    if (!has_arguments(n, 4) || !has_index(arguments[1], &target.t) || !has_index(arguments[2], &target.b)) {
         return NULL;
     }
-    int result = b < 0 ? 0 : fill(arguments[0], t, b, ANY, arguments[3]);
-    return result < 0 ? NULL : PyBool_FromLong(result);
+    PyObject *value = arguments[3];
+    return as_bool(target.b < 0 ? 0 : fill(arguments[0], target, &value, 1));
 }
 
 /* ---- environments ------------------------------------------------------------------------------ */
@@ -349,11 +353,9 @@ static Record *sum_column(PyArrayObject *reward, PyArrayObject *done, npy_intp b
 
 static PyObject *sum_episodes(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Py_ssize_t first_t, first_env_rank;
-    if (!has_arguments(n, 7) || !has_index(arguments[4], &first_t) || !has_index(arguments[5], &first_env_rank)) {
-        return NULL;
-    }
-    double discount = PyFloat_AsDouble(arguments[6]);
-    if (discount == -1.0 && PyErr_Occurred()) {
+    double discount;
+    if (!has_arguments(n, 7) || !has_index(arguments[4], &first_t) || !has_index(arguments[5], &first_env_rank) ||
+        ((discount = PyFloat_AsDouble(arguments[6])) == -1.0 && PyErr_Occurred())) {
         return NULL;
     }
     PyArrayObject *reward = as_table(arguments[0], NPY_FLOAT32), *done = as_table(arguments[1], NPY_BOOL);
@@ -375,8 +377,6 @@ static PyObject *sum_episodes(PyObject *Py_UNUSED(module), Arguments arguments, 
     }
     return PyLong_FromSsize_t(record - (Record *)records.data);
 }
-
-/* ---- the module -------------------------------------------------------------------------------- */
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 

@@ -68,7 +68,7 @@ class Collector(ABC):
         # of the episode before.
         self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), samples.action)
         self.prev_reward = np.zeros_like(samples.reward[0])
-        self._prev_actions = self.prev_action[np.newaxis]
+        self._prev_actions, self._prev_rewards = self.prev_action[np.newaxis], self.prev_reward[np.newaxis]
         self._observations = arrays_like(parts.envs.observation_space, samples.observation)
         self._info_writer = None if samples.env_info is None else InfoWriter(samples.env_info)
         parts.envs.keep_infos = self._info_writer is not None
@@ -147,7 +147,8 @@ class Collector(ABC):
         """
         samples = self.samples
         self.envs.write_step(self._observations, samples.reward, t + 1)
-        self.prev_reward[...] = samples.reward_rows[t + 1]
+        if not put_row(self._prev_rewards, 0, samples.reward_rows[t + 1]):
+            self.prev_reward[...] = samples.reward_rows[t + 1]
 
     def record_env_info(self, t: int) -> None:
         """Write the chosen entries of the infos of step t. Does nothing if `env_info` was not asked for."""

@@ -39,11 +39,11 @@ class EpisodeEndRecorder:
         Raises `SpaceError` if `observation` does not fit its space, recorded or not.
         """
         samples = self._samples
-        samples.done[t, column], samples.terminated[t, column], samples.truncated[t, column] = (
-            True,
-            terminated,
-            truncated,
-        )
+        samples.done[t, column] = True  # all flags are False before: `begin_batch` has cleared them
+        if terminated:
+            samples.terminated[t, column] = True
+        if truncated:
+            samples.truncated[t, column] = True
         row = t if self._is_recorded else 0
         self._envs.write_final(self._arrays, row, column, observation)
         if samples.final_value is None or terminated or not truncated:

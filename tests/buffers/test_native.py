@@ -73,6 +73,20 @@ def test_numbers_are_gathered(numbers: list[Any]) -> None:
     assert same(row, np.asarray(numbers, np.float32))
 
 
+@given(shape=shapes, seed=st.integers(0, 2**32))
+def test_float64_is_rounded_to_float32_as_numpy_does(shape: tuple[int, ...], seed: int) -> None:
+    rows, values = np.zeros((2, *shape), np.float32), np.random.default_rng(seed).normal(size=shape) * 1e30
+    assert put_row(rows, 0, [*values])
+    assert put_row(rows, 1, values)
+    assert same(rows[0], values.astype(np.float32))
+    assert same(rows[1], rows[0])
+    values.flat[-1] = 1e39
+    assert put_row(rows, 0, [*values]) is False
+    values.flat[-1] = np.inf
+    assert put_row(rows, 0, [*values])
+    assert rows[0].flat[-1] == np.inf
+
+
 @given(number=st.floats(allow_nan=False))
 def test_a_number_is_rounded_as_numpy_does_or_refused(number: float) -> None:
     row = np.zeros(1, np.float32)
@@ -273,7 +287,12 @@ def test_what_is_written_is_held_while_names_are_compared() -> None:
     name = Name("a")
     values: list[Any] = [{"a": np.ones(2)} for _ in range(3)]
     name.on_compare = values.clear
-    assert put_row({name: np.zeros((1, 3, 2))}, 0, values) is False
+    arrays: dict[str, Any] = {name: np.zeros((1, 3, 2))}
+    assert put_row(arrays, 0, values)
+    assert arrays[name].all()
+    assert not values
+    name.on_compare = arrays.clear
+    assert put_row(arrays, 0, [{"a": np.ones(2)}] * 3)
     value: dict[str, Any] = {"b": {"a": np.ones(2)}}
     name.on_compare = value.clear
     arrays = {"b": {name: np.zeros((1, 3, 2))}}
