@@ -68,7 +68,7 @@ class ControlBlock:
             generation=ArraySpec((n_workers,), int64),
             replied=ArraySpec((n_workers, ROW_WORDS), int64),
             progress=ArraySpec((n_workers, ROW_WORDS), int64),
-            timeline=ArraySpec((n_workers, 2 * batch_T + 1), np.dtype(np.float64)),
+            timeline=ArraySpec((n_workers, 2 * batch_T + 1), int64),  # nanoseconds of time.monotonic_ns
         )
         self.memory = NamedMemory(specs, shared=shared, purpose="the control block")
         self.memory.arrays.progress[:, T] = -1  # no time step yet
@@ -247,5 +247,5 @@ class ControlBlock:
     def timeline(self, worker_rank: int) -> npt.NDArray[np.float64]:
         """Times of the worker's last batch, `[2 T + 1]`, in seconds of `time.monotonic`: row t began acting at `[2 t]`
         and stepping at `[2 t + 1]`; the last entry is the end."""
-        stamps: npt.NDArray[np.float64] = self.memory.arrays.timeline[worker_rank]
+        stamps: npt.NDArray[np.float64] = self.memory.arrays.timeline[worker_rank] / 1e9
         return stamps

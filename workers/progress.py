@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -84,8 +84,7 @@ class Progress:
         self._main = memoryview(control.memory.arrays.words)
         self.words = memoryview(control.memory.arrays.progress[worker_rank])
         self._replied = memoryview(control.memory.arrays.replied[worker_rank])
-        # Typed as Any: the annotations of memoryview know integer items only.
-        self._stamps: Any = memoryview(cast(Any, control.timeline(worker_rank)))
+        self._stamps = memoryview(control.memory.arrays.timeline[worker_rank])
 
     def enter(self, phase: Phase) -> int:
         """Note a change of phase and a heartbeat; returns `time.monotonic_ns()`."""
@@ -100,16 +99,17 @@ class Progress:
 
     def begin_acting(self, t: int) -> None:
         """Row t of a batch begins. Raises `StopCollecting` once the sampler shuts down."""
-        self._stamps[2 * t] = now = time.monotonic()
         words = self.words
-        words[PHASE], words[T], words[HEARTBEAT] = _IS_ACTING, t, int(now * 1e9)
+        words[PHASE], words[T] = _IS_ACTING, t
+        self._stamps[2 * t] = words[HEARTBEAT] = time.monotonic_ns()
         if self._main[QUIT]:
             raise StopCollecting
 
     def begin_stepping(self, t: int) -> None:
         """The agent has acted on row t of a batch; the environments step next."""
-        self._stamps[2 * t + 1] = now = time.monotonic()
-        self.words[PHASE], self.words[HEARTBEAT] = _IS_STEPPING, int(now * 1e9)
+        words = self.words
+        words[PHASE] = _IS_STEPPING
+        self._stamps[2 * t + 1] = words[HEARTBEAT] = time.monotonic_ns()
 
     def begin_row(self, t: int) -> float:
         """As `begin_acting`, outside a batch: the timeline stays as it is. Returns `time.monotonic()`."""
@@ -124,11 +124,10 @@ class Progress:
 
     def end_batch(self, batch_T: int, n_steps: int) -> None:
         """A training batch of `batch_T` rows and `n_steps` environment steps is complete: add to the totals."""
-        self._stamps[2 * batch_T] = time.monotonic()
-        stamps = np.asarray(self._stamps)[: 2 * batch_T + 1] - self._stamps[0]  # small numbers, whatever the uptime
-        began, acted, stepped = stamps[:-1:2].sum(), stamps[1::2].sum(), stamps[2::2].sum()
-        self.words[ACTING] += int((acted - began) * 1e9)
-        self.words[STEPPING] += int((stepped - acted) * 1e9)
+        self._stamps[2 * batch_T] = time.monotonic_ns()
+        durations = np.diff(np.asarray(self._stamps)[: 2 * batch_T + 1])
+        self.words[ACTING] += int(durations[::2].sum())
+        self.words[STEPPING] += int(durations[1::2].sum())
         self.words[BATCHES] += 1
         self.words[STEPS] += n_steps
 

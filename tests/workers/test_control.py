@@ -38,10 +38,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-@pytest.fixture(params=["compiled", "plain"])
-def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ControlBlock:
-    if request.param == "plain":
-        monkeypatch.setattr(progress_module, "mark", lambda *_: False)
+@pytest.fixture
+def block() -> ControlBlock:
     return ControlBlock(WORKERS, T, shared=False)
 
 
