@@ -110,7 +110,7 @@ class NamedArrays:
             field[self._field_index(name, loc)] = value if parts is None else parts[name]
 
     def copy(self: _Self) -> _Self:
-        """The same structure in memory of its own (`ndarray.copy` / `Tensor.clone` of every leaf)."""
+        """The same structure in new memory (`ndarray.copy` / `Tensor.clone` of every leaf)."""
         return self.map(lambda leaf: leaf.copy() if hasattr(leaf, "copy") else leaf.clone())
 
     def __copy__(self: _Self) -> _Self:

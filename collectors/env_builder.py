@@ -10,11 +10,9 @@ from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.errors import SpaceError
 from penstock.workers.progress import Phase, Progress
 
-__all__ = ["EnvBuilder"]
-
 
 class EnvBuilder:
-    """Builds environments and remembers them, so that all are closed, those of a start-up that failed included."""
+    """Builds environments and remembers them, so that all are closed, even if start-up fails."""
 
     def __init__(self, progress: Progress, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> None:
         self._progress = progress
@@ -22,7 +20,7 @@ class EnvBuilder:
         self._built: list[tuple[int, Any]] = []
 
     def build(self, factory: EnvFactory, context: EnvContext) -> gym.Env[Any, Any]:
-        """One environment. Raises `SpaceError` if its spaces are not those of the example environment."""
+        """One environment. Raises `SpaceError` if the example environment has other spaces."""
         self._at(context)
         env = factory(context)
         self._built.append((context.env_rank, env))

@@ -161,9 +161,8 @@ class Sampler(ABC):
             self.seed = fresh_seed() if seed is None else seed
             self._plans = plans = self._make_plans(affinity, rank)
             self._agent = agent
-            setup = Setup(
-                plans, self.seed, world_size, bootstrap_value, traj_info_kwargs, self._shared_memory, self._central
-            )
+            shared, central = self._shared_memory, self._central
+            setup = Setup(plans, self.seed, world_size, bootstrap_value, traj_info_kwargs, shared, central)
             with ExitStack() as resources:
                 with sigint.allowed():  # the user's code runs here, and nothing must be undone
                     allocation = allocate(self.config, agent, setup, resources)

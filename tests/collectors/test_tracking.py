@@ -246,16 +246,16 @@ def object_tracker(run: Run, cls: type[TrajInfo] = Full) -> list[tuple[Any, ...]
                     tracker.on_episode_end(t - start, column, f"end {t}")
         n_done = tracker.end_rows(run.reward[start:stop], run.done[start:stop])
         assert n_done == len(handed_over)
-        found += [(batch, *frame) for frame in handed_over]
+        found += [(batch, *message[1:]) for message in handed_over]
         handed_over.clear()
-    return sorted(found, key=lambda frame: frame[:3])
+    return sorted(found, key=lambda message: message[:3])
 
 
 @quick
 @given(runs())
 def test_objects_have_the_figures_of_the_plain_loop(run: Run) -> None:
     names = ("Length", "Return", "NonzeroRewards", "DiscountedReturn")
-    found = [(*frame[:3], *(frame[3][name] for name in names)) for frame in object_tracker(run)]
+    found = [(*message[:3], *(message[3][name] for name in names)) for message in object_tracker(run)]
     assert_same(found, plain_loop(run, times_of="batch"))
 
 
@@ -263,9 +263,9 @@ def test_objects_have_the_figures_of_the_plain_loop(run: Run) -> None:
 @given(runs())
 def test_objects_are_told_every_step_of_their_own_column_and_the_end(run: Run) -> None:
     run.before = [[] for _ in run.before]
-    frames = object_tracker(run)
+    messages = object_tracker(run)
     for column in range(run.reward.shape[1]):
-        own = [(run.bounds[batch] + t, info) for batch, t, rank, info in frames if rank == FIRST_RANK + column]
+        own = [(run.bounds[batch] + t, info) for batch, t, rank, info in messages if rank == FIRST_RANK + column]
         assert [t for t, _ in own] == np.flatnonzero(run.done[:, column]).tolist()
         begin = 0
         for end, info in own:
@@ -281,8 +281,8 @@ def test_objects_are_told_every_step_of_their_own_column_and_the_end(run: Run) -
 
 @pytest.mark.parametrize("forget", ["restart", "drop"])
 def test_objects_begin_anew_after(forget: str) -> None:
-    frames: list[Any] = []
-    tracker = ObjectTracker(Full, {}, range(2), frames.extend)
+    messages: list[Any] = []
+    tracker = ObjectTracker(Full, {}, range(2), messages.extend)
     tracker.set_agent_info(np.zeros(2))
     for column in range(2):
         tracker.on_step(column, None, None, 1.0, False, False, {})
@@ -293,16 +293,16 @@ def test_objects_begin_anew_after(forget: str) -> None:
     for column in range(2):
         tracker.on_episode_end(0, column, None)
     tracker.end_rows(np.zeros((1, 2)), np.ones((1, 2), bool))
-    assert [info["Length"] for _, _, info in frames] == ([0, 0] if forget == "restart" else [1, 0])
+    assert [info["Length"] for *_, info in messages] == ([0, 0] if forget == "restart" else [1, 0])
 
 
 def test_an_object_is_handed_over_once() -> None:
-    frames: list[Any] = []
-    tracker = ObjectTracker(Full, {}, range(1), frames.extend)
+    messages: list[Any] = []
+    tracker = ObjectTracker(Full, {}, range(1), messages.extend)
     tracker.on_episode_end(0, 0, None)
     rows = np.zeros((1, 1)), np.ones((1, 1), bool)
     assert [tracker.end_rows(*rows), tracker.end_rows(*rows)] == [1, 0]
-    assert len(frames) == 1
+    assert len(messages) == 1
 
 
 # ---- make_tracker ------------------------------------------------------------------------------
@@ -318,12 +318,12 @@ def test_the_stock_class_is_tracked_by_batch_with_its_keyword_arguments() -> Non
 
 @pytest.mark.parametrize("cls", [Full, type("Renamed", (TrajInfo,), {})])
 def test_a_subclass_is_stepped_even_if_it_overrides_nothing(cls: type[TrajInfo]) -> None:
-    frames: list[Any] = []
-    tracker = make_tracker(cls, {"discount": 0.5}, range(1), pytest.fail, frames.extend)
+    messages: list[Any] = []
+    tracker = make_tracker(cls, {"discount": 0.5}, range(1), pytest.fail, messages.extend)
     tracker.set_agent_info(np.zeros(1))
     for _ in range(3):
         tracker.on_step(0, None, None, 1.0, False, False, {})
     tracker.on_episode_end(2, 0, None)
     tracker.end_rows(np.ones((3, 1), np.float32), np.array([[False], [False], [True]]))
-    ((t, env_rank, attributes),) = frames
+    ((_, t, env_rank, attributes),) = messages
     assert (t, env_rank, attributes["DiscountedReturn"]) == (2, 0, 1.75)
