@@ -1,19 +1,25 @@
-# Two commands: `make run` (the main job) and `make test`. Each sets itself up in .venv.
+# `make run` is the main job, `make quick` and `make test` are the tests. The first call installs everything in .venv.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-SOURCES := $(shell find buffers workers ports envs agents collectors samplers vector testing src \( -name '*.py' -o -name '*.[ch]' \) -not -path '*/.*' 2>/dev/null)
+PIP := -m pip install --quiet --disable-pip-version-check
+ROOMS := agents buffers collectors envs ports samplers testing vector workers
+SOURCES := $(shell find $(ROOMS) src \( -name '*.py' -o -name '*.[ch]' \) -not -path '*/.*' 2>/dev/null)
+PYTEST := pytest --dist loadgroup
 
-.PHONY: run test check bench sanitize chaos faults clean
+.PHONY: run quick test check coverage floors pythons bench sanitize chaos faults clean
 
 run: $(VENV)/.installed
 	$(BIN)/python examples/ppo.py --out runs/cartpole
 	$(BIN)/python benchmarks/report.py runs/cartpole
 
+# What a developer runs all the time: every room with one start method, in about a minute.
+quick: $(VENV)/.installed
+	$(BIN)/$(PYTEST) -n 2 -m "not slow"
+
 test: $(VENV)/.installed
-	$(BIN)/pytest -n 3 --dist loadgroup
+	$(BIN)/$(PYTEST) -n 3
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -21,20 +27,33 @@ check: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The whole suite, and the lines of each room that it runs, in whichever process. Fails below the share in pyproject.toml.
+COVERAGE := $(BIN)/coverage
+coverage: $(VENV)/.installed
+	rm -f $(VENV)/.coverage*
+	$(COVERAGE) run -m $(PYTEST) -n 3
+	$(COVERAGE) combine --quiet
+	@$(COVERAGE) report --skip-covered --show-missing --fail-under=0 > $(VENV)/.coverage.txt
+	@for room in $(ROOMS); do \
+		printf '%-12s%6s %%\n' $$room "$$($(COVERAGE) report --include='*/penstock/'$$room'/*' --format=total --fail-under=0)"; \
+	done
+	@echo "$(VENV)/.coverage.txt has the lines that did not run"
+	@$(COVERAGE) report --format=total
+
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/throughput.py
 
-# torch first, under its pin: resolving it later would fetch gigabytes of another build.
+# torch first, under its pin: otherwise pip would fetch gigabytes of another build.
 $(VENV)/.dependencies: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -c constraints.txt torch
-	$(PIP) -c constraints.txt ".[dev]"
+	$(BIN)/python $(PIP) -c constraints.txt torch
+	$(BIN)/python $(PIP) -c constraints.txt ".[dev]"
 	touch $@
 
 # The tests run against the package as it is built and installed, not against the checkout.
 $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES) pyproject.toml README.md
 	rm -rf build
-	$(PIP) --no-deps --no-build-isolation --force-reinstall .
+	$(BIN)/python $(PIP) --no-deps --no-build-isolation --force-reinstall .
 	touch $@
 
 # Tests of the compiled part, built with AddressSanitizer and UndefinedBehaviorSanitizer.
@@ -49,10 +68,19 @@ sanitize: $(VENV)/.dependencies
 	$(UNDER_ASAN) -m pytest \
 		tests/buffers/test_native.py tests/collectors/test_native.py tests/samplers/test_native_or_not.py
 
+# `make quick` with the lowest versions that setup.py allows. torch stays at its pin: its floor has no small build.
+floors:
+	.ci/versions floors
+
+# The tests that need no torch, with each of these versions of Python that is installed.
+PYTHONS ?= 3.10 3.12 3.13
+pythons:
+	.ci/versions $(PYTHONS)
+
 chaos: $(VENV)/.installed
 	$(BIN)/python benchmarks/chaos.py --seconds 600
 
-# The fault-injection suite with the numbers of trials that it was designed for; takes about an hour.
+# The failure tests with many more trials each; takes about an hour.
 faults: $(VENV)/.installed
 	PENSTOCK_FAULTS=full $(BIN)/pytest tests/process
 

@@ -1,4 +1,4 @@
-"""Build script: metadata, and the map from the rooms at the top level to the `penstock` package."""
+"""Build script: the metadata, and the map from the folders at the top level to the `penstock` package."""
 
 import os
 import sysconfig
@@ -8,15 +8,14 @@ from setuptools import Extension, setup
 
 try:
     import numpy
-except ImportError:  # built without isolation, where there is none
+except ImportError:  # only possible without build isolation
     numpy = None
 
 HERE = Path(__file__).parent
 ROOMS = ("buffers", "workers", "ports", "envs", "agents", "collectors", "samplers", "vector", "testing")
 
-# src/penstock/ holds relative links to the rooms. A checkout made without symbolic links has text
-# files there instead; then each room is mapped from the top level. Everything still installs below
-# `penstock`, so nobody's site-packages ever gains a package called `agents` or `buffers`.
+# src/penstock/ holds relative links to the rooms. A checkout without symbolic links has text files there instead. Then
+# each room is mapped from the top level. Either way, `penstock` is the only package that is installed.
 package_dir = {"": "src"}
 for room in ROOMS:
     if not (HERE / "src" / "penstock" / room).is_dir():
@@ -38,24 +37,26 @@ if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # the
     ]
 
 BENCH = ["rich>=13", "matplotlib>=3.7"]
-# Environments that the tests sample.
+# Environments for the tests.
 ATARI = ["ale-py>=0.10"]
-MUJOCO = ["gymnasium[mujoco]>=1.0"]
+MUJOCO = ["gymnasium[mujoco]>=1.1"]
 DM_CONTROL = [
-    # labmaze, which dm_control needs, has no wheels from Python 3.13 on.
+    # dm_control needs labmaze, which has no wheels from Python 3.13 on.
     "shimmy[dm-control]>=2.0; python_version < '3.13'",
-    # dm_control reads a field that MuJoCo's models have no more since 4.
+    # dm_control reads a field that MuJoCo 4 has removed.
     "mujoco<4; python_version < '3.13'",
-    # Later ones do not support Python 3.10, which takes pip many minutes to find out.
+    # Later versions do not support Python 3.10, and pip needs many minutes to find that out.
     "etils<1.14; python_version < '3.11'",
 ]
-# Built for these versions of Python; with its assets it takes some 700 MB.
+# It has builds for these versions of Python, and takes some 700 MB.
 ENVPOOL = ["envpool>=1.2; python_version >= '3.11' and python_version < '3.15'"]
 SB3 = ["stable-baselines3>=2.4"]
 DEV = [
-    "pytest>=8",
+    # pytest-xdist 3.8 ignores its groups under pytest 9.2: tests that lease ports would disturb each other.
+    "pytest>=8,<9.2",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
+    "coverage>=7.10",
     "hypothesis>=6.100",
     "ruff>=0.8",
     "mypy>=1.13",
@@ -86,12 +87,11 @@ setup(
     ext_modules=EXTENSIONS,
     zip_safe=False,
     install_requires=[
-        "numpy>=1.24",
+        "numpy>=1.25",
         "torch>=2.1",
         "psutil>=5.9",
-        "fasteners>=0.18",
         "cloudpickle>=2.2",
-        "gymnasium>=1.0",
+        "gymnasium>=1.1",
     ],
     extras_require={
         "bench": BENCH,

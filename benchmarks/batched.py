@@ -1,8 +1,8 @@
 """Batched environments: CartPole a worker at a time against CartPole one by one.
 
 Samplers with 2 workers take turns in one run, in random order: single environments (`ResetCollector`), Gymnasium's
-vectorised CartPole (`BatchedCartPole`) and, where it is installed, EnvPool's, at several numbers of environments. Each
-turn's figure is divided by the same turn's figure for single environments at the first number of environments.
+vectorised CartPole (`BatchedCartPole`), and EnvPool's if it is installed, with several numbers of environments. The
+ratio is to the single environments with the first number, turn by turn.
 
     python benchmarks/batched.py --json batched.json
 """
@@ -13,14 +13,15 @@ import argparse
 import importlib.util
 import json
 import random
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from throughput import ENV, Sampling, Setting, machine
+from throughput import Sampling, Setting
+from turns import CAPTION, machine, ratios, spread
+from workloads import ENV
 
 from penstock import ParallelSampler, ResetCollector, VectorEnvCollector
 from penstock.envs import BatchedCartPole, BatchedEnvPool
@@ -71,27 +72,22 @@ def measure(
 
 
 def summarize(agent: str, figures: dict[Contestant, list[float]]) -> list[dict[str, Any]]:
-    """One row per contestant: steps/s, and turn by turn how many times that of the first."""
+    """One row per contestant: steps/s, and the ratio to the first contestant's, turn by turn."""
     (_, first), *_ = figures.items()
     return [
         {
             "agent": agent,
             "kind": kind,
             "batch_B": batch_B,
-            "steps_per_s": _spread(rates),
-            "times_single": _spread([rate / base for rate, base in zip(rates, first, strict=True)]),
+            "steps_per_s": spread(rates),
+            "times_single": spread(ratios(rates, first)),
         }
         for (kind, batch_B), rates in figures.items()
     ]
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {"median": median, "low": low, "high": high}
-
-
 def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
-    table = Table(title=title, caption="median (middle half of the turns); ratios are taken turn by turn")
+    table = Table(title=title, caption=CAPTION)
     for heading in ("policy", "environments", "B", "steps/s", "times the first"):
         table.add_column(heading, justify="left" if heading in ("policy", "environments") else "right")
     for row in rows:
@@ -106,7 +102,7 @@ def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
     Console(width=110).print(table)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--agents", nargs="+", default=["random", "mlp"], choices=["mlp", "random"])
     parser.add_argument("--batch-B", type=int, nargs="+", default=[32, 256, 1024], help="numbers of environments")
@@ -115,7 +111,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.4, help="length of one turn")
     parser.add_argument("--repeats", type=int, default=20, help="turns of each contestant")
     parser.add_argument("--json", help="write settings, machine and all figures to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
 
     kinds = ["single", "batched"]
     if importlib.util.find_spec("envpool") is not None:

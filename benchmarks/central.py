@@ -1,13 +1,12 @@
-"""Central inference: against the vector environments of others, with uneven environments, in halves, and what a
-step of synchronisation costs.
+"""Central inference, in four measurements. Contestants take turns in one run; ratios are taken turn by turn.
 
     python benchmarks/central.py vector uneven alternating sync
 
-`vector`: the 64-64 MLP drives CartPole-v1 in one process for all, and records the same fields in arrays; the
-contestants differ in who steps the environments. `uneven`: steps that take 1 ms, and now and then 10. Those
-environments sleep. `alternating`: a policy that takes as long as the environments, on a CPU of its own. `sync`: a row
-of environments that do nothing, beside two processes that wake each other by semaphores. Contestants take turns in one
-run; ratios are taken turn by turn.
+`vector`: the 64-64 MLP acts for all CartPole-v1 in one process, and the same fields are recorded. The contestants
+differ in the processes that step the environments.
+`uneven`: environments that sleep for 1 ms in a step, and sometimes for 10 ms.
+`alternating`: a policy that takes as long as the environments, on another CPU than theirs.
+`sync`: the time of a step of environments that do nothing, beside two processes that wake each other by semaphores.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,8 +24,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from throughput import ENV, ActorCritic
-from turns import Figures, show, take_turns
+from turns import Figures, machine, show, take_turns
+from workloads import ENV, ActorCritic
 
 from penstock import (
     AgentStep,
@@ -43,7 +41,7 @@ from penstock.workers.affinity import usable_cpus
 
 
 class SleepingEnv(gym.Env[Any, Any]):
-    """A step takes `seconds`, and with chance `rare` it takes `long`. The CPU is free meanwhile."""
+    """A step sleeps for `seconds`, and with probability `rare` for `long`."""
 
     observation_space = spaces.Box(-1, 1, (4,), np.float32)
     action_space = spaces.Discrete(2)
@@ -65,14 +63,14 @@ class SleepingEnv(gym.Env[Any, Any]):
 
 
 def be_busy(seconds: float) -> None:
-    """Use the CPU for so long."""
+    """Use the CPU for so many seconds."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         pass
 
 
 class BusyEnv(SleepingEnv):
-    """A step takes `seconds` of a CPU."""
+    """A step uses a CPU for `seconds`."""
 
     def step(self, action: Any) -> Any:
         be_busy(self._times[0])
@@ -80,7 +78,7 @@ class BusyEnv(SleepingEnv):
 
 
 class BusyAgent(RandomAgent):
-    """A step takes so many seconds of a CPU for each environment."""
+    """A step uses a CPU for so many seconds for each environment."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -94,7 +92,7 @@ class BusyAgent(RandomAgent):
 
 
 class Sampling:
-    """A sampler, asked for one batch after another."""
+    """A sampler that collects one batch after another."""
 
     def __init__(self, sampler: Sampler, agent: Any, **kwargs: Any) -> None:
         self._sampler, self._itr = sampler, 0
@@ -112,7 +110,7 @@ class Sampling:
 
 
 class Recording:
-    """A loop over time as training scripts have it: the policy drives a vector environment, numpy arrays record."""
+    """A loop over time as in training scripts: the policy acts for a vector environment, numpy arrays record."""
 
     def __init__(self, n_envs: int, batch_T: int) -> None:
         self._T, shape = batch_T, (batch_T, n_envs)
@@ -148,7 +146,7 @@ class Recording:
         return int(arrays["action"].size)
 
     def close(self) -> None:
-        """End the environments."""
+        """Close the environments."""
 
 
 class Gymnasium(Recording):
@@ -190,8 +188,8 @@ class StableBaselines(Recording):
 
 
 def vector(repeats: int, seconds: float, n_envs: int = 32, batch_T: int = 128, n_workers: int = 2) -> Figures:
-    """Steps per second on CartPole-v1, the same policy and the same record."""
-    torch.set_num_threads(1)  # or the threads of this process push the environments' processes aside
+    """Steps per second on CartPole-v1, with the same policy and the same recorded fields."""
+    torch.set_num_threads(1)  # more threads here would slow down the environments' processes
     size = {"batch_T": batch_T, "batch_B": n_envs}
     agent = partial(CategoricalPgAgent, ActorCritic)
     contestants: dict[str, Any] = {
@@ -212,26 +210,26 @@ def vector(repeats: int, seconds: float, n_envs: int = 32, batch_T: int = 128, n
 
 
 def uneven(repeats: int, seconds: float, batch_T: int = 1024) -> Figures:
-    """16 environments in 8 workers; steps of 1 ms, and of 10 ms in 5 %. The bound is what the mean of the step
-    times, as this system's sleep has them, leaves possible."""
+    """16 environments in 8 workers; steps of 1 ms, and 5 % of 10 ms. The bound is one step per worker in the mean
+    step time, as measured here."""
     size: dict[str, Any] = {"batch_T": batch_T, "batch_B": 16, "n_workers": 8, "max_decorrelation_steps": 0}
     env = partial(SleepingEnv, 0.001, 0.010, 0.05)
-    nobody_waits = ParallelSampler(env, **size)
+    independent = ParallelSampler(env, **size)
     contestants = {
         "lock-step": Sampling(GpuSampler(env, **size), RandomAgent()),
         "min_ready=1": Sampling(GpuSampler(env, min_ready=1, **size), RandomAgent()),
         "min_ready=4": Sampling(GpuSampler(env, min_ready=4, **size), RandomAgent()),
-        "bound": Sampling(nobody_waits, RandomAgent()),
+        "bound": Sampling(independent, RandomAgent()),
     }
     figures = take_turns(contestants, repeats, seconds)
-    workers = nobody_waits.stats().workers
+    workers = independent.stats().workers
     mean = sum(worker.stepping for worker in workers) / sum(worker.steps for worker in workers)
     figures["bound"] = [len(workers) / mean] * repeats
     return figures
 
 
 def alternating(repeats: int, seconds: float, batch_T: int = 64) -> Figures:
-    """16 environments that take 50 µs a step on one CPU, and a policy that takes 50 µs for each on another."""
+    """16 environments that need 50 µs a step on one CPU, and a policy that needs 50 µs for each on another CPU."""
     cpu = usable_cpus()[0]
     env, agent = partial(BusyEnv, 50e-6), partial(BusyAgent, 50e-6)
 
@@ -254,7 +252,7 @@ def _pong(here: Any, there: Any, n: int) -> None:
 
 
 def semaphore_round_trip(n: int) -> float:
-    """µs for one process to wake another by a semaphore and be woken by it."""
+    """µs in which a process wakes another by a semaphore, and the other wakes it in turn."""
     context = multiprocessing.get_context("spawn")
     ping, pong = context.Semaphore(0), context.Semaphore(0)
     process = context.Process(target=_pong, args=(ping, pong, n + 1), daemon=True)
@@ -271,7 +269,7 @@ def semaphore_round_trip(n: int) -> float:
 
 
 def sync(repeats: int, seconds: float, batch_T: int = 512) -> Figures:
-    """µs per time step: everything that is neither environment nor policy, for 1 and 2 workers of one environment."""
+    """µs per time step without environment and policy, for 1 and 2 workers with one environment each."""
     env = partial(SleepingEnv, 0.0)
 
     def gpu(n_workers: int, **kwargs: Any) -> Sampling:
@@ -286,19 +284,19 @@ def sync(repeats: int, seconds: float, batch_T: int = 512) -> Figures:
 
 
 MEASUREMENTS = {"vector": vector, "uneven": uneven, "alternating": alternating, "sync": sync}
-#: What the others are divided by, where it is a matter of steps per second.
+#: The contestant that the others are divided by, in measurements of steps per second.
 YARDSTICKS = {"vector": "GpuSampler", "uneven": "lock-step", "alternating": "GpuSampler"}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", help=f"of {', '.join(MEASUREMENTS)}; all by default")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each contestant's turn, at least")
-    parser.add_argument("--batch-T", type=int, help="time steps of a batch, instead of each measurement's own")
-    parser.add_argument("--n-envs", type=int, default=32, help="environments of `vector`")
+    parser.add_argument("--seconds", type=float, default=0.5, help="minimum length of a turn")
+    parser.add_argument("--batch-T", type=int, help="time steps of a batch; each measurement has a default")
+    parser.add_argument("--n-envs", type=int, default=32, help="environments, in `vector`")
     parser.add_argument("--json", help="write machine and all figures to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if unknown := set(args.what) - set(MEASUREMENTS):
         parser.error(f"there is no measurement {', '.join(unknown)}")
     results = {}
@@ -309,10 +307,8 @@ def main() -> None:
         results[name] = MEASUREMENTS[name](args.repeats, args.seconds, **sizes)
         show(name, results[name], YARDSTICKS.get(name))
     if args.json:
-        versions = {"numpy": np.__version__, "torch": torch.__version__, "gymnasium": gym.__version__}
-        content = {"platform": platform.platform(), "versions": versions, "results": results}
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
+            json.dump({**machine(), "results": results}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Chaos: random workers are killed, stopped and crashed at random moments, for as long as you like.
+"""Chaos: random workers are killed, stopped and crashed at random moments.
 
     python benchmarks/chaos.py --seconds 600
 
-Kills arrive as a Poisson process, two seconds apart in the mean. They hit samplers of every kind, one after
-another: all start methods, raising and restarting, either way of handing trajectories over. Three things
-must never happen: a wait that does not end, an error that names no culprit, a wrong cell in a batch. Every
-cell is checked: the environments count their own steps. Exit code 1 and a line about the first violation
-if there is one.
+Signals arrive as a Poisson process, two seconds apart on average. Random samplers run one after another: all start
+methods, raise and restart, both ways to hand over trajectories. Three things must never happen: a wait without end, an
+error that does not name the killed worker, a wrong cell in a batch. The environments count their steps, so that every
+cell can be checked. At the first violation, the program prints one line and exits with code 1.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from penstock import ParallelSampler, RandomAgent, Sampler, SamplerBrokenError, 
 from penstock.envs import CountingEnv
 
 LENGTH = 7  # steps of an episode
-HANG_SECONDS = 60.0  # nothing here takes a fraction of it
+HANG_SECONDS = 60.0  # far more than any call here takes
 
-# Reads "pid pid ..." lines, the workers that live now; kills one of them now and then; says so.
+# Reads lines "pid pid ...", the present workers. Sends one of them a signal at random moments, and prints it.
 KILLER = """
 import os, random, select, signal, sys, time
 rng, mean = random.Random(int(sys.argv[1])), float(sys.argv[2])
@@ -59,11 +58,11 @@ while True:
 
 
 class OwnTrajInfo(TrajInfo):
-    """Goes through the pipe instead of the ring."""
+    """Takes the pipe instead of the ring."""
 
 
 class Killer:
-    """The process that kills; this one cannot do it from a thread, which `fork` would refuse."""
+    """The process that sends the signals. It cannot be a thread, since `fork` refuses a process with threads."""
 
     def __init__(self, seed: int, mean_seconds: float) -> None:
         self._process = subprocess.Popen(
@@ -74,13 +73,13 @@ class Killer:
         self.victims: dict[int, tuple[float, str]] = {}
 
     def aim(self, pids: list[int]) -> None:
-        """These are the workers now."""
+        """Name the present workers."""
         assert self._process.stdin is not None
         self._process.stdin.write((" ".join(map(str, pids)) + "\n").encode())
         self._process.stdin.flush()
 
     def read(self) -> None:
-        """Take note of what it has done."""
+        """Read the signals that it has sent."""
         assert self._process.stdout is not None
         for line in self._process.stdout.read().splitlines() if self._has_more() else ():
             when, pid, sig = line.split()
@@ -99,22 +98,22 @@ class Killer:
 
 
 class Violation(AssertionError):
-    """What must never happen has happened."""
+    """A thing that must never happen."""
 
 
-def demand(truth: Any, what: str) -> None:
-    if not np.all(truth):
-        raise Violation(what)
+def demand(condition: Any, violation: str) -> None:
+    if not np.all(condition):
+        raise Violation(violation)
 
 
 def check_batch(samples: Any, infos: list[TrajInfo], where: str) -> None:
-    """Every cell of a batch of CountingEnvs, worked out from the observation before it."""
+    """Compare every cell of a batch of CountingEnvs with the value that follows from the observation before it."""
     env = samples.env
     episode, count = env.observation[..., 0], env.observation[..., 1]
     demand(env.reward == count + 1, f"{where}: a reward is not its step's number")
-    demand(env.done == (count + 1 == LENGTH), f"{where}: a done stands where no episode ends, or is missing")
+    demand(env.done == (count + 1 == LENGTH), f"{where}: a done is wrong")
     demand(env.terminated == env.done, f"{where}: terminated and done differ")
-    demand(~env.truncated, f"{where}: truncated without reason")
+    demand(~env.truncated, f"{where}: a truncated is wrong")
     follows = np.where(env.done[:-1], 0, count[:-1] + 1) == count[1:]
     same = np.where(env.done[:-1], episode[:-1] + 1, episode[:-1]) == episode[1:]
     demand(follows & same, f"{where}: an observation does not follow from the one before")
@@ -148,8 +147,8 @@ def random_sampler(rng: random.Random) -> Sampler:
     )
 
 
-def live(sampler: Sampler, killer: Killer, rng: random.Random, until: float, tally: Counter[str]) -> float | None:
-    """Use one sampler for a while. Returns the seconds from the kill to the error, if there was one."""
+def run(sampler: Sampler, killer: Killer, rng: random.Random, until: float, tally: Counter[str]) -> float | None:
+    """Sample until a random number of batches, `until`, or an error. Returns the seconds from kill to error, if any."""
     try:
         with sampler:
             sampler.initialize(RandomAgent(), seed=rng.randrange(1000))
@@ -174,29 +173,29 @@ def live(sampler: Sampler, killer: Killer, rng: random.Random, until: float, tal
         killer.aim([])
         killer.read()
         tally[type(error).__name__] += 1
-        culprits = [pid for pid in killer.victims if f"(pid {pid}," in str(error)]
-        demand(culprits, f"an error that names no culprit: {error}")
+        named = [pid for pid in killer.victims if f"(pid {pid}," in str(error)]
+        demand(named, f"an error that names no killed worker: {error}")
         tally["restarts"] += sampler.stats().restarts
-        return raised - max(killer.victims[pid][0] for pid in culprits)
+        return raised - max(killer.victims[pid][0] for pid in named)
     return None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--mean", type=float, default=2.0, help="seconds between kills, in the mean")
+    parser.add_argument("--mean", type=float, default=2.0, help="mean seconds between signals")
     parser.add_argument("--seed", type=int, default=None)
     args = parser.parse_args()
     seed = random.randrange(10**6) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
-    logging.getLogger("penstock").setLevel(logging.ERROR)  # each replacement is logged
+    logging.getLogger("penstock").setLevel(logging.ERROR)  # every restart is logged
     rng, tally, latencies = random.Random(seed), Counter[str](), []
     killer = Killer(seed, args.mean)
     until = time.monotonic() + args.seconds
     try:
         while time.monotonic() < until:
             tally["samplers"] += 1
-            latency = live(random_sampler(rng), killer, rng, until, tally)
+            latency = run(random_sampler(rng), killer, rng, until, tally)
             if latency is not None:
                 latencies.append(latency)
     except Violation as violation:

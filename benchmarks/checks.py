@@ -1,9 +1,8 @@
-"""Checks: what each check on data costs, in nanoseconds per environment step.
+"""Checks: the cost of each check on data, in nanoseconds per environment step.
 
-Rows of environments are stepped and written as a collector does it, with the loop over environments in Python as it is
-and with one check cut out of its source, one right after the other in alternating order. The figure is the median of
-the differences; that of an option is against the same code with the option off. Compiled, the loop's own checks are a
-few comparisons in C.
+Environments are stepped and rows are written as in a collector. The loop over environments is the one in Python: first
+as it is, then with one check removed from its source, in alternating order. The figure is the median difference. An
+option is compared with the same code without the option. In the compiled loop these checks are a few comparisons in C.
 
     python benchmarks/checks.py --env CartPole-v1
 """
@@ -16,7 +15,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -24,7 +23,7 @@ import gymnasium as gym
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from throughput import machine
+from turns import machine
 
 from penstock import RandomAgent
 from penstock.buffers.native import PYTHON, put_row
@@ -35,7 +34,7 @@ from penstock.workers.control import ControlBlock
 
 _NOISE = "nothing: the noise"
 
-#: Of the loop over environments, by check: what is cut out, and what comes in its place.
+#: Checks in the loop over environments: the text to remove from its source, and the text to put there instead.
 _CUTS = {
     "info is a dict": (" or info.__class__ is not dict", ""),
     "terminated and truncated are bools": (
@@ -47,16 +46,16 @@ _CUTS = {
 
 
 def step_without(*checks: str) -> Any:
-    """`EnvColumns.step` with its loop compiled anew, less these checks."""
+    """`EnvColumns.step` with a loop that lacks these checks."""
     loop = PYTHON["step_ordinary"]
     source = inspect.getsource(loop)
     for check in checks:
         old, new = _CUTS[check]
         if source.count(old) != 1:
-            raise SystemExit(f"{loop.__name__} has changed: say in {__file__} what {check!r} now looks like")
+            raise SystemExit(f"{loop.__name__} has changed: update the text of {check!r} in {__file__}")
         source = source.replace(old, new)
     names: dict[str, Any] = dict(loop.__globals__)
-    exec(compile("from __future__ import annotations\n" + source, "<less checks>", "exec"), names)
+    exec(compile("from __future__ import annotations\n" + source, "<without checks>", "exec"), names)
     own = EnvColumns.step
     return FunctionType(
         own.__code__, {**own.__globals__, "step_ordinary": names[loop.__name__]}, "step", own.__defaults__
@@ -74,7 +73,7 @@ def write_action_unchecked(row: Any, action: Any) -> None:
 
 
 class Contestant:
-    """Some environments and one way to step them."""
+    """Environments, and one way to step them."""
 
     def __init__(self, env_fn: Callable[[], Any], n_envs: int, methods: dict[str, Any], write: Any, checks: Checks):
         envs = [env_fn() for _ in range(n_envs)]
@@ -91,7 +90,7 @@ class Contestant:
         self.observation = np.zeros((1, n_envs, *space.shape), space.dtype)
 
     def seconds(self, n_rows: int) -> float:
-        """How long `n_rows` rows take."""
+        """Seconds that `n_rows` rows take."""
         columns, actions, row, write = self.columns, self.actions, self.action_row, self.write_action
         began = time.perf_counter()
         for t in range(n_rows):
@@ -105,17 +104,17 @@ class Contestant:
 
 
 def make_pairs(env_fn: Callable[[], Any], n_envs: int) -> dict[str, tuple[Contestant, Contestant]]:
-    """By check: a contestant with it and one without."""
+    """By check: a contestant with the check, and one without."""
 
     def contestant(methods: dict[str, Any] | None = None, write: Any = write_action, **options: bool) -> Contestant:
         return Contestant(env_fn, n_envs, {"step": step_without(), **(methods or {})}, write, Checks(**options))
 
     rewards = {"write_step": write_step_unchecked}
-    less = {name: contestant({"step": step_without(name)}) for name in _CUTS}
-    less["rewards are numbers"] = contestant(rewards)
-    less["actions have shape and dtype of the row"] = contestant(write=write_action_unchecked)
-    less["all of these"] = contestant({"step": step_without(*_CUTS), **rewards}, write_action_unchecked)
-    pairs = {name: (contestant(), without) for name, without in less.items()}
+    without_check = {name: contestant({"step": step_without(name)}) for name in _CUTS}
+    without_check["rewards are numbers"] = contestant(rewards)
+    without_check["actions have shape and dtype of the row"] = contestant(write=write_action_unchecked)
+    without_check["all of these"] = contestant({"step": step_without(*_CUTS), **rewards}, write_action_unchecked)
+    pairs = {name: (contestant(), without) for name, without in without_check.items()}
     pairs[_NOISE] = contestant(), contestant()
     pairs["check_finite=True"] = contestant(check_finite=True), contestant()
     pairs["debug=True"] = contestant(debug=True), contestant()
@@ -136,14 +135,14 @@ def measure(pairs: dict[str, tuple[Contestant, Contestant]], repeats: int, n_row
     return differences
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--env", help="an environment id; by default environments that do nothing but count")
+    parser.add_argument("--env", help="an environment id; by default environments that only count")
     parser.add_argument("--n-envs", type=int, default=16)
     parser.add_argument("--rows", type=int, default=500)
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--json", help="write machine and all figures to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
 
     pairs = make_pairs((lambda: gym.make(args.env)) if args.env else lambda: CountingEnv(length=200), args.n_envs)
     measure(pairs, 2, args.rows)  # warm-up

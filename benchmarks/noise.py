@@ -1,8 +1,8 @@
 """Action noise: what a random stream for each environment costs, in nanoseconds per environment step.
 
-Stock agents draw each environment's noise from its own stream, many steps at a time, so that the number of
-workers changes no trajectory. The alternatives do not have that: one generator for all environments, as
-many steps at a time, or a row at each step. All take turns, in random order.
+penstock's agents draw each environment's noise from its own stream, many steps at a time. So the number of workers
+changes no trajectory. Two alternatives lack this property: one generator for all environments, as many steps at a
+time, and the same generator one row at a time. All take turns, in random order.
 
     python benchmarks/noise.py
 """
@@ -14,7 +14,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 from gymnasium import spaces
 from rich.console import Console
 from rich.table import Table
-from throughput import machine
+from turns import machine
 
 from penstock.agents import ColumnNoise, draw
 from penstock.agents.categorical import CategoricalHead
@@ -31,9 +31,9 @@ from penstock.envs import Purpose, stream
 
 Draw = Callable[[np.random.Generator, int], Any]
 
-CHUNK = 128  # steps that `ColumnNoise` draws at once
+CHUNK = 128  # the steps that `ColumnNoise` draws at once
 
-#: By policy: how one column's next n numbers are drawn.
+#: By policy: the function that draws a column's next n numbers.
 DRAWS: dict[str, Draw] = {
     "RandomAgent, Discrete(2)": partial(draw, spaces.Discrete(2)),
     "categorical, Discrete(2)": CategoricalHead(spaces.Discrete(2), "agent").draw,
@@ -56,7 +56,7 @@ def one_generator(draw_column: Draw, n_columns: int, chunk: int) -> Callable[[],
 
 
 def make(draw_column: Draw, n_columns: int) -> dict[str, Callable[[], Any]]:
-    """By contestant: what gives the next row `[B, ...]`."""
+    """By contestant: the function that returns the next row `[B, ...]`."""
     rngs = [stream(0, Purpose.ACTION, column) for column in range(n_columns)]
     return {
         STREAMS: ColumnNoise(rngs, draw_column).next_row,
@@ -86,13 +86,13 @@ def measure(columns: list[int], n_rows: int, repeats: int) -> dict[tuple[str, in
     return figures
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--columns", type=int, nargs="+", default=[16, 512], help="environments of one worker")
     parser.add_argument("--rows", type=int, default=512, help="steps of all environments in one turn")
     parser.add_argument("--repeats", type=int, default=40, help="turns of each contestant")
     parser.add_argument("--json", help="write settings, machine and all figures to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
 
     figures = measure(args.columns, args.rows, args.repeats)
     table = Table(title="ns per environment step", caption="median (middle half of the turns)")

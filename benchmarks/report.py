@@ -1,8 +1,8 @@
-"""Report on a run of examples/ppo.py: how well it learned, how fast it sampled, where the workers' time went.
+"""Report on a run of examples/ppo.py: returns, steps per second, and how the workers spent their time.
 
     python benchmarks/report.py runs/cartpole
 
-Writes learning_curve.png and timeline.png beside what it reads, and measures the ceiling on the way.
+Writes learning_curve.png and timeline.png into the run's folder, and measures the ceiling.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from throughput import measure_pair
 matplotlib.use("Agg")  # before pyplot: there may be no screen
 from matplotlib import pyplot as plt
 
-# Okabe and Ito's colours, which most colour-blind readers can tell apart.
+# Okabe and Ito's colours, for colour-blind readers.
 TRAIN_RETURN, EVAL_RETURN = "#56B4E9", "#0072B2"
 SPANS = {
     "sampling": "#BBBBBB",
@@ -33,7 +33,7 @@ SPANS = {
     "acting": "#D55E00",
     "stepping": "#56B4E9",
 }
-ZOOM_ROWS = 12  # the timeline's last panel ends when the first worker has made so many time steps
+ZOOM_ROWS = 12  # time steps in the timeline's last panel
 STYLE = {
     "figure.dpi": 150,
     "font.size": 10,
@@ -52,7 +52,7 @@ STYLE = {
 def plot_learning_curve(run_dir: Path, summary: dict[str, Any]) -> None:
     progress = np.atleast_1d(np.genfromtxt(run_dir / "progress.csv", delimiter=",", names=True))
     config = summary["config"]
-    evaluated = np.isfinite(progress["eval_return_mean"])  # the cell is empty where no evaluation followed
+    evaluated = np.isfinite(progress["eval_return_mean"])  # rows without an evaluation have an empty cell
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.axhline(config["goal"], color="#555555", linestyle="--", linewidth=1)
     axes.annotate(f"goal {config['goal']:g}", (0, config["goal"]), (4, 4), textcoords="offset points", color="#555555")
@@ -80,7 +80,7 @@ def plot_learning_curve(run_dir: Path, summary: dict[str, Any]) -> None:
 
 
 def plot_timeline(run_dir: Path) -> None:
-    """The last iteration, its batch, and how the batch began. Gaps in a worker's lane are waiting."""
+    """The last iteration, its batch, and the beginning of the batch. A worker waits in the gaps of its lane."""
     with np.load(run_dir / "timeline.npz") as file:
         origin = file["sampling"][0]
         workers, sampling, training = ((file[name] - origin) * 1e3 for name in ("workers", "sampling", "training"))
@@ -90,7 +90,7 @@ def plot_timeline(run_dir: Path) -> None:
         _draw_span(axes, 0, "sampling", sampling)
         _draw_span(axes, 0, "training", training)
         for lane, stamps in enumerate(workers, start=1):
-            if axes is panels[0]:  # rows would be thinner than the eye can tell apart
+            if axes is panels[0]:  # single rows would be too thin to see
                 _draw_span(axes, lane, "collecting", stamps[[0, -1]])
             else:
                 _draw_span(axes, lane, "acting", stamps[:-1])
@@ -136,12 +136,12 @@ def print_report(console: Console, summary: dict[str, Any], rates: dict[str, lis
         spread = f"{turns[0][0]:.1%} to {turns[-1][0]:.1%} in {len(turns)} turns"
         share, own, bare = turns[len(turns) // 2]
         grid.add_row("share", f"{share:.1%} of the ceiling ({spread})")
-        grid.add_row("", f"{own:,.0f} of {bare:,.0f} steps/s, nobody training")
+        grid.add_row("", f"{own:,.0f} of {bare:,.0f} steps/s, without training")
     console.print(f"\n[bold]PPO on {config['env_id']}, seed {config['seed']}", grid, "", sep="\n", highlight=False)
 
 
 def measure_rates(console: Console, summary: dict[str, Any], seconds: float) -> dict[str, list[float]]:
-    """Sampler and ceiling in turns, now: figures from different minutes would not bear comparison."""
+    """Sampler and ceiling in turns: figures from different minutes cannot be compared."""
     config = summary["config"]
     with console.status("measuring the ceiling"):
         return measure_pair(config["batch_B"], config["batch_T"], len(summary["workers"]), seconds=seconds)
@@ -151,7 +151,7 @@ def print_workers(console: Console, summary: dict[str, Any]) -> None:
     table = Table(
         title="seconds per worker",
         title_justify="left",
-        caption="resetting within a batch is part of stepping; waiting is for the learner, or for other workers",
+        caption="stepping includes resets within a batch; waiting is for the learner or for other workers",
         caption_justify="left",
     )
     for heading in ("worker", "CPUs", "steps", "acting", "stepping", "resetting", "waiting"):
@@ -165,8 +165,10 @@ def print_workers(console: Console, summary: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dir", type=Path, help="the folder that examples/ppo.py wrote to with --out")
-    parser.add_argument("--seconds", type=float, default=2.0, help="seconds per turn of measuring; 0 leaves it out")
+    parser.add_argument("run_dir", type=Path, help="the folder given to examples/ppo.py --out")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="seconds per turn of the ceiling's measurement; 0 skips it"
+    )
     arguments = parser.parse_args()
     run_dir: Path = arguments.run_dir
     summary = json.loads((run_dir / "summary.json").read_text())

@@ -1,8 +1,8 @@
 """Structured observations: a nested Dict against a flat Box of the same bytes.
 
-Both environments step a CartPole, which is a realistic 5 microseconds, and return one of a few observations that
-were made beforehand, so that what making them costs an environment does not count. The policy does not look.
-Samplers take turns in one run, in random order, and are compared turn by turn. `flat again` is the noise.
+Each environment steps a CartPole, which takes some 5 µs, and returns one of a few observations that were sampled at the
+start. So the environment spends no time on making observations. The policy ignores them. Samplers take turns in one
+run, in random order, and are compared turn by turn. `flat again` shows the noise.
 
     python benchmarks/spaces.py
 """
@@ -17,78 +17,29 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from rich.console import Console
 from rich.table import Table
-from throughput import Sampling, Setting, machine
+from throughput import Sampling, Setting
+from turns import machine, ratios
+from workloads import Returning, deep_space, flat_space, nested_space
 
 from penstock import ParallelSampler, SerialSampler
 
-_SHAPES = {"camera": (8, 8), "position": (3,), "velocity": (3,), "goal": (2,)}
-
-
-def _box(shape: tuple[int, ...]) -> spaces.Box:
-    return spaces.Box(-1, 1, shape, np.float32)
-
-
-def _flat_space() -> spaces.Box:
-    return _box((sum(int(np.prod(shape)) for shape in _SHAPES.values()),))
-
-
-def _nested_space() -> spaces.Dict:
-    """Four leaves on two levels."""
-    leaf = {name: _box(shape) for name, shape in _SHAPES.items()}
-    body = spaces.Dict({"position": leaf["position"], "velocity": leaf["velocity"]})
-    return spaces.Dict({"camera": leaf["camera"], "body": body, "goal": leaf["goal"]})
-
-
-def _deep_space() -> spaces.Dict:
-    """Sixteen leaves on three levels, of as many bytes."""
-    total = _flat_space().shape[0]
-    sizes = iter([total // 16 + (i < total % 16) for i in range(16)])
-
-    def level(depth: int) -> Any:
-        if depth == 0:
-            return _box((next(sizes),))
-        fan = 4 if depth == 1 else 2
-        return spaces.Dict({f"part_{i}": level(depth - 1) for i in range(fan)})
-
-    return spaces.Dict(level(3).spaces)
-
-
 SPACES: dict[str, Callable[[], spaces.Space[Any]]] = {
-    "flat": _flat_space,
-    "flat again": _flat_space,
-    "nested, 4 leaves": _nested_space,
-    "nested, 16 leaves": _deep_space,
+    "flat": flat_space,
+    "flat again": flat_space,
+    "nested, 4 leaves": nested_space,
+    "nested, 16 leaves": deep_space,
 }
-
-
-class Returning(gym.Wrapper[Any, Any, Any, Any]):
-    """A CartPole that returns elements of `space` instead of its own observations."""
-
-    def __init__(self, make_space: Callable[[], spaces.Space[Any]]) -> None:
-        super().__init__(gym.make("CartPole-v1"))
-        self.observation_space = make_space()
-        self.observation_space.seed(0)
-        self._next = cycle([self.observation_space.sample() for _ in range(8)]).__next__
-
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        return self._next(), self.env.reset(**kwargs)[1]
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        _, reward, terminated, truncated, info = self.env.step(action)
-        return self._next(), reward, terminated, truncated, info
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How much is sampled at a time."""
+    """The size of a batch, and the number of workers."""
 
     batch_B: int = 32
     batch_T: int = 128
@@ -96,8 +47,8 @@ class Shape:
 
 
 def measure(shape: Shape, seconds: float, repeats: int) -> dict[str, dict[str, list[float]]]:
-    """By space, `repeats` figures each: "steps/s" of a ParallelSampler, and "µs", the CPU time that a step takes the
-    one thread of a SerialSampler with a worker's share of the environments, which others' work disturbs less."""
+    """By space, `repeats` figures each: "steps/s" of a ParallelSampler, and "µs", the CPU time of a step in a
+    SerialSampler with one worker's share of the environments. Other programs disturb the CPU time less."""
     serial: dict[str, Sampling] = {}
     parallel: dict[str, Sampling] = {}
     try:
@@ -129,12 +80,12 @@ def cpu_time(sampling: Sampling, batches: int = 4) -> float:
 
 
 def longer(times: Sequence[float], flat: Sequence[float]) -> str:
-    """How much longer a step takes, as a share, turn by turn: median and middle half."""
-    low, median, high = statistics.quantiles([t / f - 1 for t, f in zip(times, flat, strict=True)], n=4)
+    """How much longer a step takes than with the flat Box, turn by turn: median and middle half."""
+    low, median, high = statistics.quantiles([ratio - 1 for ratio in ratios(times, flat)], n=4)
     return f"{median:.1%} ({low:.1%} to {high:.1%})"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch-B", type=int, default=32)
     parser.add_argument("--batch-T", type=int, default=128)
@@ -142,11 +93,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.15, help="length of one turn of the ParallelSampler")
     parser.add_argument("--repeats", type=int, default=40, help="turns of each contestant")
     parser.add_argument("--json", help="write settings, machine and all figures to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
 
     figures = measure(Shape(args.batch_B, args.batch_T, args.n_workers), args.seconds, args.repeats)
     table = Table(
-        title=f"observations of {4 * _flat_space().shape[0]} bytes, B={args.batch_B}, T={args.batch_T}",
+        title=f"observations of {4 * np.prod(flat_space().shape)} bytes, B={args.batch_B}, T={args.batch_T}",
         caption="medians; how much longer, turn by turn, with the middle half of the turns",
     )
     for heading in ("observation", "steps/s", "a step is longer by", "CPU µs a step", "longer by"):

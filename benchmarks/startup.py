@@ -1,9 +1,8 @@
 """Start-up: seconds from `initialize` to ready, and memory, for each sampler, start method and number of workers.
 
-The first sampler of a process also starts the fork server, which imports torch once where workers act themselves;
-"first" is that, "again" a second sampler in the same process. Memory is what a process has to itself (its unique set
-size) after one batch: the average worker, and the inference server where it is a process. Every figure
-is taken in a process of its own.
+"first" is the first sampler of a process, which also starts the fork server. If the workers act, the fork server
+imports torch. "again" is a second sampler in the same process. Memory is the unique set size after one batch: of the
+average worker, and of the inference server if it is a process. Every figure is taken in a new process.
 
     python benchmarks/startup.py --workers 2 8
 """
@@ -70,14 +69,14 @@ def measure(sampler: str, method: str, n_workers: int) -> dict[str, float]:
     return {**figures, "server": server[0]} if server else figures
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--methods", nargs="+", default=["forkserver", "fork", "spawn"])
     parser.add_argument("--samplers", nargs="+", default=list(SAMPLERS), choices=list(SAMPLERS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", help="write all figures to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
 
     table = Table(title="until all workers are ready", caption="median (minimum to maximum)")
     headings = ("sampler", "start method", "workers", "first, s", "again, s", "MB a worker", "MB the server")

@@ -1,16 +1,15 @@
 """Throughput on CartPole-v1: how close do the samplers come to a bare loop?
 
-The ceiling is what the machine could do if sampling cost nothing: one process per worker, pinned to the
-same CPU, stepping the same environments with the same policy and recording nothing. Ceiling and samplers
-run side by side, in short turns in random order, and are compared turn by turn.
+The ceiling is a bare loop: one process per worker, pinned to the same CPU, with the same environments and policy.
+It records nothing. Ceiling and samplers take short turns in random order, in one run, and are compared turn by turn.
 
-With the MLP, the ceiling acts with penstock's own agent, which is faster than torch.distributions; "by hand" is the
-same loop with those, as training scripts have it. SerialSampler is compared with the bare loop in one process: what it
-costs beyond that is the framework's work, without that of several processes with each other.
+With the MLP, the ceiling acts with penstock's own agent, which is faster than `torch.distributions`. "By hand" is the
+same loop with `torch.distributions`, as training scripts have it. `SerialSampler` is compared with the bare loop in one
+process.
 
-A batch is complete when its slowest worker is. On a shared host, where one CPU may for a while be half as
-fast as the next, bare loops that wait for nobody are out of any batch's reach; so the share is also taken
-of the ceiling in step: the slowest bare process, times their number. On a quiet machine both are the same.
+A batch is complete when its slowest worker is, but bare processes do not wait for each other. On a shared host one CPU
+may be much slower than the next for a while. Therefore the table also has the ceiling in step: the slowest bare
+process, times the number of processes. On a quiet machine both ceilings agree.
 
     python benchmarks/throughput.py --json throughput.json
 """
@@ -20,13 +19,10 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import platform
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import gymnasium as gym
@@ -36,25 +32,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributions import Categorical
+from turns import CAPTION, machine, ratios, spread
+from workloads import ENV, ActorCritic
 
 from penstock import Agent, CategoricalPgAgent, ParallelSampler, RandomAgent, Sampler, SerialSampler, TorchAgent
 from penstock.workers.affinity import limit_threads, pin, usable_cpus
 from penstock.workers.plan import split
-
-
-class ActorCritic(nn.Module):
-    """The 64-64 MLP of the field's CartPole examples."""
-
-    def __init__(self, observation_space: gym.Space[Any], action_space: gym.spaces.Discrete) -> None:
-        super().__init__()
-        (n_inputs,) = observation_space.shape or (1,)
-        self.body = nn.Sequential(nn.Linear(n_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
-        self.policy = nn.Linear(64, int(action_space.n))
-        self.value = nn.Linear(64, 1)
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        features = self.body(observation)
-        return self.policy(features), self.value(features).squeeze(-1)
 
 
 @dataclass(frozen=True)
@@ -70,7 +53,6 @@ class Setting:
         return CategoricalPgAgent(ActorCritic) if self.agent == "mlp" else RandomAgent()
 
 
-ENV = partial(gym.make, "CartPole-v1")
 Act = Callable[[], Sequence[int]]  #: the actions of one row
 ONE_PROCESS = "ceiling, one process"  #: what SerialSampler is compared with
 BY_HAND = "ceiling, by hand"
@@ -80,7 +62,7 @@ BY_HAND = "ceiling, by hand"
 
 
 def _bare_process(pipe: Any, n_envs: int, cpu: int | None, setting: Setting, by_hand: bool) -> None:
-    """Step `n_envs` environments for as many seconds as the pipe says; answer with the steps per second."""
+    """For each number of seconds from the pipe: step `n_envs` environments so long, and send the steps per second."""
     if cpu is not None:
         pin([cpu])
     limit_threads(1)
@@ -96,7 +78,7 @@ def _bare_process(pipe: Any, n_envs: int, cpu: int | None, setting: Setting, by_
         actions: list[int] = agent.step(observation, prev_action, prev_reward).action.tolist()
         return actions
 
-    run = _bare_loop_seeing if setting.agent == "mlp" else _bare_loop_blind
+    run = _bare_loop if setting.agent == "mlp" else _bare_loop_random
     choose = _by_hand(cast(TorchAgent, agent).model, observation) if by_hand else act
     while (seconds := pipe.recv()) is not None:
         began = time.monotonic()
@@ -105,19 +87,19 @@ def _bare_process(pipe: Any, n_envs: int, cpu: int | None, setting: Setting, by_
 
 
 def _by_hand(model: nn.Module, observation: Any) -> Act:
-    """Actions of the same network as training scripts draw them, by torch's distributions."""
-    seen_by_model = torch.from_numpy(observation)
+    """Actions of the same network, drawn by `torch.distributions`."""
+    model_input = torch.from_numpy(observation)
 
     def act() -> list[int]:
         with torch.no_grad():
-            logits, _ = model(seen_by_model)
+            logits, _ = model(model_input)
             actions: list[int] = Categorical(logits=logits).sample().tolist()
             return actions
 
     return act
 
 
-def _bare_loop_seeing(envs: Sequence[gym.Env[Any, Any]], act: Act, observation: Any, seconds: float) -> int:
+def _bare_loop(envs: Sequence[gym.Env[Any, Any]], act: Act, observation: Any, seconds: float) -> int:
     steps = [env.step for env in envs]
     rows, end = 0, time.monotonic() + seconds
     while time.monotonic() < end:
@@ -130,8 +112,8 @@ def _bare_loop_seeing(envs: Sequence[gym.Env[Any, Any]], act: Act, observation: 
     return rows * len(envs)
 
 
-def _bare_loop_blind(envs: Sequence[gym.Env[Any, Any]], act: Act, observation: Any, seconds: float) -> int:
-    """For a policy that does not look: observations are not even kept."""
+def _bare_loop_random(envs: Sequence[gym.Env[Any, Any]], act: Act, observation: Any, seconds: float) -> int:
+    """For a policy that ignores observations."""
     steps = [env.step for env in envs]
     rows, end = 0, time.monotonic() + seconds
     while time.monotonic() < end:
@@ -144,7 +126,7 @@ def _bare_loop_blind(envs: Sequence[gym.Env[Any, Any]], act: Act, observation: A
 
 
 class Ceiling:
-    """The bare processes, waiting to be run."""
+    """The bare processes."""
 
     def __init__(self, setting: Setting, *, by_hand: bool = False) -> None:
         cpus = usable_cpus()
@@ -161,7 +143,7 @@ class Ceiling:
             self._processes.append(process)
 
     def run(self, seconds: float) -> float:
-        """Environment steps per second, all processes together. `in_step` then has the other ceiling."""
+        """Environment steps per second of all processes together. Sets `in_step`, the other ceiling."""
         for pipe in self._pipes:
             pipe.send(seconds)
         rates: list[float] = [pipe.recv() for pipe in self._pipes]
@@ -179,7 +161,7 @@ class Ceiling:
 
 
 class Sampling:
-    """A sampler, initialized and waiting to be run."""
+    """An initialized sampler."""
 
     def __init__(self, cls: type[Sampler], setting: Setting, env_fn: Callable[..., Any] = ENV, **options: Any) -> None:
         shape = {"batch_T": setting.batch_T, "batch_B": setting.batch_B, "n_workers": setting.n_workers}
@@ -206,8 +188,8 @@ def measure(
 ) -> dict[str, list[float]]:
     """Steps per second, `repeats` figures each: "ceiling", "ceiling in step", "ParallelSampler" and, if
     `serial`, "SerialSampler", "ceiling, one process" and "ceiling, by hand"."""
-    # SerialSampler is to have one core. And the threads that torch would have here go on looking for work for
-    # milliseconds after it, on the CPUs of whoever has the next turn.
+    # SerialSampler is measured on one core. And torch's idle threads spin for milliseconds, which would slow down the
+    # contestant that has the next turn.
     limit_threads(1)
     ceiling = Ceiling(setting)
     contestants: dict[str, Ceiling | Sampling] = {"ceiling": ceiling}
@@ -238,7 +220,7 @@ def measure(
 def measure_pair(
     batch_B: int, batch_T: int, n_workers: int, seconds: float = 2.0, repeats: int = 3
 ) -> dict[str, list[float]]:
-    """`measure` for the MLP policy, ceiling and ParallelSampler alone, without a word."""
+    """`measure` for the MLP policy, with ceiling and ParallelSampler alone. Prints nothing."""
     setting = Setting("mlp", batch_B, batch_T, n_workers)
     return measure(setting, seconds, repeats, serial=False, say=lambda text: None)
 
@@ -247,14 +229,14 @@ def measure_pair(
 
 
 def summarize(setting: Setting, figures: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """One row per contestant: steps/s, shares of its ceilings turn by turn, and what a step costs one worker
-    beyond the ceiling in step."""
+    """One row per contestant: steps/s, shares of its ceilings turn by turn, and µs that a step of one worker takes
+    longer than in the ceiling in step."""
     rows = []
     for name, rates in figures.items():
         is_alone = name in ("SerialSampler", ONE_PROCESS)
         workers = 1 if is_alone else setting.n_workers
-        shares = _shares(rates, figures[ONE_PROCESS if is_alone else "ceiling"])
-        in_step = shares if is_alone else _shares(rates, figures["ceiling in step"])
+        shares = ratios(rates, figures[ONE_PROCESS if is_alone else "ceiling"])
+        in_step = shares if is_alone else ratios(rates, figures["ceiling in step"])
         cost = [workers * (1 - share) / rate * 1e6 for rate, share in zip(rates, in_step, strict=True)]
         rows.append(
             {
@@ -267,23 +249,12 @@ def summarize(setting: Setting, figures: dict[str, list[float]]) -> list[dict[st
             }
         )
         if BY_HAND in figures and not is_alone:
-            rows[-1]["share_by_hand"] = spread(_shares(rates, figures[BY_HAND]))
+            rows[-1]["share_by_hand"] = spread(ratios(rates, figures[BY_HAND]))
     return rows
 
 
-def _shares(rates: Sequence[float], ceilings: Sequence[float]) -> list[float]:
-    """Turn by turn."""
-    return [rate / ceiling for rate, ceiling in zip(rates, ceilings, strict=True)]
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, and the quarters of the values below and above it."""
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {"median": median, "low": low, "high": high}
-
-
 def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
-    table = Table(title=title, caption="median (middle half of the turns); shares and cost are taken turn by turn")
+    table = Table(title=title, caption=CAPTION)
     headings = ("policy", "", "steps/s", "of the ceiling", "of it in step", "beyond it, µs a step", "of it by hand")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("policy", "") else "right")
@@ -303,14 +274,6 @@ def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
             cells.append(f"{middle} ({low} to {high})")
         table.add_row(row["agent"], row["who"], *cells)
     Console(width=180).print(table)
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were taken on, for the JSON file."""
-    return {
-        "machine": {"cpus": len(usable_cpus()), "platform": platform.platform(), "python": platform.python_version()},
-        "versions": {"numpy": np.__version__, "torch": torch.__version__, "gymnasium": gym.__version__},
-    }
 
 
 def main() -> None:

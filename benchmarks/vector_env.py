@@ -2,9 +2,12 @@
 
     python benchmarks/vector_env.py cartpole pixels sleeping
 
-`cartpole`: 32 CartPole-v1. `pixels`: 16 environments that return 84 x 84 x 4 bytes. `sleeping`: 16 environments in 8
-processes that sleep 1 ms a step, and now and then 10; in lock-step, first-ready by `send` and `recv`, and with nobody
-to wait for. "bare" loops record nothing. Contestants take turns in one run; ratios are taken turn by turn.
+`cartpole`: 32 CartPole-v1.
+`pixels`: 16 environments that return 84 x 84 x 4 bytes.
+`sleeping`: 16 environments in 8 processes that sleep 1 ms in a step, and sometimes 10 ms. The contestants step all
+environments together, or those that are ready (`send` and `recv`), or without waiting for each other.
+
+"bare" loops record nothing. Contestants take turns in one run; ratios are taken turn by turn.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ import numpy as np
 from central import SleepingEnv
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from throughput import ENV, machine
-from turns import Figures, show, take_turns
+from turns import Figures, machine, show, take_turns
+from workloads import ENV
 
 from penstock.vector import ShmVectorEnv
 
@@ -30,26 +33,26 @@ SAME_STEP = AutoresetMode.SAME_STEP
 
 
 class PixelEnv(gym.Env[Any, Any]):
-    """Draws a frame of noise, which takes about as long as a light game takes to paint one. Episodes of 500 steps."""
+    """Draws a frame of noise, which takes about as long as a frame of a simple game. Episodes have 500 steps."""
 
     observation_space = spaces.Box(0, 255, (84, 84, 4), np.uint8)
     action_space = spaces.Discrete(6)
 
-    def _paint(self) -> Any:
+    def _frame(self) -> Any:
         return self.np_random.integers(0, 256, self.observation_space.shape, np.uint8)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self._age = 0
-        return self._paint(), {}
+        return self._frame(), {}
 
     def step(self, action: Any) -> Any:
         self._age += 1
-        return self._paint(), 1.0, False, self._age >= 500, {}
+        return self._frame(), 1.0, False, self._age >= 500, {}
 
 
 class Recorder:
-    """Drives a vector environment with random actions and writes down what comes of it."""
+    """Steps a vector environment with random actions, and records the results."""
 
     def __init__(self, envs: Any, T: int, step: Callable[..., Any] | None = None) -> None:
         self.envs, self._step = envs, envs.step if step is None else step
@@ -74,7 +77,7 @@ class Recorder:
 
 
 class StableBaselines(Recorder):
-    """Its interface has one flag for both ends of an episode, and no argument for seeds."""
+    """The same for Stable-Baselines3: `step` returns one flag for both kinds of end, and `reset` takes no seed."""
 
     def start(self) -> None:
         self.envs.reset()
@@ -86,7 +89,7 @@ class StableBaselines(Recorder):
 
 
 class FirstReady(Recorder):
-    """Whoever is ready steps on, until all have made T steps: row t of a column is that environment's own."""
+    """Steps the environments that are ready, until each has made T steps. Row t holds step t of each environment."""
 
     def batch(self) -> int:
         T, n = self.actions.shape
@@ -122,7 +125,7 @@ def _loop(pipe: Any, env_fn: Callable[[], Any], n: int, T: int) -> None:
 
 
 class Bare:
-    """Processes that step their share of the environments and record nothing: nobody waits but at a batch's end."""
+    """Processes that step equal parts of the environments and record nothing. They wait only for a batch's end."""
 
     def __init__(self, env_fn: Callable[[], Any], n_envs: int, n_processes: int, T: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -145,7 +148,7 @@ class Bare:
 
 
 def peers(env_fn: Callable[[], Any], n_envs: int, T: int) -> dict[str, Any]:
-    """Everybody on the same environments."""
+    """All contestants, with the same environments."""
     fns = [env_fn] * n_envs
     found: dict[str, Any] = {
         "ShmVectorEnv, 2 workers": Recorder(ShmVectorEnv(fns, n_workers=2, autoreset_mode=SAME_STEP), T),
@@ -170,12 +173,12 @@ def cartpole(repeats: int, seconds: float, n: int = 32, T: int = 128) -> Figures
 
 
 def pixels(repeats: int, seconds: float, n: int = 16, T: int = 64) -> Figures:
-    """16 environments of 28 kB a step, 2 workers."""
+    """16 environments that return 28 kB in a step, 2 workers."""
     return take_turns(peers(PixelEnv, n, T), repeats, seconds)
 
 
 def sleeping(repeats: int, seconds: float, n: int = 16, T: int = 128) -> Figures:
-    """16 environments in 8 processes, steps of 1 ms, and of 10 ms in 5 %."""
+    """16 environments in 8 processes; steps of 1 ms, and 5 % of 10 ms."""
     env_fn = partial(SleepingEnv, 0.001, 0.010, 0.05)
     contestants = {
         "lock-step": Recorder(ShmVectorEnv([env_fn] * n, in_series=2), T),
@@ -193,9 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", help=f"of {', '.join(MEASUREMENTS)}; all by default")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=0.4, help="of each contestant's turn, at least")
-    parser.add_argument("--n-envs", type=int, help="environments, an even number, instead of each measurement's own")
-    parser.add_argument("--batch-T", type=int, help="time steps of a batch, instead of each measurement's own")
+    parser.add_argument("--seconds", type=float, default=0.4, help="minimum length of a turn")
+    parser.add_argument("--n-envs", type=int, help="number of environments, even; each measurement has a default")
+    parser.add_argument("--batch-T", type=int, help="time steps of a batch; each measurement has a default")
     parser.add_argument("--json", help="write machine and all figures to this file")
     args = parser.parse_args(arguments)
     if unknown := set(args.what) - set(MEASUREMENTS):
@@ -207,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show(name, results[name], YARDSTICKS[name])
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": machine(), "results": results}, file, indent=1)
+            json.dump({**machine(), "results": results}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ class BatchedEnvPool(SameStep):
     """
 
     def __init__(self, task_id: str, num_envs: int = 1, *, num_threads: int = 1, **kwargs: Any) -> None:
+        self._pool: Any = None  # first: Gymnasium before 1.3 closes an environment whose constructor has raised
         try:
             import envpool  # takes seconds, so only here
         except ImportError as error:
@@ -50,7 +51,6 @@ class BatchedEnvPool(SameStep):
             self.single_action_space = spec.gymnasium_action_space
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        self._pool: Any = None
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset every row. `seed` is a list `[B]`, or a number s for s, s + 1, ...; without a seed the pool's

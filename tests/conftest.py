@@ -1,8 +1,10 @@
-"""What every test is held to: nothing that it started may be left when it ends."""
+"""Which tests are slow, which need torch, and the rule for all: a test leaves nothing behind that it started."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib.util
 import os
 import signal
 import threading
@@ -10,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before torch is imported: several tests run at once, and its threads would push each other aside.
+# Before torch is imported. Several tests run at once, so one thread each is fastest.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import cloudpickle
@@ -20,19 +22,71 @@ import pytest
 from penstock import ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
 from penstock.ports.lock_files import FOLDER_VARIABLE, ports_with_lock_file
+from penstock.vector import ShmVectorEnv
 
-# In the background SIGINT is ignored, and under nohup SIGHUP, and so they would be in all that the tests start.
+# In the background a shell ignores SIGINT, and nohup ignores SIGHUP. Processes that the tests start would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
+TESTS = Path(__file__).parent
 START_METHODS = ("fork", "forkserver", "spawn")
+
+# Samplers return tensors, so most tests need torch. Without it, only the tests of these folders run.
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+NEED_NO_TORCH = ("buffers", "envs", "ports", "vector", "workers")
+if not HAS_TORCH:
+    collect_ignore = [path.name for path in TESTS.iterdir() if path.name not in NEED_NO_TORCH]
+    collect_ignore.append("workers/test_arguments.py")
+
+# `make quick` leaves these out: folders, files and functions that take long. It also leaves out the cases with another
+# start method than the default.
+SLOW = (
+    "agents/test_conformance.py",
+    "benchmarks/",
+    "collectors/test_batched_envs.py::test_envpool_gives_one_batch_per_seed_whatever_the_workers",
+    "collectors/test_checks.py::test_bad_data_is_named_in_its_batch",
+    "docs/",
+    "examples/",
+    "process/",
+    "real/",
+    "samplers/test_agents_determinism.py",
+    "samplers/test_central_determinism.py",
+    "samplers/test_central_device.py",
+    "samplers/test_central_sampling.py",
+    "samplers/test_central_workers.py",
+    "samplers/test_failures.py",
+    "samplers/test_lifetime.py",
+    "test_package.py",
+    "testing/test_broken_collectors.py",
+    "testing/test_conformance_agent.py",
+    "testing/test_conformance_collector.py",
+    "testing/test_faulty.py",
+)
+
+
+def pytest_configure() -> None:
+    for entry in SLOW:
+        name, _, function = entry.partition("::")
+        path = TESTS / name
+        if not path.exists() or (function and f"def {function}(" not in path.read_text(encoding="utf-8")):
+            raise pytest.UsageError(f"SLOW in {__file__} names {entry}, which does not exist")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Workers cannot import test modules, so what is defined in them travels by value, as a script's does.
+    # Workers cannot import test modules. Definitions in them are pickled by value, like those in a script.
     for module in {item.module for item in items if isinstance(item, pytest.Function)}:
         cloudpickle.register_pickle_by_value(module)
+    for item in items:
+        name = f"{item.path.relative_to(TESTS).as_posix()}::{item.name}"
+        if name.startswith(SLOW) or _has_other_start_method(item):
+            item.add_marker(pytest.mark.slow)
+
+
+def _has_other_start_method(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    values = callspec.params.values() if callspec is not None else ()
+    return any(isinstance(value, str) and value in ("fork", "spawn") for value in values)
 
 
 @pytest.fixture(params=START_METHODS)
@@ -42,19 +96,38 @@ def start_method(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def _port_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A folder of lock files that no other program uses."""
+    """A folder of lock files for this process alone."""
     os.environ[FOLDER_VARIABLE] = str(tmp_path_factory.mktemp("ports") / "locks")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _servers(_port_folder: None) -> None:
-    """Let the fork server and the resource tracker start, which live as long as the process."""
-    with ParallelSampler(CountingEnv, batch_T=1, batch_B=1) as sampler:
-        sampler.initialize(RandomAgent())
+    """Start the fork server and the resource tracker, which live as long as the process."""
+    if HAS_TORCH:  # then the fork server imports torch
+        with ParallelSampler(CountingEnv, batch_T=1, batch_B=1) as sampler:
+            sampler.initialize(RandomAgent())
+    else:
+        ShmVectorEnv([CountingEnv]).close()
 
 
 def _children() -> set[int]:
-    return {p.pid for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
+    """All descendants, zombies excluded. psutil would read all processes of the machine, for every test twice."""
+    found: set[int] = set()
+    parents = [os.getpid()]
+    while parents:
+        parent = parents.pop()
+        with contextlib.suppress(OSError):  # it has ended
+            for children in Path(f"/proc/{parent}/task").glob("*/children"):
+                parents += (new := set(map(int, children.read_text().split())) - found)
+                found |= new
+    return {pid for pid in found if not _is_zombie(pid)}
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _descriptors() -> set[str]:
@@ -63,7 +136,7 @@ def _descriptors() -> set[str]:
         try:
             found.add(f"{fd.name}={os.readlink(fd)}")
         except OSError:
-            continue  # the one that the listing itself had open
+            continue  # the descriptor of this listing
     return {entry for entry in found if "memfd" in entry or "eventfd" in entry or "pidfd" in entry or "pipe:" in entry}
 
 
@@ -79,17 +152,17 @@ def _holdings() -> list[set[object]]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(_servers: None) -> Iterator[None]:
-    """No child process, descriptor, thread, lock file or name in /dev/shm may outlive a test."""
+    """A test leaves no child process, descriptor, thread, lock file or name in /dev/shm behind."""
     before = _holdings()
     yield
     if not any(after - then for after, then in zip(_holdings(), before, strict=True)):
         return
-    gc.collect()  # slow, so only where something is there that garbage may hold
+    gc.collect()  # slow, so only if something is left that garbage may hold
     left = [psutil.Process(pid) for pid in _children() - before[0] if psutil.pid_exists(pid)]
     psutil.wait_procs(left, timeout=2)
     names, deadline = _shm_names() - before[2], time.monotonic() + 30
     while names and time.monotonic() < deadline:
-        time.sleep(0.01)  # a test in another process has names there too, as long as it runs
+        time.sleep(0.01)  # tests in other processes have names there too, while they run
         names &= _shm_names()
     kinds = ("processes", "descriptors", "names in /dev/shm", "threads", "lock files")
     for kind, after, then in zip(kinds, _holdings(), before, strict=True):

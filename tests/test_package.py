@@ -1,4 +1,4 @@
-"""How penstock installs: one top-level package, from every kind of source, links or not."""
+"""How penstock installs: one top-level package, from a wheel, an sdist or a checkout, with and without links."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ import penstock
 from penstock.buffers import native
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("buffers", "workers", "envs", "agents", "collectors", "samplers", "testing")
+ROOMS = ("buffers", "workers", "ports", "envs", "agents", "collectors", "samplers", "vector", "testing")
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "src", *ROOMS)
 
 HAS_COMPILER = (
@@ -22,13 +22,18 @@ HAS_COMPILER = (
     and (Path(sysconfig.get_path("include")) / "Python.h").exists()
 )
 
+# Two torch imports: in this process, and in the spawned worker. A fork server for a sampler would be the third.
 SAMPLE = """
 import penstock
 from penstock import ParallelSampler, RandomAgent
-for method in ("fork", "forkserver", "spawn"):
-    with ParallelSampler("CartPole-v1", batch_T=5, batch_B=2, n_workers=2, start_method=method) as sampler:
+from penstock.envs import CountingEnv
+from penstock.vector import ShmVectorEnv
+for method in ("fork", "spawn"):
+    with ParallelSampler("CartPole-v1", batch_T=5, batch_B=1, start_method=method) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)
+with ShmVectorEnv([CountingEnv] * 2, n_workers=2, context="forkserver") as envs:
+    envs.reset(seed=0)
 print(penstock.__file__)
 """
 
@@ -42,7 +47,7 @@ def run(*command: object, cwd: Path, **env: str) -> str:
 
 
 def checkout(target: Path, *, links: bool) -> Path:
-    """A copy of the sources, with the links to the rooms, or with what git leaves where links are off."""
+    """A copy of the sources, with the links to the rooms, or with the text files that git writes without links."""
     target.mkdir()
     for name in SOURCES:
         source = ROOT / name
@@ -92,7 +97,7 @@ def test_a_wheel_holds_penstock_and_nothing_else(tmp_path: Path, links: bool) ->
     assert str(site) in run(sys.executable, "-c", SAMPLE, cwd=tmp_path, PYTHONPATH=str(site))
 
 
-def test_where_nothing_can_be_compiled_a_wheel_works_all_the_same(tmp_path: Path) -> None:
+def test_without_a_compiler_a_wheel_works_all_the_same(tmp_path: Path) -> None:
     wheel = build_wheel(checkout(tmp_path / "checkout", links=True), tmp_path / "wheels", CC="/bin/false")
     assert modules(wheel) == expected_modules(compiled=False)
     site = tmp_path / "site"
@@ -116,7 +121,7 @@ def test_a_checkout_works_uninstalled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("links", [True, False], ids=["with links", "without links"])
 def test_an_editable_install_works(tmp_path: Path, links: bool) -> None:
     source = checkout(tmp_path / "checkout", links=links)
-    # A virtual environment with everything that is installed here, except for penstock itself.
+    # A virtual environment with everything that is installed here, except penstock.
     run(sys.executable, "-m", "venv", "--without-pip", "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
@@ -132,7 +137,7 @@ def test_an_editable_install_works(tmp_path: Path, links: bool) -> None:
 
 
 @pytest.mark.skipif(
-    ROOT / "src" in Path(penstock.__file__).parents, reason="the checkout is tested, where nothing is built"
+    ROOT / "src" in Path(penstock.__file__).parents, reason="the tests run against the checkout, where nothing is built"
 )
 def test_the_installed_package_is_compiled_where_there_is_a_compiler() -> None:
     assert native.COMPILED or not HAS_COMPILER

@@ -1,20 +1,70 @@
-"""The face: what `import penstock` offers, and what it costs."""
+"""The public surface: what `import penstock` and each room offer, and what the import costs."""
 
+import importlib
+import inspect
 import subprocess
 import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 import penstock
 from penstock import errors
 
+ROOMS = ("agents", "buffers", "collectors", "envs", "ports", "samplers", "testing", "vector", "workers")
+MODULES = ("penstock", *(f"penstock.{room}" for room in ROOMS))
 
-def test_all_names_exist_and_are_sorted() -> None:
-    assert list(penstock.__all__) == sorted(penstock.__all__)
-    for name in penstock.__all__:
-        assert getattr(penstock, name) is not None
+modules = pytest.mark.parametrize("module", [importlib.import_module(name) for name in MODULES], ids=MODULES)
+
+
+def public_names(module: ModuleType) -> list[str]:
+    """What `module` lists in `__all__`. A room without that list offers nothing."""
+    return list(getattr(module, "__all__", ()))
+
+
+def place(name: str) -> tuple[bool, bool, str]:
+    """Constants first, then classes, then functions: the linter's order."""
+    return not name.isupper(), not name[0].isupper(), name
+
+
+@modules
+def test_public_names_exist_and_are_sorted(module: ModuleType) -> None:
+    names = public_names(module)
+    assert names == sorted(set(names), key=place)
+    for name in names:
+        assert getattr(module, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'NoSuchName'"):
-        _ = penstock.NoSuchName
+        _ = module.NoSuchName
+
+
+@modules
+def test_a_module_offers_what_it_lists_and_nothing_else(module: ModuleType) -> None:
+    ours = {
+        name for name, value in vars(module).items() if str(getattr(value, "__module__", "")).startswith("penstock")
+    }
+    public = {name for name in ours if not name.startswith("_")}
+    assert public <= set(public_names(module))
+
+
+@modules
+def test_every_public_class_and_function_has_a_docstring(module: ModuleType) -> None:
+    public = {name: getattr(module, name) for name in public_names(module)}
+    assert list(undocumented(public)) == []
+
+
+def undocumented(public: dict[str, Any]) -> Iterator[str]:
+    """Names of classes, methods and functions without a docstring. A method may inherit its docstring, a class not."""
+    for name, value in public.items():
+        if inspect.isclass(value):
+            # A dataclass without a docstring gets its signature instead.
+            if not value.__doc__ or "__doc__" not in vars(value) or value.__doc__.startswith(f"{value.__name__}("):
+                yield name
+            own = [key for key in vars(value) if not key.startswith("_") and inspect.isroutine(getattr(value, key))]
+            yield from (f"{name}.{key}" for key in own if not inspect.getdoc(getattr(value, key)))
+        elif inspect.isroutine(value) and not inspect.getdoc(value):
+            yield name
 
 
 def test_every_error_is_one_of_the_tree() -> None:

@@ -15,7 +15,7 @@ from penstock.buffers import NamedArrays
 from penstock.envs import action_splitter
 from penstock.errors import SpaceError
 
-from ..envs.space_strategies import any_space, at, children, leaf_paths, path_name
+from ..envs.space_strategies import any_space, at, children, discrete, leaf_paths, path_name
 
 quick = settings(max_examples=80, deadline=None)
 seeds = st.integers(0, 2**32)
@@ -108,7 +108,7 @@ N = 20_000
     [
         spaces.Discrete(4),
         spaces.Discrete(3, start=-1),
-        spaces.Discrete(3, start=125, dtype=np.int8),
+        discrete(3, 125, np.int8),
         spaces.MultiDiscrete([4, 4]),
         spaces.MultiDiscrete([3, 3], start=[-1, -3]),
         spaces.MultiDiscrete([3], np.int8, start=[125]),

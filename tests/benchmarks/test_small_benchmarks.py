@@ -1,10 +1,12 @@
-"""Each of these benchmarks runs, in a tiny configuration, and prints a row for every contestant."""
+"""Each of these benchmarks runs with few steps, and prints a row for every contestant."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,60 +18,88 @@ from penstock.buffers.native import COMPILED, PYTHON
 ROOT = Path(__file__).parent.parent.parent
 
 
-def run(path: Path, name: str, *options: object) -> tuple[str, Any]:
-    line = [sys.executable, f"benchmarks/{name}.py", *map(str, options), "--json", str(path / "out.json")]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("benchmarks")
+
+
+def run(folder: Path, name: str, *options: object) -> tuple[str, Any]:
+    """Run a benchmark as a program: what it prints, and what it writes."""
+    file = folder / f"{name}.json"
+    line = [sys.executable, f"benchmarks/{name}.py", *map(str, options), "--json", str(file)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads((path / "out.json").read_text(encoding="utf-8"))
+    return done.stdout, json.loads(file.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("agent", ["random", "mlp"])
-def test_batched(tmp_path: Path, agent: str) -> None:
-    options = ["--agents", agent, "--batch-B", 4, 6, "--batch-T", 8, "--seconds", 0.02, "--repeats", 2]
-    printed, content = run(tmp_path, "batched", *options)
+@pytest.fixture
+def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Imports a benchmark. A program would spend seconds on importing torch."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "benchmarks")):
+            del sys.modules[name]
+
+
+def test_batched(folder: Path) -> None:
+    options = ["--agents", "random", "mlp", "--batch-B", 4, 6, "--batch-T", 8, "--seconds", 0.02, "--repeats", 2]
+    printed, content = run(folder, "batched", *options)
     assert "times the first" in printed
-    rows = {(row["kind"], row["batch_B"]): row for row in content["table"]}
-    assert rows.keys() >= {(kind, n) for kind in ("single", "batched") for n in (4, 6)}
-    assert rows["single", 4]["times_single"]["median"] == 1
+    rows = {(row["agent"], row["kind"], row["batch_B"]): row for row in content["table"]}
+    for agent in ("random", "mlp"):
+        assert rows.keys() >= {(agent, kind, n) for kind in ("single", "batched") for n in (4, 6)}
+        assert rows[agent, "single", 4]["times_single"]["median"] == 1
     assert all(len(result["steps_per_s"]) == 2 and min(result["steps_per_s"]) > 0 for result in content["results"])
 
 
-def test_spaces(tmp_path: Path) -> None:
+def test_spaces(folder: Path) -> None:
     options = ["--batch-B", 4, "--batch-T", 8, "--seconds", 0.02, "--repeats", 2]
-    printed, content = run(tmp_path, "spaces", *options)
+    printed, content = run(folder, "spaces", *options)
     assert "observations of 288 bytes" in printed
     assert content["figures"].keys() == {"flat", "flat again", "nested, 4 leaves", "nested, 16 leaves"}
     assert all(len(v) == 2 and min(v) > 0 for figures in content["figures"].values() for v in figures.values())
 
 
-def test_noise(tmp_path: Path) -> None:
-    printed, content = run(tmp_path, "noise", "--columns", 2, 3, "--rows", 10, "--repeats", 2)
-    assert "ns per environment step" in printed
+def test_noise(folder: Path, imported: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    file = folder / "noise.json"
+    imported("noise").main(["--columns", "2", "3", "--rows", "10", "--repeats", "2", "--json", str(file)])
+    assert "ns per environment step" in capsys.readouterr().out
+    content = json.loads(file.read_text(encoding="utf-8"))
     assert len(content["results"]) == 3 * 2 * 3
     assert all(len(result["ns"]) == 2 and min(result["ns"]) > 0 for result in content["results"])
 
 
+@pytest.fixture(scope="module")
+def central(folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Figures by measurement and contestant: one process imports torch for all four."""
+    _, content = run(folder, "central", "--repeats", 2, "--seconds", 0.02, "--batch-T", 8, "--n-envs", 2)
+    results: dict[str, dict[str, list[float]]] = content["results"]
+    return results
+
+
+@pytest.mark.xdist_group("central")
 @pytest.mark.parametrize("what", ["vector", "uneven", "alternating", "sync"])
-def test_central(tmp_path: Path, what: str) -> None:
-    options = [what, "--repeats", 2, "--seconds", 0.02, "--batch-T", 8, "--n-envs", 2]
-    _, content = run(tmp_path, "central", *options)
-    figures = content["results"][what]
+def test_central(central: Any, what: str) -> None:
+    figures = central[what]
     assert {"GpuSampler", "AlternatingSampler", "lock-step", "1 worker"} & figures.keys()
     assert all(len(values) == 2 for values in figures.values())
     assert what == "sync" or all(min(values) > 0 for values in figures.values())
 
 
-@pytest.mark.parametrize("what", ["cartpole", "pixels", "sleeping"])
-def test_vector_env(tmp_path: Path, what: str) -> None:
+def test_vector_env(folder: Path) -> None:
     options = ["--repeats", 2, "--seconds", 0.01, "--n-envs", 2, "--batch-T", 8]
-    printed, content = run(tmp_path, "vector_env", what, *options)
+    printed, content = run(folder, "vector_env", *options)
     assert "steps/s" in printed
-    assert all(len(values) == 2 and min(values) > 0 for values in content["results"][what].values())
+    assert content["results"].keys() == {"cartpole", "pixels", "sleeping"}
+    for figures in content["results"].values():
+        assert all(len(values) == 2 and min(values) > 0 for values in figures.values())
 
 
-def test_startup(tmp_path: Path) -> None:
+def test_startup(folder: Path) -> None:
     options = ["--workers", 1, "--methods", "forkserver", "--samplers", "GpuSampler, server", "--repeats", 1]
-    printed, ((row),) = run(tmp_path, "startup", *options)
+    printed, ((row),) = run(folder, "startup", *options)
     assert "MB a worker" in printed
     (figures,) = row["figures"]
     assert figures.keys() == {"first", "again", "worker", "server"}
@@ -77,18 +107,37 @@ def test_startup(tmp_path: Path) -> None:
     assert figures["worker"] < figures["server"] / 4, "a process with torch takes more than one without"
 
 
-def test_checks(tmp_path: Path) -> None:
-    printed, content = run(tmp_path, "checks", "--n-envs", 2, "--rows", 300, "--repeats", 2)
-    assert "ns per environment step" in printed
+def test_checks(folder: Path, imported: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    file = folder / "checks.json"
+    imported("checks").main(["--n-envs", "2", "--rows", "300", "--repeats", "2", "--json", str(file)])
+    assert "ns per environment step" in capsys.readouterr().out
+    content = json.loads(file.read_text(encoding="utf-8"))
     assert len(content["ns_per_step"]) == 9
     assert all(len(values) == 2 for values in content["ns_per_step"].values())
 
 
 @pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
-def test_native(tmp_path: Path) -> None:
-    printed, content = run(tmp_path, "native", "--repeats", 3)
+def test_native(folder: Path) -> None:
+    printed, content = run(folder, "native", "--repeats", 3)
     assert "saved" in printed
     assert {"CartPole, random", "CartPole, mlp", "Dict of 16", "pixels"} <= content["results"].keys()
     for figures in content["results"].values():
         assert figures.keys() == {"nothing", *PYTHON, "everything"}
         assert all(len(pairs) == 3 and np.min(pairs) > 0 for pairs in figures.values())
+
+
+def test_compare(folder: Path) -> None:
+    site, file = Path(importlib.import_module("penstock").__file__ or "").parent.parent, folder / "compare.json"
+    sizes = ["--repeats", "2", "--starts", "1", "--seconds", "0.01", "--json", str(file)]
+    line = [sys.executable, "benchmarks/compare.py", str(site), str(site), *sizes, "--cases"]
+    done = subprocess.run(
+        [*line, "copy=False", "first start, ShmVectorEnv"], cwd=ROOT, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(file.read_text(encoding="utf-8"))["results"]
+    assert results.keys() == {"ShmVectorEnv, copy=False", "first start, ShmVectorEnv"}
+    for case, turns in results.items():
+        assert turns.keys() == {"old", "new"}
+        for figures in turns.values():
+            assert len(figures) == (1 if "start" in case else 2)
+            assert all(min(turn.values()) > 0 for turn in figures)

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock.buffers import AgentSamples, NamedArrays, as_named
 from penstock.buffers.named import map_leaves
+
+torch = pytest.importorskip("torch")
 
 T, B = 4, 3
 quick = settings(max_examples=40, deadline=None)

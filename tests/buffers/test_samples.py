@@ -128,6 +128,7 @@ def test_a_copy_survives_the_next_batch() -> None:
 
 
 def test_the_torch_view_shows_what_columns_write_later() -> None:
+    pytest.importorskip("torch")
     buffer = buffer_of()
     tensors = buffer.samples.torch()
     buffer.columns(slice(1, 2)).reward[3, 0] = 7

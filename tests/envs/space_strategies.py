@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -46,14 +47,23 @@ pictures = st.builds(lambda shape: spaces.Box(0, 255, shape, np.uint8), shapes)
 flags = st.builds(lambda shape: spaces.Box(0, 1, shape, np.bool_), shapes)
 
 
+# Before Gymnasium 1.3, the only dtype of Discrete is int64.
+HAS_DTYPE = "dtype" in signature(spaces.Discrete).parameters
+DISCRETE_DTYPES = [np.int64, np.int32, np.int8, np.uint8] if HAS_DTYPE else [np.int64]
+
+
+def discrete(n: int, start: int, dtype: Any) -> spaces.Discrete:
+    """A Discrete space of `dtype`, if this Gymnasium has one."""
+    return spaces.Discrete(n, None, start, *([dtype] if HAS_DTYPE else []))
+
+
 @st.composite
 def discretes(draw: Any) -> spaces.Discrete:
-    bounds = np.iinfo(draw(st.sampled_from([np.int64, np.int32, np.int8, np.uint8])))
+    bounds = np.iinfo(draw(st.sampled_from(DISCRETE_DTYPES)))
     # Up to the largest number of a small dtype, where start + n does not fit.
     start = draw(st.integers(max(int(bounds.min), -1000), min(int(bounds.max), 1000)))
-    return spaces.Discrete(
-        draw(st.integers(1, min(int(bounds.max) - max(start, 0) + 1, int(bounds.max), 1000))), None, start, bounds.dtype
-    )
+    n = draw(st.integers(1, min(int(bounds.max) - max(start, 0) + 1, int(bounds.max), 1000)))
+    return discrete(n, start, bounds.dtype)
 
 
 multi_binaries = st.builds(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from penstock import ParallelSampler, RandomAgent, ResetCollector, SerialSampler, WaitResetCollector
 
-from ..envs.space_strategies import any_space, sample
+from ..envs.space_strategies import any_space, discrete, sample
 from .comparing import Diary, compare
 from .reference import row
 
@@ -31,7 +31,7 @@ ODD = {
     "int8": spaces.Box(-128, 127, (2,), np.int8),
     "uint32": spaces.Box(0, 2**32 - 1, (2,), np.uint32),
     "discrete": spaces.Discrete(7, start=-3),
-    "small discrete": spaces.Discrete(250, start=5, dtype=np.uint8),
+    "small discrete": discrete(250, 5, np.uint8),
     "binary": spaces.MultiBinary((2, 3)),
     "multi": spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[-1, 0], [1, 2]]),
     "tuple": spaces.Tuple([spaces.Dict({"x": spaces.Discrete(3)}), spaces.Box(-9, 9, (1,), np.int16)]),

@@ -60,8 +60,11 @@ def _pid(env: Any) -> int:
     return os.getpid()
 
 
+NEWEST_TAXI = next(name for name in ("Taxi-v4", "Taxi-v3") if name in gym.registry)
+
+
 @modes
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "Blackjack-v1", "Taxi-v4"])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "Blackjack-v1", NEWEST_TAXI])
 def test_gymnasiums_own(mode: AutoresetMode, env_id: str) -> None:
     ours, theirs = pair([partial(gym.make, env_id, max_episode_steps=20)] * 3, mode, n_workers=2)
     with ours:

@@ -1,0 +1,384 @@
+"""Two versions of penstock side by side: the same work, in turns, in one run.
+
+    pip install --no-deps --no-build-isolation --target /tmp/old OLD_CHECKOUT
+    pip install --no-deps --no-build-isolation --target /tmp/new NEW_CHECKOUT
+    python benchmarks/compare.py /tmp/old /tmp/new
+
+Each version runs in a process of its own, which has the folder first in PYTHONPATH and stays alive for the whole
+case. The two take short turns, in alternating order. A turn of sampling is whole batches for `--seconds`, and its
+figures are wall-clock time and the CPU time of all processes together. A turn of a start-up case is one start.
+
+The table shows how fast NEW is where OLD is 1, turn by turn: above 1 NEW is faster. OLD OLD shows the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+Turn = dict[str, float]  #: "count" of steps or starts, "wall" and "cpu" seconds
+VERSIONS = ("old", "new")
+
+# ---- in the process of one version -----------------------------------------------------------------
+
+
+def processes() -> list[int]:
+    """This process and its descendants."""
+    import psutil
+
+    return [os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))]
+
+
+def cpu_clocks(pids: Sequence[int]) -> dict[int, float]:
+    """CPU seconds of each process so far."""
+    clocks = {}
+    for pid in pids:
+        try:
+            # Linux's clock of another process: exact, where /proc counts in hundredths of a second.
+            clocks[pid] = time.clock_gettime((~pid << 3) | 2)
+        except OSError:
+            continue  # it has ended
+    return clocks
+
+
+def used(before: dict[int, float], after: dict[int, float]) -> float:
+    """CPU seconds of all processes in between. New processes count in full."""
+    return sum(seconds - before.get(pid, 0.0) for pid, seconds in after.items())
+
+
+class Sampling:
+    """A sampler that collects one batch after another."""
+
+    def __init__(self, name: str, make_agent: Callable[[], Any], env: Any, T: int, B: int, **options: Any) -> None:
+        import penstock
+
+        self._sampler = getattr(penstock, name)(env, batch_T=T, batch_B=B, **options)
+        self._sampler.initialize(make_agent(), seed=0, bootstrap_value=make_agent is mlp)
+        self._steps, self._itr = T * B, 0
+
+    def batch(self) -> int:
+        """Collect one batch; returns its environment steps."""
+        self._sampler.obtain_samples(self._itr)
+        self._itr += 1
+        return self._steps
+
+    def close(self) -> None:
+        self._sampler.shutdown()
+
+
+class VectorEnv:
+    """ShmVectorEnv with random actions."""
+
+    def __init__(self, env: Any, T: int, B: int, **options: Any) -> None:
+        import numpy as np
+
+        self._envs = shm_vector_env()([env] * B, **options)
+        self._actions = np.random.default_rng(0).integers(0, 2, (T, B))
+        self._envs.reset(seed=0)
+
+    def batch(self) -> int:
+        """Step T times; returns the environment steps."""
+        for action in self._actions:
+            self._envs.step(action)
+        return int(self._actions.size)
+
+    def close(self) -> None:
+        self._envs.close()
+
+
+def shm_vector_env() -> Any:
+    """The class, which earlier versions have in `envs`."""
+    try:
+        from penstock.vector import ShmVectorEnv
+    except ImportError:
+        from penstock.envs import ShmVectorEnv  # type: ignore[attr-defined, no-redef]
+    return ShmVectorEnv
+
+
+def random_agent() -> Any:
+    from penstock import RandomAgent
+
+    return RandomAgent()
+
+
+def mlp() -> Any:
+    from workloads import ActorCritic
+
+    from penstock import CategoricalPgAgent
+
+    return CategoricalPgAgent(ActorCritic)
+
+
+def cartpole() -> Any:
+    import gymnasium as gym
+
+    return partial(gym.make, "CartPole-v1")
+
+
+def nested(make_space: str) -> Any:
+    import workloads
+
+    return partial(workloads.Returning, getattr(workloads, make_space))
+
+
+def sampling(name: str, make_agent: Callable[[], Any] = mlp, T: int = 128, B: int = 32, **options: Any) -> Any:
+    """Makes a contestant on CartPole-v1."""
+    workers = {} if name == "SerialSampler" or "serve_envs" in options else {"n_workers": 2}
+    return lambda: Sampling(name, make_agent, cartpole(), T, B, **workers, **options)
+
+
+def structured(name: str, make_space: str) -> Any:
+    """Makes a contestant with nested observations."""
+    return lambda: Sampling(name, random_agent, nested(make_space), 128, 32, n_workers=2)
+
+
+def batched(make_agent: Callable[[], Any]) -> Any:
+    """Makes a contestant on 256 batched environments."""
+
+    def make() -> Sampling:
+        from penstock import VectorEnvCollector
+        from penstock.envs import BatchedCartPole
+
+        options = {"n_workers": 2, "collector_cls": VectorEnvCollector}
+        return Sampling("ParallelSampler", make_agent, BatchedCartPole, 128, 256, **options)
+
+    return make
+
+
+def vector_env(**options: Any) -> Any:
+    """Makes a ShmVectorEnv of 32 CartPole-v1."""
+    return lambda: VectorEnv(cartpole(), 128, 32, n_workers=2, **options)
+
+
+#: Steps: a contestant is made once and then asked for batches.
+STEPS: dict[str, Callable[[], Any]] = {
+    **{
+        f"{name}, {make_agent.__name__.removesuffix('_agent')}, T={T}": sampling(name, make_agent, T)
+        for name in ("SerialSampler", "ParallelSampler")
+        for make_agent in (random_agent, mlp)
+        for T in (128, 5)
+    },
+    "GpuSampler": sampling("GpuSampler"),
+    "AlternatingSampler": sampling("AlternatingSampler"),
+    'GpuSampler, server="process"': sampling("GpuSampler", server="process"),
+    "GpuSampler, serve_envs": sampling("GpuSampler", serve_envs="auto"),
+    "ShmVectorEnv": vector_env(),
+    "ShmVectorEnv, copy=False": vector_env(copy=False),
+    "nested, 4 leaves, SerialSampler": structured("SerialSampler", "nested_space"),
+    "nested, 16 leaves, SerialSampler": structured("SerialSampler", "deep_space"),
+    "nested, 16 leaves, ParallelSampler": structured("ParallelSampler", "deep_space"),
+    "batched, random": batched(random_agent),
+    "batched, mlp": batched(mlp),
+}
+#: Starts: a contestant is made, and closed, in every turn. The fork server runs already.
+STARTS: dict[str, Callable[[], Any]] = {
+    "start, SerialSampler": sampling("SerialSampler", T=8),
+    "start, ParallelSampler": sampling("ParallelSampler", T=8),
+    "start, ParallelSampler, fork": sampling("ParallelSampler", T=8, start_method="fork"),
+    "start, ParallelSampler, spawn": sampling("ParallelSampler", T=8, start_method="spawn"),
+    "start, GpuSampler": sampling("GpuSampler", T=8),
+    "start, AlternatingSampler": sampling("AlternatingSampler", T=8),
+    'start, GpuSampler, server="process"': sampling("GpuSampler", T=8, server="process"),
+    "start, GpuSampler, serve_envs": sampling("GpuSampler", T=8, serve_envs="auto"),
+    "start, ShmVectorEnv": vector_env(),
+}
+#: First starts: as STARTS, in a new Python process that imports penstock and starts the fork server.
+FIRST = {f"first {name}": name for name in ("start, SerialSampler", "start, ParallelSampler", "start, ShmVectorEnv")}
+CASES = (*STEPS, *STARTS, *FIRST)
+
+
+def turn_of_steps(contestant: Any, seconds: float) -> Turn:
+    """Whole batches for `seconds`."""
+    pids, steps = processes(), 0
+    before, began = cpu_clocks(pids), time.perf_counter()
+    while (wall := time.perf_counter() - began) < seconds:
+        steps += contestant.batch()
+    return {"count": steps, "wall": wall, "cpu": used(before, cpu_clocks(pids))}
+
+
+def turn_of_start(make: Callable[[], Any]) -> Turn:
+    """One start, from the constructor until all workers are ready."""
+    before, began = cpu_clocks(processes()), time.perf_counter()
+    contestant = make()
+    wall, own = time.perf_counter() - began, cpu_clocks([os.getpid()])
+    turn = {"count": 1, "wall": wall, "cpu": used(before, cpu_clocks(processes()) | own)}
+    contestant.batch()
+    contestant.close()
+    return turn
+
+
+def turn_of_first_start(case: str) -> Turn:
+    """One start in a new Python process."""
+    began = time.perf_counter()
+    command = [sys.executable, __file__, "--serve", FIRST[case], "--once"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        turn: Turn = json.loads(process.stdout.readline())
+    return {**turn, "wall": time.perf_counter() - began}
+
+
+def serve(case: str, once: bool) -> None:
+    """Answer each line of stdin, a number of seconds, with one turn. `once`: with one start, unasked."""
+    # Not stdout: workers inherit it, and an environment may print.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(content: Any) -> None:
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
+
+    if once:
+        contestant = STARTS[case]()
+        answer({"count": 1, "cpu": used({}, cpu_clocks(processes()))})
+        contestant.close()
+        return
+    try:
+        contestant = STEPS[case]() if case in STEPS else None
+        if case in STARTS:
+            turn_of_start(STARTS[case])
+    except (ImportError, AttributeError, TypeError) as error:
+        return answer({"missing": f"{type(error).__name__}: {error}"})
+    import penstock
+
+    answer({"file": penstock.__file__, "version": penstock.__version__})
+    for line in sys.stdin:
+        if case in STEPS:
+            answer(turn_of_steps(contestant, float(line)))
+        else:
+            answer(turn_of_start(STARTS[case]) if case in STARTS else turn_of_first_start(case))
+    if contestant is not None:
+        contestant.close()
+    return None
+
+
+# ---- in the process that compares --------------------------------------------------------------------
+
+
+class Version:
+    """A process of one version, at one case."""
+
+    def __init__(self, folder: Path, case: str) -> None:
+        path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", case],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # More threads would disturb the other version's turn.
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )
+        hello = self._read()
+        self.missing: str | None = hello.get("missing")
+        if self.missing is None and folder not in Path(hello["file"]).parents:
+            raise SystemExit(f"{hello['file']} was imported, which is not in {folder}: install a penstock there")
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the process of one version ended with code {self._process.wait()}: see its error above")
+        return json.loads(line)
+
+    def turn(self, seconds: float) -> Turn:
+        """Have it take a turn."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{seconds}\n")
+        self._process.stdin.flush()
+        turn: Turn = self._read()
+        return turn
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+def compare(case: str, folders: Sequence[Path], repeats: int, seconds: float) -> dict[str, list[Turn]] | str:
+    """`repeats` turns of each version, or what is missing."""
+    versions = {}
+    try:
+        for name, folder in zip(VERSIONS, folders, strict=True):
+            versions[name] = Version(folder, case)
+            if versions[name].missing is not None:
+                return f"not in {name}: {versions[name].missing}"
+        for version in versions.values():
+            version.turn(seconds)  # warm-up
+        turns: dict[str, list[Turn]] = {name: [] for name in VERSIONS}
+        for repeat in range(repeats):
+            for name in VERSIONS if repeat % 2 else reversed(VERSIONS):
+                turns[name].append(versions[name].turn(seconds))
+        return turns
+    finally:
+        for version in versions.values():
+            version.close()
+
+
+def cost(turn: Turn, clock: str) -> float:
+    """Seconds for one step or one start."""
+    return turn[clock] / turn["count"]
+
+
+def cells(case: str, turns: dict[str, list[Turn]]) -> list[str]:
+    """One row of the table."""
+    from turns import cell
+
+    scale, form = (1e6, "{:.2f}") if case in STEPS else (1e3, "{:.0f}")
+    row = []
+    for clock in ("wall", "cpu"):
+        old, new = ([cost(turn, clock) * scale for turn in turns[name]] for name in VERSIONS)
+        speeds = [a / b for a, b in zip(old, new, strict=True)]
+        row += [cell(old, form), cell(new, form), cell(speeds, "{:.3f}")]
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs=2, type=Path, metavar=("OLD", "NEW"), help="folders that pip installed into")
+    parser.add_argument(
+        "--cases", nargs="+", default=list(CASES), metavar="CASE", help="parts of names; all by default"
+    )
+    parser.add_argument("--repeats", type=int, default=40, help="turns of each version in a case of steps")
+    parser.add_argument("--starts", type=int, default=15, help="turns of each version in a case of starts")
+    parser.add_argument("--seconds", type=float, default=0.25, help="of each turn of steps, at least")
+    parser.add_argument("--json", help="write the machine and all turns to this file")
+    args = parser.parse_args()
+    cases = [case for case in CASES if any(part in case for part in args.cases)]
+    if not cases:
+        parser.error(f"no case has such a name; there are {'; '.join(CASES)}")
+
+    from rich.console import Console
+    from rich.table import Table
+
+    results: dict[str, Any] = {}
+    table = Table(
+        title="OLD and NEW in turns", caption="median (middle half of the turns); a start is in ms, a step in µs"
+    )
+    for heading in ("", *(f"{text}, {clock}" for clock in ("wall", "CPU") for text in ("OLD", "NEW", "speed"))):
+        table.add_column(heading, justify="right" if heading else "left")
+    for case in cases:
+        repeats = args.repeats if case in STEPS else args.starts
+        results[case] = compare(case, [folder.resolve() for folder in args.folders], repeats, args.seconds)
+        found = results[case]
+        row = [found] if isinstance(found, str) else cells(case, found)
+        print(case, *row, sep=" | ", flush=True)
+        table.add_row(case, *row)
+    Console(width=200).print(table)
+    if args.json:
+        from turns import machine
+
+        Path(args.json).write_text(json.dumps({"machine": machine(), "results": results}, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2], once="--once" in sys.argv)
+    else:
+        main()

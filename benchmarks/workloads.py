@@ -1,0 +1,84 @@
+"""What the benchmarks sample: environments, observation spaces and a policy. Imports no penstock, so that `compare.py`
+can use it with any version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import nn
+
+ENV = partial(gym.make, "CartPole-v1")
+
+
+class ActorCritic(nn.Module):
+    """The 64-64 MLP of the field's CartPole examples."""
+
+    def __init__(self, observation_space: gym.Space[Any], action_space: spaces.Discrete) -> None:
+        super().__init__()
+        (n_inputs,) = observation_space.shape or (1,)
+        self.body = nn.Sequential(nn.Linear(n_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+        self.policy = nn.Linear(64, int(action_space.n))
+        self.value = nn.Linear(64, 1)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.body(observation)
+        return self.policy(features), self.value(features).squeeze(-1)
+
+
+# ---- observation spaces of the same number of bytes ----------------------------------------------
+
+_SHAPES = {"camera": (8, 8), "position": (3,), "velocity": (3,), "goal": (2,)}
+
+
+def _box(shape: tuple[int, ...]) -> spaces.Box:
+    return spaces.Box(-1, 1, shape, np.float32)
+
+
+def flat_space() -> spaces.Box:
+    """One leaf."""
+    return _box((sum(int(np.prod(shape)) for shape in _SHAPES.values()),))
+
+
+def nested_space() -> spaces.Dict:
+    """Four leaves on two levels."""
+    leaf = {name: _box(shape) for name, shape in _SHAPES.items()}
+    body = spaces.Dict({"position": leaf["position"], "velocity": leaf["velocity"]})
+    return spaces.Dict({"camera": leaf["camera"], "body": body, "goal": leaf["goal"]})
+
+
+def deep_space() -> spaces.Dict:
+    """Sixteen leaves on three levels."""
+    total = int(np.prod(flat_space().shape))
+    sizes = iter([total // 16 + (i < total % 16) for i in range(16)])
+
+    def level(depth: int) -> Any:
+        if depth == 0:
+            return _box((next(sizes),))
+        fan = 4 if depth == 1 else 2
+        return spaces.Dict({f"part_{i}": level(depth - 1) for i in range(fan)})
+
+    return spaces.Dict(level(3).spaces)
+
+
+class Returning(gym.Wrapper[Any, Any, Any, Any]):
+    """A CartPole that returns elements of another space as its observations. They are sampled once, at the start."""
+
+    def __init__(self, make_space: Callable[[], spaces.Space[Any]]) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self.observation_space = make_space()
+        self.observation_space.seed(0)
+        self._next = cycle([self.observation_space.sample() for _ in range(8)]).__next__
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        return self._next(), self.env.reset(**kwargs)[1]
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        _, reward, terminated, truncated, info = self.env.step(action)
+        return self._next(), reward, terminated, truncated, info
