@@ -33,11 +33,11 @@ coverage: $(VENV)/.installed
 	rm -f $(VENV)/.coverage*
 	$(COVERAGE) run -m $(PYTEST) -n 3
 	$(COVERAGE) combine --quiet
-	@$(COVERAGE) report --skip-covered --show-missing --fail-under=0 > $(VENV)/.coverage.txt
+	@$(COVERAGE) report --skip-covered --show-missing --fail-under=0 > $(VENV)/coverage.txt
 	@for room in $(ROOMS); do \
 		printf '%-12s%6s %%\n' $$room "$$($(COVERAGE) report --include='*/penstock/'$$room'/*' --format=total --fail-under=0)"; \
 	done
-	@echo "$(VENV)/.coverage.txt has the lines that did not run"
+	@echo "$(VENV)/coverage.txt has the lines that did not run"
 	@$(COVERAGE) report --format=total
 
 bench: $(VENV)/.installed
@@ -72,8 +72,8 @@ sanitize: $(VENV)/.dependencies
 floors:
 	.ci/versions floors
 
-# The tests that need no torch, with each of these versions of Python that is installed.
-PYTHONS ?= 3.10 3.12 3.13
+# The tests that need no torch, with each of these versions of Python that is installed. -floors: with the lowest versions.
+PYTHONS ?= 3.10 3.10-floors 3.12 3.13
 pythons:
 	.ci/versions $(PYTHONS)
 
