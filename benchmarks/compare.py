@@ -1,10 +1,13 @@
-"""Two versions of penstock side by side: the same work, in turns, in one run.
+"""Two versions of penstock side by side: the same work, in turns, in one run. Install each version in a folder:
 
     pip install --no-deps --no-build-isolation --target /tmp/old OLD_CHECKOUT
     pip install --no-deps --no-build-isolation --target /tmp/new NEW_CHECKOUT
+
+Then compare the two folders:
+
     python benchmarks/compare.py /tmp/old /tmp/new
 
-Each version runs in a process of its own, which has the folder first in PYTHONPATH and stays alive for the whole
+Each version runs in a separate process, which has the folder first in PYTHONPATH and stays alive for the whole
 case. The two take short turns, in alternating order. A turn of sampling is whole batches for `--seconds`, and its
 figures are wall-clock time and the CPU time of all processes together. A turn of a start-up case is one start.
 

@@ -5,7 +5,7 @@
 `cartpole`: 32 CartPole-v1.
 `pixels`: 16 environments that return 84 x 84 x 4 bytes.
 `sleeping`: 16 environments in 8 processes that sleep 1 ms in a step, and sometimes 10 ms. The contestants step all
-environments together, or those that are ready (`send` and `recv`), or without waiting for each other.
+environments together, or only the ready ones (`send` and `recv`), or without waiting for each other.
 
 "bare" loops record nothing. Contestants take turns in one run; ratios are taken turn by turn.
 """
