@@ -212,13 +212,13 @@ static PyObject *put_row(PyObject *Py_UNUSED(module), Arguments arguments, Py_ss
         target.what = WHOLE;
         return as_bool(fill(arguments[0], target, &values, 1));
     }
-    PyObject *held = PyList_AsTuple(values); /* the user's code may change the list */
-    if (held == NULL) {
-        return NULL;
+    Py_ssize_t size = PyList_GET_SIZE(values);
+    if (PyArray_CheckExact(arguments[0]) || size == 0) {
+        return PyBool_FromLong(size > 0 && fill_array(arguments[0], target, &PyList_GET_ITEM(values, 0), size));
     }
-    Py_ssize_t size = PyTuple_GET_SIZE(held);
-    int result = size > 0 ? fill(arguments[0], target, &PyTuple_GET_ITEM(held, 0), size) : 0;
-    Py_DECREF(held);
+    PyObject *held = PyList_AsTuple(values); /* the user's code may change the list while names are compared */
+    int result = held == NULL ? -1 : fill(arguments[0], target, &PyTuple_GET_ITEM(held, 0), size);
+    Py_XDECREF(held);
     return as_bool(result);
 }
 

@@ -13,7 +13,7 @@ from penstock.buffers.named import map_leaves
 from penstock.buffers.native import put_row
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step
-from penstock.collectors.checks import write_action
+from penstock.collectors.checks import Checks, write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.decorrelation import decorrelate
 from penstock.collectors.env_batch import EnvBatch
@@ -70,6 +70,8 @@ class Collector(ABC):
         self.prev_reward = np.zeros_like(samples.reward[0])
         self._prev_actions, self._prev_rewards = self.prev_action[np.newaxis], self.prev_reward[np.newaxis]
         self._observations = arrays_like(parts.envs.observation_space, samples.observation)
+        # Where observations go if there is nothing to check except their types and shapes.
+        self._unchecked = self._observations if parts.envs.checks == Checks() else None
         self._info_writer = None if samples.env_info is None else InfoWriter(samples.env_info)
         parts.envs.keep_infos = self._info_writer is not None
         self._has_agent_info = len(samples.agent_info) > 0
@@ -145,10 +147,11 @@ class Collector(ABC):
 
         Afterwards `prev_reward` holds the rewards.
         """
-        samples = self.samples
-        self.envs.write_step(self._observations, samples.reward, t + 1)
-        if not put_row(self._prev_rewards, 0, samples.reward_rows[t + 1]):
-            self.prev_reward[...] = samples.reward_rows[t + 1]
+        envs, reward, t = self.envs, self.samples.reward, t + 1
+        if not (put_row(self._unchecked, t, envs.observations) and put_row(reward, t, envs.rewards)):
+            envs.write_step(self._observations, reward, t)
+        if not put_row(self._prev_rewards, 0, self.samples.reward_rows[t]):
+            self.prev_reward[...] = reward[t]
 
     def record_env_info(self, t: int) -> None:
         """Write the chosen entries of the infos of step t. Does nothing if `env_info` was not asked for."""

@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 
 from penstock.buffers.named import map_leaves
-from penstock.buffers.native import put_row, step_ordinary
+from penstock.buffers.native import step_ordinary
 from penstock.collectors.checks import Checks, check_row
 from penstock.collectors.env_batch import NO_CHECKS, EnvBatch, EpisodeEndHook
 from penstock.collectors.tracking import StepHook, snapshot
@@ -19,7 +19,10 @@ from penstock.envs.checks import checked_step, require_info, require_number
 from penstock.envs.examples import example_of
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
 from penstock.errors import SpaceError, brief
-from penstock.workers.progress import Progress
+from penstock.workers.progress import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Phase, Progress
+
+# Plain integers: an enum's member or a class attribute takes longer in the loop over environments.
+_IS_STEPPING, _IS_RESETTING = int(Phase.STEPPING), int(Phase.RESETTING)
 
 
 class EnvColumns(EnvBatch):
@@ -42,7 +45,7 @@ class EnvColumns(EnvBatch):
         example = map_leaves(lambda leaf: np.zeros((1, len(envs), *leaf.shape), leaf.dtype), example_of(space))
         self._scratch = arrays_like(space, example)  # for observations that are checked and not recorded
         self._words = progress.words
-        self._env_rank_word = np.asarray(progress.words[Progress.ENV_RANK : Progress.ENV_RANK + 1])
+        self._env_rank_word = np.asarray(progress.words[ENV_RANK : ENV_RANK + 1])
         self._action_space = envs[0].action_space if checks.debug else None
         self.split_actions = action_splitter(envs[0].action_space)
         # One tuple for each environment with all that the loop needs.
@@ -57,10 +60,9 @@ class EnvColumns(EnvBatch):
 
     def reset_one(self, column: int, seed: int | None = None) -> Any:
         words, env_rank = self._words, self.env_ranks[column]
-        words[Progress.PHASE], words[Progress.ENV_RANK] = Progress.IS_RESETTING, env_rank
-        words[Progress.HEARTBEAT] = began = time.monotonic_ns()
+        words[PHASE], words[ENV_RANK], words[HEARTBEAT] = _IS_RESETTING, env_rank, (began := time.monotonic_ns())
         result: Any = self.envs[column].reset(seed=seed)
-        words[Progress.RESETTING] += time.monotonic_ns() - began
+        words[RESETTING] += time.monotonic_ns() - began
         if not isinstance(result, tuple) or len(result) != 2:
             got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
             raise SpaceError(f"env.reset of env_rank {env_rank} must return a tuple (observation, info), got {got}")
@@ -107,7 +109,7 @@ class EnvColumns(EnvBatch):
                     on_step(b, before[b], given[b], reward, terminated, truncated, info)
             if terminated or truncated:
                 observation = on_episode_end(b, observation, reward, terminated, truncated)
-                self._words[Progress.PHASE] = Progress.IS_STEPPING  # the hook may have reset the environment
+                self._words[PHASE] = _IS_STEPPING  # the hook may have reset the environment
             observations[b], rewards[b], first = observation, reward, i + 1
 
     def step_one(self, column: int, action: Any) -> tuple[Any, float, bool, bool, Any]:
@@ -131,12 +133,6 @@ class EnvColumns(EnvBatch):
         return observation, number, terminated, truncated, info
 
     # ---- recording -------------------------------------------------------------------------
-
-    def write_step(self, arrays: Any, rewards: Any, t: int) -> None:
-        if self._has_checks or not put_row(arrays, t, self.observations):
-            self._write_row(arrays, t)
-        if self._has_checks or not put_row(rewards, t, self.rewards):
-            self.write_rewards(rewards[t])
 
     def _write_row(self, arrays: Any, t: int) -> None:
         try:

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import gymnasium as gym
 import numpy as np
 
-from penstock.buffers.native import put_cell
 from penstock.buffers.tree import map_tree
 from penstock.collectors.checks import Checks, check_row
 from penstock.collectors.tracking import StepHook
@@ -36,6 +35,8 @@ class EnvBatch(Protocol):
     checks: Checks  #: the optional checks to make
     parked: list[int]  #: the columns that `step` ignores, ascending
     keep_infos: bool  #: whether `step` leaves its infos in `infos`
+    observations: Any  #: the current ones: a list of elements, or a batch
+    rewards: Any  #: of the last step `[B]`: a list or an array
     infos: Any  #: of the last step
     progress: Progress
     _has_checks: bool  # whether there are any optional checks
@@ -77,8 +78,7 @@ class EnvBatch(Protocol):
 
     def write_final(self, arrays: Any, t: int, column: int, observation: Any) -> None:
         """Write the final observation of column's episode into `[t, column]`."""
-        if self._has_checks or not put_cell(arrays, t, column, observation):
-            self._write_one(arrays, t, column, observation, "the final observation")
+        self._write_one(arrays, t, column, observation, "the final observation")
 
     def check_final(self, column: int, observation: Any) -> None:
         """Raise `SpaceError` unless the final observation of column's episode fits its space."""

@@ -9,7 +9,9 @@ import numpy.typing as npt
 
 from penstock.agents.base import Agent
 from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.buffers.native import put_cell
 from penstock.buffers.samples import BatchColumns
+from penstock.collectors.checks import Checks
 from penstock.collectors.env_batch import EnvBatch
 from penstock.envs.rows import arrays_like
 
@@ -24,7 +26,7 @@ class EpisodeEndRecorder:
 
     def __init__(self, samples: BatchColumns, agent: Agent, envs: EnvBatch) -> None:
         self._samples, self._agent, self._envs = samples, agent, envs
-        self._is_recorded = samples.final_obs is not None
+        self._is_recorded, self._has_checks = samples.final_obs is not None, envs.checks != Checks()
         # Final observations that the batch does not keep go into one row `[1, B, ...]`: to be checked and valued.
         scratch = map_leaves(lambda leaf: np.zeros_like(leaf[:1]), samples.observation)
         self._final_obs = samples.final_obs if self._is_recorded else scratch
@@ -45,7 +47,8 @@ class EpisodeEndRecorder:
         if truncated:
             samples.truncated[t, column] = True
         row = t if self._is_recorded else 0
-        self._envs.write_final(self._arrays, row, column, observation)
+        if self._has_checks or not put_cell(self._arrays, row, column, observation):
+            self._envs.write_final(self._arrays, row, column, observation)
         if samples.final_value is None or terminated or not truncated:
             return
         last = self._final_obs[row][column : column + 1]
