@@ -1,25 +1,22 @@
-"""NamedArrays: a nested, named bundle of arrays that is indexed, assigned and copied as one."""
+"""NamedArrays: nested arrays with names, which are indexed, assigned and copied together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["NamedArrays", "as_named", "fields_of", "map_leaves"]
-
 _Self = TypeVar("_Self", bound="NamedArrays")
 
 
 class NamedArrays:
-    """A fixed set of named fields, each an array or a further `NamedArrays`.
+    """Named fields, each an array or another `NamedArrays`.
 
-    Like a named tuple, fields are read as attributes (`x.reward`), unpack in order (`a, b = x`) and
-    cannot be rebound. Unlike one, an index goes to every array at once: `x[3]`, `x[:, 1:4]`,
-    `x[mask]` return the same structure of views, and `x[3] = y` writes every field. A string index
-    picks a field: `x["position"]`. Fields of a Tuple space are called `_0`, `_1`, …, the names that
-    `collections.namedtuple(rename=True)` gives.
+    As in a named tuple, fields are attributes (`x.reward`), unpack in order (`a, b = x`) and cannot be rebound. But an
+    index applies to every array: `x[3]`, `x[:, 1:4]` and `x[mask]` return the same structure of views, and `x[3] = y`
+    writes every field. A string is the name of a field: `x["position"]`. The fields of a Tuple space are called `_0`,
+    `_1`, …, as `collections.namedtuple(rename=True)` names them.
 
-    Leaves may be numpy arrays or torch tensors; `torch()` and `numpy()` convert without copying.
+    Leaves are numpy arrays or torch tensors. `torch()` and `numpy()` convert without a copy.
     """
 
     __slots__ = ("_values",)
@@ -32,7 +29,7 @@ class NamedArrays:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # copy, pickle and numpy probe for dunder protocols
+            raise AttributeError(name)  # copy, pickle and numpy look for special methods
         try:
             return self._values[name]
         except KeyError:
@@ -90,7 +87,7 @@ class NamedArrays:
         return new
 
     def _field_index(self, name: str, loc: Any) -> Any:
-        """The part of the index `loc` that applies to field `name` (all of it, unless overridden)."""
+        """The part of the index `loc` that applies to field `name`: all of it, unless overridden."""
         return loc
 
     def __getitem__(self: _Self, loc: Any) -> Any:
@@ -121,7 +118,7 @@ class NamedArrays:
 
     def torch(self: _Self) -> _Self:
         """The same memory as torch tensors; nothing is copied."""
-        import torch  # imported here so that processes which never ask for tensors never pay for torch
+        import torch  # here, so that only processes that use tensors import it
 
         return self.map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else torch.from_numpy(leaf))
 
@@ -129,7 +126,7 @@ class NamedArrays:
         """The same memory as numpy arrays; nothing is copied. Tensors must be on the CPU."""
         return self.map(lambda leaf: leaf.numpy() if hasattr(leaf, "numpy") else leaf)
 
-    # ---- the rest of a well-behaved object -------------------------------------------------
+    # ---- pickling and showing --------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickle, (type(self), dict(self._values))
@@ -158,7 +155,7 @@ def _unpickle(cls: type[_Self], values: dict[str, Any]) -> _Self:
 
 
 def _parts(node: NamedArrays, value: Any) -> Mapping[str, Any] | None:
-    """`value` split over the fields of `node`; None if it is one thing for all fields."""
+    """The parts of `value` by the field names of `node`; None if `value` is one leaf, for all fields."""
     parts = fields_of(value)
     if parts is None:
         return None
@@ -168,7 +165,7 @@ def _parts(node: NamedArrays, value: Any) -> Mapping[str, Any] | None:
 
 
 def fields_of(value: Any) -> Mapping[str, Any] | None:
-    """The fields of what can be written into a `NamedArrays`, by name; None if `value` is a single leaf."""
+    """The fields of `value`, a mapping, tuple or `NamedArrays`, by name; None if it is a single leaf."""
     if isinstance(value, NamedArrays):
         return value._values
     if isinstance(value, Mapping):

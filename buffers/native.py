@@ -61,9 +61,9 @@ put_row: Callable[[Any, int, Any], bool]
 put_cell: Callable[[Any, int, int, Any], bool]
 #: `step_ordinary(env_rank_word, bound, actions, first, is_watched, observations, rewards)`: step the environments
 #: `bound` from number `first` on, each with its entry of `actions`, and store the results in the lists, by column.
-#: A step is ordinary if the episode goes on, and flags and info have the usual types. Stop at a step that is not, or
-#: after every step if `is_watched`: store nothing, and return its number and what `env.step` returned. Return None at
-#: the end of the row. `env_rank_word` int64 `[1]` always holds the env_rank of the environment that steps.
+#: A step is ordinary if the episode does not end, and flags and info have the usual types. Stop at a step that is not,
+#: or after every step if `is_watched`: store nothing, and return its number and what `env.step` returned. Return None
+#: at the end of the row. `env_rank_word` int64 `[1]` always holds the env_rank of the environment that steps.
 step_ordinary: Callable[[Any, Any, Any, int, bool, Any, Any], tuple[int, Any] | None]
 #: `sum_episodes(reward, done, running, records, first_t, first_env_rank, discount)`: write a RECORD for each trajectory
 #: that finishes in rows `[T, B]` into `records`, uint8 `[1, n]` with room for T * B of them. Return how many, or -1 if

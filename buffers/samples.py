@@ -1,4 +1,4 @@
-"""The samples buffer: one batch of samples `[T, B]`, and what the user and a collector see of it."""
+"""The samples buffer: memory for one batch `[T, B]`, and its views for the user and for collectors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import numpy as np
 
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.shared import ArraySpec, NamedMemory
-
-__all__ = ["AgentSamples", "BatchColumns", "EnvSamples", "SampleSpec", "Samples", "SamplesBuffer"]
 
 
 class EnvSamples(NamedArrays):
@@ -23,9 +21,9 @@ class EnvSamples(NamedArrays):
     terminated: Any  #: bool, Gymnasium's
     truncated: Any  #: bool, Gymnasium's
     done: Any  #: bool, terminated or truncated
-    prev_done: Any  #: bool, an episode begins here: `done` one step earlier, in row 0 of the batch before
+    prev_done: Any  #: bool, an episode starts here: `done` one step earlier; row 0 is from the batch before
     valid: Any  #: bool, False where a parked environment recorded nothing
-    env_info: Any  #: what was asked for of `info`; `_name` beside each `name` says where it was given
+    env_info: Any  #: the chosen entries of `info`; `_name` is True where the environment gave `name`
     final_obs: Any  #: the true last observation where `done`, zero elsewhere
 
 
@@ -35,23 +33,23 @@ class AgentSamples(NamedArrays):
     __slots__ = ()
     action: Any  #: the action taken at t
     prev_action: Any  #: `action` one step earlier; row 0 is the last row of the batch before
-    agent_info: Any  #: what `agent.step` reported beside the action
-    bootstrap_value: Any  #: `[B]`, value of the observation that follows the last step
+    agent_info: Any  #: what `agent.step` returned beside the action
+    bootstrap_value: Any  #: `[B]`, value of the observation after the last step
     final_value: Any  #: value of `final_obs` where truncated and not terminated, zero elsewhere
 
     def _field_index(self, name: str, loc: Any) -> Any:
         if name != "bootstrap_value":
             return loc
-        # It has no time dimension: only the index behind the first applies to it.
+        # It has no time dimension: the first index does not apply.
         has_columns = isinstance(loc, tuple) and len(loc) > 0 and loc[0] is not Ellipsis
         return loc[1:] if has_columns else ...
 
 
 class Samples(NamedArrays):
-    """One batch: `samples.env`, `samples.agent`. An index goes to all fields: `samples[t0:t1, 3]`.
+    """One batch: `samples.env` and `samples.agent`. An index applies to all fields: `samples[t0:t1, 3]`.
 
-    The arrays are views of the buffer that the workers write into, and are overwritten by the next
-    batch: `samples.copy()` keeps one.
+    The arrays are views of the buffer that the workers write into. The next batch overwrites them; `samples.copy()` is
+    not affected.
     """
 
     __slots__ = ()
@@ -61,7 +59,7 @@ class Samples(NamedArrays):
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """Examples of one environment's data at one step, from which the buffer takes shapes and dtypes."""
+    """Examples of one environment's data at one step. The buffer has their shapes and dtypes."""
 
     observation: Any
     action: Any
@@ -74,9 +72,9 @@ class SampleSpec:
 class SamplesBuffer:
     """Storage for one batch of `batch_T` steps of `batch_B` environments.
 
-    Observation, action, reward and done have a row more than the batch has steps: `prev_action[t]` and
-    `action[t]` are rows t and t + 1 of the same array, and row `batch_T` of the observations is what
-    the next batch starts from. `samples` is the public view.
+    Observation, action, reward and done have one row more than the batch has steps: `prev_action[t]` and `action[t]`
+    are rows t and t + 1 of one array, and the next batch starts from row `batch_T` of the observations. The user gets
+    the view `samples`.
     """
 
     def __init__(self, spec: SampleSpec, batch_T: int, batch_B: int, *, shared: bool) -> None:
@@ -109,7 +107,7 @@ class SamplesBuffer:
         self.samples = _public_view(self.memory.arrays, batch_T)
 
     def columns(self, columns: slice) -> BatchColumns:
-        """The slice of the buffer that one worker writes."""
+        """The part of the buffer that one worker writes."""
         return BatchColumns(self.memory.arrays, columns)
 
 

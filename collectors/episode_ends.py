@@ -91,7 +91,7 @@ class EpisodeEndRecorder:
         samples = self._samples
         t, column = np.array(self.pending).T
         observation = self._pending_observations(t, column)
-        # The agent's previous action and reward are those of step t, which are in row t + 1.
+        # Row t + 1 holds the action and reward of step t, which are the agent's previous ones here.
         at = (t + 1, column)
         samples.final_value[t, column] = self._agent.value(observation, samples.action[at], samples.reward[at])
         self.pending.clear()

@@ -94,17 +94,17 @@ class EvalCollector(BaseEvalCollector):
     def collect_evaluation(self, itr: int) -> None:
         self.begin_evaluation(itr)
         self.envs.write_observations(self.observation)
-        handed_over = 0
+        n_sent = 0
         for first_t in range(0, self.max_T, _CHUNK):
             wanted = min(_CHUNK, self.max_T - first_t)
             self._done[...] = False
             n = self._run_rows(first_t, wanted)
             if n:
-                handed_over += self.tracker.end_rows(self._reward[:n], self._done[:n], first_t)
+                n_sent += self.tracker.end_rows(self._reward[:n], self._done[:n], first_t)
             if n < wanted:
                 break
         self.progress.enter(Phase.SENDING)
-        self.progress.n_results = handed_over
+        self.progress.n_results = n_sent
 
     def _run_rows(self, first_t: int, n_rows: int) -> int:
         """Step all environments `n_rows` times, or until `is_enough`. Returns the number of steps."""
@@ -128,13 +128,13 @@ class EvalCollector(BaseEvalCollector):
         return n_rows
 
     def _on_episode_end(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
-        self._hand_over(column, observation)
+        self._end_trajectory(column, observation)
         first_observation = self.envs.reset_one(column)
         self.agent.reset_one(column)
         self.prev_action[column] = 0
         return first_observation
 
-    def _hand_over(self, column: int, observation: Any) -> None:
+    def _end_trajectory(self, column: int, observation: Any) -> None:
         self.envs.check_final(column, observation)
         self._done[self._row, column] = True
         self.tracker.on_episode_end(self._t, column, observation)
@@ -168,6 +168,6 @@ class EpisodeEvalCollector(EvalCollector):
         self._left[column] -= 1
         if self._left[column] > 0:
             return super()._on_episode_end(column, observation, reward, terminated, truncated)
-        self._hand_over(column, observation)
+        self._end_trajectory(column, observation)
         self.envs.park(column)
         return observation

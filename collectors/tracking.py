@@ -60,18 +60,18 @@ def make_tracker(
     kwargs: Mapping[str, Any],
     env_ranks: range,
     put_records: Callable[[npt.NDArray[Any]], None],
-    put_frames: Callable[[Sequence[ObjectMessage]], None],
+    put_messages: Callable[[Sequence[ObjectMessage]], None],
 ) -> Tracker:
     """The tracker for `cls`: a `BatchTracker` for `TrajInfo` itself, an `ObjectTracker` for a subclass."""
     if cls is TrajInfo:
         return BatchTracker(env_ranks, put_records, **kwargs)
-    return ObjectTracker(cls, kwargs, env_ranks, put_frames)
+    return ObjectTracker(cls, kwargs, env_ranks, put_messages)
 
 
 class BatchTracker:
-    """The stock TrajInfo, computed from the rewards and dones of many rows at once.
+    """`TrajInfo` itself, computed from the rewards and dones of many rows at once.
 
-    The figures are equal to those of `TrajInfo.step` to the last bit: each sum is made step by step.
+    The figures equal what `TrajInfo.step` computes, to the last bit: each sum is made step by step.
     """
 
     on_step: StepHook | None = None

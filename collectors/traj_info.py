@@ -11,8 +11,8 @@ class TrajInfo:
     """The record of one finished trajectory.
 
     Attributes: `Length`, the number of steps; `Return`, the sum of the rewards; `NonzeroRewards`, the number of rewards
-    that are not zero; `DiscountedReturn`, the sum with reward k weighted by `discount ** k`. The rewards are those that
-    the batch records, in float32.
+    that are not zero; `DiscountedReturn`, the sum with reward k weighted by `discount ** k`. They are computed from the
+    rewards in the batch, which are float32.
 
     To record more, subclass it: add attributes in `__init__`, and override `step`, which is called after every
     environment step, and `terminate`, which is called once at the end. Both run in the worker; call `super().step(...)`

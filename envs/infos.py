@@ -120,8 +120,8 @@ class InfoWriter:
                 field[b] = array
 
     def write_batched(self, row: NamedArrays, infos: Mapping[str, Any], env_ranks: Sequence[int]) -> None:
-        """`write` for `infos` as a batched environment returns them, the whole row at once. Where an episode ended and
-        the next one started within the step, those of the episode's last step."""
+        """`write` for `infos` as a batched environment returns them, the whole row at once. Where an episode ended in
+        this step and the next one started, write the infos from before the reset."""
         try:
             for path in self._paths:
                 node: Any = row
@@ -146,7 +146,7 @@ def _write_entry(field: Any, mask: Any, infos: Mapping[str, Any], path: Path) ->
 
 
 def _write_where(field: Any, mask: Any, infos: Any, path: Path, where: Any) -> None:
-    """Write the entry into those of the rows `where` that have it."""
+    """Write the entry where `where` is True and the environment gave it."""
     for key in path:
         if not isinstance(infos, Mapping) or key not in infos:
             return
