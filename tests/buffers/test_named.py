@@ -1,4 +1,4 @@
-"""NamedArrays: what goes to one field by hand must be what goes to all fields at once."""
+"""NamedArrays: an operation on all fields equals the operation on each field."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ quick = settings(max_examples=30, deadline=None)
 
 
 def records_of(keys: list[tuple[int, int]], first: int = 0) -> Any:
-    """One record per (t, env_rank), told apart by Length."""
+    """One record per (t, env_rank), each with another Length."""
     records = np.zeros(len(keys), RECORD)
     for i, (t, env_rank) in enumerate(keys):
         records[i] = (t, env_rank, first + i, 0.5 * i, i % 3, -0.25 * i)

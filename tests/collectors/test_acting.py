@@ -1,4 +1,4 @@
-"""What agents may and may not return: told by name, in the first step and in later ones."""
+"""What agents may and may not return: errors name it, in the first step and in later ones."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Batched environments in workers: Gymnasium's CartPole, EnvPool, one's own; and what `VectorEnvCollector` records."""
+"""Batched environments in workers: Gymnasium's CartPole, EnvPool, a written one; what `VectorEnvCollector` records."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv, SameStep
 
 
 class Memory(nn.Module):
-    """Values and logits hang on how many steps the episode has had, and on the observation."""
+    """Values and logits depend on the number of steps in the episode, and on the observation."""
 
     state_shape = (1,)
 

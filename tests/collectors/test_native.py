@@ -1,4 +1,4 @@
-"""The innermost loops do the same in C as in Python."""
+"""The innermost loops have the same results in C and in Python."""
 
 import contextlib
 import signal
@@ -48,7 +48,7 @@ def new_word() -> Any:
 
 
 class Row:
-    """Environments that return what they are told to, and one row of them stepped."""
+    """One row of environments that return given results."""
 
     def __init__(self, results: list[Any], columns: list[int], n_columns: int) -> None:
         self.word, self.seen = new_word(), []

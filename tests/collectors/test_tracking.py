@@ -1,4 +1,4 @@
-"""Trackers: whatever way a run is cut into batches and workers, its trajectories are those of the plain loop."""
+"""Trackers: a run has the same trajectories as a plain loop, however batches and workers divide it."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_columns_of_other_environments_than_neighbours_are_named_right() -> None
 
 
 class Full(TrajInfo):
-    """Writes down all that it is told."""
+    """Logs all arguments."""
 
     def __init__(self, discount: float = 1.0) -> None:
         super().__init__(discount)

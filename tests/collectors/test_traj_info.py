@@ -55,7 +55,7 @@ def test_the_end_of_a_trajectory_changes_nothing() -> None:
 
 
 class Own(TrajInfo):
-    """Adds a figure of its own, and a private one."""
+    """Adds a figure and a private attribute."""
 
     def __init__(self, factor: float, **kwargs: Any) -> None:
         super().__init__(**kwargs)
