@@ -1,4 +1,4 @@
-"""A sampler's batches against those of the reference, field by field and bit by bit."""
+"""Compares a sampler's batches with the reference, field by field and bit by bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEED, DISCOUNT = 6, 0.9
 
 
 class Diary(TrajInfo):
-    """Keeps everything that it is told."""
+    """Keeps every argument of its calls."""
 
     def __init__(self, discount: float = 1.0) -> None:
         super().__init__(discount)
@@ -42,7 +42,7 @@ def compare(
     warm_up: int = 0,
     **kwargs: Any,
 ) -> list[list[dict[str, Any]]]:
-    """Raise AssertionError where they differ; returns the reference's batches, of every environment."""
+    """Raise AssertionError if sampler and reference differ. Returns the reference's batches by environment."""
     wait = kwargs.get("collector_cls") is WaitResetCollector
     size = {"batch_T": T, "batch_B": len(env_fns), "max_decorrelation_steps": warm_up}
     expected = []
@@ -83,7 +83,7 @@ def _compare_leaves(name: str, field: Any, rows: list[Any]) -> None:
 
 
 def _compare_env_info(field: NamedArrays, infos: list[dict[str, Any]], name: str = "env_info") -> None:
-    """Every entry where it was given, flagged; zero elsewhere."""
+    """Entries that were given, with their flags; the others are zero."""
     for key, part in field.items():
         values = [info.get(key) for info in infos]
         if isinstance(part, NamedArrays):
@@ -101,7 +101,7 @@ def _compare_infos(infos: Sequence[Any], columns: list[dict[str, Any]]) -> None:
     for info, (_, _, steps, end) in zip(infos, episodes, strict=True):
         rewards = [float(step[2]) for step in steps]
         assert (info.Length, info.NonzeroRewards) == (len(rewards), np.count_nonzero(rewards))
-        # The stock class adds up rewards as they are recorded, in single precision.
+        # TrajInfo adds up rewards in single precision, as they are recorded.
         assert info.Return == pytest.approx(sum(rewards), rel=1e-6, abs=1e-6)
         discounted = sum(DISCOUNT**i * reward for i, reward in enumerate(rewards))
         assert info.DiscountedReturn == pytest.approx(discounted, rel=1e-6, abs=1e-6)
@@ -111,7 +111,7 @@ def _compare_infos(infos: Sequence[Any], columns: list[dict[str, Any]]) -> None:
 
 
 def same(one: Any, other: Any) -> None:
-    """Assert that two structures of the environments' own objects are equal, types of numbers apart."""
+    """Assert that two structures are equal, except for the types of their numbers."""
     if isinstance(one, Mapping):
         assert one.keys() == other.keys()
         for key in one:

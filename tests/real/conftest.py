@@ -1,4 +1,4 @@
-"""Real environments: what the tests share travels to the workers by value, as a script's own classes do."""
+"""Real environments. Modules that the tests share are pickled by value for the workers, like a script's classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real environments, each with a time limit of the test's choice, and models for whatever spaces they have."""
+"""The real environments, each with a time limit that the test chooses, and models for all their spaces."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def taxi(max_episode_steps: int) -> Any:
 
 
 def pong(max_episode_steps: int) -> Any:
-    """Four small grey frames, thinned out instead of averaged, which would need OpenCV."""
+    """Four small grey frames: every fifth row and fourth column. Averages would need OpenCV."""
     import ale_py
 
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner from every worker
@@ -45,7 +45,7 @@ def pong(max_episode_steps: int) -> Any:
 
 
 def dm_cartpole(max_episode_steps: int) -> Any:
-    # Nothing is drawn; without this, dm_control looks for a display.
+    # Nothing is drawn. By default dm_control looks for a display.
     os.environ.setdefault("MUJOCO_GL", "disable")
     import shimmy
 
@@ -92,12 +92,12 @@ def _flat(*values: Any) -> Any:
 
 
 def _rounded(x: Any) -> Any:
-    """Without its last bits, in which matrix products of other batch sizes may differ."""
+    """`x` without its last bits, which may depend on the batch size of a matrix product."""
     return torch.round(x * 2**24) / 2**24
 
 
 class Net(nn.Module):
-    """Outputs and a value that depend on everything that an agent is given."""
+    """Outputs and a value that depend on all arguments of an agent."""
 
     def __init__(self, n_inputs: int, n_outputs: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Net(nn.Module):
 
 
 class RecurrentNet(nn.Module):
-    """As `Net`, with a memory of two parts."""
+    """As `Net`, with a recurrent state of two parts."""
 
     state_shape = ((8,), (8,))
 
@@ -126,7 +126,7 @@ class RecurrentNet(nn.Module):
 
 
 def agent_maker(observation_space: Any, action_space: Any, recurrent: bool) -> Callable[[], Agent]:
-    """Makes stock agents for the spaces, all with the same weights."""
+    """A function that makes agents for the spaces, all with the same weights."""
     is_discrete = isinstance(action_space, spaces.Discrete)
     n_outputs = int(action_space.n) if is_discrete else int(np.prod(action_space.shape))
     n_inputs = _size(observation_space) + _size(action_space) + 1
@@ -148,7 +148,7 @@ def agent_maker(observation_space: Any, action_space: Any, recurrent: bool) -> C
 
 
 def _size(space: Any) -> int:
-    """Numbers in an element as it is recorded."""
+    """How many numbers are recorded for an element."""
     if isinstance(space, spaces.Dict):
         return sum(map(_size, space.values()))
     if isinstance(space, spaces.Tuple):

@@ -1,4 +1,4 @@
-"""What a batch must hold: one environment and one step at a time, everything written down, nothing shared."""
+"""The values that a batch must hold: one environment and one step at a time, without shared memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.envs.seeding import ColumnStreams, stream
 
 
 def row(space: Any, element: Any) -> Any:
-    """`element` as it is recorded, in a row of one; zeros for None."""
+    """`element` as a recorded row of one; zeros for None."""
     if isinstance(space, spaces.Dict):
         return NamedArrays({str(k): row(sub, None if element is None else element[k]) for k, sub in space.items()})
     if isinstance(space, spaces.Tuple):
@@ -23,7 +23,7 @@ def row(space: Any, element: Any) -> Any:
 
 
 def element(space: Any, row: Any) -> Any:
-    """The only element of a row, as Gymnasium has it."""
+    """The only element of a row, as Gymnasium returns it."""
     if isinstance(space, spaces.Dict):
         return {k: element(sub, row[str(k)]) for k, sub in space.items()}
     if isinstance(space, spaces.Tuple):
@@ -34,7 +34,7 @@ def element(space: Any, row: Any) -> Any:
 def play(  # noqa: C901
     env: Any, agent: Agent, b: int, *, seed: int, T: int, n_batches: int, warm_up: int, wait: bool
 ) -> list[dict[str, Any]]:
-    """Environment b's column of every batch: under each field's name its T values, under `episodes` what has ended.
+    """Environment b's column of every batch: the T values of each field, and under `episodes` the episodes that ended.
 
     `wait`: after an episode's end, nothing more until the batch has ended.
     """
@@ -43,7 +43,7 @@ def play(  # noqa: C901
     agent.runtime.set_columns([b], 1)
     agent.seed_columns(streams.rngs(Purpose.ACTION))
     agent.reset()
-    prev: dict[str, Any] = {"action": row(acted, None), "reward": 0.0}  # as the agent is told
+    prev: dict[str, Any] = {"action": row(acted, None), "reward": 0.0}  # the arguments of the agent
     observation, _ = env.reset(seed=streams.env_seeds(Purpose.TRAIN)[0])
     episode: list[Any] = []
 
@@ -81,7 +81,7 @@ def play(  # noqa: C901
             cell["prev_done"] = batch["done"][-1] if t else not episode
             choice, info, ended = ask(agent.step), {}, (False, False)
             cell |= {"final_obs": row(seen, None), "final_value": 0.0, "agent_info": choice.agent_info}
-            if parked:  # it is asked all the same, and its answer forgotten
+            if parked:  # the agent acts, but its action is ignored
                 recorded = {"action": row(acted, None), "reward": 0.0}
                 cell["agent_info"] = choice.agent_info.map(np.zeros_like)
             else:

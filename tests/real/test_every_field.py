@@ -1,4 +1,4 @@
-"""Every field of the batch, on real environments, in both reset modes, equals what the reference has written down."""
+"""On real environments, in both reset modes, every field of a batch equals the reference."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from .comparing import Diary, compare
 from .environments import ENVIRONMENTS, agent_maker, env_fns
 
 T = 8
-#: Time limits within a batch, at its very end, and beyond it.
-LIMITS = dict.fromkeys(ENVIRONMENTS, (3, 8, 11)) | {"Blackjack": (1, 2, 3)}  # where most hands are over in two steps
+#: Time limits within a batch, at its end, and beyond it.
+LIMITS = dict.fromkeys(ENVIRONMENTS, (3, 8, 11)) | {"Blackjack": (1, 2, 3)}  # most hands end within two steps
 
 pytestmark = pytest.mark.parametrize("name", ENVIRONMENTS)
 both_modes = pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
@@ -30,7 +30,7 @@ def compare_on(sampler_cls: Any, name: str, recurrent: bool, **kwargs: Any) -> l
 @both_modes
 def test_a_stateless_agent(name: str, collector_cls: Any) -> None:
     found = compare_on(SerialSampler, name, recurrent=False, n_batches=4, collector_cls=collector_cls)
-    # That the comparison was worth it: [environment, batch, T].
+    # The compared data must hold all kinds of episode ends: [environment, batch, T].
     terminated, truncated, value = (
         np.array([[batch[name] for batch in column] for column in found])
         for name in ("terminated", "truncated", "final_value")
@@ -55,7 +55,7 @@ def test_a_recurrent_agent_on_environments_out_of_phase(name: str, collector_cls
 
 @pytest.mark.timeout(60)
 def test_in_processes(name: str) -> None:
-    # Every second environment in the other mode and with the other kind of agent; the rest is above.
+    # Every second environment with the other mode and the other kind of agent. The tests above have the rest.
     odd = list(ENVIRONMENTS).index(name) % 2 == 1
     options: dict[str, Any] = {"n_batches": 4, "n_workers": 2, "warm_up": 7}
     options |= {"collector_cls": WaitResetCollector if odd else ResetCollector}

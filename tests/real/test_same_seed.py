@@ -1,4 +1,4 @@
-"""One seed, one batch, on real environments: however they are spread over processes, whatever the agent keeps."""
+"""On real environments, one seed gives one batch for any number of processes and for every kind of agent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMITS = (9, 12, 15, 18, 21)
 
 
 def test_every_stock_agent_is_among_those_that_are_compared() -> None:
-    """Five batches of each, in samplers/test_agents_determinism.py; those of RandomAgent in test_determinism.py."""
+    """samplers/test_agents_determinism.py compares five batches of each; test_determinism.py does so for RandomAgent."""
     public = (getattr(penstock, name) for name in penstock.__all__)
     agents = {cls for cls in public if inspect.isclass(cls) and issubclass(cls, Agent) and not inspect.isabstract(cls)}
     assert agents == {RandomAgent, *(type(make_agent()) for _, make_agent in CASES.values())}

@@ -1,4 +1,4 @@
-"""Whatever spaces an environment has, nested or of odd types, its batches equal what the reference has written down."""
+"""With any spaces, nested or of unusual types, batches equal the reference."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ ODD = {
 
 
 class Drawn(gym.Env[Any, Any]):
-    """Observations are elements of the space, one after the other; reward and end hang on every bit of the actions."""
+    """Observations are elements of the space in turn. Reward and end depend on every bit of the actions."""
 
     def __init__(self, observation_space: Any, action_space: Any, b: int) -> None:
-        # Spaces have random generators of their own, which must not be shared.
+        # A space has a random generator, which environments must not share.
         self.observation_space, self.action_space = copy.deepcopy((observation_space, action_space))
         self.elements = sample(self.observation_space, 23, seed=b)
         self.count, self.age, self.b = 0, 0, b
@@ -52,7 +52,7 @@ class Drawn(gym.Env[Any, Any]):
         return self.next_observation(), {}
 
     def step(self, action: Any) -> Any:
-        leaves = row(self.action_space, action)  # the type in which it is recorded, whatever it comes in
+        leaves = row(self.action_space, action)  # with the recorded dtype
         arrays = [leaf for _, leaf in leaves.leaves()] if hasattr(leaves, "leaves") else [leaves]
         code = zlib.crc32(b"".join(array.tobytes() for array in arrays))
         self.age += 1
