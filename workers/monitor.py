@@ -98,6 +98,9 @@ class Monitor:
                 on_wake()
             if until is not None and until():
                 break
+        if self._starting and not failures and not self._control.pending(n):
+            self._starting.clear()  # all have started: `start_timeout` needs no more checks
+            self._set_next_check()
         self._spins = time.monotonic() - began < 2 * self._spin_seconds
         return failures
 
