@@ -18,7 +18,7 @@ LIMITS = (9, 12, 15, 18, 21)
 
 
 def test_every_stock_agent_is_among_those_that_are_compared() -> None:
-    """samplers/test_agents_determinism.py compares five batches of each, test_determinism.py those of RandomAgent."""
+    """Five batches of each: samplers/test_agents_determinism.py, and test_determinism.py for RandomAgent."""
     public = (getattr(penstock, name) for name in penstock.__all__)
     agents = {cls for cls in public if inspect.isclass(cls) and issubclass(cls, Agent) and not inspect.isabstract(cls)}
     assert agents == {RandomAgent, *(type(make_agent()) for _, make_agent in CASES.values())}
