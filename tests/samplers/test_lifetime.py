@@ -41,7 +41,8 @@ def workers_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, process.stderr.read() if process.stderr else ""
-    return [psutil.Process(int(pid)) for pid in line.split()]
+    # A script may have ended before this process looks: its workers are gone then.
+    return [psutil.Process(int(pid)) for pid in line.split() if psutil.pid_exists(int(pid))]
 
 
 def assert_gone(workers: list[psutil.Process]) -> None:
