@@ -98,7 +98,6 @@ class Monitor:
                 on_wake()
             if until is not None and until():
                 break
-        self._note_started()
         self._spins = time.monotonic() - began < 2 * self._spin_seconds
         return failures
 
@@ -203,12 +202,6 @@ class Monitor:
             elif limit is not None and now - self._seen[rank][1] > limit:
                 overdue.append((rank, limit))
         return overdue
-
-    def _note_started(self) -> None:
-        """Once all workers have arrived, none is starting: `start_timeout` needs no more checks."""
-        if self._starting and not self._control.pending(len(self._handles)):
-            self._starting.clear()
-            self._set_next_check()
 
     def _has_started(self, rank: int) -> bool:
         """Whether a worker that was being started has reached its gate."""
