@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 
 def map_tree(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """`fn` of every leaf of `tree`, with the leaves that `others` have in the same place; nested as `tree` is."""
+    if isinstance(tree, np.ndarray):  # first, since the check for a Mapping takes long
+        return fn(tree, *others)
     if isinstance(tree, Mapping):
         return {key: map_tree(fn, part, *(other[key] for other in others)) for key, part in tree.items()}
     if isinstance(tree, tuple):
@@ -17,7 +21,7 @@ def map_tree(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 def tree_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Every leaf with its name: `name` and the keys that lead there, as in `observation['camera'][0]`."""
-    if isinstance(tree, Mapping | tuple):
+    if not isinstance(tree, np.ndarray) and isinstance(tree, Mapping | tuple):
         for key, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from tree_leaves(part, f"{name}[{key!r}]")
     else:

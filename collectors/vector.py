@@ -14,7 +14,6 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import iterate
 
 from penstock.buffers.named import map_leaves
-from penstock.buffers.native import put_row
 from penstock.buffers.tree import map_tree, tree_leaves
 from penstock.collectors.checks import Checks, check_row
 from penstock.collectors.env_batch import NO_CHECKS, EnvBatch, EpisodeEndHook
@@ -111,10 +110,14 @@ class VectorColumns(EnvBatch):
         self.env, self.env_ranks, self.progress = env, env_ranks, progress
         self.checks, self._has_checks = checks, checks != NO_CHECKS
         self.envs = [env]
-        self.observation_space = env.single_observation_space
+        self.observation_space, self._action_space = env.single_observation_space, env.single_action_space
         self._resets_itself = _mode_of(env) is AutoresetMode.SAME_STEP
         self._takes_seeds: bool | None = None  # whether `reset` takes a list of seeds; None before the first
-        self._example = example_of(self.observation_space)
+        # Final observations are written into this row `[1, B, ...]`, to be checked and cast.
+        row = map_leaves(
+            lambda leaf: np.empty((1, len(env_ranks), *leaf.shape), leaf.dtype), example_of(self.observation_space)
+        )
+        self._final, self._final_arrays = row, arrays_like(self.observation_space, row)
         self.observations: Any = None  #: as the environment batches them
         self.rewards: Any = np.zeros(len(env_ranks))
         self.infos: Mapping[str, Any] = {}  #: as Gymnasium batches them
@@ -198,7 +201,7 @@ class VectorColumns(EnvBatch):
         Raises `SpaceError` for an environment that ended without a final observation, or with one that does not fit.
         """
         self.progress.at_env(self.env_ranks[0])
-        actions = map_tree(np.copy, arrays_like(self.env.single_action_space, action_row))
+        actions = snapshot(arrays_like(self._action_space, action_row))
         # Copies: the environment may reuse the arrays of both.
         before = (snapshot(self.observations), snapshot(actions)) if on_step is not None else None
         result = step_values(self.env.step(actions), self.env_ranks[0])
@@ -227,7 +230,7 @@ class VectorColumns(EnvBatch):
                 on_step(b, observation, each_action[b], rewards[b], bool(terminated[b]), bool(truncated[b]), info)
 
     def _ends(self, done: Any, terminated: Any, truncated: Any) -> Ends:
-        columns = np.flatnonzero(done)
+        columns = done.nonzero()[0]
         final = self.infos.get("final_obs") if self._resets_itself else self.observations
         rows = self._final_rows(columns, final)
         return Ends(done, terminated, truncated, columns, np.asarray(self.rewards)[columns], rows, final)
@@ -235,23 +238,24 @@ class VectorColumns(EnvBatch):
     def _final_rows(self, columns: Any, final: Any) -> Any:
         """The final observations of `columns`, checked, as they are recorded `[k, ...]`."""
         name = "the final observation"
-        rows = map_leaves(lambda leaf: np.empty((1, len(columns), *leaf.shape), leaf.dtype), self._example)
-        arrays = arrays_like(self.observation_space, rows)
+        if not self._has_checks and _is_row_of(self._final_arrays, final):
+            return final[columns]
         if not self._has_checks and _is_batch(final):
-            self._write_batch(arrays, 0, map_tree(lambda part: part[columns], final), name)
-            return rows[0]
+            self._write_batch(self._final_arrays, 0, final, name)
+            return self._final[0][columns]
         each = [element(final, b) for b in columns.tolist()]
         for b, observation in zip(columns.tolist(), each, strict=True):
             if observation is None:
                 raise SpaceError(
                     f"the batched environment gave no final_obs for env_rank {self.env_ranks[b]}, whose episode ended"
                 )
+        arrays = map_tree(lambda array: array[:, : len(columns)], self._final_arrays)
         try:
             write_row(arrays, 0, each, name)
             check_row(self.checks, self.observation_space, arrays, 0, each, name)
         except ColumnError as error:
             raise self._blame(int(columns[error.column]), error) from None
-        return rows[0]
+        return self._final[0][: len(columns)]
 
     # ---- recording -------------------------------------------------------------------------
 
@@ -266,7 +270,8 @@ class VectorColumns(EnvBatch):
 
     def _write_batch(self, arrays: Any, t: int, batch: Any, name: str) -> None:
         """Write `batch`, an array `[B, ...]` for each of `arrays`, into row t. Raises `SpaceError` unless it fits."""
-        if put_row(arrays, t, batch):
+        if _is_row_of(arrays, batch):
+            arrays[t] = batch
             return
         leaves = dict(tree_leaves(batch, name))
         for leaf_name, array in tree_leaves(arrays, name):
@@ -301,6 +306,12 @@ def _mode_of(env: Any) -> AutoresetMode:
             "without that mode, penstock.envs has SameStep to subclass, BatchedCartPole and BatchedEnvPool"
         )
     return AutoresetMode(mode)
+
+
+def _is_row_of(arrays: Any, batch: Any) -> bool:
+    """Whether both are single arrays, and `batch` is exactly as a row of `arrays` is. This is the usual case."""
+    is_array = batch.__class__ is np.ndarray and arrays.__class__ is np.ndarray
+    return is_array and batch.dtype == arrays.dtype and batch.shape == arrays.shape[1:]
 
 
 def _is_batch(final: Any) -> bool:

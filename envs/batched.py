@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ class SameStep(VectorEnv[Any, Any, Any]):
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         observation, reward, terminated, truncated, infos = self.advance(actions)
         done = np.logical_or(terminated, truncated)
-        rows = np.flatnonzero(done)
+        rows = done.nonzero()[0]
         if rows.size:
             first, first_infos = self.reset_rows(rows)
             final = {"final_obs": observation, "_final_obs": done, "final_info": infos, "_final_info": done}
@@ -54,7 +53,7 @@ class SameStep(VectorEnv[Any, Any, Any]):
 
 def _with_rows(batch: Any, rows: Rows, values: Any) -> Any:
     """A copy of `batch` with `values` in `rows`; names that `values` does not have are not changed."""
-    if isinstance(batch, Mapping):
+    if isinstance(batch, dict):
         return {key: _with_rows(part, rows, values[key]) if key in values else part for key, part in batch.items()}
     if isinstance(batch, tuple):
         return tuple(_with_rows(part, rows, value) for part, value in zip(batch, values, strict=True))
