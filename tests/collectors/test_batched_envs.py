@@ -260,7 +260,7 @@ def test_ones_own_batch_in_a_structure_keeps_its_final_observations() -> None:
         (
             lambda at: at[:, :1],
             {},
-            r"the final observation\['at'\] of the batched environment .* must have shape \(1, 2\)",
+            r"the final observation\['at'\] of the batched environment .* must have shape \(6, 2\)",
         ),
         (lambda at: at.astype(complex), {}, r"the final observation\['at'\] .*complex"),
         (lambda at: at * np.nan, {"check_finite": True}, r"the final observation\['at'\] of env_rank 1 must be finite"),
