@@ -146,19 +146,19 @@ def test_the_tabular_agent(cls: Any) -> None:
 
 
 def test_the_trajectory_info() -> None:
-    cls = definitions("docs/extending.md")["LivesTrajInfo"]
+    cls = definitions("docs/extending.md")["PushesTrajInfo"]
     with ParallelSampler(CountingEnv, batch_T=10, batch_B=1, traj_info_cls=cls, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=0, traj_info_kwargs={"scale": 2.0})
         samples, infos = sampler.obtain_samples(0)
-        assert [info.Seconds for info in infos] == [
+        assert [info.Pushes for info in infos] == [
             2 * int((samples.agent.action[i : i + 5] == 1).sum()) for i in (0, 5)
         ]
         assert all(info.LastObservation.tolist()[1] == 5 for info in infos)
-        assert "Seconds" in repr(infos[0])
+        assert "Pushes" in repr(infos[0])
         assert "_scale" not in repr(infos[0])
 
 
-@pytest.mark.parametrize("traj_info", ["TrajInfo", "LivesTrajInfo"])
+@pytest.mark.parametrize("traj_info", ["TrajInfo", "PushesTrajInfo"])
 def test_the_evaluation_of_one_episode_each(traj_info: str) -> None:
     names = definitions("docs/extending.md")
     cls = names["FirstEpisodeEval"]
@@ -194,7 +194,7 @@ def test_the_classes_of_the_extending_page_keep_the_rules() -> None:
     with pytest.raises(ConformanceError, match="continues=False"):
         check_collector(names["FreshStartCollector"], CountingEnv)
     check_agent(names["TabularAgent"], "FrozenLake-v1")
-    check_traj_info(names["LivesTrajInfo"], CountingEnv, traj_info_kwargs={"scale": 2.0})
+    check_traj_info(names["PushesTrajInfo"], CountingEnv, traj_info_kwargs={"scale": 2.0})
     check_eval_collector(names["FirstEpisodeEval"], CountingEnv)
 
 
