@@ -16,6 +16,9 @@ from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.named import NamedArrays
 from penstock.errors import ConfigError, SamplerStateError
 
+#: The space of observations or actions.
+Space = gym.Space[Any]
+
 _Self = TypeVar("_Self", bound="Agent")
 
 
@@ -47,8 +50,8 @@ class Agent(ABC):
     recurrent = False
     runtime_cls: ClassVar[type[AgentRuntime]] = AgentRuntime  #: what samplers do with the agent
 
-    observation_space: gym.Space[Any]
-    action_space: gym.Space[Any]
+    observation_space: Space
+    action_space: Space
     # The sampler sets these in a copy, before it calls `sample_mode` or `eval_mode`:
     env_ranks: Sequence[int] | None = None  #: column b is the environment `env_ranks[b]` ...
     n_envs: int | None = None  #: ... of this many, on all machines together
@@ -63,9 +66,7 @@ class Agent(ABC):
 
     # ---- setup -----------------------------------------------------------------------------
 
-    def initialize(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
-    ) -> None:
+    def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         """Set the spaces; raise `SpaceError` if the agent does not support them. A sampler calls this once, in the
         main process. `seed` determines the initial parameters that the agent makes."""
         self.observation_space, self.action_space = observation_space, action_space

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
+from penstock.agents.base import Space
 from penstock.errors import SpaceError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class BoxActions:
     Raises `SpaceError` with the name of `agent` for any other space.
     """
 
-    def __init__(self, space: gym.Space[Any], agent: str, *, bounded: bool = False) -> None:
+    def __init__(self, space: Space, agent: str, *, bounded: bool = False) -> None:
         if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
             raise SpaceError(
                 f"{agent} needs a Box action space of a floating-point type, the environment has {space}: "

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 from torch import nn
 
+from penstock.agents.base import Space
 from penstock.agents.distributions import choose
 from penstock.agents.model_outputs import output_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead
@@ -22,7 +22,7 @@ class CategoricalHead(PolicyHead):
 
     outputs = (("logits",),)
 
-    def __init__(self, action_space: gym.Space[Any], agent: str) -> None:
+    def __init__(self, action_space: Space, agent: str) -> None:
         if not isinstance(action_space, spaces.Discrete | spaces.MultiDiscrete):
             raise SpaceError(
                 f"{agent} needs a Discrete or MultiDiscrete action space, the environment has {action_space}: "

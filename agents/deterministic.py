@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
-from penstock.agents.base import AgentStep
+from penstock.agents.base import AgentStep, Space
 from penstock.agents.box_actions import BoxActions
 from penstock.agents.drawing import draw
 from penstock.agents.model_outputs import output_array
 from penstock.agents.noise import ColumnNoise, OrnsteinUhlenbeck
 from penstock.agents.schedules import ColumnSetting, Setting
-from penstock.agents.torch_agent import TorchAgent
+from penstock.agents.torch_agent import ModelSource, TorchAgent
 from penstock.errors import ConfigError
 
 
@@ -42,7 +40,7 @@ class DeterministicPgAgent(TorchAgent):
 
     def __init__(
         self,
-        model: nn.Module | Callable[..., nn.Module],
+        model: ModelSource,
         *,
         sigma: Setting = 0.1,
         noise: Literal["gaussian", "ou"] = "gaussian",
@@ -60,9 +58,7 @@ class DeterministicPgAgent(TorchAgent):
         self._scale: npt.NDArray[np.float64] | None = None
         self._is_eval = self._is_random = False
 
-    def initialize(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
-    ) -> None:
+    def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         self._box = BoxActions(action_space, type(self).__name__, bounded=self.squash)
         super().initialize(observation_space, action_space, seed=seed)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from penstock.agents.base import Space
 from penstock.buffers.named import NamedArrays
 from penstock.errors import SpaceError
 
 
-def draw(space: gym.Space[Any], rng: np.random.Generator, n: int) -> Any:
+def draw(space: Space, rng: np.random.Generator, n: int) -> Any:
     """`n` independent elements of `space`, in the form that is recorded, with leading dimension n.
 
     The distribution is that of Gymnasium's `space.sample()`: uniform between two bounds, shifted exponential with

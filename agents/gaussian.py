@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
+from penstock.agents.base import Space
 from penstock.agents.box_actions import BoxActions
 from penstock.agents.distributions import gaussian_log_prob
 from penstock.agents.model_outputs import output_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead
+from penstock.agents.torch_agent import ModelSource
 from penstock.errors import SpaceError
 
 
@@ -23,9 +24,7 @@ class GaussianHead(PolicyHead):
 
     outputs = (("mean",), ("mean", "log_std"))
 
-    def __init__(
-        self, action_space: gym.Space[Any], agent: str, initial_log_std: float | Sequence[float] | None = 0.0
-    ) -> None:
+    def __init__(self, action_space: Space, agent: str, initial_log_std: float | Sequence[float] | None = 0.0) -> None:
         self._box, self._agent, self._initial_log_std = BoxActions(action_space, agent), agent, initial_log_std
         self._raw_dtype = np.promote_types(self._box.dtype, np.float32)
 
@@ -96,14 +95,10 @@ class GaussianPgAgent(PgAgent):
     """
 
     def __init__(
-        self,
-        model: nn.Module | Callable[..., nn.Module],
-        *,
-        initial_log_std: float | Sequence[float] | None = 0.0,
-        greedy_eval: bool = False,
+        self, model: ModelSource, *, initial_log_std: float | Sequence[float] | None = 0.0, greedy_eval: bool = False
     ) -> None:
         super().__init__(model, greedy_eval=greedy_eval)
         self._initial_log_std = initial_log_std
 
-    def _make_head(self, action_space: gym.Space[Any]) -> PolicyHead:
+    def _make_head(self, action_space: Space) -> PolicyHead:
         return GaussianHead(action_space, type(self).__name__, self._initial_log_std)

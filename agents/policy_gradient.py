@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from penstock.agents.base import AgentStep
+from penstock.agents.base import AgentStep, Space
 from penstock.agents.model_outputs import output_tuple, value_array
 from penstock.agents.noise import ColumnNoise
-from penstock.agents.torch_agent import TorchAgent
+from penstock.agents.torch_agent import ModelSource, TorchAgent
 from penstock.buffers.named import NamedArrays
 
 
@@ -28,7 +27,7 @@ class PolicyHead(ABC):
     outputs: ClassVar[tuple[tuple[str, ...], ...]]
 
     @abstractmethod
-    def __init__(self, action_space: gym.Space[Any], agent: str) -> None: ...
+    def __init__(self, action_space: Space, agent: str) -> None: ...
 
     def prepare_model(self, model: nn.Module) -> None:
         """Add missing parameters to the model. Called once, in the main process."""
@@ -55,20 +54,18 @@ class PgAgent(TorchAgent):
     _head: PolicyHead
     _extra_outputs: ClassVar[tuple[str, ...]] = ("value",)
 
-    def __init__(self, model: nn.Module | Callable[..., nn.Module], *, greedy_eval: bool = False) -> None:
+    def __init__(self, model: ModelSource, *, greedy_eval: bool = False) -> None:
         super().__init__(model)
         self.greedy_eval = greedy_eval
         self._greedy = False
 
-    def initialize(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
-    ) -> None:
+    def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         self._head = self._make_head(action_space)
         self._forms = tuple(form + self._extra_outputs for form in self._head.outputs)
         super().initialize(observation_space, action_space, seed=seed)
         self._head.prepare_model(self.model)
 
-    def _make_head(self, action_space: gym.Space[Any]) -> PolicyHead:
+    def _make_head(self, action_space: Space) -> PolicyHead:
         return self.head_cls(action_space, type(self).__name__)
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:

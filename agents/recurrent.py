@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
-from torch import nn
 
-from penstock.agents.base import AgentStep
+from penstock.agents.base import AgentStep, Space
 from penstock.agents.categorical import CategoricalHead
 from penstock.agents.gaussian import GaussianHead
 from penstock.agents.model_outputs import value_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead
 from penstock.agents.recurrent_state import RecurrentState
+from penstock.agents.torch_agent import ModelSource
 from penstock.errors import ConfigError
 
 _RecordState = Literal["step", "batch"] | None
@@ -40,22 +39,14 @@ class RecurrentPgAgent(PgAgent):
     _extra_outputs = ("value", "new_state")
     _state: RecurrentState
 
-    def __init__(
-        self,
-        model: nn.Module | Callable[..., nn.Module],
-        *,
-        greedy_eval: bool = False,
-        record_state: _RecordState = "step",
-    ) -> None:
+    def __init__(self, model: ModelSource, *, greedy_eval: bool = False, record_state: _RecordState = "step") -> None:
         super().__init__(model, greedy_eval=greedy_eval)
         if record_state not in ("step", "batch", None):
             raise ConfigError(f'record_state must be "step", "batch" or None, got {record_state!r}')
         self.record_state = record_state
         self._has_stepped = np.zeros(0, np.bool_)  # per column, in this batch
 
-    def initialize(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
-    ) -> None:
+    def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         super().initialize(observation_space, action_space, seed=seed)
         parameters = list(inspect.signature(self.model.forward).parameters.values())
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -130,7 +121,7 @@ class RecurrentGaussianPgAgent(RecurrentPgAgent):
 
     def __init__(
         self,
-        model: nn.Module | Callable[..., nn.Module],
+        model: ModelSource,
         *,
         initial_log_std: float | Sequence[float] | None = 0.0,
         greedy_eval: bool = False,
@@ -139,5 +130,5 @@ class RecurrentGaussianPgAgent(RecurrentPgAgent):
         super().__init__(model, greedy_eval=greedy_eval, record_state=record_state)
         self._initial_log_std = initial_log_std
 
-    def _make_head(self, action_space: gym.Space[Any]) -> PolicyHead:
+    def _make_head(self, action_space: Space) -> PolicyHead:
         return GaussianHead(action_space, type(self).__name__, self._initial_log_std)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
@@ -15,7 +14,7 @@ from penstock.agents.shared_parameters import SharedParameters
 from penstock.errors import ConfigError, SpaceError
 
 if TYPE_CHECKING:
-    from penstock.agents.base import Agent
+    from penstock.agents.base import Agent, Space
 
 
 class AgentRuntime:
@@ -30,9 +29,7 @@ class AgentRuntime:
 
     # ---- the learner's agent ---------------------------------------------------------------
 
-    def ensure_initialized(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], seed: int | None
-    ) -> None:
+    def ensure_initialized(self, observation_space: Space, action_space: Space, seed: int | None) -> None:
         """Initialize the agent unless another sampler has done it; raise `SpaceError` if that one has other spaces."""
         agent = self.agent
         if not agent._is_initialized:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
-from penstock.agents.base import AgentStep
+from penstock.agents.base import AgentStep, Space
 from penstock.agents.box_actions import BoxActions
 from penstock.agents.distributions import gaussian_log_prob, tanh_log_slope
 from penstock.agents.model_outputs import output_array, output_tuple
 from penstock.agents.noise import ColumnNoise
-from penstock.agents.torch_agent import TorchAgent
+from penstock.agents.torch_agent import ModelSource, TorchAgent
 from penstock.buffers.named import NamedArrays
 
 _EDGE = 1.0 - 2.0**-53  # the largest float64 below 1, whose arctanh is finite
@@ -37,20 +35,12 @@ class SquashedGaussianAgent(TorchAgent):
     learner. The agent has no `value`: the critics belong to the learner.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | Callable[..., nn.Module],
-        *,
-        greedy_eval: bool = True,
-        warmup_random_itrs: int = 0,
-    ) -> None:
+    def __init__(self, model: ModelSource, *, greedy_eval: bool = True, warmup_random_itrs: int = 0) -> None:
         super().__init__(model)
         self.greedy_eval, self.warmup_random_itrs = greedy_eval, warmup_random_itrs
         self._greedy = self._is_random = False
 
-    def initialize(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
-    ) -> None:
+    def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         self._box = BoxActions(action_space, type(self).__name__, bounded=True)
         self._log_half_range = float(np.log(self._box.half_range).sum())
         self._raw_dtype = np.promote_types(self._box.dtype, np.float32)

@@ -6,17 +6,19 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
-from penstock.agents.base import Agent
+from penstock.agents.base import Agent, Space
 from penstock.agents.device import DeviceLink
 from penstock.agents.torch_runtime import TorchRuntime
 from penstock.buffers.named import map_leaves
 from penstock.errors import ConfigError
+
+#: A model, or a callable that builds one.
+ModelSource = nn.Module | Callable[..., nn.Module]
 
 
 class TorchAgent(Agent):
@@ -37,14 +39,12 @@ class TorchAgent(Agent):
     _link: DeviceLink | None = None  # to the device of the model, if that is not the CPU
     _compiled_model: Callable[..., Any] | None = None
 
-    def __init__(self, model: nn.Module | Callable[..., nn.Module]) -> None:
+    def __init__(self, model: ModelSource) -> None:
         if not (isinstance(model, nn.Module) or callable(model)):
             raise ConfigError(f"model must be an nn.Module or a callable that builds one, got {type(model).__name__}")
         self._model_source = model
 
-    def initialize(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
-    ) -> None:
+    def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         super().initialize(observation_space, action_space, seed=seed)
         self.model = self._build_model(seed)
         parameters = inspect.signature(self.model.forward).parameters
