@@ -24,15 +24,15 @@ class DeterministicPgAgent(TorchAgent):
     """Takes the model's action plus noise, clipped to the bounds of the `Box` action space.
 
     `model(observation)` returns actions `[B, ...]` in the environment's units. With `squash=True` it returns any
-    numbers; the agent takes their tanh and scales it to the bounds. `agent.action_of(output)` does the same to
-    tensors, with gradients, for the learner.
+    numbers; the agent takes their tanh and scales it to the bounds. For the learner, `agent.action_of(output)`
+    computes the same from a tensor, with gradients.
 
     `sigma` is the standard deviation of the noise. Its unit is half the range between the bounds, so that 0.1 means
-    the same for every action space; in a dimension with fewer than two bounds it is 1. `sigma` is one
-    number, or one per environment in the order of env_ranks, or a function of itr that returns either.
+    the same for every action space. In a dimension with fewer than two bounds, the unit is 1. `sigma` is one number,
+    or one per environment in the order of env_ranks, or a function of itr that returns either.
 
     With `noise="ou"` the noise is an Ornstein-Uhlenbeck process (`OrnsteinUhlenbeck`, `ou_theta`, `ou_dt`), which
-    starts at zero in each episode. While itr < `warmup_random_itrs`, actions are random, as of `RandomAgent`.
+    starts at zero in each episode. While itr < `warmup_random_itrs`, actions are random, like those of `RandomAgent`.
     Evaluations have no noise.
 
     The agent records nothing in `agent_info` and has no `value`: the critic belongs to the learner.
@@ -105,7 +105,7 @@ class DeterministicPgAgent(TorchAgent):
         return AgentStep(self._box.clip(action))
 
     def _noise_row(self) -> Any:
-        if self._scale is None:  # used without a sampler
+        if self._scale is None:  # no sampler has called sample_mode
             self.sample_mode(0)
             assert self._scale is not None
         normals, scale = self._noise.next_row(self.selected), self._scale
@@ -115,4 +115,4 @@ class DeterministicPgAgent(TorchAgent):
 
     def action_of(self, output: torch.Tensor) -> torch.Tensor:
         """The action `[..., *shape]` without noise, for an output of the model: a tensor, with gradients."""
-        return self._box.unsquash_torch(output.tanh()) if self.squash else output
+        return self._box.scale_torch(output.tanh()) if self.squash else output

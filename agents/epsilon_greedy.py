@@ -24,7 +24,7 @@ class EpsilonGreedyAgent(TorchAgent):
     `model(observation)` returns q `[B, n]` for a `Discrete(n)` action space. Of equal q, the agent takes the first.
 
     `epsilon` is one number, or one per environment in the order of env_ranks, or a function of itr that returns
-    either, such as `LinearSchedule(1.0, 0.05, n_itrs=200)`. Each worker evaluates the function at the start of a
+    either, such as `LinearSchedule(1.0, 0.05, n_itrs=200)`. Each worker calls the function at the start of a
     batch. With `spread`, environment i of N uses `epsilon ** (1 + spread * i / (N - 1))` (Ape-X: epsilon 0.4,
     spread 7). Evaluations use `eval_epsilon`.
 
@@ -87,5 +87,5 @@ class EpsilonGreedyAgent(TorchAgent):
     def _q(self, *inputs: Any) -> npt.NDArray[Any]:
         q = output_array(self.forward(*inputs), "q", (len(inputs[-1]), int(self.action_space.n)))
         if np.isnan(q).any():  # argmax would choose NaN
-            raise FloatingPointError(f"the model returned q that are not numbers: {q[np.isnan(q).any(axis=1)][0]}")
+            raise FloatingPointError(f"the model returned NaN as q: {q[np.isnan(q).any(axis=1)][0]}")
         return q

@@ -59,7 +59,7 @@ class GaussianHead(PolicyHead):
         exact = mean.astype(np.float64, copy=False)
         raw = exact if noise is None else exact + np.exp(log_std) * noise
         raw = raw.astype(self._raw_dtype, copy=False)
-        # Of the rounded action, which is recorded: the learner computes the same log_prob from it.
+        # Compute it from the rounded action, which is recorded. So the learner gets the same log_prob.
         log_prob = gaussian_log_prob(raw, exact, log_std)
         info = {"raw_action": raw, "mean": mean, "log_std": log_std, "log_prob": log_prob.astype(np.float32)}
         return box.clip(raw), info
@@ -69,7 +69,7 @@ class GaussianHead(PolicyHead):
         if not isinstance(log_std, torch.Tensor):
             raise SpaceError(
                 f"the model returned (mean, value) and has no parameter log_std of shape {self._box.shape}: return "
-                f"(mean, log_std, value), or leave initial_log_std to add one; see {self._agent}"
+                f"(mean, log_std, value), or do not set initial_log_std to None; see {self._agent}"
             )
         return log_std.detach()
 

@@ -18,8 +18,7 @@ from penstock.buffers.named import NamedArrays
 
 
 class PolicyHead(ABC):
-    """The action distribution for one action space. Its attributes never change.
-
+    """The action distribution for one action space. The copies of an agent share it, so it has no changing state.
     The constructor raises `SpaceError` with the name of `agent` for a space that it does not support.
     """
 
@@ -44,10 +43,11 @@ class PolicyHead(ABC):
 
 
 class PgAgent(TorchAgent):
-    """The last output of the model is the value `[B]` or `[B, 1]`; the others describe the action distribution.
+    """Base of policy-gradient agents. The model returns the parameters of the action distribution, then the value
+    `[B]` or `[B, 1]`.
 
-    Subclasses set `head_cls`. Each column has its own random stream. The actions of a column therefore do not depend
-    on the number of columns in a worker, except through the last bit of the model's matrix products.
+    Subclasses set `head_cls`. Each column has its own random stream. So the actions of a column do not depend on the
+    number of columns in a worker, except where rounding in the model decides.
     """
 
     head_cls: ClassVar[type[PolicyHead]]  #: subclasses set this
@@ -93,7 +93,7 @@ class PgAgent(TorchAgent):
         return output_tuple(self.forward(*inputs), self._forms, type(self).__name__)
 
     def _choose(self, outputs: Sequence[Any], value: Any, rows: int, **more: Any) -> tuple[Any, NamedArrays]:
-        """Actions, and agent_info: of the head, the value, and `more`."""
+        """Actions, and agent_info: what the head reports, the value, and `more`."""
         *outputs, value = self.fetched([*outputs, value])
         noise = None if self._greedy else self._noise.next_row(self.selected)
         action, info = self._head.act(self.model, outputs, rows, noise)

@@ -26,13 +26,14 @@ class RecurrentPgAgent(PgAgent):
 
     `model(observation, prev_action, prev_reward, state)` gets one step of B columns. It returns the outputs of the
     corresponding agent without recurrence, followed by the new state. Every tensor of the state has the leading
-    dimension B. `nn.LSTMCell` needs no change; `nn.LSTM` has h and c `[layers, B, hidden]`, so keep
-    `[B, layers, hidden]` and transpose in the module. `RecurrentState` explains the initial state. At the first step
-    of an episode the state is the initial one, and `prev_action` and `prev_reward` are zero.
+    dimension B. The state of `nn.LSTMCell` has this form. The state of `nn.LSTM` is `[layers, B, hidden]`: swap the
+    first two dimensions in the module. `RecurrentState` explains the initial state. At the first step of an episode
+    the state is the initial one, and `prev_action` and `prev_reward` are zero.
 
     `record_state="step"` records the state before each step as `agent_info.prev_rnn_state` `[T, B, ...]`: an array,
     or `NamedArrays` if the state has several tensors. `"batch"` records the state before the batch's first step in
-    row 0, and zeros in the other rows, for learners that run the model through the whole batch. None records nothing.
+    row 0, and zeros in the other rows, for learners that start the model at the batch's first step. None records
+    nothing.
     """
 
     recurrent = True
@@ -44,7 +45,7 @@ class RecurrentPgAgent(PgAgent):
         if record_state not in ("step", "batch", None):
             raise ConfigError(f'record_state must be "step", "batch" or None, got {record_state!r}')
         self.record_state = record_state
-        self._has_stepped = np.zeros(0, np.bool_)  # per column, in this batch
+        self._has_stepped = np.zeros(0, np.bool_)  # per column: whether it has stepped in this batch
 
     def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         super().initialize(observation_space, action_space, seed=seed)

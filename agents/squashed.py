@@ -23,16 +23,15 @@ _EDGE = 1.0 - 2.0**-53  # the largest float64 below 1, whose arctanh is finite
 class SquashedGaussianAgent(TorchAgent):
     """Samples from independent normal distributions, takes the tanh and scales it to the bounds of the `Box`.
 
-    `model(observation)` returns `(mean, log_std)`, both `[B, ...]` in the shape of the actions, before the tanh. The
-    agent does not limit log_std: do this in the model, which the learner uses too. Every dimension of the action
-    space must be bounded.
+    `model(observation)` returns `(mean, log_std)`, both `[B, ...]` in the shape of the actions, before the tanh.
+    Limit log_std in the model: the agent does not. Every dimension of the action space must be bounded.
 
     Recorded in `agent_info`: `raw_action`, `mean` and `log_std` `[T, B, ...]` before the tanh, and `log_prob`
     `[T, B]` of the action in the environment's units, corrected for tanh and scale. While itr < `warmup_random_itrs`,
     actions come from the uniform distribution between the bounds, and `log_prob` is its density.
 
-    `greedy_eval` takes the mean in evaluations. `agent.action_of(raw)` squashes tensors, with gradients, for the
-    learner. The agent has no `value`: the critics belong to the learner.
+    `greedy_eval` takes the mean in evaluations. For the learner, `agent.action_of(raw)` computes actions from
+    tensors, with gradients. The agent has no `value`: the critics belong to the learner.
     """
 
     def __init__(self, model: ModelSource, *, greedy_eval: bool = True, warmup_random_itrs: int = 0) -> None:
@@ -89,8 +88,8 @@ class SquashedGaussianAgent(TorchAgent):
             log_std=log_std,
             log_prob=(log_prob - self._log_half_range).astype(np.float32),
         )
-        return AgentStep(self._box.unsquash(np.tanh(raw)), info)
+        return AgentStep(self._box.scale(np.tanh(raw)), info)
 
     def action_of(self, raw: torch.Tensor) -> torch.Tensor:
         """The action `[..., *shape]` for values before the tanh: a tensor, with gradients."""
-        return self._box.unsquash_torch(raw.tanh())
+        return self._box.scale_torch(raw.tanh())
