@@ -32,7 +32,7 @@ class DeterministicPgAgent(TorchAgent):
     or one per environment in the order of env_ranks, or a function of itr that returns either.
 
     With `noise="ou"` the noise is an Ornstein-Uhlenbeck process (`OrnsteinUhlenbeck`, `ou_theta`, `ou_dt`), which
-    starts at zero in each episode. While itr < `warmup_random_itrs`, actions are random, like those of `RandomAgent`.
+    starts at zero in each episode. While itr < `warmup_random_itrs`, actions are random, as with `RandomAgent`.
     Evaluations have no noise.
 
     The agent records nothing in `agent_info` and has no `value`: the critic belongs to the learner.

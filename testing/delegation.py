@@ -1,4 +1,4 @@
-"""An agent that passes every call to another agent. Tools that observe or disturb an agent are built on it."""
+"""An agent that passes every call to another agent: the base of agents that log calls or inject faults."""
 
 from __future__ import annotations
 
