@@ -1,4 +1,4 @@
-"""Central inference, in four measurements. Contestants take turns in one run; ratios are taken turn by turn.
+"""Central inference, in four measurements. Contestants take turns in one run. A ratio is computed for each turn.
 
     python benchmarks/central.py vector uneven alternating sync
 
@@ -6,7 +6,8 @@
 differ in the processes that step the environments.
 `uneven`: environments that sleep for 1 ms in a step, and sometimes for 10 ms.
 `alternating`: a policy that takes as long as the environments, on another CPU than theirs.
-`sync`: the time of a step of environments that do nothing, beside two processes that wake each other by semaphores.
+`sync`: the time of a step of environments that do nothing. For comparison: two processes that wake each other by
+semaphores.
 """
 
 from __future__ import annotations

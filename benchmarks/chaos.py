@@ -3,7 +3,7 @@
     python benchmarks/chaos.py --seconds 600
 
 Signals arrive as a Poisson process, two seconds apart on average. Random samplers run one after another: all start
-methods, raise and restart, both ways to hand over trajectories. Three things must never happen: a wait without end, an
+methods, raise and restart, both ways to send trajectories. Three things must never happen: a wait without end, an
 error that does not name the killed worker, a wrong cell in a batch. The environments count their steps, so that every
 cell can be checked. At the first violation, the program prints one line and exits with code 1.
 """

@@ -11,7 +11,8 @@ Each version runs in a separate process, which has the folder first in PYTHONPAT
 case. The two take short turns, in alternating order. A turn of sampling is whole batches for `--seconds`, and its
 figures are wall-clock time and the CPU time of all processes together. A turn of a start-up case is one start.
 
-The table shows how fast NEW is where OLD is 1, turn by turn: above 1 NEW is faster. OLD OLD shows the noise.
+The table shows the speed of NEW divided by the speed of OLD in the same turn: above 1, NEW is faster. To see the noise,
+compare OLD with OLD.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What each compiled function saves, in microseconds of CPU time per environment step.
 
-One SerialSampler collects batches in this process, in turns of a few milliseconds. One function at a time is replaced
-by its Python way. Each such turn is compared with one just before or after it in which everything is compiled.
-"nothing" replaces nothing: it shows the noise. "everything" replaces all functions, as on a machine without a C
+One SerialSampler collects batches in this process, in turns of a few milliseconds. In a turn, one function is replaced
+by its Python version. The turn just before or after it, in which all functions are compiled, is compared with it.
+"nothing" replaces no function: it shows the noise. "everything" replaces all functions, as on a machine without a C
 compiler.
 
     python benchmarks/native.py --json native.json

@@ -7,8 +7,8 @@ With the MLP, the ceiling acts with penstock's own agent, which is faster than `
 same loop with `torch.distributions`, as training scripts have it. `SerialSampler` is compared with the bare loop in one
 process.
 
-A batch is complete when its slowest worker is, but bare processes do not wait for each other. On a shared host one CPU
-may be much slower than the next for a while. Therefore the table also has the ceiling in step: the slowest bare
+A batch waits for its slowest worker, but bare processes do not wait for each other. On a shared host one CPU may be
+much slower than another for a while. Therefore the table also has the ceiling in step: the speed of the slowest bare
 process, times the number of processes. On a quiet machine both ceilings agree.
 
     python benchmarks/throughput.py --json throughput.json
