@@ -64,7 +64,7 @@ class SleepingEnv(gym.Env[Any, Any]):
 
 
 def be_busy(seconds: float) -> None:
-    """Use the CPU for so many seconds."""
+    """Use the CPU for `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         pass
@@ -79,7 +79,7 @@ class BusyEnv(SleepingEnv):
 
 
 class BusyAgent(RandomAgent):
-    """A step uses a CPU for so many seconds for each environment."""
+    """A step uses a CPU for `seconds` for each environment."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -285,7 +285,7 @@ def sync(repeats: int, seconds: float, batch_T: int = 512) -> Figures:
 
 
 MEASUREMENTS = {"vector": vector, "uneven": uneven, "alternating": alternating, "sync": sync}
-#: The contestant that the others are divided by, in measurements of steps per second.
+#: In measurements of steps per second: ratios are to the figures of this contestant.
 YARDSTICKS = {"vector": "GpuSampler", "uneven": "lock-step", "alternating": "GpuSampler"}
 
 

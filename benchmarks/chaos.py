@@ -58,7 +58,7 @@ while True:
 
 
 class OwnTrajInfo(TrajInfo):
-    """Takes the pipe instead of the ring."""
+    """Its trajectories go through a pipe. Those of `TrajInfo` itself go through shared memory."""
 
 
 class Killer:
@@ -73,13 +73,13 @@ class Killer:
         self.victims: dict[int, tuple[float, str]] = {}
 
     def aim(self, pids: list[int]) -> None:
-        """Name the present workers."""
+        """Send the pids of the present workers."""
         assert self._process.stdin is not None
         self._process.stdin.write((" ".join(map(str, pids)) + "\n").encode())
         self._process.stdin.flush()
 
     def read(self) -> None:
-        """Read the signals that it has sent."""
+        """Read which signals the process has sent."""
         assert self._process.stdout is not None
         for line in self._process.stdout.read().splitlines() if self._has_more() else ():
             when, pid, sig = line.split()
@@ -98,7 +98,7 @@ class Killer:
 
 
 class Violation(AssertionError):
-    """A thing that must never happen."""
+    """Something happened that must never happen."""
 
 
 def demand(condition: Any, violation: str) -> None:

@@ -105,7 +105,7 @@ class Contestant:
 
 
 def make_pairs(env_fn: Callable[[], Any], n_envs: int) -> dict[str, tuple[Contestant, Contestant]]:
-    """By check: a contestant with the check, and one without."""
+    """For each check, by name: a contestant with the check, and one without."""
 
     def contestant(methods: dict[str, Any] | None = None, write: Any = write_action, **options: bool) -> Contestant:
         return Contestant(env_fn, n_envs, {"step": step_without(), **(methods or {})}, write, Checks(**options))

@@ -62,7 +62,7 @@ BY_HAND = "ceiling, by hand"
 
 
 def _bare_process(pipe: Any, n_envs: int, cpu: int | None, setting: Setting, by_hand: bool) -> None:
-    """For each number of seconds from the pipe: step `n_envs` environments so long, and send the steps per second."""
+    """For each number that the pipe sends, step `n_envs` environments for as many seconds. Reply with steps/s."""
     if cpu is not None:
         pin([cpu])
     limit_threads(1)
@@ -113,7 +113,7 @@ def _bare_loop(envs: Sequence[gym.Env[Any, Any]], act: Act, observation: Any, se
 
 
 def _bare_loop_random(envs: Sequence[gym.Env[Any, Any]], act: Act, observation: Any, seconds: float) -> int:
-    """For a policy that ignores observations."""
+    """The bare loop for a policy that ignores observations."""
     steps = [env.step for env in envs]
     rows, end = 0, time.monotonic() + seconds
     while time.monotonic() < end:
