@@ -1,4 +1,4 @@
-"""Action selection. Agents with a torch model are imported on first use, so that other users do not import torch."""
+"""Action selection. Agents with a torch model are imported on first use, since the import of torch takes seconds."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -16,6 +16,9 @@ from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.named import NamedArrays
 from penstock.errors import ConfigError, SamplerStateError
 
+#: The space of observations or actions.
+Space = gym.Space[Any]
+
 _Self = TypeVar("_Self", bound="Agent")
 
 
@@ -30,44 +33,42 @@ class Agent(ABC):
     """Chooses actions for a batch of environments. Column b of the batch is one environment.
 
     Subclasses override `step`, and `value` if they can estimate values. Inputs are numpy arrays (`NamedArrays` for
-    Dict and Tuple spaces) with leading dimension `[B]`. Outputs may be numpy arrays or CPU tensors. Copy an input to
-    remember it: samplers write into the same memory again.
+    Dict and Tuple spaces) with leading dimension `[B]`. Outputs may be numpy arrays or CPU tensors. Copy the inputs
+    that you keep: the next step overwrites their memory.
 
     An agent with parameters also overrides `read_parameters` and `write_parameters`. An agent that draws random
     numbers overrides `seed_columns` and `reseed_columns`. An agent with state per column overrides `reset` and
-    `reset_one`. Central samplers also call `select`.
+    `reset_one`. Samplers with central inference (`GpuSampler`, `AlternatingSampler`) also call `select`.
 
-    The user's object belongs to the learner. Workers act with copies of it: one copy samples, another evaluates. Each
-    has its own state per column, so that evaluation does not change training. A copy acts with the parameters of the
-    last `sync_shared_memory`. Samplers make and use these copies through `runtime`.
+    The object that you make is the learner's agent. Workers act with copies of it: one copy samples, another
+    evaluates. Each has its own state per column, so that evaluation does not change training. A copy acts with the
+    parameters of the last `sync_shared_memory`. Samplers make and use these copies through `runtime`.
     """
 
-    #: True if actions depend on earlier inputs. Collectors then call `value` for all columns at once, while their
-    #: state is that of the time step. Otherwise they call it once a batch, for any number of rows.
+    #: True if actions depend on earlier inputs. Collectors then call `value` where an episode is truncated, for all
+    #: columns. Otherwise they compute these values at the end of the batch, in one call with any number of rows.
     recurrent = False
     runtime_cls: ClassVar[type[AgentRuntime]] = AgentRuntime  #: what samplers do with the agent
 
-    observation_space: gym.Space[Any]
-    action_space: gym.Space[Any]
+    observation_space: Space
+    action_space: Space
     # The sampler sets these in a copy, before it calls `sample_mode` or `eval_mode`:
-    env_ranks: Sequence[int] | None = None  #: column b is the environment `env_ranks[b]` ...
-    n_envs: int | None = None  #: ... of this many, on all machines together
-    #: The columns that `step` and `value` get rows for; None: all columns. See `select`.
+    env_ranks: Sequence[int] | None = None  #: the env_rank of each column
+    n_envs: int | None = None  #: the number of environments on all machines
+    #: The columns for which `step` and `value` get rows; None for all columns. See `select`.
     selected: npt.NDArray[np.intp] | None = None
 
     # State of the runtime.
     _is_initialized = False
-    _subscribers: tuple[SharedParameters, ...] | None = None  # of the learner's agent: one per sampler
-    _source: SharedParameters | None = None  # of a worker's copy: where its parameters come from ...
-    _version = 0  # ... and the version that it has
+    _subscribers: tuple[SharedParameters, ...] | None = None  # in the learner's agent: one per sampler
+    _source: SharedParameters | None = None  # in a worker's copy: where it reads parameters
+    _version = 0  # in a worker's copy: the version that it has read
 
     # ---- setup -----------------------------------------------------------------------------
 
-    def initialize(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
-    ) -> None:
+    def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         """Set the spaces; raise `SpaceError` if the agent does not support them. A sampler calls this once, in the
-        main process. `seed` determines the initial parameters that the agent makes."""
+        main process. The agent makes its initial parameters from `seed`."""
         self.observation_space, self.action_space = observation_space, action_space
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
@@ -81,7 +82,8 @@ class Agent(ABC):
         """Reset the state of every column."""
 
     def reset_one(self, column: int) -> None:
-        """Reset the state of one column: its episode has ended. Counts all columns, whatever is selected."""
+        """Reset the state of one column: its episode has ended. `column` is an index among all columns, also while
+        some are selected."""
 
     # ---- acting ----------------------------------------------------------------------------
 
@@ -99,8 +101,8 @@ class Agent(ABC):
     def select(self, columns: npt.NDArray[np.intp] | None) -> None:
         """From now on, `step` and `value` get rows for these columns only (None: for all columns).
 
-        Central samplers call this between steps, to serve environments as they become ready. An agent with state
-        per column uses the state of the columns in `self.selected`.
+        Samplers with central inference call this between steps, to serve environments as they become ready. An agent
+        with state per column uses the state of the columns in `self.selected`.
         """
         self.selected = columns
 
@@ -147,19 +149,18 @@ class Agent(ABC):
     # ---- copies ----------------------------------------------------------------------------
 
     def copy_for_worker(self: _Self) -> _Self:
-        """A copy for a worker, or for the process that acts for all environments.
+        """A copy for a worker, or for the inference server.
 
-        Override this if `write_parameters` writes into existing arrays: call the base method, and give the copy
-        arrays that the learner does not share.
+        Override this if `write_parameters` writes into existing arrays: call the base method, and give the copy its
+        own arrays.
         """
         return copy.copy(self)
 
     @property
     def runtime(self) -> AgentRuntime:
-        """What samplers do with this agent. Each access makes a new object, which refers to the agent and keeps all
-        state there."""
+        """What samplers do with this agent. Each access makes a new object. All state is in the agent."""
         return self.runtime_cls(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle of an agent belongs to no sampler, so that `copy.deepcopy` makes a target network."""
+        """A copy belongs to no sampler. So `copy.deepcopy(agent)` can serve as a target network."""
         return {**vars(self), "_subscribers": None, "_source": None}

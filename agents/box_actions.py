@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
+from penstock.agents.base import Space
 from penstock.errors import SpaceError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class BoxActions:
     Raises `SpaceError` with the name of `agent` for any other space.
     """
 
-    def __init__(self, space: gym.Space[Any], agent: str, *, bounded: bool = False) -> None:
+    def __init__(self, space: Space, agent: str, *, bounded: bool = False) -> None:
         if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
             raise SpaceError(
                 f"{agent} needs a Box action space of a floating-point type, the environment has {space}: "
@@ -50,11 +50,11 @@ class BoxActions:
         # Not np.clip, which takes three times as long on a row of a few columns.
         return np.minimum(np.maximum(cast, self.low), self.high) if self._clips else cast
 
-    def unsquash(self, tanh: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def scale(self, fraction: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Scale from [-1, 1] to the bounds, in the dtype of the space."""
-        return self.clip(self.center + self.half_range * tanh)
+        return self.clip(self.center + self.half_range * fraction)
 
-    def unsquash_torch(self, tanh: torch.Tensor) -> torch.Tensor:
-        """As `unsquash`, for a tensor: in its dtype, with gradients, not clipped."""
-        center, half_range = tanh.new_tensor(self.center), tanh.new_tensor(self.half_range)
-        return center + half_range * tanh
+    def scale_torch(self, fraction: torch.Tensor) -> torch.Tensor:
+        """As `scale`, for a tensor: in its dtype, with gradients, not clipped."""
+        center, half_range = fraction.new_tensor(self.center), fraction.new_tensor(self.half_range)
+        return center + half_range * fraction

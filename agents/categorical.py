@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 from torch import nn
 
+from penstock.agents.base import Space
 from penstock.agents.distributions import choose
 from penstock.agents.model_outputs import output_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead
@@ -22,7 +22,7 @@ class CategoricalHead(PolicyHead):
 
     outputs = (("logits",),)
 
-    def __init__(self, action_space: gym.Space[Any], agent: str) -> None:
+    def __init__(self, action_space: Space, agent: str) -> None:
         if not isinstance(action_space, spaces.Discrete | spaces.MultiDiscrete):
             raise SpaceError(
                 f"{agent} needs a Discrete or MultiDiscrete action space, the environment has {action_space}: "
@@ -36,7 +36,7 @@ class CategoricalHead(PolicyHead):
         self._n_components, self._n_logits, self._widest = len(sizes), int(sizes.sum()), int(sizes.max())
         # Pad components of different sizes, so that one table holds the logits of all of them.
         is_even = bool((sizes == self._widest).all())
-        self._filled = None if is_even else (np.arange(self._widest) < sizes[:, None]).ravel()
+        self._has_logit = None if is_even else (np.arange(self._widest) < sizes[:, None]).ravel()
 
     def draw(self, rng: np.random.Generator, n: int) -> npt.NDArray[Any]:
         return rng.random((n, self._n_components) if self._is_multi else n)
@@ -45,9 +45,9 @@ class CategoricalHead(PolicyHead):
         self, model: nn.Module, outputs: Sequence[Any], rows: int, noise: npt.NDArray[Any] | None
     ) -> tuple[npt.NDArray[Any], dict[str, Any]]:
         logits = output_array(outputs[0], "logits", (rows, self._n_logits))
-        if self._filled is not None:
-            padded = np.full((rows, self._filled.size), -np.inf, logits.dtype)
-            padded[:, self._filled] = logits
+        if self._has_logit is not None:
+            padded = np.full((rows, self._has_logit.size), -np.inf, logits.dtype)
+            padded[:, self._has_logit] = logits
             logits = padded
         if self._is_multi:
             logits = logits.reshape(-1, self._widest)
@@ -71,8 +71,8 @@ class CategoricalPgAgent(PgAgent):
     Recorded in `agent_info`: `log_prob` and `value`, float32 `[T, B]`.
 
     `greedy_eval=True` takes the most probable action in evaluations. Each column has its own random stream, with one
-    uniform number per step and component. The actions of a column therefore do not depend on the number of columns
-    in a worker, except through the last bit of the model's matrix products.
+    uniform number per step and component. So the actions of a column do not depend on the number of columns in a
+    worker, except where rounding in the model decides.
     """
 
     head_cls = CategoricalHead

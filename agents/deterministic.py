@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
-from penstock.agents.base import AgentStep
+from penstock.agents.base import AgentStep, Space
 from penstock.agents.box_actions import BoxActions
 from penstock.agents.drawing import draw
 from penstock.agents.model_outputs import output_array
 from penstock.agents.noise import ColumnNoise, OrnsteinUhlenbeck
 from penstock.agents.schedules import ColumnSetting, Setting
-from penstock.agents.torch_agent import TorchAgent
+from penstock.agents.torch_agent import ModelSource, TorchAgent
 from penstock.errors import ConfigError
 
 
@@ -26,15 +24,15 @@ class DeterministicPgAgent(TorchAgent):
     """Takes the model's action plus noise, clipped to the bounds of the `Box` action space.
 
     `model(observation)` returns actions `[B, ...]` in the environment's units. With `squash=True` it returns any
-    numbers; the agent takes their tanh and scales it to the bounds. `agent.action_of(output)` does the same to
-    tensors, with gradients, for the learner.
+    numbers; the agent takes their tanh and scales it to the bounds. For the learner, `agent.action_of(output)`
+    computes the same from a tensor, with gradients.
 
     `sigma` is the standard deviation of the noise. Its unit is half the range between the bounds, so that 0.1 means
-    the same for every action space; in a dimension with fewer than two bounds it is 1. `sigma` is one
-    number, or one per environment in the order of env_ranks, or a function of itr that returns either.
+    the same for every action space. In a dimension with fewer than two bounds, the unit is 1. `sigma` is one number,
+    or one per environment in the order of env_ranks, or a function of itr that returns either.
 
     With `noise="ou"` the noise is an Ornstein-Uhlenbeck process (`OrnsteinUhlenbeck`, `ou_theta`, `ou_dt`), which
-    starts at zero in each episode. While itr < `warmup_random_itrs`, actions are random, as of `RandomAgent`.
+    starts at zero in each episode. While itr < `warmup_random_itrs`, actions are random, as with `RandomAgent`.
     Evaluations have no noise.
 
     The agent records nothing in `agent_info` and has no `value`: the critic belongs to the learner.
@@ -42,7 +40,7 @@ class DeterministicPgAgent(TorchAgent):
 
     def __init__(
         self,
-        model: nn.Module | Callable[..., nn.Module],
+        model: ModelSource,
         *,
         sigma: Setting = 0.1,
         noise: Literal["gaussian", "ou"] = "gaussian",
@@ -60,9 +58,7 @@ class DeterministicPgAgent(TorchAgent):
         self._scale: npt.NDArray[np.float64] | None = None
         self._is_eval = self._is_random = False
 
-    def initialize(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
-    ) -> None:
+    def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         self._box = BoxActions(action_space, type(self).__name__, bounded=self.squash)
         super().initialize(observation_space, action_space, seed=seed)
 
@@ -109,7 +105,7 @@ class DeterministicPgAgent(TorchAgent):
         return AgentStep(self._box.clip(action))
 
     def _noise_row(self) -> Any:
-        if self._scale is None:  # used without a sampler
+        if self._scale is None:  # no sampler has called sample_mode
             self.sample_mode(0)
             assert self._scale is not None
         normals, scale = self._noise.next_row(self.selected), self._scale
@@ -119,4 +115,4 @@ class DeterministicPgAgent(TorchAgent):
 
     def action_of(self, output: torch.Tensor) -> torch.Tensor:
         """The action `[..., *shape]` without noise, for an output of the model: a tensor, with gradients."""
-        return self._box.unsquash_torch(output.tanh()) if self.squash else output
+        return self._box.scale_torch(output.tanh()) if self.squash else output

@@ -17,8 +17,8 @@ _log = logging.getLogger("penstock")
 class DeviceLink:
     """Moves the inputs of a model to its device, and its outputs back.
 
-    On CUDA, copies in both directions are asynchronous, which requires page-locked host memory. Inputs in other
-    memory (see `page_locked`) go through a page-locked buffer of torch, which torch reuses after the copy.
+    On CUDA, copies in both directions are asynchronous. This requires page-locked host memory. Inputs in other memory
+    are first copied to a page-locked buffer of torch.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +61,8 @@ class DeviceLink:
             error = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
             if error:
                 _log.info("CUDA error %d: %d bytes of shared memory are not page-locked", error, memory.nbytes)
-                self._clear_last_error()
+                with suppress(RuntimeError):  # CUDA keeps the error, and torch would raise it later
+                    torch.zeros(1, device=self.device)
         try:
             yield
         finally:
@@ -70,8 +71,3 @@ class DeviceLink:
                 with suppress(RuntimeError), torch.cuda.device(self.device):
                     torch.cuda.current_stream().synchronize()
                 cudart.cudaHostUnregister(address)
-
-    def _clear_last_error(self) -> None:
-        """CUDA keeps the last error, and torch would raise it in its next call."""
-        with suppress(RuntimeError):
-            torch.zeros(1, device=self.device)

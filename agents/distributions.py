@@ -1,5 +1,4 @@
-"""The arithmetic of action distributions, in numpy: on a row of a few columns, a torch operator takes two to three
-times as long."""
+"""The arithmetic of action distributions, in numpy. For a few columns, torch takes two to three times as long."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ def choose(logits: _Array, uniform: _Array | None) -> tuple[npt.NDArray[np.int64
     """One index per row of `logits` `[N, n]`, and its log-probability; both `[N]`.
 
     With `uniform` `[N]` in [0, 1), draw from the softmax by inversion; with None, take the largest. An index with
-    logit -inf is never drawn. Raises `FloatingPointError` for NaN, +inf, or a row of nothing except -inf.
+    logit -inf is never drawn. Raises `FloatingPointError` for NaN, +inf, or for a row with only -inf.
     """
     largest = logits.max(axis=1, keepdims=True)
     if not np.isfinite(largest).all():

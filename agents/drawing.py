@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from penstock.agents.base import Space
 from penstock.buffers.named import NamedArrays
 from penstock.errors import SpaceError
 
 
-def draw(space: gym.Space[Any], rng: np.random.Generator, n: int) -> Any:
-    """`n` independent elements of `space`, in the form that is recorded, with leading dimension n.
+def draw(space: Space, rng: np.random.Generator, n: int) -> Any:
+    """`n` independent elements of `space`, as actions are recorded, with leading dimension n.
 
     The distribution is that of Gymnasium's `space.sample()`: uniform between two bounds, shifted exponential with
     one bound, normal with none. Raises `SpaceError` for an unsupported space.
@@ -52,8 +52,8 @@ def _draw_box(space: spaces.Box, rng: np.random.Generator, n: int) -> Any:
         np.where(mask, bound, 0).astype(np.float64) for mask, bound in zip((below, above), _bounds(space), strict=True)
     )
     if integral:
-        high = np.where(above, high + 1, high)  # values are floored below, and may equal the bound
-    # Draw every kind for every element: the stream then advances equally for all bounds, and one `select` suffices.
+        high = np.where(above, high + 1, high)  # values are rounded down below, so that the bound itself can be drawn
+    # Draw from all distributions for every element. So the random stream advances by the same amount for all bounds.
     values = np.select(
         [below & above, below, above],
         [low + rng.random(shape) * (high - low), low + rng.exponential(size=shape), high - rng.exponential(size=shape)],

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
-from torch import nn
 
-from penstock.agents.base import AgentStep
+from penstock.agents.base import AgentStep, Space
 from penstock.agents.model_outputs import output_array
 from penstock.agents.noise import ColumnNoise
 from penstock.agents.schedules import ColumnSetting, Setting
-from penstock.agents.torch_agent import TorchAgent
+from penstock.agents.torch_agent import ModelSource, TorchAgent
 from penstock.buffers.named import NamedArrays
 from penstock.errors import SpaceError
 
@@ -26,7 +24,7 @@ class EpsilonGreedyAgent(TorchAgent):
     `model(observation)` returns q `[B, n]` for a `Discrete(n)` action space. Of equal q, the agent takes the first.
 
     `epsilon` is one number, or one per environment in the order of env_ranks, or a function of itr that returns
-    either, such as `LinearSchedule(1.0, 0.05, n_itrs=200)`. Each worker evaluates the function at the start of a
+    either, such as `LinearSchedule(1.0, 0.05, n_itrs=200)`. Each worker calls the function at the start of a
     batch. With `spread`, environment i of N uses `epsilon ** (1 + spread * i / (N - 1))` (Ape-X: epsilon 0.4,
     spread 7). Evaluations use `eval_epsilon`.
 
@@ -37,21 +35,14 @@ class EpsilonGreedyAgent(TorchAgent):
     action_space: spaces.Discrete
 
     def __init__(
-        self,
-        model: nn.Module | Callable[..., nn.Module],
-        *,
-        epsilon: Setting = 0.1,
-        spread: float | None = None,
-        eval_epsilon: float = 0.0,
+        self, model: ModelSource, *, epsilon: Setting = 0.1, spread: float | None = None, eval_epsilon: float = 0.0
     ) -> None:
         super().__init__(model)
         self._epsilon_setting = ColumnSetting("epsilon", epsilon, highest=1.0, spread=spread)
         self._eval_setting = ColumnSetting("eval_epsilon", float(eval_epsilon), highest=1.0)
         self._epsilon: npt.NDArray[np.float64] | None = None
 
-    def initialize(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
-    ) -> None:
+    def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         if not isinstance(action_space, spaces.Discrete):
             raise SpaceError(
                 f"EpsilonGreedyAgent needs a Discrete action space, the environment has {action_space}: "
@@ -96,5 +87,5 @@ class EpsilonGreedyAgent(TorchAgent):
     def _q(self, *inputs: Any) -> npt.NDArray[Any]:
         q = output_array(self.forward(*inputs), "q", (len(inputs[-1]), int(self.action_space.n)))
         if np.isnan(q).any():  # argmax would choose NaN
-            raise FloatingPointError(f"the model returned q that are not numbers: {q[np.isnan(q).any(axis=1)][0]}")
+            raise FloatingPointError(f"the model returned NaN as q: {q[np.isnan(q).any(axis=1)][0]}")
         return q

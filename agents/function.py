@@ -20,12 +20,12 @@ class FunctionAgent(Agent):
 
     `observation` is an array `[B, ...]`, or `NamedArrays` for Dict and Tuple spaces. `fn` returns actions `[B, ...]`:
     an array, or a dict or tuple of arrays for Dict and Tuple action spaces. If `fn` has a parameter named `rngs`, the
-    agent calls `fn(observation, rngs=rngs)`, with one random generator per column. Numbers that column b draws from
-    `rngs[b]` do not depend on the number of workers.
+    agent calls `fn(observation, rngs=rngs)`, with one random generator per column. Draw the numbers for column b from
+    `rngs[b]`: then they do not depend on the number of workers.
 
     `fn` may also return `(action, agent_info)`, where agent_info is a dict of arrays `[B, ...]` to record. For a
-    Tuple action space, return `AgentStep(action, agent_info)` instead, which is unambiguous. Workers get `fn` by
-    cloudpickle, so lambdas and closures are allowed.
+    Tuple action space, return `AgentStep(action, agent_info)` instead, because a tuple could be the action. Workers
+    get `fn` by cloudpickle, so lambdas and closures are allowed.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
+from penstock.agents.base import Space
 from penstock.agents.box_actions import BoxActions
 from penstock.agents.distributions import gaussian_log_prob
 from penstock.agents.model_outputs import output_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead
+from penstock.agents.torch_agent import ModelSource
 from penstock.errors import SpaceError
 
 
@@ -23,9 +24,7 @@ class GaussianHead(PolicyHead):
 
     outputs = (("mean",), ("mean", "log_std"))
 
-    def __init__(
-        self, action_space: gym.Space[Any], agent: str, initial_log_std: float | Sequence[float] | None = 0.0
-    ) -> None:
+    def __init__(self, action_space: Space, agent: str, initial_log_std: float | Sequence[float] | None = 0.0) -> None:
         self._box, self._agent, self._initial_log_std = BoxActions(action_space, agent), agent, initial_log_std
         self._raw_dtype = np.promote_types(self._box.dtype, np.float32)
 
@@ -60,7 +59,7 @@ class GaussianHead(PolicyHead):
         exact = mean.astype(np.float64, copy=False)
         raw = exact if noise is None else exact + np.exp(log_std) * noise
         raw = raw.astype(self._raw_dtype, copy=False)
-        # Of the rounded action, which is recorded: the learner computes the same log_prob from it.
+        # Compute it from the rounded action, which is recorded. So the learner gets the same log_prob.
         log_prob = gaussian_log_prob(raw, exact, log_std)
         info = {"raw_action": raw, "mean": mean, "log_std": log_std, "log_prob": log_prob.astype(np.float32)}
         return box.clip(raw), info
@@ -70,7 +69,7 @@ class GaussianHead(PolicyHead):
         if not isinstance(log_std, torch.Tensor):
             raise SpaceError(
                 f"the model returned (mean, value) and has no parameter log_std of shape {self._box.shape}: return "
-                f"(mean, log_std, value), or leave initial_log_std to add one; see {self._agent}"
+                f"(mean, log_std, value), or do not set initial_log_std to None; see {self._agent}"
             )
         return log_std.detach()
 
@@ -96,14 +95,10 @@ class GaussianPgAgent(PgAgent):
     """
 
     def __init__(
-        self,
-        model: nn.Module | Callable[..., nn.Module],
-        *,
-        initial_log_std: float | Sequence[float] | None = 0.0,
-        greedy_eval: bool = False,
+        self, model: ModelSource, *, initial_log_std: float | Sequence[float] | None = 0.0, greedy_eval: bool = False
     ) -> None:
         super().__init__(model, greedy_eval=greedy_eval)
         self._initial_log_std = initial_log_std
 
-    def _make_head(self, action_space: gym.Space[Any]) -> PolicyHead:
+    def _make_head(self, action_space: Space) -> PolicyHead:
         return GaussianHead(action_space, type(self).__name__, self._initial_log_std)

@@ -11,11 +11,11 @@ import torch
 
 from penstock.errors import SpaceError
 
-_NUMPY_HAS = (torch.float32, torch.float64)
+_FLOATS_OF_NUMPY = (torch.float32, torch.float64)
 
 
 def output_tuple(output: Any, forms: Sequence[tuple[str, ...]], agent: str) -> tuple[Any, ...]:
-    """`output`, which must be a tuple with as many parts as one of `forms` has names; else raise `SpaceError`."""
+    """Return `output`. Raise `SpaceError` unless it is a tuple as long as one of `forms`."""
     if isinstance(output, tuple):
         for form in forms:
             if len(output) == len(form):
@@ -26,15 +26,15 @@ def output_tuple(output: Any, forms: Sequence[tuple[str, ...]], agent: str) -> t
 
 
 def output_array(output: Any, name: str, *shapes: tuple[int, ...]) -> npt.NDArray[Any]:
-    """The tensor `output` as an array in float64 or float32; smaller types become float32.
+    """The tensor `output` as an array in float64 or float32; all other types become float32.
 
     Raises `SpaceError` with `name` for a shape that is not in `shapes`.
     """
-    if output.__class__ is not torch.Tensor and not isinstance(output, torch.Tensor):  # isinstance alone is slow
+    if output.__class__ is not torch.Tensor and not isinstance(output, torch.Tensor):  # the first test is faster
         raise SpaceError(f"the model's {name} must be a tensor of shape {_any_of(shapes)}, got {type(output).__name__}")
     if output.shape not in shapes:
         raise SpaceError(f"the model's {name} must have shape {_any_of(shapes)}, got {tuple(output.shape)}")
-    if output.dtype not in _NUMPY_HAS:
+    if output.dtype not in _FLOATS_OF_NUMPY:
         output = output.float()
     if output.requires_grad:  # if it is a parameter of the model
         output = output.detach()

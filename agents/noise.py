@@ -21,21 +21,21 @@ class ColumnNoise:
 
     def __init__(self, rngs: Sequence[np.random.Generator], draw: Callable[[np.random.Generator, int], Any]) -> None:
         self._rngs, self._draw = rngs, draw
-        self._position = _CHUNK
+        self._position = _CHUNK  # of all columns, until they differ
         self._chunk: Any = None
-        self._positions = np.zeros(0, np.intp)  # position of each column, once the columns differ
+        self._positions: npt.NDArray[np.intp] | None = None  # of each column, once they differ
 
     def reseed(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
-        """Restart these columns with other streams."""
-        self._separate_columns()
+        """Give these columns new streams. Values drawn from the old ones are dropped."""
+        positions = self._separate_columns()
         self._rngs = list(self._rngs)
         for b, rng in zip(columns, rngs, strict=True):
             self._rngs[b] = rng
-        self._positions[columns] = _CHUNK
+        positions[columns] = _CHUNK
 
     def next_row(self, columns: npt.NDArray[np.intp] | None = None) -> Any:
         """The next row, of all columns or of `columns`. Later calls do not change it."""
-        if columns is not None or len(self._positions):
+        if columns is not None or self._positions is not None:
             return self._next_of(np.arange(len(self._rngs)) if columns is None else columns)
         if self._position == _CHUNK:
             self._fill()
@@ -44,8 +44,7 @@ class ColumnNoise:
         return row
 
     def _next_of(self, columns: npt.NDArray[np.intp]) -> Any:
-        self._separate_columns()
-        at = self._positions
+        at = self._separate_columns()
         for b in columns[at[columns] == _CHUNK]:
             self._chunk[:, b] = self._draw(self._rngs[b], _CHUNK)
             at[b] = 0
@@ -53,13 +52,15 @@ class ColumnNoise:
         at[columns] += 1
         return row
 
-    def _separate_columns(self) -> None:
-        if not len(self._positions):
+    def _separate_columns(self) -> npt.NDArray[np.intp]:
+        """From now on, each column has its own position. Returns the positions."""
+        if self._positions is None:
             if self._chunk is None:
                 self._fill()
             # Earlier rows are views of the old chunk, and must not change.
             self._chunk = map_leaves(np.copy, self._chunk)
             self._positions = np.full(len(self._rngs), self._position)
+        return self._positions
 
     def _fill(self) -> None:
         columns = [self._draw(rng, _CHUNK) for rng in self._rngs]
@@ -70,7 +71,7 @@ class ColumnNoise:
 
 
 class OrnsteinUhlenbeck:
-    """Noise that drifts back to zero: x += -theta x dt + sigma sqrt(dt) n, with state x `[B, ...]` per column.
+    """Noise that drifts back to zero: x += -theta x dt + sigma sqrt(dt) n, with the state x `[B, ...]`.
 
     In the long run it has mean 0 and standard deviation sigma / sqrt(theta (2 - theta dt)). Two values k rows apart
     have the correlation (1 - theta dt) ** k.

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from penstock.agents.base import AgentStep
+from penstock.agents.base import AgentStep, Space
 from penstock.agents.model_outputs import output_tuple, value_array
 from penstock.agents.noise import ColumnNoise
-from penstock.agents.torch_agent import TorchAgent
+from penstock.agents.torch_agent import ModelSource, TorchAgent
 from penstock.buffers.named import NamedArrays
 
 
 class PolicyHead(ABC):
-    """The action distribution for one action space. Its attributes never change.
-
+    """The action distribution for one action space. The copies of an agent share it, so it has no changing state.
     The constructor raises `SpaceError` with the name of `agent` for a space that it does not support.
     """
 
@@ -28,7 +26,7 @@ class PolicyHead(ABC):
     outputs: ClassVar[tuple[tuple[str, ...], ...]]
 
     @abstractmethod
-    def __init__(self, action_space: gym.Space[Any], agent: str) -> None: ...
+    def __init__(self, action_space: Space, agent: str) -> None: ...
 
     def prepare_model(self, model: nn.Module) -> None:
         """Add missing parameters to the model. Called once, in the main process."""
@@ -45,30 +43,29 @@ class PolicyHead(ABC):
 
 
 class PgAgent(TorchAgent):
-    """The last output of the model is the value `[B]` or `[B, 1]`; the others describe the action distribution.
+    """Base of policy-gradient agents. The model returns the parameters of the action distribution, then the value
+    `[B]` or `[B, 1]`.
 
-    Subclasses set `head_cls`. Each column has its own random stream. The actions of a column therefore do not depend
-    on the number of columns in a worker, except through the last bit of the model's matrix products.
+    Subclasses set `head_cls`. Each column has its own random stream. So the actions of a column do not depend on the
+    number of columns in a worker, except where rounding in the model decides.
     """
 
     head_cls: ClassVar[type[PolicyHead]]  #: subclasses set this
     _head: PolicyHead
     _extra_outputs: ClassVar[tuple[str, ...]] = ("value",)
 
-    def __init__(self, model: nn.Module | Callable[..., nn.Module], *, greedy_eval: bool = False) -> None:
+    def __init__(self, model: ModelSource, *, greedy_eval: bool = False) -> None:
         super().__init__(model)
         self.greedy_eval = greedy_eval
         self._greedy = False
 
-    def initialize(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
-    ) -> None:
+    def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         self._head = self._make_head(action_space)
         self._forms = tuple(form + self._extra_outputs for form in self._head.outputs)
         super().initialize(observation_space, action_space, seed=seed)
         self._head.prepare_model(self.model)
 
-    def _make_head(self, action_space: gym.Space[Any]) -> PolicyHead:
+    def _make_head(self, action_space: Space) -> PolicyHead:
         return self.head_cls(action_space, type(self).__name__)
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
@@ -96,7 +93,7 @@ class PgAgent(TorchAgent):
         return output_tuple(self.forward(*inputs), self._forms, type(self).__name__)
 
     def _choose(self, outputs: Sequence[Any], value: Any, rows: int, **more: Any) -> tuple[Any, NamedArrays]:
-        """Actions, and agent_info: of the head, the value, and `more`."""
+        """Actions, and agent_info: what the head reports, the value, and `more`."""
         *outputs, value = self.fetched([*outputs, value])
         noise = None if self._greedy else self._noise.next_row(self.selected)
         action, info = self._head.act(self.model, outputs, rows, noise)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
-from torch import nn
 
-from penstock.agents.base import AgentStep
+from penstock.agents.base import AgentStep, Space
 from penstock.agents.categorical import CategoricalHead
 from penstock.agents.gaussian import GaussianHead
 from penstock.agents.model_outputs import value_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead
 from penstock.agents.recurrent_state import RecurrentState
+from penstock.agents.torch_agent import ModelSource
 from penstock.errors import ConfigError
 
 _RecordState = Literal["step", "batch"] | None
@@ -27,35 +26,28 @@ class RecurrentPgAgent(PgAgent):
 
     `model(observation, prev_action, prev_reward, state)` gets one step of B columns. It returns the outputs of the
     corresponding agent without recurrence, followed by the new state. Every tensor of the state has the leading
-    dimension B. `nn.LSTMCell` needs no change; `nn.LSTM` has h and c `[layers, B, hidden]`, so keep
-    `[B, layers, hidden]` and transpose in the module. `RecurrentState` explains the initial state. At the first step
-    of an episode the state is the initial one, and `prev_action` and `prev_reward` are zero.
+    dimension B. The state of `nn.LSTMCell` has this form. The state of `nn.LSTM` is `[layers, B, hidden]`: swap the
+    first two dimensions in the module. `RecurrentState` explains the initial state. At the first step of an episode
+    the state is the initial one, and `prev_action` and `prev_reward` are zero.
 
     `record_state="step"` records the state before each step as `agent_info.prev_rnn_state` `[T, B, ...]`: an array,
     or `NamedArrays` if the state has several tensors. `"batch"` records the state before the batch's first step in
-    row 0, and zeros in the other rows, for learners that run the model through the whole batch. None records nothing.
+    row 0, and zeros in the other rows, for learners that start the model at the batch's first step. None records
+    nothing.
     """
 
     recurrent = True
     _extra_outputs = ("value", "new_state")
     _state: RecurrentState
 
-    def __init__(
-        self,
-        model: nn.Module | Callable[..., nn.Module],
-        *,
-        greedy_eval: bool = False,
-        record_state: _RecordState = "step",
-    ) -> None:
+    def __init__(self, model: ModelSource, *, greedy_eval: bool = False, record_state: _RecordState = "step") -> None:
         super().__init__(model, greedy_eval=greedy_eval)
         if record_state not in ("step", "batch", None):
             raise ConfigError(f'record_state must be "step", "batch" or None, got {record_state!r}')
         self.record_state = record_state
-        self._has_stepped = np.zeros(0, np.bool_)  # per column, in this batch
+        self._has_stepped = np.zeros(0, np.bool_)  # per column: whether it has stepped in this batch
 
-    def initialize(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
-    ) -> None:
+    def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         super().initialize(observation_space, action_space, seed=seed)
         parameters = list(inspect.signature(self.model.forward).parameters.values())
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -130,7 +122,7 @@ class RecurrentGaussianPgAgent(RecurrentPgAgent):
 
     def __init__(
         self,
-        model: nn.Module | Callable[..., nn.Module],
+        model: ModelSource,
         *,
         initial_log_std: float | Sequence[float] | None = 0.0,
         greedy_eval: bool = False,
@@ -139,5 +131,5 @@ class RecurrentGaussianPgAgent(RecurrentPgAgent):
         super().__init__(model, greedy_eval=greedy_eval, record_state=record_state)
         self._initial_log_std = initial_log_std
 
-    def _make_head(self, action_space: gym.Space[Any]) -> PolicyHead:
+    def _make_head(self, action_space: Space) -> PolicyHead:
         return GaussianHead(action_space, type(self).__name__, self._initial_log_std)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from penstock.buffers.named import NamedArrays
+from penstock.buffers.named import NamedArrays, fields_of
 from penstock.errors import ConfigError, SpaceError
 
 _HALF = (torch.float16, torch.bfloat16)  # recorded as float32
@@ -20,9 +20,9 @@ class RecurrentState:
     """The state of a recurrent model for each column: a tensor `[B, ...]`, or several of them in a tuple, a named
     tuple or a dict. The model gets a dict as `NamedArrays`.
 
-    The model defines the initial state of one column, without leading dimension. Either `model.initial_state` is this
-    state, or a method without arguments that returns it. Or `model.state_shape` is its shape, such as `(64,)` or
-    `((64,), (64,))`, and the state starts at zero. Raises `ConfigError` if the model has neither.
+    The model defines the initial state of one column, without the dimension B, in one of three ways: `initial_state`
+    is the state, or `initial_state()` returns it, or `state_shape` is its shape and the state starts at zero. Shapes
+    are, for example, `(64,)` or `((64,), (64,))`. Raises `ConfigError` if the model has no such attribute.
     """
 
     def __init__(self, model: nn.Module, n_columns: int, dtype: torch.dtype) -> None:
@@ -82,8 +82,8 @@ class RecurrentState:
         ):
             old = dict(zip(self._names, before, strict=True))
             raise SpaceError(
-                f"the model's new state must be like the state that it was given, {_describe(old)}, "
-                f"got {_describe(parts)}"
+                "the model's new state must have the structure, shapes and dtypes of the state that it was given: "
+                f"expected {_describe(old)}, got {_describe(parts)}"
             )
         if self._selected is None:
             self._leaves = leaves
@@ -93,7 +93,7 @@ class RecurrentState:
                 all_columns[self._selected] = leaf
 
     def _cast(self, leaf: torch.Tensor) -> torch.Tensor:
-        """Convert floating-point numbers to the dtype of the model's parameters, as of its other inputs."""
+        """Convert floating-point numbers to the dtype of the model's parameters, like its other inputs."""
         return leaf.to(self._dtype) if leaf.is_floating_point() else leaf
 
     def _initial(self) -> Any:
@@ -115,12 +115,8 @@ class RecurrentState:
 
 def _parts(state: Any) -> Mapping[str, Any]:
     """The tensors of a state by name; a single tensor has the name ""."""
-    if isinstance(state, tuple):
-        names = getattr(state, "_fields", None) or [f"_{i}" for i in range(len(state))]
-        return dict(zip(names, state, strict=True))
-    if isinstance(state, NamedArrays | Mapping):
-        return dict(state.items())
-    return {"": state}
+    fields = fields_of(state)
+    return {"": state} if fields is None else dict(fields)
 
 
 def _rebuild(example: Any, names: Sequence[str], leaves: Sequence[torch.Tensor]) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
@@ -15,7 +14,7 @@ from penstock.agents.shared_parameters import SharedParameters
 from penstock.errors import ConfigError, SpaceError
 
 if TYPE_CHECKING:
-    from penstock.agents.base import Agent
+    from penstock.agents.base import Agent, Space
 
 
 class AgentRuntime:
@@ -30,10 +29,9 @@ class AgentRuntime:
 
     # ---- the learner's agent ---------------------------------------------------------------
 
-    def ensure_initialized(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], seed: int | None
-    ) -> None:
-        """Initialize the agent unless another sampler has done it; raise `SpaceError` if that one has other spaces."""
+    def ensure_initialized(self, observation_space: Space, action_space: Space, seed: int | None) -> None:
+        """Initialize the agent, unless an earlier sampler has done so. Raise `SpaceError` if it was initialized for
+        other spaces."""
         agent = self.agent
         if not agent._is_initialized:
             agent.initialize(observation_space, action_space, seed=seed)
@@ -45,7 +43,7 @@ class AgentRuntime:
             )
 
     def share_memory(self, *, shared: bool) -> SharedParameters:
-        """Allocate the parameters of one more sampler, publish to them, and return them."""
+        """Allocate shared parameters for one more sampler, and write the current parameters into them."""
         values = self.agent.read_parameters()
         parameters = SharedParameters(values, shared=shared)
         parameters.publish(values)
@@ -58,21 +56,21 @@ class AgentRuntime:
         parameters.memory.close()
 
     def worker_copy(self) -> Agent:
-        """A copy to act with in a worker: on the CPU, with parameters that the learner does not share."""
+        """A copy to act with in a worker: on the CPU, with its own parameters."""
         return self.agent.copy_for_worker()
 
     def server_copy(self) -> Agent:
-        """A copy to act with for all environments: as `worker_copy`, but on the device of the learner's model."""
+        """A copy for the inference server: as `worker_copy`, but on the device of the learner's model."""
         return self.worker_copy()
 
     # ---- a copy that acts ------------------------------------------------------------------
 
     def attach(self, parameters: SharedParameters) -> None:
-        """From now on, take parameters from here."""
+        """From now on, read parameters from `parameters`."""
         self.agent._source = parameters
 
     def pull_shared_memory(self) -> None:
-        """Write the newest published parameters into the agent, unless it has them."""
+        """Write the newest published parameters into the agent, if they are newer than its own."""
         agent = self.agent
         if agent._source is not None and agent._source.version != agent._version:
             values, agent._version = agent._source.read()
@@ -86,7 +84,7 @@ class AgentRuntime:
         return copied
 
     def _copy_without_columns(self) -> Agent:
-        """A copy that takes parameters from the same source, and has no columns yet."""
+        """A copy that reads parameters from the same place, and has no columns yet."""
         copied = copy.copy(self.agent)
         copied._source = self.agent._source
         copied.env_ranks = copied.n_envs = copied.selected = None
@@ -102,9 +100,10 @@ class AgentRuntime:
     # ---- a server copy ---------------------------------------------------------------------
 
     def compile_model(self, options: Mapping[str, Any]) -> None:
-        """Compile the model, with these arguments of `torch.compile`. Raises `ConfigError` if the agent has none."""
+        """Compile the model with `torch.compile(model, **options)`. Raises `ConfigError` if the agent has no model."""
         raise ConfigError(f"{type(self.agent).__name__} has no model that could be compiled: leave compile_model out")
 
     def page_locked(self, memory: npt.NDArray[np.uint8]) -> AbstractContextManager[None]:
-        """A context in which inputs come from `memory`. On a GPU, it keeps the memory page-locked."""
+        """A context manager for the time in which inputs come from `memory`. If the model is on a GPU, the memory is
+        page-locked."""
         return nullcontext()

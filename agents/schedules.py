@@ -31,7 +31,7 @@ class LinearSchedule:
 
 @dataclass(frozen=True)
 class ExponentialSchedule:
-    """`start` times `rate` to the power of itr, and at least `end`."""
+    """`start * rate ** itr`, but not less than `end`."""
 
     start: float
     rate: float
@@ -52,7 +52,7 @@ class ColumnSetting:
     def __init__(self, name: str, setting: Setting, highest: float = np.inf, spread: float | None = None) -> None:
         self._name, self._setting, self._highest, self._spread = name, setting, highest, spread
         if not callable(setting):
-            self._evaluate(0)  # raises here, where the user passes a wrong value
+            self._evaluate(0)  # a wrong value raises now, in the constructor
 
     def at(
         self, itr: int, n_columns: int, env_ranks: Sequence[int] | None, n_envs: int | None
@@ -67,8 +67,8 @@ class ColumnSetting:
         if values.ndim == 1:
             if len(values) != n_envs:
                 raise ConfigError(
-                    f"{self._name} lists {len(values)} values, there are {n_envs} environments: give one value per "
-                    "environment, or one number for all"
+                    f"{self._name} has {len(values)} values for {n_envs} environments: give one value per environment, "
+                    "or one number for all"
                 )
             return values.take(env_ranks)
         if self._spread is None:
@@ -88,7 +88,7 @@ class ColumnSetting:
             )
         if self._spread is not None and values.ndim == 1:
             raise ConfigError(
-                f"with spread, {self._name} must be one number, got {given!r}{when}: give one, or leave spread out"
+                f"with spread, {self._name} must be one number, got {given!r}{when}: give one number, or remove spread"
             )
         if not ((values >= 0) & (values <= self._highest) & np.isfinite(values)).all():
             limit = "0 or more" if self._highest == np.inf else f"between 0 and {self._highest:g}"

@@ -34,7 +34,7 @@ class SharedParameters:
         self._bind_words()
 
     def _bind_words(self) -> None:
-        """Views of the two control arrays, without a look-up by name on each access."""
+        """Keep views of the two control arrays, since a look-up by name takes longer."""
         self._version, self._stamps = memoryview(self.memory.arrays.version), memoryview(self.memory.arrays.stamps)
 
     @property
@@ -47,8 +47,8 @@ class SharedParameters:
         """Writer: make `parameters` the next version. Raises `ConfigError` if names, shapes or dtypes have changed."""
         if tuple(parameters) != self._names:
             raise ConfigError(
-                "the agent's parameters have changed since the sampler was initialized: "
-                f"{sorted(set(parameters) ^ set(self._names))[:5]} differ; initialize a new sampler for a new model"
+                "the agent's parameters have changed since the sampler was initialized. These names differ: "
+                f"{sorted(set(parameters) ^ set(self._names))[:5]}. Initialize a new sampler for a new model"
             )
         version = self.version + 1
         targets = self.memory.arrays.slots.values()[version % 2].values()

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
-from penstock.agents.base import AgentStep
+from penstock.agents.base import AgentStep, Space
 from penstock.agents.box_actions import BoxActions
 from penstock.agents.distributions import gaussian_log_prob, tanh_log_slope
 from penstock.agents.model_outputs import output_array, output_tuple
 from penstock.agents.noise import ColumnNoise
-from penstock.agents.torch_agent import TorchAgent
+from penstock.agents.torch_agent import ModelSource, TorchAgent
 from penstock.buffers.named import NamedArrays
 
 _EDGE = 1.0 - 2.0**-53  # the largest float64 below 1, whose arctanh is finite
@@ -25,32 +23,23 @@ _EDGE = 1.0 - 2.0**-53  # the largest float64 below 1, whose arctanh is finite
 class SquashedGaussianAgent(TorchAgent):
     """Samples from independent normal distributions, takes the tanh and scales it to the bounds of the `Box`.
 
-    `model(observation)` returns `(mean, log_std)`, both `[B, ...]` in the shape of the actions, before the tanh. The
-    agent does not limit log_std: do this in the model, which the learner uses too. Every dimension of the action
-    space must be bounded.
+    `model(observation)` returns `(mean, log_std)`, both `[B, ...]` in the shape of the actions, before the tanh.
+    Limit log_std in the model: the agent does not. Every dimension of the action space must be bounded.
 
     Recorded in `agent_info`: `raw_action`, `mean` and `log_std` `[T, B, ...]` before the tanh, and `log_prob`
     `[T, B]` of the action in the environment's units, corrected for tanh and scale. While itr < `warmup_random_itrs`,
     actions come from the uniform distribution between the bounds, and `log_prob` is its density.
 
-    `greedy_eval` takes the mean in evaluations. `agent.action_of(raw)` squashes tensors, with gradients, for the
-    learner. The agent has no `value`: the critics belong to the learner.
+    `greedy_eval` takes the mean in evaluations. For the learner, `agent.action_of(raw)` computes actions from
+    tensors, with gradients. The agent has no `value`: the critics belong to the learner.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | Callable[..., nn.Module],
-        *,
-        greedy_eval: bool = True,
-        warmup_random_itrs: int = 0,
-    ) -> None:
+    def __init__(self, model: ModelSource, *, greedy_eval: bool = True, warmup_random_itrs: int = 0) -> None:
         super().__init__(model)
         self.greedy_eval, self.warmup_random_itrs = greedy_eval, warmup_random_itrs
         self._greedy = self._is_random = False
 
-    def initialize(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
-    ) -> None:
+    def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         self._box = BoxActions(action_space, type(self).__name__, bounded=True)
         self._log_half_range = float(np.log(self._box.half_range).sum())
         self._raw_dtype = np.promote_types(self._box.dtype, np.float32)
@@ -99,8 +88,8 @@ class SquashedGaussianAgent(TorchAgent):
             log_std=log_std,
             log_prob=(log_prob - self._log_half_range).astype(np.float32),
         )
-        return AgentStep(self._box.unsquash(np.tanh(raw)), info)
+        return AgentStep(self._box.scale(np.tanh(raw)), info)
 
     def action_of(self, raw: torch.Tensor) -> torch.Tensor:
         """The action `[..., *shape]` for values before the tanh: a tensor, with gradients."""
-        return self._box.unsquash_torch(raw.tanh())
+        return self._box.scale_torch(raw.tanh())

@@ -6,17 +6,19 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
-from penstock.agents.base import Agent
+from penstock.agents.base import Agent, Space
 from penstock.agents.device import DeviceLink
 from penstock.agents.torch_runtime import TorchRuntime
 from penstock.buffers.named import map_leaves
 from penstock.errors import ConfigError
+
+#: A model, or a callable that builds one.
+ModelSource = nn.Module | Callable[..., nn.Module]
 
 
 class TorchAgent(Agent):
@@ -24,7 +26,7 @@ class TorchAgent(Agent):
 
     `model` is an `nn.Module`, or a callable that builds one. The agent calls it without arguments, or with
     `observation_space` and `action_space` if its signature has parameters of these names. The same seed of the
-    sampler gives the same initial weights, and does not change torch's global random state.
+    sampler gives the same initial weights. torch's global random state does not change.
 
     The module's `forward` takes `(observation)`, or `(observation, prev_action, prev_reward)` if it has three or
     more parameters. The module of a recurrent agent takes the state as the fourth argument.
@@ -34,17 +36,15 @@ class TorchAgent(Agent):
 
     model: nn.Module
     # The runtime sets these in copies:
-    _link: DeviceLink | None = None  # to the device of the model, if that is not the CPU
+    _link: DeviceLink | None = None  # moves inputs and outputs if the model is not on the CPU
     _compiled_model: Callable[..., Any] | None = None
 
-    def __init__(self, model: nn.Module | Callable[..., nn.Module]) -> None:
+    def __init__(self, model: ModelSource) -> None:
         if not (isinstance(model, nn.Module) or callable(model)):
             raise ConfigError(f"model must be an nn.Module or a callable that builds one, got {type(model).__name__}")
         self._model_source = model
 
-    def initialize(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
-    ) -> None:
+    def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         super().initialize(observation_space, action_space, seed=seed)
         self.model = self._build_model(seed)
         parameters = inspect.signature(self.model.forward).parameters
@@ -62,7 +62,7 @@ class TorchAgent(Agent):
         arguments = {name: space for name, space in offered.items() if name in names}
         with torch.random.fork_rng(devices=[], enabled=seed is not None):
             if seed is not None:
-                # Not torch.manual_seed: it also seeds the generators of GPUs, and fork_rng does not restore those here.
+                # torch.manual_seed would also seed the GPUs' generators, which this fork_rng does not restore.
                 torch.default_generator.manual_seed(seed)
             try:
                 model = source(**arguments)
@@ -122,7 +122,7 @@ class TorchAgent(Agent):
     # ---- parameters ------------------------------------------------------------------------
 
     def _named_tensors(self) -> dict[str, torch.Tensor]:
-        # With buffers: running statistics belong to the policy too. The state_dict lacks non-persistent buffers.
+        # Buffers too, since running statistics belong to the policy. state_dict() would omit some of them.
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     def read_parameters(self) -> Mapping[str, npt.NDArray[Any]]:

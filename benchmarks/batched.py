@@ -1,8 +1,8 @@
-"""Batched environments: CartPole a worker at a time against CartPole one by one.
+"""Batched environments: all CartPoles of a worker in one call, against one CartPole at a time.
 
 Samplers with 2 workers take turns in one run, in random order: single environments (`ResetCollector`), Gymnasium's
-vectorised CartPole (`BatchedCartPole`), and EnvPool's if it is installed, with several numbers of environments. The
-ratio is to the single environments with the first number, turn by turn.
+vectorised CartPole (`BatchedCartPole`), and EnvPool's if it is installed. Each runs with several numbers of
+environments. Ratios are to single environments with the first of these numbers, in the same turn.
 
     python benchmarks/batched.py --json batched.json
 """

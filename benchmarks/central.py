@@ -1,4 +1,4 @@
-"""Central inference, in four measurements. Contestants take turns in one run; ratios are taken turn by turn.
+"""Central inference, in four measurements. Contestants take turns in one run. A ratio is computed for each turn.
 
     python benchmarks/central.py vector uneven alternating sync
 
@@ -6,7 +6,8 @@
 differ in the processes that step the environments.
 `uneven`: environments that sleep for 1 ms in a step, and sometimes for 10 ms.
 `alternating`: a policy that takes as long as the environments, on another CPU than theirs.
-`sync`: the time of a step of environments that do nothing, beside two processes that wake each other by semaphores.
+`sync`: the time of a step of environments that do nothing. For comparison: two processes that wake each other by
+semaphores.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class SleepingEnv(gym.Env[Any, Any]):
 
 
 def be_busy(seconds: float) -> None:
-    """Use the CPU for so many seconds."""
+    """Use the CPU for `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         pass
@@ -78,7 +79,7 @@ class BusyEnv(SleepingEnv):
 
 
 class BusyAgent(RandomAgent):
-    """A step uses a CPU for so many seconds for each environment."""
+    """A step uses a CPU for `seconds` for each environment."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -284,7 +285,7 @@ def sync(repeats: int, seconds: float, batch_T: int = 512) -> Figures:
 
 
 MEASUREMENTS = {"vector": vector, "uneven": uneven, "alternating": alternating, "sync": sync}
-#: The contestant that the others are divided by, in measurements of steps per second.
+#: In measurements of steps per second: ratios are to the figures of this contestant.
 YARDSTICKS = {"vector": "GpuSampler", "uneven": "lock-step", "alternating": "GpuSampler"}
 
 

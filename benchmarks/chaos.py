@@ -3,7 +3,7 @@
     python benchmarks/chaos.py --seconds 600
 
 Signals arrive as a Poisson process, two seconds apart on average. Random samplers run one after another: all start
-methods, raise and restart, both ways to hand over trajectories. Three things must never happen: a wait without end, an
+methods, raise and restart, both ways to send trajectories. Three things must never happen: a wait without end, an
 error that does not name the killed worker, a wrong cell in a batch. The environments count their steps, so that every
 cell can be checked. At the first violation, the program prints one line and exits with code 1.
 """
@@ -58,7 +58,7 @@ while True:
 
 
 class OwnTrajInfo(TrajInfo):
-    """Takes the pipe instead of the ring."""
+    """Its trajectories go through a pipe. Those of `TrajInfo` itself go through shared memory."""
 
 
 class Killer:
@@ -73,13 +73,13 @@ class Killer:
         self.victims: dict[int, tuple[float, str]] = {}
 
     def aim(self, pids: list[int]) -> None:
-        """Name the present workers."""
+        """Send the pids of the present workers."""
         assert self._process.stdin is not None
         self._process.stdin.write((" ".join(map(str, pids)) + "\n").encode())
         self._process.stdin.flush()
 
     def read(self) -> None:
-        """Read the signals that it has sent."""
+        """Read which signals the process has sent."""
         assert self._process.stdout is not None
         for line in self._process.stdout.read().splitlines() if self._has_more() else ():
             when, pid, sig = line.split()
@@ -98,7 +98,7 @@ class Killer:
 
 
 class Violation(AssertionError):
-    """A thing that must never happen."""
+    """Something happened that must never happen."""
 
 
 def demand(condition: Any, violation: str) -> None:

@@ -1,8 +1,9 @@
 """Checks: the cost of each check on data, in nanoseconds per environment step.
 
-Environments are stepped and rows are written as in a collector. The loop over environments is the one in Python: first
-as it is, then with one check removed from its source, in alternating order. The figure is the median difference. An
-option is compared with the same code without the option. In the compiled loop these checks are a few comparisons in C.
+The benchmark steps environments and writes rows as a collector does, with the loop over environments in Python. It
+times the loop as it is, and with one check removed from its source, in alternating order. The figure is the median
+difference. An option is compared with the same code without the option. If the loop is compiled, these checks are a
+few comparisons in C.
 
     python benchmarks/checks.py --env CartPole-v1
 """
@@ -104,7 +105,7 @@ class Contestant:
 
 
 def make_pairs(env_fn: Callable[[], Any], n_envs: int) -> dict[str, tuple[Contestant, Contestant]]:
-    """By check: a contestant with the check, and one without."""
+    """For each check, by name: a contestant with the check, and one without."""
 
     def contestant(methods: dict[str, Any] | None = None, write: Any = write_action, **options: bool) -> Contestant:
         return Contestant(env_fn, n_envs, {"step": step_without(), **(methods or {})}, write, Checks(**options))

@@ -11,7 +11,8 @@ Each version runs in a separate process, which has the folder first in PYTHONPAT
 case. The two take short turns, in alternating order. A turn of sampling is whole batches for `--seconds`, and its
 figures are wall-clock time and the CPU time of all processes together. A turn of a start-up case is one start.
 
-The table shows how fast NEW is where OLD is 1, turn by turn: above 1 NEW is faster. OLD OLD shows the noise.
+The table shows the speed of NEW divided by the speed of OLD in the same turn: above 1, NEW is faster. To see the noise,
+compare OLD with OLD.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class VectorEnv:
 
 
 def shm_vector_env() -> Any:
-    """The class, which earlier versions have in `envs`."""
+    """The class `ShmVectorEnv`. In earlier versions it is in `penstock.envs`."""
     try:
         from penstock.vector import ShmVectorEnv
     except ImportError:
@@ -229,7 +230,7 @@ def turn_of_first_start(case: str) -> Turn:
 
 
 def serve(case: str, once: bool) -> None:
-    """Answer each line of stdin, a number of seconds, with one turn. `once`: with one start, unasked."""
+    """Run one turn for each line of stdin, which is a number of seconds. With `once`, run one start without a line."""
     # Not stdout: workers inherit it, and an environment may print.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -291,7 +292,7 @@ class Version:
         return json.loads(line)
 
     def turn(self, seconds: float) -> Turn:
-        """Have it take a turn."""
+        """Run one turn of this version."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{seconds}\n")
         self._process.stdin.flush()
@@ -305,7 +306,7 @@ class Version:
 
 
 def compare(case: str, folders: Sequence[Path], repeats: int, seconds: float) -> dict[str, list[Turn]] | str:
-    """`repeats` turns of each version, or what is missing."""
+    """`repeats` turns of each version, or a text that says what a version lacks."""
     versions = {}
     try:
         for name, folder in zip(VERSIONS, folders, strict=True):

@@ -1,8 +1,8 @@
 """What each compiled function saves, in microseconds of CPU time per environment step.
 
-One SerialSampler collects batches in this process, in turns of a few milliseconds. One function at a time is replaced
-by its Python way. Each such turn is compared with one just before or after it in which everything is compiled.
-"nothing" replaces nothing: it shows the noise. "everything" replaces all functions, as on a machine without a C
+One SerialSampler collects batches in this process, in turns of a few milliseconds. In a turn, one function is replaced
+by its Python version. The turn just before or after it, in which all functions are compiled, is compared with it.
+"nothing" replaces no function: it shows the noise. "everything" replaces all functions, as on a machine without a C
 compiler.
 
     python benchmarks/native.py --json native.json
@@ -33,14 +33,14 @@ from penstock.buffers import native
 from penstock.workers.affinity import limit_threads
 
 COMPILED = {name: getattr(native, name) for name in native.PYTHON}
-#: Every module that uses one of them, with the name.
+#: Pairs (module, name): every module that uses a compiled function, with the function's name.
 USES = [
     (user, name)
     for module, user in list(sys.modules.items())
     for name, function in COMPILED.items()
     if module.startswith("penstock.") and vars(user).get(name) is function
 ]
-#: What is replaced in the turns that are compared with all compiled.
+#: The functions that a turn replaces, by the name of the table's row.
 REPLACED: dict[str, tuple[str, ...]] = {
     "nothing": (),
     **{name: (name,) for name in COMPILED},
@@ -76,12 +76,12 @@ CASES = {
     "episodes of 5": Case(partial(gym.make, "CartPole-v1", max_episode_steps=5)),
 }
 
-#: Figures by what was replaced: pairs of (compiled, replaced), each CPU µs and wall-clock µs per step.
+#: By row of the table: pairs of turns (compiled, replaced), each with CPU µs and wall-clock µs per step.
 Figures = dict[str, list[tuple[tuple[float, float], tuple[float, float]]]]
 
 
 def use(replaced: tuple[str, ...]) -> None:
-    """Let every module use the compiled functions, except those `replaced`."""
+    """Make every module use the compiled functions, except those in `replaced`."""
     for module, name in USES:
         setattr(module, name, native.PYTHON[name] if name in replaced else COMPILED[name])
 

@@ -1,8 +1,8 @@
 """Action noise: what a random stream for each environment costs, in nanoseconds per environment step.
 
-penstock's agents draw each environment's noise from its own stream, many steps at a time. So the number of workers
-changes no trajectory. Two alternatives lack this property: one generator for all environments, as many steps at a
-time, and the same generator one row at a time. All take turns, in random order.
+penstock's agents draw each environment's noise from a separate stream, many steps at a time. So trajectories do not
+depend on the number of workers. With one generator for all environments, they do. Such a generator is measured twice:
+it draws as many steps at a time, or one row at a time. All take turns, in random order.
 
     python benchmarks/noise.py
 """

@@ -1,4 +1,4 @@
-"""Structured observations: a nested Dict against a flat Box of the same bytes.
+"""Structured observations: a nested Dict against a flat Box of the same size.
 
 Each environment steps a CartPole, which takes some 5 µs, and returns one of a few observations that were sampled at the
 start. So the environment spends no time on making observations. The policy ignores them. Samplers take turns in one

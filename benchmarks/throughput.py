@@ -7,8 +7,8 @@ With the MLP, the ceiling acts with penstock's own agent, which is faster than `
 same loop with `torch.distributions`, as training scripts have it. `SerialSampler` is compared with the bare loop in one
 process.
 
-A batch is complete when its slowest worker is, but bare processes do not wait for each other. On a shared host one CPU
-may be much slower than the next for a while. Therefore the table also has the ceiling in step: the slowest bare
+A batch waits for its slowest worker, but bare processes do not wait for each other. On a shared host one CPU may be
+much slower than another for a while. Therefore the table also has the ceiling in step: the speed of the slowest bare
 process, times the number of processes. On a quiet machine both ceilings agree.
 
     python benchmarks/throughput.py --json throughput.json
@@ -62,7 +62,7 @@ BY_HAND = "ceiling, by hand"
 
 
 def _bare_process(pipe: Any, n_envs: int, cpu: int | None, setting: Setting, by_hand: bool) -> None:
-    """For each number of seconds from the pipe: step `n_envs` environments so long, and send the steps per second."""
+    """For each number that the pipe sends, step `n_envs` environments for as many seconds. Reply with steps/s."""
     if cpu is not None:
         pin([cpu])
     limit_threads(1)
@@ -113,7 +113,7 @@ def _bare_loop(envs: Sequence[gym.Env[Any, Any]], act: Act, observation: Any, se
 
 
 def _bare_loop_random(envs: Sequence[gym.Env[Any, Any]], act: Act, observation: Any, seconds: float) -> int:
-    """For a policy that ignores observations."""
+    """The bare loop for a policy that ignores observations."""
     steps = [env.step for env in envs]
     rows, end = 0, time.monotonic() + seconds
     while time.monotonic() < end:

@@ -42,7 +42,7 @@ def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, and the quarters of the values below and above it."""
+    """The median and the two quartiles: half of the values lie between these."""
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": median, "low": low, "high": high}
 

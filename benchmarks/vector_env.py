@@ -1,4 +1,4 @@
-"""ShmVectorEnv beside other vector environments: the same environments, the same random actions, recorded as `[T, B]`.
+"""ShmVectorEnv against other vector environments: the same environments and random actions, recorded as `[T, B]`.
 
     python benchmarks/vector_env.py cartpole pixels sleeping
 
@@ -7,7 +7,7 @@
 `sleeping`: 16 environments in 8 processes that sleep 1 ms in a step, and sometimes 10 ms. The contestants step all
 environments together, or only the ready ones (`send` and `recv`), or without waiting for each other.
 
-"bare" loops record nothing. Contestants take turns in one run; ratios are taken turn by turn.
+"bare" loops record nothing. Contestants take turns in one run. A ratio is computed for each turn.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Config:
     max_grad_norm: float = 0.5
 
 
-# Of progress.csv. `seconds` counts from the first batch; the other two times are for one iteration.
+# The columns of progress.csv. `seconds` counts from the first batch. The other two times are for one iteration.
 COLUMNS = "itr", "steps", "seconds", "train_return_mean", "eval_return_mean", "sampling_seconds", "training_seconds"
 
 
@@ -70,7 +70,7 @@ def parse_config() -> Config:
 
 
 class ActorCritic(nn.Module):
-    """Two 64-64 networks. In a shared network, the large value errors at the start dominate the policy's gradient."""
+    """Two networks of 64-64. In a single one, the large value errors at the start dominate the policy's gradient."""
 
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.spaces.Discrete) -> None:
         super().__init__()

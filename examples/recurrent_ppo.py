@@ -132,7 +132,7 @@ class ActorCritic(nn.Module):
 
 
 class FeedForward(ActorCritic):
-    """Acts on the current observation alone."""
+    """Acts on the current observation only."""
 
     def __init__(self, hidden: int, observation_space: Box, action_space: Discrete) -> None:
         core = nn.Sequential(linear(hidden, hidden), nn.Tanh())
@@ -147,7 +147,7 @@ class FeedForward(ActorCritic):
 
 
 class Recurrent(ActorCritic):
-    """The same with a GRU in the middle. It does not use the previous action and reward."""
+    """The same network with a GRU as its core. It does not use the previous action and reward."""
 
     def __init__(self, hidden: int, observation_space: Box, action_space: Discrete) -> None:
         core = nn.GRUCell(hidden, hidden)
@@ -166,7 +166,7 @@ class Recurrent(ActorCritic):
         return *self.heads(state), state
 
     def replay(self, samples: Samples) -> tuple[Tensor, Tensor]:
-        """As above, from the state at the start of the batch."""
+        """The same as in `FeedForward`, from the state at the start of the batch."""
         # Only the state is computed step by step; encoder and heads take all steps at once.
         inputs = self.encoder(samples.env.observation)
         state, states = samples.agent.agent_info.prev_rnn_state[0], []
@@ -233,7 +233,7 @@ def learn(memory: bool, cfg: Config, bar: Progress) -> dict[str, Any]:
         batch_B=cfg.batch_B,
         n_workers=cfg.n_workers or None,
         eval_n_envs=cfg.eval_n_envs,
-        eval_episodes=cfg.eval_episodes,  # whole episodes, as many in each environment
+        eval_episodes=cfg.eval_episodes,  # whole episodes, the same number in each environment
         eval_max_steps=(cfg.eval_episodes + cfg.eval_n_envs) * time_limit,
     )
     began = time.monotonic()

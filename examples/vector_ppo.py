@@ -3,7 +3,7 @@
     python examples/vector_ppo.py --vector shm      # penstock's processes and shared memory
     python examples/vector_ppo.py --vector sync     # Gymnasium's single process
 
-With the same seed, both give the same policy bit for bit: they differ only in `make_envs`.
+With the same seed, both give the same policy bit for bit. Only `make_envs` depends on the option.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.vector import ShmVectorEnv
 
 
 def make_envs(kind: str, env_fns: list[Callable[[], Any]]) -> Any:
-    """The line that changes."""
+    """The environments: the only function with penstock."""
     if kind == "shm":
         return ShmVectorEnv(env_fns, n_workers=2, autoreset_mode=AutoresetMode.SAME_STEP)
     return SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)

@@ -1,4 +1,4 @@
-"""For your tests: fault injection, and conformance kits for your own collectors and agents."""
+"""For your tests: make workers fail, and check your own collectors, agents, evaluation collectors and `TrajInfo`s."""
 
 from penstock.testing.conformance import check_agent, check_collector, check_eval_collector, check_traj_info
 from penstock.testing.delegation import DelegatingAgent

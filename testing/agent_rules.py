@@ -1,4 +1,7 @@
-"""The rules of an agent: how its copies act, what they share, and how parameters reach them."""
+"""The rules of an agent: how its copies act, what they share, and how parameters reach them.
+
+The inputs of an agent are recorded on a tape (`agent_setup.py`).
+"""
 
 from __future__ import annotations
 
@@ -54,9 +57,11 @@ def agent_info_keeps_its_shape(setup: AgentSetup) -> None:
         for name, leaf in found.items():
             if name.startswith("agent_info") and (leaf.ndim < 2 or leaf.shape[1] != B or leaf.dtype == object):
                 raise Violation(f"{name} is {list(leaf.shape[1:])} {leaf.dtype} for {B} columns", remedy)
-    kinds = [{name: (leaf.shape[2:], leaf.dtype) for name, leaf in found.items()} for found in (many, few)]
-    if kinds[0] != kinds[1]:
-        raise Violation(f"{kinds[0]} for {setup.batch_B} columns and {kinds[1]} for one", remedy)
+    kinds = [{name: f"{list(leaf.shape[2:])} {leaf.dtype}" for name, leaf in found.items()} for found in (many, few)]
+    for name in kinds[0] | kinds[1]:
+        of_many, of_one = (each.get(name, "missing") for each in kinds)
+        if of_many != of_one:
+            raise Violation(f"{name} is {of_many} for {setup.batch_B} columns and {of_one} for one", remedy)
 
 
 def actions_have_the_spaces_shape(setup: AgentSetup) -> None:
@@ -73,7 +78,7 @@ def actions_have_the_spaces_shape(setup: AgentSetup) -> None:
             remedy = "return actions [B, ...]: one for each column, in the shape of the space"
             raise Violation(f"{name} has shape {list(leaf.shape[1:])}; it must be {list(shape)}", remedy)
         if not np.can_cast(leaf.dtype, wanted[name].dtype, "same_kind"):
-            remedy = "convert it in step: recording it would lose its fraction"
+            remedy = "convert it in step, to a dtype of the space"
             raise Violation(f"{name} is {leaf.dtype}, not of the same kind as the space's {wanted[name].dtype}", remedy)
 
 
@@ -118,8 +123,9 @@ def inputs_are_not_kept(setup: AgentSetup) -> None:
         for target, source in zip(inputs, tape.row(t), strict=True):
             target[...] = source
         found.append(step(agent, *inputs))
-        for _, leaf in (pair for field in inputs for pair in leaves(field, "")):
-            leaf[...] = 0
+        for field in inputs:
+            for _, leaf in leaves(field, ""):
+                leaf[...] = 0
         for b in np.flatnonzero(tape.done[t]):
             agent.reset_one(int(b))
     remedy = "copy every input that the agent keeps"
@@ -135,7 +141,7 @@ def value_gives_one_number_per_column(setup: AgentSetup) -> None:
 
 
 def value_does_not_change_the_state(setup: AgentSetup) -> None:
-    """agent.value changes nothing: without the call the agent would act the same, noise included."""
+    """agent.value changes nothing: the agent acts the same with and without calls of it, noise included."""
     agent = setup.copy()
     found = act(agent, setup.tape, between=lambda t: _value(agent, setup.tape.row(t)))
     remedy = "compute values without changing the state of the columns, and without drawing noise"
@@ -161,9 +167,10 @@ def copies_share_no_state(setup: AgentSetup) -> None:
 
 def reset_one_changes_no_other_column(setup: AgentSetup) -> None:
     """agent.reset_one(b) changes nothing for the other columns."""
-    agent, t_reset, tape = setup.copy(), setup.batch_T // 2, setup.other_tape  # whose ends cause no further resets
+    agent, t_reset = setup.copy(), setup.batch_T // 2
+    tape = setup.other_tape  # it has no episode ends: no other resets disturb the comparison
     found = act(agent, tape, between=lambda t: agent.reset_one(1) if t == t_reset else None)
-    when = f"without and with reset_one(1) at t={t_reset} (env_rank counts the other columns)"
+    when = f"without and with reset_one(1) at t={t_reset} (env_rank counts the columns without column 1)"
     others = np.arange(setup.batch_B) != 1
     _same(act(setup.copy(), tape), found, when, "change only index `column` of the state", columns=others)
 
@@ -192,7 +199,8 @@ def reset_resets_every_column(setup: AgentSetup) -> None:
 
 
 def columns_do_not_depend_on_the_batch_size(setup: AgentSetup) -> None:
-    """A column's actions do not depend on the worker's number of columns; its agent_info may differ by rounding."""
+    """A column's actions do not depend on the worker's number of columns; floating-point numbers may differ by
+    rounding."""
     few = act(setup.copy(columns=range(2)), setup.tape, columns=slice(0, 2))
     many = setup.reference()[:, :2]
     remedy = f"{_NOISE}; if the columns depend on each other on purpose, check with batch_invariant=False"
@@ -200,7 +208,8 @@ def columns_do_not_depend_on_the_batch_size(setup: AgentSetup) -> None:
 
 
 def select_steps_only_some_columns(setup: AgentSetup) -> None:
-    """After agent.select(columns), step and value act for these columns alone, and give what they give for all."""
+    """After agent.select(columns), step and value act for these columns only, and return for them what they return
+    without select."""
     agent, tape, rng = setup.copy(), setup.tape, np.random.default_rng(setup.seed)
     reference = setup.reference()
     found = reference.map(np.zeros_like)
@@ -281,7 +290,7 @@ def pickling_changes_nothing(setup: AgentSetup) -> None:
 
 
 def parameters_survive_a_round_trip(setup: AgentSetup) -> None:
-    """After write_parameters with the read_parameters of another agent, an agent acts like that one."""
+    """After agent.write_parameters(other.read_parameters()), the agent acts like the other."""
     source, target = setup.agent, setup.new(setup.seed + 1)
     wanted = _parameters(source)
     target.write_parameters(wanted)
@@ -304,7 +313,8 @@ def parameters_are_copied(setup: AgentSetup) -> None:
 
 
 def worker_copies_follow_sync_shared_memory(setup: AgentSetup) -> None:
-    """A worker's copy has the parameters of the last sync_shared_memory, and acts like the learner's agent then."""
+    """A worker's copy has the parameters of the last sync_shared_memory, and acts as the learner's agent did at that
+    time."""
     learner = setup.new(setup.seed)
     old, new = _parameters(learner), _parameters(learner, changed=True)
     shared = learner.runtime.share_memory(shared=False)
@@ -312,7 +322,7 @@ def worker_copies_follow_sync_shared_memory(setup: AgentSetup) -> None:
         worker = learner.runtime.worker_copy()
         worker.runtime.attach(shared)
         worker.runtime.pull_shared_memory()
-        follower = setup.settle(worker, range(setup.batch_B))
+        follower = setup.column_copy(worker, range(setup.batch_B))
         learner.write_parameters(new)
         follower.runtime.pull_shared_memory()
         remedy = "set new arrays in write_parameters, or give the copy its own arrays in copy_for_worker"
@@ -331,17 +341,17 @@ def worker_copies_follow_sync_shared_memory(setup: AgentSetup) -> None:
 
 
 def worker_processes_give_the_same_actions(setup: AgentSetup) -> None:
-    """In worker processes the agent acts as in this process; agent_info may differ by rounding."""
+    """In worker processes the agent acts as in this process; floating-point numbers may differ by rounding."""
     remedy = "keep nothing in module or class variables: another process does not have them"
     here, there = setup.sampled(SerialSampler), setup.sampled(ParallelSampler, n_workers=2)
     _same(here, there, "in this process and in two workers", remedy, close=True)
 
 
 def central_samplers_give_the_same_actions(setup: AgentSetup) -> None:
-    """In a central sampler, which serves environments as they become ready, the agent acts as in this process;
-    agent_info may differ by rounding."""
+    """In a sampler with central inference, which serves environments as they become ready, the agent acts as in this
+    process; floating-point numbers may differ by rounding."""
     here, there = setup.sampled(SerialSampler), setup.sampled(GpuSampler, n_workers=2, min_ready=1)
-    _same(here, there, "in this process and in a central sampler", _SELECT, close=True)
+    _same(here, there, "in this process and in a GpuSampler", _SELECT, close=True)
 
 
 Rules = tuple[Callable[[AgentSetup], None], ...]

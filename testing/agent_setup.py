@@ -1,4 +1,4 @@
-"""The runs of an agent's check: its copies act on a tape of recorded inputs."""
+"""What the agent rules run: copies of the agent act on recorded inputs, the tape."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class AgentSetup(Setup):
 
     @cached_property
     def other_tape(self) -> Tape:
-        """The same rows in reverse order, without episode ends."""
+        """The rows and columns in reverse order, with other rewards and without episode ends."""
         tape = self.tape
 
         def reverse(value: Any) -> Any:
@@ -82,17 +82,17 @@ class AgentSetup(Setup):
 
     def copy(self, agent: Agent | None = None, columns: range | None = None, seed: int = 0) -> Agent:
         """A copy of `agent` (default: `self.agent`) that acts for `columns`, made as a worker makes it."""
-        return self.settle((agent or self.agent).runtime.worker_copy(), columns or range(self.batch_B), seed)
+        return self.column_copy((agent or self.agent).runtime.worker_copy(), columns or range(self.batch_B), seed)
 
-    def settle(self, worker: Agent, columns: range, seed: int = 0) -> Agent:
-        """A copy of a worker's copy, with state for `columns`, ready to sample."""
-        twin = worker.runtime.column_copy(ColumnStreams(self.seed + seed, columns).rngs(Purpose.ACTION))
-        twin.runtime.set_columns(columns, self.batch_B)
-        twin.sample_mode(0)
-        return twin
+    def column_copy(self, worker: Agent, columns: range, seed: int = 0) -> Agent:
+        """A copy of `worker`, a worker's copy. It has state for `columns` and is ready to sample."""
+        copied = worker.runtime.column_copy(ColumnStreams(self.seed + seed, columns).rngs(Purpose.ACTION))
+        copied.runtime.set_columns(columns, self.batch_B)
+        copied.sample_mode(0)
+        return copied
 
     def reference(self, agent: Agent | None = None) -> NamedArrays:
-        """What a copy returns on the tape."""
+        """The actions and agent_info of a new copy on the tape."""
         return act(self.copy(agent), self.tape)
 
     def sampled(self, cls: type[Sampler], **arguments: Any) -> NamedArrays:
@@ -133,7 +133,7 @@ def step(agent: Agent, observation: Any, prev_action: Any, prev_reward: Any) -> 
 
 
 def stack(rows: Sequence[NamedArrays]) -> NamedArrays:
-    """The rows as one `[T, B, ...]`, by dotted name. Raises `Violation` if fields or shapes differ."""
+    """The rows joined to arrays `[T, B, ...]`, by dotted name. Raises `Violation` if fields or shapes differ."""
     steps = [dict(row.leaves()) for row in rows]
     shapes = [{name: f"{list(leaf.shape)} {leaf.dtype}" for name, leaf in each.items()} for each in steps]
     for t, fields in enumerate(shapes):

@@ -21,7 +21,7 @@ def _compare(name: str, found: Any, wanted: Any, where: str, source: str, remedy
 
 
 def _grid(batch: BatchTrace, value: Callable[[Step], Any], dtype: Any = bool) -> Any:
-    """`value(step)` `[T, B]` in the cell of each step, zero elsewhere."""
+    """An array `[T, B]` with `value(step)` in the cell of each step, and zero elsewhere."""
     grid = np.zeros_like(batch.samples.env.valid, dtype)
     for step in batch.steps:
         grid[step.t, step.b] = value(step)
@@ -46,7 +46,8 @@ def sample_mode_is_called_once_per_batch(trace: Trace) -> None:
         calls = [event for event in batch.events if event.kind in ("agent.sample_mode", "agent.step")]
         modes = [f"sample_mode({call.data})" for call in calls if call.kind == "agent.sample_mode"]
         if modes != [f"sample_mode({batch.itr})"] or calls[0].kind != "agent.sample_mode":
-            late = " after agent.step" if calls and calls[0].kind == "agent.step" and modes else ""
+            is_late = bool(modes) and calls[0].kind == "agent.step"
+            late = " after agent.step" if is_late else ""
             seen = f"{', '.join(modes) or 'no call'}{late} in the batch itr={batch.itr}"
             raise Violation(seen, "call self.begin_batch(itr) first")
 
@@ -55,7 +56,8 @@ def the_agent_acts_once_per_row(trace: Trace) -> None:
     """agent.step is called once for each row t, and every environment makes at most one step after it."""
     for batch in trace.batches:
         T = len(batch.samples.env.done)
-        needed = 1 + max((t for t in range(T) if batch.samples.env.valid[t].any()), default=-1)
+        rows = np.flatnonzero(batch.samples.env.valid.any(axis=1))
+        needed = rows[-1] + 1 if rows.size else 0
         calls = sum(event.kind == "agent.step" for event in batch.events)
         if not needed <= calls <= T:
             raise Violation(
@@ -82,7 +84,7 @@ def environments_are_reset_after_an_episode(trace: Trace) -> None:
 
 def valid_marks_the_recorded_steps(trace: Trace) -> None:
     """samples.valid is True where the environment made a step, and False elsewhere."""
-    remedy = "write self.samples.valid in every cell that may differ from the last batch (it is True at first)"
+    remedy = "write self.samples.valid in each batch: it keeps the last batch's values, and is True before the first"
     for batch in trace.batches:
         wanted = _grid(batch, lambda step: True)
         _compare_grids("valid", batch, batch.samples.env.valid, wanted, remedy)
@@ -127,7 +129,7 @@ def rewards_are_what_the_environment_returned(trace: Trace) -> None:
 
 
 def ends_are_what_the_environment_returned(trace: Trace) -> None:
-    """terminated[t] and truncated[t] are what the environment returned at step t, and False where there was none."""
+    """terminated[t] and truncated[t] are what the environment returned at step t, and False where no step was made."""
     for name in ("terminated", "truncated"):
         remedy = f"write self.samples.{name}[t, column] at an episode's end; self.begin_batch clears it"
         for batch in trace.batches:
@@ -243,11 +245,9 @@ def values_are_of_the_next_observation(trace: Trace) -> None:
 
 
 class SteppedTrajInfo(TrajInfo):
-    """Follows every step; the base class is computed from the batch."""
+    """Any subclass is called at every step, while `TrajInfo` itself is computed from the batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.LastObservation: Any = None
+    LastObservation: Any = None
 
     def terminate(self, final_observation: Any) -> None:
         self.LastObservation = final_observation
@@ -304,5 +304,3 @@ TRACE_RULES: tuple[Callable[[Trace], None], ...] = (
     values_are_of_the_next_observation,
     each_episode_that_ends_gives_a_traj_info,
 )
-CONTINUITY_RULE: Callable[[Trace], None] = episodes_continue_in_the_next_batch
-STEPPED_RULE: Callable[[Trace], None] = a_traj_info_subclass_sees_every_step

@@ -9,9 +9,8 @@ from penstock.agents import Agent
 from penstock.collectors import BaseEvalCollector, Collector, TrajInfo
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
-from penstock.testing import agent_rules, run_rules
+from penstock.testing import agent_rules, collector_rules, run_rules
 from penstock.testing.agent_setup import AgentSetup
-from penstock.testing.collector_rules import CONTINUITY_RULE, STEPPED_RULE, TRACE_RULES, SteppedTrajInfo
 from penstock.testing.evaluation_rules import EVALUATION_RULES, EvaluationSetup
 from penstock.testing.rules import apply
 from penstock.testing.traces import CollectorSetup, record
@@ -33,21 +32,25 @@ def check_collector(
     seed: int = 0,
     start_method: str = "forkserver",
 ) -> None:
-    """Check a collector against every rule; returns None if it keeps all of them.
+    """Check a collector against every rule.
 
-    The collector runs in environments of `env_fn`. The kit ends their episodes after 3 to 11 steps, by termination,
-    truncation or both. It compares what is recorded and returned with the calls that environments and agent got.
+    The collector runs in environments of `env_fn`. The kit ends their episodes after at most 3 to 11 steps, by
+    termination, truncation or both. It compares what is recorded and returned with the calls that environments and
+    agent got.
 
     Args:
         collector_cls: the collector.
-        env_fn, env_kwargs: as for a sampler, but one callable or id and one dict for all environments. The
-            environments must be deterministic under a seed.
+        env_fn, env_kwargs: as for a sampler, but without lists: one callable or id, and one dict, for all
+            environments. The environments must be deterministic under a seed.
         agent: acts in every run; by default a random agent with values and agent_info. Its output must not
             depend on the number of columns.
-        batch_T, batch_B, n_batches, seed, start_method: of the runs.
-        n_workers: numbers of workers; each must give the batches of one process.
+        batch_T, batch_B, start_method: as for a sampler.
+        n_batches: the number of batches in a run.
+        n_workers: numbers of workers. With each of them, the batches must be the same as in one process.
         continues: False if the collector may interrupt running episodes, for example at the start of a batch.
-        central: False if the collector, or `agent`, is not for the central samplers, whose workers hold no agent.
+        central: False if the collector or `agent` does not work with central inference (`GpuSampler`,
+            `AlternatingSampler`).
+        seed: as for a sampler's `initialize`.
 
     Raises `ConformanceError` for the first broken rule, with what was seen, where, and what to do. If the
     collector cannot run, raises the sampler's own error.
@@ -63,9 +66,12 @@ def check_collector(
     trace = record(setup)
     apply(run_rules.one_seed_gives_one_batch, name, trace, record(setup))
     apply(run_rules.every_cell_is_written, name, setup, trace)
-    for rule in (CONTINUITY_RULE, *TRACE_RULES) if continues else TRACE_RULES:
+    if continues:
+        apply(collector_rules.episodes_continue_in_the_next_batch, name, trace)
+    for rule in collector_rules.TRACE_RULES:
         apply(rule, name, trace)
-    apply(STEPPED_RULE, name, record(setup, SteppedTrajInfo))
+    stepped = record(setup, collector_rules.SteppedTrajInfo)
+    apply(collector_rules.a_traj_info_subclass_sees_every_step, name, stepped)
     apply(run_rules.any_number_of_workers_gives_the_same_batch, name, setup, n_workers)
     if central:
         apply(run_rules.central_samplers_give_the_same_batch, name, setup)
@@ -84,18 +90,21 @@ def check_agent(
     seed: int = 0,
     start_method: str = "forkserver",
 ) -> None:
-    """Check an agent against every rule; returns None if it keeps all of them.
+    """Check an agent against every rule.
 
     Copies of the agent, made as a sampler makes them, act on `[batch_T, batch_B]` observations that were
     recorded with random actions.
 
     Args:
         make_agent: returns a new agent; called without arguments. Its parameters may differ each time.
-        env_fn, env_kwargs: as for a sampler; for the spaces and the observations.
-        batch_T, batch_B, seed, start_method: of the runs.
+        env_fn, env_kwargs: the environment that gives the spaces and the observations: one callable or id, and one
+            dict.
+        batch_T, batch_B, start_method: as for a sampler.
         batch_invariant: False if an action may depend on the number of columns (with batch normalization,
-            or if rounding decides between two actions).
-        central: False if the agent is not for the central samplers, which serve a few columns at a time.
+            or if rounding decides between two actions). The rules of central inference are then not checked either.
+        central: False if the agent does not work with central inference (`GpuSampler`, `AlternatingSampler`), which
+            serves a few columns at a time.
+        seed: as for a sampler's `initialize`.
 
     Raises `ConformanceError` for the first broken rule, with what was seen, where, and what to do. An
     exception of the agent itself is not caught.
@@ -121,7 +130,7 @@ def check_eval_collector(
     seed: int = 0,
     start_method: str = "forkserver",
 ) -> None:
-    """Check an evaluation collector against every rule; returns None if it keeps all of them.
+    """Check an evaluation collector against every rule.
 
     A random agent acts for up to `max_T` steps in each of `n_envs` environments, whose episodes end as in
     `check_collector`. The collector may return any of the episodes that ended. Raises `ConformanceError` for
@@ -143,7 +152,7 @@ def check_traj_info(
     seed: int = 0,
     start_method: str = "forkserver",
 ) -> None:
-    """Check a `TrajInfo` subclass against every rule; returns None if it keeps all of them.
+    """Check a `TrajInfo` subclass against every rule.
 
     Raises `ConformanceError` for the first broken rule. If trajectories cannot be sent to the main process,
     raises the sampler's own error.

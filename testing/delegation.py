@@ -1,4 +1,4 @@
-"""An agent that passes every call to another agent. Tools that observe or disturb an agent are built on it."""
+"""An agent that passes every call to another agent: the base of agents that log calls or inject faults."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
 from penstock.agents import Agent, AgentRuntime, AgentStep, SharedParameters
+from penstock.agents.base import Space
 from penstock.errors import ConfigError
 
 
@@ -68,9 +68,7 @@ class DelegatingAgent(Agent):
 
     # ---- setup -----------------------------------------------------------------------------
 
-    def initialize(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], *, seed: int | None = None
-    ) -> None:
+    def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         super().initialize(observation_space, action_space, seed=seed)
         self.agent.runtime.ensure_initialized(observation_space, action_space, seed)
         self.recurrent = self.agent.recurrent

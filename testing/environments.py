@@ -1,4 +1,4 @@
-"""The runs of the kits: samplers of the user's environments, in wrappers that end episodes or log calls."""
+"""What the conformance kits run: samplers of the user's environments, in wrappers that end episodes or log calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from penstock.envs import EnvFn, env_factories
 from penstock.samplers import Sampler
 
-COLUMN = "_penstock_column"  # the argument that numbers the environments
+COLUMN = "_penstock_column"  # the argument of the wrapped env_fn with the number of the environment
 
 
 def wrapped_env_fn(
@@ -29,7 +29,7 @@ def wrapped_env_fn(
     """
     factory = env_factories(env_fn, env_kwargs, 1)[0]
 
-    # The signature of the inner function shows whether it takes a `context`.
+    # Keep the signature of the inner function: samplers read from it whether it takes a `context`.
     @functools.wraps(factory.fn, assigned=(), updated=())
     def build(**kwargs: Any) -> gym.Env[Any, Any]:
         column = kwargs.pop(COLUMN, 0)
@@ -58,7 +58,8 @@ class Setup:
         first_column: int = 0,
         **arguments: Any,
     ) -> Sampler:
-        """A sampler of `BoundedEnv`s, numbered from `first_column`. With `reused`, they reuse their memory."""
+        """A sampler of `BoundedEnv`s, numbered from `first_column`. With `reused`, they write observations and infos
+        into the same memory at every step."""
 
         def wrap(env: gym.Env[Any, Any], column: int) -> gym.Env[Any, Any]:
             env = BoundedEnv(env, column, log)
@@ -84,10 +85,10 @@ class Event:
 
 
 class BoundedEnv(gym.Wrapper[Any, Any, Any, Any]):
-    """Ends every episode after 3 to 11 steps, by truncation, termination or both in turn.
+    """Ends every episode after at most 3 to 11 steps: by truncation, by termination, or by both, in turn.
 
-    A few batches of any environment then contain all kinds of episode ends. With `log`, each reset and step is
-    logged there.
+    So a few batches of any environment contain all kinds of episode ends. With `log`, each reset and step is logged
+    there.
     """
 
     def __init__(self, env: gym.Env[Any, Any], column: int, log: list[Event] | None) -> None:
@@ -117,8 +118,7 @@ class BoundedEnv(gym.Wrapper[Any, Any, Any, Any]):
 
 
 class ReusingEnv(gym.Wrapper[Any, Any, Any, Any]):
-    """Returns the same observation and info objects at every step, overwritten; overwrites the actions with zeros.
-
+    """Writes every observation and info into the same objects, and overwrites the actions with zeros.
     Fast environments do this. Code that stores what they return must copy it.
     """
 
@@ -128,29 +128,29 @@ class ReusingEnv(gym.Wrapper[Any, Any, Any, Any]):
         self._info: dict[str, Any] = {}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        return self._overwritten(*super().reset(seed=seed, options=options))
+        return self._reuse(*super().reset(seed=seed, options=options))
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, *result, info = super().step(copy.deepcopy(action))
         _zero(action)
-        observation, info = self._overwritten(observation, info)
+        observation, info = self._reuse(observation, info)
         return observation, *result, info
 
-    def _overwritten(self, observation: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        self._observation = _overwrite(self._observation, observation)
+    def _reuse(self, observation: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._observation = _write_into(self._observation, observation)
         _zero(self._info)
         self._info.clear()
         self._info.update(copy.deepcopy(info))
         return self._observation, self._info
 
 
-def _overwrite(memory: Any, value: Any) -> Any:
+def _write_into(memory: Any, value: Any) -> Any:
     """Write `value` into the arrays of `memory` where they fit; returns the object that holds the value."""
     if isinstance(memory, dict) and isinstance(value, dict) and memory.keys() == value.keys():
-        memory.update({key: _overwrite(part, value[key]) for key, part in memory.items()})
+        memory.update({key: _write_into(part, value[key]) for key, part in memory.items()})
         return memory
     if isinstance(memory, tuple) and isinstance(value, tuple) and len(memory) == len(value):
-        return tuple(map(_overwrite, memory, value))
+        return tuple(map(_write_into, memory, value))
     if _is_writeable(memory) and isinstance(value, np.ndarray) and memory.shape == value.shape:
         memory[...] = value
         return memory

@@ -17,7 +17,7 @@ from penstock.testing.environments import COLUMN, Event, Setup
 from penstock.testing.rules import Violation, first_difference
 from penstock.testing.traces import Column, LoggedAgent, ProbeAgent, read_steps
 
-_EVALUATIONS = (5, 8, 9)  # itr of each
+_EVALUATIONS = (5, 8, 9)  # the itr of each evaluation
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def an_evaluation_returns_episodes_that_ended(setup: EvaluationSetup) -> None:
         ended = sorted((step.t, step.b, step.length, step.return_) for step in steps if step.done)
         episodes = iter(ended)
         for i, (length, return_) in enumerate(evaluation.infos):
-            # Each is searched after the one before it: the collector may leave episodes out.
+            # `any` continues behind the last match, so the order counts. The collector may leave episodes out.
             if not any(length == e[2] and np.isclose(return_, e[3], rtol=1e-4, atol=1e-5) for e in episodes):
                 raise Violation(
                     f"trajectory {i} of the evaluation itr={evaluation.itr} has Length={length}, Return={return_}; "

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from penstock.errors import ConfigError
 
-_HOUR = 3600  # seconds of each sleep in an endless row of them
+_HOUR = 3600  # seconds of one sleep; the sleeps never end
 
 
 class InjectedFault(Exception):
@@ -43,8 +43,7 @@ class UnprintableFault(InjectedFault):
 
 @dataclass(frozen=True)
 class Fault:
-    """One way to fail, at one call of the place where a test injects it.
-
+    """How a worker fails, and at which call. Where it fails is chosen when the fault is injected.
     `how` is one of:
 
     - "raise", "unpicklable", "unprintable": an exception, see `InjectedFault`, `UnpicklableFault`, `UnprintableFault`;
@@ -60,10 +59,10 @@ class Fault:
     how: str
     at: int = 1  #: at which call it happens, counted from 1
     seconds: float = 1.0  #: of "delay"
-    #: A path: only the process that creates this file fails, so only one of all, and no restarted one. None: every
-    #: process fails at its call `at`.
+    #: The path of a file that does not exist yet. Only the process that creates it fails, so a restarted worker does
+    #: not fail again. None: every process fails at its call `at`.
     marker: str | None = None
-    #: A process that never fails: usually the main process, which builds an environment to read its spaces.
+    #: The pid of a process that never fails: usually the main process, which builds an environment to read its spaces.
     spare_pid: int | None = None
 
     def __post_init__(self) -> None:
@@ -93,13 +92,13 @@ class Fault:
 
 
 class Trigger:
-    """Counts the calls of one place in one process, and fires the fault at its call."""
+    """Counts the calls of one place in one process. At call `fault.at` the fault happens."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault, self.calls = fault, 0
 
     def call(self) -> None:
-        """The place was called once more."""
+        """Count one call."""
         self.calls += 1
         if self.calls == self.fault.at:
             self.fault.fire()

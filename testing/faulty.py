@@ -121,7 +121,7 @@ def faulty_collector(base: type[Collector], fault: Fault, where: str = "collect_
     between barrier_out and barrier_in, and for the first time after start-up.
     """
     _check(where, ("start_envs", "collect_batch", "reset_if_needed", "end_batch"), fault)
-    # The depth distinguishes the triggers of a faulty subclass of a faulty class.
+    # The name differs in each class, since a faulty class may be the base of another.
     original, name = getattr(base, where), f"_trigger_{len(base.__mro__)}"
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a rule is: a function whose docstring states it, and the error for a class that breaks it."""
+"""Rules: functions whose docstrings state the rule. Also the error for a class that breaks one."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def first_difference(
 ) -> str | None:
     """Describe the first cell in which two arrays of a pair (name, left, right) differ; None if all are equal.
 
-    `axes` names the leading dimensions; an array with one dimension has the last of them. With `close`,
-    floating-point numbers may differ by rounding.
+    `axes` names the leading dimensions. An array with fewer dimensions has the last of these. With `close`,
+    floating-point numbers may differ by rounding. Raises `Violation` if shapes differ.
     """
     for name, left, right in pairs:
         for (path, a), (_, b) in zip(leaves(left, name), leaves(right, name), strict=True):

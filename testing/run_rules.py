@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def one_seed_gives_one_batch(first: Trace, second: Trace) -> None:
 def any_number_of_workers_gives_the_same_batch(setup: CollectorSetup, n_workers: Sequence[int]) -> None:
     """ParallelSampler gives the batches of SerialSampler, with any number of workers."""
     remedy = (
-        "use env_rank (self.envs.env_ranks), not the column's index in the worker; leave an agent out whose output "
+        "use env_rank (self.envs.env_ranks), not the column's index in the worker; check without an agent whose output "
         "depends on the batch size"
     )
     reference = _run(setup, SerialSampler)
@@ -45,10 +45,11 @@ def any_number_of_workers_gives_the_same_batch(setup: CollectorSetup, n_workers:
 
 
 def central_samplers_give_the_same_batch(setup: CollectorSetup) -> None:
-    """GpuSampler and AlternatingSampler give the batches of SerialSampler, in any order of serving columns."""
+    """GpuSampler and AlternatingSampler give the batches of SerialSampler, in whatever order they serve the
+    environments."""
     remedy = (
         "call self.act(t) or self.agent.step once per row, for all columns of the worker, and copy what it returns "
-        "before the next call; check with central=False if the collector is not for central samplers"
+        "before the next call; check with central=False if the collector does not work with central inference"
     )
     reference = _run(setup, SerialSampler)
     ways: tuple[tuple[str, type[Sampler], dict[str, Any]], ...] = (
@@ -131,7 +132,8 @@ def _fill(samples: Samples) -> None:
             continue
         for _, leaf in leaves(field, name):
             rows = leaf[:last] if name in ("action", "reward", "done") else leaf
-            rows[...] = np.iinfo(leaf.dtype).max if leaf.dtype.kind in "iu" else leaf.dtype.kind == "b" or np.nan
+            kind = leaf.dtype.kind
+            rows[...] = np.iinfo(leaf.dtype).max if kind in "iu" else True if kind == "b" else np.nan
 
 
 # ---- after shutdown ------------------------------------------------------------------------
@@ -140,12 +142,12 @@ def _fill(samples: Samples) -> None:
 def nothing_is_left_after_shutdown(setup: CollectorSetup) -> None:
     """After shutdown, no process, thread or descriptor that the collector started or opened remains."""
     _run(setup, ParallelSampler, n_workers=1)  # starts the fork server, which stays
-    for cls in (SerialSampler, ParallelSampler):  # the workers of central samplers leave nothing else
+    for cls in (SerialSampler, ParallelSampler):  # the workers of the others hold nothing more
         before, children = _holdings(), _children()
         with setup.sampler(cls, n_workers=1) as sampler:
             sampler.initialize(setup.make_agent(), seed=setup.seed)
             sampler.obtain_samples(0)
-            # With grandchildren: once their worker has exited, they cannot be found.
+            # Grandchildren too, listed now: after their worker has exited they cannot be found.
             started = [process for process in _children() if process not in children]
         del sampler
         _, alive = psutil.wait_procs(started, timeout=_EXIT_SECONDS)
@@ -191,12 +193,3 @@ def _holdings() -> dict[tuple[str, int], str]:
         if not what.startswith("/memfd:penstock"):  # the samples: the user may hold them for longer
             held["descriptor", int(entry.name)] = what
     return held
-
-
-RUN_RULES: tuple[Callable[..., None], ...] = (
-    one_seed_gives_one_batch,
-    every_cell_is_written,
-    any_number_of_workers_gives_the_same_batch,
-    central_samplers_give_the_same_batch,
-    nothing_is_left_after_shutdown,
-)

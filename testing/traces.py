@@ -40,7 +40,7 @@ class CollectorSetup(Setup):
 
 
 def probe(observation: Any) -> Any:
-    """One number `[B]` that depends on every element of an observation `[B, ...]`."""
+    """One number per column, `[B]`, that depends on every element of the observation `[B, ...]`."""
     parts = [np.asarray(leaf) for _, leaf in NamedArrays(x=observation).leaves()]
     flat = np.concatenate([np.atleast_2d(p.reshape(len(p), -1)).astype(np.float64) for p in parts], axis=1)
     weights = np.cos(np.arange(1, flat.shape[1] + 1))
@@ -121,7 +121,7 @@ class Step:
     after_end: bool  #: the episode had ended, and the environment was not reset since
     interrupted: bool  #: a reset since the last step interrupted a running episode
     env_resets: int  #: resets of the environment since the column's last step
-    agent_resets: int  #: resets of the column's agent state between the last two calls of agent.step
+    agent_resets: int  #: resets of the column's agent state before the last agent.step, since the column's last step
     length: int  #: steps of the episode so far
     return_: float  #: rewards of the episode so far
 
@@ -162,7 +162,8 @@ class Trace:
             for step in batch.steps:
                 yield step, batch.samples
 
-    def row_of(self, space: gym.Space[Any], value: Any) -> Any:
+    @staticmethod
+    def row_of(space: gym.Space[Any], value: Any) -> Any:
         """`value`, an element of `space`, as it is recorded."""
         row = map_leaves(lambda leaf: np.zeros((1, 1, *leaf.shape), leaf.dtype), observation_example(space))
         write_row(arrays_like(space, row), 0, [value])
@@ -194,7 +195,7 @@ def record(
 
 @dataclass
 class Column:
-    """One environment, as the events so far left it."""
+    """The state of one environment after the events that were read so far."""
 
     observation: Any = None
     last: Step | None = None  #: the last step, if there was no reset after it

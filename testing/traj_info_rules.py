@@ -35,7 +35,7 @@ class TrajInfoSetup(Setup):
         return infos
 
     def require_same(self, others: list[TrajInfo], where: str, remedy: str) -> None:
-        """Raise `Violation` unless `others` have the same attributes as a run in this process."""
+        """Raise `Violation` unless `others` have the attributes of the trajectories of a run in this process."""
         for i, (one, two) in enumerate(zip(self.run(SerialSampler), others, strict=True)):
             for name, value in vars(one).items():
                 other = vars(two).get(name)
@@ -46,7 +46,7 @@ class TrajInfoSetup(Setup):
 def _equal(left: Any, right: Any) -> bool:
     try:
         return bool(np.all(np.asarray(left == right))) or pickle.dumps(left) == pickle.dumps(right)
-    except Exception:  # values that cannot be compared count as equal
+    except Exception:  # values that cannot be compared count as equal if they have the same type
         return type(left) is type(right)
 
 

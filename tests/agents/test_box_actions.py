@@ -32,7 +32,7 @@ def test_only_where_there_are_bounds_is_clipped() -> None:
 def test_the_largest_numbers_of_a_type_do_not_overflow(dtype: Any) -> None:
     limit = np.finfo(dtype).max
     box = BoxActions(spaces.Box(-limit, limit, (2,), dtype), "A", bounded=True)
-    corners = box.unsquash(np.array([[-1.0, 1.0]]))
+    corners = box.scale(np.array([[-1.0, 1.0]]))
     assert corners.tolist() == [[-limit, limit]]
 
 
@@ -42,15 +42,15 @@ def test_squashed_actions_lie_in_the_space_whatever_the_bounds(dtype: Any) -> No
     low = rng.normal(size=(3, 2)).astype(dtype)
     space = spaces.Box(low, low + np.abs(rng.normal(size=(3, 2))).astype(dtype), dtype=dtype)
     box = BoxActions(space, "A", bounded=True)
-    for row in box.unsquash(rng.choice([-1.0, 0.0, 0.3, 1.0], size=(50, 3, 2))):
+    for row in box.scale(rng.choice([-1.0, 0.0, 0.3, 1.0], size=(50, 3, 2))):
         assert space.contains(row)
 
 
-def test_tensors_are_unsquashed_alike_and_with_gradients() -> None:
+def test_tensors_are_scaled_alike_and_with_gradients() -> None:
     box = BoxActions(spaces.Box(np.float32([-1, 0]), np.float32([3, 10])), "A", bounded=True)
     x = torch.tensor([[0.5, -1.0]], dtype=torch.float64, requires_grad=True)
-    action = box.unsquash_torch(x)
-    np.testing.assert_allclose(action.detach().numpy(), box.unsquash(x.detach().numpy()))
+    action = box.scale_torch(x)
+    np.testing.assert_allclose(action.detach().numpy(), box.scale(x.detach().numpy()))
     action.sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [[2, 5]]

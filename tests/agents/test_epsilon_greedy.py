@@ -145,7 +145,7 @@ def test_a_tuple_is_not_taken_for_q() -> None:
 
 
 def test_q_that_is_not_a_number_is_an_error() -> None:
-    with pytest.raises(FloatingPointError, match=r"not numbers: .*nan"):
+    with pytest.raises(FloatingPointError, match=r"returned NaN as q: .*nan"):
         act(agent_for(2), [[0, 0], [0, np.nan]])
 
 

@@ -332,7 +332,7 @@ def test_a_state_that_was_handed_out_is_not_changed_by_a_reset() -> None:
 )
 def test_a_new_state_unlike_the_old_names_both(change: Any, got: str) -> None:
     agent = agent_for(lambda: Giving(change, state_shape=(4,)))
-    with pytest.raises(SpaceError, match=rf"new state must be like .*\(3, 4\) float32, {got}"):
+    with pytest.raises(SpaceError, match=rf"new state must have .*: expected \(3, 4\) float32, {got}"):
         agent.step(*inputs())
 
 

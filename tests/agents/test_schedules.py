@@ -61,7 +61,7 @@ def test_a_list_cannot_be_spread() -> None:
 
 
 def test_a_sequence_of_a_wrong_length_names_both() -> None:
-    with pytest.raises(ConfigError, match="sigma lists 2 values, there are 3 environments"):
+    with pytest.raises(ConfigError, match="sigma has 2 values for 3 environments"):
         ColumnSetting("sigma", [0.1, 0.2]).at(0, 3, range(3), 3)
 
 

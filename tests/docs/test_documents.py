@@ -209,8 +209,11 @@ def test_the_batched_environment_is_sampled() -> None:
 
 
 def test_the_testing_page_lists_every_rule() -> None:
-    rules = [*collector_rules.TRACE_RULES, collector_rules.STEPPED_RULE, collector_rules.CONTINUITY_RULE]
-    rules += [*run_rules.RUN_RULES, *agent_rules.ACTING_RULES, *agent_rules.PARAMETER_RULES]
+    rules = [*collector_rules.TRACE_RULES, collector_rules.episodes_continue_in_the_next_batch]
+    rules += [collector_rules.a_traj_info_subclass_sees_every_step]
+    own = [rule for rule in vars(run_rules).values() if getattr(rule, "__module__", "") == run_rules.__name__]
+    rules += [rule for rule in own if not rule.__name__.startswith("_")]
+    rules += [*agent_rules.ACTING_RULES, *agent_rules.PARAMETER_RULES]
     rules += [*agent_rules.BATCH_SIZE_RULES, *agent_rules.CENTRAL_RULES]
     rules += [*evaluation_rules.EVALUATION_RULES, *traj_info_rules.TRAJ_INFO_RULES]
     listed = re.findall(r"`(\w+)`", TESTING.split("## The rules")[1].split("##")[0])

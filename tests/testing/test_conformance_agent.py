@@ -409,7 +409,7 @@ BROKEN: list[tuple[Callable[[], Agent], str, str]] = [
     ),
     (LeaksParameters, "worker_copies_follow_sync_shared_memory", r"parameter weight at .* before sync_shared_memory"),
     (IgnoresTheLearner, "worker_copies_follow_sync_shared_memory", r"parameter weight at .* after sync_shared_memory"),
-    (ServesOtherwise, "central_samplers_give_the_same_actions", r" in this process and in a central sampler"),
+    (ServesOtherwise, "central_samplers_give_the_same_actions", r" in this process and in a GpuSampler"),
     (
         CountsInTheClass,
         "worker_processes_give_the_same_actions",
