@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
@@ -13,6 +15,8 @@ from gymnasium import spaces
 from penstock.agents.base import Agent, AgentStep
 from penstock.buffers.named import NamedArrays
 from penstock.errors import ConfigError
+
+_SPARE_BYTES = 4096  # so that a small function may grow
 
 
 class FunctionAgent(Agent):
@@ -24,9 +28,16 @@ class FunctionAgent(Agent):
     `rngs[b]`: then they do not depend on the number of workers.
 
     `fn` may also return `(action, agent_info)`, where agent_info is a dict of arrays `[B, ...]` to record. For a
-    Tuple action space, return `AgentStep(action, agent_info)` instead, because a tuple could be the action. Workers
-    get `fn` by cloudpickle, so lambdas and closures are allowed.
+    Tuple action space, return `AgentStep(action, agent_info)` instead, because a tuple could be the action.
+
+    Workers get `fn` by cloudpickle, so lambdas and closures are allowed. After you have changed what `fn` uses (the
+    weights of its model, for example), call `sync_shared_memory`: it sends `fn` again. A worker replaces its function
+    only if the pickled bytes differ.
     """
+
+    _code = b""  # the pickled function as it was published or received, filled up with zeros
+    # The bytes that this process last made of it. They may differ from the bytes of the process that sent it.
+    _pickled: bytes | None = None
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         if not callable(fn):
@@ -45,6 +56,40 @@ class FunctionAgent(Agent):
                 f"FunctionAgent calls its function as fn(observation), or as fn(observation, rngs=rngs) if a parameter "
                 f"is named rngs; this function has the parameters {signature}"
             ) from None
+
+    def read_parameters(self) -> Mapping[str, npt.NDArray[Any]]:
+        """The pickled function, as bytes. Nothing if it cannot be pickled: only SerialSampler takes it then.
+
+        Raises `ConfigError` if it has more than twice the size that it had at first.
+        """
+        try:
+            pickled = bytes(cloudpickle.dumps(self._fn))
+        except Exception:  # pickling runs the user's code, which may raise anything
+            return {}
+        size = len(self._code) or 2 * len(pickled) + _SPARE_BYTES
+        if len(pickled) > size:
+            raise ConfigError(
+                f"the function of this FunctionAgent has {len(pickled):,} bytes in pickled form, but its workers have "
+                f"room for {size:,}: initialize a new sampler with a new FunctionAgent"
+            )
+        is_received = self._pickled is None and self._code
+        if not is_received and pickled != self._pickled:
+            self._code = pickled.ljust(size, b"\0")
+        self._pickled = pickled
+        return {"function": np.frombuffer(self._code, np.uint8)}
+
+    def write_parameters(self, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
+        code = parameters["function"].tobytes() if parameters else self._code
+        if code != self._code:
+            self._fn, self._code, self._pickled = pickle.loads(code), code, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: a checkpoint must not contain code. Save what the function uses yourself."""
+        return {}
+
+    def copy_for_worker(self) -> FunctionAgent:
+        self.read_parameters()
+        return super().copy_for_worker()
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
         self._rngs = rngs

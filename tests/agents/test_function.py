@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import cloudpickle
@@ -123,3 +124,63 @@ def test_a_scripted_policy_in_a_sampler() -> None:
         sampler.initialize(FunctionAgent(lambda o: o[:, 1].astype(int) % 3))
         samples, _ = sampler.obtain_samples(0)
         assert samples.agent.action[:, 0].tolist() == [0, 1, 2, 0, 1]
+
+
+class Constant:
+    """A policy with weights: the action is their argmax."""
+
+    def __init__(self) -> None:
+        self.weights = np.array([0.0, 1.0, 0.0])
+
+    def __call__(self, observation: Any) -> Any:
+        return np.full(len(observation), self.weights.argmax())
+
+
+@pytest.mark.parametrize("sampler_cls", [SerialSampler, ParallelSampler])
+def test_changed_weights_reach_the_workers_with_sync_shared_memory(sampler_cls: Any) -> None:
+    policy = Constant()
+    agent = FunctionAgent(policy)
+    with sampler_cls(CountingEnv, batch_T=3, batch_B=2) as sampler:
+        sampler.initialize(agent, seed=0)
+        assert (sampler.obtain_samples(0)[0].agent.action == 1).all()
+        for itr, best in enumerate((2, 0, 2), 1):
+            policy.weights[:] = np.arange(3) == best
+            agent.sync_shared_memory()
+            assert (sampler.obtain_samples(itr)[0].agent.action == best).all()
+        assert sampler.policy_version == 4
+        assert agent.state_dict() == {}
+
+
+def test_a_function_that_grows_too_much_is_refused() -> None:
+    policy = Constant()
+    agent = FunctionAgent(policy)
+    with ParallelSampler(CountingEnv, batch_T=3, batch_B=2) as sampler:
+        sampler.initialize(agent, seed=0)
+        policy.weights = np.zeros(10_000)
+        with pytest.raises(ConfigError, match=r"has 8\d,\d+ bytes in pickled form, but its workers have room for"):
+            agent.sync_shared_memory()
+
+
+def test_a_worker_keeps_its_function_while_the_bytes_are_the_same() -> None:
+    """So a function with a state, such as a controller, is not reset by every sync_shared_memory."""
+    agent = FunctionAgent(Constant())
+    copied = agent.copy_for_worker()
+    before = copied._fn
+    copied.write_parameters(agent.read_parameters())
+    assert copied._fn is before
+
+
+def test_a_function_that_cannot_be_pickled_runs_in_one_process() -> None:
+    lock = threading.Lock()
+
+    def locked(observation: Any) -> Any:
+        with lock:
+            return np.zeros(len(observation), int)
+
+    agent = FunctionAgent(locked)
+    with SerialSampler(CountingEnv, batch_T=3, batch_B=2) as sampler:
+        sampler.initialize(agent, seed=0)
+        agent.sync_shared_memory()
+        assert (sampler.obtain_samples(0)[0].agent.action == 0).all()
+    with ParallelSampler(CountingEnv, batch_T=3, batch_B=2) as sampler, pytest.raises(ConfigError, match="pickle"):
+        sampler.initialize(FunctionAgent(locked))
