@@ -28,6 +28,8 @@ from penstock.envs import (
     info_example,
     observation_example,
 )
+from penstock.envs.infos import element
+from penstock.envs.rows import arrays_like, write_row
 from penstock.errors import ConfigError, PenstockError, SpaceError
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.memory import SamplerMemory
@@ -74,7 +76,7 @@ def allocate(config: SamplerConfig, agent: Agent, setup: Setup, resources: ExitS
     env_info = _prepare_agent(agent, train[0], setup.seed, config)
     traj_info_kwargs = _checked_traj_info_kwargs(config.traj_info_cls, setup.traj_info_kwargs)
     worker_agent = agent.runtime.worker_copy()
-    spec = replace(_try_agent(worker_agent, config, setup), env_info=env_info)
+    spec = replace(_try_agent(worker_agent, train[0], config, setup), env_info=env_info)
     program = SamplerProgram(
         agent=worker_agent,
         collector_cls=config.collector_cls,
@@ -183,15 +185,44 @@ def _checked_traj_info_kwargs(cls: type[TrajInfo], kwargs: Any) -> dict[str, Any
     return arguments
 
 
-def _try_agent(agent: Agent, config: SamplerConfig, setup: Setup) -> SampleSpec:
-    """Step the agent once on zeros: this shows what it reports, and what does not fit, before workers start."""
-    observation = observation_example(agent.observation_space, config.observation_dtype)
+def _try_agent(agent: Agent, factory: EnvFactory, config: SamplerConfig, setup: Setup) -> SampleSpec:
+    """Step the agent once: this shows what it reports, and what does not fit, before workers start.
+
+    The first trial is on zeros. An agent may not take these (a mask of zeros allows no action), so the second trial is
+    on an observation that an environment returns. It is not the first, since `env.reset` may take long.
+    """
+    space = agent.observation_space
+    rows = _columns(observation_example(space, config.observation_dtype))
+    try:
+        return _trial(agent, rows, config, setup)
+    except PenstockError:
+        real = _reset_once(factory, config.collector_cls.batched)
+        if real is None:
+            raise
+    write_row(arrays_like(space, rows[np.newaxis]), 0, [real] * _TRIAL_COLUMNS, "the observation of env.reset")
+    return _trial(agent, rows, config, setup)
+
+
+def _reset_once(factory: EnvFactory, batched: bool) -> Any:
+    """An observation of the example environment; None if it does not reset."""
+    env = build_example_env(factory, batched=batched)
+    try:
+        observation, _ = env.reset(seed=0)
+        return element(observation, 0) if batched else observation
+    except Exception:  # the workers will report it
+        return None
+    finally:
+        close_example_env(env)
+
+
+def _columns(example: Any) -> Any:
+    return map_leaves(lambda leaf: np.zeros((_TRIAL_COLUMNS, *leaf.shape), leaf.dtype), example)
+
+
+def _trial(agent: Agent, observation: Any, config: SamplerConfig, setup: Setup) -> SampleSpec:
+    """Step a copy of the agent with `observation` `[2, ...]`. Raises `SpaceError` if something does not fit."""
     action = example_of(agent.action_space, "action")
-
-    def columns(example: Any) -> Any:
-        return map_leaves(lambda leaf: np.zeros((_TRIAL_COLUMNS, *leaf.shape), leaf.dtype), example)
-
-    inputs = columns(observation), columns(action), np.zeros(_TRIAL_COLUMNS, np.float32)
+    inputs = observation, _columns(action), np.zeros(_TRIAL_COLUMNS, np.float32)
     rngs = ColumnStreams(0, range(_TRIAL_COLUMNS)).rngs(Purpose.ACTION)
     try:
         trial = agent.runtime.column_copy(rngs)
@@ -203,14 +234,12 @@ def _try_agent(agent: Agent, config: SamplerConfig, setup: Setup) -> SampleSpec:
     except PenstockError:
         raise
     except Exception as error:
-        shapes = inputs[0] if isinstance(inputs[0], NamedArrays) else inputs[0].shape
+        shapes = observation if isinstance(observation, NamedArrays) else observation.shape
         raise SpaceError(
             f"{type(agent).__name__} failed on example observations of shape {shapes}: {type(error).__name__}: {error}"
         ) from error
-    write_action(columns(action), step.action)  # raises if it does not fit
+    write_action(_columns(action), step.action)  # raises if it does not fit
     if value is not None and value.shape != (_TRIAL_COLUMNS,):
         raise SpaceError(f"agent.value must return one value per column: shape [B], got {list(value.shape)} for B=2")
-    agent_info = agent_info_example(step.agent_info, _TRIAL_COLUMNS)
-    return SampleSpec(
-        observation, action, agent_info.map(lambda leaf: leaf[0]), setup.bootstrap_value, config.record_final_obs
-    )
+    agent_info = agent_info_example(step.agent_info, _TRIAL_COLUMNS).map(lambda leaf: leaf[0])
+    return SampleSpec(observation[0], action, agent_info, setup.bootstrap_value, config.record_final_obs)
