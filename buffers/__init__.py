@@ -1,4 +1,4 @@
-"""Memory: named arrays, shared allocation, the samples buffer, the trajectory queue."""
+"""Memory: named arrays, shared memory, the samples buffer, and what workers send to the main process."""
 
 from penstock.buffers.named import NamedArrays, as_named
 from penstock.buffers.samples import AgentSamples, BatchColumns, EnvSamples, Samples, SamplesBuffer, SampleSpec
