@@ -224,7 +224,7 @@ class VectorProgram:
     def _blame(self, i: int, error: ColumnError) -> SpaceError:
         env_rank = self._plan.env_ranks[i]
         self._progress.at_env(env_rank)
-        return error.naming(env_rank)
+        return error.with_env_rank(env_rank)
 
     # ---- resetting and calling -------------------------------------------------------------
 
