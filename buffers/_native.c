@@ -234,7 +234,7 @@ static PyObject *put_cell(PyObject *Py_UNUSED(module), Arguments arguments, Py_s
 
 /* ---- environments ------------------------------------------------------------------------------ */
 
-/* Whether `result` of `env.step` is ordinary: the episode goes on, and flags and info have the usual types. */
+/* Whether `result` of `env.step` is ordinary: the episode does not end, and flags and info have the usual types. */
 static int is_ordinary(PyObject *result) {
     return PyTuple_CheckExact(result) && PyTuple_GET_SIZE(result) == 5 && PyTuple_GET_ITEM(result, 2) == Py_False &&
            PyTuple_GET_ITEM(result, 3) == Py_False && PyDict_CheckExact(PyTuple_GET_ITEM(result, 4));

@@ -83,7 +83,7 @@ class RecordRings:
 
     def __init__(self, capacities: Sequence[int], *, shared: bool) -> None:
         specs = NamedArrays({f"worker_{i}": ArraySpec((n,), RECORD) for i, n in enumerate(capacities)})
-        self.memory = NamedMemory(specs, shared=shared, purpose="the trajectory queue")
+        self.memory = NamedMemory(specs, shared=shared, purpose="the memory for trajectory records")
         self._bind()
 
     def begin(self) -> None:
@@ -103,7 +103,7 @@ class RecordRings:
         self._bind()
 
     def put(self, worker_rank: int, records: npt.NDArray[Any]) -> None:
-        """Worker: append `records` to those of this command."""
+        """Worker: append `records` to the records of this command."""
         start, self._n_put = self._n_put, self._n_put + len(records)
         self._records[worker_rank][start : self._n_put] = records
 

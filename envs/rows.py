@@ -17,8 +17,8 @@ from penstock.errors import SpaceError
 
 Splitter = Callable[[Any], Sequence[Any]]
 
-# numpy writes inf and warns if a float64 is too large for float32. This filter makes the warning an error, which costs
-# nothing while there is none. The user's filters may override this one: then inf is recorded.
+# numpy writes inf and warns if a float64 is too large for float32. This filter makes the warning an error, so the
+# usual case needs no check. The user's filters may override this one: then inf is recorded.
 warnings.filterwarnings(
     "error", "overflow encountered in cast", RuntimeWarning, r"penstock\.(envs\.rows|collectors\.columns)"
 )
