@@ -45,7 +45,7 @@ put_cell: Callable[[Any, int, int, Any], bool]
 #: `bound`, a list of `(column, env_rank, env.step)`, from index `first` on. Each gets its entry of `actions`. The
 #: results are stored in the lists `observations` and `rewards`, by column.
 #: A step is ordinary if the episode does not end, and flags and info have the usual types. At the first step that is
-#: not ordinary, or at the first step if `is_watched`, store nothing and return (index in `bound`, result of `env.step`).
+#: not ordinary, or at the first step if `is_watched`, store nothing and return `(index in bound, result of env.step)`.
 #: Return None after the last environment. `env_rank_word` int64 `[1]` always holds the env_rank of the environment
 #: that steps.
 step_ordinary: Callable[[Any, Any, Any, int, bool, Any, Any], tuple[int, Any] | None]
