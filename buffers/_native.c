@@ -315,7 +315,7 @@ typedef struct {
     double length, return_, nonzero_rewards, discounted_return, weight;
 } Sums;
 
-/* A finished trajectory: RECORD of trajectory_queue.py, which is compared with RECORD_LAYOUT at import. */
+/* A finished trajectory: RECORD of results.py, which is compared with RECORD_LAYOUT at import. */
 typedef struct {
     npy_int64 t, env_rank, length;
     double return_;

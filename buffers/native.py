@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock.buffers.trajectory_queue import RECORD
+from penstock.buffers.results import RECORD
 
 
 def _step_ordinary(

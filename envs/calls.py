@@ -11,7 +11,7 @@ import cloudpickle
 import gymnasium as gym
 
 from penstock.buffers.reports import dump_exception, in_one_line, load_exception
-from penstock.buffers.trajectory_queue import MessageKind, ObjectMessage, Unreadable
+from penstock.buffers.results import MessageKind, ObjectMessage, Unreadable
 from penstock.errors import ConfigError, EnvCallError
 
 

@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from penstock.buffers.trajectory_queue import MessageKind, ObjectMessage
+from penstock.buffers.results import MessageKind, ObjectMessage
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.envs.calls import EnvCall, perform, pickled
 from penstock.envs.checks import episode_flags, require_info, require_number, step_values_error

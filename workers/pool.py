@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.buffers.reports import ReportBoard
-from penstock.buffers.trajectory_queue import ObjectMessage, ObjectPipe
+from penstock.buffers.results import ObjectMessage, ObjectPipe
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError
 from penstock.workers import cleanup, sigint
 from penstock.workers.control import Command
