@@ -64,7 +64,7 @@ def step_without(*checks: str) -> Any:
 
 
 def write_step_unchecked(self: EnvColumns, arrays: Any, rewards: Any, t: int) -> None:
-    if self._has_checks or not put_row(arrays, t, self.observations):
+    if self.checks or not put_row(arrays, t, self.observations):
         self._write_row(arrays, t)
     rewards[t] = self.rewards
 

@@ -1,8 +1,8 @@
 /* The innermost loops in C: see native.py, which says what each function does.
 
-   numpy finds out at every call what it has to do. For a row of a few dozen numbers that takes longer than the work.
-   Here one comparison shows that a value has the expected type and shape, and its bytes are copied. Only Python's
-   numbers are ever converted. A value that is not as expected raises nothing: the caller handles it in Python. */
+   numpy looks up types and shapes at every call. For a row of a few dozen numbers the look-up takes longer than the
+   copy. Here one comparison shows that a value has the expected type and shape, and its bytes are copied. Only Python's
+   numbers, and float64 for float32, are converted. Other values raise nothing: the caller handles them in Python. */
 
 #define PY_SSIZE_T_CLEAN
 #define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
@@ -14,12 +14,12 @@
 
 typedef PyObject *const *Arguments;
 
-static int has_arguments(Py_ssize_t given, Py_ssize_t expected) {
+static int check_arguments(Py_ssize_t given, Py_ssize_t expected) {
     return given == expected || PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, given);
 }
 
-/* Convert `argument` to an index; 0 with an exception set if that is impossible. */
-static int has_index(PyObject *argument, Py_ssize_t *index) {
+/* Convert `argument` to an index. Returns 0 with an exception set if that is impossible. */
+static int read_index(PyObject *argument, Py_ssize_t *index) {
     *index = PyNumber_AsSsize_t(argument, PyExc_IndexError);
     return *index != -1 || !PyErr_Occurred();
 }
@@ -27,22 +27,22 @@ static int has_index(PyObject *argument, Py_ssize_t *index) {
 /* The answer of a function: `result` is 1, 0, or -1 with an exception set. */
 static PyObject *as_bool(int result) { return result < 0 ? NULL : PyBool_FromLong(result); }
 
-/* Writable memory: `n` dimensions of plain elements, contiguous. */
+/* Contiguous, writable memory for `n` dimensions of numbers or bools. */
 typedef struct {
     char *data;
     const npy_intp *shape;
     int n, type;
     npy_intp nbytes;
-} Place;
+} Block;
 
 /* Row t of array `object` `[T, ...]`. Each row must be contiguous; the rows may have gaps between them. */
-static int find_row(PyObject *object, Py_ssize_t t, Place *row) {
+static int find_row(PyObject *object, Py_ssize_t t, Block *row) {
     if (!PyArray_CheckExact(object)) {
         return 0;
     }
     PyArrayObject *array = (PyArrayObject *)object;
     int n = PyArray_NDIM(array), type = PyArray_TYPE(array);
-    /* Elements of these types are their bytes: no references, no dates with units, no records. */
+    /* To copy an element of these types it is enough to copy its bytes. */
     int is_plain = (type >= 0 && PyTypeNum_ISNUMBER(type)) || type == NPY_BOOL || type == NPY_HALF;
     if (n == 0 || t < 0 || t >= PyArray_DIM(array, 0) || !PyArray_ISBEHAVED(array) || !is_plain) {
         return 0;
@@ -54,66 +54,67 @@ static int find_row(PyObject *object, Py_ssize_t t, Place *row) {
         }
         nbytes *= PyArray_DIM(array, i);
     }
-    *row = (Place){PyArray_BYTES(array) + t * PyArray_STRIDE(array, 0), PyArray_SHAPE(array) + 1, n - 1, type, nbytes};
+    *row = (Block){PyArray_BYTES(array) + t * PyArray_STRIDE(array, 0), PyArray_SHAPE(array) + 1, n - 1, type, nbytes};
     return 1;
 }
 
-/* Write `n` numbers there as float32. Returns 0 if the place has another type, or if one is too large. */
-static int wrote_float32(const Place *place, const double *numbers, npy_intp n) {
-    int fits = place->type == NPY_FLOAT32;
+/* Write `n` numbers into `block` as float32. Returns 0 if the block has another type, or if one is too large. */
+static int write_float32(const Block *block, const double *numbers, npy_intp n) {
+    int fits = block->type == NPY_FLOAT32;
     for (npy_intp i = 0; i < n && fits; i++) {
         npy_float32 rounded = (npy_float32)numbers[i];
         fits = !isinf(rounded) || isinf(numbers[i]);
-        ((npy_float32 *)place->data)[i] = rounded;
+        ((npy_float32 *)block->data)[i] = rounded;
     }
     return fits;
 }
 
-/* Write `object` there if it is a contiguous array of the same shape and type, or float64 for float32. Returns whether
-   it was written. */
-static int wrote_array(const Place *place, PyObject *object) {
+/* Write `object` into `block` if it is a contiguous array of the same shape and type, or float64 for float32. Returns
+   whether it was written. */
+static int write_array(const Block *block, PyObject *object) {
     PyArrayObject *value = PyArray_CheckExact(object) ? (PyArrayObject *)object : NULL;
-    if (value == NULL || PyArray_NDIM(value) != place->n || !PyArray_ISCARRAY_RO(value) ||
-        (place->n > 0 && memcmp(PyArray_SHAPE(value), place->shape, place->n * sizeof(npy_intp)) != 0)) {
+    if (value == NULL || PyArray_NDIM(value) != block->n || !PyArray_ISCARRAY_RO(value) ||
+        (block->n > 0 && memcmp(PyArray_SHAPE(value), block->shape, block->n * sizeof(npy_intp)) != 0)) {
         return 0;
     }
-    if (PyArray_TYPE(value) == place->type) {
-        memmove(place->data, PyArray_DATA(value), place->nbytes);
+    if (PyArray_TYPE(value) == block->type) {
+        memmove(block->data, PyArray_DATA(value), block->nbytes);
         return 1;
     }
-    return PyArray_TYPE(value) == NPY_FLOAT64 && wrote_float32(place, PyArray_DATA(value), PyArray_SIZE(value));
+    return PyArray_TYPE(value) == NPY_FLOAT64 && write_float32(block, PyArray_DATA(value), PyArray_SIZE(value));
 }
 
-/* Write the number `object` there: a Python int into int64, a Python int or float or numpy's float64 into float32, or
-   one of numpy's numbers into the same type. Returns whether it was written. */
-static int wrote_number(const Place *place, PyObject *object) {
+/* Write the number `object` into `block`: a Python int into int64, a Python int or float or numpy's float64 into
+   float32, or one of numpy's numbers into the same type. Returns whether it was written. */
+static int write_number(const Block *block, PyObject *object) {
     int is_float64 = Py_TYPE(object) == &PyDoubleArrType_Type; /* laid out as Python's float is */
-    if (PyFloat_CheckExact(object) || (is_float64 && place->type != NPY_FLOAT64)) {
-        return wrote_float32(place, &((PyFloatObject *)object)->ob_fval, 1);
+    if (PyFloat_CheckExact(object) || (is_float64 && block->type != NPY_FLOAT64)) {
+        return write_float32(block, &((PyFloatObject *)object)->ob_fval, 1);
     }
     if (PyLong_CheckExact(object)) {
         int overflow;
         long long number = PyLong_AsLongLongAndOverflow(object, &overflow);
-        if (!overflow && place->type == NPY_INT64) {
-            *(npy_int64 *)place->data = number;
+        if (!overflow && block->type == NPY_INT64) {
+            *(npy_int64 *)block->data = number;
             return 1;
         }
         double exact = (double)number;
-        return !overflow && -(1LL << 53) <= number && number <= 1LL << 53 && wrote_float32(place, &exact, 1);
+        return !overflow && -(1LL << 53) <= number && number <= 1LL << 53 && write_float32(block, &exact, 1);
     }
     PyArray_Descr *dtype = PyArray_IsScalar(object, Generic) ? PyArray_DescrFromScalar(object) : NULL;
     int type = dtype == NULL ? -1 : dtype->type_num;
     Py_XDECREF(dtype);
     PyErr_Clear();
-    if (type == place->type) {
-        PyArray_ScalarAsCtype(object, place->data);
+    if (type == block->type) {
+        PyArray_ScalarAsCtype(object, block->data);
     }
-    return type == place->type;
+    return type == block->type;
 }
 
 /* ---- elements of spaces ------------------------------------------------------------------------ */
 
-/* Where values go: one into each entry of row t, one into its entry b, or one that is the whole row. */
+/* Where values go. EACH: value i into entry i of row t. ENTRY: one value into entry b of row t. WHOLE: one value is
+   row t. */
 typedef struct {
     enum { EACH, ENTRY, WHOLE } what;
     Py_ssize_t t, b;
@@ -121,21 +122,21 @@ typedef struct {
 
 /* Write `n` values into `object`, an array. Returns whether all were written. */
 static int fill_array(PyObject *object, Target target, PyObject *const *values, Py_ssize_t n) {
-    Place row;
+    Block row;
     if (!find_row(object, target.t, &row)) {
         return 0;
     }
     if (target.what == WHOLE) {
-        return wrote_array(&row, values[0]);
+        return write_array(&row, values[0]);
     }
     if (row.n == 0 || (target.what == EACH ? row.shape[0] != n : row.shape[0] <= target.b)) {
         return 0;
     }
     npy_intp nbytes = row.nbytes / row.shape[0]; /* of an entry */
-    Place entry = {row.data + target.b * nbytes, row.shape + 1, row.n - 1, row.type, nbytes};
+    Block entry = {row.data + target.b * nbytes, row.shape + 1, row.n - 1, row.type, nbytes};
     int is_written = 1;
     for (Py_ssize_t i = 0; i < n && is_written; i++, entry.data += nbytes) {
-        is_written = wrote_array(&entry, values[i]) || (entry.n == 0 && wrote_number(&entry, values[i]));
+        is_written = write_array(&entry, values[i]) || (entry.n == 0 && write_number(&entry, values[i]));
     }
     return is_written;
 }
@@ -144,8 +145,8 @@ static int fill_array(PyObject *object, Target target, PyObject *const *values, 
    written, 0 if something does not fit, -1 with an exception set. */
 static int fill(PyObject *arrays, Target target, PyObject *const *values, Py_ssize_t n);
 
-/* `fill` with the parts of all values: those called `name`, or number i if that is NULL. They go to `parts`, with
-   references: a comparison of names may run the user's code. */
+/* `fill` with one part of every value: the part `name`, or part i if `name` is NULL. The parts are kept in `parts` with
+   their own references, since a comparison of names may run the user's code. */
 static int fill_parts(PyObject *array, Target target, PyObject *const *values, Py_ssize_t n, PyObject *name, Py_ssize_t i,
                       PyObject **parts) {
     Py_ssize_t held = 0;
@@ -163,8 +164,8 @@ static int fill_parts(PyObject *array, Target target, PyObject *const *values, P
 }
 
 /* Whether `value` is a tuple or dict as `arrays` is, of the same size. Subclasses may return other items than they
-   store, so none but OrderedDict is accepted. */
-static int is_alike(PyObject *value, PyObject *arrays) {
+   store. So OrderedDict is the only one that is accepted. */
+static int has_structure_of(PyObject *value, PyObject *arrays) {
     if (PyTuple_CheckExact(arrays)) {
         return PyTuple_CheckExact(value) && PyTuple_GET_SIZE(value) == PyTuple_GET_SIZE(arrays);
     }
@@ -177,7 +178,7 @@ static int fill(PyObject *arrays, Target target, PyObject *const *values, Py_ssi
         return fill_array(arrays, target, values, n);
     }
     for (Py_ssize_t i = 0; i < n; i++) {
-        if (!is_alike(values[i], arrays)) {
+        if (!has_structure_of(values[i], arrays)) {
             return 0;
         }
     }
@@ -204,7 +205,7 @@ static int fill(PyObject *arrays, Target target, PyObject *const *values, Py_ssi
 
 static PyObject *put_row(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Target target = {EACH, 0, 0};
-    if (!has_arguments(n, 3) || !has_index(arguments[1], &target.t)) {
+    if (!check_arguments(n, 3) || !read_index(arguments[1], &target.t)) {
         return NULL;
     }
     PyObject *values = arguments[2];
@@ -224,7 +225,7 @@ static PyObject *put_row(PyObject *Py_UNUSED(module), Arguments arguments, Py_ss
 
 static PyObject *put_cell(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Target target = {ENTRY, 0, 0};
-    if (!has_arguments(n, 4) || !has_index(arguments[1], &target.t) || !has_index(arguments[2], &target.b)) {
+    if (!check_arguments(n, 4) || !read_index(arguments[1], &target.t) || !read_index(arguments[2], &target.b)) {
         return NULL;
     }
     PyObject *value = arguments[3];
@@ -233,19 +234,20 @@ static PyObject *put_cell(PyObject *Py_UNUSED(module), Arguments arguments, Py_s
 
 /* ---- environments ------------------------------------------------------------------------------ */
 
-/* Whether `result` of `env.step` is that of most steps: the episode goes on, and no value needs a check. */
+/* Whether `result` of `env.step` is ordinary: the episode does not end, and flags and info have the usual types. */
 static int is_ordinary(PyObject *result) {
     return PyTuple_CheckExact(result) && PyTuple_GET_SIZE(result) == 5 && PyTuple_GET_ITEM(result, 2) == Py_False &&
            PyTuple_GET_ITEM(result, 3) == Py_False && PyDict_CheckExact(PyTuple_GET_ITEM(result, 4));
 }
 
-/* Call `env.step(action)` of `entry`, (column, env_rank, env.step). Sets `column`, and `word` to env_rank. */
+/* Call `env.step(action)` of `entry`, (column, env_rank, env.step). Writes its column to `column` and its env_rank to
+   `word`. */
 static PyObject *step_one(PyObject *entry, PyObject *action, npy_int64 *word, Py_ssize_t *column) {
     Py_ssize_t env_rank;
     if (!PyTuple_CheckExact(entry) || PyTuple_GET_SIZE(entry) != 3) {
         return PyErr_Format(PyExc_TypeError, "bound must be a list of (column, env_rank, env.step)");
     }
-    if (!has_index(PyTuple_GET_ITEM(entry, 0), column) || !has_index(PyTuple_GET_ITEM(entry, 1), &env_rank)) {
+    if (!read_index(PyTuple_GET_ITEM(entry, 0), column) || !read_index(PyTuple_GET_ITEM(entry, 1), &env_rank)) {
         return NULL;
     }
     *word = env_rank;
@@ -260,7 +262,7 @@ static PyObject *step_all(npy_int64 *word, PyObject *bound, PyObject *actions, P
         if (i >= PyList_GET_SIZE(bound) || i >= PyList_GET_SIZE(actions)) {
             return PyErr_Format(PyExc_IndexError, "bound or actions became shorter during a step");
         }
-        /* The step may remove them from the lists. */
+        /* The step may remove entry and action from the lists. */
         PyObject *entry = Py_NewRef(PyList_GET_ITEM(bound, i)), *action = Py_NewRef(PyList_GET_ITEM(actions, i));
         PyObject *result = step_one(entry, action, word, &column);
         Py_DECREF(action);
@@ -271,7 +273,7 @@ static PyObject *step_all(npy_int64 *word, PyObject *bound, PyObject *actions, P
         int is_stored = PyList_SetItem(observations, column, Py_NewRef(PyTuple_GET_ITEM(result, 0))) == 0 &&
                         PyList_SetItem(rewards, column, Py_NewRef(PyTuple_GET_ITEM(result, 1))) == 0;
         Py_DECREF(result);
-        /* If `step` is not a Python function, signals are handled here only. */
+        /* A step in C does not handle signals, so do it here. */
         if (!is_stored || PyErr_CheckSignals() < 0) {
             return NULL;
         }
@@ -281,7 +283,7 @@ static PyObject *step_all(npy_int64 *word, PyObject *bound, PyObject *actions, P
 
 static PyObject *step_ordinary(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Py_ssize_t first;
-    if (!has_arguments(n, 7) || !has_index(arguments[3], &first)) {
+    if (!check_arguments(n, 7) || !read_index(arguments[3], &first)) {
         return NULL;
     }
     PyObject *bound = arguments[1], *actions = arguments[2], *observations = arguments[5], *rewards = arguments[6];
@@ -295,7 +297,7 @@ static PyObject *step_ordinary(PyObject *Py_UNUSED(module), Arguments arguments,
     if (first < 0) {
         return PyErr_Format(PyExc_IndexError, "there is no environment %zd", first);
     }
-    Place word;
+    Block word;
     if (!find_row(arguments[0], 0, &word) || word.type != NPY_INT64 || word.n != 0) {
         return PyErr_Format(PyExc_TypeError, "env_rank_word must be an int64 array of one word");
     }
@@ -313,7 +315,7 @@ typedef struct {
     double length, return_, nonzero_rewards, discounted_return, weight;
 } Sums;
 
-/* A finished trajectory: RECORD of trajectory_queue.py, which is compared with RECORD_LAYOUT at import. */
+/* A finished trajectory: RECORD of results.py, which is compared with RECORD_LAYOUT at import. */
 typedef struct {
     npy_int64 t, env_rank, length;
     double return_;
@@ -323,14 +325,14 @@ typedef struct {
 #define RECORD_LAYOUT "t:i8 env_rank:i8 Length:i8 Return:f8 NonzeroRewards:i8 DiscountedReturn:f8"
 _Static_assert(sizeof(Record) == 6 * 8, "a record has padding");
 
-/* `object` as a two-dimensional array of `type`; else NULL. */
+/* `object` if it is a two-dimensional array of `type`, else NULL. */
 static PyArrayObject *as_table(PyObject *object, int type) {
     PyArrayObject *array = PyArray_CheckExact(object) ? (PyArrayObject *)object : NULL;
     int fits = array != NULL && PyArray_TYPE(array) == type && PyArray_NDIM(array) == 2 && PyArray_ISBEHAVED_RO(array);
     return fits ? array : NULL;
 }
 
-/* Add up column b from `sums` on, step by step as TrajInfo does. Returns the first record that is still free. */
+/* Continue `sums` with the rows of column b, step by step as TrajInfo does. Returns the first free record. */
 static Record *sum_column(PyArrayObject *reward, PyArrayObject *done, npy_intp b, Sums *sums, Record *record,
                           Py_ssize_t first_t, Py_ssize_t env_rank, double discount) {
     Sums sum = *sums;
@@ -354,13 +356,13 @@ static Record *sum_column(PyArrayObject *reward, PyArrayObject *done, npy_intp b
 static PyObject *sum_episodes(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Py_ssize_t first_t, first_env_rank;
     double discount;
-    if (!has_arguments(n, 7) || !has_index(arguments[4], &first_t) || !has_index(arguments[5], &first_env_rank) ||
+    if (!check_arguments(n, 7) || !read_index(arguments[4], &first_t) || !read_index(arguments[5], &first_env_rank) ||
         ((discount = PyFloat_AsDouble(arguments[6])) == -1.0 && PyErr_Occurred())) {
         return NULL;
     }
     PyArrayObject *reward = as_table(arguments[0], NPY_FLOAT32), *done = as_table(arguments[1], NPY_BOOL);
     PyArrayObject *running = as_table(arguments[2], NPY_FLOAT64);
-    Place records; /* the only row of `[1, n]` bytes */
+    Block records; /* the only row of `[1, n]` bytes */
     if (reward == NULL || done == NULL || running == NULL || !find_row(arguments[3], 0, &records)) {
         return PyLong_FromLong(-1);
     }

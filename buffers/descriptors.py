@@ -10,8 +10,10 @@ from typing import Any
 
 
 class InheritedFd:
-    """Owns one descriptor. Under fork the child has it already. While spawn or forkserver starts a process, pickling
-    sends the child a duplicate; at any other time pickling fails."""
+    """Owns one descriptor. A forked child inherits it.
+
+    While spawn or forkserver starts a child, pickling sends it a duplicate. At any other time pickling fails.
+    """
 
     __slots__ = ("fd",)
 
@@ -31,18 +33,18 @@ class InheritedFd:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if get_spawning_popen() is None:  # DupFd would start a server thread instead
+        if get_spawning_popen() is None:  # outside a start, DupFd would start a server thread
             raise TypeError("a descriptor can be pickled only to a process that is being started")
-        return _rebuild, (reduction.DupFd(self.fd),)
+        return _receive, (reduction.DupFd(self.fd),)
 
 
 def anonymous_file(name: str) -> InheritedFd:
-    """An empty file in no folder; `name` shows only in the system's lists."""
+    """An empty file without a path, in memory if the system can. `name` is for tools such as lsof."""
     if hasattr(os, "memfd_create"):
         return InheritedFd(os.memfd_create(name, os.MFD_CLOEXEC))
     with tempfile.TemporaryFile() as file:
         return InheritedFd(os.dup(file.fileno()))
 
 
-def _rebuild(duplicate: Any) -> InheritedFd:
+def _receive(duplicate: Any) -> InheritedFd:
     return InheritedFd(duplicate.detach())

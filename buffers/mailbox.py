@@ -10,9 +10,10 @@ from penstock.buffers.descriptors import anonymous_file
 
 
 class Mailbox:
-    """Holds one message. It is written before a gate opens or a worker starts and read afterwards, so it needs no lock.
+    """Holds one message, which the main process replaces.
 
-    Unlike a pipe it takes any size at once, whether or not the reader lives.
+    The main process writes it before a gate opens or a worker starts. Workers read it afterwards. So it needs no lock.
+    A pipe would block on a large message until the worker reads it. A mailbox never blocks.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class Mailbox:
             written += os.pwrite(self._file.fd, message[written:], written)
 
     def post_parts(self, parts: Sequence[bytes]) -> list[slice]:
-        """Main process: replace the message by one of several parts; returns where to read each."""
+        """Main process: replace the message by `parts`, one behind the other. Returns the slice of each."""
         self.post(b"".join(parts))
         ends = list(accumulate(map(len, parts)))
         return [slice(end - len(part), end) for end, part in zip(ends, parts, strict=True)]

@@ -9,6 +9,8 @@ import psutil
 
 from penstock.errors import ConfigError
 
+_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
 
 def free_memory() -> int:
     """Bytes that can still be allocated without swapping or being killed by a cgroup's limit."""
@@ -16,48 +18,52 @@ def free_memory() -> int:
 
 
 def check_memory(needed: int, purpose: str) -> None:
-    """Raise `ConfigError` naming both sizes if `needed` bytes for `purpose` exceed what is free."""
+    """Raise `ConfigError`, with both sizes, if `needed` bytes for `purpose` are more than the free memory."""
     free = free_memory()
     if needed > free:
         raise ConfigError(
-            f"{purpose} needs {needed / 2**20:,.1f} MiB of shared memory and only "
-            f"{free / 2**20:,.1f} MiB are free: lower batch_T or batch_B, or record smaller observations"
+            f"{purpose} needs {needed / 2**20:,.1f} MiB of memory, but only {free / 2**20:,.1f} MiB are free: free "
+            "some memory, lower batch_T or batch_B, or record smaller observations"
         )
 
 
-def _cgroup_headrooms(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+def left_in_cgroups(
+    controller: str, v2: tuple[str, str], v1: tuple[str, str], root: Path = _CGROUPS, own: Path = _OWN_CGROUPS
+) -> Iterator[tuple[Path, int]]:
+    """The folder of each enclosing cgroup that has a limit, innermost first, and the limit less the usage.
+
+    `v2` and `v1` are the names of the files with limit and usage, in both versions of cgroups.
+    """
     try:
         lines = own.read_text().splitlines()
     except OSError:
         return  # not Linux
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # cgroup v2
-            base, limit, usage = root, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):  # cgroup v1
-            base, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
+        base, (limit_name, usage_name) = (root / controller, v1) if controllers else (root, v2)
         folder = base / path.lstrip("/")
-        # A limit anywhere above binds too. Inside a container the path may lie outside the mount,
-        # and then only the mount's own root can be read.
+        # In a container the path may not exist under `base`. Then only `base` itself can be read.
         for place in [folder, *folder.parents]:
             if place == base.parent:
                 break
-            headroom = _headroom(place, limit, usage)
-            if headroom is not None:
-                yield headroom
+            try:
+                limit, usage = (place / limit_name).read_text().strip(), int((place / usage_name).read_text())
+            except (OSError, ValueError):
+                continue
+            if limit != "max":
+                yield place, int(limit) - usage
 
 
-def _headroom(folder: Path, limit_name: str, usage_name: str) -> int | None:
-    try:
-        limit = (folder / limit_name).read_text().strip()
-        usage = int((folder / usage_name).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    if limit == "max":
-        return None
-    # File cache counts as usage, but the system frees it when memory is short.
-    cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))  # v1 lists subtrees separately
-    return max(0, int(limit) - usage + cache)
+def _cgroup_headrooms(*where: Path) -> Iterator[int]:
+    v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for folder, left in left_in_cgroups("memory", ("memory.max", "memory.current"), v1, *where):
+        try:
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        # File cache counts as usage, but the system frees it when memory is short. In v1, inactive_file does not
+        # include the groups below.
+        cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+        yield max(0, left + cache)

@@ -11,10 +11,10 @@ _Self = TypeVar("_Self", bound="NamedArrays")
 class NamedArrays:
     """Named fields, each an array or another `NamedArrays`.
 
-    As in a named tuple, fields are attributes (`x.reward`), unpack in order (`a, b = x`) and cannot be rebound. But an
-    index applies to every array: `x[3]`, `x[:, 1:4]` and `x[mask]` return the same structure of views, and `x[3] = y`
-    writes every field. A string is the name of a field: `x["position"]`. The fields of a Tuple space are called `_0`,
-    `_1`, …, as `collections.namedtuple(rename=True)` names them.
+    As in a named tuple, fields are attributes (`x.reward`), unpack in order (`a, b = x`) and cannot be replaced. But an
+    index applies to every array: `x[3]`, `x[:, 1:4]` and `x[mask]` return the same structure, and `x[3] = y` writes
+    every field. A string is the name of a field: `x["position"]`. The fields of a Tuple space are called `_0`, `_1`, …,
+    as `collections.namedtuple(rename=True)` names them.
 
     Leaves are numpy arrays or torch tensors. `torch()` and `numpy()` convert without a copy.
     """
@@ -38,7 +38,7 @@ class NamedArrays:
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"field {name!r} cannot be rebound; write into it: x.{name}[...] = value")
+        raise AttributeError(f"field {name!r} cannot be replaced: write into its array, x.{name}[...] = value")
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._values.values())
@@ -68,7 +68,7 @@ class NamedArrays:
         return tuple(self._values.items())
 
     def leaves(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
-        """Every array below this node with its dotted path, depth first."""
+        """Pairs of dotted path and array, for every array at any depth."""
         for name, value in self._values.items():
             if isinstance(value, NamedArrays):
                 yield from value.leaves(f"{prefix}{name}.")
@@ -79,15 +79,10 @@ class NamedArrays:
 
     def map(self: _Self, fn: Callable[[Any], Any]) -> _Self:
         """The same structure with `fn` applied to every array."""
-        return self._rebuild({name: map_leaves(fn, value) for name, value in self._values.items()})
-
-    def _rebuild(self: _Self, values: dict[str, Any]) -> _Self:
-        new = object.__new__(type(self))
-        object.__setattr__(new, "_values", values)
-        return new
+        return _make(type(self), {name: map_leaves(fn, value) for name, value in self._values.items()})
 
     def _field_index(self, name: str, loc: Any) -> Any:
-        """The part of the index `loc` that applies to field `name`: all of it, unless overridden."""
+        """What the index `loc` means for field `name`. Subclasses may override it."""
         return loc
 
     def __getitem__(self: _Self, loc: Any) -> Any:
@@ -95,14 +90,19 @@ class NamedArrays:
             if loc in self._values:
                 return self._values[loc]
             raise KeyError(f"no field {loc!r}; there are {', '.join(self._values) or 'none'}")
-        return self._rebuild({n: v[self._field_index(n, loc)] for n, v in self._values.items()})
+        return _make(type(self), {n: v[self._field_index(n, loc)] for n, v in self._values.items()})
 
     def __setitem__(self, loc: Any, value: Any) -> None:
-        """Write into every field: `value` has the same fields, or is one thing for all of them."""
+        """Write into every field. `value` has the same fields, or it is one array or number for all of them."""
         if isinstance(loc, str):
             self[loc][...] = value
             return
-        parts = _parts(self, value)
+        parts = fields_of(value)
+        if parts is not None and parts.keys() != self._values.keys():
+            raise ValueError(
+                f"cannot write the fields {sorted(parts)} into the fields {sorted(self._values)}: give all of these, "
+                "and no others"
+            )
         for name, field in self._values.items():
             field[self._field_index(name, loc)] = value if parts is None else parts[name]
 
@@ -111,7 +111,7 @@ class NamedArrays:
         return self.map(lambda leaf: leaf.copy() if hasattr(leaf, "copy") else leaf.clone())
 
     def __copy__(self: _Self) -> _Self:
-        return self._rebuild(dict(self._values))
+        return _make(type(self), dict(self._values))
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
         return self.copy()
@@ -129,7 +129,7 @@ class NamedArrays:
     # ---- pickling and showing --------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (type(self), dict(self._values))
+        return _make, (type(self), dict(self._values))
 
     def __repr__(self) -> str:
         return "\n".join(self._lines(0))
@@ -148,47 +148,31 @@ class NamedArrays:
         return [*lines, "  " * depth + ")"] if len(lines) > 1 else [lines[0] + ")"]
 
 
-def _unpickle(cls: type[_Self], values: dict[str, Any]) -> _Self:
+def _make(cls: type[_Self], values: dict[str, Any]) -> _Self:
     new = object.__new__(cls)
     object.__setattr__(new, "_values", values)
     return new
 
 
-def _parts(node: NamedArrays, value: Any) -> Mapping[str, Any] | None:
-    """The parts of `value` by the field names of `node`; None if `value` is one leaf, for all fields."""
-    parts = fields_of(value)
-    if parts is None:
-        return None
-    if parts.keys() != node._values.keys():
-        raise ValueError(f"fields do not match: writing {sorted(parts)} into {sorted(node._values)}")
-    return parts
-
-
 def fields_of(value: Any) -> Mapping[str, Any] | None:
-    """The fields of `value`, a mapping, tuple or `NamedArrays`, by name; None if it is a single leaf."""
+    """The fields of `value` by name, if it is a mapping, a tuple or `NamedArrays`; None for anything else."""
     if isinstance(value, NamedArrays):
         return value._values
     if isinstance(value, Mapping):
         return value
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        fields: Mapping[str, Any] = value._asdict()
-        return fields
+        return dict(value._asdict())
     if isinstance(value, tuple):
         return {f"_{i}": part for i, part in enumerate(value)}
     return None
 
 
 def as_named(value: Any) -> Any:
-    """Mappings, named tuples and tuples become `NamedArrays`, at any depth; leaves stay as they are."""
+    """`value` with `NamedArrays` in place of its mappings and tuples, at any depth. Anything else is not changed."""
     if isinstance(value, NamedArrays):
         return value.map(as_named)
-    if isinstance(value, Mapping):
-        return NamedArrays({str(k): as_named(v) for k, v in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return NamedArrays({k: as_named(v) for k, v in value._asdict().items()})
-    if isinstance(value, tuple):
-        return NamedArrays({f"_{i}": as_named(v) for i, v in enumerate(value)})
-    return value
+    fields = fields_of(value)
+    return value if fields is None else NamedArrays({str(name): as_named(part) for name, part in fields.items()})
 
 
 def map_leaves(fn: Callable[[Any], Any], value: Any) -> Any:

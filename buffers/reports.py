@@ -14,7 +14,7 @@ from penstock.buffers.shared import ArraySpec, NamedMemory
 _TEXT_BYTES = 40 * 1024
 _EXCEPTION_BYTES = 16 * 1024
 _HEADLINE_BYTES = 1024
-_STALE_BYTES = 256
+_CLEANUP_BYTES = 256
 
 
 class RemoteTraceback(Exception):
@@ -42,7 +42,7 @@ class Report:
 
 
 class ReportBoard:
-    """A fixed-size area per worker: an exception of any size fits or is cut."""
+    """A fixed-size area per worker: its exception, cut if it is too long, and what to clean up if it is killed."""
 
     def __init__(self, n_workers: int, *, shared: bool) -> None:
         byte = np.dtype(np.uint8)
@@ -51,7 +51,7 @@ class ReportBoard:
             headline=ArraySpec((n_workers, _HEADLINE_BYTES), byte),
             text=ArraySpec((n_workers, _TEXT_BYTES), byte),
             exception=ArraySpec((n_workers, _EXCEPTION_BYTES), byte),
-            stale=ArraySpec((n_workers, _STALE_BYTES), byte),
+            cleanup=ArraySpec((n_workers, _CLEANUP_BYTES), byte),
         )
         self.memory = NamedMemory(specs, shared=shared, purpose="the workers' failure reports")
 
@@ -59,14 +59,14 @@ class ReportBoard:
         """Main process: forget the report of a worker that is being replaced."""
         self.memory.arrays.sizes[worker_rank] = 0
 
-    def announce_stale(self, worker_rank: int, name: str) -> None:
-        """Worker: the main process must call the function `name` if this worker is killed (`workers/cleanup.py`)."""
-        names = "\n".join([*self.stale(worker_rank), name]).encode()[:_STALE_BYTES]
-        self.memory.arrays.stale[worker_rank, : len(names)] = np.frombuffer(names, np.uint8)
+    def announce_cleanup(self, worker_rank: int, name: str) -> None:
+        """Worker: if this worker is killed, the main process must call the function `name` (`workers/cleanup.py`)."""
+        names = "\n".join([*self.cleanup_functions(worker_rank), name]).encode()[:_CLEANUP_BYTES]
+        self.memory.arrays.cleanup[worker_rank, : len(names)] = np.frombuffer(names, np.uint8)
 
-    def stale(self, worker_rank: int) -> list[str]:
-        """The function names that this worker, or one that it replaced, has announced."""
-        text: bytes = self.memory.arrays.stale[worker_rank].tobytes()
+    def cleanup_functions(self, worker_rank: int) -> list[str]:
+        """The functions that this worker, or a worker that it replaced, has announced."""
+        text: bytes = self.memory.arrays.cleanup[worker_rank].tobytes()
         return text.rstrip(b"\0").decode().splitlines()
 
     def write(self, worker_rank: int, error: BaseException) -> None:
@@ -75,7 +75,7 @@ class ReportBoard:
         headline, text, pickled = parts = dump_exception(error)
         for area, part in ((areas.headline, headline), (areas.text, text), (areas.exception, pickled)):
             area[worker_rank, : len(part)] = np.frombuffer(part, np.uint8)
-        areas.sizes[worker_rank] = tuple(map(len, parts))  # last: it announces the rest
+        areas.sizes[worker_rank] = tuple(map(len, parts))  # last: the main process reads the rest when this is not zero
 
     def read(self, worker_rank: int) -> Report | None:
         """Main process: the report of a dead worker, or None."""
@@ -92,17 +92,15 @@ class ReportBoard:
 
 def load_exception(headline: bytes, text: bytes, pickled: bytes) -> Report:
     """Main process: the report from the parts that `dump_exception` returned."""
-    exception = None
-    if pickled:
-        try:
-            exception = pickle.loads(pickled)
-        except Exception:  # a class that only the worker can build; the text stays
-            exception = None
+    try:
+        exception = pickle.loads(pickled)
+    except Exception:  # nothing was pickled, or only the worker can build the class; the text remains
+        exception = None
     is_one = isinstance(exception, BaseException)
     return Report(headline.decode(errors="replace"), text.decode(errors="replace"), exception if is_one else None)
 
 
-# The functions below run the exception's own methods, which may raise anything: SystemExit, KeyboardInterrupt.
+# The functions below call methods of the exception. These may raise anything, SystemExit and KeyboardInterrupt too.
 
 
 def dump_exception(error: BaseException) -> tuple[bytes, bytes, bytes]:

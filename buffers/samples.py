@@ -17,13 +17,13 @@ class EnvSamples(NamedArrays):
     __slots__ = ()
     observation: Any  #: what the agent acted on at step t
     reward: Any  #: float32, for the action taken at t
-    prev_reward: Any  #: `reward` one step earlier; row 0 is the last row of the batch before
+    prev_reward: Any  #: `reward` one step earlier; row 0 is from before the batch
     terminated: Any  #: bool, Gymnasium's
     truncated: Any  #: bool, Gymnasium's
     done: Any  #: bool, terminated or truncated
-    prev_done: Any  #: bool, an episode starts here: `done` one step earlier; row 0 is from the batch before
-    valid: Any  #: bool, False where a parked environment recorded nothing
-    env_info: Any  #: the chosen entries of `info`; `_name` is True where the environment gave `name`
+    prev_done: Any  #: bool, `done` one step earlier; in row 0, True where an episode starts
+    valid: Any  #: bool, False where the environment waited for a reset (`WaitResetCollector`)
+    env_info: Any  #: the chosen entries of `info`; field `_name` is True where the environment returned `name`
     final_obs: Any  #: the true last observation where `done`, zero elsewhere
 
 
@@ -32,7 +32,7 @@ class AgentSamples(NamedArrays):
 
     __slots__ = ()
     action: Any  #: the action taken at t
-    prev_action: Any  #: `action` one step earlier; row 0 is the last row of the batch before
+    prev_action: Any  #: `action` one step earlier; row 0 is from before the batch
     agent_info: Any  #: what `agent.step` returned beside the action
     bootstrap_value: Any  #: `[B]`, value of the observation after the last step
     final_value: Any  #: value of `final_obs` where truncated and not terminated, zero elsewhere
@@ -40,7 +40,7 @@ class AgentSamples(NamedArrays):
     def _field_index(self, name: str, loc: Any) -> Any:
         if name != "bootstrap_value":
             return loc
-        # It has no time dimension: the first index does not apply.
+        # bootstrap_value has no time dimension, so the first index does not apply to it.
         has_columns = isinstance(loc, tuple) and len(loc) > 0 and loc[0] is not Ellipsis
         return loc[1:] if has_columns else ...
 
@@ -72,9 +72,9 @@ class SampleSpec:
 class SamplesBuffer:
     """Storage for one batch of `batch_T` steps of `batch_B` environments.
 
-    Observation, action, reward and done have one row more than the batch has steps: `prev_action[t]` and `action[t]`
-    are rows t and t + 1 of one array, and the next batch starts from row `batch_T` of the observations. The user gets
-    the view `samples`.
+    Observation, action, reward and done have `batch_T + 1` rows. `prev_action[t]` is row t of the array of actions,
+    `action[t]` is row t + 1. The same holds for reward and done. The last row of the observations is the first row of
+    the next batch. The user gets the view `samples`.
     """
 
     def __init__(self, spec: SampleSpec, batch_T: int, batch_B: int, *, shared: bool) -> None:
@@ -106,36 +106,15 @@ class SamplesBuffer:
         self.memory.arrays.valid[...] = True
         self.samples = _public_view(self.memory.arrays, batch_T)
 
-    def columns(self, columns: slice) -> BatchColumns:
-        """The part of the buffer that one worker writes."""
-        return BatchColumns(self.memory.arrays, columns)
-
 
 def _public_view(arrays: NamedArrays, batch_T: int) -> Samples:
-    def first(value: Any) -> Any:
-        return value[:batch_T]
-
-    env = {
-        "observation": first(arrays.observation),
-        "reward": arrays.reward[1:],
-        "prev_reward": first(arrays.reward),
-        "terminated": arrays.terminated,
-        "truncated": arrays.truncated,
-        "done": arrays.done[1:],
-        "prev_done": first(arrays.done),
-        "valid": arrays.valid,
-    }
-    agent = {
-        "action": arrays.action[1:],
-        "prev_action": first(arrays.action),
-        "agent_info": arrays.agent_info,
-    }
-    for name in ("env_info", "final_obs"):
-        if name in arrays:
-            env[name] = arrays[name]
-    for name in ("bootstrap_value", "final_value"):
-        if name in arrays:
-            agent[name] = arrays[name]
+    views = dict(arrays.items())
+    for name in ("action", "reward", "done"):  # row t + 1 is step t
+        views[name], views[f"prev_{name}"] = arrays[name][1:], arrays[name][:batch_T]
+    views["observation"] = arrays.observation[:batch_T]
+    env, agent = (
+        {name: views[name] for name in cls.__annotations__ if name in views} for cls in (EnvSamples, AgentSamples)
+    )
     return Samples(env=EnvSamples(env), agent=AgentSamples(agent))
 
 
@@ -145,42 +124,38 @@ class BatchColumns:
     `observation`, `action` and `reward` have `batch_T + 1` rows (see `SamplesBuffer`). At step t the collector reads
     `observation[t]`, and writes `action[t + 1]`, `reward[t + 1]` and `observation[t + 1]`. All other fields are written
     at `[t]`. `episode_start` `[B]`, True where an episode starts in row 0, is the row of `done` before the first.
-    `observation_rows[t]` is `observation[t]`, and so on: views made once.
+    `observation_rows[t]`, `action_rows[t]` and `reward_rows[t]` are views of row t, made once.
     """
 
     def __init__(self, arrays: NamedArrays, columns: slice) -> None:
         def own(name: str) -> Any:
             return arrays[name][:, columns] if name in arrays else None
 
-        self.observation = own("observation")
-        self.action = own("action")
-        self.reward = own("reward")
-        self.terminated = own("terminated")
-        self.truncated = own("truncated")
+        self.observation, self.action, self.reward = own("observation"), own("action"), own("reward")
+        self.terminated, self.truncated, self.valid = own("terminated"), own("truncated"), own("valid")
         done = own("done")
         self.done, self.episode_start = done[1:], done[0]
-        self.valid = own("valid")
-        self.agent_info = own("agent_info")
-        self.env_info = own("env_info")
-        self.final_obs = own("final_obs")
-        self.final_value = own("final_value")
+        self.agent_info, self.env_info = own("agent_info"), own("env_info")
+        self.final_obs, self.final_value = own("final_obs"), own("final_value")
         self.bootstrap_value = arrays.bootstrap_value[columns] if "bootstrap_value" in arrays else None
         self.batch_T, self.n_columns = self.done.shape
-        # For the loop over time: to make a view takes as long as to write the row.
+        # Made once, because making a view takes as long as writing the row.
         self.observation_rows = [self.observation[t] for t in range(self.batch_T + 1)]
         self.action_rows = [self.action[t] for t in range(self.batch_T + 1)]
         self.reward_rows = [self.reward[t] for t in range(self.batch_T + 1)]
 
     def begin_batch(self, *, carry_over: bool) -> None:
-        """Clear the fields that are written at episode ends only. `carry_over` the last row of the batch before to the
-        first, except in the first batch."""
+        """Clear the fields that are written only where an episode ends.
+
+        With `carry_over`, copy the last row of the batch before to the first row. It is False in the first batch.
+        """
         if carry_over:
             for field in (self.observation, self.action, self.reward):
                 field[0] = field[self.batch_T]
             # A column that was parked at the end starts an episode now.
             np.logical_or(self.done[-1], ~self.valid[-1], out=self.episode_start)
         if self.final_obs is not None:
-            # Only where it was written: at few steps of few environments.
+            # Clear it only where it was written. That is faster, since few steps end an episode.
             t, b = np.nonzero(self.done)
             if t.size:
                 self.final_obs[t, b] = 0

@@ -1,4 +1,4 @@
-"""Nested dicts and tuples, as Gymnasium nests the elements of Dict and Tuple spaces, and batches of them."""
+"""Functions on nested dicts and tuples: elements of Dict and Tuple spaces, or batches of such elements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def map_tree(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """`fn` of every leaf of `tree`, with the leaves that `others` have in the same place; nested as `tree` is."""
+    """Call `fn` with each leaf of `tree` and the leaves of `others` in the same place. Results are nested as `tree`."""
     if isinstance(tree, np.ndarray):  # first, since the check for a Mapping takes long
         return fn(tree, *others)
     if isinstance(tree, Mapping):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from penstock.buffers.named import NamedArrays, fields_of
 from penstock.buffers.native import put_row
 from penstock.errors import SpaceError, brief
 
-#: What an `AgentStep` has for agent_info if none is given.
+#: The agent_info of an `AgentStep` without agent_info.
 NO_AGENT_INFO = AgentStep(None).agent_info
 
 
@@ -26,24 +25,19 @@ def as_agent_step(step: Any, agent: Agent) -> AgentStep:
     raise SpaceError(f"{type(agent).__name__}.step must return AgentStep(action, agent_info): got {brief(step)}")
 
 
-def agent_info_example(agent_info: Any, n_columns: int) -> NamedArrays:
+def agent_info_example(agent_info: Any, n_columns: int, name: str = "agent_info") -> NamedArrays:
     """The agent_info of an agent's first step, as arrays `[n_columns, ...]`.
 
-    Raises `SpaceError` with the name of the first field that is no numeric array with one entry per column.
+    Raises `SpaceError` with the name of the first field that is not a numeric array with one entry per column.
     """
     fields = fields_of(agent_info)
     if fields is None:
-        raise SpaceError(f"agent_info must be a dict of arrays [B, ...], or left out, got {brief(agent_info)}")
-    return _example_of(fields, n_columns, "agent_info")
-
-
-def _example_of(fields: Mapping[str, Any], n_columns: int, name: str) -> NamedArrays:
+        raise SpaceError(f"{name} must be a dict of arrays [B, ...], or be left out, got {brief(agent_info)}")
     example = {}
     for key, value in fields.items():
         path = f"{name}.{key}"
-        parts = fields_of(value)
-        if parts is not None:
-            example[str(key)] = _example_of(parts, n_columns, path)
+        if fields_of(value) is not None:
+            example[str(key)] = agent_info_example(value, n_columns, path)
             continue
         array = example[str(key)] = _as_array(value, path)
         if array.ndim == 0 or array.shape[0] != n_columns or array.dtype.kind not in "biufc":
@@ -57,13 +51,13 @@ def _as_array(value: Any, path: str) -> Any:
     try:
         return np.asarray(value)
     except Exception as error:  # ragged; or a tensor that requires a gradient, or is on a GPU
-        raise SpaceError(f"{path} cannot be made an array: {type(error).__name__}: {error}") from error
+        raise SpaceError(f"{path} cannot be converted to an array: {type(error).__name__}: {error}") from error
 
 
 class AgentInfoWriter:
     """Writes agent_info into rows of `agent_info` `[T, B, ...]`.
 
-    numpy alone would repeat a single number over the row, and write None as NaN.
+    The shapes are checked first, because numpy would repeat a single number over the row, and write None as NaN.
     """
 
     def __init__(self, agent_info: NamedArrays) -> None:

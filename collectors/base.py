@@ -13,7 +13,7 @@ from penstock.buffers.named import map_leaves
 from penstock.buffers.native import put_row
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step
-from penstock.collectors.checks import Checks, write_action
+from penstock.collectors.checks import write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.decorrelation import decorrelate
 from penstock.collectors.env_batch import EnvBatch
@@ -27,11 +27,11 @@ from penstock.workers.progress import Phase, Progress
 
 @dataclass(frozen=True)
 class CollectorParts:
-    """What a worker passes to its collector. Everything is limited to the worker's own columns."""
+    """What a worker passes to its collector. Everything is for the worker's own columns."""
 
     envs: EnvBatch  #: the environments: `EnvColumns`, or `VectorColumns` if the collector is `batched`
     agent: Agent  #: a copy of the agent, with a state for each of these columns
-    samples: BatchColumns  #: where to write: arrays `[T, B, ...]`, some with a row more
+    samples: BatchColumns  #: where to write: arrays `[T, B, ...]`; some have T + 1 rows
     tracker: Tracker  #: follows the trajectories and sends the finished ones to the main process
     progress: Progress  #: the worker's row of shared words: phase, t, env_rank, heartbeat
     streams: ColumnStreams  #: seeds and random generators of these columns
@@ -41,7 +41,7 @@ class CollectorParts:
 class Collector(ABC):
     """Collects batches of `batch_T` time steps from the environments of one worker.
 
-    A subclass defines `collect_batch`, from the methods `begin_batch`, `act`, `write_step`, `record_episode_end`,
+    A subclass defines `collect_batch`. In it, it calls `begin_batch`, `act`, `write_step`, `record_episode_end`,
     `reset_column` and `end_batch`; `ResetCollector` is the shortest example. It may override the hooks `start_envs`,
     `start_agent` and `reset_if_needed`.
 
@@ -49,9 +49,6 @@ class Collector(ABC):
     `prev_action` `[B, ...]` and `prev_reward` `[B]`, which the agent gets beside the observation; `on_step`, the hook
     to pass to `envs.step`, or None.
     """
-
-    #: Whether an environment is reset at once when its episode ends. If False, it is parked until the batch ends.
-    mid_batch_reset = True
 
     #: Whether a worker builds one batched environment, `env_fn(num_envs=n)`, in place of n single ones.
     batched = False
@@ -63,28 +60,29 @@ class Collector(ABC):
         self.batch_T = samples.batch_T
         self._max_decorrelation_steps = parts.max_decorrelation_steps
         self._agent_has_state = type(parts.agent).reset_one is not Agent.reset_one
-        self.episode_ends = EpisodeEndRecorder(samples, parts.agent, parts.envs)
-        # Not views of the batch: they are zero when an episode starts, and the batch keeps the last action and reward
-        # of the episode before.
+        self._episode_ends = EpisodeEndRecorder(samples, parts.agent, parts.envs)
+        # Copies, not views of the batch. Where an episode starts these are zero, but the batch keeps the last action
+        # and reward of the episode before.
         self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), samples.action)
         self.prev_reward = np.zeros_like(samples.reward[0])
         self._prev_actions, self._prev_rewards = self.prev_action[np.newaxis], self.prev_reward[np.newaxis]
         self._observations = arrays_like(parts.envs.observation_space, samples.observation)
-        # Where observations go if there is nothing to check except their types and shapes.
-        self._unchecked = self._observations if parts.envs.checks == Checks() else None
+        # The same arrays, or None if there are optional checks. For None `put_row` writes nothing, and
+        # `envs.write_step` writes and checks.
+        self._unchecked = None if parts.envs.checks else self._observations
         self._info_writer = None if samples.env_info is None else InfoWriter(samples.env_info)
         parts.envs.keep_infos = self._info_writer is not None
         self._has_agent_info = len(samples.agent_info) > 0
         self._agent_info_writer = AgentInfoWriter(samples.agent_info)
-        # `start_envs` leaves the samples alone: the user may still read them when a replacement for a killed worker
-        # starts. So the first batch writes its own first row.
+        # `start_envs` does not write to the samples, because the user may still read them while a killed worker is
+        # replaced. So the first batch writes the first row.
         self._is_first_batch = True
-        self._episode_start = np.ones(len(parts.envs), np.bool_)  # columns whose first row begins an episode
+        self._episode_start = np.ones(len(parts.envs), np.bool_)  # where row 0 starts an episode
 
     # ---- hooks -----------------------------------------------------------------------------
 
     def start_envs(self) -> None:
-        """Reset every environment and put it out of phase with the others. Runs once."""
+        """Reset every environment, and make random steps so that their episodes do not end together. Runs once."""
         self.envs.reset_all(self.streams.env_seeds(Purpose.TRAIN))
         self.tracker.restart()
         self.tracker.set_agent_info(map_leaves(lambda leaf: np.zeros_like(leaf[0]), self.samples.agent_info))
@@ -104,7 +102,10 @@ class Collector(ABC):
         self.agent.reset()
 
     def reset_if_needed(self) -> None:
-        """Runs after every batch and evaluation, while the learner trains. Must not write to the samples."""
+        """Runs after start-up and after every batch, evaluation and call, while the learner trains.
+
+        It must not write to the samples.
+        """
 
     @abstractmethod
     def collect_batch(self, itr: int) -> None:
@@ -113,7 +114,7 @@ class Collector(ABC):
     # ---- pieces for collect_batch ----------------------------------------------------------
 
     def begin_batch(self, itr: int) -> None:
-        """Write the first row, clear the fields that are written at episode ends only, and call `sample_mode`."""
+        """Write row 0, clear the fields that are written only where an episode ends, and call `sample_mode`."""
         samples = self.samples
         samples.begin_batch(carry_over=not self._is_first_batch)
         if self._is_first_batch:
@@ -124,7 +125,7 @@ class Collector(ABC):
         self.agent.sample_mode(itr)
 
     def act(self, t: int) -> None:
-        """Row t, first half: call `agent.step` for `observation[t]`, and record its action and agent_info.
+        """First part of step t: call `agent.step` with `observation[t]`, and record its action and agent_info.
 
         Afterwards `prev_action` holds the actions for the environments.
         """
@@ -143,15 +144,15 @@ class Collector(ABC):
             self.tracker.set_agent_info(samples.agent_info[t])
 
     def write_step(self, t: int) -> None:
-        """Row t, second half: the environments have stepped. Write their observations and rewards into row t + 1.
+        """Second part of step t: write the environments' observations and rewards into row t + 1.
 
         Afterwards `prev_reward` holds the rewards.
         """
-        envs, reward, t = self.envs, self.samples.reward, t + 1
-        if not (put_row(self._unchecked, t, envs.observations) and put_row(reward, t, envs.rewards)):
-            envs.write_step(self._observations, reward, t)
-        if not put_row(self._prev_rewards, 0, self.samples.reward_rows[t]):
-            self.prev_reward[...] = reward[t]
+        envs, reward, row = self.envs, self.samples.reward, t + 1
+        if not (put_row(self._unchecked, row, envs.observations) and put_row(reward, row, envs.rewards)):
+            envs.write_step(self._observations, reward, row)
+        if not put_row(self._prev_rewards, 0, self.samples.reward_rows[row]):
+            self.prev_reward[...] = reward[row]
 
     def record_env_info(self, t: int) -> None:
         """Write the chosen entries of the infos of step t. Does nothing if `env_info` was not asked for."""
@@ -163,9 +164,9 @@ class Collector(ABC):
     ) -> None:
         """Column's episode ended at step t with `observation`: record flags, final observation and its value.
 
-        Call it before anything is reset.
+        Call this before the environment or the agent is reset.
         """
-        self.episode_ends.record(t, column, observation, reward, terminated, truncated)
+        self._episode_ends.record(t, column, observation, reward, terminated, truncated)
         if self.on_step is not None:
             self.tracker.on_episode_end(t, column, observation)
 
@@ -181,13 +182,13 @@ class Collector(ABC):
         return observation
 
     def end_batch(self) -> None:
-        """All rows are written: compute the values that are due, and send the finished trajectories."""
+        """All rows are written: compute the missing values, and send the finished trajectories."""
         samples, progress = self.samples, self.progress
         progress.end_batch(self.batch_T, int(np.count_nonzero(samples.valid)))
         if samples.bootstrap_value is not None:
             last = samples.observation[self.batch_T]
             samples.bootstrap_value[...] = self.agent.value(last, self.prev_action, self.prev_reward)
-        if self.episode_ends.pending:
-            self.episode_ends.write_values()
+        if self._episode_ends.pending:
+            self._episode_ends.write_values()
         progress.enter(Phase.SENDING)
         progress.n_results = self.tracker.end_rows(samples.reward[1:], samples.done)

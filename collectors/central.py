@@ -21,24 +21,26 @@ class Request(enum.IntEnum):
 
 
 class RemoteAgent(Agent):
-    """Stands for an agent that acts in the inference server, so that collectors work as with any agent.
+    """Takes the agent's place in a worker when the agent itself runs in the inference server.
 
-    `step` and `value` copy their inputs into the step buffer and wait for the reply. They return views of the step
-    buffer: collectors record them before the next step.
+    `step` and `value` copy their inputs into the step buffer and wait for the reply. The results of `step` are views of
+    the step buffer. The next step overwrites them.
     """
 
     _request: Callable[[int], None]
 
     def __init__(self, agent: Agent) -> None:
-        """Stand for `agent`; only what collectors need to know of it is kept."""
+        """Keep what collectors use of `agent`."""
         self.recurrent = agent.recurrent
         self.initialize(agent.observation_space, agent.action_space)
 
     def connect(self, row: NamedArrays, request: Callable[[int], None]) -> None:
-        """Use these columns of the step buffer from now on; `request` sends a request and waits. Every column starts
-        an episode."""
+        """Use `row`, this worker's columns of the step buffer. Every column starts an episode.
+
+        `request(kind)` sends a request and waits for the reply.
+        """
         self._row, self._request = row, request
-        # Fields looked up once: a lookup by name costs as much as writing.
+        # Looked up once, because a look-up by name takes as long as writing the field.
         self._inputs = row.observation, row.prev_action, row.prev_reward
         self._reset, self._reply = row.reset, AgentStep(row.action, row.agent_info)
         self.reset()
@@ -60,7 +62,7 @@ class RemoteAgent(Agent):
         inputs = self._inputs
         n, at_once = len(prev_reward), len(self._reset)
         values = np.empty(n, np.float32)
-        for first in range(0, n, at_once):  # there may be more rows than columns, so as many as fit at once
+        for first in range(0, n, at_once):  # there may be more rows than columns: send them in parts
             part = slice(first, min(first + at_once, n))
             filled = slice(0, part.stop - first)
             inputs[0][filled], inputs[1][filled] = observation[part], prev_action[part]

@@ -1,4 +1,7 @@
-"""Checks on actions that agents return, and the optional checks on environments. `envs.checks` has the others."""
+"""Checks on actions that agents return, and the optional checks on environments.
+
+The checks on environments that are always made are in `envs/checks.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,13 @@ from penstock.errors import SpaceError, brief
 
 @dataclass(frozen=True)
 class Checks:
-    """The checks that take time, so that the user chooses them."""
+    """The optional checks. They take time, so they are off by default."""
 
     check_finite: bool = False  #: no NaN or inf in rewards and floating-point observations
     debug: bool = False  #: every action and observation is in its space
+
+    def __bool__(self) -> bool:
+        return self.check_finite or self.debug
 
 
 # ---- always on: what an agent returns ----------------------------------------------------------
@@ -30,8 +36,8 @@ class Checks:
 def write_action(row: Any, action: Any, name: str = "action") -> None:
     """Write the action that `agent.step` returned into `row` `[B, ...]`.
 
-    Raises `SpaceError` with both shapes or dtypes if numpy would have to repeat `action` to fill the row, or to cast
-    it to another kind (float to integer).
+    Raises `SpaceError` with both shapes or dtypes if they do not fit. numpy would repeat a smaller array, or drop the
+    fraction of a float.
     """
     if row.__class__ is action.__class__ is np.ndarray and action.dtype == row.dtype and action.shape == row.shape:
         row[...] = action
@@ -45,7 +51,7 @@ def _write_parts(row: NamedArrays, action: Any, name: str) -> None:
     action = as_named(action)
     if not isinstance(action, NamedArrays) or set(action.keys()) != set(row.keys()):
         got = list(action.keys()) if isinstance(action, NamedArrays) else type(action).__name__
-        raise SpaceError(f"agent.step must return an {name} with the fields {list(row.keys())}, got {got}")
+        raise SpaceError(f"agent.step must return {name} with the fields {list(row.keys())}, got {got}")
     for field, part in row.items():
         write_action(part, action[field], f"{name}.{field}")
 
@@ -62,8 +68,8 @@ def _fitting(row: npt.NDArray[Any], action: Any, name: str) -> npt.NDArray[Any]:
     if np.can_cast(array.dtype, row.dtype, "same_kind") or in_range(array, row.dtype):
         return array
     raise SpaceError(
-        f"agent.step must return {name} with a dtype that the action space's {row.dtype} can hold, "
-        f"got {array.dtype}: convert it in the agent"
+        f"agent.step must return {name} as {row.dtype}, the dtype of the action space, got {array.dtype}: convert it "
+        "in the agent"
     )
 
 
@@ -73,7 +79,7 @@ def _fitting(row: npt.NDArray[Any], action: Any, name: str) -> npt.NDArray[Any]:
 def check_row(
     checks: Checks, space: gym.Space[Any], arrays: Any, t: int, values: Sequence[Any], name: str = "observation"
 ) -> None:
-    """The optional checks on `values`, which have been written into row t of `arrays`. Raises `ColumnError`."""
+    """Make the optional checks on `values`, after they were written into row t of `arrays`. Raises `ColumnError`."""
     if checks.debug:
         for column, value in enumerate(values):
             if not space.contains(value):

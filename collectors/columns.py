@@ -1,4 +1,4 @@
-"""One worker's single environments, stepped a row at a time: the innermost loop of penstock."""
+"""One worker's single environments, which are stepped row by row."""
 
 from __future__ import annotations
 
@@ -19,31 +19,24 @@ from penstock.envs.checks import checked_step, require_info, require_number
 from penstock.envs.examples import example_of
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
 from penstock.errors import SpaceError, brief
-from penstock.workers.progress import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Phase, Progress
-
-# Plain integers: an enum's member or a class attribute takes longer in the loop over environments.
-_IS_STEPPING, _IS_RESETTING = int(Phase.STEPPING), int(Phase.RESETTING)
+from penstock.workers.progress import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Progress
 
 
 class EnvColumns(EnvBatch):
     """The single environments of some columns, with their current observations and the rewards of their last step.
 
-    `step` advances all of them by one time step, and calls an `EpisodeEndHook` where an episode ends. Data that do not
-    fit their space, or do not have the type that Gymnasium demands, are a `SpaceError` with the field and the env_rank.
+    `step` advances all of them by one time step, and calls an `EpisodeEndHook` where an episode ends. Raises
+    `SpaceError`, with the field and the env_rank, for data that do not fit their space or have a wrong type.
     """
 
     def __init__(
-        self,
-        envs: Sequence[gym.Env[Any, Any]],
-        env_ranks: range,
-        progress: Progress,
-        checks: Checks = NO_CHECKS,
+        self, envs: Sequence[gym.Env[Any, Any]], env_ranks: range, progress: Progress, checks: Checks = NO_CHECKS
     ) -> None:
         self.envs, self.env_ranks, self.progress = envs, env_ranks, progress
-        self.checks, self._has_checks = checks, checks != NO_CHECKS
+        self.checks = checks
         self.observation_space = space = envs[0].observation_space
         example = map_leaves(lambda leaf: np.zeros((1, len(envs), *leaf.shape), leaf.dtype), example_of(space))
-        self._scratch = arrays_like(space, example)  # for observations that are checked and not recorded
+        self._scratch = arrays_like(space, example)  # for observations that are only checked
         self._words = progress.words
         self._env_rank_word = np.asarray(progress.words[ENV_RANK : ENV_RANK + 1])
         self._action_space = envs[0].action_space if checks.debug else None
@@ -60,7 +53,8 @@ class EnvColumns(EnvBatch):
 
     def reset_one(self, column: int, seed: int | None = None) -> Any:
         words, env_rank = self._words, self.env_ranks[column]
-        words[PHASE], words[ENV_RANK], words[HEARTBEAT] = _IS_RESETTING, env_rank, (began := time.monotonic_ns())
+        words[PHASE], words[ENV_RANK] = Progress.IS_RESETTING, env_rank
+        words[HEARTBEAT] = began = time.monotonic_ns()
         result: Any = self.envs[column].reset(seed=seed)
         words[RESETTING] += time.monotonic_ns() - began
         if not isinstance(result, tuple) or len(result) != 2:
@@ -88,17 +82,18 @@ class EnvColumns(EnvBatch):
     def step(self, action_row: Any, on_episode_end: EpisodeEndHook, on_step: StepHook | None = None) -> None:
         """Step every environment with its action. `observations` and `rewards` then hold the results.
 
-        This loop is the cost of penstock per environment step. Values are collected in lists here, and written a row at
-        a time by `write_step`.
+        Almost all time that penstock needs per environment step is spent here. So values are only put into lists, and
+        `write_step` writes whole rows.
         """
         word, observations, rewards = self._env_rank_word, self.observations, self.rewards
         is_watched = on_step is not None or self.keep_infos
         actions = self.split_actions(action_row)
-        if on_step is not None:  # copies: an environment may reuse the arrays of both
+        if on_step is not None:  # copies, because the environment may reuse its observations and actions
             before, given = [snapshot(observation) for observation in observations], self.split_actions(action_row)
         if self.parked or self._action_space is not None:
             actions = self._select(actions)
-        active, first = self._active, 0  # if the hook parks a column, this row is completed without a change
+        active, first = self._active, 0  # a hook that parks a column replaces self._active, and not this list
+        # step_ordinary returns at each step that needs a check or a hook. `first` says where to continue.
         while stop := step_ordinary(word, active, actions, first, is_watched, observations, rewards):
             i, result = stop
             b, env_rank, _ = active[i]
@@ -109,7 +104,7 @@ class EnvColumns(EnvBatch):
                     on_step(b, before[b], given[b], reward, terminated, truncated, info)
             if terminated or truncated:
                 observation = on_episode_end(b, observation, reward, terminated, truncated)
-                self._words[PHASE] = _IS_STEPPING  # the hook may have reset the environment
+                self._words[PHASE] = Progress.IS_STEPPING  # the hook may have reset the environment
             observations[b], rewards[b], first = observation, reward, i + 1
 
     def step_one(self, column: int, action: Any) -> tuple[Any, float, bool, bool, Any]:
@@ -139,7 +134,7 @@ class EnvColumns(EnvBatch):
             write_row(arrays, t, self.observations)
             check_row(self.checks, self.observation_space, arrays, t, self.observations)
         except ColumnError as error:
-            raise self._blame(error.column, error) from None
+            raise self._with_env_rank(error.column, error) from None
 
     def write_rewards(self, row: Any) -> None:
         try:
@@ -162,7 +157,7 @@ class EnvColumns(EnvBatch):
             raise self._not_finite(column, self.rewards[column])
 
     def _numbers(self) -> Any:
-        """The rewards one by one, to find the one that is not a number."""
+        """The rewards as floats. Raises `SpaceError` for the first that is not a number."""
         numbers = np.empty(len(self.rewards))
         for b, reward in enumerate(self.rewards):
             self.progress.at_env(self.env_ranks[b])

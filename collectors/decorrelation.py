@@ -1,4 +1,4 @@
-"""Random steps before the first batch, which put the environments out of phase."""
+"""Random steps before the first batch, so that episodes do not end together."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ def decorrelate(
 ) -> None:
     """Step environment b by 0 to `max_steps` random actions. Their number and the actions come from `rngs[b]`.
 
-    Writes `prev_action` `[B, ...]` and `prev_reward` `[B]` for the agent's first step, and into `episode_start` `[B]`
-    whether an episode starts with it. The steps of an unfinished trajectory count. A trajectory that finishes here was
-    not sampled and is dropped.
+    Writes `prev_action` `[B, ...]` and `prev_reward` `[B]` for the agent's first step. `episode_start[b]` becomes True
+    if that step starts an episode. A trajectory that is unfinished at the end continues in the first batch, with the
+    steps made here. A trajectory that finishes here is dropped.
     """
+    on_step = tracker.on_step
     for b, rng in enumerate(rngs):
         n = int(rng.integers(0, max_steps + 1))
         rows = draw(envs.envs[b].action_space, rng, n)
         rewards: list[float] = []
         envs.enter(Phase.DECORRELATING, b)
         for action in envs.split_actions(rows):
-            before = None if tracker.on_step is None else (snapshot(envs.observations[b]), snapshot(action))
+            if on_step is not None:  # copies, because the environment may reuse its observation and action
+                before, given = snapshot(envs.observations[b]), snapshot(action)
             _, reward, terminated, truncated, info = envs.step_one(b, action)
-            if tracker.on_step is not None and before is not None:
-                tracker.on_step(b, *before, reward, terminated, truncated, info)
+            if on_step is not None:
+                on_step(b, before, given, reward, terminated, truncated, info)
             rewards.append(reward)
             if terminated or truncated:
                 tracker.drop(b)

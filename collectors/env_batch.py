@@ -25,27 +25,26 @@ NO_CHECKS = Checks()
 class EnvBatch(Protocol):
     """What `EnvColumns` (single environments) and `VectorColumns` (one batched environment) have in common.
 
-    Data that do not fit are a `SpaceError` with the field and the env_rank. `arrays` are arrays `[T, B, ...]`, nested
-    as `arrays_like` returns them.
+    Raises `SpaceError`, with the field and the env_rank, for data that do not fit. `arrays` are arrays `[T, B, ...]`,
+    nested as `arrays_like` returns them.
     """
 
     envs: Sequence[Any]  #: the environments that were built
-    env_ranks: range  #: of the columns, consecutive
-    observation_space: gym.Space[Any]  #: of one environment
+    env_ranks: range  #: the consecutive env_ranks of the columns
+    observation_space: gym.Space[Any]  #: the observation space of one environment
     checks: Checks  #: the optional checks to make
     parked: list[int]  #: the columns that `step` ignores, ascending
     keep_infos: bool  #: whether `step` leaves its infos in `infos`
-    observations: Any  #: the current ones: a list of elements, or a batch
-    rewards: Any  #: of the last step `[B]`: a list or an array
-    infos: Any  #: of the last step
+    observations: Any  #: the current observations: a list of elements, or a batch
+    rewards: Any  #: the rewards of the last step `[B]`: a list or an array
+    infos: Any  #: the infos of the last step
     progress: Progress
-    _has_checks: bool  # whether there are any optional checks
 
     def __len__(self) -> int:
         return len(self.env_ranks)
 
     def enter(self, phase: Phase, column: int) -> int:
-        """Note in the progress row what happens next in one environment; returns `time.monotonic_ns()`."""
+        """Write the phase and this column's env_rank into the progress row. Returns `time.monotonic_ns()`."""
         self.progress.at_env(self.env_ranks[column])
         return self.progress.enter(phase)
 
@@ -56,7 +55,7 @@ class EnvBatch(Protocol):
         """Reset one environment, unless it resets itself. Returns its first observation."""
 
     def park(self, column: int) -> None:
-        """Ignore column from the next `step` on. Its reward is zero."""
+        """Park this column: from the next `step` on it is ignored, and its reward is zero."""
 
     def unpark_all(self) -> None:
         """Use every column again."""
@@ -89,13 +88,13 @@ class EnvBatch(Protocol):
     def _write_one(self, arrays: Any, t: int, column: int, observation: Any, name: str) -> None:
         try:
             write_cell(arrays, t, column, observation, name)
-            if self._has_checks:
+            if self.checks:
                 cells = map_tree(lambda array: array[:, column : column + 1], arrays)
                 check_row(self.checks, self.observation_space, cells, t, [observation], name)
         except ColumnError as error:
-            raise self._blame(column, error) from None
+            raise self._with_env_rank(column, error) from None
 
-    def _blame(self, column: int, error: ColumnError) -> SpaceError:
-        """`error`, for the environment of column. The progress row names it too."""
+    def _with_env_rank(self, column: int, error: ColumnError) -> SpaceError:
+        """`error` with the column's env_rank, which is also written into the progress row."""
         self.progress.at_env(self.env_ranks[column])
-        return error.naming(self.env_ranks[column])
+        return error.with_env_rank(self.env_ranks[column])

@@ -1,4 +1,4 @@
-"""The environments that a worker has built: checked against the example's spaces, and closed all at the end."""
+"""Builds a worker's environments, checks their spaces, and closes them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EnvBuilder:
         self._progress.at_env(context.env_rank)
 
     def close(self) -> None:
-        """Close every environment that was built; the first exception is raised when all have had their turn."""
+        """Close every environment that was built, then raise the first exception."""
         failed: tuple[int, Exception] | None = None
         self._progress.enter(Phase.CLOSING)
         while self._built:

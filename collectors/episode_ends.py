@@ -2,41 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.agents.base import Agent
-from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.buffers.named import map_leaves
 from penstock.buffers.native import put_cell
 from penstock.buffers.samples import BatchColumns
-from penstock.collectors.checks import Checks
 from penstock.collectors.env_batch import EnvBatch
+from penstock.envs.infos import element
 from penstock.envs.rows import arrays_like
+
+
+@dataclass(frozen=True)
+class EpisodeEnds:
+    """The episodes that ended in one step of a batched environment."""
+
+    done: npt.NDArray[np.bool_]  #: `[B]`
+    terminated: npt.NDArray[np.bool_]  #: `[B]`
+    truncated: npt.NDArray[np.bool_]  #: `[B]`
+    columns: npt.NDArray[np.intp]  #: `[k]`, ascending
+    reward: npt.NDArray[Any]  #: `[k]`, of the last step
+    observation: Any  #: `[k, ...]`, the final observations, as they are recorded
+    final: Any  #: the final observations as the environment returned them, for all columns
+
+    def each(self) -> list[Any]:
+        """The final observations one by one, in the environment's own structure."""
+        return [element(self.final, b) for b in self.columns.tolist()]
 
 
 class EpisodeEndRecorder:
     """Writes `final_obs` and `final_value`, and for single environments the flags.
 
-    A stateless agent computes all values in one call at the end of the batch: truncations are rare, and a forward pass
-    costs almost the same for one row as for many. A recurrent agent computes each value at once, while its state is
-    still that of the truncated column.
+    Without recurrence, all values are computed in one call at the end of the batch. That is faster: a forward pass
+    takes almost as long for one row as for many. With recurrence, each value is computed at once, before the state
+    changes.
     """
 
     def __init__(self, samples: BatchColumns, agent: Agent, envs: EnvBatch) -> None:
         self._samples, self._agent, self._envs = samples, agent, envs
-        self._is_recorded, self._has_checks = samples.final_obs is not None, envs.checks != Checks()
-        # Final observations that the batch does not keep go into one row `[1, B, ...]`: to be checked and valued.
+        self._is_recorded, self._has_checks = samples.final_obs is not None, bool(envs.checks)
+        # Final observations that the batch does not record are written into one row `[1, B, ...]`. There they are
+        # checked, and their values are computed.
         scratch = map_leaves(lambda leaf: np.zeros_like(leaf[:1]), samples.observation)
         self._final_obs = samples.final_obs if self._is_recorded else scratch
         self._arrays = arrays_like(envs.observation_space, self._final_obs)
-        #: (t, column) of the truncations whose values are due at the end of the batch ...
+        #: (t, column) of the truncations whose values are computed at the end of the batch
         self.pending: list[tuple[int, int]] = []
-        self._unrecorded: list[Any] = []  # ... and their observations `[k, ...]`, if the batch does not keep them
+        # Their observations, if the batch does not record them: pairs of k and `[k, ...]`.
+        self._unrecorded: list[tuple[int, Any]] = []
 
     def record(self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> None:
-        """Column's episode ended at step t with `observation`. Call it before anything is reset.
+        """Column's episode ended at step t with `observation`.
+
+        Call this before the environment or the agent is reset.
 
         Raises `SpaceError` if `observation` does not fit its space, recorded or not.
         """
@@ -57,41 +79,31 @@ class EpisodeEndRecorder:
         else:
             self.pending.append((t, column))
             if not self._is_recorded:
-                self._unrecorded.append(map_leaves(np.copy, last))
+                self._unrecorded.append((1, map_leaves(np.copy, last)))
 
-    def record_rows(
-        self,
-        t: int,
-        columns: npt.NDArray[Any],
-        observation: Any,
-        reward: npt.NDArray[Any],
-        is_valued: npt.NDArray[np.bool_],
-    ) -> None:
-        """`record` for several `columns` `[k]` at once, without the flags.
-
-        `observation` `[k, ...]` is known to fit, `reward` is `[k]`, and `is_valued` `[k]` says which were only
-        truncated.
-        """
-        samples = self._samples
+    def record_rows(self, t: int, ends: EpisodeEnds) -> None:
+        """`record` for all episodes that ended in one step, without the flags."""
+        samples, columns, observation = self._samples, ends.columns, ends.observation
+        is_valued = ~ends.terminated[columns]
         if self._is_recorded:
             samples.final_obs[t, columns] = observation
         if samples.final_value is None or not is_valued.any():
             return
         chosen = columns[is_valued]
         if self._agent.recurrent:
-            values = self._values_now(t, columns, observation, reward)
+            values = self._values_now(t, columns, observation, ends.reward)
             samples.final_value[t, chosen] = values[chosen]
         else:
             self.pending += [(t, column) for column in chosen.tolist()]
             if not self._is_recorded:
-                self._unrecorded.append(map_leaves(lambda leaf: leaf[is_valued], observation))
+                self._unrecorded.append((len(chosen), map_leaves(lambda leaf: leaf[is_valued], observation)))
 
     def write_values(self) -> None:
-        """Compute the values of all `pending` truncations. Call it when all rows of the batch are written."""
+        """Compute the values of all `pending` truncations. Call this when all rows of the batch are written."""
         samples = self._samples
         t, column = np.array(self.pending).T
         observation = self._pending_observations(t, column)
-        # Row t + 1 holds the action and reward of step t, which are the agent's previous ones here.
+        # Row t + 1 holds the action and the reward of step t: the agent's prev_action and prev_reward.
         at = (t + 1, column)
         samples.final_value[t, column] = self._agent.value(observation, samples.action[at], samples.reward[at])
         self.pending.clear()
@@ -102,8 +114,7 @@ class EpisodeEndRecorder:
             return self._final_obs[t, column]
         observation = map_leaves(lambda leaf: np.empty((len(t), *leaf.shape[2:]), leaf.dtype), self._final_obs)
         i = 0
-        for unrecorded in self._unrecorded:
-            n = len(next(unrecorded.leaves())[1] if isinstance(unrecorded, NamedArrays) else unrecorded)
+        for n, unrecorded in self._unrecorded:
             observation[i : i + n] = unrecorded
             i += n
         return observation

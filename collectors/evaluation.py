@@ -19,12 +19,12 @@ from penstock.envs.rows import arrays_like
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.workers.progress import Phase, Progress
 
-_CHUNK = 128  # rows after which finished trajectories are sent
+_CHUNK = 128  # finished trajectories are sent after this many rows
 
 
 @dataclass(frozen=True)
 class EvalCollectorParts:
-    """What a worker passes to its evaluation collector. Everything is limited to the worker's own columns."""
+    """What a worker passes to its evaluation collector. Everything is for the worker's own columns."""
 
     envs: EnvBatch  #: the evaluation environments: `EnvColumns`, or `VectorColumns` for batched ones
     agent: Agent  #: a copy of the agent, with a state for each of these columns
@@ -33,7 +33,7 @@ class EvalCollectorParts:
     streams: ColumnStreams  #: seeds and random generators of these columns
     max_T: int  #: most time steps of one evaluation
     max_trajectories: int | None  #: the evaluation ends after this many, of all workers together; None for no limit
-    episodes: Sequence[int] | None  #: how many episodes each column runs, if `eval_episodes` is set
+    episodes: Sequence[int] | None  #: episodes of each column if `eval_episodes` is set, else None
     observation: Any  #: zeros `[B, ...]`, as the samples record observations; to write into
     action: Any  #: zeros `[B, ...]`, as the samples record actions; to write into
     agent_info: Any  #: zeros `[B, ...]`, as the samples record agent_info; to write into
@@ -49,7 +49,7 @@ class BaseEvalCollector(ABC):
     def __init__(self, parts: EvalCollectorParts) -> None:
         self.envs, self.agent, self.tracker, self.progress = parts.envs, parts.agent, parts.tracker, parts.progress
         self.streams, self.max_T = parts.streams, parts.max_T
-        self._enough = float("inf") if parts.max_trajectories is None else parts.max_trajectories
+        self._max_trajectories = float("inf") if parts.max_trajectories is None else parts.max_trajectories
         self.observation, self.prev_action, self.agent_info = parts.observation, parts.action, parts.agent_info
         self.prev_reward = np.zeros(len(parts.envs), np.float32)
         self._n_evaluations = 0
@@ -67,9 +67,9 @@ class BaseEvalCollector(ABC):
         self.prev_reward[...] = 0
 
     @property
-    def is_enough(self) -> bool:
+    def must_stop(self) -> bool:
         """Whether to end now: the main process says so, or this worker alone has finished enough trajectories."""
-        return self.progress.stop_eval or self.progress.n_results >= self._enough
+        return self.progress.stop_eval or self.progress.n_results >= self._max_trajectories
 
     @abstractmethod
     def collect_evaluation(self, itr: int) -> None:
@@ -107,13 +107,13 @@ class EvalCollector(BaseEvalCollector):
         self.progress.n_results = n_sent
 
     def _run_rows(self, first_t: int, n_rows: int) -> int:
-        """Step all environments `n_rows` times, or until `is_enough`. Returns the number of steps."""
+        """Step all environments `n_rows` times, or until `must_stop`. Returns the number of steps."""
         envs, agent, tracker, progress = self.envs, self.agent, self.tracker, self.progress
         prev_action, prev_reward = self.prev_action, self.prev_reward
         for row in range(n_rows):
             self._t, self._row = first_t + row, row
             progress.begin_row(self._t)
-            if self.is_enough:
+            if self.must_stop:
                 return row
             step = as_agent_step(agent.step(self.observation, prev_action, prev_reward), agent)
             write_action(prev_action, step.action)
@@ -138,13 +138,14 @@ class EvalCollector(BaseEvalCollector):
         self.envs.check_final(column, observation)
         self._done[self._row, column] = True
         self.tracker.on_episode_end(self._t, column, observation)
-        self.progress.n_results += 1  # the main process watches this count, to stop in time
+        # The main process reads this count, and stops the evaluation when there are enough.
+        self.progress.n_results += 1
 
 
 class EpisodeEvalCollector(EvalCollector):
-    """Runs a fixed number of whole episodes in each environment, then parks it; at most `max_T` steps.
+    """Runs a fixed number of episodes in each environment, then parks it. Stops after `max_T` steps.
 
-    To take the first n episodes that end, in any environment, would favour short episodes.
+    The number per environment is fixed, because the first n episodes that end in any environment would be short ones.
     """
 
     def __init__(self, parts: EvalCollectorParts) -> None:
@@ -161,8 +162,8 @@ class EpisodeEvalCollector(EvalCollector):
                 self.envs.park(column)
 
     @property
-    def is_enough(self) -> bool:
-        return super().is_enough or not any(self._left)
+    def must_stop(self) -> bool:
+        return super().must_stop or not any(self._left)
 
     def _on_episode_end(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
         self._left[column] -= 1

@@ -8,9 +8,7 @@ from penstock.collectors.base import Collector, CollectorParts
 
 
 class ResetCollector(Collector):
-    """Resets in the middle of a batch: every cell of the batch holds a real step, and `valid` is always True."""
-
-    mid_batch_reset = True
+    """Resets in the middle of a batch. So every cell of the batch holds a real step, and `valid` is True."""
 
     def __init__(self, parts: CollectorParts) -> None:
         super().__init__(parts)
@@ -25,7 +23,7 @@ class ResetCollector(Collector):
         self.end_batch()
 
     def step_envs(self, t: int) -> None:
-        """Row t, second half: step every environment with its action, and record the results."""
+        """Second part of step t: step every environment with its action, and record the results."""
         self.progress.begin_stepping(t)
         self._t = t
         self.envs.step(self.prev_action, self._on_episode_end, self.on_step)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import sum_episodes
-from penstock.buffers.trajectory_queue import FIGURES, RECORD, MessageKind, ObjectMessage
+from penstock.buffers.results import FIGURES, RECORD, MessageKind, ObjectMessage
 from penstock.collectors.traj_info import TrajInfo
 
 #: Called for column b after each environment step: (b, observation acted on, action, reward,
@@ -30,11 +31,11 @@ def snapshot(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-class Tracker(Protocol):
-    """What collectors need of a tracker."""
+class Tracker(ABC):
+    """What collectors call."""
 
-    #: The hook for every environment step. None if the rewards and dones of whole batches are enough.
-    on_step: StepHook | None
+    #: The hook for every environment step. None if the tracker needs only the rewards and dones of whole rows.
+    on_step: StepHook | None = None
 
     def set_agent_info(self, agent_info: Any) -> None:
         """The agent_info `[B, ...]` of the row that is stepped next."""
@@ -42,12 +43,15 @@ class Tracker(Protocol):
     def on_episode_end(self, t: int, column: int, final_observation: Any) -> None:
         """Column's trajectory has ended at row t."""
 
+    @abstractmethod
     def end_rows(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int = 0) -> int:
         """Rows `[n, B]` are complete: send the trajectories that finished in them. Returns how many."""
 
+    @abstractmethod
     def restart(self) -> None:
         """Drop all unfinished trajectories: the environments were reset."""
 
+    @abstractmethod
     def drop(self, column: int) -> None:
         """Start a new trajectory in column, and send nothing: the old one was not sampled."""
 
@@ -68,13 +72,11 @@ def make_tracker(
     return ObjectTracker(cls, kwargs, env_ranks, put_messages)
 
 
-class BatchTracker:
-    """`TrajInfo` itself, computed from the rewards and dones of many rows at once.
+class BatchTracker(Tracker):
+    """Computes `TrajInfo` itself from the rewards and dones of many rows.
 
-    The figures equal what `TrajInfo.step` computes, to the last bit: each sum is made step by step.
+    It adds in the same order as `TrajInfo.step`, so the figures are equal to the last bit.
     """
-
-    on_step: StepHook | None = None
 
     def __init__(self, env_ranks: range, put: Callable[[npt.NDArray[Any]], None], discount: float = 1.0) -> None:
         self._env_ranks, self._are_consecutive = np.asarray(env_ranks), env_ranks.step == 1
@@ -84,12 +86,6 @@ class BatchTracker:
         self._running = np.zeros((len(env_ranks), len(FIGURES) + 1))
         self.restart()
         self._records = np.empty(0, RECORD)
-
-    def set_agent_info(self, agent_info: Any) -> None:
-        """Not needed."""
-
-    def on_episode_end(self, t: int, column: int, final_observation: Any) -> None:
-        """Not needed: dones are read from the rows."""
 
     def restart(self) -> None:
         self._running[:, :-1], self._running[:, -1] = 0, 1
@@ -116,13 +112,16 @@ class BatchTracker:
         return len(records)
 
     def _sum_episodes(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int) -> npt.NDArray[Any]:
-        """The same with numpy. Columns are put one behind the other and cut into segments, which end at dones and at
-        the end of a column. `bincount` adds up each segment in order."""
+        """As the compiled `sum_episodes`, with numpy.
+
+        The columns are joined to one array and cut into segments: one per episode and column. `bincount` adds up each
+        segment in order.
+        """
         n_rows = len(reward)
         rewards, is_done = reward.T.astype(np.float64).ravel(), done.T.ravel()
         is_end = is_done.copy()
         is_end[n_rows - 1 :: n_rows] = True
-        segment = np.cumsum(is_end) - is_end  # the number of each cell's segment
+        segment = np.cumsum(is_end) - is_end  # the index of each cell's segment
         first, last = segment[::n_rows], segment[n_rows - 1 :: n_rows]  # of each column
         ends = np.flatnonzero(is_end)
 
@@ -148,9 +147,11 @@ class BatchTracker:
         """The weight of each cell's reward, multiplied up step by step."""
         if self._discount == 1.0:
             return np.ones(len(segment))
+        # carried: the weights of trajectories that began before these rows.
         carried = np.full((len(self._running), n_rows), self._discount)
         carried[:, 0] = self._running[:, -1]
-        new = np.full(n_rows, self._discount)  # by the step's number in its trajectory
+        # new: the weights of step 0, 1, ... of a trajectory that begins here.
+        new = np.full(n_rows, self._discount)
         new[0] = 1.0
         carried, new = np.multiply.accumulate(carried, axis=1), np.multiply.accumulate(new)
         starts = np.flatnonzero(np.diff(segment, prepend=-1))
@@ -159,7 +160,7 @@ class BatchTracker:
         return np.where(is_first, carried.ravel(), new[numbers])
 
 
-class ObjectTracker:
+class ObjectTracker(Tracker):
     """One instance of a TrajInfo subclass per column, stepped with the environment."""
 
     def __init__(
@@ -172,7 +173,7 @@ class ObjectTracker:
         self._cls, self._kwargs = cls, kwargs
         self._env_ranks = env_ranks
         self._put = put
-        self.on_step: StepHook | None = self._step
+        self.on_step = self._step
         self._agent_info: Any = None
         self._finished: list[ObjectMessage] = []
         self.restart()
@@ -183,11 +184,8 @@ class ObjectTracker:
     def drop(self, column: int) -> None:
         self._running[column] = self._cls(**self._kwargs)
 
-    def preload(self, column: int, rewards: Sequence[float]) -> None:
-        """Not needed: `on_step` has seen them."""
-
     def set_agent_info(self, agent_info: Any) -> None:
-        # A copy of the whole row: the next batch overwrites the row, and the trajectory may go on.
+        # A copy, because the next batch overwrites the row, and a TrajInfo may keep its part.
         self._agent_info = map_leaves(np.copy, agent_info)
 
     def _step(

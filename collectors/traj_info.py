@@ -11,16 +11,15 @@ class TrajInfo:
     """The record of one finished trajectory.
 
     Attributes: `Length`, the number of steps; `Return`, the sum of the rewards; `NonzeroRewards`, the number of rewards
-    that are not zero; `DiscountedReturn`, the sum with reward k weighted by `discount ** k`. They are computed from the
-    rewards in the batch, which are float32.
+    that are not zero; `DiscountedReturn`, the sum with reward k weighted by `discount ** k`.
 
-    To record more, subclass it: add attributes in `__init__`, and override `step`, which is called after every
-    environment step, and `terminate`, which is called once at the end. Both run in the worker; call `super().step(...)`
+    To record more, write a subclass. Add attributes in `__init__`. Override `step`, which is called after every
+    environment step, or `terminate`, which is called once at the end. Both run in the worker; call `super().step(...)`
     in `step`. Arguments of `__init__` come from `sampler.initialize(..., traj_info_kwargs={...})`. Attributes with a
-    leading underscore are left out of the `repr`. All of the instance's `__dict__` is sent to the main process, so it
-    must pickle.
+    leading underscore are left out of the `repr`. The instance's `__dict__` is sent to the main process, so all of it
+    must be picklable.
 
-    Without a subclass nothing is called per step: the figures are computed once per batch.
+    Without a subclass nothing is called per step: the figures are computed once per batch, from its float32 rewards.
     """
 
     def __init__(self, discount: float = 1.0) -> None:
@@ -44,11 +43,11 @@ class TrajInfo:
         agent_info: Any,
         env_info: dict[str, Any],
     ) -> None:
-        """Add one step: the agent acted on `observation` with `action`, and the environment returned the rest.
+        """Add one step: the agent saw `observation` and chose `action`, with its `agent_info`.
 
-        `observation` and `action` are as the environment returned and got them; `reward` is the environment's own.
-        `agent_info` is this column's part of the agent's. These are copies, yours to keep. `env_info` is the
-        environment's own dict, which it may reuse: copy what you keep of it.
+        The environment returned the rest. `observation`, `action` and `reward` are the environment's own values, not
+        the recorded ones. `agent_info` is this column's part. All of these are copies, so you may keep them. `env_info`
+        is the environment's own dict, which it may reuse: copy what you keep of it.
         """
         self.Length += 1
         self.Return += float(reward)
@@ -57,11 +56,11 @@ class TrajInfo:
         self._weight *= self._discount
 
     def terminate(self, final_observation: Any) -> None:
-        """The trajectory ended with `final_observation`, a copy, yours to keep."""
+        """The trajectory ended with `final_observation`, a copy that you may keep."""
 
     @classmethod
     def restore(cls, attributes: dict[str, Any]) -> TrajInfo:
-        """The instance with the attributes that a worker sent; `__init__` does not run again."""
+        """An instance with the attributes that a worker sent. `__init__` does not run again."""
         info = cls.__new__(cls)
         vars(info).update(attributes)
         return info

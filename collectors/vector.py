@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import iterate
 
@@ -17,6 +15,7 @@ from penstock.buffers.named import map_leaves
 from penstock.buffers.tree import map_tree, tree_leaves
 from penstock.collectors.checks import Checks, check_row
 from penstock.collectors.env_batch import NO_CHECKS, EnvBatch, EpisodeEndHook
+from penstock.collectors.episode_ends import EpisodeEnds
 from penstock.collectors.reset import ResetCollector
 from penstock.collectors.tracking import StepHook, snapshot
 from penstock.envs.checks import require_info, step_values
@@ -33,11 +32,11 @@ class VectorEnvCollector(ResetCollector):
     """A `ResetCollector` for batched environments: `env_fn(num_envs=n)` returns a `gymnasium.vector.VectorEnv`.
 
     The environment must reset a column in the step that ends its episode (`AutoresetMode.SAME_STEP`) or leave the reset
-    to the caller (`AutoresetMode.DISABLED`). In the default mode, NEXT_STEP, the step after each episode's end is no
-    real step and its action is ignored; `penstock.envs.SameStep` helps to write an environment in the right mode.
+    to the caller (`AutoresetMode.DISABLED`). Gymnasium's default mode, NEXT_STEP, is not supported: there, the step
+    after an episode's end ignores its action. `penstock.envs.SameStep` helps to write an environment in the right mode.
 
-    Whole rows are recorded at once. Python looks at single columns only for a stateful agent and for a subclass of
-    `TrajInfo`.
+    Rows are recorded as a whole. Single columns are handled one by one only for an agent with state and for a subclass
+    of `TrajInfo`.
     """
 
     batched = True
@@ -57,11 +56,11 @@ class VectorEnvCollector(ResetCollector):
             self.prev_reward[ends.columns] = 0
             self.prev_action[ends.columns] = 0
 
-    def _record_ends(self, t: int, ends: Ends) -> None:
+    def _record_ends(self, t: int, ends: EpisodeEnds) -> None:
         """`record_episode_end` for all columns whose episodes ended, and the agent's part of `reset_column`."""
         samples, columns = self.samples, ends.columns
         samples.terminated[t], samples.truncated[t], samples.done[t] = ends.terminated, ends.truncated, ends.done
-        self.episode_ends.record_rows(t, columns, ends.observation, ends.reward, ends.only_truncated)
+        self._episode_ends.record_rows(t, ends)
         if self.on_step is not None:
             for column, observation in zip(columns.tolist(), ends.each(), strict=True):
                 self.tracker.on_episode_end(t, column, observation)
@@ -74,33 +73,10 @@ class VectorEnvCollector(ResetCollector):
             self._info_writer.write_batched(self.samples.env_info[t], self.envs.infos, self.envs.env_ranks)
 
 
-@dataclass(frozen=True)
-class Ends:
-    """The episodes that ended in one step."""
-
-    done: npt.NDArray[np.bool_]  #: `[B]`
-    terminated: npt.NDArray[np.bool_]  #: `[B]`
-    truncated: npt.NDArray[np.bool_]  #: `[B]`
-    columns: npt.NDArray[np.intp]  #: `[k]`, ascending
-    reward: npt.NDArray[Any]  #: `[k]`, of the last step
-    observation: Any  #: `[k, ...]`, the final observations, as they are recorded
-    final: Any  #: the same as the environment returned them
-
-    @property
-    def only_truncated(self) -> npt.NDArray[np.bool_]:
-        """`[k]`: which of them have a value to bootstrap from."""
-        only: npt.NDArray[np.bool_] = ~self.terminated[self.columns]
-        return only
-
-    def each(self) -> list[Any]:
-        """The final observations one by one, in the environment's own structure."""
-        return [element(self.final, b) for b in self.columns.tolist()]
-
-
 class VectorColumns(EnvBatch):
     """One batched environment, with its current observations and the rewards of its last step.
 
-    Seeds are given as a list, one per column. An environment that takes only one number gets the first of them. A
+    `reset` gets a list of seeds, one per column. An environment that accepts only one number gets the first seed. A
     parked column is stepped with the others, and its results are ignored.
     """
 
@@ -108,12 +84,12 @@ class VectorColumns(EnvBatch):
         self, env: VectorEnv[Any, Any, Any], env_ranks: range, progress: Progress, checks: Checks = NO_CHECKS
     ) -> None:
         self.env, self.env_ranks, self.progress = env, env_ranks, progress
-        self.checks, self._has_checks = checks, checks != NO_CHECKS
+        self.checks = checks
         self.envs = [env]
         self.observation_space, self._action_space = env.single_observation_space, env.single_action_space
         self._resets_itself = _mode_of(env) is AutoresetMode.SAME_STEP
-        self._takes_seeds: bool | None = None  # whether `reset` takes a list of seeds; None before the first
-        # Final observations are written into this row `[1, B, ...]`, to be checked and cast.
+        self._takes_seeds: bool | None = None  # whether `reset` takes a list of seeds; None before the first reset
+        # Final observations are written into this row `[1, B, ...]`, which checks and casts them.
         row = map_leaves(
             lambda leaf: np.empty((1, len(env_ranks), *leaf.shape), leaf.dtype), example_of(self.observation_space)
         )
@@ -139,9 +115,10 @@ class VectorColumns(EnvBatch):
         return self.env.reset(seed=seed)
 
     def _first_reset(self, seeds: list[int | None]) -> tuple[bool, Any]:
-        """Whether the environment takes a list of seeds, and the result of its reset.
+        """Reset the environment. Returns whether it takes a list of seeds, and the result.
 
-        It does not if it fails with every list and works with one number. Other exceptions are the environment's own.
+        It does not take lists if it raises for the list, works with one number, and raises for the list again. Any
+        other exception is raised.
         """
         try:
             return True, self._reset(seeds)
@@ -169,7 +146,7 @@ class VectorColumns(EnvBatch):
         return element(self.observations, column)
 
     def reset_columns(self, columns: Any) -> None:
-        """Start the next episodes of `columns` with one call, unless the environment has done so."""
+        """Start the next episodes of `columns` with one call, unless the environment resets itself."""
         if self._resets_itself:
             return
         began = self.enter(Phase.RESETTING, columns[0])
@@ -195,27 +172,25 @@ class VectorColumns(EnvBatch):
             on_episode_end(b, observation, reward, bool(ends.terminated[b]), bool(ends.truncated[b]))
         self.progress.words[Progress.PHASE] = Progress.IS_STEPPING
 
-    def step_rows(self, action_row: Any, on_step: StepHook | None = None) -> Ends | None:
+    def step_rows(self, action_row: Any, on_step: StepHook | None = None) -> EpisodeEnds | None:
         """Step all columns with one call. Returns the episodes that ended, or None; then call `reset_columns`.
 
         Raises `SpaceError` for an environment that ended without a final observation, or with one that does not fit.
         """
         self.progress.at_env(self.env_ranks[0])
         actions = snapshot(arrays_like(self._action_space, action_row))
-        # Copies: the environment may reuse the arrays of both.
+        # Copies, because the environment may reuse its observations and actions.
         before = (snapshot(self.observations), snapshot(actions)) if on_step is not None else None
         result = step_values(self.env.step(actions), self.env_ranks[0])
         self.observations, self.rewards, terminated, truncated, self.infos = result
         if self.infos.__class__ is not dict:
             require_info(self.infos, self.env_ranks[0])
-        if self.parked:
-            self.rewards[self.parked] = 0
+        done, ended_parked = np.logical_or(terminated, truncated), []
+        if self.parked:  # their results are ignored
+            ended_parked = [b for b in self.parked if done[b]]
+            self.rewards[self.parked], done[self.parked] = 0, False
         if on_step is not None and before is not None:
             self._call_on_step(on_step, *before, terminated, truncated)
-        done = np.logical_or(terminated, truncated)
-        ended_parked = [b for b in self.parked if done[b]]
-        if self.parked:
-            done[self.parked] = False
         ends = self._ends(done, terminated, truncated) if done.any() else None
         if ended_parked:
             self.reset_columns(ended_parked)
@@ -229,18 +204,18 @@ class VectorColumns(EnvBatch):
                 info = info_of(self.infos, b)
                 on_step(b, observation, each_action[b], rewards[b], bool(terminated[b]), bool(truncated[b]), info)
 
-    def _ends(self, done: Any, terminated: Any, truncated: Any) -> Ends:
+    def _ends(self, done: Any, terminated: Any, truncated: Any) -> EpisodeEnds:
         columns = done.nonzero()[0]
         final = self.infos.get("final_obs") if self._resets_itself else self.observations
         rows = self._final_rows(columns, final)
-        return Ends(done, terminated, truncated, columns, np.asarray(self.rewards)[columns], rows, final)
+        return EpisodeEnds(done, terminated, truncated, columns, np.asarray(self.rewards)[columns], rows, final)
 
     def _final_rows(self, columns: Any, final: Any) -> Any:
         """The final observations of `columns`, checked, as they are recorded `[k, ...]`."""
         name = "the final observation"
-        if not self._has_checks and _is_row_of(self._final_arrays, final):
+        if not self.checks and _is_row_of(self._final_arrays, final):
             return final[columns]
-        if not self._has_checks and _is_batch(final):
+        if not self.checks and _is_batch(final):
             self._write_batch(self._final_arrays, 0, final, name)
             return self._final[0][columns]
         each = [element(final, b) for b in columns.tolist()]
@@ -254,19 +229,19 @@ class VectorColumns(EnvBatch):
             write_row(arrays, 0, each, name)
             check_row(self.checks, self.observation_space, arrays, 0, each, name)
         except ColumnError as error:
-            raise self._blame(int(columns[error.column]), error) from None
+            raise self._with_env_rank(int(columns[error.column]), error) from None
         return self._final[0][: len(columns)]
 
     # ---- recording -------------------------------------------------------------------------
 
     def _write_row(self, arrays: Any, t: int) -> None:
         self._write_batch(arrays, t, self.observations, "observation")
-        if self._has_checks:
+        if self.checks:
             each = list(iterate(self.env.observation_space, self.observations))
             try:
                 check_row(self.checks, self.observation_space, arrays, t, each)
             except ColumnError as error:
-                raise self._blame(error.column, error) from None
+                raise self._with_env_rank(error.column, error) from None
 
     def _write_batch(self, arrays: Any, t: int, batch: Any, name: str) -> None:
         """Write `batch`, an array `[B, ...]` for each of `arrays`, into row t. Raises `SpaceError` unless it fits."""
@@ -291,7 +266,9 @@ class VectorColumns(EnvBatch):
         row[...] = self.rewards
         if self.checks.check_finite and not np.isfinite(row).all():
             column = int(np.isfinite(row).argmin())
-            raise SpaceError(f"the reward of env_rank {self.env_ranks[column]} must be finite, got {row[column]}")
+            raise SpaceError(
+                f"the reward of env_rank {self.env_ranks[column]} must be finite (check_finite=True), got {row[column]}"
+            )
 
     def check_final(self, column: int, observation: Any) -> None:
         """`step` has checked it."""

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.collectors.base import Collector, CollectorParts
+from penstock.collectors.reset import ResetCollector
 
 
-class WaitResetCollector(Collector):
+class WaitResetCollector(ResetCollector):
     """Resets between batches, for environments with a slow reset. At most one episode ends per column and batch.
 
     After its episode's end, the column is parked until the batch ends: its environment is not stepped, every field is
     zero and `samples.env.valid` is False. `reset_if_needed` resets it while the learner trains. The next batch starts
     with the new episode's first observation.
     """
-
-    mid_batch_reset = False
-
-    def __init__(self, parts: CollectorParts) -> None:
-        super().__init__(parts)
-        self._t = 0
 
     def reset_if_needed(self) -> None:
         for column in self.envs.parked:
@@ -30,26 +24,21 @@ class WaitResetCollector(Collector):
 
     def collect_batch(self, itr: int) -> None:
         self.begin_batch(itr)
-        # The row from the batch before has zeros where a column was parked.
+        # Row 0 comes from the batch before and is zero where a column was parked. Write the new first observations.
         self.envs.write_observations(self.samples.observation_rows[0])
         self.samples.valid[...] = True
         for t in range(self.batch_T):
-            # The agent acts for parked columns too, and the action is erased: the random numbers that it draws for one
-            # column must not depend on the other columns of the worker.
+            # The agent acts for parked columns too, and the action is then set to zero. So each column draws the same
+            # random numbers, whatever the other columns do.
             self.act(t)
-            self._blank_parked(t)
+            self._zero_parked(t)
             self.step_envs(t)
         self.end_batch()
-        self._blank_values()
+        self._zero_parked_values()
 
     def step_envs(self, t: int) -> None:
-        """Row t, second half: step every environment that is not parked, and record the results."""
-        self.progress.begin_stepping(t)
-        self._t = t
-        self.envs.step(self.prev_action, self._on_episode_end, self.on_step)
-        if self.envs.keep_infos:
-            self.record_env_info(t)
-        self.write_step(t)
+        """Second part of step t: step every environment that is not parked, and record the results."""
+        super().step_envs(t)
         for column in self.envs.parked:
             self.samples.observation_rows[t + 1][column] = 0
             self.prev_reward[column] = 0
@@ -61,14 +50,14 @@ class WaitResetCollector(Collector):
         self.envs.park(column)
         return observation
 
-    def _blank_parked(self, t: int) -> None:
+    def _zero_parked(self, t: int) -> None:
         for column in self.envs.parked:
             self.samples.action_rows[t + 1][column] = 0
             self.prev_action[column] = 0
             if self._has_agent_info:
                 self.samples.agent_info[t, column] = 0
 
-    def _blank_values(self) -> None:
+    def _zero_parked_values(self) -> None:
         if self.samples.bootstrap_value is not None:
             for column in self.envs.parked:
                 self.samples.bootstrap_value[column] = 0

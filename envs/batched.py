@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 Rows = npt.NDArray[np.integer[Any]]
 
-_STARTS = 32  # initial states drawn at once for a row, so that most resets do not call its generator
+_STARTS = 32  # initial states that are drawn at once for a row: most resets then need no call of its generator
 
 
 class SameStep(VectorEnv[Any, Any, Any]):
@@ -52,7 +52,7 @@ class SameStep(VectorEnv[Any, Any, Any]):
 
 
 def _with_rows(batch: Any, rows: Rows, values: Any) -> Any:
-    """A copy of `batch` with `values` in `rows`; names that `values` does not have are not changed."""
+    """A copy of `batch` with `values` in `rows`. Entries that `values` does not have stay as they are."""
     if isinstance(batch, dict):
         return {key: _with_rows(part, rows, values[key]) if key in values else part for key, part in batch.items()}
     if isinstance(batch, tuple):
@@ -63,8 +63,9 @@ def _with_rows(batch: Any, rows: Rows, values: Any) -> Any:
 
 
 def seeds_of_rows(seed: Any, num_envs: int) -> list[int | None]:
-    """One seed per row, from the `seed` of `reset`: a list `[B]`, or s for s, s + 1, ..., or None for no seeds.
+    """One seed per row, from the `seed` of `reset`.
 
+    `seed` is a list `[B]`; or a number s, which stands for s, s + 1, …; or None for no seeds.
     Raises `ValueError` for a list with the wrong length.
     """
     if seed is None:
@@ -79,8 +80,8 @@ class BatchedCartPole(SameStep, CartPoleVectorEnv):
     """Gymnasium's vectorized CartPole, in `SAME_STEP` mode and with a random stream for each row.
 
     After a reset with a list of seeds, row b has the same initial states as a `CartPole-v1` with `seeds[b]`. Its
-    later states are the same except for rounding in numpy's sine and cosine. So a row does not depend on the
-    worker. Episodes are truncated after `max_episode_steps`.
+    later states are the same except for rounding in numpy's sine and cosine. So the episodes of a row do not depend on
+    the number of workers. Episodes are truncated after `max_episode_steps`.
     """
 
     metadata = {**CartPoleVectorEnv.metadata, **SameStep.metadata}  # noqa: RUF012
@@ -95,8 +96,8 @@ class BatchedCartPole(SameStep, CartPoleVectorEnv):
         self._next = np.full(num_envs, _STARTS)  # how many starts of each row are used
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset every row. `seed` is a list `[B]`, or a number s for s, s + 1, ...; without a seed the streams
-        continue. `options` may contain `low` and `high`, the bounds of the initial states."""
+        """Reset every row. `seed` is a list `[B]`, or a number s, which stands for s, s + 1, …. Without a seed the
+        streams continue. `options` may contain `low` and `high`, the bounds of the initial states."""
         CartPoleVectorEnv.reset(self, options=options)
         for row, row_seed in enumerate(seeds_of_rows(seed, self.num_envs)):
             if row_seed is not None or len(self._rngs) <= row:

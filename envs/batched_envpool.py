@@ -1,4 +1,4 @@
-"""EnvPool as a batched environment: its pool behind Gymnasium's `VectorEnv`, in `SAME_STEP` mode."""
+"""EnvPool's environments as a Gymnasium `VectorEnv`, in `SAME_STEP` mode."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class BatchedEnvPool(SameStep):
 
     EnvPool takes seeds only when a pool is built. So the first `reset` builds the pool, and every later `reset` with
     a seed builds it again, which takes milliseconds for small environments. Each row has the stream of its seed, so
-    it does not depend on the worker. The pool has one thread, since a worker has one CPU; `num_threads` and `kwargs`
-    are arguments of `envpool.make`.
+    its episodes do not depend on the number of workers. The pool has one thread, since a worker has one CPU;
+    `num_threads` and `kwargs` are arguments of `envpool.make`.
 
-    Raises `ConfigError` if EnvPool is not installed or does not have the task, for `batch_size` (its asynchronous
-    mode) and for several players.
+    Raises `ConfigError` if EnvPool is not installed, if it does not have the task, or if `kwargs` ask for its
+    asynchronous mode (`batch_size`) or for several players.
     """
 
     def __init__(self, task_id: str, num_envs: int = 1, *, num_threads: int = 1, **kwargs: Any) -> None:
@@ -53,29 +53,30 @@ class BatchedEnvPool(SameStep):
         self.action_space = batch_space(self.single_action_space, num_envs)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset every row. `seed` is a list `[B]`, or a number s for s, s + 1, ...; without a seed the pool's
-        streams continue."""
+        """Reset every row. `seed` is a list `[B]`, or a number s, which stands for s, s + 1, …. Without a seed the
+        pool's streams continue."""
         if self._pool is None or seed is not None:
             seeds = seeds_of_rows(seed, self.num_envs)
             given = np.array([fresh_seed() if each is None else each for each in seeds], np.uint64)
             self._build(given.astype(np.uint32).view(np.int32))  # EnvPool takes signed numbers of 32 bits
         observation, infos = self._pool.reset()
-        return observation, _without_numbers(infos)
+        return observation, _without_ids(infos)
 
     def _build(self, seeds: Any) -> None:
         self.close_extras()
         pool = self._envpool.make_gymnasium(self._task_id, num_envs=self.num_envs, seed=seeds.tolist(), **self._kwargs)
         with _quiet_bounds():
-            _ = pool.observation_space, pool.action_space  # the pool creates them now, under the filter, and keeps them
+            # Read them now, while the warning is ignored: the pool keeps them.
+            _ = pool.observation_space, pool.action_space
         self._pool = pool
 
     def advance(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         *step, infos = self._pool.step(actions)
-        return (*step, _without_numbers(infos))
+        return (*step, _without_ids(infos))
 
     def reset_rows(self, rows: Rows) -> tuple[Any, dict[str, Any]]:
         observation, infos = self._pool.reset(rows.astype(np.int32))
-        return observation, _without_numbers(infos)
+        return observation, _without_ids(infos)
 
     def close_extras(self, **kwargs: Any) -> None:
         pool, self._pool = self._pool, None
@@ -91,6 +92,6 @@ def _quiet_bounds() -> Iterator[None]:
         yield
 
 
-def _without_numbers(infos: Mapping[str, Any]) -> dict[str, Any]:
-    """The infos without EnvPool's own numbers of environments and players."""
+def _without_ids(infos: Mapping[str, Any]) -> dict[str, Any]:
+    """The infos without EnvPool's ids of environments and players."""
     return {name: value for name, value in infos.items() if name not in ("env_id", "players")}

@@ -1,4 +1,4 @@
-"""Calls of the environments' methods and attributes between two batches, for example for a curriculum."""
+"""Method calls, and reads and writes of attributes, in all environments, between two batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import cloudpickle
 import gymnasium as gym
 
 from penstock.buffers.reports import dump_exception, in_one_line, load_exception
-from penstock.buffers.trajectory_queue import MessageKind, ObjectMessage, Unreadable
+from penstock.buffers.results import MessageKind, ObjectMessage, Unreadable
 from penstock.errors import ConfigError, EnvCallError
 
 
@@ -25,17 +25,17 @@ class EnvCall:
     evaluation: bool = False
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] | None = None
-    values: Sequence[Any] | None = None  #: of "set_attr", one per environment
-    only: frozenset[int] | None = None  #: the columns to call it on; None: all
+    values: Sequence[Any] | None = None  #: for "set_attr": one per environment
+    only: frozenset[int] | None = None  #: the columns to do it in; None for all
 
     @property
-    def shown(self) -> str:
-        """The verb for errors."""
+    def verb_in_errors(self) -> str:
+        """The verb as the user knows it."""
         return self.verb.removesuffix("_or_get")
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            raise ConfigError(f"{self.shown} needs the name of a method or an attribute, got {self.name!r}")
+            raise ConfigError(f"{self.verb_in_errors} needs the name of a method or an attribute, got {self.name!r}")
 
     def dumps(self) -> bytes:
         """The call, pickled. Raises `ConfigError` if that is impossible."""
@@ -43,7 +43,7 @@ class EnvCall:
 
 
 def pickled(message: Any, what: str) -> bytes:
-    """`message`, pickled for the workers; raises `ConfigError` saying that `what` cannot be pickled."""
+    """`message`, pickled for the workers. Raises `ConfigError`, with `what`, if that is impossible."""
     try:
         return bytes(cloudpickle.dumps(message))
     except Exception as error:
@@ -51,7 +51,7 @@ def pickled(message: Any, what: str) -> bytes:
 
 
 def perform(call: EnvCall, envs: Sequence[gym.Env[Any, Any]], columns: range, env_ranks: range) -> list[ObjectMessage]:
-    """Worker: make the call on its environments. An exception becomes a result, and the worker continues."""
+    """Worker: make the call on its environments. An exception is returned as a result, and the worker continues."""
     messages = []
     for env, column, env_rank in zip(envs, columns, env_ranks, strict=True):
         if call.only is not None and column not in call.only:
@@ -79,10 +79,10 @@ def _perform_one(call: EnvCall, env: gym.Env[Any, Any], column: int) -> Any:
 
 
 def results(call: EnvCall, messages: Sequence[ObjectMessage]) -> list[Any]:
-    """Main process: what the environments returned, by env_rank; raises `EnvCallError` naming the first that raised."""
+    """Main process: what the environments returned, by env_rank. Raises `EnvCallError` for the first that raised."""
     found = []
     for message in sorted(messages, key=lambda message: message.env_rank):
-        where, outcome = f"{call.shown} {call.name!r} on env_rank {message.env_rank}", message.payload
+        where, outcome = f"{call.verb_in_errors} {call.name!r} on env_rank {message.env_rank}", message.payload
         if isinstance(outcome, Unreadable):
             problem = f"a result that cannot be unpickled in the main process: {in_one_line(outcome.error)}"
             raise EnvCallError(f"{where} returned {problem}") from outcome.error

@@ -1,7 +1,7 @@
-"""Checks on what environments return, always made.
+"""The checks on what environments return that are always made.
 
-The loops over environments test in one comparison whether a value has its usual type. Only if it has not, they call
-these functions, which accept what is unusual but valid, and raise a `SpaceError` for the rest.
+The loops over environments compare a value's class with its usual class. Only if they differ, they call these
+functions. These accept unusual but valid values, and raise `SpaceError` for all others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def checked_step(result: Any, env_rank: int) -> StepValues:
     try:
         observation, reward, terminated, truncated, info = result
     except (TypeError, ValueError):
-        return step_values(result, env_rank)  # raises
+        return step_values(result, env_rank)  # raises the error for the user
     if info.__class__ is not dict:
         require_info(info, env_rank)
     if reward.__class__ is not float:
@@ -50,9 +50,9 @@ def checked_step(result: Any, env_rank: int) -> StepValues:
 
 
 def step_values_error(error: Exception, env_rank: int) -> SpaceError | None:
-    """What to raise in place of `error` if it means that `env.step` did not return five values, else None.
+    """The `SpaceError` to raise if `error` comes from unpacking the result of `env.step`, else None.
 
-    Call it in the frame that unpacks the values: an exception from inside the environment has more frames.
+    Call this where the values are unpacked. An exception from inside the environment has a longer traceback.
     """
     is_from_env = error.__traceback__ is not None and error.__traceback__.tb_next is not None
     if is_from_env or not any(word in str(error) for word in ("unpack", "iterat")):
@@ -64,13 +64,13 @@ def step_values_error(error: Exception, env_rank: int) -> SpaceError | None:
 
 
 def require_info(info: Any, env_rank: int, call: str = "step") -> None:
-    """Raise `SpaceError` unless `info`, which `env.step` or another `call` returned, is a mapping."""
+    """Raise `SpaceError` unless `info` is a mapping. `call` is the method that returned it."""
     if not isinstance(info, Mapping):
         raise SpaceError(f"the info that env.{call} of env_rank {env_rank} returned must be a dict, got {brief(info)}")
 
 
 def episode_flags(terminated: Any, truncated: Any, env_rank: int) -> tuple[bool, bool]:
-    """`terminated` and `truncated` as bools. Accepted are bools, 0 and 1, and arrays with one such element.
+    """`terminated` and `truncated` as bools. Bools, 0 and 1 are accepted, and arrays with one such element.
 
     Raises `SpaceError` for anything else, with the flag's name.
     """
@@ -100,5 +100,5 @@ def require_number(reward: Any, env_rank: int) -> float:
         if array.shape == () and array.dtype.kind in "fiub":
             return float(array)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        pass  # torch raises the last one for a tensor with a gradient
+        pass  # torch raises RuntimeError for a tensor that requires a gradient
     raise SpaceError(f"the reward of env_rank {env_rank} must be a single number, got {brief(reward)}")

@@ -39,7 +39,7 @@ def example_of(space: gym.Space[Any], name: str = "observation") -> Any:
     remedy = next((text for cls, text in _REMEDIES.items() if isinstance(space, cls)), None)
     if remedy is None:
         raise SpaceError(
-            f"{name} has a space of type {type(space).__name__}, which penstock does not know: wrap the environment "
+            f"{name} has a space of type {type(space).__name__}, which penstock does not support: wrap the environment "
             "so that its spaces consist of Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple"
         )
     raise SpaceError(f"{name} has a {type(space).__name__} space, whose elements have no fixed shape: {remedy}")

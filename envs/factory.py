@@ -1,4 +1,4 @@
-"""Factories: one picklable function per environment, made from the user's `env_fn`."""
+"""Factories: one callable per environment, made from the user's `env_fn`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import gymnasium as gym
 from gymnasium.vector import VectorEnv
 
 from penstock.envs.seeding import Purpose
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, brief
 
 EnvFn = Callable[..., gym.Env[Any, Any]] | str | Sequence[Callable[..., gym.Env[Any, Any]]]
 
@@ -102,18 +102,15 @@ def env_factories(
             f"{prefix}env_fn must be a callable, an environment id or a list of callables, got {_describe(env_fn)}: "
             "pass the function that builds the environment, for example functools.partial(gym.make, 'CartPole-v1')"
         )
-    if len(fns) != n_envs:
-        raise ConfigError(f"{prefix}env_fn is a list of {len(fns)} callables for {n_envs} environments: give {n_envs}")
     if env_kwargs is None or isinstance(env_kwargs, Mapping):
         kwargs: list[Mapping[str, Any]] = [dict(env_kwargs or {})] * n_envs
     elif isinstance(env_kwargs, Sequence) and all(isinstance(each, Mapping) for each in env_kwargs):
         kwargs = [dict(each) for each in env_kwargs]
     else:
         raise ConfigError(f"{prefix}env_kwargs must be a dict or a list of dicts, got {_describe(env_kwargs)}")
-    if len(kwargs) != n_envs:
-        raise ConfigError(
-            f"{prefix}env_kwargs is a list of {len(kwargs)} dicts for {n_envs} environments: give {n_envs}"
-        )
+    for name, n_given, kind in (("env_fn", len(fns), "callables"), ("env_kwargs", len(kwargs), "dicts")):
+        if n_given != n_envs:
+            raise ConfigError(f"{prefix}{name} is a list of {n_given} {kind} for {n_envs} environments: give {n_envs}")
     return tuple(EnvFactory(fn, kw) for fn, kw in zip(fns, kwargs, strict=True))
 
 
@@ -150,5 +147,4 @@ def close_example_env(env: Any) -> None:
 
 
 def _describe(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    return f"{type(value).__name__} {brief(value)}"

@@ -12,7 +12,8 @@ from penstock.buffers.named import NamedArrays, as_named
 from penstock.buffers.tree import map_tree
 from penstock.errors import ConfigError, SpaceError
 
-#: True for every entry that an example shows, names (nested ones with dots), or names with examples.
+#: True for every numeric entry of an example step; or a list of names, where dots separate nested names; or a dict of
+#: names and examples.
 InfoWanted = bool | Sequence[str] | Mapping[str, Any]
 
 Path = tuple[str, ...]
@@ -27,8 +28,8 @@ def info_example(env: gym.Env[Any, Any], wanted: InfoWanted) -> tuple[NamedArray
     """What to record of `info`: zeros for each entry `name`, and for its mask `_name`. Also returns the names of the
     entries that cannot be recorded (texts, objects).
 
-    `wanted` is a mapping with an example of each entry; or names, or True for every numeric entry, and then examples
-    come from one reset and one step of `env`. Raises `ConfigError` for a name without an example.
+    `wanted` is a mapping of names to examples, or a list of names, or True for every numeric entry. Without a mapping,
+    the examples come from one reset and one step of `env`. Raises `ConfigError` for a name without an example.
     """
     if isinstance(wanted, Mapping):
         chosen = {tuple(name.split(".")): value for name, value in wanted.items()}
@@ -120,54 +121,55 @@ class InfoWriter:
                 field[b] = array
 
     def write_batched(self, row: NamedArrays, infos: Mapping[str, Any], env_ranks: Sequence[int]) -> None:
-        """`write` for `infos` as a batched environment returns them, the whole row at once. Where an episode ended in
-        this step and the next one started, write the infos from before the reset."""
-        try:
-            for path in self._paths:
-                node: Any = row
-                for parent in path[:-1]:
-                    node = node[parent]
-                _write_entry(node[path[-1]], node[mask_name(path[-1])], infos, path)
-        except _NotArraysError:
-            self.write(row, [info_of(infos, b) for b in range(len(env_ranks))], env_ranks)
+        """As `write`, for the infos of a batched environment, for all columns at once.
+
+        Where an episode ended, the infos from before the reset are written.
+        """
+        for path in self._paths:
+            node: Any = row
+            for parent in path[:-1]:
+                node = node[parent]
+            if not _write_entry(node[path[-1]], node[mask_name(path[-1])], infos, path):
+                self.write(row, [info_of(infos, b) for b in range(len(env_ranks))], env_ranks)
+                return
 
 
-class _NotArraysError(Exception):
-    """An entry is not an array that fits: write it column by column."""
-
-
-def _write_entry(field: Any, mask: Any, infos: Mapping[str, Any], path: Path) -> None:
+def _write_entry(field: Any, mask: Any, infos: Mapping[str, Any], path: Path) -> bool:
+    """Write one entry for all columns. Returns False if the entry is not an array that fits."""
     field[...], mask[...] = 0, False
-    _write_where(field, mask, infos, path, np.ones(len(mask), np.bool_))
-    if "final_info" in infos:
-        ended = np.asarray(infos["_final_info"])
-        field[ended], mask[ended] = 0, False
-        _write_where(field, mask, infos["final_info"], path, ended)
+    if not _write_where(field, mask, infos, path, np.ones(len(mask), np.bool_)):
+        return False
+    if "final_info" not in infos:
+        return True
+    ended = np.asarray(infos["_final_info"])
+    field[ended], mask[ended] = 0, False
+    return _write_where(field, mask, infos["final_info"], path, ended)
 
 
-def _write_where(field: Any, mask: Any, infos: Any, path: Path, where: Any) -> None:
-    """Write the entry where `where` is True and the environment gave it."""
+def _write_where(field: Any, mask: Any, infos: Any, path: Path, where: Any) -> bool:
+    """Write the entry where `where` is True and the environment returned it. Returns False if it does not fit."""
     for key in path:
         if not isinstance(infos, Mapping) or key not in infos:
-            return
+            return True
         where = where & infos.get(mask_name(key), True)
         infos = infos[key]
     array = np.asarray(infos)
     if array.shape != field.shape or not np.can_cast(array.dtype, field.dtype, "same_kind"):
-        raise _NotArraysError
+        return False
     field[where], mask[where] = array[where], True
+    return True
 
 
 # ---- the infos of batched environments -----------------------------------------------------
 
 
 def element(batched: Any, b: int) -> Any:
-    """Column b of a batch: of nested dicts and tuples of arrays. None stays None."""
+    """Element b of a batch, nested as the batch is. None stays None."""
     return map_tree(lambda leaf: None if leaf is None else leaf[b], batched)
 
 
 def info_of(infos: Mapping[str, Any], b: int) -> dict[str, Any]:
-    """Environment b's own info of a batch. Where an episode ended, it is the info of its last step."""
+    """The info of environment b. Where its episode ended, the info of the episode's last step."""
     if "final_info" in infos and infos["_final_info"][b]:
         return info_of(infos["final_info"], b)
     info = {}

@@ -1,4 +1,4 @@
-"""Elements of spaces: written into rows `[B, ...]` of a batch, and actions read from them."""
+"""Write elements of spaces into rows `[B, ...]`, and split rows of actions into elements."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from penstock.errors import SpaceError
 
 Splitter = Callable[[Any], Sequence[Any]]
 
-# numpy warns when a float64 is too large for float32, and writes inf. As an error the warning is free until it happens.
-# If the user's filters override this one, inf is recorded.
+# numpy writes inf and warns if a float64 is too large for float32. This filter makes the warning an error, so the
+# usual case needs no check. The user's filters may override this one: then inf is recorded.
 warnings.filterwarnings(
     "error", "overflow encountered in cast", RuntimeWarning, r"penstock\.(envs\.rows|collectors\.columns)"
 )
 
 
 class ColumnError(SpaceError):
-    """An element does not fit into its column. `naming` says it of an environment instead."""
+    """An element does not fit. The message names the column."""
 
     def __init__(self, column: int, name: str, problem: str) -> None:
         super().__init__(column, name, problem)
@@ -34,14 +34,16 @@ class ColumnError(SpaceError):
     def __str__(self) -> str:
         return f"{self._name} of column {self.column} {self._problem}"
 
-    def naming(self, env_rank: int) -> SpaceError:
-        """The same error, for the environment `env_rank`."""
+    def with_env_rank(self, env_rank: int) -> SpaceError:
+        """The same error, with the env_rank in place of the column."""
         return SpaceError(f"{self._name} of env_rank {env_rank} {self._problem}")
 
 
 def arrays_like(space: gym.Space[Any], arrays: Any) -> Any:
-    """The arrays in which elements of `space` are recorded, nested as the elements are, in dicts and tuples. They share
-    the memory of `arrays`, which has names in place of keys."""
+    """The arrays of `arrays`, a `NamedArrays`, in dicts and tuples, nested as elements of `space` are.
+
+    Nothing is copied.
+    """
     if isinstance(space, spaces.Dict):
         return {key: arrays_like(sub, arrays[str(key)]) for key, sub in space.items()}
     if isinstance(space, spaces.Tuple):
@@ -53,7 +55,9 @@ def arrays_like(space: gym.Space[Any], arrays: Any) -> Any:
 
 
 def write_row(arrays: Any, t: int, values: Sequence[Any], name: str = "observation") -> None:
-    """Write `values`, one element of a space per column, into row t of `arrays` `[T, B, ...]`, nested as they are.
+    """Write `values`, one element of a space per column, into row t of `arrays` `[T, B, ...]`.
+
+    `arrays` is nested as the values are.
 
     Values are cast within their kind (float64 to float32), never from float to integer. Raises `ColumnError` for the
     first value that does not fit, with `name` and the expected and actual shape, dtype or entries.
@@ -68,7 +72,7 @@ def write_row(arrays: Any, t: int, values: Sequence[Any], name: str = "observati
 
 
 def write_cell(arrays: Any, t: int, column: int, value: Any, name: str = "observation") -> None:
-    """`write_row` for one element, which goes to `[t, column]`."""
+    """As `write_row`, for one element in `[t, column]`."""
     if put_cell(arrays, t, column, value):
         return
     try:
@@ -81,13 +85,13 @@ def write_cell(arrays: Any, t: int, column: int, value: Any, name: str = "observ
 def _split(arrays: Any, values: Sequence[Any], name: str) -> list[tuple[Any, list[Any]]]:
     """The values' parts, by the keys of the dict or tuple `arrays`."""
     keys = list(arrays) if isinstance(arrays, dict) else list(range(len(arrays)))
-    try:
+    try:  # the fast path; if it fails, look for the first column that does not fit
         if list(map(len, values)) != [len(keys)] * len(values):
             raise TypeError
         return [(key, [value[key] for value in values]) for key in keys]
     except (KeyError, IndexError, TypeError) as error:
         for column, value in enumerate(values):
-            if not _has_just(value, keys):
+            if not _has_exactly(value, keys):
                 has = list(value) if isinstance(value, dict) else _description(value)
                 raise ColumnError(column, name, f"must have the entries {keys}, got {has}") from error
         raise
@@ -101,7 +105,7 @@ def _wrote_at_once(row: Any, values: Sequence[Any]) -> bool:
             if array.shape == row.shape and np.can_cast(array.dtype, row.dtype, _casting(row.dtype)):
                 row[...] = array
                 return True
-        # `concatenate` does not compare the first dimensions.
+        # np.concatenate checks all dimensions except the first, so check that one here.
         elif row.flags.c_contiguous and list(map(len, values)) == [row.shape[1]] * len(row):
             flat = row.reshape(len(row) * row.shape[1], *row.shape[2:])
             np.concatenate(values, out=flat, casting=_casting(row.dtype))
@@ -112,11 +116,11 @@ def _wrote_at_once(row: Any, values: Sequence[Any]) -> bool:
 
 
 def _casting(target: np.dtype[Any]) -> Literal["safe", "same_kind"]:
-    """A float may lose precision on its way into the batch; an integer may not lose its value."""
+    """A float may lose precision when it is recorded, but an integer must keep its value."""
     return "same_kind" if target.kind == "f" else "safe"
 
 
-def _has_just(value: Any, keys: Sequence[Any]) -> bool:
+def _has_exactly(value: Any, keys: Sequence[Any]) -> bool:
     try:
         if len(value) != len(keys):
             return False
@@ -128,33 +132,27 @@ def _has_just(value: Any, keys: Sequence[Any]) -> bool:
 
 
 def _write_each(row: Any, values: Sequence[Any], name: str) -> None:
-    """Write value by value. Lists and Python numbers are accepted. Raises `ColumnError` for the first that does not
-    fit."""
+    """Write value by value. Lists and Python numbers are accepted.
+
+    Raises `ColumnError` for the first value that does not fit.
+    """
     for column, value in enumerate(values):
         try:
             array = np.asarray(value)
         except ValueError as error:
             raise ColumnError(column, name, f"is ragged: {error}") from error
         except (TypeError, RuntimeError) as error:  # a tensor that requires a gradient, or is on a GPU
-            raise ColumnError(column, name, f"cannot be made an array: {error}") from error
+            raise ColumnError(column, name, f"cannot be converted to an array: {error}") from error
+        target, misfit = row.dtype, None
         if array.shape != row.shape[1:]:
-            got = _description(value) if array.dtype == object else array.shape
-            raise ColumnError(
-                column,
-                name,
-                f"must have shape {row.shape[1:]}, got {got}: "
-                "the environment's declared space and what it returns differ",
-            )
-        target = row.dtype
-        if not (np.can_cast(array.dtype, target, _casting(target)) or in_range(array, target)):
+            misfit = f"shape {row.shape[1:]}, got {_description(value) if array.dtype == object else array.shape}"
+        elif not (np.can_cast(array.dtype, target, _casting(target)) or in_range(array, target)):
             is_integer = array.dtype.kind in "iu" and array.size
-            values_are = f" with values from {array.min()} to {array.max()}" if is_integer else ""
-            raise ColumnError(
-                column,
-                name,
-                f"must have dtype {target}, got {array.dtype}{values_are}: "
-                "the environment's declared space and what it returns differ",
-            )
+            range_ = f" with values from {array.min()} to {array.max()}" if is_integer else ""
+            misfit = f"dtype {target}, got {array.dtype}{range_}"
+        if misfit is not None:
+            problem = f"must have {misfit}: the environment does not return what its space declares"
+            raise ColumnError(column, name, problem)
         with np.errstate(over="ignore"):
             row[column] = array
         if target.kind == array.dtype.kind == "f" and (lost := np.isinf(row[column]) & np.isfinite(array)).any():
@@ -162,7 +160,7 @@ def _write_each(row: Any, values: Sequence[Any], name: str) -> None:
 
 
 def _description(value: Any) -> str:
-    """What an error says of a value that is no array or has the wrong entries."""
+    """A value that is not an array or has wrong entries, for an error message."""
     if value is None:
         return "None"
     if isinstance(value, tuple | list):
@@ -185,7 +183,7 @@ def action_splitter(space: gym.Space[Any]) -> Splitter:
     """A function that splits a row `[B, ...]` of recorded actions into one action per environment.
 
     Actions are ints for Discrete, arrays for Box, MultiDiscrete and MultiBinary, dicts and tuples for Dict and Tuple.
-    Arrays are copies: an environment may keep or change its action, and the recorded batch stays as it is.
+    Arrays are copies, so an environment may keep or change its action.
     """
     if isinstance(space, spaces.Dict):
         keys = list(space.keys())

@@ -1,7 +1,7 @@
-"""Random streams: one per purpose and environment, which depends on `env_rank` and never on the worker.
+"""Random streams: one for each purpose and environment. A stream depends on the `env_rank`, never on the worker.
 
 Every stream is a `numpy.random.SeedSequence` with the user's seed as entropy and `(purpose, env_rank, ...)` as
-spawn key. So the streams of neighbouring seeds are independent too.
+spawn key. So the streams of the seeds 0 and 1 are independent too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Purpose(enum.IntEnum):
-    """What a random stream is for; of an environment, `TRAIN` or `EVAL`."""
+    """What a random stream is for. An environment's purpose is `TRAIN` or `EVAL`."""
 
     TRAIN = 0
     EVAL = 1
@@ -24,7 +24,7 @@ class Purpose(enum.IntEnum):
 
 
 def fresh_seed() -> int:
-    """A seed from the operating system, for callers who give none. It has 32 bits, so that it is short to write."""
+    """A seed from the operating system, for callers who give none. It has only 32 bits, so users can copy it easily."""
     return int(np.random.SeedSequence().generate_state(1)[0])
 
 

@@ -91,10 +91,10 @@ class SlowEnv(CountingEnv):
 
 
 class CrashingEnv(CountingEnv):
-    """A `CountingEnv` that fails at its `at`-th call of `where`.
+    """A `CountingEnv` that fails at its `at`-th call of `where`, and at all later ones.
 
     `where` is "init", "reset", "step" or "close"; `how` is "raise", "kill" (SIGKILL), "exit" (`os._exit(0)`) or
-    "hang". It does not fail in the process `spare_pid`, usually the main process, which only reads the spaces.
+    "hang". It does not count or fail in the process `spare_pid`, usually the main process, which only reads the spaces.
     """
 
     def __init__(

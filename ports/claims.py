@@ -1,8 +1,8 @@
 """The ports that this process has claimed. Each claim is made once and released once, and forks do not inherit it.
 
 A claim has two parts. The first is a name in the kernel's abstract namespace of Unix sockets (Linux only). All users
-and all containers that share the network see it, only one socket can have it, and the kernel frees it when the
-process ends. The second is a lock file (see `lock_files`), which other systems depend on.
+and containers that share the network see the name. Only one socket can have it, and the kernel frees it when the
+process ends. The second part is a lock file (see `lock_files`). Systems other than Linux have only this part.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from typing import NamedTuple
 import psutil
 
 from penstock.errors import PortLeaseError
-from penstock.ports.lock_files import lock, lock_path, ports_with_lock_file, read_note, unlock
+from penstock.ports.lock_files import lock, lock_path, ports_with_lock_file, read_owner, unlock
 from penstock.workers import cleanup
 
 _HAS_NAMES = sys.platform == "linux"
 _CREDENTIALS = struct.Struct("3i")  # struct ucred in unix(7): pid, uid, gid
 _BACKLOG = 4  # only processes that ask for the owner connect, and they get no answer
 
-# By port, for all folders and hosts: a POSIX lock does not keep out its own process. The garbage collector or a signal
-# handler may call this module at any moment. So nothing here waits for a lock, and each change of the dict is atomic.
+# The claims of this process by port. A POSIX lock does not protect against the process that holds it, so a claim
+# applies to all folders and hosts. The garbage collector or a signal handler may call this module at any moment. So
+# nothing here waits for a lock, and each change of the dict is atomic.
 _claims: dict[int, PortClaim] = {}
 _prepared_pid = 0  # the process that will release its claims when it ends
 
 
 class PortClaim:
-    """One port that this process has claimed. Nothing is bound to it."""
+    """One port that this process has claimed. The claim does not bind the port itself."""
 
     def __init__(self, port: int) -> None:
         self.port, self.since = port, time.time()
@@ -74,8 +75,8 @@ class PortClaim:
                 self._name_socket.close()
             _claims.pop(self.port, None)  # last: only now may this process open the lock file again
 
-    def abandon(self) -> None:
-        """In a fork: close the descriptors. The parent process keeps the port."""
+    def close_in_fork(self) -> None:
+        """Close the descriptors in a fork. The parent process keeps the port."""
         self._release_lock.acquire(blocking=False)
         if self._name_socket is not None:
             self._name_socket.close()  # an open copy would reserve the name after the parent has ended
@@ -88,14 +89,15 @@ def prepare_process() -> None:
     global _prepared_pid  # noqa: PLW0603 - a property of the process
     if _prepared_pid != os.getpid():
         _prepared_pid = os.getpid()
-        # Child processes of multiprocessing skip atexit. A priority below 0 runs after they have joined their children.
+        # multiprocessing's children do not run atexit functions. With a negative priority, this runs after a process
+        # has joined its own children.
         util.Finalize(None, release_all, exitpriority=-10)
         cleanup.register(release_all, remove_stale="penstock.ports.claims:remove_stale")
         remove_stale()
 
 
 def claim(port: int, is_usable: Callable[[int], bool] = lambda port: True) -> PortClaim | None:
-    """Claim `port`, then call `is_usable(port)`, and release the claim unless that is True.
+    """Claim `port`. Release it again if `is_usable(port)` is False.
 
     Returns None if the port is not usable, or if this or another process has claimed it. Raises `PortLeaseError` if the
     folder or the lock file is not safe to use.
@@ -136,15 +138,17 @@ class PortOwner(NamedTuple):
 
 
 def owner_of(port: int) -> PortOwner | None:
-    """The process that has leased `port`; None if there is no such process, or the system does not tell."""
-    mine = PortClaim(port)  # without a name or a file: it keeps other threads from locking the file that is read here
+    """The process that has leased `port`; None if no process has, or if the system does not say."""
+    # A claim without a name or a file. While it is in the dict, no other thread opens the lock file. Otherwise closing
+    # the file here would drop that thread's lock.
+    mine = PortClaim(port)
     if (own := _claims.setdefault(port, mine)) is not mine:
         return PortOwner(os.getpid(), os.geteuid(), own.since)
     try:
-        note = read_note(lock_path(port))
+        owner = read_owner(lock_path(port))
     finally:
         mine.release()
-    pid, since = note if note is not None and psutil.pid_exists(note[0]) else (None, None)
+    pid, since = owner if owner is not None and psutil.pid_exists(owner[0]) else (None, None)
     if (name_owner := _name_owner(port)) is not None:
         return PortOwner(*name_owner, since if pid == name_owner[0] else None)
     return None if pid is None else PortOwner(pid, os.geteuid(), since)
@@ -166,7 +170,7 @@ def _bind_name(port: int) -> socket.socket | None:
                 return None
             raise PortLeaseError(
                 f"port {port} cannot be reserved: binding the abstract Unix socket @{_name(port)[1:]} failed: {error}. "
-                "Does a sandbox forbid it, or has this process too many open files?"
+                "A sandbox may forbid it, or this process has too many open files"
             ) from error
         stack.pop_all()
         return name_socket
@@ -186,10 +190,10 @@ def _name_owner(port: int) -> tuple[int, int] | None:
         return pid, uid
 
 
-def _abandon_all() -> None:
+def _close_all_in_fork() -> None:
     for each in list(_claims.values()):
-        each.abandon()
+        each.close_in_fork()
     _claims.clear()
 
 
-os.register_at_fork(after_in_child=_abandon_all)
+os.register_at_fork(after_in_child=_close_all_in_fork)

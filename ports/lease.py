@@ -12,13 +12,13 @@ from penstock.ports.search import PortProtocol, PortSearch, ServerAddress, port_
 class PortLease:
     """One port that this process owns until `release`, the end of a `with` block, or the end of the process.
 
-    Meanwhile no other lease has the same port, in any process of any user of this machine, even if nothing is bound
-    to it. A program that does not use leases can still bind the port. penstock finds such a program only while it
-    takes the lease.
+    During this time no other lease has the same port, in any process of any user of this machine, even if nothing is
+    bound to it. A program that does not use leases can still bind the port. penstock notices such a program only if it
+    has bound the port before the lease is taken.
 
-    A fork does not inherit the lease: there, `is_active` is False and `release` does nothing. A lease that is garbage
-    collected is released with a ResourceWarning, so keep it while the port is used. `lease_port` and `leases` make
-    leases.
+    A fork does not inherit the lease: there, `is_active` is False and `release` does nothing. Keep the object while the
+    port is used: a lease that is garbage collected is released, with a ResourceWarning. Use `lease_port` or `leases` to
+    make one.
     """
 
     def __init__(self, claim: PortClaim, address: ServerAddress) -> None:
@@ -50,7 +50,7 @@ class PortLease:
         return self._claim.is_active
 
     def release(self) -> None:
-        """Release the port. Any thread may call it, also repeatedly. First stop the server that uses the port."""
+        """Release the port. First stop the server that uses it. Any thread may call this, and more than once."""
         self._claim.release()
 
     def __enter__(self) -> PortLease:
@@ -63,7 +63,7 @@ class PortLease:
         if self.is_active:
             try:
                 warnings.warn(f"{self!r} was not released", ResourceWarning, stacklevel=2, source=self)
-            finally:  # warnings may be errors
+            finally:  # the warning may be raised as an error
                 self.release()
 
     def __repr__(self) -> str:

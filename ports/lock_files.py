@@ -24,7 +24,7 @@ from penstock.errors import PortLeaseError
 FOLDER_VARIABLE = "PENSTOCK_PORT_FOLDER"
 
 _SUFFIX = ".lock"
-_TRIES = 8  # the last owner may remove a file after this process has opened it and before it has locked it
+_TRIES = 8  # how often to lock: the last owner may remove the file between opening and locking it here
 # The sticky bit tells programs that clean temporary folders to keep a file (tmpfiles.d(5), the XDG specification).
 _FILE_MODE = 0o1600 if sys.platform == "linux" else 0o600
 
@@ -71,7 +71,7 @@ def lock(path: Path) -> io.FileIO | None:
                     f"the lock file {path} cannot be locked: {error}. Set {FOLDER_VARIABLE} to a folder on a local disk"
                 ) from error
             if _is_in_folder(path.name, folder, file):
-                _write_note(path, file)
+                _write_owner(path, file)
                 stack.pop_all()
                 return file
     raise _bad_file(path, f"was removed or replaced {_TRIES} times while it was being locked")
@@ -84,13 +84,13 @@ def unlock(path: Path, file: io.FileIO) -> None:
             if _is_in_folder(path.name, folder, file):
                 os.unlink(path.name, dir_fd=folder)
     except (OSError, PortLeaseError):
-        pass  # the folder was removed or replaced, so it has no file of this process
+        pass  # the folder was removed or replaced, and this file with it
     finally:
         file.close()
 
 
-def read_note(path: Path) -> tuple[int, float] | None:
-    """The owner's pid and the start of its lease, in seconds since the epoch; None if the file does not tell them."""
+def read_owner(path: Path) -> tuple[int, float] | None:
+    """The owner's pid and the start of its lease, in seconds since the epoch; None if they are not in the file."""
     try:
         with _open_folder(path.parent) as folder, _open_file(path, folder) as file:
             pid, since = file.read(100).split()
@@ -99,9 +99,9 @@ def read_note(path: Path) -> tuple[int, float] | None:
         return None
 
 
-def _write_note(path: Path, file: io.FileIO) -> None:
+def _write_owner(path: Path, file: io.FileIO) -> None:
     try:
-        file.truncate(0)  # removes the note of a killed owner
+        file.truncate(0)  # removes the entry of a killed owner
         file.write(f"{os.getpid()} {time.time():.3f}\n".encode())
         os.fchmod(file.fileno(), _FILE_MODE)
     except OSError as error:

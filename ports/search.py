@@ -29,7 +29,7 @@ _LOWEST_DEFAULT = 10_000  # many ports below it belong to well-known programs
 _FEWEST_DEFAULT = 1_000
 _EPHEMERAL = (49_152, 65_535)  # IANA's range for outgoing connections (RFC 6335), for systems without /proc
 
-_RETRY_SECONDS = 0.01  # a searching process claims each port that it tests, so a port may be taken for a moment only
+_RETRY_SECONDS = 0.01  # a search claims each port while it tests it, so a port may be free again very soon
 _MAX_REPORT_LINES = 20
 
 
@@ -100,7 +100,7 @@ def port_range(start: int | None, stop: int | None) -> range:
 def default_ports() -> range:
     """The longest range of ports from 10000 on that the kernel does not use for outgoing connections.
 
-    It may use one of those at any moment. Raises `ConfigError` if too few ports are left.
+    The kernel may take a port for an outgoing connection at any moment. Raises `ConfigError` if too few ports are left.
     """
     low, high = _ephemeral_ports()
     longest = max(range(_LOWEST_DEFAULT, low), range(max(high + 1, _LOWEST_DEFAULT), _MAX_STOP), key=len)
@@ -171,9 +171,10 @@ class PortSearch:
         return False
 
     def _order(self) -> Iterator[int]:
-        """All ports, from a random one on. If `consecutive`, the first ports are repeated to complete a row.
+        """All ports, beginning at a random one. So a lease rarely gets a port that was just released, and simultaneous
+        searches rarely try the same port.
 
-        So a lease rarely gets a port that was just released, and simultaneous searches rarely try the same port.
+        If `consecutive`, the search continues past the starting port, so that a row can include it.
         """
         start, stop = self.ports.start, self.ports.stop
         first = start + secrets.randbelow(stop - start)  # leaves the user's seeded generators unchanged
@@ -223,7 +224,7 @@ def describe_ports(ports: Sequence[int], address: ServerAddress) -> str:
 
 
 def _describe_process(pid: int | None, uid: int | None = None) -> str:
-    """The process as text. A `pid` of None or 0 means that this process cannot see it."""
+    """The process as text. A `pid` of None or 0 stands for a process that cannot be seen from here."""
     text = f"pid {pid}" if pid else "a process that cannot be seen from here"
     if pid:
         with contextlib.suppress(psutil.Error):

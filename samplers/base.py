@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from penstock.agents import Agent
 from penstock.buffers import Samples
-from penstock.buffers.trajectory_queue import ObjectMessage
+from penstock.buffers.results import ObjectMessage
 from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn, fresh_seed
 from penstock.envs.calls import EnvCall, results

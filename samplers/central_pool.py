@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from penstock.buffers.trajectory_queue import ObjectMessage
+from penstock.buffers.results import ObjectMessage
 from penstock.errors import SamplerBrokenError, WorkerError
 from penstock.samplers.inference_server import InferenceServer
 from penstock.samplers.local import LocalWorker

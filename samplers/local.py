@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from penstock.buffers.trajectory_queue import ObjectMessage
+from penstock.buffers.results import ObjectMessage
 from penstock.errors import WorkerError
 from penstock.workers import sigint
 from penstock.workers.control import Command

@@ -23,9 +23,9 @@ def describe_machine() -> dict[str, str]:
         "usable CPUs": f"{len(cpus)} ({', '.join(map(str, cpus))})" if cpus else "unknown: workers are not pinned",
         "free memory": f"{free_memory() / 2**20:,.0f} MiB",
         "start methods": ", ".join(multiprocessing.get_all_start_methods()),
-        "shared memory": _which("memfd_create", "anonymous (memfd)", "multiprocessing.RawArray"),
+        "shared memory": _which("memfd_create", "anonymous (memfd)", "a temporary file"),
         "wake-ups": _which("eventfd", "eventfd", "pipe"),
-        "compiled part": "in use" if native.COMPILED else f"not in use ({native.MISSING})",
+        "compiled part": "in use" if native.COMPILED else f"not in use ({native.WHY_NOT_COMPILED})",
         "death of a process": _which("pidfd_open", "pidfd", "sentinel"),
     }
 

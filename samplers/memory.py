@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.mailbox import Mailbox
+from penstock.buffers.results import RecordRings
 from penstock.buffers.shared import NamedMemory
-from penstock.buffers.trajectory_queue import RecordRings
 from penstock.samplers.stats import ServerTotals
 from penstock.samplers.step_buffer import StepBuffer
 from penstock.workers.control import Command, ControlBlock

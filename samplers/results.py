@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.trajectory_queue import FIGURES, ObjectMessage, RecordRings, Unreadable
+from penstock.buffers.results import FIGURES, ObjectMessage, RecordRings, Unreadable
 from penstock.collectors import TrajInfo
 from penstock.errors import ConfigError
 

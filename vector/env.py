@@ -355,7 +355,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     # ---- the end ---------------------------------------------------------------------------
 
     def _call(self, call: EnvCall) -> tuple[Any, ...]:
-        with self._guard.require(call.shown, *_BETWEEN_STEPS):
+        with self._guard.require(call.verb_in_errors, *_BETWEEN_STEPS):
             return self._workers.call(call)
 
     def _observations(self) -> Any:

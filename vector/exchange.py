@@ -13,7 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.trajectory_queue import MessageKind, ObjectMessage, Unreadable
+from penstock.buffers.results import MessageKind, ObjectMessage, Unreadable
 from penstock.envs.rows import arrays_like, in_range
 from penstock.errors import EnvCallError, SpaceError, brief
 from penstock.vector.memory import VectorMemory, copy_rows

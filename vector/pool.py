@@ -80,7 +80,7 @@ class VectorPool(WorkerPool):
         message = call.dumps()
         self.wait_steps()
         self._receive_infos()
-        occasion = f"{call.shown} {call.name!r}"
+        occasion = f"{call.verb_in_errors} {call.name!r}"
         self.run(Command(has_message=True), occasion, discard=self._receive_infos, message=message)
         return tuple(results(call, self.take_messages(self.control.n_results_by_rank(len(self._plans)))))
 

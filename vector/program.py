@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from penstock.buffers.trajectory_queue import MessageKind, ObjectMessage
+from penstock.buffers.results import MessageKind, ObjectMessage
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.envs.calls import EnvCall, perform, pickled
 from penstock.envs.checks import episode_flags, require_info, require_number, step_values_error
@@ -224,7 +224,7 @@ class VectorProgram:
     def _blame(self, i: int, error: ColumnError) -> SpaceError:
         env_rank = self._plan.env_ranks[i]
         self._progress.at_env(env_rank)
-        return error.naming(env_rank)
+        return error.with_env_rank(env_rank)
 
     # ---- resetting and calling -------------------------------------------------------------
 

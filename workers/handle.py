@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from penstock.buffers.descriptors import InheritedFd
-from penstock.buffers.trajectory_queue import ObjectPipe
+from penstock.buffers.results import ObjectPipe
 from penstock.workers.gates import Gate
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.stacks import StackFile

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
+from penstock.buffers.memory_limits import left_in_cgroups
 from penstock.errors import ConfigError
 
 # Per worker in the main process: two wake-ups, both ends of its pipe, its stack file, its pidfd, its sentinel, and
@@ -43,25 +43,8 @@ def _descriptors_left() -> int | None:
         return None  # the system does not say
 
 
-def _processes_left(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+def _processes_left(*where: Path) -> list[int]:
     """How many processes each enclosing cgroup still allows. The user's own limit (ulimit -u) counts the threads of all
     sessions, which only the system can do; a start that reaches it says so."""
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return  # not Linux
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "pids"):
-            continue
-        base = root if controllers == "" else root / "pids"
-        folder = base / path.lstrip("/")
-        for place in [folder, *folder.parents]:
-            if place == base.parent:
-                break
-            try:
-                limit, current = (place / "pids.max").read_text().strip(), (place / "pids.current").read_text()
-            except OSError:
-                continue  # the root, or outside this container's mount
-            if limit != "max":
-                yield int(limit) - int(current)
+    names = ("pids.max", "pids.current")
+    return [left for _, left in left_in_cgroups("pids", names, names, *where)]

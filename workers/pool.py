@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.buffers.reports import ReportBoard
-from penstock.buffers.trajectory_queue import ObjectMessage, ObjectPipe
+from penstock.buffers.results import ObjectMessage, ObjectPipe
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError
 from penstock.workers import cleanup, sigint
 from penstock.workers.control import Command
@@ -295,7 +295,7 @@ class WorkerPool:
         n_lost = self._count_lost(old)
         self.restarts.note(failure, occasion, n_lost)
         _log.warning("%s (%s); it is being replaced, %d trajectories are lost", failure, occasion, n_lost)
-        pipe = old.pipe.successor(keep=old.gate.arrived or self._options.keeps_messages)
+        pipe = old.pipe.replacement(keep=old.gate.arrived or self._options.keeps_messages)
         self._reports.clear(rank)
         old.stacks.clear()
         self.control.reset_row(rank)
@@ -357,7 +357,9 @@ class WorkerPool:
             if report is not None or status.progress.phase is Phase.CLOSING:
                 complaints.append(str(failure))
         if exitcodes - {0}:
-            cleanup.remove_stale({name for handle in self.handles for name in self._reports.stale(handle.rank)})
+            cleanup.remove_stale(
+                {name for handle in self.handles for name in self._reports.cleanup_functions(handle.rank)}
+            )
         for handle in self.handles:
             handle.release()
             handle.pipe.close()

@@ -84,7 +84,7 @@ def _detach(args: WorkerProcessArgs) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     args.stacks.install()
-    cleanup.announce_to(lambda name: args.reports.announce_stale(args.plan.worker_rank, name))
+    cleanup.announce_to(lambda name: args.reports.announce_cleanup(args.plan.worker_rank, name))
     if args.dies_with_starter and sys.platform == "linux":
         # It kills this process even while C code holds the interpreter lock, when the watchdog thread cannot run.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

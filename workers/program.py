@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.reports import ReportBoard
-from penstock.buffers.trajectory_queue import ObjectPipe
+from penstock.buffers.results import ObjectPipe
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.gates import Gate
 from penstock.workers.plan import WorkerPlan

@@ -361,7 +361,7 @@ def test_an_extension_for_another_layout_of_records_is_not_used() -> None:
     for other in (" ".join([names[1], names[0], *names[2:]]), layout.replace("f8", "f4"), " ".join(names[:-1])):
         module = loaded(RECORD_LAYOUT=other)
         assert not module.COMPILED
-        assert "layout" in module.MISSING
+        assert "layout" in module.WHY_NOT_COMPILED
         assert all(getattr(module, name) is function for name, function in module.PYTHON.items())
 
 

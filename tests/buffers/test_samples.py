@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.buffers import AgentSamples, EnvSamples, NamedArrays, Samples, SamplesBuffer, SampleSpec
+from penstock.buffers import AgentSamples, BatchColumns, EnvSamples, NamedArrays, Samples, SamplesBuffer, SampleSpec
 from penstock.buffers.named import map_leaves
 
 T, B = 5, 4
@@ -78,7 +78,7 @@ def test_without_bootstrap_value_there_are_no_values() -> None:
     buffer = buffer_of(bootstrap_value=False)
     assert "bootstrap_value" not in buffer.samples.agent
     assert "final_value" not in buffer.samples.agent
-    columns = buffer.columns(slice(0, B))
+    columns = BatchColumns(buffer.memory.arrays, slice(0, B))
     assert columns.bootstrap_value is None
     assert columns.final_value is None
 
@@ -86,7 +86,7 @@ def test_without_bootstrap_value_there_are_no_values() -> None:
 def test_without_final_obs_there_are_no_final_observations() -> None:
     buffer = buffer_of(final_obs=False)
     assert "final_obs" not in buffer.samples.env
-    assert buffer.columns(slice(0, B)).final_obs is None
+    assert BatchColumns(buffer.memory.arrays, slice(0, B)).final_obs is None
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -123,7 +123,7 @@ def test_a_copy_survives_the_next_batch() -> None:
     kept = buffer.samples.copy()
     expected = [leaf.tolist() for _, leaf in buffer.samples.leaves()]
     fill(buffer.samples, seed=1)
-    begin_batch(buffer.columns(slice(0, B)))
+    begin_batch(BatchColumns(buffer.memory.arrays, slice(0, B)))
     assert [leaf.tolist() for _, leaf in kept.leaves()] == expected
 
 
@@ -131,7 +131,7 @@ def test_the_torch_view_shows_what_columns_write_later() -> None:
     pytest.importorskip("torch")
     buffer = buffer_of()
     tensors = buffer.samples.torch()
-    buffer.columns(slice(1, 2)).reward[3, 0] = 7
+    BatchColumns(buffer.memory.arrays, slice(1, 2)).reward[3, 0] = 7
     assert tensors.env.reward[2, 1] == 7
 
 
@@ -150,7 +150,7 @@ def test_columns_write_their_own_cells_and_no_others(widths: list[int]) -> None:
     buffer = buffer_of(B=sum(widths))
     bounds = np.cumsum([0, *widths])
     for rank, (start, stop) in enumerate(pairwise(bounds)):
-        columns = buffer.columns(slice(int(start), int(stop)))
+        columns = BatchColumns(buffer.memory.arrays, slice(int(start), int(stop)))
         assert (columns.batch_T, columns.n_columns) == (T, stop - start)
         for name in ("observation", "action", "reward", "final_obs", "final_value", "agent_info", "bootstrap_value"):
             getattr(columns, name)[...] = rank
@@ -162,7 +162,7 @@ def test_columns_write_their_own_cells_and_no_others(widths: list[int]) -> None:
 
 
 def test_columns_have_a_row_more_than_the_batch_where_the_next_one_starts() -> None:
-    columns = buffer_of().columns(slice(0, B))
+    columns = BatchColumns(buffer_of().memory.arrays, slice(0, B))
     lengths = {name: map_leaves(len, getattr(columns, name)) for name in ("action", "reward", "done", "valid")}
     assert lengths == {"action": T + 1, "reward": T + 1, "done": T, "valid": T}
     assert {length for _, length in columns.observation.map(len).leaves()} == {T + 1}
@@ -191,7 +191,7 @@ def test_begin_batch_carries_the_last_row_over_and_clears_the_flags_of_its_colum
     expected["done"][1:, columns] = 0
     for name in ("final_obs.camera", "final_obs.goal._0"):
         expected[name][:, columns] = 0  # done everywhere, after fill
-    begin_batch(buffer.columns(columns))
+    begin_batch(BatchColumns(buffer.memory.arrays, columns))
     for name, leaf in snapshot(buffer).items():
         np.testing.assert_array_equal(leaf, expected[name], err_msg=name)
 
@@ -200,7 +200,7 @@ def test_begin_batch_carries_the_last_row_over_and_clears_the_flags_of_its_colum
 @given(st.lists(st.tuples(st.integers(0, T - 1), st.integers(0, B - 1))), st.booleans())
 def test_begin_batch_clears_final_obs_wherever_an_episode_ended(ends: list[tuple[int, int]], nested: bool) -> None:
     buffer = buffer_of() if nested else buffer_of(observation=np.zeros(3, np.float32))
-    columns = buffer.columns(slice(0, B))
+    columns = BatchColumns(buffer.memory.arrays, slice(0, B))
     for t, b in ends:
         columns.done[t, b] = True
         columns.final_obs[t, b] = 9
@@ -210,7 +210,7 @@ def test_begin_batch_clears_final_obs_wherever_an_episode_ended(ends: list[tuple
 
 def test_begin_batch_without_optional_fields_carries_all_the_same() -> None:
     buffer = buffer_of(bootstrap_value=False, final_obs=False)
-    columns = buffer.columns(slice(0, B))
+    columns = BatchColumns(buffer.memory.arrays, slice(0, B))
     columns.reward[T] = 3
     columns.done[...] = True
     begin_batch(columns)
@@ -220,7 +220,7 @@ def test_begin_batch_without_optional_fields_carries_all_the_same() -> None:
 
 
 def test_a_column_that_was_parked_at_the_end_begins_an_episode() -> None:
-    columns = buffer_of().columns(slice(0, B))
+    columns = BatchColumns(buffer_of().memory.arrays, slice(0, B))
     columns.valid[T - 1, 1] = False
     columns.done[T - 1, 2] = True
     begin_batch(columns)

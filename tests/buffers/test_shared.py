@@ -249,7 +249,7 @@ def test_too_large_a_block_is_refused_before_anything_is_allocated(
     monkeypatch.setattr(memory_limits, "free_memory", lambda: MIB)
     if fallback:
         monkeypatch.delattr(os, "memfd_create")
-        monkeypatch.setattr("multiprocessing.sharedctypes.RawArray", None)
+        monkeypatch.setattr("tempfile.TemporaryFile", None)
     else:
         monkeypatch.setattr(os, "memfd_create", None)
     with pytest.raises(ConfigError, match=r"a large buffer needs 3\.0 MiB .* 1\.0 MiB are free"):

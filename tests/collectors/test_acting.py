@@ -85,13 +85,13 @@ BAD_INFO: dict[str, tuple[Callable[[int], Any], str, str]] = {
     ),
     "ragged": (
         lambda B: info(B, x=[[1], [1, 2]]),
-        r"agent_info\.x cannot be made an array: ValueError",
-        r"agent_info\.x cannot be made an array: ValueError",
+        r"agent_info\.x cannot be converted to an array: ValueError",
+        r"agent_info\.x cannot be converted to an array: ValueError",
     ),
     "a gradient": (
         lambda B: info(B, x=torch.zeros(B, requires_grad=True)),
-        r"agent_info\.x cannot be made an array: RuntimeError: .*grad",
-        r"agent_info\.x cannot be made an array: RuntimeError: .*grad",
+        r"agent_info\.x cannot be converted to an array: RuntimeError: .*grad",
+        r"agent_info\.x cannot be converted to an array: RuntimeError: .*grad",
     ),
 }
 

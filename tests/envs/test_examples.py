@@ -64,7 +64,7 @@ class OwnSpace(gym.Space[Any]):
         (spaces.Sequence(spaces.Discrete(3)), "pad the sequence .*TransformObservation"),
         (spaces.Graph(spaces.Box(0, 1, (2,)), None), "pad nodes and edges .*TransformObservation"),
         (spaces.OneOf([spaces.Discrete(2), spaces.Box(0, 1, (2,))]), "FlattenObservation"),
-        (OwnSpace(), "OwnSpace, which penstock does not know: wrap the environment .* Box, Discrete"),
+        (OwnSpace(), "OwnSpace, which penstock does not support: wrap the environment .* Box, Discrete"),
     ],
     ids=lambda value: type(value).__name__,
 )

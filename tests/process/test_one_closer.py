@@ -13,8 +13,8 @@ import pytest
 
 from penstock import GpuSampler, ParallelSampler, RandomAgent, Sampler, WorkerDiedError
 from penstock.buffers.mailbox import Mailbox
+from penstock.buffers.results import ObjectPipe
 from penstock.buffers.shared import NamedMemory
-from penstock.buffers.trajectory_queue import ObjectPipe
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 from penstock.workers.gates import Gate

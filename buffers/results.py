@@ -1,10 +1,10 @@
-"""The trajectory queue: results on their way from the workers to the main process.
+"""What workers send to the main process: finished trajectories, results of calls, infos.
 
-The count is exact. A worker publishes how many results it has sent before it arrives at barrier_out, and the main
-process then takes that many. There are two carriers:
+A worker publishes how many results it has sent before it arrives at barrier_out, and the main process then takes that
+many. There are two ways to send:
 
-- Records of the stock `TrajInfo` go through one array per worker in shared memory, as long as the environment steps
-  between two gates. At most one trajectory ends per step, so it cannot overflow.
+- Records of `TrajInfo` itself go into one array per worker in shared memory. It has one place for each environment
+  step between two gates. A step ends at most one trajectory, so the array cannot overflow.
 - Other objects go through one pipe per worker, as `ObjectMessage`s. The main process reads the pipes while it waits,
   so a worker never blocks on a full pipe for long.
 
@@ -31,7 +31,7 @@ from penstock.buffers.named import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.errors import TrajectoryCountError
 
-#: One finished trajectory of the stock TrajInfo: where it ended, and its four figures.
+#: One finished trajectory of `TrajInfo` itself: where it ended, and its four figures.
 RECORD = np.dtype(
     [
         ("t", np.int64),
@@ -43,7 +43,7 @@ RECORD = np.dtype(
     ]
 )
 
-# The same as plain bytes, which numpy copies as one piece.
+# The same size without fields. numpy copies such elements faster.
 _AS_BYTES = np.dtype((np.void, RECORD.itemsize))
 
 #: The names of the four figures.
@@ -62,7 +62,7 @@ class MessageKind(enum.IntEnum):
 class Unreadable:
     """The payload of a message that arrived but could not be unpickled."""
 
-    attribute: str  #: the entry that could not
+    attribute: str  #: the entry that could not be unpickled
     error: Exception
 
 
@@ -70,7 +70,7 @@ class ObjectMessage(NamedTuple):
     """An object that a worker sends: the attributes of a trajectory info, the result of a call, or an info."""
 
     kind: MessageKind
-    id: int  #: of a trajectory info its time step, of an info the number of its request, else 0
+    id: int  #: the time step of a trajectory info, the request number of an info, 0 for the result of a call
     env_rank: int
     payload: dict[str, Any] | Unreadable
 
@@ -79,11 +79,11 @@ _HEAD = struct.Struct("=qqqq")  # kind, id, env_rank, bytes of the payload
 
 
 class RecordRings:
-    """One record array per worker, as long as the most steps that it makes between two gates."""
+    """One array of records per worker, with one place for each step that it can make between two gates."""
 
     def __init__(self, capacities: Sequence[int], *, shared: bool) -> None:
         specs = NamedArrays({f"worker_{i}": ArraySpec((n,), RECORD) for i, n in enumerate(capacities)})
-        self.memory = NamedMemory(specs, shared=shared, purpose="the trajectory queue")
+        self.memory = NamedMemory(specs, shared=shared, purpose="the memory for trajectory records")
         self._bind()
 
     def begin(self) -> None:
@@ -103,7 +103,7 @@ class RecordRings:
         self._bind()
 
     def put(self, worker_rank: int, records: npt.NDArray[Any]) -> None:
-        """Worker: write `records` behind the records that this worker has put since `begin`."""
+        """Worker: append `records` to the records of this command."""
         start, self._n_put = self._n_put, self._n_put + len(records)
         self._records[worker_rank][start : self._n_put] = records
 
@@ -128,7 +128,7 @@ class ObjectPipe:
             assert isinstance(payload, dict)
             try:
                 body = _dumps(payload, pickle.Pickler)
-            except Exception:  # a class or function of the user's script, which goes by value
+            except Exception:  # a class or function of the user's script: cloudpickle sends its definition
                 body = _dumps(payload, cloudpickle.Pickler)
             view = memoryview(_HEAD.pack(kind, number, env_rank, len(body)) + body)
             while view:
@@ -146,7 +146,7 @@ class ObjectPipe:
             self._received += chunk
 
     def take(self, expected: int) -> list[ObjectMessage]:
-        """Main process: the messages of this command; the worker wrote all of them before it arrived.
+        """Main process: all messages of this command. The worker has sent them before it arrived at barrier_out.
 
         A message that cannot be unpickled is taken too, with an `Unreadable` payload. Raises `TrajectoryCountError` if
         there are not exactly `expected`.
@@ -155,12 +155,13 @@ class ObjectPipe:
         if len(messages) != expected or self._received:
             left, self._received = len(self._received), bytearray()
             raise TrajectoryCountError(
-                f"{len(messages)} results arrived, {expected} were expected, and {left} bytes are left over"
+                f"{len(messages)} results arrived, {expected} were expected, and {left} bytes are left over: this is a "
+                "defect of penstock, please report it"
             )
         return messages
 
     def take_complete(self) -> list[ObjectMessage]:
-        """Main process: the messages that have arrived whole; the rest stays."""
+        """Main process: the messages that have arrived completely. A part of another message stays."""
         self.drain()
         messages = []
         end = 0
@@ -171,7 +172,7 @@ class ObjectPipe:
         return messages
 
     def _bodies(self) -> Iterator[tuple[int, int, int, bytes]]:
-        """Kind, id, env_rank and pickled payload of the messages that have arrived whole."""
+        """Kind, id, env_rank and pickled payload of the messages that have arrived completely."""
         received, at = bytes(self._received), 0
         while len(received) - at >= _HEAD.size:
             kind, number, env_rank, size = _HEAD.unpack_from(received, at)
@@ -180,12 +181,11 @@ class ObjectPipe:
                 break
             yield kind, number, env_rank, received[at - size : at]
 
-    def successor(self, *, keep: bool) -> ObjectPipe:
-        """Main process: a new pipe for the replacement of a dead worker. `keep`: with the messages that the dead worker
-        has sent whole.
+    def replacement(self, *, keep: bool) -> ObjectPipe:
+        """Main process: a new pipe for the worker that replaces a dead one.
 
-        So nothing half written gets between the replacement's messages, nor anything that a child of the dead worker
-        may still write.
+        With `keep`, it starts with the complete messages of the dead worker. A new pipe is needed because the old one
+        may hold a part of a message, and a child of the dead worker may still write to it.
         """
         pipe = ObjectPipe()
         if keep:
@@ -208,7 +208,10 @@ class ObjectPipe:
 
 
 def _dumps(payload: dict[str, Any], pickler_cls: Any) -> bytes:
-    """The names, then value after value, with one memo: so the value that cannot be unpickled can be named."""
+    """Pickle the names, then each value on its own, so that an error of unpickling can name the value.
+
+    One pickler keeps objects shared that several values refer to.
+    """
     stream = io.BytesIO()
     pickler = pickler_cls(stream, pickle.HIGHEST_PROTOCOL)
     pickler.dump(list(payload))

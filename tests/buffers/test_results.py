@@ -1,4 +1,4 @@
-"""The trajectory queue: what workers put is what the main process takes, each once, none lost."""
+"""Results: what workers put is what the main process takes, each once, none lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.buffers import ObjectPipe, RecordRings
-from penstock.buffers.trajectory_queue import RECORD, MessageKind, ObjectMessage, Unreadable
+from penstock.buffers.results import RECORD, MessageKind, ObjectMessage, Unreadable
 from penstock.errors import TrajectoryCountError
 
 quick = settings(max_examples=30, deadline=None)
