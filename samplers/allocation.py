@@ -150,10 +150,10 @@ def _prepare_agent(agent: Agent, factory: EnvFactory, seed: int, config: Sampler
     env = build_example_env(factory, batched=batched)
     prefix = "single_" if batched else ""
     observation_space, action_space = (getattr(env, f"{prefix}{kind}_space") for kind in ("observation", "action"))
-    example_of(observation_space, "observation")
-    example_of(action_space, "action")
     env_info = None
     try:
+        example_of(observation_space, "observation")
+        example_of(action_space, "action")
         if batched and wanted and not isinstance(wanted, Mapping):
             raise ConfigError("env_info of a batched environment needs examples: env_info={'name': 0.0}")
         if wanted is True or (wanted is not False and len(wanted)):

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from penstock.buffers.trajectory_queue import ObjectMessage
-from penstock.errors import SamplerBrokenError, WorkerError
+from penstock.errors import SamplerBrokenError, SamplerClosedError, WorkerError
 from penstock.samplers.inference_server import InferenceServer
 from penstock.samplers.local import LocalWorker
 from penstock.samplers.memory import SamplerMemory
@@ -41,7 +41,7 @@ class CentralPool(WorkerPool):
         local: LocalWorker | None,
     ) -> None:
         """If there is a `local` worker, the last plan and the last share belong to it."""
-        self._server, self._local = server, local
+        self._server, self._local, self._was_interrupted = server, local, False
         self._occasion = "start-up"
         self._on_wake: Callable[[], None] | None = None
         self._worker_cpus = {cpu for plan in plans for cpu in plan.cpus}
@@ -71,6 +71,8 @@ class CentralPool(WorkerPool):
             try:
                 if self._local is not None:
                     self._run_locally(self._local)
+                    if self._monitor.is_closing:
+                        raise SamplerClosedError(f"shut down by another thread during {occasion}")
                 self._serve()  # a request that came before a Ctrl-C still waits, and will not wake this process again
             except SamplerBrokenError:
                 self.close(broken=True)
@@ -78,7 +80,7 @@ class CentralPool(WorkerPool):
             super().wait(occasion, **how)
 
     def _run_locally(self, local: LocalWorker) -> None:
-        if self._monitor.is_closing:
+        if self._was_interrupted:
             raise WorkerError(f"{local.status()} was interrupted while it ran its command ({self._occasion})")
         if not local.is_at_work:
             return
@@ -88,10 +90,12 @@ class CentralPool(WorkerPool):
         except SamplerBrokenError:
             raise  # the error of another worker, or of the agent
         except Exception as error:
-            raise local.error(error, self._occasion) from error
+            if not self._monitor.is_closing:  # otherwise another thread closes the pool: see `wait`
+                raise local.error(error, self._occasion) from error
         except BaseException:
             # A collector that was stopped in the middle of a batch cannot continue, so neither can the other workers.
             if local.is_at_work:
+                self._was_interrupted = True
                 self.close(broken=True)
             raise
 
