@@ -131,7 +131,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool | SerialPool:
-        """Start the workers. The pool takes over `resources` and closes them."""
+        """Start the workers. The pool becomes the owner of `resources`, and closes them."""
 
     # ---- initialize ------------------------------------------------------------------------
 

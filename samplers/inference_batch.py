@@ -19,7 +19,7 @@ class InferenceBatch:
     """An agent with its step buffer: that of the training environments, or that of evaluation."""
 
     def __init__(self, agent: Agent, steps: StepBuffer, columns: Sequence[range]) -> None:
-        """`agent` has state for all columns; `columns` are those of each worker."""
+        """`agent` has state for all columns; `columns[i]` are the columns of worker i."""
         self.agent, self._columns = agent, [np.arange(own.start, own.stop) for own in columns]
         self._row = steps.memory.arrays
         self._whole_row = AgentInfoWriter(self._row.agent_info.map(lambda leaf: leaf[None]))

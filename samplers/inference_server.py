@@ -1,6 +1,6 @@
 """The inference server: one agent that acts for the environments of all workers.
 
-It runs in the main process or in a process of its own.
+It runs in the main process, or in a separate process.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class InferenceServer:
             self._held.remove(rank)
         self._train.restart(rank, _rngs(self._seed, plan, Purpose.ACTION))
         if self._eval is not None and self._n_evaluations:
-            # Each evaluation has its own streams: these are of the last one begun.
+            # Each evaluation has its own streams: these are the streams of the last one.
             self._eval.restart(rank, _rngs(self._seed, plan, Purpose.EVAL_ACTION, self._n_evaluations - 1))
 
     # ---- serving ---------------------------------------------------------------------------

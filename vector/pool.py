@@ -44,7 +44,10 @@ class VectorPool(WorkerPool):
     def wait_steps(self, until: Callable[[], bool] | None = None) -> None:
         """Wait until all requests have their replies, or `until` returns True."""
         self.finish_interrupted()
-        self.wait("step", until=until)
+        if until is None:
+            self.wait("step")  # no keywords: this runs at every step
+        else:
+            self.wait("step", until=until)
 
     def take(self, which: Ids) -> list[tuple[int, dict[str, Any]]]:
         """Take the results of `which`; returns their infos, by environment."""

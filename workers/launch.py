@@ -37,7 +37,7 @@ def post_programs(
     Returns the mailbox, and for each worker where its environment variables, program and share lie in it. Raises
     `ConfigError` naming the argument that cannot be pickled.
     """
-    # The current variables: the fork server still has the variables of its own start.
+    # The current variables: the fork server has the older ones, from when it was started.
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_PREFIXES)}
     distinct = {id(program): program for program in programs}
     try:

@@ -317,7 +317,7 @@ class WorkerPool:
         return killed
 
     def _end_workers(self, broken: bool) -> list[WorkerFailure]:
-        """End all workers and warn of those that did not exit well. Returns as `close` does."""
+        """End all workers, and warn if one did not exit well. Returns as `close` does."""
         forced = self._make_them_exit(_EXIT_BROKEN_SECONDS if broken else _EXIT_SECONDS)
         complaints, killed, exitcodes = [], [], set()
         for handle in self.handles:
@@ -343,8 +343,8 @@ class WorkerPool:
         return killed
 
     def _make_them_exit(self, patience: float) -> dict[int, WorkerStatus]:
-        """Tell all workers to exit, wait, terminate, kill. Returns, by rank, what each worker was doing that did not
-        exit when told."""
+        """Ask all workers to exit, wait, terminate, kill. For each worker that did not exit when asked: what it was
+        doing, by rank."""
         self._monitor.is_closing = self.control.quit = True
         for handle in self.handles:
             handle.gate.open()

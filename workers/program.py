@@ -1,4 +1,4 @@
-"""The program that a worker runs, and what it is given."""
+"""The program that a worker runs, and its arguments."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class WorkerProcessArgs:
     stacks: StackFile
     main_process: InheritedFd | None
     dies_with_parent: bool  #: whether the kernel must kill the worker when the process that started it exits
-    gates: tuple[Gate, ...] = ()  #: those of all workers; only for the inference server
+    gates: tuple[Gate, ...] = ()  #: the gates of all workers; only for the inference server
 
     def load(self, part: slice) -> Any:
         """Unpickle one part of the mailbox. For the program, this imports the user's modules."""
