@@ -63,7 +63,7 @@ class VectorProgram:
     share_name = "env_fns"
 
     def pickled_parts(self) -> dict[str, Any]:
-        """The part that can be pickled or not, by the name of the user's argument."""
+        """The data that is an argument of the user, by the name of the argument."""
         return {"autoreset_mode": self.autoreset_mode}
 
     def build(self, context: WorkerContext) -> None:
