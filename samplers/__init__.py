@@ -4,13 +4,12 @@ Read `base.py` (the calls), `program.py` (what a worker does between two gates),
 processes and gates behind them are in `workers/`: `control.py`, `gates.py`, `process.py`, `pool.py`, `monitor.py`.
 """
 
-from penstock.samplers.base import Sampler
+from penstock.samplers.base import Sampler, SamplerState
 from penstock.samplers.central import AlternatingSampler, GpuSampler
 from penstock.samplers.parallel import ParallelSampler
 from penstock.samplers.serial import SerialSampler
-from penstock.samplers.state import SamplerState
 from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats
-from penstock.workers import Affinity
+from penstock.workers.plan import Affinity
 
 __all__ = [
     "Affinity",

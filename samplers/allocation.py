@@ -16,7 +16,7 @@ from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import map_leaves
 from penstock.collectors import BaseEvalCollector, EpisodeEvalCollector, EvalCollector, TrajInfo
 from penstock.collectors.acting import agent_info_example, as_agent_step
-from penstock.collectors.checks import Checks, write_action
+from penstock.collectors.checks import write_action
 from penstock.envs import (
     ColumnStreams,
     EnvFactory,
@@ -79,19 +79,12 @@ def allocate(config: SamplerConfig, agent: Agent, setup: Setup, resources: ExitS
     spec = replace(_try_agent(worker_agent, train[0], config, setup), env_info=env_info)
     program = SamplerProgram(
         agent=worker_agent,
-        collector_cls=config.collector_cls,
+        config=replace(config, env_fn="", env_kwargs=None, eval_env_kwargs=None, env_info=False),
         eval_collector_cls=_eval_collector_cls(config),
-        traj_info_cls=config.traj_info_cls,
         traj_info_kwargs=traj_info_kwargs,
-        max_decorrelation_steps=config.max_decorrelation_steps,
         eval_max_T=eval_max_T(config.eval_max_steps, config.eval_n_envs),
-        eval_max_trajectories=config.eval_max_trajectories,
-        eval_episodes=config.eval_episodes,
-        n_envs=config.batch_B,
-        eval_n_envs=config.eval_n_envs,
         world_size=setup.world_size,
         seed=setup.seed,
-        checks=Checks(config.check_finite, config.debug),
     )
     shares = [([train[b] for b in plan.columns], [evals[b] for b in plan.eval_columns]) for plan in setup.plans]
     buffer = SamplesBuffer(spec, config.batch_T, config.batch_B, shared=setup.shared)
@@ -157,10 +150,10 @@ def _prepare_agent(agent: Agent, factory: EnvFactory, seed: int, config: Sampler
     env = build_example_env(factory, batched=batched)
     prefix = "single_" if batched else ""
     observation_space, action_space = (getattr(env, f"{prefix}{kind}_space") for kind in ("observation", "action"))
-    example_of(observation_space, "observation")
-    example_of(action_space, "action")
     env_info = None
     try:
+        example_of(observation_space, "observation")
+        example_of(action_space, "action")
         if batched and wanted and not isinstance(wanted, Mapping):
             raise ConfigError("env_info of a batched environment needs examples: env_info={'name': 0.0}")
         if wanted is True or (wanted is not False and len(wanted)):

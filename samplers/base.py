@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from multiprocessing.util import Finalize
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
@@ -17,7 +16,6 @@ import numpy.typing as npt
 
 from penstock.agents import Agent
 from penstock.buffers import Samples
-from penstock.buffers.results import ObjectMessage
 from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn, fresh_seed
 from penstock.envs.calls import EnvCall, results
@@ -27,7 +25,6 @@ from penstock.samplers.config import SamplerConfig
 from penstock.samplers.local import SerialPool
 from penstock.samplers.plan import SamplerPlan
 from penstock.samplers.results import infos_from_messages, infos_from_records
-from penstock.samplers.state import STATE_TABLE, SamplerState
 from penstock.samplers.stats import SamplerStats, worker_stats
 from penstock.workers import sigint
 from penstock.workers.arguments import integer
@@ -37,13 +34,23 @@ from penstock.workers.plan import Affinity
 from penstock.workers.pool import WorkerPool
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
     from penstock.samplers.config import SamplerOptions
+    from penstock.workers.monitor import WaitOptions
 
-_Self = TypeVar("_Self", bound="Sampler")
 _MAX_SHOWN = 16  # workers in a repr
 _EVAL_POLL_SECONDS = 0.005  # how soon an evaluation is ended once enough trajectories have finished
+
+
+class SamplerState(enum.Enum):
+    """The state of a sampler. The value names the calls that are expected next."""
+
+    CREATED = "initialize"
+    READY = "start_samples, obtain_samples, evaluate_agent, or a call on the environments"
+    SAMPLING = "wait_samples, which returns the batch that has been started"
+    BROKEN = "shutdown"
+    CLOSED = "none"
 
 
 class Sampler(ABC):
@@ -55,18 +62,20 @@ class Sampler(ABC):
         env_kwargs: arguments for `env_fn`: one dict, or a list of `batch_B` dicts.
         batch_T: time steps per batch.
         batch_B: environments per batch.
-        n_workers: worker processes; by default one per CPU of this process's mask. Never more than `batch_B`.
+        n_workers: worker processes; by default one for each CPU that this process may use. Never more than `batch_B`.
             `SerialSampler` always has one worker.
         collector_cls: the `Collector` subclass that runs in the workers.
-        max_decorrelation_steps: each environment makes between 0 and this many random steps before the first batch.
+        max_decorrelation_steps: before the first batch, each environment makes a random number of random steps, at
+            most this many.
         traj_info_cls: `TrajInfo` or a subclass of it.
         eval_n_envs: evaluation environments, in the same workers; 0 for none.
         eval_max_steps: the most steps of one evaluation, all its environments together.
-        eval_max_trajectories: an evaluation also ends soon after this many have finished; it may return a few more.
-        eval_episodes: run exactly this many whole episodes instead, each environment a fixed share of them, so that
-            short ones are not favoured. A `RuntimeWarning` counts the episodes that `eval_max_steps` cuts short.
-        eval_env_kwargs: as `env_kwargs`, for the evaluation environments; by default the same. If env_fn or env_kwargs
-            is a list, its first entry is used for all of them.
+        eval_max_trajectories: an evaluation also ends when this many trajectories have finished. It may return a few
+            more.
+        eval_episodes: run exactly this many whole episodes instead. Each environment runs a fixed number of them, so
+            that short episodes are not favoured. If `eval_max_steps` ends some early, a `RuntimeWarning` says how many.
+        eval_env_kwargs: the same as `env_kwargs`, for the evaluation environments; by default `env_kwargs`. From lists
+            (env_fn, env_kwargs), all evaluation environments use the first entry.
         eval_collector_cls: the `BaseEvalCollector` subclass that evaluates.
         start_method: "forkserver", "spawn" or "fork".
         step_timeout: seconds that a worker may make no progress (an environment step, a reset, an agent step) before
@@ -75,7 +84,8 @@ class Sampler(ABC):
         on_worker_failure: "raise" breaks the sampler when a worker raises, dies or hangs. "restart" replaces the
             worker: the new one builds its environments again, with new but reproducible random streams, and collects
             its columns of the running batch again from the first step. No other column is touched.
-        max_restarts: the most replacements within `restart_window` seconds; one more raises, with the history.
+        max_restarts: the most replacements within `restart_window` seconds; one more raises an error that
+            lists the earlier ones.
         restart_window: seconds.
         observation_dtype: record floating-point observations in this dtype (for example `np.float32`) instead of that
             of the space.
@@ -83,7 +93,7 @@ class Sampler(ABC):
             memory as the observations.
         env_info: the entries of `info` to record as `samples.env.env_info`: names (`"stats.speed"` for nested ones), a
             dict of names and examples of their values, or True for every numeric one that a step of an example
-            environment shows. `env_info._name` is True where the environment gave `name`.
+            environment shows. `env_info._name` is True where `info` had `name`.
         check_finite: refuse NaN and inf in rewards and floating-point observations, with a `SpaceError` that names
             field, environment and value.
         debug: check each action and observation with `space.contains`. Slow. Shapes, dtypes and structure are always
@@ -92,14 +102,14 @@ class Sampler(ABC):
     Raises `ConfigError` for arguments that cannot work.
     """
 
-    #: The version of the parameters that the running batch, or else the last, began with; None before the first.
-    #: `initialize` publishes version 1, each `agent.sync_shared_memory()` one more. To be exact, do not publish right
-    #: after `start_samples`: workers load the newest parameters as they begin.
+    #: The version of the parameters at the beginning of the current batch, or of the last batch if none is running.
+    #: None before the first batch. `initialize` publishes version 1. Each `agent.sync_shared_memory()` adds one. If you
+    #: publish right after `start_samples`, the number may be too small: workers load the newest parameters.
     policy_version: int | None = None
 
     def __init__(self, env_fn: EnvFn, **options: Unpack[SamplerOptions]) -> None:
-        # First: repr and shutdown work even if the rest fails.
-        self._guard = CallGuard(STATE_TABLE, owned_by_process=self._shared_memory)
+        # These two come first, so that repr and shutdown work even if the rest fails.
+        self._guard = CallGuard(SamplerState, "sampler", "shutdown", owned_by_process=self._shared_memory)
         self._pool: WorkerPool | SerialPool | None = None
         self.config = SamplerConfig.of(type(self).__name__, env_fn, options)
         self.batch_T, self.batch_B = self.config.batch_T, self.config.batch_B
@@ -112,7 +122,7 @@ class Sampler(ABC):
     #: Whether workers are processes, so that memory must be shared.
     _shared_memory = True
 
-    #: Whether one agent acts for the environments of all workers, which hold none then.
+    #: Whether one agent acts for the environments of all workers. The workers hold no agent then.
     _central = False
 
     @abstractmethod
@@ -121,7 +131,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool | SerialPool:
-        """Start the workers. The pool takes what is in `resources`, and closes it."""
+        """Start the workers. The pool becomes the owner of `resources`, and closes them."""
 
     # ---- initialize ------------------------------------------------------------------------
 
@@ -141,7 +151,7 @@ class Sampler(ABC):
         Args:
             agent: initialized here from the environment's spaces, unless it already was.
             seed: fixes every random stream; None takes a new one (see `sampler.seed`).
-            affinity: CPUs per worker, or an `Affinity`. None pins worker i to the i-th CPU of this process's mask.
+            affinity: CPUs per worker, or an `Affinity`. None pins worker i to the i-th CPU that this process may use.
             bootstrap_value: record `agent.bootstrap_value` and `agent.final_value`.
             traj_info_kwargs: arguments of `traj_info_cls`, for example `{"discount": 0.99}`.
             rank, world_size: this sampler's index among several on many machines, and their number; `env_rank` is
@@ -155,33 +165,25 @@ class Sampler(ABC):
             rank, world_size = integer("rank", rank), integer("world_size", world_size, 1, 2**31)
             if not 0 <= rank < world_size:
                 raise ConfigError(f"rank must be in range(world_size), got rank={rank!r}, world_size={world_size!r}")
-            seed = seed if seed is None else integer("seed", seed, 0, None)
+            self.seed = seed = fresh_seed() if seed is None else integer("seed", seed, 0, None)
             if not isinstance(affinity, Affinity):
                 affinity = Affinity(cpus=affinity)
-            self.seed = fresh_seed() if seed is None else seed
             self._plans = plans = self._make_plans(affinity, rank)
             self._agent = agent
             shared, central = self._shared_memory, self._central
-            setup = Setup(plans, self.seed, world_size, bootstrap_value, traj_info_kwargs, shared, central)
+            setup = Setup(plans, seed, world_size, bootstrap_value, traj_info_kwargs, shared, central)
             with ExitStack() as resources:
-                with sigint.allowed():  # the user's code runs here, and nothing must be undone
+                with sigint.allowed():  # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest
                     allocation = allocate(self.config, agent, setup, resources)
                 self._memory = allocation.memory
                 self.observation_space: gym.Space[Any] = agent.observation_space
                 self.action_space: gym.Space[Any] = agent.action_space
-                #: The memory of the torch views that `obtain_samples` returns, as numpy arrays.
+                #: The samples as numpy arrays; the tensors of `obtain_samples` use the same memory.
                 self.samples_np: Samples = allocation.samples
                 self._samples = self.samples_np.torch()
                 self._n_trajectories: Counter[int] = Counter()  # returned so far, by worker rank
-                self._pool = pool = self._make_pool(allocation, resources)
-            # Runs when this object is collected and at exit, before multiprocessing joins children.
-            self._finalizer = Finalize(self, type(pool).close, (pool,), exitpriority=100)
-            try:
-                pool.wait("start-up")
-            except BaseException:
-                pool.close(broken=True)
-                self._finalizer.cancel()
-                raise
+                self._pool = self._make_pool(allocation, resources)
+            self._guard.start(self, self._pool)
             self._guard.state = SamplerState.READY
             example: Samples = self.samples_np[0, 0].copy()
             return example
@@ -197,8 +199,8 @@ class Sampler(ABC):
         """Collect one batch.
 
         Returns torch tensors `[batch_T, batch_B, ...]` and the trajectories that finished in this batch, ordered by
-        time step, then env_rank. The samples are views of shared memory: THE NEXT BATCH OVERWRITES THEM; a
-        `samples.copy()` stays.
+        time step, then env_rank. The samples are views of shared memory: THE NEXT BATCH OVERWRITES THEM; use
+        `samples.copy()` to keep them.
 
         Raises a `SamplerBrokenError` if a worker fails; the sampler cannot be used again.
         """
@@ -219,23 +221,22 @@ class Sampler(ABC):
     def _start(self, itr: int) -> None:
         self._itr = integer("itr", itr)
         self.policy_version = self._memory.parameters.version
-        assert self._pool is not None
-        self._pool.submit(Command(self._itr))
+        self._require_pool("start_samples").submit(Command(self._itr))
         self._guard.state = SamplerState.SAMPLING
 
     def _finish(self) -> tuple[Samples, list[TrajInfo]]:
-        assert self._pool is not None
-        self._pool.wait(f"itr={self._itr}")
+        pool = self._require_pool("wait_samples")
+        pool.wait(f"itr={self._itr}")
         self._guard.state = SamplerState.READY
-        return self._samples, self._take_traj_infos(self._pool)
+        return self._samples, self._take_traj_infos(pool)
 
     def _take_traj_infos(self, pool: WorkerPool | SerialPool) -> list[TrajInfo]:
-        """What the workers have sent for the last command, ordered by time step, then env_rank."""
+        """The trajectories that the workers have sent for the last command, ordered by time step, then env_rank."""
         expected = self._memory.control.n_results_by_rank(len(self._plans))
         self._n_trajectories.update(dict(enumerate(expected)))
         if self.config.traj_info_cls is TrajInfo:
             return infos_from_records(self._memory.records, expected)
-        return infos_from_messages(self.config.traj_info_cls, pool.take_messages(expected))
+        return infos_from_messages(self.config.traj_info_cls, pool.take_messages())
 
     def evaluate_agent(self, itr: int) -> list[TrajInfo]:
         """Run the agent in the evaluation environments and return the trajectories that finished.
@@ -247,16 +248,16 @@ class Sampler(ABC):
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
             itr, pool = integer("itr", itr), self._require_pool("evaluate_agent")
             control, limit = self._memory.control, self.config.eval_max_trajectories
-            wait: dict[str, Any] = {}
+            how: WaitOptions = {}
             if limit is not None:
 
                 def stop_if_enough() -> None:
                     if sum(control.n_results_by_rank(len(self._plans))) >= limit:
                         control.stop_eval = True
 
-                wait = {"on_wake": stop_if_enough, "poll_interval": _EVAL_POLL_SECONDS}
+                how = {"on_wake": stop_if_enough, "poll_interval": _EVAL_POLL_SECONDS}
             command, occasion = Command(itr, do_eval=True), f"evaluation, itr={itr}"
-            pool.run(command, occasion, discard=lambda: self._take_traj_infos(pool), **wait)
+            pool.run(command, occasion, discard=lambda: self._take_traj_infos(pool), **how)
             infos = self._take_traj_infos(pool)
         wanted = self.config.eval_episodes
         if wanted is not None and len(infos) < wanted:
@@ -295,16 +296,11 @@ class Sampler(ABC):
 
     def _call(self, call: EnvCall) -> list[Any]:
         with self._guard.require(call.verb, SamplerState.READY):
-            pool, control = self._require_pool(call.verb), self._memory.control
+            pool, occasion = self._require_pool(call.verb), f"{call.verb} {call.name!r} on the environments"
+            pool.run(Command(has_message=True), occasion, discard=pool.take_messages, message=call.dumps())
+            return results(call, pool.take_messages())
 
-            def take() -> list[ObjectMessage]:
-                return pool.take_messages(control.n_results_by_rank(len(self._plans)))
-
-            occasion = f"{call.verb} {call.name!r} on the environments"
-            pool.run(Command(has_message=True), occasion, discard=take, message=call.dumps())
-            return results(call, take())
-
-    # ---- looking at it ---------------------------------------------------------------------
+    # ---- inspection ------------------------------------------------------------------------
 
     @property
     def state(self) -> SamplerState:
@@ -313,12 +309,12 @@ class Sampler(ABC):
 
     @property
     def n_workers(self) -> int:
-        """Workers in use; 0 before `initialize`."""
+        """The number of workers; 0 before `initialize`."""
         return len(self._plans)
 
     @property
     def worker_pids(self) -> list[int]:
-        """The process ids of the workers, by rank; last that of the inference server, if it is a process. Empty before
+        """The process ids of the workers by rank, then that of the inference server if it is a process. Empty before
         `initialize` and for a sampler without processes."""
         return [] if self._pool is None else list(self._pool.pids)
 
@@ -329,8 +325,8 @@ class Sampler(ABC):
         return SamplerStats(workers, self._memory.nbytes)
 
     def timeline(self) -> npt.NDArray[np.float64]:
-        """Times of the last batch `[n_workers, 2 * batch_T + 1]`, in seconds of `time.monotonic`: row t of a worker
-        began acting at `[2 * t]` and stepping at `[2 * t + 1]`; the last entry is the end."""
+        """Times of the last batch `[n_workers, 2 * batch_T + 1]`, in seconds of `time.monotonic`. In row t, the worker
+        began to act at `[2 * t]` and to step at `[2 * t + 1]`. The last entry is the end of the batch."""
         self._require_pool("timeline")
         return np.stack([self._memory.control.timeline(plan.worker_rank) for plan in self._plans])
 
@@ -343,7 +339,7 @@ class Sampler(ABC):
             return f"<{name} {state}: {size}>"
         restarts = f", {n} restarts" if (n := self._pool.restarts.total) else ""
         heading = f"<{name} {state}: {size}, seed={self.seed}, {len(self._plans)} workers{restarts}"
-        if not self._guard.is_open:
+        if self.state in (SamplerState.BROKEN, SamplerState.CLOSED):
             return f"{heading}>"
         statuses = self._pool.statuses()
         lines = [f"  {status}: {status.doing}" for status in statuses[:_MAX_SHOWN]]
@@ -354,21 +350,15 @@ class Sampler(ABC):
     # ---- closing ---------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End the workers and release everything. Never raises; harmless when repeated, or from any thread.
+        """End the workers and release everything. It raises no error. It may be called twice, and from any thread.
 
         The last samples stay readable. A worker that does not exit within about two seconds is killed and named in a
         `RuntimeWarning`.
         """
-        with sigint.deferred():
-            self._guard.close()
-            if self._pool is not None and not self._guard.is_foreign:
-                self._pool.close()
-                self._finalizer.cancel()
+        self._guard.close()
 
-    def __enter__(self: _Self) -> _Self:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.shutdown()

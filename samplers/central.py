@@ -117,7 +117,7 @@ class GpuSampler(ParallelSampler):
 
     def _finish(self) -> tuple[Samples, list[TrajInfo]]:
         batch = super()._finish()
-        if self._is_process:  # it began a moment after `start_samples`, with the parameters of that moment
+        if self._is_process:  # it began a little later than `start_samples`, with the parameters of that time
             self.policy_version = self._memory.control.version(len(self._plans))
         return batch
 
@@ -163,26 +163,23 @@ class GpuSampler(ParallelSampler):
             spin_seconds=self._spin_seconds,
             compile_options=self._compile_options,
             heartbeat_seconds=min(1.0, (config.step_timeout or 4.0) / 4),
-            # A fork inherits OpenMP's record of threads that do not exist there, and would wait for them.
-            torch_threads=1 if config.start_method == "fork" else threads_here(),
         )
         program = replace(allocation.program, agent=RemoteAgent(self._agent))
         options = pool_options(config, self._spin_seconds, preload=())
         if self._is_process:
             server_plan = SamplerPlan(
                 worker_rank=len(plans),
-                torch_threads=server_options.torch_threads,
+                # A fork inherits OpenMP's record of threads that do not exist there, and would wait for them.
+                torch_threads=1 if config.start_method == "fork" else threads_here(),
                 server_name="the inference server",
-                can_restart=False,
             )
             programs: list[WorkerProgram] = [*[program] * len(plans), ServerProgram(server_options)]
             shares = [*allocation.shares, None]
-            return WorkerPool([*plans, server_plan], programs, shares, memory, options, resources.pop_all())
+            return WorkerPool([*plans, server_plan], programs, shares, memory, options, resources)
         server = InferenceServer(server_options, memory)
         resources.callback(server.close)
         local = LocalWorker(plans[-1], program, memory) if self._steps_locally else None
-        owned = resources.pop_all()
-        return CentralPool(plans, program, allocation.shares, memory, options, owned, server, local)
+        return CentralPool(plans, program, allocation.shares, memory, options, resources, server, local)
 
 
 def _checked_spin_seconds(spin_seconds: Any) -> float:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.buffers.results import ObjectMessage
-from penstock.errors import SamplerBrokenError, WorkerError
+from penstock.errors import SamplerBrokenError, SamplerClosedError, WorkerError
 from penstock.samplers.inference_server import InferenceServer
 from penstock.samplers.local import LocalWorker
 from penstock.samplers.memory import SamplerMemory
@@ -15,14 +15,19 @@ from penstock.workers import sigint
 from penstock.workers.affinity import avoid_cpus
 from penstock.workers.control import Command
 from penstock.workers.failures import WorkerStatus
-from penstock.workers.plan import WorkerPlan
-from penstock.workers.pool import PoolOptions, WorkerPool
+from penstock.workers.plan import PoolOptions, WorkerPlan
+from penstock.workers.pool import WorkerPool
 from penstock.workers.program import WorkerProgram
 from penstock.workers.progress import Phase
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from penstock.workers.monitor import WaitOptions
+
 
 class CentralPool(WorkerPool):
-    """A pool whose waits also serve requests, and run the local worker if there is one."""
+    """While this pool waits, it also replies to requests, and runs the local worker if there is one."""
 
     def __init__(
         self,
@@ -35,8 +40,8 @@ class CentralPool(WorkerPool):
         server: InferenceServer,
         local: LocalWorker | None,
     ) -> None:
-        """With a `local` worker, the last plan and the last share are its."""
-        self._server, self._local = server, local
+        """If there is a `local` worker, the last plan and the last share belong to it."""
+        self._server, self._local, self._was_interrupted = server, local, False
         self._occasion = "start-up"
         self._on_wake: Callable[[], None] | None = None
         self._worker_cpus = {cpu for plan in plans for cpu in plan.cpus}
@@ -58,48 +63,45 @@ class CentralPool(WorkerPool):
         if self._local is not None:
             self._local.open(command)
 
-    def wait(
-        self,
-        occasion: str,
-        *,
-        until: Callable[[], bool] | None = None,
-        on_wake: Callable[[], None] | None = None,
-        poll_interval: float = 1.0,
-        interruptible: bool = True,
-    ) -> None:
+    def wait(self, occasion: str, **how: Unpack[WaitOptions]) -> None:
         """As `WorkerPool.wait`, while requests get replies and the local worker runs."""
-        self._occasion, self._on_wake = occasion, on_wake
+        self._occasion, self._on_wake = occasion, how.get("on_wake")
+        how["on_wake"] = self._serve
         with sigint.deferred(), avoid_cpus(self._worker_cpus):
             try:
                 if self._local is not None:
                     self._run_locally(self._local)
-                self._serve()  # requests from before a Ctrl-C are not repeated
+                    if self._monitor.is_closing:
+                        raise SamplerClosedError(f"shut down by another thread during {occasion}")
+                self._serve()  # a request that came before a Ctrl-C still waits, and will not wake this process again
             except SamplerBrokenError:
                 self.close(broken=True)
                 raise
-            super().wait(occasion, until=until, on_wake=self._serve, poll_interval=poll_interval)
+            super().wait(occasion, **how)
 
     def _run_locally(self, local: LocalWorker) -> None:
-        if self.is_closing:
+        if self._was_interrupted:
             raise WorkerError(f"{local.status()} was interrupted while it ran its command ({self._occasion})")
         if not local.is_at_work:
             return
         try:
-            with sigint.nested():  # only a second Ctrl-C comes through
+            with sigint.nested():  # only a second Ctrl-C interrupts it
                 local.work()
         except SamplerBrokenError:
-            raise  # of another worker, or of the agent
+            raise  # the error of another worker, or of the agent
         except Exception as error:
-            raise local.error(error, self._occasion) from error
+            if not self._monitor.is_closing:  # otherwise another thread closes the pool: see `wait`
+                raise local.error(error, self._occasion) from error
         except BaseException:
             # A collector that was stopped in the middle of a batch cannot continue, so neither can the other workers.
             if local.is_at_work:
+                self._was_interrupted = True
                 self.close(broken=True)
             raise
 
     def _serve(self, until: Callable[[], bool] = lambda: False) -> None:
         if sigint.is_pending():
-            self.control.stop_eval = True  # the results of an interrupted evaluation are dropped
+            self.control.stop_eval = True  # end a running evaluation early: its results will be dropped
         self._server.serve(self._wake, until)
         if self._on_wake is not None:
             self._on_wake()
@@ -112,7 +114,7 @@ class CentralPool(WorkerPool):
         self._serve(lambda: progress.has_reply)
         while not progress.has_reply:
             super().wait(self._occasion, until=lambda: progress.has_reply, on_wake=self._serve, interruptible=False)
-            if not progress.has_reply:  # all processes have arrived, so only this request is left
+            if not progress.has_reply:  # all processes have arrived, and only this request has no reply
                 self._serve()
         progress.enter(Phase.ACTING)
 
@@ -120,8 +122,8 @@ class CentralPool(WorkerPool):
         if rank < len(self.handles):  # the local worker runs in this thread, and needs no wake-up
             self.handles[rank].gate.wake()
 
-    def take_messages(self, expected: Sequence[int]) -> list[ObjectMessage]:
-        messages = super().take_messages(expected[: len(self.handles)])
+    def take_messages(self) -> list[ObjectMessage]:
+        messages = super().take_messages()
         return messages if self._local is None else messages + self._local.take_messages()
 
     def statuses(self) -> list[WorkerStatus]:

@@ -18,9 +18,9 @@ from penstock.samplers.step_buffer import StepBuffer
 class InferenceBatch:
     """An agent with its step buffer: that of the training environments, or that of evaluation."""
 
-    def __init__(self, agent: Agent, steps: StepBuffer, shares: Sequence[range]) -> None:
-        """`agent` has state for all columns; `shares` are the columns of each worker."""
-        self.agent, self._shares = agent, [np.arange(share.start, share.stop) for share in shares]
+    def __init__(self, agent: Agent, steps: StepBuffer, columns: Sequence[range]) -> None:
+        """`agent` has state for all columns; `columns[i]` are the columns of worker i."""
+        self.agent, self._columns = agent, [np.arange(own.start, own.stop) for own in columns]
         self._row = steps.memory.arrays
         self._whole_row = AgentInfoWriter(self._row.agent_info.map(lambda leaf: leaf[None]))
         self._parts: dict[int, tuple[NamedArrays, AgentInfoWriter]] = {}
@@ -56,15 +56,15 @@ class InferenceBatch:
 
     def restart(self, rank: int, rngs: Sequence[np.random.Generator]) -> None:
         """This worker's columns have new environments and new random streams."""
-        columns = self._shares[rank]
+        columns = self._columns[rank]
         self.agent.reseed_columns(columns, rngs)
         for column in columns:
             self.agent.reset_one(int(column))
 
     def _select(self, ranks: Sequence[int]) -> tuple[npt.NDArray[np.intp] | None, tuple[Any, Any, Any]]:
         """Select these workers' columns in the agent; returns them (None: all) and their inputs."""
-        row, is_all = self._row, len(ranks) == len(self._shares)
-        columns = None if is_all else np.concatenate([self._shares[rank] for rank in ranks])
+        row, is_all = self._row, len(ranks) == len(self._columns)
+        columns = None if is_all else np.concatenate([self._columns[rank] for rank in ranks])
         to_reset = np.flatnonzero(row.reset) if columns is None else columns[row.reset[columns]]
         for column in to_reset:
             self.agent.reset_one(int(column))

@@ -1,4 +1,7 @@
-"""The inference server: one agent that acts for the environments of all workers, in whichever process it runs."""
+"""The inference server: one agent that acts for the environments of all workers.
+
+It runs in the main process, or in a separate process.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from penstock.workers.spinning import yield_cpu
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What an inference server is made from. Sent by cloudpickle if the server is a process."""
+    """What an inference server is made from. If the server is a process, the pool pickles it with cloudpickle."""
 
     agent: Agent  #: a copy that acts on the device of the learner's model
     plans: Sequence[SamplerPlan]  #: the plans of all workers that send requests
@@ -38,13 +41,11 @@ class ServerOptions:
     world_size: int  #: how many such samplers there are
     spin_seconds: float  #: how long it spins for requests before it sleeps
     compile_options: Mapping[str, Any] | None  #: arguments of `torch.compile`; None: the model is not compiled
-    # Only for a server that is a process:
-    heartbeat_seconds: float  #: the longest time between two heartbeats while there are no requests
-    torch_threads: int
+    heartbeat_seconds: float  #: the longest time between two heartbeats of a server process without requests
 
 
 class InferenceServer:
-    """Replies to the workers' requests. `serve` is called whenever there may be one."""
+    """Replies to the workers' requests. Call `serve` whenever there may be a request."""
 
     def __init__(self, options: ServerOptions, memory: SamplerMemory) -> None:
         assert memory.steps is not None
@@ -62,21 +63,21 @@ class InferenceServer:
         self._eval = None
         if memory.eval_steps is not None:
             self._eval = _inference_batch(agent, options, memory.eval_steps, Purpose.EVAL_ACTION)
-        self._locks = ExitStack()  # a GPU reads the inputs where the workers have written them
+        self._page_locks = ExitStack()  # a GPU reads the inputs from the memory that the workers write
         for steps in (memory.steps, memory.eval_steps):
             if steps is not None:
-                self._locks.enter_context(agent.runtime.page_locked(steps.memory.whole))
-        self._command, self._batch, self._policy = Command(), self._train, self._readiness
-        self._numbers = [0] * len(self._plans)  # of each worker's last request that was seen
+                self._page_locks.enter_context(agent.runtime.page_locked(steps.memory.whole))
+        self._command, self._batch, self._rule = Command(), self._train, self._readiness
+        self._numbers = [0] * len(self._plans)  # by rank: the number of the last request that was seen
         self._held: list[int] = []  # workers whose actions are ready, but which may not have them yet
         self._n_evaluations = 0
-        self._error: SamplerBrokenError | None = None  # what the agent has raised, for `serve`
-        self._is_acting = False  # stays True if anything but an Exception ends a step of the agent
-        self._left = time.monotonic()
+        self._error: SamplerBrokenError | None = None  # the agent's error, which the next `serve` raises
+        self._is_acting = False  # stays True if a second Ctrl-C ended a step of the agent
+        self._served_until = time.monotonic()  # when `serve` last returned
 
     def close(self) -> None:
-        """Unlock the step buffers; harmless when repeated."""
-        self._locks.close()
+        """Unlock the step buffers. It may be called twice."""
+        self._page_locks.close()
 
     # ---- commands --------------------------------------------------------------------------
 
@@ -84,10 +85,10 @@ class InferenceServer:
         """The workers are about to run `command`: act with the newest parameters."""
         if command.has_message:
             return
-        self._command, self._batch, self._policy = command, self._train, self._readiness
+        self._command, self._batch, self._rule = command, self._train, self._readiness
         if command.do_eval:
             assert self._eval is not None
-            self._batch, self._policy = self._eval, LockStep()
+            self._batch, self._rule = self._eval, LockStep()
         self._notice_replacements()
         try:
             if command.do_eval:
@@ -97,8 +98,9 @@ class InferenceServer:
                 self._batch.agent.sample_mode(command.itr)
         except Exception as error:
             self._error = self._worker_error(error, "beginning", range(len(self._plans)))
-        self._left = time.monotonic()
-        self._n_evaluations += command.do_eval  # last: Ctrl-C before this line comes before the workers start, too
+        self._served_until = time.monotonic()
+        # Last: if Ctrl-C comes before this line, the workers do not start this evaluation either.
+        self._n_evaluations += command.do_eval
 
     def _begin_evaluation(self, agent: Agent, itr: int) -> None:
         """Noise and state start again, as in the evaluation collectors."""
@@ -116,11 +118,11 @@ class InferenceServer:
         while version != self._parameters.version:  # others may be published meanwhile
             version = self._parameters.version
             agent.runtime.pull_shared_memory()
-        self.progress.version = version
+        self.progress.note_version(version)
 
     def _notice_replacements(self) -> bool:
         """Reset noise and state of the columns whose worker has been replaced, and drop held replies to dead workers.
-        Returns whether there are any."""
+        Returns whether a worker was replaced."""
         control, found = self._control, False
         for rank, plan in enumerate(self._plans):
             if control.generation(rank) != plan.generation:
@@ -138,32 +140,27 @@ class InferenceServer:
             self._held.remove(rank)
         self._train.restart(rank, _rngs(self._seed, plan, Purpose.ACTION))
         if self._eval is not None and self._n_evaluations:
-            # The streams of the running evaluation, if there is one; each evaluation has new ones.
+            # Each evaluation has its own streams: these are the streams of the last one.
             self._eval.restart(rank, _rngs(self._seed, plan, Purpose.EVAL_ACTION, self._n_evaluations - 1))
 
     # ---- serving ---------------------------------------------------------------------------
 
     def serve(self, wake: Callable[[int], None], until: Callable[[], bool] = lambda: False) -> None:
-        """Reply to all requests that can have a reply now, then spin for more; `wake(rank)` wakes a worker that has its
+        """Reply to all requests that the rule allows, then spin for new ones. `wake(rank)` wakes a worker after its
         reply. Returns at once when `until` is True. Raises `WorkerError` if the agent raises."""
         began = time.monotonic()
-        self._totals.add_seconds(waiting=began - self._left)
+        self._totals.add_seconds(waiting=began - self._served_until)
         spin_until = began + self._spin_seconds
         while True:
             if self._serve_once(wake):
-                if sigint.is_pending() or until():  # the caller handles Ctrl-C, before the batch ends
+                if sigint.is_pending() or until():  # return now: the caller handles the Ctrl-C
                     break
                 spin_until = time.monotonic() + self._spin_seconds
-            elif self._is_finished or time.monotonic() >= spin_until:
+            elif self.all_have_arrived or sigint.is_pending() or self._control.quit or time.monotonic() >= spin_until:
                 break
             else:
                 yield_cpu()
-        self._left = time.monotonic()
-
-    @property
-    def _is_finished(self) -> bool:
-        """Whether no request can come before the next command, or something else must be handled."""
-        return self.all_have_arrived or sigint.is_pending() or self._control.quit
+        self._served_until = time.monotonic()
 
     @property
     def all_have_arrived(self) -> bool:
@@ -177,18 +174,18 @@ class InferenceServer:
         values, steps, working = self._look()
         if self._error is not None:
             raise self._error
-        if self._held and self._policy.may_go(working):
+        if self._held and self._rule.may_go(working):
             held, self._held = self._held, []
             self._reply(held, wake)
             return True
         # Values first, on their own: the workers that request them are in the middle of a step.
-        ranks = values or self._policy.choose(steps, working)
+        ranks = values or self._rule.choose(steps, working)
         if not ranks:
             return False
         # Ctrl-C waits for the end of the agent's step. Otherwise the step would be repeated, with other noise.
         with sigint.nested():
             self._act(ranks, for_values=bool(values))
-            if not values and not self._policy.may_go(working):
+            if not values and not self._rule.may_go(working):
                 self._held = list(ranks)
             elif self._error is None:
                 self._reply(ranks, wake)
@@ -229,7 +226,7 @@ class InferenceServer:
                         steps.append(rank)
                 elif not control.has_arrived(rank):
                     working.append(rank)
-            # In this order: when a new worker's request is seen, its generation can be seen too.
+            # After the requests: a new worker's generation is written before its first request.
             if not self._notice_replacements():
                 return values, steps, working
 
@@ -245,9 +242,10 @@ class InferenceServer:
 
 
 def _inference_batch(agent: Agent, options: ServerOptions, steps: StepBuffer, purpose: Purpose) -> InferenceBatch:
-    """What acts for the training or the evaluation environments. A compiled model is compiled here, by a trial step."""
+    """What acts for the training or the evaluation environments. If the model is to be compiled, a trial step compiles
+    it here."""
     is_eval = purpose is Purpose.EVAL_ACTION
-    shares = [plan.eval_columns if is_eval else plan.columns for plan in options.plans]
+    columns = [plan.eval_columns if is_eval else plan.columns for plan in options.plans]
     ranks = [plan.eval_env_ranks if is_eval else plan.env_ranks for plan in options.plans]
     env_ranks = range(ranks[0].start, ranks[-1].stop)
 
@@ -264,7 +262,7 @@ def _inference_batch(agent: Agent, options: ServerOptions, steps: StepBuffer, pu
             trial.step(row.observation, row.prev_action, row.prev_reward)
         except Exception as error:
             raise ConfigError(f"the model could not be compiled: {in_one_line(error)}") from error
-    return InferenceBatch(copy_of_agent(), steps, shares)
+    return InferenceBatch(copy_of_agent(), steps, columns)
 
 
 def _rngs(seed: int, plan: SamplerPlan, purpose: Purpose, *key: int) -> list[np.random.Generator]:

@@ -1,12 +1,12 @@
-"""Workers that are no processes: the caller's thread runs their program."""
+"""Workers without a process: the thread of the caller runs their program."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.buffers.results import ObjectMessage
 from penstock.errors import WorkerError
@@ -16,7 +16,12 @@ from penstock.workers.failures import WorkerStatus
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.program import SharedMemory, WorkerContext, WorkerProgram
 from penstock.workers.progress import Phase
-from penstock.workers.restarts import RestartPolicy, Restarts
+from penstock.workers.restarts import Restarts
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from penstock.workers.monitor import WaitOptions
 
 
 class LocalWorker:
@@ -39,7 +44,7 @@ class LocalWorker:
                 share=share,
                 memory=self._memory,
                 progress=self.progress,
-                results=self,
+                put=self._messages.extend,
                 request=request,
             )
         )
@@ -68,13 +73,10 @@ class LocalWorker:
         self.progress.arrived += 1
         self.progress.enter(Phase.WAITING)
 
-    def put(self, messages: Sequence[ObjectMessage]) -> None:
-        """The program's queue of results."""
-        self._messages += messages
-
     def take_messages(self) -> list[ObjectMessage]:
         """What the program has put."""
-        messages, self._messages = self._messages, []
+        messages = self._messages.copy()
+        self._messages.clear()
         return messages
 
     def status(self) -> WorkerStatus:
@@ -82,15 +84,15 @@ class LocalWorker:
         return WorkerStatus(self._plan, os.getpid(), self._memory.control.snapshot(self._plan.worker_rank))
 
     def error(self, cause: BaseException, occasion: str) -> WorkerError:
-        """The error that a process which raised `cause` would give."""
+        """The same error as for a worker process that raised `cause`."""
         status = self.status()
         error = WorkerError(f"{status} raised {type(cause).__name__}: {cause} while {status.doing} ({occasion})")
         error.__cause__ = cause
         return error
 
     def close(self, *, broken: bool) -> None:
-        """Close the environments. Never raises; warns if one does, unless the sampler is `broken`."""
-        program, self._program = self._program, None  # the program refers to this worker: end the cycle
+        """Close the environments. It raises no error. It warns if one raises, unless the sampler is `broken`."""
+        program, self._program = self._program, None  # its environments can be garbage-collected now
         if program is None or not self._is_built:
             return
         self._is_built = False
@@ -98,7 +100,7 @@ class LocalWorker:
             program.close()
         except Exception as error:
             if not broken:
-                warnings.warn(f"closing an environment raised {error!r}", RuntimeWarning, stacklevel=4)
+                warnings.warn(f"closing an environment raised {error!r}", RuntimeWarning, stacklevel=5)
 
 
 class SerialPool:
@@ -114,7 +116,7 @@ class SerialPool:
     ) -> None:
         self._memory, self._resources = memory, resources
         self._worker = LocalWorker(plan, program, memory)
-        self.restarts = Restarts(RestartPolicy(0, 0.0))  # there is no process to replace
+        self.restarts = Restarts(max_restarts=0, window=0.0)  # there is no process to replace
         self._error: WorkerError | None = None
         self._is_closed = False
         self._run(lambda: self._worker.build(share), "start-up")
@@ -149,8 +151,7 @@ class SerialPool:
         discard: Callable[[], Any],
         *,
         message: bytes | None = None,
-        on_wake: Callable[[], None] | None = None,
-        poll_interval: float = 1.0,
+        **how: Unpack[WaitOptions],
     ) -> None:
         """`submit` and `wait`."""
         self._memory.control.stop_eval = False
@@ -159,7 +160,7 @@ class SerialPool:
         self.submit(command)
         self.wait(occasion)
 
-    def take_messages(self, expected: Sequence[int]) -> list[ObjectMessage]:
+    def take_messages(self) -> list[ObjectMessage]:
         """What the worker has put for its last command."""
         return self._worker.take_messages()
 
@@ -168,7 +169,7 @@ class SerialPool:
         return [self._worker.status()]
 
     def close(self, *, broken: bool = False) -> None:
-        """Close the environments, then the resources. Never raises; harmless when repeated."""
+        """Close the environments, then the resources. It raises no error, and it may be called twice."""
         if not self._is_closed:
             self._is_closed = True
             self._worker.close(broken=broken)

@@ -1,4 +1,4 @@
-"""ParallelSampler: worker processes that act and step on their own, between two gates per batch."""
+"""ParallelSampler: worker processes that each have a copy of the agent and step their own environments."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from penstock.samplers.base import Sampler
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.plan import SamplerPlan, make_plans
 from penstock.workers.affinity import usable_cpus
-from penstock.workers.monitor import Limits
-from penstock.workers.plan import Affinity, assign_cpus, n_workers_default
-from penstock.workers.pool import PoolOptions, WorkerPool
-from penstock.workers.restarts import RestartPolicy
+from penstock.workers.plan import Affinity, PoolOptions, assign_cpus
+from penstock.workers.pool import WorkerPool
 from penstock.workers.spinning import SPIN_SECONDS
 
 _log = logging.getLogger("penstock")
@@ -23,9 +21,9 @@ _log = logging.getLogger("penstock")
 class ParallelSampler(Sampler):
     """Each worker holds a copy of the agent and a share of the environments.
 
-    It writes its columns of the batch straight into shared memory. Between two batches it waits at barrier_in; before
-    that it resets what needs a reset, while the learner trains. Use it when the policy is small enough for a CPU core:
-    it is the fastest sampler then.
+    It writes its columns of the batch straight into shared memory. After a batch, while the learner trains, it resets
+    the environments that need a reset. Then it waits at barrier_in. Use this sampler when the policy is small enough
+    for a CPU core: for such policies it is the fastest.
     """
 
     def _make_plans(self, affinity: Affinity, rank: int) -> tuple[SamplerPlan, ...]:
@@ -47,21 +45,24 @@ class ParallelSampler(Sampler):
         return 0, 0
 
     def _count_workers(self, mask: Sequence[int]) -> int:
-        return n_workers_default(self.config.n_workers, self.batch_B, mask)
+        """The number of workers: as asked, else one per usable CPU, and never more than environments."""
+        return max(1, min(self.config.n_workers or len(mask) or 1, self.batch_B))
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
         programs, options = [allocation.program] * len(self._plans), pool_options(self.config)
-        return WorkerPool(self._plans, programs, allocation.shares, allocation.memory, options, resources.pop_all())
+        return WorkerPool(self._plans, programs, allocation.shares, allocation.memory, options, resources)
 
 
 def pool_options(
     config: SamplerConfig, spin_seconds: float = SPIN_SECONDS, *, preload: Sequence[str] = ("torch",)
 ) -> PoolOptions:
-    """The pool's part of `config`; `preload` are modules that only the workers of this sampler import."""
+    """The options of the pool, from `config`. `preload`: modules that the fork server imports for this sampler."""
     return PoolOptions(
         start_method=config.start_method,
-        limits=Limits(config.step_timeout, config.start_timeout),
-        restarts=RestartPolicy.of(config.on_worker_failure, config.max_restarts, config.restart_window),
+        step_timeout=config.step_timeout,
+        start_timeout=config.start_timeout,
+        max_restarts=config.max_restarts if config.on_worker_failure == "restart" else 0,
+        restart_window=config.restart_window,
         spin_seconds=spin_seconds,
         preload=(*preload, "penstock.samplers.program", "gymnasium.envs.classic_control"),
     )

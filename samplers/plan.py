@@ -70,7 +70,7 @@ def eval_max_T(eval_max_steps: int, eval_n_envs: int) -> int:
     return max(1, eval_max_steps // eval_n_envs) if eval_n_envs else 0
 
 
-def episode_shares(episodes: int | None, n_envs: int, columns: range) -> tuple[int, ...] | None:
+def episodes_per_env(episodes: int | None, n_envs: int, columns: range) -> tuple[int, ...] | None:
     """How many of an evaluation's `episodes` each environment of `columns` runs, of `n_envs` in all; None if the
     evaluation does not count episodes."""
     if episodes is None:

@@ -21,13 +21,13 @@ from penstock.collectors.env_batch import EnvBatch
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.collectors.evaluation import BaseEvalCollector, EvalCollectorParts
 from penstock.collectors.tracking import Tracker, make_tracker
-from penstock.collectors.traj_info import TrajInfo
 from penstock.collectors.vector import VectorColumns
 from penstock.envs.calls import EnvCall, perform
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.seeding import ColumnStreams, Purpose
+from penstock.samplers.config import SamplerConfig
 from penstock.samplers.memory import SamplerMemory
-from penstock.samplers.plan import SamplerPlan, episode_shares
+from penstock.samplers.plan import SamplerPlan, episodes_per_env
 from penstock.workers.control import Command
 from penstock.workers.program import WorkerContext
 from penstock.workers.progress import Phase
@@ -41,25 +41,18 @@ class SamplerProgram:
     """The `WorkerProgram` of samplers. Its fields are sent to the workers; `build` makes the rest there."""
 
     agent: Agent
-    collector_cls: type[Collector]
+    config: SamplerConfig  #: without env_fn and its arguments, which are in the share
     eval_collector_cls: type[BaseEvalCollector]
-    traj_info_cls: type[TrajInfo]
     traj_info_kwargs: Mapping[str, Any]
-    max_decorrelation_steps: int
     eval_max_T: int
-    eval_max_trajectories: int | None
-    eval_episodes: int | None
-    n_envs: int  #: of this sampler ...
-    eval_n_envs: int
-    world_size: int  #: ... and how many such samplers there are
+    world_size: int  #: how many such samplers there are, on all machines
     seed: int
-    checks: Checks
 
     share_name = "env_fn (or env_kwargs, eval_env_kwargs)"
 
     def pickled_parts(self) -> dict[str, Any]:
-        """Its fields, by the user's names for them."""
-        return dict(vars(self))
+        """Its data, by the names of the user's arguments."""
+        return {**vars(self.config), **vars(self)}
 
     # ---- building --------------------------------------------------------------------------
 
@@ -79,15 +72,15 @@ class SamplerProgram:
     def _build_collector(self, factories: Sequence[EnvFactory]) -> Collector:
         plan = self._plan
         streams = ColumnStreams(self.seed, plan.env_ranks, plan.generation)
-        collector = self.collector_cls(
+        collector = self.config.collector_cls(
             CollectorParts(
                 envs=self._build_envs(factories, streams, Purpose.TRAIN),
-                agent=self._build_agent(streams, Purpose.ACTION, self.n_envs),
+                agent=self._build_agent(streams, Purpose.ACTION, self.config.batch_B),
                 samples=BatchColumns(self._memory.samples.arrays, slice(plan.columns.start, plan.columns.stop)),
                 tracker=self._build_tracker(plan.env_ranks),
                 progress=self._progress,
                 streams=streams,
-                max_decorrelation_steps=self.max_decorrelation_steps,
+                max_decorrelation_steps=self.config.max_decorrelation_steps,
             )
         )
         collector.start_envs()
@@ -95,56 +88,56 @@ class SamplerProgram:
         return collector
 
     def _build_eval_collector(self, factories: Sequence[EnvFactory]) -> BaseEvalCollector:
-        env_ranks, arrays = self._plan.eval_env_ranks, self._memory.samples.arrays
+        env_ranks, arrays, config = self._plan.eval_env_ranks, self._memory.samples.arrays, self.config
 
-        def scratch(field: Any) -> Any:
+        def zeros(field: Any) -> Any:
             return map_leaves(lambda leaf: np.zeros((len(env_ranks), *leaf.shape[2:]), leaf.dtype), field)
 
         streams = ColumnStreams(self.seed, env_ranks, self._plan.generation)
         return self.eval_collector_cls(
             EvalCollectorParts(
                 envs=self._build_envs(factories, streams, Purpose.EVAL),
-                agent=self._build_agent(streams, Purpose.EVAL_ACTION, self.eval_n_envs),
+                agent=self._build_agent(streams, Purpose.EVAL_ACTION, config.eval_n_envs),
                 tracker=self._build_tracker(env_ranks),
                 progress=self._progress,
                 streams=streams,
                 max_T=self.eval_max_T,
-                max_trajectories=self.eval_max_trajectories,
-                episodes=episode_shares(self.eval_episodes, self.eval_n_envs, self._plan.eval_columns),
-                observation=scratch(arrays.observation),
-                action=scratch(arrays.action),
-                agent_info=scratch(arrays.agent_info),
+                max_trajectories=config.eval_max_trajectories,
+                episodes=episodes_per_env(config.eval_episodes, config.eval_n_envs, self._plan.eval_columns),
+                observation=zeros(arrays.observation),
+                action=zeros(arrays.action),
+                agent_info=zeros(arrays.agent_info),
             )
         )
 
     def _build_envs(self, factories: Sequence[EnvFactory], streams: ColumnStreams, purpose: Purpose) -> EnvBatch:
         env_ranks, seeds, worker_rank = streams.env_ranks, streams.env_seeds(purpose), self._plan.worker_rank
-        if self.collector_cls.batched:
+        checks = Checks(self.config.check_finite, self.config.debug)
+        if self.config.collector_cls.batched:
             context = EnvContext(env_ranks[0], worker_rank, seeds[0], purpose)
             env = self._builder.build_batched(factories[0], len(env_ranks), context)
-            return VectorColumns(env, env_ranks, self._progress, self.checks)
+            return VectorColumns(env, env_ranks, self._progress, checks)
         envs = [
             self._builder.build(factory, EnvContext(env_rank, worker_rank, seed, purpose))
             for factory, env_rank, seed in zip(factories, env_ranks, seeds, strict=True)
         ]
-        return EnvColumns(envs, env_ranks, self._progress, self.checks)
+        return EnvColumns(envs, env_ranks, self._progress, checks)
 
     def _build_agent(self, streams: ColumnStreams, purpose: Purpose, n_envs: int) -> Agent:
         agent = self.agent.runtime.column_copy(streams.rngs(purpose))
         if isinstance(agent, RemoteAgent):
-            is_eval = purpose is Purpose.EVAL_ACTION
-            steps = self._memory.eval_steps if is_eval else self._memory.steps
+            is_eval, plan, memory = purpose is Purpose.EVAL_ACTION, self._plan, self._memory
+            steps, columns = (memory.eval_steps, plan.eval_columns) if is_eval else (memory.steps, plan.columns)
             assert steps is not None
             assert self._context.request is not None
-            agent.connect(
-                steps.columns(self._plan.eval_columns if is_eval else self._plan.columns), self._context.request
-            )
+            agent.connect(steps.columns(columns), self._context.request)
         agent.runtime.set_columns(streams.env_ranks, n_envs * self.world_size)
         return agent
 
     def _build_tracker(self, env_ranks: range) -> Tracker:
-        put_records, put_messages = partial(self._memory.records.put, self._plan.worker_rank), self._context.results.put
-        return make_tracker(self.traj_info_cls, self.traj_info_kwargs, env_ranks, put_records, put_messages)
+        put_records = partial(self._memory.records.put, self._plan.worker_rank)
+        cls, put_messages = self.config.traj_info_cls, self._context.put
+        return make_tracker(cls, self.traj_info_kwargs, env_ranks, put_records, put_messages)
 
     # ---- commands --------------------------------------------------------------------------
 
@@ -153,7 +146,7 @@ class SamplerProgram:
         self._collector.reset_if_needed()
 
     def run(self, command: Command) -> None:
-        """Collect a batch or run an evaluation, with the newest parameters; or make a call."""
+        """Run one command: collect a batch, evaluate, or make a call on the environments."""
         collector, evaluator = self._collector, self._eval_collector
         self._memory.records.begin()
         if command.has_message:
@@ -175,7 +168,7 @@ class SamplerProgram:
             return
         self._progress.enter(Phase.CALLING)
         results = perform(call, envs, columns, env_ranks)
-        self._context.results.put(results)
+        self._context.put(results)
         self._progress.n_results = len(results)
 
     def close(self) -> None:

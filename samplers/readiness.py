@@ -19,19 +19,17 @@ class Readiness(Protocol):
 
     def may_go(self, working: Sequence[int]) -> bool:
         """Whether workers may get their computed actions while these others are `working`."""
-
-
-class LockStep:
-    """All together: the agent acts when the slowest worker has finished its step."""
-
-    def may_go(self, working: Sequence[int]) -> bool:
         return True
+
+
+class LockStep(Readiness):
+    """All together: the agent acts when the slowest worker has finished its step."""
 
     def choose(self, requesting: Sequence[int], working: Sequence[int]) -> Sequence[int]:
         return () if working else requesting
 
 
-class FirstReady:
+class FirstReady(Readiness):
     """The workers with a request, as soon as they have `min_columns` columns together, or no other worker is working.
 
     All workers with a request are served together, so none has to wait while another is served twice.
@@ -40,15 +38,12 @@ class FirstReady:
     def __init__(self, min_columns: int, n_columns: Callable[[int], int]) -> None:
         self._min_columns, self._n_columns = min_columns, n_columns
 
-    def may_go(self, working: Sequence[int]) -> bool:
-        return True
-
     def choose(self, requesting: Sequence[int], working: Sequence[int]) -> Sequence[int]:
         is_enough = sum(map(self._n_columns, requesting)) >= self._min_columns
         return requesting if is_enough or not working else ()
 
 
-class Alternating:
+class Alternating(Readiness):
     """Two halves of the workers: one steps its environments while the actions of the other are computed.
 
     With `overlap`, a half continues as soon as its actions are computed. Without it, only one half steps at a time: the

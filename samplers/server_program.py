@@ -22,7 +22,7 @@ class ServerProgram:
     share_name = "env_fn"  # unused: a server has no share
 
     def pickled_parts(self) -> dict[str, Any]:
-        """The server's options, by the user's names for them."""
+        """The options of the server, by the names of the user's arguments."""
         names = {"compile_options": "compile_model"}
         return {names.get(name, name): value for name, value in vars(self.options).items()}
 
@@ -52,8 +52,8 @@ class ServerProgram:
                 except WorkerError as error:
                     # The agent's own exception: the main process adds who raised it and when, as for every worker.
                     raise (error.__cause__ or error) from None
-                progress.enter(Phase.SERVING)  # a heartbeat: it is not overdue, however long there is no request
-                self._gate.sleep(self._context.main_process, self._poll_ms)
+                progress.enter(Phase.SERVING)  # a heartbeat: a server without requests does not hang
+                self._gate.sleep(self._poll_ms)
 
     def _wake(self, rank: int) -> None:
         self._context.gates[rank].wake()

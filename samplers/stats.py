@@ -62,20 +62,9 @@ def worker_stats(
     """One worker's totals; `n_trajectories` counts those returned, by worker rank."""
     rank = plan.worker_rank
     row = control.snapshot(rank)
-    return WorkerStats(
-        worker_rank=rank,
-        env_ranks=plan.env_ranks,
-        cpus=plan.cpus,
-        batches=row.batches,
-        steps=row.steps,
-        stepping=row.stepping,
-        acting=row.acting,
-        resetting=row.resetting,
-        waiting=row.waiting,
-        trajectories=n_trajectories.get(rank, 0),
-        restarts=restarts.per_worker[rank],
-        lost_trajectories=restarts.lost_per_worker[rank],
-    )
+    times = row.stepping, row.acting, row.resetting, row.waiting
+    counts = n_trajectories.get(rank, 0), restarts.per_worker[rank], restarts.lost_per_worker[rank]
+    return WorkerStats(rank, plan.env_ranks, plan.cpus, row.batches, row.steps, *times, *counts)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ import numpy as np
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.shared import ArraySpec, NamedMemory
 
-__all__ = ["StepBuffer"]
-
 
 class StepBuffer:
     """Inputs and outputs of the agent for `n_columns` environments, in the structure of a samples buffer.

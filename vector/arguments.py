@@ -15,10 +15,8 @@ from penstock.vector.exchange import Ids
 from penstock.workers.affinity import usable_cpus
 from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds
 from penstock.workers.launch import START_METHODS
-from penstock.workers.monitor import Limits
-from penstock.workers.plan import Affinity, WorkerPlan, assign_cpus, split
-from penstock.workers.pool import PoolOptions
-from penstock.workers.restarts import ON_WORKER_FAILURE, RestartPolicy
+from penstock.workers.plan import Affinity, PoolOptions, WorkerPlan, assign_cpus, split
+from penstock.workers.restarts import ON_WORKER_FAILURE
 
 Options = dict[str, Any] | None
 
@@ -74,15 +72,16 @@ def as_options(
     """The options of the worker pool."""
     one_of("context", context, START_METHODS)
     one_of("on_worker_failure", on_worker_failure, ON_WORKER_FAILURE)
-    limits = Limits(
-        None if step_timeout is None else seconds("step_timeout", step_timeout),
-        seconds("start_timeout", start_timeout),
+    max_restarts = integer("max_restarts", max_restarts, 0)
+    return PoolOptions(
+        start_method=context,
+        step_timeout=None if step_timeout is None else seconds("step_timeout", step_timeout),
+        start_timeout=seconds("start_timeout", start_timeout),
+        max_restarts=max_restarts if on_worker_failure == "restart" else 0,
+        restart_window=seconds("restart_window", restart_window),
+        preload=("penstock.vector.program", "gymnasium.envs.classic_control"),
+        keeps_messages=True,  # an info belongs to a reply that has been made, even if the worker dies afterwards
     )
-    n_restarts, window = integer("max_restarts", max_restarts, 0), seconds("restart_window", restart_window)
-    policy = RestartPolicy.of(on_worker_failure, n_restarts, window)
-    preload = ("penstock.vector.program", "gymnasium.envs.classic_control")
-    # An info that a worker has sent belongs to a reply, so it counts even if the worker dies then.
-    return PoolOptions(context, limits, policy, preload=preload, keeps_messages=True)
 
 
 def as_seeds(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int | None]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.util import Finalize
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import gymnasium as gym
 import numpy as np
@@ -32,16 +30,17 @@ from penstock.vector.memory import copy_rows
 from penstock.vector.pool import VectorPool
 from penstock.vector.program import ResetMessage, VectorProgram
 from penstock.vector.tiling import tile
-from penstock.workers import sigint
 from penstock.workers.arguments import integer
-from penstock.workers.call_guard import CallGuard, StateTable
+from penstock.workers.call_guard import CallGuard
 from penstock.workers.plan import Affinity
 
-_Self = TypeVar("_Self", bound="ShmVectorEnv")
-_Step = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
+_T = TypeVar("_T")
+_Step = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], _T]  # with infos of type T
+_Batched = dict[str, Any]
 _Infos = list[tuple[int, dict[str, Any]]]
-_Listed = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], _Infos]
 
 
 class _State(enum.Enum):
@@ -55,13 +54,6 @@ class _State(enum.Enum):
     CLOSED = "none"
 
 
-_STATE_TABLE = StateTable(
-    first=_State.NEW, broken=_State.BROKEN, closed=_State.CLOSED, noun="vector environment", close_call="close"
-)
-_ANY = (_State.NEW, _State.READY, _State.STEPPING, _State.SENT)
-_BETWEEN_STEPS = (_State.NEW, _State.READY, _State.SENT)
-
-
 class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     """`len(env_fns)` environments in worker processes, with Gymnasium's `VectorEnv` interface.
 
@@ -72,24 +64,25 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         env_fns: callables that return a `gymnasium.Env`, one for each environment. Lambdas and closures are fine. The
             first is called once more in the main process, to read the spaces.
         in_series: how many environments a process steps, one after the other. With `n` environments there are
-            `n / in_series` processes, rounded up, whose shares differ by at most one.
-        n_workers: the number of processes instead.
+            `n / in_series` processes, rounded up. Their numbers of environments differ by at most one.
+        n_workers: the number of processes; give this or `in_series`, not both.
         context: "forkserver", "spawn" or "fork".
         autoreset_mode: what happens when an episode ends, a `gymnasium.vector.AutoresetMode` or its name.
         copy: return copies. Otherwise observations are views of the shared memory, which the next step overwrites.
-        affinity: CPUs for each worker, or an `Affinity`. None pins worker i to the i-th CPU of this process's mask if
-            there are enough CPUs, and otherwise leaves the placement to the system.
+        affinity: CPUs for each worker, or an `Affinity`. None pins worker i to the i-th CPU that this process may use
+            if there are enough CPUs, and otherwise leaves the placement to the system.
         step_timeout: seconds that a worker may make no progress before `WorkerTimeoutError`; None waits for ever, as
             long as the worker lives.
         start_timeout: the same, while environments are built.
         on_worker_failure: "raise" breaks the vector environment when a worker raises, dies or hangs. "restart"
             replaces the worker. The next step of each of its environments is then `truncated`, with the last
             observation (under SAME_STEP: as `final_obs`) and `worker_restarted` in its info.
-        max_restarts: replacements within `restart_window` seconds at most; one more raises, with the history.
+        max_restarts: the most replacements within `restart_window` seconds; one more raises an error that lists the
+            earlier ones.
         restart_window: seconds.
 
-    Environments that differ in speed can be stepped first-ready: `send(actions, env_ids)` starts a step of some of
-    them, and `recv(min_ready)` waits for the first that have finished.
+    If environments differ in speed, use `send` and `recv` instead of `step`: `send(actions, env_ids)` starts a step of
+    some of them, and `recv(min_ready)` waits for the first that have finished.
 
     Raises `ConfigError` for arguments that cannot work, `SpaceError` for a space whose elements have no fixed shape,
     and a `SamplerBrokenError` if a worker fails to start.
@@ -111,7 +104,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         max_restarts: int = 3,
         restart_window: float = 60.0,
     ) -> None:
-        self._guard = CallGuard(_STATE_TABLE, owned_by_process=True)
+        self._guard = CallGuard(_State, "vector environment", "close", owned_by_process=True)
         self._pool: VectorPool | None = None
         factories = as_factories(env_fns)
         if not isinstance(copy, bool | np.bool_):
@@ -120,7 +113,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         options = as_options(context, step_timeout, start_timeout, on_worker_failure, max_restarts, restart_window)
         plans = as_plans(self.num_envs, in_series, n_workers, affinity)
         self.autoreset_mode = as_mode(autoreset_mode)
-        self._describe(factories[0])
+        self._read_spaces(factories[0])
         program = VectorProgram(
             ColumnStreams(fresh_seed(), range(self.num_envs)).env_seeds(Purpose.TRAIN),
             self.single_observation_space,
@@ -130,18 +123,12 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         self._ended = np.zeros(self.num_envs, np.bool_)
         with self._guard.require("ShmVectorEnv", _State.NEW):
             shares = [[factories[i] for i in plan.columns] for plan in plans]
-            self._pool = pool = VectorPool(plans, program, shares, options)
-            self._exchange = pool.exchange
-            # Runs when this object is collected and at exit, before multiprocessing joins children.
-            self._finalizer = Finalize(self, VectorPool.close, (pool,), exitpriority=100)
-            try:
-                pool.wait("start-up")
-            except BaseException:
-                pool.close(broken=True)
-                self._finalizer.cancel()
-                raise
+            self._pool = VectorPool(plans, program, shares, options)
+            self._exchange = self._pool.exchange
+            self._guard.start(self, self._pool)
 
-    def _describe(self, factory: EnvFactory) -> None:
+    def _read_spaces(self, factory: EnvFactory) -> None:
+        """Read spaces, metadata and spec from an example environment."""
         env = build_example_env(factory)
         try:
             self.metadata = {**env.metadata, "autoreset_mode": self.autoreset_mode}
@@ -159,11 +146,11 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     ) -> tuple[Any, dict[str, Any]]:
         """Reset all environments in parallel; `options["reset_mask"]`, a bool array `[n]`, selects some.
 
-        Outstanding steps are finished first; their results are dropped for environments that are reset.
+        This first waits for steps that are still running. Results of environments that are reset are dropped.
 
         Args:
             seed: environment i gets `seed + i`, or the i-th of a list.
-            options: given to every environment.
+            options: given to every environment that is reset, without `reset_mask`.
 
         Returns observations `[n, ...]` and batched infos.
         """
@@ -174,7 +161,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, _Infos]:
         """As `reset`, with the infos unbatched: pairs (index, info) of the environments that had any."""
-        with self._guard.require("reset", *_ANY):
+        with self._guard.require("reset", _State.NEW, _State.READY, _State.STEPPING, _State.SENT):
             seeds = as_seeds(seed, self.num_envs)
             which, options = split_mask(options, self.num_envs)
             message = ResetMessage(seeds, options).dumps()
@@ -185,24 +172,25 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
                 self._guard.state = _State.READY
             return self._observations(), infos
 
-    def step(self, actions: Any) -> _Step:
+    def step(self, actions: Any) -> _Step[_Batched]:
         """Step all environments with `actions`, batched as `action_space` is.
 
         Returns observations `[n, ...]`, rewards, terminations and truncations `[n]`, and batched infos.
         """
         with self._guard.require("step", _State.READY):
             self._begin_step(actions)
-            return self._end_step()
+            *results, infos = self._take_step()
+        return (*results, batch_infos(infos, self.num_envs))
 
     def step_async(self, actions: Any) -> None:
         """Start a step of all environments and return; `step_wait` returns its results."""
         with self._guard.require("step_async", _State.READY):
             self._begin_step(actions)
 
-    def step_wait(self) -> _Step:
+    def step_wait(self) -> _Step[_Batched]:
         """Wait for the step that `step_async` began; returns as `step` does."""
-        with self._guard.require("step_wait", _State.STEPPING):
-            return self._end_step()
+        *results, infos = self.step_wait_listed()
+        return (*results, batch_infos(infos, self.num_envs))
 
     def _begin_step(self, actions: Any) -> None:
         if self.autoreset_mode is AutoresetMode.DISABLED:
@@ -210,11 +198,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         self._workers.step(actions)
         self._guard.state = _State.STEPPING
 
-    def _end_step(self) -> _Step:
-        *results, infos = self._take_step()
-        return (*results, batch_infos(infos, self.num_envs))
-
-    def _take_step(self) -> _Listed:
+    def _take_step(self) -> _Step[_Infos]:
         self._workers.wait_steps()
         exchange = self._exchange
         reward, terminated, truncated = exchange.reward.copy(), exchange.terminated.copy(), exchange.truncated.copy()
@@ -223,10 +207,10 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         infos = self._workers.take(exchange.all)
         return self._observations(), reward, terminated, truncated, infos
 
-    def step_wait_listed(self) -> _Listed:
+    def step_wait_listed(self) -> _Step[_Infos]:
         """As `step_wait`, with the infos unbatched: pairs (index, info) of the environments that had any, with
         `final_obs` and `final_info` where an episode ended and the environment was reset at once."""
-        with self._guard.require("step_wait_listed", _State.STEPPING):
+        with self._guard.require("step_wait", _State.STEPPING):
             return self._take_step()
 
     def to_sb3(self) -> Any:
@@ -252,18 +236,19 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         return self._call(EnvCall("call", "render"))
 
     def render_tiled(self) -> npt.NDArray[np.uint8]:
-        """The frames of all environments `[height, width, 3]` in one picture, row by row."""
+        """One picture `[height, width, 3]` with the frames of all environments in a grid."""
         return tile(self._call(EnvCall("call", "render")))
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """What `env.name(*args, **kwargs)` returns in each environment, or `env.name` if it is not a method.
 
-        Outstanding steps are finished first. An exception is an `EnvCallError`; the environments stay usable.
+        This first waits for running steps. If an environment raises, this raises `EnvCallError`, and the environments
+        stay usable.
         """
         return self._call(EnvCall("call_or_get", name, args=args, kwargs=kwargs))
 
     def call_some(self, env_ids: Sequence[int], name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """As `call`, in the environments `env_ids` only, in ascending order."""
+        """As `call`, in the environments `env_ids` only. The results are in ascending order of the index."""
         only = frozenset(env_ids_within(env_ids, self.num_envs).tolist())
         return self._call(EnvCall("call_or_get", name, args=args, kwargs=kwargs, only=only))
 
@@ -278,16 +263,17 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         return self._call(EnvCall("get_attr", name))
 
     def set_attr(self, name: str, values: Any) -> None:
-        """Set the attribute `name` of each environment, from a list or tuple of `n` values or to the same value."""
+        """Set the attribute `name` of each environment. `values` is a list or tuple of `n` values, or one value for
+        all."""
         each = values if isinstance(values, list | tuple) else [values] * self.num_envs
         if len(each) != self.num_envs:
             raise ConfigError(f"set_attr needs one value, or {self.num_envs} of them in a list, got {len(each)}")
         self._call(EnvCall("set_attr", name, values=each))
 
     def broadcast(self, parameters: Mapping[str, Any], env_ids: Sequence[int] | None = None) -> None:
-        """Set attributes of all environments, or of those in `env_ids`: between steps, for curricula.
+        """Set attributes of all environments, or of `env_ids`, between two steps; for example for a curriculum.
 
-        Returns when every environment has all of them. Raises `EnvCallError` if one refuses.
+        Returns when every environment has all of them. Raises `EnvCallError` if one raises.
         """
         if not isinstance(parameters, Mapping):
             raise ConfigError(f"broadcast needs a dict of attributes and values, got {parameters!r}")
@@ -305,7 +291,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         """Copies of the environments' random generators."""
         return self.get_attr("np_random")
 
-    # ---- first-ready stepping --------------------------------------------------------------
+    # ---- send and recv ---------------------------------------------------------------------
 
     def send(self, actions: Any, env_ids: Sequence[int] | None = None) -> None:
         """Start a step of the environments `env_ids` (None: all) with `actions` `[k, ...]`, and return.
@@ -319,12 +305,12 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
                 raise SamplerStateError(f"send: environments {busy.tolist()} have not been received yet: call recv")
             if self.autoreset_mode is AutoresetMode.DISABLED:
                 self._require_running(which)
-            self._workers.step_some(actions, which)
+            self._workers.step(actions, which)
             self._guard.state = _State.SENT
 
-    def recv(self, min_ready: int = 1) -> _Step:
-        """Wait until `min_ready` of the environments that were sent actions have stepped, or all if they are fewer, and
-        return all that have stepped.
+    def recv(self, min_ready: int = 1) -> _Step[_Batched]:
+        """Wait until `min_ready` of the environments with sent actions have finished their step, and return the results
+        of all that have finished. If fewer environments have actions, wait for all of them.
 
         Returns observations `[k, ...]`, rewards, terminations and truncations `[k]`, and infos batched for the `k`,
         with their indices in `infos["env_id"]`.
@@ -352,10 +338,10 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
                 "DISABLED: call reset(options={'reset_mask': mask}) first"
             )
 
-    # ---- the end ---------------------------------------------------------------------------
+    # ---- the workers -----------------------------------------------------------------------
 
     def _call(self, call: EnvCall) -> tuple[Any, ...]:
-        with self._guard.require(call.verb_in_errors, *_BETWEEN_STEPS):
+        with self._guard.require(call.verb_in_errors, _State.NEW, _State.READY, _State.SENT):
             return self._workers.call(call)
 
     def _observations(self) -> Any:
@@ -368,12 +354,9 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         return self._workers.restarts.total
 
     def close_extras(self, **kwargs: Any) -> None:
-        """End the workers. Bounded, and never raises; a worker that must be killed is named in a `RuntimeWarning`."""
-        with sigint.deferred():
-            self._guard.close()
-            if self._pool is not None and not self._guard.is_foreign:
-                self._pool.close()
-                self._finalizer.cancel()
+        """End the workers. It takes at most about 2.5 s and raises no error. A worker that must be killed is named in a
+        `RuntimeWarning`."""
+        self._guard.close()
 
     @property
     def worker_pids(self) -> list[int]:
@@ -385,10 +368,8 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         assert self._pool is not None
         return self._pool
 
-    def __enter__(self: _Self) -> _Self:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

@@ -1,4 +1,4 @@
-"""The worker pool of a vector environment: steps, resets and calls, with their results."""
+"""The worker pool of a vector environment."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from penstock.vector.exchange import Exchange, Ids
 from penstock.vector.memory import VectorMemory
 from penstock.vector.program import VectorProgram
 from penstock.workers.control import Command
-from penstock.workers.plan import WorkerPlan
-from penstock.workers.pool import PoolOptions, WorkerPool
+from penstock.workers.plan import PoolOptions, WorkerPlan
+from penstock.workers.pool import WorkerPool
 
 
 class VectorPool(WorkerPool):
-    """A worker pool, and what it exchanges with its workers."""
+    """Steps, resets and calls as commands of a worker pool."""
 
     def __init__(
         self, plans: Sequence[WorkerPlan], program: VectorProgram, shares: Sequence[Any], options: PoolOptions
@@ -28,30 +28,26 @@ class VectorPool(WorkerPool):
         resources = ExitStack()
         resources.callback(memory.close)
         self.exchange = Exchange(memory, program)
-        self._plans = plans
         self._ranks = np.repeat([plan.worker_rank for plan in plans], [len(plan.columns) for plan in plans])
         super().__init__(plans, [program] * len(plans), shares, memory, options, resources)
 
     # ---- steps -----------------------------------------------------------------------------
 
-    def step(self, actions: Any) -> None:
-        """Let all environments step."""
+    def step(self, actions: Any, which: Ids | None = None) -> None:
+        """Step all environments, or the environments `which`: then each result can be taken as soon as it is there."""
         self.finish_interrupted()
-        self.exchange.put_actions(actions)
-        self.exchange.request()
-        self.submit(Command())
-
-    def step_some(self, actions: Any, which: Ids) -> None:
-        """Let the environments `which` step; each result can be taken as soon as it is there."""
-        self.finish_interrupted()
-        self.exchange.put_actions(actions, which)
-        self.exchange.request(which, one_by_one=True)
-        self.submit(Command(), np.unique(self._ranks[which]).tolist())
+        rows, ranks = (slice(None), None) if which is None else (which, np.unique(self._ranks[which]).tolist())
+        self.exchange.put_actions(actions, rows)
+        self.exchange.request(rows, one_by_one=which is not None)
+        self.submit(Command(), ranks)
 
     def wait_steps(self, until: Callable[[], bool] | None = None) -> None:
         """Wait until all requests have their replies, or `until` returns True."""
         self.finish_interrupted()
-        self.wait("step", until=until)
+        if until is None:
+            self.wait("step")  # no keywords: this runs at every step
+        else:
+            self.wait("step", until=until)
 
     def take(self, which: Ids) -> list[tuple[int, dict[str, Any]]]:
         """Take the results of `which`; returns their infos, by environment."""
@@ -76,13 +72,14 @@ class VectorPool(WorkerPool):
         self.run(Command(has_message=True), "reset", discard, message=message)
 
     def call(self, call: EnvCall) -> tuple[Any, ...]:
-        """What the environments return. Outstanding steps are finished first; their results stay."""
+        """What the environments return. Steps that still run are finished first, and their results can still be
+        received."""
         message = call.dumps()
         self.wait_steps()
         self._receive_infos()
         occasion = f"{call.verb_in_errors} {call.name!r}"
         self.run(Command(has_message=True), occasion, discard=self._receive_infos, message=message)
-        return tuple(results(call, self.take_messages(self.control.n_results_by_rank(len(self._plans)))))
+        return tuple(results(call, self.take_messages()))
 
     def _receive_infos(self) -> None:
         for handle in self.handles:

@@ -63,7 +63,7 @@ class VectorProgram:
     share_name = "env_fns"
 
     def pickled_parts(self) -> dict[str, Any]:
-        """Its fields, by the user's names for them."""
+        """The data that is an argument of the user, by the name of the argument."""
         return {"autoreset_mode": self.autoreset_mode}
 
     def build(self, context: WorkerContext) -> None:
@@ -206,7 +206,7 @@ class VectorProgram:
     def _reply(self, which: Sequence[int]) -> None:
         if self._infos:
             requested, columns = self._requested, self._plan.columns
-            self._context.results.put(
+            self._context.put(
                 [ObjectMessage(MessageKind.INFO, requested[i], columns[i], self._infos[i]) for i in sorted(self._infos)]
             )
             for i in self._infos:
@@ -262,7 +262,7 @@ class VectorProgram:
     def _call(self, call: EnvCall) -> None:
         self._progress.enter(Phase.CALLING)
         results = perform(call, self._envs, self._plan.columns, self._plan.env_ranks)
-        self._context.results.put(results)
+        self._context.put(results)
         self._progress.n_results = len(results)
 
 

@@ -1,12 +1,12 @@
-"""Processes: a pool of workers that run commands between two gates. It knows no environments' library and no roles.
+"""Worker processes: a pool of workers that run commands between two gates. Nothing here imports Gymnasium or an agent.
 
-Read `control.py` (the shared words), `gates.py` (barrier_in and barrier_out), `process.py` (the worker's loop),
-`pool.py` and `monitor.py` (the main process's side).
+Read in this order: `control.py` (the shared words), `gates.py` (barrier_in and barrier_out), `process.py` (the loop of
+a worker), `pool.py` and `monitor.py` (what the main process does).
 """
 
 from penstock.workers.control import Command, ControlBlock
-from penstock.workers.plan import Affinity, WorkerPlan
-from penstock.workers.pool import PoolOptions, WorkerPool
+from penstock.workers.plan import Affinity, PoolOptions, WorkerPlan
+from penstock.workers.pool import WorkerPool
 from penstock.workers.program import WorkerContext, WorkerProgram
 from penstock.workers.progress import Phase, Progress, StopCollecting
 

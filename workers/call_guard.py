@@ -7,8 +7,8 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from multiprocessing.util import Finalize
+from typing import Any, Generic, TypeVar
 
 from penstock.errors import SamplerBrokenError, SamplerClosedError, SamplerStateError
 from penstock.workers import sigint
@@ -16,24 +16,19 @@ from penstock.workers import sigint
 _State = TypeVar("_State", bound=enum.Enum)
 
 
-@dataclass(frozen=True)
-class StateTable(Generic[_State]):
-    """The states that every owner of workers has, and its words in errors. A state's value names the calls that are
-    expected in it."""
-
-    first: _State
-    broken: _State
-    closed: _State
-    noun: str  #: "sampler"
-    close_call: str  #: the call that closes it
-
-
 class CallGuard(Generic[_State]):
-    """The state of one sampler or vector environment, and the call that runs on it."""
+    """The state of one sampler or vector environment, its pool, and the call that runs on it.
 
-    def __init__(self, table: StateTable[_State], *, owned_by_process: bool) -> None:
-        """`owned_by_process`: forks of this process must not make calls."""
-        self._table, self.state = table, table.first
+    `states` begins with the first state and has BROKEN and CLOSED. The value of a state names the calls that it
+    expects.
+    """
+
+    def __init__(self, states: type[_State], noun: str, close_call: str, *, owned_by_process: bool) -> None:
+        """`noun` and `close_call` are for errors. `owned_by_process`: the calls must come from this process, not from a
+        fork of it."""
+        self.state, self._broken, self._closed = next(iter(states)), states["BROKEN"], states["CLOSED"]
+        self._noun, self._close_call = noun, close_call
+        self._pool: Any = None
         self._pid = os.getpid() if owned_by_process else None
         self._running: str | None = None
         self._lock = threading.Lock()
@@ -41,16 +36,15 @@ class CallGuard(Generic[_State]):
 
     @contextmanager
     def require(self, name: str, *allowed: _State) -> Iterator[None]:
-        """Run the call `name`, which the states `allowed` allow. Ctrl-C is deferred.
+        """Run the call `name`. It is allowed in the states `allowed`. Ctrl-C is deferred.
 
         Raises `SamplerStateError` naming the call that is expected. After a `SamplerBrokenError` every call raises that
         error.
         """
         if self._pid is not None and self._pid != os.getpid():
-            noun = self._table.noun
             raise SamplerStateError(
-                f"{name} was called in process {os.getpid()}, a fork of process {self._pid}, which owns the {noun} and "
-                f"its workers: make a {noun} in this process"
+                f"{name} was called in process {os.getpid()}, a fork of process {self._pid}, which owns the "
+                f"{self._noun} and its workers: make a {self._noun} in this process"
             )
         with sigint.deferred():
             if not self._lock.acquire(blocking=False):
@@ -63,34 +57,38 @@ class CallGuard(Generic[_State]):
                     raise self._refusal(name)
                 yield
             except SamplerBrokenError as error:
-                self._error, self.state = error, self._table.broken
+                self._error, self.state = error, self._broken
                 raise
             finally:
                 self._running = None
                 self._lock.release()
 
-    @property
-    def is_foreign(self) -> bool:
-        """Whether this process is a fork of the owner."""
-        return self._pid is not None and self._pid != os.getpid()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it is neither broken nor closed."""
-        return self.state not in (self._table.broken, self._table.closed)
+    def start(self, owner: Any, pool: Any) -> None:
+        """Wait until the workers of `pool` are ready. From now on the pool is closed with `owner`, and at exit."""
+        self._pool = pool
+        # Runs when `owner` is garbage-collected, and at exit before multiprocessing joins children.
+        self._finalizer = Finalize(owner, type(pool).close, (pool,), exitpriority=100)
+        try:
+            pool.wait("start-up")
+        except BaseException:
+            pool.close(broken=True)
+            self._finalizer.cancel()
+            raise
 
     def close(self) -> None:
-        """It has been closed; a broken one stays broken."""
-        if self.state is not self._table.broken:
-            self.state = self._table.closed
+        """Close the pool, unless this process is a fork of the owner. A broken owner stays broken."""
+        with sigint.deferred():
+            if self.state is not self._broken:
+                self.state = self._closed
+            if self._pool is not None and self._pid in (None, os.getpid()):
+                self._pool.close()
+                self._finalizer.cancel()
 
     def _refusal(self, name: str) -> SamplerStateError:
         if self._error is not None:  # the same error every time, with a new traceback
             error = type(self._error)(*self._error.args)
             error.__cause__ = self._error.__cause__
             return error
-        if self.state is self._table.closed:
-            return SamplerClosedError(
-                f"{name} was called after {self._table.close_call}: make a new {self._table.noun}"
-            )
+        if self.state is self._closed:
+            return SamplerClosedError(f"{name} was called after {self._close_call}: make a new {self._noun}")
         return SamplerStateError(f"{name} was called out of order: the call expected now is {self.state.value}")

@@ -134,23 +134,13 @@ class ControlBlock:
             bool(commands[worker_rank, slot, _HAS_MESSAGE]),
         )
 
-    def current_command(self, worker_rank: int) -> Command:
-        """The command of the last opening of this worker's gate."""
-        return self.command(worker_rank, self._opened[worker_rank])
-
     def opened(self, worker_rank: int) -> int:
         """How often the main process has opened this worker's gate."""
         return self._opened[worker_rank]
 
-    def arrived(self, worker_rank: int) -> int:
-        """How many gate openings this worker has completed."""
-        arrived: int = self._rows[worker_rank, ARRIVED]
-        return arrived
-
     def has_arrived(self, worker_rank: int) -> bool:
         """Whether this worker has completed the last opening of its gate and waits at barrier_out."""
-        arrived: bool = self._rows[worker_rank, ARRIVED] == self._opened[worker_rank]
-        return arrived
+        return self._rows[worker_rank, ARRIVED] == self._opened[worker_rank]  # type: ignore[no-any-return]
 
     def pending(self, n_workers: int) -> list[int]:
         """Which of the first `n_workers` workers have not arrived yet."""
@@ -163,19 +153,14 @@ class ControlBlock:
 
     def begun(self, worker_rank: int) -> int:
         """The last gate opening that this worker has seen; 0 before its first command."""
-        begun: int = self._rows[worker_rank, BEGUN]
-        return begun
+        return self._rows[worker_rank, BEGUN]  # type: ignore[no-any-return]
 
     def has_begun(self, worker_rank: int) -> bool:
         """Whether this worker has seen the last opening of its gate."""
         return self.begun(worker_rank) == self.opened(worker_rank)
 
-    def n_results(self, worker_rank: int) -> int:
-        """How many results this worker has sent since its gate was last opened."""
-        return self.n_results_by_rank(worker_rank + 1)[worker_rank]
-
     def n_results_by_rank(self, n_workers: int) -> list[int]:
-        """The same for each of the first `n_workers` workers."""
+        """How many results each of the first `n_workers` workers has sent since its gate was last opened."""
         rows, opened = self._rows, self._opened
         counts = []
         for rank in range(n_workers):
@@ -198,8 +183,7 @@ class ControlBlock:
 
     def replied(self, worker_rank: int) -> int:
         """The number of the last request of this worker that has its reply."""
-        replied: int = self._replied[worker_rank, 0]
-        return replied
+        return self._replied[worker_rank, 0]  # type: ignore[no-any-return]
 
     def reply(self, worker_rank: int, number: int) -> None:
         """Inference server: request `number` of this worker has its reply. A replacement ignores replies to the
@@ -208,8 +192,7 @@ class ControlBlock:
 
     def version(self, server_rank: int) -> int:
         """The version of the parameters with which the inference server acts, or last acted."""
-        version: int = self._rows[server_rank, VERSION]
-        return version
+        return self._rows[server_rank, VERSION]  # type: ignore[no-any-return]
 
     # ---- progress rows ---------------------------------------------------------------------
 
@@ -245,7 +228,7 @@ class ControlBlock:
         )
 
     def timeline(self, worker_rank: int) -> npt.NDArray[np.float64]:
-        """Times of the worker's last batch, `[2 T + 1]`, in seconds of `time.monotonic`: row t began acting at `[2 t]`
-        and stepping at `[2 t + 1]`; the last entry is the end."""
+        """Times of the worker's last batch, `[2 T + 1]`, in seconds of `time.monotonic`. In row t, the worker began to
+        act at `[2 t]` and to step at `[2 t + 1]`. The last entry is the end of the batch."""
         stamps: npt.NDArray[np.float64] = self.memory.arrays.timeline[worker_rank] / 1e9
         return stamps

@@ -80,6 +80,8 @@ class Gate:
     ) -> None:
         """`server` is the gate of the inference server, if that is a process."""
         self._control, self._rank, self._spin_seconds = control, worker_rank, spin_seconds
+        #: A pidfd of the main process. The worker sets it; None: only the watchdog thread watches the main process.
+        self.main_process: InheritedFd | None = None
         self._go, self._done = WakeUp(), WakeUp()
         self._server_go = None if server is None else server._go
         self._poll: select.poll | None = None  # the worker makes it
@@ -91,17 +93,12 @@ class Gate:
         self._control.open(self._rank, command)
         self._go.notify()
 
-    @property
-    def arrived(self) -> bool:
-        """Whether the worker has completed the last opening and waits at barrier_out."""
-        return self._control.has_arrived(self._rank)
-
     def fileno(self) -> int:
         """The main process polls it: readable when the worker may have arrived."""
         return self._done.fileno()
 
     def clear(self) -> None:
-        """Main process: forget the worker's wake-ups, before looking at `arrived`."""
+        """Main process: forget the worker's wake-ups, before looking whether it has arrived."""
         self._done.clear()
 
     def close(self) -> None:
@@ -116,15 +113,11 @@ class Gate:
 
     # ---- worker ----------------------------------------------------------------------------
 
-    def wait_in(self, progress: Progress, main_process: InheritedFd | None) -> None:
-        """Wait for the next opening.
-
-        Raises `MainProcessGone` if `main_process` becomes readable: a pidfd, or None where only the watchdog thread
-        watches the main process.
-        """
+    def wait_in(self, progress: Progress) -> None:
+        """Wait for the next opening. Raises `MainProcessGone` if `main_process` becomes readable."""
         began = time.monotonic()
         wanted = progress.arrived + 1
-        self._wait(lambda: self._control.opened(self._rank) >= wanted, main_process)
+        self._wait(lambda: self._control.opened(self._rank) >= wanted)
         progress.add_waiting(time.monotonic() - began)
 
     def arrive(self, progress: Progress) -> None:
@@ -138,27 +131,27 @@ class Gate:
         """Wake the main process, though this worker has not arrived."""
         self._done.notify()
 
-    def request(self, progress: Progress, kind: int, main_process: InheritedFd | None) -> None:
+    def request(self, progress: Progress, kind: int) -> None:
         """Send a request of this kind to the inference server and wait for the reply. Raises as `wait_in` does, and
         `StopCollecting` once the sampler shuts down."""
         progress.request(kind)
         (self._server_go or self._done).notify()
-        self._wait(lambda: progress.has_reply, main_process)
+        self._wait(lambda: progress.has_reply)
         progress.enter(Phase.ACTING)
 
-    def _wait(self, is_done: Callable[[], bool], main_process: InheritedFd | None) -> None:
+    def _wait(self, is_done: Callable[[], bool]) -> None:
         if spin(is_done, self._spin_seconds):
             return
         while not is_done():
-            self.sleep(main_process)
+            self.sleep()
 
-    def sleep(self, main_process: InheritedFd | None, milliseconds: int = _POLL_MS) -> None:
+    def sleep(self, milliseconds: int = _POLL_MS) -> None:
         """Sleep until something wakes this worker, at most for `milliseconds`. Raises as `wait_in` does."""
         if self._poll is None:
             self._poll = select.poll()
             self._poll.register(self._go.fileno(), select.POLLIN)
-            if main_process is not None:
-                self._poll.register(main_process.fileno(), select.POLLIN)
+            if self.main_process is not None:
+                self._poll.register(self.main_process.fileno(), select.POLLIN)
         for fd, _ in self._poll.poll(milliseconds):
             if fd != self._go.fileno():
                 raise MainProcessGone

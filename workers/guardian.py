@@ -1,12 +1,12 @@
 """The guardian: a shell that kills the workers' process groups when the main process is gone.
 
-A worker watches the main process itself, from a thread. That thread cannot run while C code holds the interpreter lock.
+Each worker has a thread that watches the main process. That thread cannot run while C code holds the interpreter lock.
 The kernel's parent-death signal reaches the worker, but not the processes that its environments have started. The
-guardian needs neither. It reads from a pipe whose other end the main process holds, so it notices the end of the main
-process, whatever the reason.
+guardian depends on neither of these two. It reads from a pipe whose other end the main process holds, so it notices the
+end of the main process, whatever the reason.
 
-The guardian waits half a second for the workers' watchdogs, which also release what their processes hold. Until then it
-keeps the fork server alive, since its exit triggers the parent-death signal.
+At first the guardian waits half a second: the watchdogs of the workers also release lock files. During this time it
+keeps the fork server alive, because the exit of the fork server triggers the parent-death signal.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import os
 import subprocess
 
 from penstock.workers.forks import abandon_in_forks
-from penstock.workers.launch import Starter
 
-# Lines "+pid" and "-pid" add and remove a process group; "done" ends the shell. Its argument is the process id of the
-# fork server, if there is one.
+# Lines "+pid" and "-pid" add and remove a process group; "done" ends the shell. The argument of the script is the
+# process id of the fork server, if there is one.
 _SCRIPT = """
 groups=" "
 while read -r line; do
@@ -47,14 +46,16 @@ _END_SECONDS = 1.0
 
 
 class Guardian:
-    """Watches processes and their groups. Without a shell only the workers' watchdogs work."""
+    """Watches processes and their groups. If no shell can be started, only the watchdogs of the workers watch."""
 
-    def __init__(self, starter: Starter | None = None) -> None:
+    def __init__(self, fork_server: tuple[int, int] | None = None) -> None:
+        """`fork_server`: its process id, and the descriptor that keeps it alive."""
         self._shell: subprocess.Popen[bytes] | None = None
+        argument, kept = ([str(fork_server[0])], fork_server[1:]) if fork_server else ([], ())
         with contextlib.suppress(OSError):
             self._shell = subprocess.Popen(
-                ["/bin/sh", "-c", _SCRIPT, "guardian", *([str(starter.pid)] if starter else [])],
-                pass_fds=[starter.alive_fd] if starter else [],
+                ["/bin/sh", "-c", _SCRIPT, "guardian", *argument],
+                pass_fds=kept,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -65,36 +66,30 @@ class Guardian:
         abandon_in_forks(self)
 
     def watch(self, pid: int) -> None:
-        """A worker has been started."""
-        self._say(f"+{pid}")
+        """Note a worker that has been started."""
+        self._write_line(f"+{pid}")
 
     def forget(self, pid: int) -> None:
-        """A worker and its group are gone: another process may get the number."""
-        self._say(f"-{pid}")
+        """Forget a worker whose group is gone: the system may give its process id to another process."""
+        self._write_line(f"-{pid}")
 
     def close(self) -> None:
         """End the shell."""
-        if self._shell is None:
-            return
         shell, self._shell = self._shell, None
-        assert shell.stdin is not None
-        with contextlib.suppress(OSError):
-            shell.stdin.write(b"done\n")
-        with contextlib.suppress(OSError):
-            shell.stdin.close()
-        try:
-            shell.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            shell.kill()
-            shell.wait()
+        if shell is not None:
+            try:
+                shell.communicate(b"done\n", _END_SECONDS)  # ignores a shell that was killed
+            except subprocess.TimeoutExpired:
+                shell.kill()
+                shell.wait()
 
-    def _say(self, line: str) -> None:
+    def _write_line(self, line: str) -> None:
         if self._shell is not None and self._shell.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # the shell was killed; the watchdogs still work
                 os.write(self._shell.stdin.fileno(), f"{line}\n".encode())
 
     def abandon(self) -> None:
-        """In a fork of the main process: close the pipe, whose end only the main process may hold."""
+        """In a fork of the main process: close the pipe. The guardian must see its end when the main process ends."""
         shell, self._shell = self._shell, None
         if shell is not None and shell.stdin is not None:
             shell.stdin.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,6 @@ _REAP_SECONDS = 0.5
 # Fields of /proc/PID/stat behind the name; see proc_pid_stat(5).
 _STATE, _FLAGS, _START_TIME = 0, 6, 19
 _PF_EXITING = 0x4
-
-
-class DeathWatch:
-    """Readable when a process has exited.
-
-    It polls a pidfd where there is one, which reacts within a millisecond. The fallback is `Process.sentinel`, a pipe
-    whose other end the process's own children may hold open long after its death.
-    """
-
-    def __init__(self, process: Any) -> None:
-        self._sentinel = process.sentinel
-        self._pidfd = open_pidfd(process.pid)
-
-    def fileno(self) -> int:
-        return self._sentinel if self._pidfd is None else self._pidfd.fd
-
-    def close(self) -> None:
-        if self._pidfd is not None:
-            self._pidfd.close()
 
 
 def open_pidfd(pid: int) -> InheritedFd | None:
@@ -61,14 +42,16 @@ class WorkerHandle:
     gate: Gate
     pipe: ObjectPipe
     stacks: StackFile
-    begun_before: int  #: the last opening that earlier workers of this rank have seen
+    begun_at_start: int  #: the last opening that earlier workers of this rank have seen
     is_reaped: bool = False
-    death: DeathWatch = field(init=False)
 
     def __post_init__(self) -> None:
         self.rank = self.plan.worker_rank
         self._start_time = _stat_field(self.pid, _START_TIME)
-        self.death = DeathWatch(self.process)
+        self._pidfd = open_pidfd(self.pid)
+        #: Readable when the process has exited. A pidfd reacts within a millisecond. The fallback is a pipe, which
+        #: children of the process may hold open long after its death.
+        self.death_fd: int = self.process.sentinel if self._pidfd is None else self._pidfd.fd
 
     def signal_group(self, sig: int) -> None:
         """Signal the worker and everything that its environments have started."""
@@ -117,8 +100,9 @@ class WorkerHandle:
         return False  # the system does not say, or the process is gone
 
     def release(self) -> None:
-        """Release what belongs to this process alone; a replacement keeps gate, pipe and stack file."""
-        self.death.close()
+        """Release what belongs to this process alone; a replacement keeps the gate and the stack file."""
+        if self._pidfd is not None:
+            self._pidfd.close()
         with contextlib.suppress(ValueError):  # it still runs in spite of SIGKILL: leave it to the system
             self.process.close()
 

@@ -10,7 +10,6 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing import forkserver
 from typing import Any
 
@@ -24,7 +23,7 @@ from penstock.workers.program import WorkerProcessArgs, WorkerProgram
 
 START_METHODS = ("fork", "forkserver", "spawn")
 
-# They would make libraries believe that a worker is an MPI process.
+# Environment variables with these prefixes would make libraries believe that a worker is an MPI process.
 _MPI_PREFIXES = ("OMPI_", "PMI_")
 
 _start_lock = threading.Lock()
@@ -33,61 +32,55 @@ _start_lock = threading.Lock()
 def post_programs(
     programs: Sequence[WorkerProgram], shares: Sequence[Any]
 ) -> tuple[Mailbox, list[tuple[slice, slice, slice]]]:
-    """Pickle what each worker needs into a new mailbox; a program of several workers is pickled once.
+    """Pickle what each worker needs into a new mailbox. A program that several workers run is pickled once.
 
     Returns the mailbox, and for each worker where its environment variables, program and share lie in it. Raises
     `ConfigError` naming the argument that cannot be pickled.
     """
-    # The variables of today; the fork server has older ones.
+    # The current variables: the fork server has the older ones, from when it was started.
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_PREFIXES)}
-    distinct = list({id(program): program for program in programs}.values())
-    indices = [[id(one) for one in distinct].index(id(program)) for program in programs]
+    distinct = {id(program): program for program in programs}
     try:
-        parts = [bytes(cloudpickle.dumps(part)) for part in (*distinct, *shares)]
+        parts = [bytes(cloudpickle.dumps(part)) for part in (*distinct.values(), *shares)]
     except Exception as error:  # pickling runs the user's code, which may raise anything
-        raise _unpicklable(distinct, shares, error) from error
+        raise _unpicklable(tuple(distinct.values()), shares, error) from error
     mailbox = Mailbox()
-    where, *places = mailbox.post_parts([pickle.dumps(environ), *parts])
-    n = len(distinct)
-    return mailbox, [(where, places[index], places[n + rank]) for rank, index in enumerate(indices)]
+    environ_place, *places = mailbox.post_parts([pickle.dumps(environ), *parts])
+    place_of = dict(zip(distinct, places, strict=False))  # the shares follow
+    own_places = zip(programs, places[len(distinct) :], strict=True)
+    return mailbox, [(environ_place, place_of[id(program)], own) for program, own in own_places]
 
 
 def _unpicklable(programs: Sequence[WorkerProgram], shares: Sequence[Any], error: Exception) -> ConfigError:
+    """The error that names the argument which cannot be pickled."""
     named = {name: part for program in programs for name, part in program.pickled_parts().items()}
     for name, part in {**named, programs[0].share_name: shares}.items():
         try:
             cloudpickle.dumps(part)
         except Exception as cause:
             return ConfigError(
-                f"{name} cannot be pickled for the workers: {cause}. Build such objects inside the function instead of "
-                "closing over them; SerialSampler pickles nothing"
+                f"{name} cannot be pickled for the workers: {cause}. Create such objects inside the function. "
+                "A SerialSampler needs no pickling"
             )
     return ConfigError(f"the workers' program cannot be pickled: {error}")
-
-
-@dataclass(frozen=True)
-class Starter:
-    """The fork server."""
-
-    pid: int
-    alive_fd: int  #: a pipe; the fork server exits when every copy of this end is closed
 
 
 class Launcher:
     """Starts the workers of one pool, and later their replacements.
 
-    Raises `ConfigError` where the start method or this machine's limits do not allow them.
+    Raises `ConfigError` if the start method or this machine's limits do not allow this.
     """
 
     def __init__(self, start_method: str, n_workers: int, preload: Sequence[str]) -> None:
-        """`preload`: modules that workers import, for the fork server to import once. The first pool of this process
-        decides what it imports."""
+        """`preload`: modules that the fork server imports once for all workers. The fork server starts with the first
+        pool, so only the modules of the first pool count."""
         self._start_method, self._preload = start_method, [*preload, "penstock.workers.process"]
         check_limits(n_workers, start_method)
         _refuse_unsafe_fork(start_method)
 
-    def prepare(self) -> Starter | None:
-        """Start the fork server unless it runs; None if this process starts the workers itself."""
+    def prepare(self) -> tuple[int, int] | None:
+        """Start the fork server if it does not run. Returns its process id and the descriptor of a pipe: it exits when
+        all copies of that end are closed. Returns None if this process starts the workers itself."""
         if self._start_method != "forkserver":
             return None
         with _start_lock, _no_main_module():
@@ -96,21 +89,20 @@ class Launcher:
             with _explaining("the fork server"):
                 forkserver.ensure_running()
         server: Any = forkserver._forkserver
-        return Starter(server._forkserver_pid, server._forkserver_alive_fd)
+        return server._forkserver_pid, server._forkserver_alive_fd
 
     @property
-    def dies_with_starter(self) -> bool:
-        """Whether a worker should also ask the kernel to kill it when its starter exits.
+    def dies_with_parent(self) -> bool:
+        """Whether the kernel must kill a worker when its parent exits.
 
-        The fork server exits after the main process and its guardian. That leaves time for the worker's watchdog to
-        release what the worker holds and to kill its whole group. With fork and spawn the kernel would be faster than
-        the watchdog, and what the environments have started would survive; there the guardian kills workers whose
-        interpreter is stuck in C.
+        With forkserver the parent exits after the main process and the guardian, so the worker's watchdog has time to
+        kill the whole process group. With fork and spawn the kernel would come first, and processes that the
+        environments have started would survive. There the guardian kills workers that are stuck in C code.
         """
         return self._start_method == "forkserver"
 
     def make(self, args: WorkerProcessArgs) -> Any:
-        """The `multiprocessing.Process`, not started."""
+        """Make the `multiprocessing.Process`; `start` starts it."""
         context = multiprocessing.get_context(self._start_method)
         name = args.plan.name.removeprefix("the ").replace(" ", "-")
         return context.Process(  # type: ignore[attr-defined]
@@ -121,17 +113,11 @@ class Launcher:
         """Start the process; errors call it `name`."""
         _refuse_unsafe_fork(self._start_method)
         main_module = contextlib.nullcontext() if self._start_method == "fork" else _no_main_module()
-        with _start_lock, main_module, _not_daemonic():
+        with _start_lock, main_module, _not_daemonic(), _explaining(name):
             try:
-                with _explaining(name):
-                    process.start()
-            except BrokenPipeError as error:  # the fork server's child is gone, and its process id with it
+                process.start()
+            except BrokenPipeError as error:  # the child has died before the fork server could send its process id
                 raise WorkerDiedError(f"{name} died before it received its program (start-up)") from error
-            except (EOFError, ConnectionError) as error:
-                raise ConfigError(
-                    f"{name} could not be started: the fork server has exited ({error}). "
-                    "If this machine allows no more processes, lower n_workers or raise the limit (ulimit -u)"
-                ) from error
 
 
 @contextlib.contextmanager
@@ -139,15 +125,17 @@ def _explaining(what: str) -> Iterator[None]:
     """Say what could not be started, and what may help."""
     try:
         yield
-    except (BlockingIOError, MemoryError) as error:
+    except (BlockingIOError, MemoryError, EOFError, ConnectionError) as error:
+        why = f"the fork server has exited ({error})" if isinstance(error, EOFError | ConnectionError) else str(error)
         raise ConfigError(
-            f"{what} could not be started: {error}. This machine allows no more processes: lower n_workers, or "
-            "raise the limit (ulimit -u, the container's pids limit)"
+            f"{what} could not be started: {why}. If this machine allows no more processes, lower n_workers or raise "
+            "the limit (ulimit -u, the container's pids limit)"
         ) from error
 
 
 def _refuse_unsafe_fork(start_method: str) -> None:
-    """A fork copies one thread, and the locks that other threads held: the child may wait for ever."""
+    """Raise `ConfigError` if a fork is not safe: the child would have one thread, and locks that other threads hold for
+    ever."""
     if start_method != "fork":
         return
     others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
@@ -181,9 +169,9 @@ def _no_main_module() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _not_daemonic() -> Iterator[None]:
-    """Let a daemonic process (a data loader's, a pool's) have workers too.
+    """Let a daemonic process have workers, for example a worker of a data loader.
 
-    `multiprocessing` forbids it, since it kills daemonic processes and their children would survive. Workers here
+    `multiprocessing` forbids this: it kills daemonic processes at exit, and their children would survive. Workers here
     always exit with their main process.
     """
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]

@@ -8,52 +8,54 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import TypedDict
 
 from penstock.buffers.reports import ReportBoard
 from penstock.workers import sigint
 from penstock.workers.control import ControlBlock
 from penstock.workers.failures import WorkerFailure, WorkerStatus
 from penstock.workers.handle import WorkerHandle
+from penstock.workers.plan import PoolOptions
 from penstock.workers.progress import Phase, ProgressSnapshot
 from penstock.workers.spinning import spin
 
-_CHECKS_PER_LIMIT = 20
+_CHECKS_PER_LIMIT = 20  # how often progress is checked within one limit
 _CHECK_SECONDS = 0.25  # the longest time between two checks, if there is a limit
-_CLOSE_LOOK_SECONDS = 0.1  # spinning sees no deaths, so that often it gives way to a poll
-_GATHER_SECONDS = 0.001  # after each death, for another with the same cause
-_DYING_SECONDS = 0.5  # for a process that is known to be dying
+_DEATH_CHECK_SECONDS = 0.1  # spinning does not notice deaths: poll at least this often
+_GATHER_SECONDS = 0.001  # how long to wait after a death for others that have the same cause
+_DYING_SECONDS = 0.5  # how long to wait for a process that is known to be dying
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Seconds that a worker may make no progress: in a command (None: no limit), and while it starts."""
+class WaitOptions(TypedDict, total=False):
+    """The arguments of `Monitor.wait`, for type checkers."""
 
-    step: float | None
-    start: float
+    until: Callable[[], bool] | None
+    on_wake: Callable[[], None] | None
+    poll_interval: float
+    interruptible: bool
 
 
 class Monitor:
     """Watches one pool's workers. It finds failures; the pool decides what to do about them."""
 
-    def __init__(self, control: ControlBlock, reports: ReportBoard, limits: Limits, spin_seconds: float) -> None:
-        self._control, self._reports, self._limits, self._spin_seconds = control, reports, limits, spin_seconds
+    def __init__(self, control: ControlBlock, reports: ReportBoard, options: PoolOptions) -> None:
+        self._control, self._reports, self._options = control, reports, options
         self._handles: Sequence[WorkerHandle] = ()
         self._poll = select.poll()
-        self._sources: dict[int, tuple[str, int]] = {}  # by descriptor: its kind and its worker
-        self._spins = True  # whether the last wait was short, so that spinning pays
-        self._looked = -math.inf  # when deaths were last looked for
-        # For each worker: its progress when it last changed, and when that was. One record for all waits, since a
-        # worker may run, and hang, through several of them.
+        self._sources: dict[int, tuple[str, WorkerHandle]] = {}  # by descriptor: "death", "gate" or "pipe", and whose
+        self._last_was_short = True  # whether the last wait was short: then spinning is worth its CPU time
+        self._last_poll = -math.inf  # when deaths were last looked for
+        # For each worker: its last progress, and when that began. It is kept between waits: a worker may hang longer
+        # than one wait lasts.
         self._seen: dict[int, tuple[tuple[ProgressSnapshot, int], float]] = {}
         self._starting: set[int] = set()
         self._set_next_check()
-        self.is_stopped = False  #: True ends every wait: the pool is being closed
+        self.is_closing = False  #: True ends every wait: the pool is being closed
 
     def watch(self, handles: Sequence[WorkerHandle], starting: Iterable[int]) -> None:
-        """Watch these workers from now on. The ranks in `starting` have just been started."""
+        """Watch these workers from now on. The workers of the ranks `starting` have just been started."""
         self._handles = handles
-        self._poll, self._sources = _poll_of(handles)
+        self._poll, self._sources = _poll_of(handles, "death", "gate", "pipe")
         self._starting.update(starting)
         self._set_next_check()
 
@@ -67,62 +69,62 @@ class Monitor:
         """Wait until every worker has arrived at barrier_out, or `until` returns True.
 
         `on_wake` is called at each wake-up, and at least every `poll_interval` seconds. Ctrl-C may end an
-        `interruptible` wait. Returns the workers that have failed meanwhile; [] if the wait is over, or another thread
-        has set `is_stopped`.
+        `interruptible` wait. Returns the workers that have failed, or [] if the wait is over or `is_closing` was set.
         """
         n, began = len(self._handles), time.monotonic()
         pending = self._control.pending(n)
         is_done = until or (lambda: not self._control.pending(n))
-        spins = self._spins
+        spins = self._last_was_short
         failures: list[WorkerFailure] = []
         while True:
-            # Spinning takes CPU from workers: spin if the last wait was short, or for the last worker. `on_wake` may
-            # spin itself.
+            # Spinning takes CPU time from workers. So spin only if the last wait was short or one worker is left, and
+            # never with `on_wake`, which may spin itself.
             if on_wake is None and (spins or len(pending) == 1 < n) and self._spin(is_done):
                 break
             spins = False
+            # Everything may be done already: then poll only once, for deaths.
             is_over = not pending or (on_wake is None and until is not None and until())
             dead = self._sleep(0.0 if is_over else min(poll_interval, self._check_seconds), interruptible)
             pending = self._control.pending(n)
-            if self.is_stopped:
+            if self.is_closing:
                 break
             if dead:
                 failures = self._examine_dead(dead)
             elif time.monotonic() >= self._next_check:
                 failures = self._examine_hung(pending)
-            if failures:
-                break
-            if not pending:
+            if failures or not pending:
                 break
             if on_wake is not None:
                 on_wake()
             if until is not None and until():
                 break
-        self._spins = time.monotonic() - began < 2 * self._spin_seconds
+        self._last_was_short = time.monotonic() - began < 2 * self._options.spin_seconds
         return failures
 
     def _spin(self, is_done: Callable[[], bool]) -> bool:
-        """Spin for a short time; returns whether the wait is over and no closer look is due."""
-        is_over = spin(is_done, self._spin_seconds)
-        return is_over and time.monotonic() - self._looked < _CLOSE_LOOK_SECONDS and not sigint.is_pending()
+        """Spin for a short time. Returns whether the wait is over; False also if deaths or Ctrl-C must be looked for
+        first."""
+        is_over = spin(is_done, self._options.spin_seconds)
+        return is_over and time.monotonic() - self._last_poll < _DEATH_CHECK_SECONDS and not sigint.is_pending()
 
     def _sleep(self, seconds: float, interruptible: bool) -> list[int]:
         """Sleep until something happens, at most `seconds`. Reads messages; returns the ranks of dead workers."""
         dead = []
-        self._looked = asleep = time.monotonic()
+        self._last_poll = asleep = time.monotonic()
         with sigint.allowed() if interruptible else contextlib.nullcontext():
-            ready = self._poll.poll(max(0, round(seconds * 1000)))
+            ready = self._poll.poll(round(seconds * 1000))
         late = time.monotonic() - asleep - seconds
-        if late > self._check_seconds:  # this process was suspended, and so perhaps were the workers: forgive them
+        # This process was suspended, and the workers perhaps too: this time does not count.
+        if late > self._check_seconds:
             self._seen = {rank: (row, since + late) for rank, (row, since) in self._seen.items()}
         for fd, _ in ready:
-            kind, rank = self._sources[fd]
+            kind, handle = self._sources[fd]
             if kind == "gate":
-                self._handles[rank].gate.clear()
+                handle.gate.clear()
             elif kind == "pipe":
-                self._handles[rank].pipe.drain()
+                handle.pipe.drain()
             else:
-                dead.append(rank)
+                dead.append(handle.rank)
         return dead
 
     def await_deaths(self, handles: Sequence[WorkerHandle], seconds: float) -> list[WorkerHandle]:
@@ -130,10 +132,9 @@ class Monitor:
         deadline = time.monotonic() + seconds
         alive = list(handles)
         while alive and (left := deadline - time.monotonic()) > 0:
-            poll, sources = _poll_of(alive, gates=False)
+            poll, sources = _poll_of(alive, "death", "pipe")
             for fd, _ in poll.poll(round(left * 1000)):
-                kind, rank = sources[fd]
-                handle = next(handle for handle in alive if handle.rank == rank)
+                kind, handle = sources[fd]
                 if kind == "pipe":  # a worker may wait for room in its pipe
                     handle.pipe.drain()
                 else:
@@ -147,20 +148,19 @@ class Monitor:
     # ---- failures --------------------------------------------------------------------------
 
     def _examine_dead(self, dead: Sequence[int]) -> list[WorkerFailure]:
-        """Reap the dead workers, and all that die with them."""
+        """Collect the exit codes of the dead workers, and of others that die at the same time."""
         found = set(dead)
         while rest := [handle for handle in self._handles if handle.rank not in found]:
             patience = _DYING_SECONDS if any(handle.is_dying for handle in rest) else _GATHER_SECONDS
-            poll, sources = _poll_of(rest, gates=False, pipes=False)
-            died = {sources[fd][1] for fd, _ in poll.poll(round(patience * 1000))}
+            poll, sources = _poll_of(rest, "death")
+            died = {sources[fd][1].rank for fd, _ in poll.poll(round(patience * 1000))}
             if not died:
                 break
             found |= died
         failures = []
         for rank in sorted(found):
             handle = self._handles[rank]
-            status = self.status(handle)  # before its row is reset
-            exitcode = handle.reap()
+            status, exitcode = self.status(handle), handle.reap()
             failures.append(WorkerFailure(status, exitcode, self._reports.read(rank), handle.stacks.read()))
         return failures
 
@@ -180,14 +180,16 @@ class Monitor:
     # ---- deadlines -------------------------------------------------------------------------
 
     def _set_next_check(self) -> None:
-        """Set when to check the progress rows next. With central inference there are several waits per row."""
-        limits = (self._limits.start if self._starting else None, self._limits.step)
+        """Set the time of the next check. It stays valid from wait to wait, since with central inference each wait may
+        be shorter than the time between two checks."""
+        limits = (self._options.start_timeout if self._starting else None, self._options.step_timeout)
         checks = [min(limit / _CHECKS_PER_LIMIT, _CHECK_SECONDS) for limit in limits if limit is not None]
         self._check_seconds = min(checks, default=3600.0)
         self._next_check = time.monotonic() + self._check_seconds
 
     def _overdue(self, ranks: Sequence[int]) -> list[tuple[int, float]]:
-        """Of these workers, those whose progress rows have not changed for longer than their limit, with the limit."""
+        """Check progress. Returns the workers of `ranks` that made no progress for longer than their limit, each with
+        the limit."""
         now = time.monotonic()
         self._starting = {rank for rank in self._starting if not self._has_started(rank)}
         self._set_next_check()
@@ -195,7 +197,7 @@ class Monitor:
         for rank in ranks:
             # A reply of the inference server is progress too: it may have been slow.
             row = self._control.snapshot(rank), self._control.replied(rank)
-            limit = self._limits.start if rank in self._starting else self._limits.step
+            limit = self._options.start_timeout if rank in self._starting else self._options.step_timeout
             # A worker that waits for the inference server makes no progress, but does not hang.
             if rank not in self._seen or self._seen[rank][0] != row or self._control.is_requesting(rank):
                 self._seen[rank] = row, now
@@ -205,23 +207,18 @@ class Monitor:
 
     def _has_started(self, rank: int) -> bool:
         """Whether a worker that was being started has reached its gate."""
-        # The replacement of a worker that had arrived has that one's counts until the gate is opened again.
-        is_through = self._control.has_begun(rank) and not self._control.has_arrived(rank)
-        return is_through or self._control.snapshot(rank).phase is Phase.WAITING
+        # A replacement begins with the counts of the worker before it. If that one had arrived, only the phase shows
+        # that the replacement has started.
+        runs_command = self._control.has_begun(rank) and not self._control.has_arrived(rank)
+        return runs_command or self._control.snapshot(rank).phase is Phase.WAITING
 
 
-def _poll_of(
-    handles: Sequence[WorkerHandle], *, gates: bool = True, pipes: bool = True
-) -> tuple[select.poll, dict[int, tuple[str, int]]]:
-    """A poll over the workers' deaths, and if asked their gates and pipes; with kind and rank by descriptor."""
+def _poll_of(handles: Sequence[WorkerHandle], *kinds: str) -> tuple[select.poll, dict[int, tuple[str, WorkerHandle]]]:
+    """A poll of these workers' descriptors of `kinds`: "death", "gate", "pipe". By descriptor: its kind and worker."""
     poll, sources = select.poll(), {}
     for handle in handles:
-        watched = [(handle.death.fileno(), "death")]
-        if gates:
-            watched.append((handle.gate.fileno(), "gate"))
-        if pipes:
-            watched.append((handle.pipe.reader.fileno(), "pipe"))
-        for fd, kind in watched:
-            poll.register(fd, select.POLLIN)
-            sources[fd] = kind, handle.rank
+        fds = {"death": handle.death_fd, "gate": handle.gate.fileno(), "pipe": handle.pipe.reader.fileno()}
+        for kind in kinds:
+            poll.register(fds[kind], select.POLLIN)
+            sources[fds[kind]] = kind, handle
     return poll, sources

@@ -1,4 +1,4 @@
-"""Which worker owns which environments and CPUs."""
+"""What a pool is made from: the plan of each worker, and the options of the pool."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from penstock.errors import ConfigError
+from penstock.workers.spinning import SPIN_SECONDS
 
 
 @dataclass(frozen=True)
 class Affinity:
     """Where workers run.
 
-    `cpus`: one entry per worker, each a CPU number or several; None takes the CPUs of this process's own mask in turn.
+    `cpus`: one entry per worker, each a CPU number or several; None takes the CPUs that this process may use, in turn.
     `pin=False` leaves the placement to the system. `torch_threads` is the number of threads that torch, OpenMP and MKL
     use in each worker.
     """
@@ -34,8 +35,7 @@ class WorkerPlan:
     cpus: tuple[int, ...] = ()  #: CPUs to run on; empty: not pinned
     torch_threads: int = 1
     generation: int = 0  #: how many workers with this rank have failed and been replaced
-    server_name: str = ""  #: its name in errors, if it serves other workers and owns no environments
-    can_restart: bool = True
+    server_name: str = ""  #: its name in errors, if it serves other workers and owns no environments; never replaced
 
     @property
     def name(self) -> str:
@@ -46,6 +46,20 @@ class WorkerPlan:
     def env_text(self) -> str:
         """Its environments, for errors; empty if it has none."""
         return f"env_rank {span(self.env_ranks)}" if self.columns else ""
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """How processes are started, how many seconds they may make no progress, and what happens when one fails."""
+
+    start_method: str
+    step_timeout: float | None  #: the limit in a command; None: no limit
+    start_timeout: float  #: the limit during the start
+    max_restarts: int  #: within `restart_window` seconds; 0: failed workers are not replaced
+    restart_window: float
+    spin_seconds: float = SPIN_SECONDS  #: how long the main process and the workers spin before they sleep
+    preload: Sequence[str] = ()  #: modules that the fork server imports once, so that workers start faster
+    keeps_messages: bool = False  #: keep the messages of a dead worker even if it has not completed its command
 
 
 def span(ranks: range) -> str:
@@ -92,8 +106,3 @@ def assign_cpus(affinity: Affinity, n_workers: int, mask: Sequence[int]) -> list
                 + (f": {outside} are not among those this process may use, {list(mask)}" if entry else "")
             )
     return entries
-
-
-def n_workers_default(n_workers: int | None, n_envs: int, mask: Sequence[int]) -> int:
-    """The number of workers: as asked, else one per usable CPU, and never more than environments."""
-    return max(1, min(n_workers or len(mask) or 1, n_envs))

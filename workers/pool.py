@@ -1,4 +1,4 @@
-"""The worker pool: all workers of a sampler or vector environment, started, commanded, replaced and closed as one."""
+"""The worker pool: it starts, commands, replaces and closes the workers of a sampler or vector environment."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from penstock.buffers.reports import ReportBoard
 from penstock.buffers.results import ObjectMessage, ObjectPipe
@@ -24,40 +24,30 @@ from penstock.workers.gates import Gate
 from penstock.workers.guardian import Guardian
 from penstock.workers.handle import WorkerHandle, open_pidfd
 from penstock.workers.launch import Launcher, post_programs
-from penstock.workers.monitor import Limits, Monitor
-from penstock.workers.plan import WorkerPlan
+from penstock.workers.monitor import Monitor, WaitOptions
+from penstock.workers.plan import PoolOptions, WorkerPlan
 from penstock.workers.program import SharedMemory, WorkerProcessArgs, WorkerProgram
 from penstock.workers.progress import Phase
-from penstock.workers.restarts import RestartPolicy, Restarts
-from penstock.workers.spinning import SPIN_SECONDS
+from penstock.workers.restarts import Restarts
 from penstock.workers.stacks import StackFile
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _log = logging.getLogger("penstock")
 
-_ASK_SECONDS = 1.5  # for workers to end their step and close their environments
-_ASK_BROKEN_SECONDS = 0.3  # the same after a failure, when the user waits for the error
-_TERMINATE_SECONDS = 0.3
-_KILL_SECONDS = 0.5
-
-
-@dataclass(frozen=True)
-class PoolOptions:
-    """How processes are started, how long they may make no progress, and what happens when one fails."""
-
-    start_method: str
-    limits: Limits
-    restarts: RestartPolicy
-    spin_seconds: float = SPIN_SECONDS  #: how long each side spins before it sleeps
-    preload: Sequence[str] = ()  #: modules that workers import, for the fork server to import once
-    keeps_messages: bool = False  #: whether messages of a dead worker count, though its command is not completed
+_EXIT_SECONDS = 1.5  # how long workers may take to end their step and close their environments
+_EXIT_BROKEN_SECONDS = 0.3  # shorter after a failure: the user waits for the error
+_TERMINATE_SECONDS = 0.3  # how long to wait after SIGTERM
+_KILL_SECONDS = 0.5  # how long to wait after SIGKILL
 
 
 class WorkerPool:
     """One process per plan, each with its program. Workers run numbered commands, one after another.
 
     `submit` opens the gates for a command, `wait` waits until all workers have completed it, and `run` does both. Every
-    wait is bounded and watches the workers' deaths. The pool owns the workers and everything in `resources`; `close` is
-    the one place that closes them.
+    wait watches the deaths of the workers. The pool owns the workers and everything in `resources`; `close` is the one
+    place that closes them.
     """
 
     def __init__(
@@ -69,38 +59,36 @@ class WorkerPool:
         options: PoolOptions,
         resources: ExitStack,
     ) -> None:
-        """Start one process per plan; `wait` with `starting` follows. `shares[i]` is given to the program of worker i.
+        """Start one process per plan. This does not wait for them: call `wait("start-up")` next.
 
-        The last plan may be that of an inference server, whose gate every worker then wakes too. `resources` are closed
-        after the workers, also if this raises.
+        `shares[i]` is the data that only worker i gets (`WorkerContext.share`). If the last plan is that of an
+        inference server, every worker also wakes the gate of the server. `close` closes `resources` after the workers.
+        If this constructor raises, they are closed too.
         """
-        self._memory, self._options, self._resources, self.control = memory, options, resources, memory.control
+        self._memory, self._options, self.control = memory, options, memory.control
         self._owner_pid = os.getpid()
         self._close_lock = threading.Lock()
         self._closing_thread: int | None = None
         self._is_closed = False
-        self._openings = [0] * len(plans)  # how often each gate is to be open; number one is start-up
+        self._wanted_openings = [0] * len(plans)  # how many openings each gate must reach; number one is start-up
         self._command = Command()
-        self._interrupted: tuple[str, Callable[[], None]] | None = (
-            None  # occasion of a `run`, and what drops its results
-        )
+        # A `run` that is not finished: its occasion, and the function that drops its results.
+        self._unfinished_run: tuple[str, Callable[[], Any]] | None = None
         self.handles: list[WorkerHandle] = []
-        self.restarts = Restarts(options.restarts)
-        with ExitStack() as stack:  # closes everything if there is an exception before the pool can
-            stack.push(resources)
+        self.restarts = Restarts(options.max_restarts, options.restart_window)
+        with resources:  # until `close` works, an exception closes everything here
             self._reports = ReportBoard(len(plans), shared=True)
             resources.callback(self._reports.memory.close)
-            self._monitor = Monitor(self.control, self._reports, options.limits, options.spin_seconds)
+            self._monitor = Monitor(self.control, self._reports, options)
             self._mailbox, self._parts = post_programs(programs, shares)
             resources.callback(self._mailbox.close)
             self._launcher = Launcher(options.start_method, len(plans), options.preload)
-            stack.pop_all()
+            self._resources = resources.pop_all()
         try:
             self._main_process = open_pidfd(os.getpid())
             if self._main_process is not None:
-                resources.callback(self._main_process.close)
-            self._guardian = Guardian(self._launcher.prepare())
-            resources.callback(self._guardian.close)
+                self._owned(self._main_process)
+            self._guardian: Guardian = self._owned(Guardian(self._launcher.prepare()))
             abandon_in_forks(self)
             self._start_all(plans)
         except BaseException:
@@ -108,17 +96,17 @@ class WorkerPool:
             raise
 
     def _start_all(self, plans: Sequence[WorkerPlan]) -> None:
-        spin, server_gate = self._options.spin_seconds, None
+        spin = self._options.spin_seconds
+        server_gate: Any = None
         if plans[-1].server_name:
             server_gate = self._owned(Gate(self.control, plans[-1].worker_rank, spin_seconds=spin))
         for plan in plans:
             with sigint.allowed():
-                pass  # between two workers, neither of which is half started
-            is_server = server_gate is not None and plan is plans[-1]
-            gate = server_gate if is_server and server_gate else None
-            if gate is None:
+                pass  # Ctrl-C may end the start here: no worker is half started now
+            gate = server_gate
+            if not plan.server_name:
                 gate = self._owned(Gate(self.control, plan.worker_rank, spin_seconds=spin, server=server_gate))
-            self._openings[plan.worker_rank] = 1
+            self._wanted_openings[plan.worker_rank] = 1
             self.control.open(plan.worker_rank)
             self._start(plan, gate, ObjectPipe(), self._owned(StackFile()))
         self._monitor.watch(self.handles, starting=range(len(plans)))
@@ -128,7 +116,7 @@ class WorkerPool:
         return resource
 
     def _start(self, plan: WorkerPlan, gate: Gate, pipe: ObjectPipe, stacks: StackFile) -> None:
-        """Start a worker, in the place of the one before if there is one."""
+        """Start a worker. It takes the place of an earlier worker of this rank, if there was one."""
         rank = plan.worker_rank
         environ, program, share = self._parts[rank]
         args = WorkerProcessArgs(
@@ -143,15 +131,16 @@ class WorkerPool:
             pipe=pipe,
             stacks=stacks,
             main_process=self._main_process,
-            dies_with_starter=self._launcher.dies_with_starter,
+            dies_with_parent=self._launcher.dies_with_parent,
             gates=tuple(handle.gate for handle in self.handles) if plan.server_name else (),
         )
-        begun, process = self.control.begun(rank), self._launcher.make(args)
+        begun_at_start = self.control.begun(rank)
+        process = self._launcher.make(args)
         try:
             self._launcher.start(process, plan.name)
             self._guardian.watch(process.pid)
-            handle = WorkerHandle(plan, process, process.pid, gate, pipe, stacks, begun)
-            self.handles[rank : rank + 1] = [handle]
+            handle = WorkerHandle(plan, process, process.pid, gate, pipe, stacks, begun_at_start)
+            self.handles[rank : rank + 1] = [handle]  # replaces the old handle, or appends the first
         except BaseException:  # a second Ctrl-C, for example: no process may exist without a handle
             if process.pid is not None:
                 process.kill()
@@ -161,27 +150,22 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids, by worker rank; last that of an inference server, if it is a process."""
+        """The process ids of the workers by rank, then that of the inference server if it is a process."""
         return [handle.pid for handle in self.handles]
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether `close` has been called."""
-        return self._monitor.is_stopped
 
     def statuses(self) -> list[WorkerStatus]:
         """What every worker is doing now."""
         return [self._monitor.status(handle) for handle in self.handles]
 
-    def take_messages(self, expected: Sequence[int]) -> list[ObjectMessage]:
-        """What the workers have put into their pipes: `expected[i]` messages of worker i.
+    def take_messages(self) -> list[ObjectMessage]:
+        """What the workers have put into their pipes for the last command.
 
-        Raises `TrajectoryCountError` if a worker has sent another number; the pool is closed then.
+        Raises `TrajectoryCountError` if a worker has sent more or fewer messages than it counted; the pool is closed
+        then.
         """
+        counts = self.control.n_results_by_rank(len(self.handles))
         try:
-            # An inference server, the last worker, sends none.
-            pairs = zip(self.handles, expected, strict=False)
-            return [message for handle, n in pairs for message in handle.pipe.take(n)]
+            return [message for handle, n in zip(self.handles, counts, strict=True) for message in handle.pipe.take(n)]
         except SamplerBrokenError:
             self.close(broken=True)
             raise
@@ -189,58 +173,49 @@ class WorkerPool:
     # ---- commands --------------------------------------------------------------------------
 
     def submit(self, command: Command, ranks: Iterable[int] | None = None) -> None:
-        """Open the gates of all workers, or only of `ranks`, for `command`. A worker that runs one runs this next.
+        """Open the gates of all workers, or only of `ranks`, for `command`. A worker that still runs a command runs
+        this one afterwards.
 
         If the wait for an earlier `run` was interrupted, that command is finished first.
         """
-        if self._interrupted is not None:
+        if self._unfinished_run is not None:
             self.finish_interrupted()
         self._submit(command, ranks)
 
     def _submit(self, command: Command, ranks: Iterable[int] | None = None) -> None:
         self.control.stop_eval = False
-        openings = list(self._openings)
+        openings = list(self._wanted_openings)
         for rank in range(len(openings)) if ranks is None else ranks:
             openings[rank] += 1
-        self._command, self._openings = command, openings  # an exception here leaves no gate open alone: see `wait`
+        # One assignment. If an exception comes before all gates are open, `wait` opens the rest.
+        self._command, self._wanted_openings = command, openings
         self._open_gates()
 
     def _open_gates(self) -> None:
-        """Open every gate as often as it is wanted. If an exception comes between two gates, `wait` does the rest."""
+        """Open each gate until it has its wanted number of openings. `wait` calls this again, in case an exception
+        stopped it."""
         opened, command = self.control.opened, self._command
-        for handle, wanted in zip(self.handles, self._openings, strict=True):
+        for handle, wanted in zip(self.handles, self._wanted_openings, strict=True):
             while opened(handle.plan.worker_rank) < wanted:
                 handle.gate.open(command)
 
-    def wait(
-        self,
-        occasion: str,
-        *,
-        until: Callable[[], bool] | None = None,
-        on_wake: Callable[[], None] | None = None,
-        poll_interval: float = 1.0,
-        interruptible: bool = True,
-    ) -> None:
-        """Wait until every worker has completed its last command, or `until` returns True.
+    def wait(self, occasion: str, **how: Unpack[WaitOptions]) -> None:
+        """Wait until every worker has completed its last command. Errors quote `occasion`; for `how` see
+        `Monitor.wait`. After a Ctrl-C, `wait` may be called again.
 
-        Args:
-            occasion: what is waited for; errors quote it.
-            on_wake: called at every wake-up, and at least every `poll_interval` seconds.
-            interruptible: whether Ctrl-C may end the wait; the wait can be repeated.
-
-        Raises `WorkerError`, `WorkerDiedError` or `WorkerTimeoutError` if a worker fails that is not replaced; the pool
+        Raises `WorkerError`, `WorkerDiedError` or `WorkerTimeoutError` if a worker fails and is not replaced; the pool
         is closed then. Raises `SamplerClosedError` if another thread closes the pool.
         """
         try:
             self._open_gates()
-            while failures := self._monitor.wait(until, on_wake, poll_interval, interruptible):
+            while failures := self._monitor.wait(**how):
                 self._replace_or_raise(failures, occasion)
-            if self._monitor.is_stopped:
-                raise SamplerClosedError(f"it was shut down by another thread during {occasion}")
+            if self._monitor.is_closing:
+                raise SamplerClosedError(f"shut down by another thread during {occasion}")
         except SamplerBrokenError as error:
-            add_killed(error, self._close(broken=True))
+            add_killed(error, self.close(broken=True))
             raise
-        except KeyboardInterrupt as interrupt:  # the user need not see where exactly the wait was
+        except KeyboardInterrupt as interrupt:  # a short traceback: the place inside the wait tells the user nothing
             raise interrupt.with_traceback(None) from None
 
     def run(
@@ -250,28 +225,28 @@ class WorkerPool:
         discard: Callable[[], Any],
         *,
         message: bytes | None = None,
-        on_wake: Callable[[], None] | None = None,
-        poll_interval: float = 1.0,
+        **how: Unpack[WaitOptions],
     ) -> None:
-        """Submit `command`, with the message that it has, and wait for it as `wait` does.
+        """Submit `command`, with its `message` if it has one, and wait until it is completed, as `wait` does.
 
-        Ctrl-C ends the wait, not the command: the next command waits for its end first and calls `discard`.
+        Ctrl-C ends the wait, but not the command. The next `submit` or `run` waits for the end of this command and
+        calls `discard`, then begins.
         """
         self.finish_interrupted()
         if message is not None:
             self._memory.mailbox.post(message)
-        self._interrupted = occasion, discard
+        self._unfinished_run = occasion, discard
         self._submit(command)
-        self.wait(occasion, on_wake=on_wake, poll_interval=poll_interval)
-        self._interrupted = None
+        self.wait(occasion, **how)
+        self._unfinished_run = None
 
     def finish_interrupted(self) -> None:
         """Finish a `run` whose wait was interrupted, and drop its results. `submit` and `run` begin with this."""
-        if self._interrupted is not None:
-            occasion, discard = self._interrupted
+        if self._unfinished_run is not None:
+            occasion, discard = self._unfinished_run
             self.control.stop_eval = True
             self.wait(f"{occasion} (interrupted)")
-            self._interrupted = None
+            self._unfinished_run = None
             discard()
 
     # ---- failures --------------------------------------------------------------------------
@@ -279,23 +254,25 @@ class WorkerPool:
     def _replace_or_raise(self, failures: Sequence[WorkerFailure], occasion: str) -> None:
         failed = {failure.rank for failure in failures}
         others = [self._monitor.status(handle) for handle in self.handles if handle.rank not in failed]
-        if not self.restarts.may_replace(failures):
-            raise make_error(failures, others, occasion, self.restarts.refusal(failures))
+        if (refusal := self.restarts.refusal(failures)) is not None:
+            raise make_error(failures, others, occasion, refusal)
         for failure in failures:
             try:
                 self._replace(failure, occasion)
             except (ConfigError, OSError) as error:
-                raise make_error(failures, others, occasion, f"it could not be replaced: {error}") from error
+                raise make_error(
+                    failures, others, occasion, f"{failure.status.plan.name} could not be replaced: {error}"
+                ) from error
         self._monitor.watch(self.handles, starting=failed)
 
     def _replace(self, failure: WorkerFailure, occasion: str) -> None:
-        """Start a new worker in the place of a dead one. It runs again what that one has not completed."""
+        """Start a new worker in the place of a dead one. It repeats the command that the dead one has not completed."""
         rank = failure.rank
         old = self.handles[rank]
         n_lost = self._count_lost(old)
         self.restarts.note(failure, occasion, n_lost)
         _log.warning("%s (%s); it is being replaced, %d trajectories are lost", failure, occasion, n_lost)
-        pipe = old.pipe.replacement(keep=old.gate.arrived or self._options.keeps_messages)
+        pipe = old.pipe.replacement(keep=self.control.has_arrived(rank) or self._options.keeps_messages)
         self._reports.clear(rank)
         old.stacks.clear()
         self.control.reset_row(rank)
@@ -305,29 +282,28 @@ class WorkerPool:
         old.pipe.close()
 
     def _count_lost(self, dead: WorkerHandle) -> int:
-        """Trajectories that are lost with a dead worker."""
+        """How many trajectories are lost with this dead worker."""
         control, rank = self.control, dead.rank
-        if control.begun(rank) == dead.begun_before:
+        if control.begun(rank) == dead.begun_at_start:
             return 0  # it died before its first command
-        is_running = control.has_begun(rank) and not dead.gate.arrived
-        command = control.current_command(rank) if is_running else None
-        return self._memory.count_lost(dead.plan, command, control.snapshot(rank).t, control.n_results(rank))
+        is_running = control.has_begun(rank) and not control.has_arrived(rank)
+        command = control.command(rank, control.opened(rank)) if is_running else None
+        n_results = control.n_results_by_rank(rank + 1)[rank]
+        return self._memory.count_lost(dead.plan, command, control.snapshot(rank).t, n_results)
 
     # ---- closing ---------------------------------------------------------------------------
 
-    def close(self, *, broken: bool = False) -> None:
+    def close(self, *, broken: bool = False) -> list[WorkerFailure]:
         """Close everything: tell every worker to exit, wait, terminate, kill; then close the resources.
 
-        Bounded, never raises, and harmless when repeated. A worker that had to be killed, or whose `env.close` raised,
-        is named in one warning, unless the pool is `broken`.
+        It takes about 2.5 s at most and raises no error. It may be called twice. One warning names the workers
+        that had to be killed and those whose `env.close` raised, unless the pool is `broken`. Returns the workers that
+        something else has killed, if no wait has reported them.
         """
-        self._close(broken=broken)
-
-    def _close(self, *, broken: bool) -> list[WorkerFailure]:
-        """`close`; returns the workers that something else killed, and that no wait has reported yet."""
         me = threading.get_ident()
+        # A fork of the main process owns nothing. A signal handler that interrupts `close` must not wait for it.
         if os.getpid() != self._owner_pid or self._closing_thread == me:
-            return []  # a fork of the main process owns nothing; a signal handler must not wait for itself
+            return []
         with self._close_lock, sigint.deferred():
             if self._is_closed:
                 return []
@@ -341,18 +317,19 @@ class WorkerPool:
         return killed
 
     def _end_workers(self, broken: bool) -> list[WorkerFailure]:
-        forced = self._make_them_exit(_ASK_BROKEN_SECONDS if broken else _ASK_SECONDS)
+        """End all workers, and warn if one did not exit well. Returns as `close` does."""
+        forced = self._make_them_exit(_EXIT_BROKEN_SECONDS if broken else _EXIT_SECONDS)
         complaints, killed, exitcodes = [], [], set()
         for handle in self.handles:
-            is_new = not handle.is_reaped
-            exitcode = handle.reap()  # and what its environments have left
+            is_unreported = not handle.is_reaped
+            exitcode = handle.reap()  # this also kills what its environments have left running
             exitcodes.add(exitcode)
             status, report = self._monitor.status(handle), self._reports.read(handle.rank)
             failure = WorkerFailure(status, exitcode, report)
             if handle.rank in forced:
                 complaints.append(f"{forced[handle.rank]} did not exit while {status.doing} and was killed")
                 continue
-            if is_new and exitcode is not None and exitcode < 0:
+            if is_unreported and exitcode is not None and exitcode < 0:
                 killed.append(failure)
             if report is not None or status.progress.phase is Phase.CLOSING:
                 complaints.append(str(failure))
@@ -368,8 +345,9 @@ class WorkerPool:
         return killed
 
     def _make_them_exit(self, patience: float) -> dict[int, WorkerStatus]:
-        """Tell all workers to exit, wait, terminate, kill. Returns the status of each worker that had to be forced."""
-        self._monitor.is_stopped = self.control.quit = True
+        """Ask all workers to exit, wait, terminate, kill. For each worker that did not exit when asked: what it was
+        doing, by rank."""
+        self._monitor.is_closing = self.control.quit = True
         for handle in self.handles:
             handle.gate.open()
         alive = self._monitor.await_deaths(self.handles, patience)
@@ -381,6 +359,6 @@ class WorkerPool:
         return forced
 
     def abandon(self) -> None:
-        """In a fork of the main process: the workers are not its children."""
+        """In a fork of the main process: make multiprocessing forget the workers, which are not its children."""
         for handle in self.handles:
             multiprocessing.process._children.discard(handle.process)  # type: ignore[attr-defined]

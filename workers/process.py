@@ -1,4 +1,4 @@
-"""The life of a worker process, from its first instruction to its last."""
+"""What a worker process does, from its start to its exit."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def worker_main(args: WorkerProcessArgs) -> None:
     progress = args.memory.control.progress(args.plan.worker_rank)
     try:
         _detach(args)
-        _serve(args)
+        _run_commands(args)
         code = 0
     except MainProcessGone:
         _kill_own_group()  # what the environments have started must end too
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: nothing else would report them
-        if os.getpid() == pid:  # a fork that an environment made must not report for the worker
-            # The phase is still that of the failure: the main process quotes both.
+        if os.getpid() == pid:  # a fork that an environment made must not report in the worker's place
+            # Do not change the phase here: the main process quotes it beside the exception.
             args.reports.write(args.plan.worker_rank, error)
     else:
         progress.enter(Phase.CLOSED)
-    cleanup.run_at_exit()  # exit handlers do not run
+    cleanup.run_at_exit()  # `os._exit` runs no exit handlers
     with contextlib.suppress(Exception):  # standard output may be closed, broken or None
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
 
 
-def _serve(args: WorkerProcessArgs) -> None:
+def _run_commands(args: WorkerProcessArgs) -> None:
     """Build the program, then run one command after another between barrier_in and barrier_out."""
     gate, control = args.gate, args.memory.control
     program: WorkerProgram = args.load(args.program)
@@ -57,22 +57,23 @@ def _serve(args: WorkerProcessArgs) -> None:
     program.build(context)
     limit_threads(args.plan.torch_threads)  # again: unpickling the program may have loaded torch
     gc.freeze()  # garbage collection need not search torch's modules again
-    # Start-up completes opening number one. A replacement finds the gate open for what is not completed.
-    is_replacement = progress.arrived > 0
     try:
+        progress.enter(Phase.WAITING)
+        # The first worker of this rank completes opening number one, the start-up. A replacement must not arrive: this
+        # would complete the command that it has to repeat.
+        if not progress.arrived:
+            gate.arrive(progress)
         while True:
-            progress.enter(Phase.WAITING)
-            if not is_replacement:
-                gate.arrive(progress)  # barrier_out
-            is_replacement = False
             program.idle()
             progress.enter(Phase.WAITING)
-            gate.wait_in(progress, args.main_process)  # barrier_in
+            gate.wait_in(progress)  # barrier_in
             if control.quit:
                 break
             command = progress.command
             progress.begin()
             program.run(command)
+            progress.enter(Phase.WAITING)
+            gate.arrive(progress)  # barrier_out
     except StopCollecting:
         pass
     program.close()
@@ -80,13 +81,15 @@ def _serve(args: WorkerProcessArgs) -> None:
 
 def _detach(args: WorkerProcessArgs) -> None:
     """Give this process its own group, signals, CPUs and environment variables."""
-    os.setpgid(0, 0)  # Ctrl-C reaches the main process only; the main process can kill our children with us
+    # Ctrl-C reaches the main process only, and the main process can kill this process together with its children.
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     args.stacks.install()
     cleanup.announce_to(lambda name: args.reports.announce_cleanup(args.plan.worker_rank, name))
-    if args.dies_with_starter and sys.platform == "linux":
-        # It kills this process even while C code holds the interpreter lock, when the watchdog thread cannot run.
+    if args.dies_with_parent and sys.platform == "linux":
+        # The kernel kills this process when its parent exits, even while C code holds the interpreter lock and the
+        # watchdog thread cannot run.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_watch_main_process, args=(args.main_process,), name="watchdog", daemon=True).start()
     os.environ.clear()
@@ -102,8 +105,7 @@ def _watch_main_process(main_process: InheritedFd | None) -> None:
     if main_process is not None:
         poll = select.poll()
         poll.register(main_process.fileno(), select.POLLIN)
-        while not poll.poll(60_000):
-            pass
+        poll.poll()
     else:
         parent = multiprocessing.parent_process()
         parent_pid = os.getppid()
@@ -114,13 +116,13 @@ def _watch_main_process(main_process: InheritedFd | None) -> None:
     _kill_own_group()
 
 
-_ending = threading.Lock()  # the first thread that finds the main process gone takes it, and never releases it
+_gone_lock = threading.Lock()  # held for ever by the first thread that finds the main process gone
 
 
 def _kill_own_group() -> None:
-    _ending.acquire(timeout=_RELEASE_SECONDS)  # a second thread would kill the first before it has finished
+    _gone_lock.acquire(timeout=_RELEASE_SECONDS)  # a second thread would kill the first before it has finished
     try:
-        # The main thread may be busy, and would hold the interpreter for 5 ms after each of our system calls.
+        # If the main thread is busy, this thread waits up to 5 ms for the interpreter after each system call.
         sys.setswitchinterval(1e-6)
         cleanup.run_at_exit()
     finally:

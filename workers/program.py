@@ -1,16 +1,17 @@
-"""What a worker runs: its program, and what the program finds in its process."""
+"""The program that a worker runs, and its arguments."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.reports import ReportBoard
-from penstock.buffers.results import ObjectPipe
+from penstock.buffers.results import ObjectMessage, ObjectPipe
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.gates import Gate
 from penstock.workers.plan import WorkerPlan
@@ -30,23 +31,23 @@ class SharedMemory(Protocol):
         """Holds the message of a command that has one."""
 
     def count_lost(self, plan: WorkerPlan, command: Command | None, t: int, n_results: int) -> int:
-        """How many trajectories are lost with a worker that dies in row `t` of `command` (None: between two), having
-        noted `n_results`."""
+        """How many trajectories are lost with a worker that died in row `t` of `command` (None: between two commands),
+        after it had sent `n_results` results."""
 
     def close(self) -> None:
         """Close the descriptors; arrays stay valid."""
 
 
 class WorkerProgram(Protocol):
-    """What a worker does. The pool sends it by cloudpickle, so user classes and closures are fine.
+    """What a worker does. The pool pickles it with cloudpickle, so user classes and closures are fine.
 
-    Programs that many workers share are pickled once: what differs between them comes in the context's `share`.
+    A program that several workers run is pickled once. What differs from worker to worker is in `WorkerContext.share`.
     """
 
-    share_name: str  #: what errors call the share: the user's argument
+    share_name: str  #: the name of the share in errors: the argument that the user gave
 
     def pickled_parts(self) -> dict[str, Any]:
-        """Its data by the user's names: errors name the part that cannot be pickled."""
+        """Its data, by the names of the user's arguments. If pickling fails, the error names the part."""
 
     def build(self, context: WorkerContext) -> None:
         """In the worker: build everything. Raises what the user's code raises."""
@@ -61,66 +62,61 @@ class WorkerProgram(Protocol):
         """Close everything that `build` has built. Raises what the user's code raises."""
 
 
-class ResultQueue(Protocol):
-    """Where a program puts objects for the main process. Their number goes into `Progress.n_results`."""
-
-    def put(self, messages: Any, /) -> None:
-        """Send these `ObjectMessage`s."""
-
-
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a program finds in its worker."""
+    """What a worker gives to its program."""
 
     plan: WorkerPlan
-    share: Any  #: the part of the program's data that is this worker's alone
+    share: Any  #: data for this worker only
     memory: Any  #: the pool's `SharedMemory`; each program knows its own class
     progress: Progress
-    results: ResultQueue
-    request: Callable[[int], None] | None = None  #: sends a request to the inference server and waits for the reply
+    put: Callable[
+        [Sequence[ObjectMessage]], None
+    ]  #: sends results to the main process; `Progress.n_results` counts them
+    #: Sends a request to the inference server and waits for the reply; None without a server.
+    request: Callable[[int], None] | None = None
     gate: Gate | None = None  #: None where the program runs in the main process
-    main_process: InheritedFd | None = None  #: a pidfd of the main process, where the system has one
     gates: tuple[Gate, ...] = ()  #: the gates of all workers, for the inference server
 
 
 @dataclass(frozen=True)
 class WorkerProcessArgs:
-    """What a worker process is started with. It contains descriptors, so it can be pickled only at that moment.
+    """What a worker process is started with. It contains descriptors, so it can be pickled only while the process is
+    being started.
 
-    The program lies in a mailbox: `multiprocessing` would send it through a pipe, and would wait for ever if the worker
-    died before it had read all of it.
+    The program lies in a mailbox. `multiprocessing` would send it through a pipe, and would wait for ever if the worker
+    dies before it has read everything.
     """
 
     plan: WorkerPlan
     mailbox: Mailbox
-    environ: slice  #: where the environment variables lie in it, pickled
-    program: slice  #: the program
-    share: slice  #: and this worker's share
+    environ: slice  #: the mailbox's part with the environment variables
+    program: slice  #: the part with the program
+    share: slice  #: the part with this worker's share
     memory: SharedMemory
     gate: Gate
     reports: ReportBoard
     pipe: ObjectPipe
     stacks: StackFile
     main_process: InheritedFd | None
-    dies_with_starter: bool  #: whether the death of the starting process or thread is the main process's
-    gates: tuple[Gate, ...] = ()
+    dies_with_parent: bool  #: whether the kernel must kill the worker when the process that started it exits
+    gates: tuple[Gate, ...] = ()  #: the gates of all workers; only for the inference server
 
     def load(self, part: slice) -> Any:
-        """One part of the mailbox; unpickling the program imports the user's modules."""
+        """Unpickle one part of the mailbox. For the program, this imports the user's modules."""
         return pickle.loads(self.mailbox.read(part))
 
     def context(self) -> WorkerContext:
         """The context of this worker's program."""
         progress = self.memory.control.progress(self.plan.worker_rank)
-        gate, main_process = self.gate, self.main_process
+        self.gate.main_process = self.main_process
         return WorkerContext(
             plan=self.plan,
             share=self.load(self.share),
             memory=self.memory,
             progress=progress,
-            results=self.pipe,
-            request=lambda kind: gate.request(progress, kind, main_process),
-            gate=gate,
-            main_process=main_process,
+            put=self.pipe.put,
+            request=partial(self.gate.request, progress),
+            gate=self.gate,
             gates=self.gates,
         )

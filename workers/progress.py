@@ -111,16 +111,12 @@ class Progress:
         words[PHASE] = _IS_STEPPING
         self._stamps[2 * t + 1] = words[HEARTBEAT] = time.monotonic_ns()
 
-    def begin_row(self, t: int) -> float:
-        """As `begin_acting`, outside a batch: the timeline stays as it is. Returns `time.monotonic()`."""
-        now = time.monotonic()
-        words = self.words
-        words[PHASE] = _IS_ACTING
-        words[T] = t
-        words[HEARTBEAT] = int(now * 1e9)
+    def begin_row(self, t: int) -> None:
+        """As `begin_acting`, outside a batch: the timeline stays as it is."""
+        self.words[T] = t
+        self.enter(Phase.ACTING)
         if self._main[QUIT]:
             raise StopCollecting
-        return now
 
     def end_batch(self, batch_T: int, n_steps: int) -> None:
         """A training batch of `batch_T` rows and `n_steps` environment steps is complete: add to the totals."""
@@ -193,11 +189,6 @@ class Progress:
             raise StopCollecting
         return False
 
-    @property
-    def version(self) -> int:
-        """The version of the parameters in use. The inference server sets it."""
-        return self.words[VERSION]
-
-    @version.setter
-    def version(self, value: int) -> None:
-        self.words[VERSION] = value
+    def note_version(self, version: int) -> None:
+        """Inference server: note the version of the parameters in use."""
+        self.words[VERSION] = version

@@ -17,24 +17,12 @@ ON_WORKER_FAILURE = ("raise", "restart")
 _CORRUPTING = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 
 
-@dataclass(frozen=True)
-class RestartPolicy:
-    """At most `max_restarts` replacements within `window` seconds; 0 never replaces."""
+@dataclass
+class Restarts:
+    """The replacements of one pool so far. At most `max_restarts` are allowed within `window` seconds."""
 
     max_restarts: int
     window: float
-
-    @classmethod
-    def of(cls, on_worker_failure: str, max_restarts: int, window: float) -> RestartPolicy:
-        """The policy for `on_worker_failure`, one of `ON_WORKER_FAILURE`."""
-        return cls(max_restarts if on_worker_failure == "restart" else 0, window)
-
-
-@dataclass
-class Restarts:
-    """The replacements of one pool so far."""
-
-    policy: RestartPolicy
     history: list[tuple[float, str]] = field(default_factory=list)  #: when, and what had happened
     per_worker: Counter[int] = field(default_factory=Counter)
     lost_per_worker: Counter[int] = field(default_factory=Counter)  #: trajectories that were lost
@@ -44,17 +32,13 @@ class Restarts:
         """Replacements so far."""
         return len(self.history)
 
-    def may_replace(self, failures: Sequence[WorkerFailure]) -> bool:
-        """Whether all these workers may be replaced."""
-        return self.policy.max_restarts > 0 and not self.refusal(failures)
-
-    def refusal(self, failures: Sequence[WorkerFailure]) -> str:
-        """Why these workers are not replaced, for the error; empty if they may be, or if none ever is."""
-        if self.policy.max_restarts == 0:
+    def refusal(self, failures: Sequence[WorkerFailure]) -> str | None:
+        """Why these workers are not replaced, for the error. None: they may be. Empty: this pool replaces no worker."""
+        if self.max_restarts == 0:
             return ""
         for failure in failures:
             plan, report = failure.status.plan, failure.report
-            if not plan.can_restart:
+            if plan.server_name:
                 return f"{plan.name} is not replaced: the noise and state that it kept for every environment are lost"
             if failure.exitcode is not None and -failure.exitcode in _CORRUPTING:
                 return (
@@ -64,11 +48,11 @@ class Restarts:
             if report is not None and isinstance(report.exception, PenstockError):
                 return f"{plan.name} is not replaced: the same would happen again"
         recent = self._recent()
-        if len(recent) + len(failures) > self.policy.max_restarts:
+        if len(recent) + len(failures) > self.max_restarts:
             earlier = [f"  {time.monotonic() - when:.1f} s ago: {what}" for when, what in recent]
-            limit = f"max_restarts={self.policy.max_restarts} in {self.policy.window:g} s are used up"
+            limit = f"max_restarts={self.max_restarts} in {self.window:g} s are used up"
             return "\n".join([limit + (", earlier:" if earlier else ""), *earlier])
-        return ""
+        return None
 
     def note(self, failure: WorkerFailure, occasion: str, n_lost: int) -> None:
         """Record that this worker is being replaced, and that `n_lost` trajectories are lost with it."""
@@ -77,5 +61,5 @@ class Restarts:
         self.lost_per_worker[failure.rank] += n_lost
 
     def _recent(self) -> list[tuple[float, str]]:
-        since = time.monotonic() - self.policy.window
+        since = time.monotonic() - self.window
         return [entry for entry in self.history if entry[0] >= since]

@@ -64,6 +64,6 @@ def _shortened(stack: str) -> str:
     """Without the frames below the worker's loop; under fork there are many."""
     lines = stack.rstrip().splitlines()
     for i, line in enumerate(lines):
-        if re.search(r"workers[/\\]process\.py.* in _serve$", line):
+        if re.search(r"workers[/\\]process\.py.* in _run_commands$", line):
             return "\n".join(lines[: i + 1])
     return "\n".join(lines)

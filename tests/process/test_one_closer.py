@@ -19,14 +19,13 @@ from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 from penstock.workers.gates import Gate
 from penstock.workers.guardian import Guardian
-from penstock.workers.handle import DeathWatch, WorkerHandle
+from penstock.workers.handle import WorkerHandle
 from penstock.workers.stacks import StackFile
 
 CLOSERS: list[tuple[type, str]] = [
     (Gate, "close"),
     (ObjectPipe, "close"),
     (StackFile, "close"),
-    (DeathWatch, "close"),
     (Guardian, "close"),
     (Mailbox, "close"),
     (NamedMemory, "close"),

@@ -3,13 +3,22 @@
 import os
 import re
 import signal
+import threading
 import time
 from typing import Any
 
 import psutil
 import pytest
 
-from penstock import EvalCollector, GpuSampler, RandomAgent, ResetCollector, SamplerState, WorkerError
+from penstock import (
+    EvalCollector,
+    GpuSampler,
+    RandomAgent,
+    ResetCollector,
+    SamplerClosedError,
+    SamplerState,
+    WorkerError,
+)
 from penstock.envs import CountingEnv
 from penstock.testing import Fault, InjectedFault, faulty_env
 
@@ -171,3 +180,53 @@ def test_an_environment_that_is_slow_here_makes_nobody_overdue(where: str) -> No
         check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
         assert len(sampler.evaluate_agent(0)) == 3 * 2
         assert sampler.stats().restarts == 0
+
+
+# ---- another thread ------------------------------------------------------------------------
+
+
+class Asking(CountingEnv):
+    """In the process `pid`, its third step asks for something through the pipe `ask`, and waits for `done`."""
+
+    def __init__(self, pid: int = 0, ask: int = -1, done: int = -1) -> None:
+        super().__init__()
+        self.pid, self.ask, self.done, self.calls = pid, ask, done, 0
+
+    def step(self, action: Any) -> Any:
+        self.calls += 1
+        if os.getpid() == self.pid and self.calls == 3:
+            os.write(self.ask, b"x")
+            os.read(self.done, 1)
+        return super().step(action)
+
+
+def test_a_shutdown_by_another_thread_is_no_error_of_an_environment_here() -> None:
+    asked, ask = os.pipe()
+    wait, done = os.pipe()
+
+    def shut_down() -> None:
+        os.read(asked, 1)
+        sampler.shutdown()
+        os.write(done, b"x")
+
+    asking = {"pid": os.getpid(), "ask": ask, "done": wait}
+    with sampler_of(Asking, env_kwargs=[{}] * 5 + [asking]) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        thread = threading.Thread(target=shut_down)
+        thread.start()
+        with pytest.raises(SamplerClosedError, match="shut down by another thread during itr=0"):
+            sampler.obtain_samples(0)
+        thread.join()
+        assert sampler.state is SamplerState.CLOSED
+    for descriptor in (asked, ask, wait, done):
+        os.close(descriptor)
+
+
+def test_a_pool_that_another_thread_has_closed_before_the_wait() -> None:
+    with sampler_of() as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.start_samples(0)
+        assert sampler._pool is not None
+        sampler._pool.close()  # as by a thread that comes between the check of the state and the wait
+        with pytest.raises(SamplerClosedError, match="shut down by another thread during itr=0"):
+            sampler.wait_samples()

@@ -64,7 +64,7 @@ def server_pid(sampler: GpuSampler) -> int:
 def is_idle(sampler: GpuSampler) -> bool:
     """Whether all members have come to their barrier_out."""
     control = sampler._memory.control
-    return all(control.arrived(rank) == control.opened(rank) for rank in range(SERVER_RANK + 1))
+    return all(control.has_arrived(rank) for rank in range(SERVER_RANK + 1))
 
 
 # ---- failures of the server ----------------------------------------------------------------

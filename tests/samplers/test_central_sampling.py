@@ -27,7 +27,8 @@ from penstock import (
 from penstock.buffers.reports import ReportBoard
 from penstock.envs import BatchedCartPole, CountingEnv, EnvContext, NestedEnv
 from penstock.workers.control import ControlBlock
-from penstock.workers.monitor import Limits, Monitor
+from penstock.workers.monitor import Monitor
+from penstock.workers.plan import PoolOptions
 
 HOW: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     "lock-step": (GpuSampler, {"n_workers": 2}),
@@ -357,7 +358,7 @@ def test_a_reply_that_was_slow_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("penstock.workers.monitor.time.monotonic", lambda: now)
     control, reports = ControlBlock(1, 1, shared=False), ReportBoard(1, shared=False)
     control.progress(0).request(1)
-    monitor = Monitor(control, reports, Limits(0.5, 1.0), 0.0)
+    monitor = Monitor(control, reports, PoolOptions("fork", 0.5, 1.0, 0, 60.0, spin_seconds=0.0))
     now = 1.0
     assert monitor._overdue([0]) == []
     now = 9.0

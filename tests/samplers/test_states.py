@@ -303,3 +303,21 @@ def test_repr_shows_state_and_workers(cls: type[Sampler]) -> None:
     assert "waiting at barrier_in" in repr(sampler)
     sampler.shutdown()
     assert "closed" in repr(sampler)
+
+
+@both
+@pytest.mark.parametrize("which", ["observation_space", "action_space"])
+def test_the_example_environment_is_closed_even_if_a_space_cannot_be_recorded(cls: type[Sampler], which: str) -> None:
+    closed = []
+
+    class WithText(CountingEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            setattr(self, which, spaces.Text(5))
+
+        def close(self) -> None:
+            closed.append(which)
+
+    with pytest.raises(SpaceError, match="Text space"):
+        make(cls, env_fn=WithText).initialize(RandomAgent())
+    assert closed == [which]

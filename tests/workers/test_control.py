@@ -90,7 +90,7 @@ def test_every_opening_has_its_own_command(history: list[Command], ahead: int) -
                 assert progress.command == expected
                 progress.arrived += 1
             waiting.clear()
-        assert block.current_command(1) == command
+        assert block.command(1, block.opened(1)) == command
     assert block.opened(0) == 0
 
 
@@ -117,7 +117,7 @@ def test_a_worker_reads_the_words_and_writes_its_row_from_another_process(start_
     child.join()
     child.close()
     assert exitcode == 0
-    assert [block.arrived(rank) for rank in range(WORKERS)] == [0, 42, 0]
+    assert [block.progress(rank).arrived for rank in range(WORKERS)] == [0, 42, 0]
     assert block.snapshot(1).env_rank == 7
     block.memory.close()
 
@@ -218,7 +218,8 @@ def test_the_timeline_holds_the_beginnings_and_the_end_of_the_last_batch(block: 
 
 
 def test_a_row_outside_a_batch_is_not_stamped(block: ControlBlock, clock: Clock) -> None:
-    assert block.progress(0).begin_row(2) == clock.now
+    block.progress(0).begin_row(2)
+    assert block.snapshot(0).heartbeat == pytest.approx(clock.now)
     assert (block.snapshot(0).phase, block.snapshot(0).t) == (Phase.ACTING, 2)
     assert not block.timeline(0).any()
 
@@ -255,12 +256,12 @@ def test_trajectories_count_from_the_opening_that_the_worker_has_noticed(block: 
     progress = block.progress(1)
     for answered, count in enumerate((4, 2)):
         block.open(1)
-        assert block.n_results(1) == 0, "those of the batch before are not of this one"
+        assert block.n_results_by_rank(2) == [0, 0], "those of the batch before are not of this one"
         progress.begin()
-        assert block.n_results(1) == 0
+        assert block.n_results_by_rank(2) == [0, 0]
         progress.n_results += count
-        assert block.n_results(1) == progress.n_results == count
+        assert block.n_results_by_rank(2) == [0, progress.n_results] == [0, count]
         progress.arrived += 1
-        assert block.arrived(1) == progress.arrived == answered + 1
-        assert block.n_results(1) == count
-    assert block.n_results(0) == 0
+        assert block.progress(1).arrived == progress.arrived == answered + 1
+        assert block.has_arrived(1)
+        assert block.n_results_by_rank(2) == [0, count]

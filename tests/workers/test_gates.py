@@ -43,7 +43,7 @@ def test_every_opening_is_answered_once(wake_up_kind: str, spin: bool) -> None:
 
     def worker() -> None:
         for _ in range(200):
-            gate.wait_in(progress, None)
+            gate.wait_in(progress)
             work.append(progress.command.itr)
             gate.arrive(progress)
 
@@ -51,7 +51,7 @@ def test_every_opening_is_answered_once(wake_up_kind: str, spin: bool) -> None:
     thread.start()
     for itr in range(200):
         gate.open(Command(itr))
-        while not gate.arrived:
+        while not control.has_arrived(0):
             select.select([gate.fileno()], [], [], 10)
             gate.clear()
     thread.join(10)
@@ -65,7 +65,7 @@ def test_stray_wake_ups_open_nothing(wake_up_kind: str) -> None:
     entered = threading.Event()
 
     def worker() -> None:
-        gate.wait_in(control.progress(0), None)
+        gate.wait_in(control.progress(0))
         entered.set()
 
     thread = threading.Thread(target=worker)
@@ -84,8 +84,8 @@ def test_a_waiting_worker_notices_the_end_of_the_main_process() -> None:
     gate = Gate(control, 0, spin_seconds=0.0)
     read, write = os.pipe()
     os.close(write)  # readable at once, as the pidfd of a dead process is
-    main_process = InheritedFd(read)
+    gate.main_process = main_process = InheritedFd(read)
     with pytest.raises(MainProcessGone):
-        gate.wait_in(control.progress(0), main_process)
+        gate.wait_in(control.progress(0))
     main_process.close()
     gate.close()

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import ConfigError
+from penstock import ConfigError, ParallelSampler
+from penstock.envs import CountingEnv
 from penstock.samplers.plan import eval_max_T, make_plans
-from penstock.workers.plan import Affinity, assign_cpus, n_workers_default, split
+from penstock.workers.plan import Affinity, assign_cpus, split
 
 counts = st.integers(1, 200)
 
@@ -37,7 +38,8 @@ def test_env_ranks_are_unique_across_workers_and_machines(
 
 @given(batch_B=counts, n_workers=st.none() | counts, cpus=st.integers(0, 64))
 def test_there_are_never_more_workers_than_environments(batch_B: int, n_workers: int | None, cpus: int) -> None:
-    n = n_workers_default(n_workers, batch_B, range(cpus))
+    sampler = ParallelSampler(CountingEnv, batch_T=1, batch_B=batch_B, n_workers=n_workers)
+    n = sampler._count_workers(range(cpus))
     assert 1 <= n <= batch_B
     if n_workers is not None:
         assert n == min(n_workers, batch_B)
