@@ -66,6 +66,7 @@ DEV = [
     "setuptools>=68",
     "wheel",
     "build>=1.2",
+    "joblib>=1.3",  # its processes are one more place where users start samplers
     *ATARI,
     *MUJOCO,
     *DM_CONTROL,

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
+from collections.abc import Sequence
 from multiprocessing import reduction
 from multiprocessing.context import get_spawning_popen
 from typing import Any
+
+_MOST_FDS = 100  # in one message; the system allows 253
+_SEND_SECONDS = 5.0
 
 
 class InheritedFd:
@@ -38,11 +43,50 @@ class InheritedFd:
         return _receive, (reduction.DupFd(self.fd),)
 
 
+class InheritedFds:
+    """Many descriptors of other owners, for one child process.
+
+    A process can be started with about 250 descriptors. These take only one: a socket, through which they follow.
+    """
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        self.fds = list(fds)
+        self._in_transit: InheritedFd | None = None  # stays open until the child has its duplicate
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        receiver, sender = socket.socketpair()
+        self._in_transit = InheritedFd(receiver.detach())
+        with sender:
+            sender.settimeout(_SEND_SECONDS)
+            for first in range(0, len(self.fds), _MOST_FDS):
+                socket.send_fds(sender, [b"."], self.fds[first : first + _MOST_FDS])
+        return _receive_all, (self._in_transit, len(self.fds))
+
+    def close(self) -> None:
+        """Close the socket, once the child has been started."""
+        if self._in_transit is not None:
+            self._in_transit.close()
+
+
+def _receive_all(inherited: InheritedFd, n: int) -> InheritedFds:
+    fds: list[int] = []
+    with socket.socket(fileno=os.dup(inherited.fd)) as receiver:
+        while len(fds) < n:
+            message, received, _, _ = socket.recv_fds(receiver, 1, _MOST_FDS, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+            if not message:
+                raise OSError(f"received {len(fds)} of {n} descriptors: this process may have too many open files")
+            fds += received
+    inherited.close()
+    return InheritedFds(fds)
+
+
 def anonymous_file(name: str) -> InheritedFd:
-    """An empty file without a path, in memory if the system can. `name` is for tools such as lsof."""
-    if hasattr(os, "memfd_create"):
+    """An empty file without a path, in memory if the system has and allows that. `name` is for tools such as lsof."""
+    try:
         return InheritedFd(os.memfd_create(name, os.MFD_CLOEXEC))
-    with tempfile.TemporaryFile() as file:
+    except (AttributeError, OSError):
+        pass
+    with tempfile.TemporaryFile(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as file:
         return InheritedFd(os.dup(file.fileno()))
 
 

@@ -29,7 +29,9 @@ class ServerProgram:
     def build(self, context: WorkerContext) -> None:
         """Build the server."""
         assert context.gate is not None
+        assert context.wakers is not None
         self._context, self._control, self._gate = context, context.memory.control, context.gate
+        self._wake = context.wakers.wake
         self._poll_ms = max(1, round(self.options.heartbeat_seconds * 1000))
         self._worker_cpus = {cpu for plan in self.options.plans for cpu in plan.cpus}
         self._server = InferenceServer(self.options, context.memory)
@@ -54,9 +56,6 @@ class ServerProgram:
                     raise (error.__cause__ or error) from None
                 progress.enter(Phase.SERVING)  # a heartbeat: a server without requests does not hang
                 self._gate.sleep(self._poll_ms)
-
-    def _wake(self, rank: int) -> None:
-        self._context.gates[rank].wake()
 
     def close(self) -> None:
         """Close the server."""

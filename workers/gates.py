@@ -23,9 +23,9 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from penstock.buffers.descriptors import InheritedFd
+from penstock.buffers.descriptors import InheritedFd, InheritedFds
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.progress import Phase, Progress
 from penstock.workers.spinning import spin
@@ -38,12 +38,12 @@ class MainProcessGone(Exception):
 
 
 class WakeUp:
-    """Wakes a process that polls `fileno()`: an eventfd, or a pipe on systems without eventfd."""
+    """Wakes a process that polls `fileno()`: an eventfd, or a pipe where the system has or allows no eventfd."""
 
     def __init__(self) -> None:
-        if hasattr(os, "eventfd"):
+        try:
             self._read = self._write = InheritedFd(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
-        else:
+        except (AttributeError, OSError):
             read, write = os.pipe()
             os.set_blocking(read, False)
             os.set_blocking(write, False)
@@ -54,10 +54,7 @@ class WakeUp:
 
     def notify(self) -> None:
         """Wake the other side."""
-        try:
-            os.write(self._write.fd, b"\1\0\0\0\0\0\0\0")
-        except BlockingIOError:
-            pass  # a full pipe wakes the other side too
+        _notify(self._write.fd)
 
     def clear(self) -> None:
         """Forget the wake-ups that have arrived."""
@@ -70,6 +67,13 @@ class WakeUp:
     def close(self) -> None:
         self._read.close()
         self._write.close()
+
+
+def _notify(fd: int) -> None:
+    try:
+        os.write(fd, b"\1\0\0\0\0\0\0\0")
+    except BlockingIOError:
+        pass  # a full pipe wakes the other side too
 
 
 class Gate:
@@ -104,8 +108,6 @@ class Gate:
     def close(self) -> None:
         self._go.close()
         self._done.close()
-
-    # ---- inference server ------------------------------------------------------------------
 
     def wake(self) -> None:
         """Wake the worker: its request has a reply."""
@@ -156,3 +158,18 @@ class Gate:
             if fd != self._go.fileno():
                 raise MainProcessGone
         self._go.clear()
+
+
+class GateWakers:
+    """Wakes workers from an inference server that is a process. It gets only this part of their gates."""
+
+    def __init__(self, gates: Sequence[Gate]) -> None:
+        self._fds = InheritedFds([gate._go._write.fd for gate in gates])
+
+    def wake(self, rank: int) -> None:
+        """Wake this worker: its request has a reply."""
+        _notify(self._fds.fds[rank])
+
+    def close(self) -> None:
+        """Main process: the server has been started."""
+        self._fds.close()

@@ -6,7 +6,8 @@ guardian depends on neither of these two. It reads from a pipe whose other end t
 end of the main process, whatever the reason.
 
 At first the guardian waits half a second: the watchdogs of the workers also release lock files. During this time it
-keeps the fork server alive, because the exit of the fork server triggers the parent-death signal.
+keeps the fork server alive, because the exit of the fork server triggers the parent-death signal. Then it kills what is
+left, and removes the socket of the fork server and its folder.
 """
 
 from __future__ import annotations
@@ -16,46 +17,62 @@ import os
 import subprocess
 
 from penstock.workers.forks import abandon_in_forks
+from penstock.workers.handle import start_time_of
+from penstock.workers.launch import ForkServer
 
-# Lines "+pid" and "-pid" add and remove a process group; "done" ends the shell. The argument of the script is the
-# process id of the fork server, if there is one.
+# Lines "+pid:start" and "-pid:start" add and remove a worker; "done" ends the shell. `start` is the start time of the
+# worker: if the process has another one, the system has given the process id to a stranger, who must not be killed.
+# The system gives no id away that is still the id of a group. So if there is no such process, the group is the worker's.
+# The arguments of the script are "pid:start" of the fork server and the path of its socket, if there is a fork server.
 _SCRIPT = """
-groups=" "
+end() {
+    pid=${1%:*}
+    if read -r stat < "/proc/$pid/stat"; then
+        set -- "$1" ${stat##*) }
+        [ "${21}" = "${1#*:}" ] || return
+        # A worker that has only just started has no process group yet.
+        kill -s KILL -- "-$pid" || kill -s KILL -- "$pid"
+    else
+        kill -s KILL -- "-$pid"
+    fi
+}
+workers=" "
 while read -r line; do
-    pid=${line#?}
+    worker=${line#?}
     case $line in
         done) exit 0 ;;
-        +*) groups="$groups-$pid " ;;
-        -*) case $groups in *" -$pid "*) groups="${groups%% -$pid *} ${groups#* -$pid }" ;; esac ;;
+        +*) workers="$workers$worker " ;;
+        -*) case $workers in *" $worker "*) workers="${workers%% $worker *} ${workers#* $worker }" ;; esac ;;
     esac
 done
-for seconds in 0.05 0.05 0.1 0.1 0.2; do
-    left=
-    for group in $groups; do
-        kill -s 0 -- "$group" || kill -s 0 -- "${group#-}" && left=some
-    done
-    [ "$left" ] || exit 0
-    sleep "$seconds"
+sleep 0.5
+# The fork server too: while it imports modules, it does not notice the end of the main process.
+for process in $workers $1; do
+    end "$process"
 done
-for group in $groups ${1:+"-$1"}; do
-    # A worker that has only just started has no process group yet.
-    kill -s KILL -- "$group" || kill -s KILL -- "${group#-}"
-done
+if [ "$2" ]; then
+    rm -f -- "$2"
+    rmdir -- "${2%/*}"
+fi
 """
 _END_SECONDS = 1.0
+
+
+def _identity(pid: int) -> str:
+    return f"{pid}:{start_time_of(pid)}"
 
 
 class Guardian:
     """Watches processes and their groups. If no shell can be started, only the watchdogs of the workers watch."""
 
-    def __init__(self, fork_server: tuple[int, int] | None = None) -> None:
-        """`fork_server`: its process id, and the descriptor that keeps it alive."""
+    def __init__(self, fork_server: ForkServer | None = None) -> None:
         self._shell: subprocess.Popen[bytes] | None = None
-        argument, kept = ([str(fork_server[0])], fork_server[1:]) if fork_server else ([], ())
+        self._watched: dict[int, str] = {}  # what the shell was told, by process id
+        arguments = [_identity(fork_server.pid), fork_server.address] if fork_server else []
         with contextlib.suppress(OSError):
             self._shell = subprocess.Popen(
-                ["/bin/sh", "-c", _SCRIPT, "guardian", *argument],
-                pass_fds=kept,
+                ["/bin/sh", "-c", _SCRIPT, "guardian", *arguments],
+                pass_fds=[fork_server.alive_fd] if fork_server else [],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -67,11 +84,12 @@ class Guardian:
 
     def watch(self, pid: int) -> None:
         """Note a worker that has been started."""
-        self._write_line(f"+{pid}")
+        self._watched[pid] = _identity(pid)
+        self._write_line(f"+{self._watched[pid]}")
 
     def forget(self, pid: int) -> None:
-        """Forget a worker whose group is gone: the system may give its process id to another process."""
-        self._write_line(f"-{pid}")
+        """Forget a worker whose group is gone."""
+        self._write_line(f"-{self._watched.pop(pid, pid)}")
 
     def close(self) -> None:
         """End the shell."""

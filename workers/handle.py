@@ -47,7 +47,7 @@ class WorkerHandle:
 
     def __post_init__(self) -> None:
         self.rank = self.plan.worker_rank
-        self._start_time = _stat_field(self.pid, _START_TIME)
+        self.start_time = start_time_of(self.pid)  #: as text; None if the system does not tell
         self._pidfd = open_pidfd(self.pid)
         #: Readable when the process has exited. A pidfd reacts within a millisecond. The fallback is a pipe, which
         #: children of the process may hold open long after its death.
@@ -55,8 +55,8 @@ class WorkerHandle:
 
     def signal_group(self, sig: int) -> None:
         """Signal the worker and everything that its environments have started."""
-        start_time = _stat_field(self.pid, _START_TIME)
-        if start_time is not None and start_time != self._start_time:
+        start_time = start_time_of(self.pid)
+        if start_time is not None and start_time != self.start_time:
             return  # the worker is gone, and the system has given its process id to another process
         try:
             os.killpg(self.pid, sig)
@@ -111,9 +111,9 @@ def _stat_fields(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def _stat_field(pid: int, index: int) -> str | None:
-    """One field of the process's stat; None if the process is gone or the system has no /proc."""
+def start_time_of(pid: int) -> str | None:
+    """When the process was started, in the system's units; None if it is gone or the system has no /proc."""
     try:
-        return _stat_fields(pid)[index]
+        return _stat_fields(pid)[_START_TIME]
     except (OSError, IndexError):
         return None

@@ -11,7 +11,7 @@ import threading
 import types
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
@@ -25,6 +25,8 @@ START_METHODS = ("fork", "forkserver", "spawn")
 
 # Environment variables with these prefixes would make libraries believe that a worker is an MPI process.
 _MPI_PREFIXES = ("OMPI_", "PMI_")
+
+_SAFE_PATH = "PYTHONSAFEPATH"
 
 _start_lock = threading.Lock()
 
@@ -40,6 +42,8 @@ def post_programs(
     # The current variables: the fork server has the older ones, from when it was started.
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_PREFIXES)}
     distinct = {id(program): program for program in programs}
+    if "__mp_main__" in sys.modules:  # this process belongs to a pool; workers cannot import its main module
+        cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
     try:
         parts = [bytes(cloudpickle.dumps(part)) for part in (*distinct.values(), *shares)]
     except Exception as error:  # pickling runs the user's code, which may raise anything
@@ -65,6 +69,14 @@ def _unpicklable(programs: Sequence[WorkerProgram], shares: Sequence[Any], error
     return ConfigError(f"the workers' program cannot be pickled: {error}")
 
 
+class ForkServer(NamedTuple):
+    """The process that forks the workers."""
+
+    pid: int
+    alive_fd: int  #: a pipe: the fork server exits when all copies of this end are closed
+    address: str  #: the path of its socket; empty if it has none
+
+
 class Launcher:
     """Starts the workers of one pool, and later their replacements.
 
@@ -78,18 +90,17 @@ class Launcher:
         check_limits(n_workers, start_method)
         _refuse_unsafe_fork(start_method)
 
-    def prepare(self) -> tuple[int, int] | None:
-        """Start the fork server if it does not run. Returns its process id and the descriptor of a pipe: it exits when
-        all copies of that end are closed. Returns None if this process starts the workers itself."""
+    def prepare(self) -> ForkServer | None:
+        """Start the fork server if it does not run. Returns None if this process starts the workers itself."""
         if self._start_method != "forkserver":
             return None
-        with _start_lock, _no_main_module():
+        with _start_lock, _no_main_module(), _explaining("the fork server"), _no_current_folder():
             if forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined]
                 multiprocessing.set_forkserver_preload(self._preload)
-            with _explaining("the fork server"):
-                forkserver.ensure_running()
+            forkserver.ensure_running()
         server: Any = forkserver._forkserver
-        return server._forkserver_pid, server._forkserver_alive_fd
+        address = server._forkserver_address
+        return ForkServer(server._forkserver_pid, server._forkserver_alive_fd, "" if address[0] == "\0" else address)
 
     @property
     def dies_with_parent(self) -> bool:
@@ -113,7 +124,8 @@ class Launcher:
         """Start the process; errors call it `name`."""
         _refuse_unsafe_fork(self._start_method)
         main_module = contextlib.nullcontext() if self._start_method == "fork" else _no_main_module()
-        with _start_lock, main_module, _not_daemonic(), _explaining(name):
+        known = _known_start_method(self._start_method)
+        with _start_lock, main_module, known, _not_daemonic(), _explaining(name):
             try:
                 process.start()
             except BrokenPipeError as error:  # the child has died before the fork server could send its process id
@@ -131,6 +143,14 @@ def _explaining(what: str) -> Iterator[None]:
             f"{what} could not be started: {why}. If this machine allows no more processes, lower n_workers or raise "
             "the limit (ulimit -u, the container's pids limit)"
         ) from error
+    except FileNotFoundError as error:
+        try:
+            os.getcwd()
+        except OSError:
+            remedy = "the current folder was deleted: change to another one"
+        else:
+            remedy = "set TMPDIR to a folder that can be written, or use start_method='spawn'"
+        raise ConfigError(f"{what} could not be started: {error}. Perhaps {remedy}") from error
 
 
 def _refuse_unsafe_fork(start_method: str) -> None:
@@ -165,6 +185,43 @@ def _no_main_module() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = real
+
+
+@contextlib.contextmanager
+def _no_current_folder() -> Iterator[None]:
+    """Keep the fork server from importing modules of the current folder, where others may have put a `gymnasium.py`.
+
+    It is started as `python -c`, whose import path begins with the current folder. Workers get the import path of this
+    process.
+    """
+    given = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    folder = os.getcwd() if sys.version_info < (3, 11) else None  # Python 3.10 does not know the variable
+    try:
+        if folder is not None:
+            os.chdir("/")
+        yield
+    finally:
+        if folder is not None:
+            os.chdir(folder)
+        if given is None:
+            del os.environ[_SAFE_PATH]
+        else:
+            os.environ[_SAFE_PATH] = given
+
+
+@contextlib.contextmanager
+def _known_start_method(method: str) -> Iterator[None]:
+    """Give children a start method that they know. Pools of other libraries set one of their own, such as joblib's
+    "loky", and a child that is told to use it fails."""
+    contexts: Any = multiprocessing.context._default_context
+    real = contexts._actual_context
+    if real is not None and real.get_start_method() not in START_METHODS:
+        contexts._actual_context = multiprocessing.get_context(method)
+    try:
+        yield
+    finally:
+        contexts._actual_context = real
 
 
 @contextlib.contextmanager

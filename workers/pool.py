@@ -20,7 +20,7 @@ from penstock.workers import cleanup, sigint
 from penstock.workers.control import Command
 from penstock.workers.failures import WorkerFailure, WorkerStatus, add_killed, make_error
 from penstock.workers.forks import abandon_in_forks
-from penstock.workers.gates import Gate
+from penstock.workers.gates import Gate, GateWakers
 from penstock.workers.guardian import Guardian
 from penstock.workers.handle import WorkerHandle, open_pidfd
 from penstock.workers.launch import Launcher, post_programs
@@ -119,6 +119,7 @@ class WorkerPool:
         """Start a worker. It takes the place of an earlier worker of this rank, if there was one."""
         rank = plan.worker_rank
         environ, program, share = self._parts[rank]
+        wakers = GateWakers([handle.gate for handle in self.handles]) if plan.server_name else None
         args = WorkerProcessArgs(
             plan=plan,
             mailbox=self._mailbox,
@@ -132,7 +133,7 @@ class WorkerPool:
             stacks=stacks,
             main_process=self._main_process,
             dies_with_parent=self._launcher.dies_with_parent,
-            gates=tuple(handle.gate for handle in self.handles) if plan.server_name else (),
+            wakers=wakers,
         )
         begun_at_start = self.control.begun(rank)
         process = self._launcher.make(args)
@@ -147,6 +148,9 @@ class WorkerPool:
                 process.join(_KILL_SECONDS)
             pipe.close()
             raise
+        finally:
+            if wakers is not None:
+                wakers.close()
 
     @property
     def pids(self) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import multiprocessing
 import os
 import select
@@ -12,12 +13,16 @@ import signal
 import sys
 import threading
 
+import psutil
+
 from penstock.buffers.descriptors import InheritedFd
 from penstock.workers import cleanup
 from penstock.workers.affinity import limit_threads, pin
 from penstock.workers.gates import MainProcessGone
 from penstock.workers.program import WorkerProcessArgs, WorkerProgram
 from penstock.workers.progress import Phase, StopCollecting
+
+_log = logging.getLogger("penstock")
 
 _PR_SET_PDEATHSIG = 1
 _PARENT_POLL_SECONDS = 0.5
@@ -96,7 +101,10 @@ def _detach(args: WorkerProcessArgs) -> None:
     os.environ.update(args.load(args.environ))
     limit_threads(args.plan.torch_threads)
     if args.plan.cpus:
-        pin(args.plan.cpus)
+        try:
+            pin(args.plan.cpus)
+        except (PermissionError, psutil.AccessDenied) as error:  # a sandbox
+            _log.warning("%s is not pinned to CPUs %s: %s", args.plan.name, list(args.plan.cpus), error)
 
 
 def _watch_main_process(main_process: InheritedFd | None) -> None:

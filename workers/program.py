@@ -13,7 +13,7 @@ from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.reports import ReportBoard
 from penstock.buffers.results import ObjectMessage, ObjectPipe
 from penstock.workers.control import Command, ControlBlock
-from penstock.workers.gates import Gate
+from penstock.workers.gates import Gate, GateWakers
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.progress import Progress
 from penstock.workers.stacks import StackFile
@@ -76,7 +76,7 @@ class WorkerContext:
     #: Sends a request to the inference server and waits for the reply; None without a server.
     request: Callable[[int], None] | None = None
     gate: Gate | None = None  #: None where the program runs in the main process
-    gates: tuple[Gate, ...] = ()  #: the gates of all workers, for the inference server
+    wakers: GateWakers | None = None  #: for the inference server
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class WorkerProcessArgs:
     stacks: StackFile
     main_process: InheritedFd | None
     dies_with_parent: bool  #: whether the kernel must kill the worker when the process that started it exits
-    gates: tuple[Gate, ...] = ()  #: the gates of all workers; only for the inference server
+    wakers: GateWakers | None = None  #: only for the inference server
 
     def load(self, part: slice) -> Any:
         """Unpickle one part of the mailbox. For the program, this imports the user's modules."""
@@ -118,5 +118,5 @@ class WorkerProcessArgs:
             put=self.pipe.put,
             request=partial(self.gate.request, progress),
             gate=self.gate,
-            gates=self.gates,
+            wakers=self.wakers,
         )

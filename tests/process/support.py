@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import statistics
+import struct
 import subprocess
 import sys
 import textwrap
@@ -298,6 +300,39 @@ def python_path() -> str:
     return os.pathsep.join(
         str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path
     )
+
+
+# ---- system calls that are refused -------------------------------------------------------------
+
+#: Their numbers on x86-64.
+SYSCALLS = {"sched_setaffinity": 203, "eventfd2": 290, "memfd_create": 319, "pidfd_open": 434}
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("program", ctypes.c_char_p)]
+
+
+def refusing(name: str, error: int) -> Callable[[], None]:
+    """For `Script(before=...)`: from then on the kernel answers the system call `name` with `error`."""
+    program = b"".join(
+        struct.pack("HBBI", *instruction)
+        for instruction in (
+            (0x20, 0, 0, 0),  # load the number of the system call
+            (0x15, 0, 1, SYSCALLS[name]),  # skip one if it is another
+            (0x06, 0, 0, 0x00050000 | error),  # SECCOMP_RET_ERRNO
+            (0x06, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
+        )
+    )
+
+    def install() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        no_new_privileges, set_seccomp, filter_mode = 38, 22, 2
+        assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
+        assert libc.prctl(set_seccomp, filter_mode, ctypes.byref(_Filter(4, program))) == 0, os.strerror(
+            ctypes.get_errno()
+        )
+
+    return install
 
 
 # ---- environments --------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def test_what_is_redone_is_complete_and_valid_wherever_it_was_cut(mode: str, sta
         sampler.initialize(RandomAgent(), seed=5)
         itr = 0
         for wanted in range(1, scaled(30, 3) + 1):
-            kill.kill([rng.choice(sampler.worker_pids)], rng.uniform(0, 0.02))
+            kill.kill([rng.choice(sampler.worker_pids[: sampler.n_workers])], rng.uniform(0, 0.02))
             while sampler.stats().restarts < wanted:
                 samples, infos = sampler.obtain_samples(itr)
                 check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)

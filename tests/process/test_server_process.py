@@ -420,3 +420,14 @@ def test_what_an_agent_returns_is_checked() -> None:
     ):
         sampler.initialize(TooFew(), seed=0)
         sampler.obtain_samples(0)
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+def test_more_workers_than_one_message_can_have_descriptors(start_method: str) -> None:
+    """The server wakes every worker. The system sends at most 253 descriptors in one message."""
+    with GpuSampler(
+        CountingEnv, batch_T=2, batch_B=130, n_workers=130, server="process", start_method=start_method
+    ) as s:
+        s.initialize(RandomAgent(), seed=0)
+        samples, _ = s.obtain_samples(0)
+        assert samples.env.reward.shape == (2, 130)

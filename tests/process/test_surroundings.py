@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import signal
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from penstock import ParallelSampler, RandomAgent, WorkerDiedError
 from penstock.envs import CountingEnv
 from penstock.workers.handle import WorkerHandle
 
-from .support import BOUND, Script, gone_after, is_running, methods, pause, until
+from .support import BOUND, Script, gone_after, is_running, methods, pause, refusing, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -52,19 +53,93 @@ def test_a_suspended_job_continues(tmp_path: Path, start_method: str) -> None:
         assert script.end(BOUND) == ("", "")
 
 
-def refuse(*_: Any) -> Any:
-    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+# ---- refused system calls ----------------------------------------------------------------------
+
+SAMPLES = """
+from penstock import GpuSampler
+for cls, options in (ParallelSampler, {}), (GpuSampler, {"server": "process"}):
+    with cls(CountingEnv, batch_T=4, batch_B=2, n_workers=2, start_method=METHOD, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        say(sampler.obtain_samples(0)[0].env.reward.shape)
+        os.kill(sampler.worker_pids[1], signal.SIGKILL)
+        try:
+            sampler.obtain_samples(1)
+        except WorkerDiedError as error:
+            say("worker 1" in str(error) and "SIGKILL" in str(error))
+"""
+only_x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="knows the system calls of x86-64 only")
 
 
-@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
-def test_where_pidfd_is_refused_the_sentinel_is_watched(monkeypatch: pytest.MonkeyPatch, start_method: str) -> None:
-    monkeypatch.setattr(os, "pidfd_open", refuse)
-    with ParallelSampler(CountingEnv, batch_T=4, batch_B=2, n_workers=2, start_method=start_method) as sampler:
+@only_x86_64
+@methods("fork", "forkserver")
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EPERM], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["pidfd_open", "eventfd2", "memfd_create"])
+def test_a_refused_system_call_has_a_fallback(tmp_path: Path, name: str, error: int, start_method: str) -> None:
+    with Script(tmp_path, SAMPLES, before=refusing(name, error), METHOD=start_method) as script:
+        output, errors = script.end(60)
+    assert output.split("\n")[:-1] == ["torch.Size([4, 2])", "True"] * 2, errors
+
+
+@only_x86_64
+def test_where_pinning_is_refused_a_worker_says_so_and_runs(tmp_path: Path) -> None:
+    with Script(tmp_path, SAMPLES, before=refusing("sched_setaffinity", errno.EPERM), METHOD="forkserver") as script:
+        output, errors = script.end(60)
+    assert output.count("True") == 2
+    assert "worker 0 is not pinned to CPUs [" in errors
+    assert "Traceback" not in errors
+
+
+# ---- folders -----------------------------------------------------------------------------------
+
+ONE_BATCH = """
+try:
+    with ParallelSampler(CountingEnv, batch_T=4, batch_B=2, n_workers=2, start_method=METHOD) as sampler:
         sampler.initialize(RandomAgent())
         sampler.obtain_samples(0)
-        os.kill(sampler.worker_pids[1], signal.SIGKILL)
-        with pytest.raises(WorkerDiedError, match=r"worker 1 .* was killed by SIGKILL"):
-            sampler.obtain_samples(1)
+        say("batch")
+except ConfigError as error:
+    say(error)
+"""
+
+
+def test_the_fork_server_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "downloads"
+    folder.mkdir()
+    (folder / "gymnasium.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    (folder / "random.py").write_text("raise SystemExit('executed')")
+    body = f"os.chdir({str(folder)!r})\n{ONE_BATCH}say(os.getcwd(), os.environ.get('PYTHONSAFEPATH'))"
+    with Script(tmp_path, body, METHOD="forkserver") as script:
+        assert script.end(60) == (f"batch\n{folder} None\n", "")
+    assert not (tmp_path / "executed").exists()
+
+
+@methods("forkserver", "spawn")
+def test_a_deleted_current_folder_is_named(tmp_path: Path, start_method: str) -> None:
+    body = "import torch; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')" + ONE_BATCH
+    with Script(tmp_path, body, METHOD=start_method) as script:
+        output, errors = script.end(60)
+    assert "the current folder was deleted: change to another one" in output, errors
+
+
+def test_a_missing_folder_for_temporary_files_is_named(tmp_path: Path) -> None:
+    body = "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/nonexistent']" + ONE_BATCH
+    with Script(tmp_path, body, METHOD="forkserver") as script:
+        output, errors = script.end(60)
+    assert "No usable temporary directory" in output, errors
+    assert "set TMPDIR to a folder that can be written" in output
+
+
+def test_a_killed_main_process_leaves_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    body = ONE_BATCH.replace('say("batch")', "say('batch'); time.sleep(60)")
+    with Script(tmp_path, body, METHOD="forkserver") as script:
+        assert script.line() == ["batch"]
+        assert list(tmp_path.glob("pymp-*/listener-*"))
+        os.kill(script.pid, signal.SIGKILL)
+        until(lambda: not list(tmp_path.glob("pymp-*")), "the end of the folder of sockets", 5.0)
+
+
+# ---- environments that do odd things -------------------------------------------------------------
 
 
 class Forks(CountingEnv):
@@ -133,7 +208,7 @@ def test_a_process_id_that_was_given_to_a_stranger_is_not_signalled(monkeypatch:
         (handle,) = sampler._pool.handles  # type: ignore[union-attr]
         assert isinstance(handle, WorkerHandle)
         with monkeypatch.context() as patched:
-            patched.setattr(handle, "_start_time", "1")  # as if the worker had started when the machine did
+            patched.setattr(handle, "start_time", "1")  # as if the worker had started when the machine did
             handle.signal_group(signal.SIGKILL)
             sampler.obtain_samples(0)
         handle.signal_group(signal.SIGKILL)

@@ -95,3 +95,53 @@ def test_its_own_death_is_no_error() -> None:
     guardian._shell.wait()
     guardian.watch(os.getpid())
     guardian.close()
+
+
+def test_a_process_id_that_was_given_to_a_stranger_is_not_signalled() -> None:
+    """The stranger has another start time than the worker."""
+    stranger, worker = sleeper(), sleeper()
+    script = f"""
+        import os, signal
+        from penstock.workers import guardian
+        real = guardian.start_time_of
+        guardian.start_time_of = lambda pid: "1" if pid == {stranger.pid} else real(pid)
+        guardian = guardian.Guardian()
+        guardian.watch({stranger.pid})
+        guardian.watch({worker.pid})
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    try:
+        subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=30, check=False)
+        assert worker.wait(5) == -signal.SIGKILL
+        assert stranger.poll() is None
+    finally:
+        for group in (stranger, worker):
+            group.kill()
+            group.wait()
+
+
+def test_what_is_left_of_a_group_is_killed_when_its_leader_is_gone() -> None:
+    """A worker has exited and was reaped, but a process that its environment has started lives on."""
+    leader = subprocess.Popen(
+        ["/bin/sh", "-c", "sleep 600 > /dev/null & echo $!; read line"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert leader.stdout is not None
+    child = psutil.Process(int(leader.stdout.readline()))
+    script = f"""
+        import os, signal
+        from penstock.workers.guardian import Guardian
+        Guardian().watch({leader.pid})
+        os.write(1, b"x")
+        os.read(0, 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdin=-1, stdout=-1) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.read(1) == b"x"
+        leader.communicate(b"\n")
+        assert child.is_running()
+        owner.communicate(b"x")
+    child.wait(5)

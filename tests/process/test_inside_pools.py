@@ -1,0 +1,66 @@
+"""Samplers in processes of other pools: multiprocessing's, torch's and joblib's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .support import python_path
+
+pytestmark = pytest.mark.timeout(200)
+
+SCRIPT = """
+import sys
+import gymnasium as gym
+import numpy as np
+from penstock import ParallelSampler, RandomAgent
+from penstock.vector import ShmVectorEnv
+
+class MyEnv(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+    def step(self, action):
+        return np.zeros(2, np.float32), 1.0, False, False, {"of": MyEnv}
+
+def run(i):
+    with ShmVectorEnv([MyEnv], context=sys.argv[2]) as envs:
+        envs.reset()
+        assert envs.step([0])[4]["of"][0].__name__ == "MyEnv"
+        assert envs.apply(lambda env: type(env).__name__) == ("MyEnv",)
+    with ParallelSampler(MyEnv, batch_T=3, batch_B=2, n_workers=1, start_method=sys.argv[2]) as sampler:
+        sampler.initialize(RandomAgent(), seed=i)
+        return float(sampler.obtain_samples(0)[0].env.reward.sum())
+
+if __name__ == "__main__":
+    if sys.argv[1] == "loky":
+        from joblib import Parallel, delayed
+        print(Parallel(n_jobs=2)(delayed(run)(i) for i in range(2)))
+    elif sys.argv[1] == "torch":
+        import torch.multiprocessing
+        torch.multiprocessing.spawn(run, nprocs=2)
+        print([6.0, 6.0])
+    else:
+        import multiprocessing
+        with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
+            print(pool.map(run, range(2)))
+"""
+
+
+@pytest.mark.parametrize("pool", ["spawn", "forkserver", "torch", "loky"])
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_classes_of_the_script_reach_the_workers(tmp_path: Path, pool: str, start_method: str) -> None:
+    if pool == "loky":
+        pytest.importorskip("joblib")
+    elif start_method == "spawn" and pool != "spawn":
+        pytest.skip("one pool is enough for the slowest start method")
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    command = [sys.executable, str(path), pool, start_method]
+    env = {**os.environ, "PYTHONPATH": python_path()}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=tmp_path, env=env)
+    assert done.stdout == "[6.0, 6.0]\n", done.stderr
