@@ -118,7 +118,7 @@ class SerialPool:
         self._worker = LocalWorker(plan, program, memory)
         self.restarts = Restarts(max_restarts=0, window=0.0)  # there is no process to replace
         self._error: WorkerError | None = None
-        self._is_closed = False
+        self.is_closed = False
         self._run(lambda: self._worker.build(share), "start-up")
 
     def submit(self, command: Command) -> None:
@@ -170,7 +170,7 @@ class SerialPool:
 
     def close(self, *, broken: bool = False) -> None:
         """Close the environments, then the resources. It raises no error, and it may be called twice."""
-        if not self._is_closed:
-            self._is_closed = True
+        if not self.is_closed:
+            self.is_closed = True
             self._worker.close(broken=broken)
             self._resources.close()

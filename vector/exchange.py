@@ -91,6 +91,11 @@ class Exchange:
     def _info_of(self, i: int) -> dict[str, Any]:
         infos: Mapping[str, Any] = {}
         if self._info_seq[i] == self._requested[i]:
+            if i not in self._inbox:
+                raise EnvCallError(
+                    f"the info of env_rank {i} is lost: an exception of a signal handler interrupted the call that "
+                    "received it. This step's results are lost with it; the next step works"
+                )
             infos = {kind: _unpickled(info, i) for kind, info in self._inbox.pop(i).items()}
         final: dict[str, Any] = {}
         if self._same_step and (self.terminated[i] or self.truncated[i]):

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import enum
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
-from typing import Any, Generic, TypeVar
+from types import FrameType
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from penstock.errors import SamplerBrokenError, SamplerClosedError, SamplerStateError
 from penstock.workers import sigint
 
 _State = TypeVar("_State", bound=enum.Enum)
+
+
+class _Call(NamedTuple):
+    """A call that is running."""
+
+    name: str
+    thread: int
+    frame: FrameType  #: of the method that the user has called
 
 
 class CallGuard(Generic[_State]):
@@ -30,8 +40,8 @@ class CallGuard(Generic[_State]):
         self._noun, self._close_call = noun, close_call
         self._pool: Any = None
         self._pid = os.getpid() if owned_by_process else None
-        self._running: str | None = None
-        self._lock = threading.Lock()
+        # At most one entry, under the key 0. No signal handler and no other thread runs within `setdefault`.
+        self._running: dict[int, _Call] = {}
         self._error: SamplerBrokenError | None = None
 
     @contextmanager
@@ -47,21 +57,41 @@ class CallGuard(Generic[_State]):
                 f"{self._noun} and its workers: make a {self._noun} in this process"
             )
         with sigint.deferred():
-            if not self._lock.acquire(blocking=False):
-                raise SamplerStateError(
-                    f"{name} was called while {self._running} is running in another thread: one call at a time"
-                )
+            call = _Call(name, threading.get_ident(), sys._getframe(2))
             try:
-                self._running = name
+                if self._running.setdefault(0, call) is not call:
+                    self._take_over(call)
                 if self.state not in allowed:
                     raise self._refusal(name)
                 yield
             except SamplerBrokenError as error:
                 self._error, self.state = error, self._broken
                 raise
+            except BaseException as error:
+                if self._pool is not None and self._pool.is_closed and self.state is not self._closed:
+                    self._error = SamplerBrokenError(
+                        f"{name} was interrupted by {type(error).__name__} while it gave a command to the workers"
+                    )
+                    self.state = self._broken
+                raise
             finally:
-                self._running = None
-                self._lock.release()
+                if 0 in self._running and self._running[0] is call:
+                    del self._running[0]
+
+    def _take_over(self, call: _Call) -> None:
+        """Raise `SamplerStateError` if another call is running. It is not if an exception of a signal handler has ended
+        it before it could say so."""
+        running = self._running[0]
+        for top in sys._current_frames().values():
+            frame: FrameType | None = top
+            while frame is not None and frame is not running.frame:
+                frame = frame.f_back
+            if frame is not None:
+                where = "" if running.thread == call.thread else " in another thread"
+                raise SamplerStateError(
+                    f"{call.name} was called while {running.name} is running{where}: one call at a time"
+                )
+        self._running[0] = call
 
     def start(self, owner: Any, pool: Any) -> None:
         """Wait until the workers of `pool` are ready. From now on the pool is closed with `owner`, and at exit."""

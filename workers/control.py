@@ -117,7 +117,8 @@ class ControlBlock:
         """Main process: publish one more command for this worker and count the opening of its gate."""
         number = self._opened[worker_rank] + 1
         slot = number % _RING
-        if number - self._rows[worker_rank, ARRIVED] > _RING and self.command(worker_rank, slot) != command:
+        is_full = number - self._rows[worker_rank, ARRIVED] > _RING and not self.quit
+        if is_full and self.command(worker_rank, slot) != command:
             raise RuntimeError(f"worker {worker_rank} has {_RING} commands open: wait for it before the next")
         commands = self._commands
         commands[worker_rank, slot, _ITR] = command.itr

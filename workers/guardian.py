@@ -22,17 +22,22 @@ from penstock.workers.launch import ForkServer
 
 # Lines "+pid:start" and "-pid:start" add and remove a worker; "done" ends the shell. `start` is the start time of the
 # worker: if the process has another one, the system has given the process id to a stranger, who must not be killed.
-# The system gives no id away that is still the id of a group. So if there is no such process, the group is the worker's.
-# The arguments of the script are "pid:start" of the fork server and the path of its socket, if there is a fork server.
+# The system gives no id away that is still the id of a group. So without such a process, the group is the worker's.
+# The arguments of the script are "pid:start" of the main process and of the fork server, and the path of the socket of
+# the fork server. The last two are empty without a fork server.
 _SCRIPT = """
+exists() {
+    read -r stat < "/proc/${1%:*}/stat" || return
+    set -- "$1" ${stat##*) }
+    state=$2
+    [ "${21}" = "${1#*:}" ]
+}
 end() {
     pid=${1%:*}
-    if read -r stat < "/proc/$pid/stat"; then
-        set -- "$1" ${stat##*) }
-        [ "${21}" = "${1#*:}" ] || return
+    if exists "$1"; then
         # A worker that has only just started has no process group yet.
         kill -s KILL -- "-$pid" || kill -s KILL -- "$pid"
-    else
+    elif ! [ -e "/proc/$pid" ]; then
         kill -s KILL -- "-$pid"
     fi
 }
@@ -46,13 +51,16 @@ while read -r line; do
     esac
 done
 sleep 0.5
-# The fork server too: while it imports modules, it does not notice the end of the main process.
-for process in $workers $1; do
-    end "$process"
+for worker in $workers; do
+    end "$worker"
 done
-if [ "$2" ]; then
-    rm -f -- "$2"
-    rmdir -- "${2%/*}"
+# The pipe is also closed if an exception ends `close`. Then the main process needs its fork server.
+exists "$1" && [ "$state" != Z ] && exit
+# While it imports modules, the fork server does not notice the end of the main process.
+[ "$2" ] && end "$2"
+if [ "$3" ]; then
+    rm -f -- "$3"
+    rmdir -- "${3%/*}"
 fi
 """
 _END_SECONDS = 1.0
@@ -68,10 +76,10 @@ class Guardian:
     def __init__(self, fork_server: ForkServer | None = None) -> None:
         self._shell: subprocess.Popen[bytes] | None = None
         self._watched: dict[int, str] = {}  # what the shell was told, by process id
-        arguments = [_identity(fork_server.pid), fork_server.address] if fork_server else []
+        arguments = [_identity(fork_server.pid), fork_server.address] if fork_server else ["", ""]
         with contextlib.suppress(OSError):
             self._shell = subprocess.Popen(
-                ["/bin/sh", "-c", _SCRIPT, "guardian", *arguments],
+                ["/bin/sh", "-c", _SCRIPT, "guardian", _identity(os.getpid()), *arguments],
                 pass_fds=[fork_server.alive_fd] if fork_server else [],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,

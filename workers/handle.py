@@ -74,9 +74,9 @@ class WorkerHandle:
         if not self.is_reaped:
             self.signal_group(signal.SIGKILL)
             self.process.join(_REAP_SECONDS)
-        code: int | None = self.process.exitcode
-        self.is_reaped = True
-        return code
+            self._exitcode: int | None = self.process.exitcode
+            self.is_reaped = True
+        return self._exitcode
 
     @property
     def is_stopped(self) -> bool:

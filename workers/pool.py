@@ -69,7 +69,8 @@ class WorkerPool:
         self._owner_pid = os.getpid()
         self._close_lock = threading.Lock()
         self._closing_thread: int | None = None
-        self._is_closed = False
+        self._have_ended = False  # the workers
+        self.is_closed = False
         self._wanted_openings = [0] * len(plans)  # how many openings each gate must reach; number one is start-up
         self._command = Command()
         # A `run` that is not finished: its occasion, and the function that drops its results.
@@ -184,14 +185,22 @@ class WorkerPool:
         """
         if self._unfinished_run is not None:
             self.finish_interrupted()
-        self._submit(command, ranks)
+        self._submit_or_close(command, ranks)
+
+    def _submit_or_close(self, command: Command, ranks: Iterable[int] | None = None) -> None:
+        """`submit`. An exception of a signal handler, or a second Ctrl-C, closes the pool: nothing tells how far the
+        command has come."""
+        try:
+            self._submit(command, ranks)
+        except BaseException:
+            self.close(broken=True)
+            raise
 
     def _submit(self, command: Command, ranks: Iterable[int] | None = None) -> None:
         self.control.stop_eval = False
         openings = list(self._wanted_openings)
         for rank in range(len(openings)) if ranks is None else ranks:
             openings[rank] += 1
-        # One assignment. If an exception comes before all gates are open, `wait` opens the rest.
         self._command, self._wanted_openings = command, openings
         self._open_gates()
 
@@ -240,7 +249,7 @@ class WorkerPool:
         if message is not None:
             self._memory.mailbox.post(message)
         self._unfinished_run = occasion, discard
-        self._submit(command)
+        self._submit_or_close(command)
         self.wait(occasion, **how)
         self._unfinished_run = None
 
@@ -309,13 +318,15 @@ class WorkerPool:
         if os.getpid() != self._owner_pid or self._closing_thread == me:
             return []
         with self._close_lock, sigint.deferred():
-            if self._is_closed:
+            if self.is_closed:
                 return []
             self._closing_thread = me
             try:
-                killed = self._end_workers(broken)
+                # An exception of a signal handler may end this anywhere. Then the next call does the rest.
+                killed = [] if self._have_ended else self._end_workers(broken)
+                self._have_ended = True
                 self._resources.close()
-                self._is_closed = True
+                self.is_closed = True
             finally:
                 self._closing_thread = None
         return killed
@@ -352,9 +363,10 @@ class WorkerPool:
         """Ask all workers to exit, wait, terminate, kill. For each worker that did not exit when asked: what it was
         doing, by rank."""
         self._monitor.is_closing = self.control.quit = True
-        for handle in self.handles:
+        alive = [handle for handle in self.handles if not handle.is_reaped]
+        for handle in alive:
             handle.gate.open()
-        alive = self._monitor.await_deaths(self.handles, patience)
+        alive = self._monitor.await_deaths(alive, patience)
         forced = {handle.rank: self._monitor.status(handle) for handle in alive}
         for sig, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
             for handle in alive:
