@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,9 @@ def serve(case: str, once: bool) -> None:
 # ---- in the process that compares --------------------------------------------------------------------
 
 
+_numbers = count()
+
+
 class Version:
     """A process of one version, at one case."""
 
@@ -277,7 +281,13 @@ class Version:
             stdout=subprocess.PIPE,
             text=True,
             # More threads would disturb the other version's turn.
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            # And each version may use all CPUs, though the other has claimed them.
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": "1",
+                "PENSTOCK_CPU_NAMESPACE": f"-{next(_numbers)}",
+            },
         )
         hello = self._read()
         self.missing: str | None = hello.get("missing")

@@ -30,6 +30,7 @@ from penstock.workers import sigint
 from penstock.workers.arguments import integer
 from penstock.workers.call_guard import CallGuard
 from penstock.workers.control import Command
+from penstock.workers.cpu_claims import CpuClaims
 from penstock.workers.plan import Affinity
 from penstock.workers.pool import WorkerPool
 
@@ -168,11 +169,13 @@ class Sampler(ABC):
             self.seed = seed = fresh_seed() if seed is None else integer("seed", seed, 0, None)
             if not isinstance(affinity, Affinity):
                 affinity = Affinity(cpus=affinity)
-            self._plans = plans = self._make_plans(affinity, rank)
             self._agent = agent
-            shared, central = self._shared_memory, self._central
-            setup = Setup(plans, seed, world_size, bootstrap_value, traj_info_kwargs, shared, central)
             with ExitStack() as resources:
+                self._cpu_claims = CpuClaims()
+                resources.callback(self._cpu_claims.close)
+                self._plans = plans = self._make_plans(affinity, rank)
+                shared, central = self._shared_memory, self._central
+                setup = Setup(plans, seed, world_size, bootstrap_value, traj_info_kwargs, shared, central)
                 with sigint.allowed():  # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest
                     allocation = allocate(self.config, agent, setup, resources)
                 self._memory = allocation.memory
@@ -338,7 +341,9 @@ class Sampler(ABC):
         if self._pool is None:
             return f"<{name} {state}: {size}>"
         restarts = f", {n} restarts" if (n := self._pool.restarts.total) else ""
-        heading = f"<{name} {state}: {size}, seed={self.seed}, {len(self._plans)} workers{restarts}"
+        cpus = sorted({cpu for plan in self._plans for cpu in plan.cpus})
+        pinned = f"on CPUs {', '.join(map(str, cpus))}" if cpus else "not pinned"
+        heading = f"<{name} {state}: {size}, seed={self.seed}, {len(self._plans)} workers, {pinned}{restarts}"
         if self.state in (SamplerState.BROKEN, SamplerState.CLOSED):
             return f"{heading}>"
         statuses = self._pool.statuses()

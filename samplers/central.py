@@ -248,5 +248,7 @@ class AlternatingSampler(GpuSampler):
             # Worker i of one half shares its CPU with worker i of the other.
             n_workers = self._count_workers(mask)
             middle = n_workers - n_workers // 2
-            affinity = replace(affinity, cpus=[mask[i % middle % len(mask)] for i in range(n_workers)])
+            chosen = self._cpu_claims.choose(affinity, middle, mask)
+            cpus = [chosen[i % middle % len(chosen)] for i in range(n_workers)] if chosen else None
+            affinity = replace(affinity, cpus=cpus, pin=bool(cpus))
         return super()._make_plans(affinity, rank)

@@ -31,10 +31,12 @@ class ParallelSampler(Sampler):
         wanted, n_workers = self.config.n_workers, self._count_workers(mask)
         if wanted is not None and wanted > n_workers:
             _log.warning("n_workers=%d for batch_B=%d environments: %d are enough", wanted, self.batch_B, n_workers)
+        cpus = assign_cpus(affinity, n_workers, self._cpu_claims.choose(affinity, n_workers, mask))
+        self._cpu_claims.hold(cpu for own in cpus for cpu in own)
         return make_plans(
             self.batch_B,
             self.config.eval_n_envs,
-            assign_cpus(affinity, n_workers, mask),
+            cpus,
             torch_threads=affinity.torch_threads,
             rank=rank,
             n_local=self._count_local_envs(n_workers),

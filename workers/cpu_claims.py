@@ -1,0 +1,91 @@
+"""Claims on CPUs: several processes on one machine must not all pin their workers to the first CPUs.
+
+A claim is a name in the kernel's abstract namespace of Unix sockets. All processes that share the network see it, only
+one socket can have it, and the kernel frees it when its process ends. Other systems than Linux have no claims.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from penstock.workers.plan import Affinity
+
+#: Processes with different values of this environment variable do not see each other's claims.
+NAMESPACE_VARIABLE = "PENSTOCK_CPU_NAMESPACE"
+
+_lock = threading.RLock()
+_sockets: dict[int, socket.socket] = {}  # by CPU: what this process has claimed
+_users: Counter[int] = Counter()  # how many samplers and vector environments of this process use a CPU
+
+
+class CpuClaims:
+    """The CPUs to which one sampler or vector environment pins workers. Several of one process may share a CPU."""
+
+    def __init__(self) -> None:
+        self._cpus: list[int] = []
+
+    def choose(self, affinity: Affinity, n: int, mask: Sequence[int]) -> Sequence[int]:
+        """The CPUs of `mask` that workers may be pinned to.
+
+        By default these are `n` CPUs (or all, if there are fewer) that no other process has claimed, first those that
+        nothing in this process uses. They are empty if there are not enough. If `affinity` says more, it is `mask`.
+        """
+        if affinity.cpus is not None or not affinity.pin:
+            return mask
+        with _lock:
+            chosen = [cpu for cpu in sorted(mask, key=lambda cpu: _users[cpu]) if _is_ours(cpu)][: min(n, len(mask))]
+            if len(chosen) < min(n, len(mask)):
+                chosen = []
+            self.hold(chosen)
+            _release_unused()
+        return sorted(chosen, key=mask.index)
+
+    def hold(self, cpus: Iterable[int]) -> None:
+        """Claim `cpus` as far as they are free, until `close`."""
+        with _lock:
+            for cpu in set(cpus) - set(self._cpus):
+                _is_ours(cpu)
+                _users[cpu] += 1
+                self._cpus.append(cpu)
+
+    def close(self) -> None:
+        """Give the CPUs back; harmless when repeated."""
+        with _lock:
+            while self._cpus:
+                _users[self._cpus.pop()] -= 1
+            _release_unused()
+
+
+def _is_ours(cpu: int) -> bool:
+    """Whether this process has claimed the CPU. It tries to."""
+    if cpu in _sockets or sys.platform != "linux":
+        return True
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0penstock-cpu-{cpu}{os.environ.get(NAMESPACE_VARIABLE, '')}")
+    except OSError:  # another process has it
+        claim.close()
+        return False
+    _sockets[cpu] = claim
+    return True
+
+
+def _release_unused() -> None:
+    for cpu in [cpu for cpu in _sockets if not _users[cpu]]:
+        _sockets.pop(cpu).close()
+
+
+def _abandon() -> None:
+    """In a fork: an open copy of a socket would keep the claim after its owner has ended."""
+    for claim in _sockets.values():
+        claim.close()
+    _sockets.clear()
+    _users.clear()
+
+
+os.register_at_fork(after_in_child=_abandon)
