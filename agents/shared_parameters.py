@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.named import NamedArrays
+from penstock.buffers.ordering import fence
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.errors import ConfigError, SamplerStateError
 
@@ -59,9 +60,12 @@ class SharedParameters:
                     f"{target.shape} and {target.dtype}: initialize a new sampler for a new model"
                 )
         self._stamps[version % 2] = 2 * version - 1
+        fence()
         for target, value in zip(targets, parameters.values(), strict=True):
             target[...] = value
+        fence()
         self._stamps[version % 2] = 2 * version
+        fence()
         self._version[0] = version
 
     def read(self) -> tuple[dict[str, npt.NDArray[Any]], int]:
@@ -69,7 +73,9 @@ class SharedParameters:
         slots = self.memory.arrays.slots.values()
         for _ in range(_MOST_READS):
             version = self.version
+            fence()
             values = [field.copy() for field in slots[version % 2].values()]
+            fence()
             if self._stamps[version % 2] == 2 * version:
                 return dict(zip(self._names, values, strict=True)), version
         raise SamplerStateError(

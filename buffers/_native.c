@@ -10,6 +10,7 @@
 #include <numpy/arrayobject.h>
 
 #include <math.h>
+#include <stdatomic.h>
 #include <string.h>
 
 typedef PyObject *const *Arguments;
@@ -380,10 +381,20 @@ static PyObject *sum_episodes(PyObject *Py_UNUSED(module), Arguments arguments, 
     return PyLong_FromSsize_t(record - (Record *)records.data);
 }
 
+/* ---- memory ordering --------------------------------------------------------------------------- */
+
+static PyObject *fence(PyObject *Py_UNUSED(module), Arguments Py_UNUSED(arguments), Py_ssize_t n) {
+    if (!check_arguments(n, 0)) {
+        return NULL;
+    }
+    atomic_thread_fence(memory_order_seq_cst);
+    Py_RETURN_NONE;
+}
+
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 
 static PyMethodDef functions[] = {
-    FUNCTION(put_row), FUNCTION(put_cell), FUNCTION(step_ordinary), FUNCTION(sum_episodes), {NULL, NULL, 0, NULL},
+    FUNCTION(put_row), FUNCTION(put_cell), FUNCTION(step_ordinary), FUNCTION(sum_episodes), FUNCTION(fence), {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {

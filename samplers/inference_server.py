@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock.agents.base import Agent
+from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
 from penstock.collectors.central import Request
 from penstock.envs.examples import example_of
@@ -227,6 +228,7 @@ class InferenceServer:
                 elif not control.has_arrived(rank):
                     working.append(rank)
             # After the requests: a new worker's generation is written before its first request.
+            fence()
             if not self._notice_replacements():
                 return values, steps, working
 

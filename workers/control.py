@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.named import NamedArrays
+from penstock.buffers.ordering import fence
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.workers.progress import (
     ACTING,
@@ -124,6 +125,7 @@ class ControlBlock:
         commands[worker_rank, slot, _ITR] = command.itr
         commands[worker_rank, slot, _DO_EVAL] = command.do_eval
         commands[worker_rank, slot, _HAS_MESSAGE] = command.has_message
+        fence()
         self._opened[worker_rank] = number  # last: it announces the command
 
     def command(self, worker_rank: int, number: int) -> Command:
@@ -189,6 +191,7 @@ class ControlBlock:
     def reply(self, worker_rank: int, number: int) -> None:
         """Inference server: request `number` of this worker has its reply. A replacement ignores replies to the
         worker before it, since its own requests have later numbers."""
+        fence()
         self._replied[worker_rank, 0] = number
 
     def version(self, server_rank: int) -> int:
@@ -218,6 +221,7 @@ class ControlBlock:
         row[REQUESTED] &= ~_KIND
         row[PHASE], row[HEARTBEAT] = Phase.STARTING, time.monotonic_ns()
         # Last: a server that sees a request of the new worker sees the new generation too.
+        fence()
         self._generation[worker_rank] += 1
 
     def snapshot(self, worker_rank: int) -> ProgressSnapshot:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from penstock.buffers.descriptors import InheritedFd, InheritedFds
+from penstock.buffers.ordering import fence
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.progress import Phase, Progress
 from penstock.workers.spinning import spin
@@ -142,10 +143,10 @@ class Gate:
         progress.enter(Phase.ACTING)
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
-        if spin(is_done, self._spin_seconds):
-            return
-        while not is_done():
-            self.sleep()
+        if not spin(is_done, self._spin_seconds):
+            while not is_done():
+                self.sleep()
+        fence()
 
     def sleep(self, milliseconds: int = _POLL_MS) -> None:
         """Sleep until something wakes this worker, at most for `milliseconds`. Raises as `wait_in` does."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypedDict
 
+from penstock.buffers.ordering import fence
 from penstock.buffers.reports import ReportBoard
 from penstock.workers import sigint
 from penstock.workers.control import ControlBlock
@@ -98,6 +99,7 @@ class Monitor:
                 on_wake()
             if until is not None and until():
                 break
+        fence()
         self._last_was_short = time.monotonic() - began < 2 * self._options.spin_seconds
         return failures
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.buffers.ordering import fence
+
 if TYPE_CHECKING:
     from penstock.workers.control import Command, ControlBlock
 
@@ -144,6 +146,7 @@ class Progress:
 
     @arrived.setter
     def arrived(self, value: int) -> None:
+        fence()
         self.words[ARRIVED] = value
 
     @property
@@ -178,6 +181,7 @@ class Progress:
         """Publish a request to the inference server; the row of the step buffer is complete."""
         words = self.words
         words[PHASE] = _IS_REQUESTING
+        fence()
         words[REQUESTED] = ((words[REQUESTED] >> KIND_BITS) + 1) << KIND_BITS | kind  # last: it announces the row
 
     @property

@@ -367,4 +367,5 @@ def test_an_extension_for_another_layout_of_records_is_not_used() -> None:
 
 def test_every_function_has_a_way_in_python() -> None:
     compiled = {name for name, value in vars(sys.modules["penstock.buffers._native"]).items() if callable(value)}
-    assert {name for name in compiled if not name.startswith("_")} == native.PYTHON.keys()
+    others = {"fence"}  # ordering.fence_of_locks
+    assert {name for name in compiled - others if not name.startswith("_")} == native.PYTHON.keys()

@@ -1,0 +1,116 @@
+"""Data are stored before the word that announces them, with a fence in between."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.agents import shared_parameters
+from penstock.buffers import native, ordering
+from penstock.workers import control, gates, monitor, progress
+from penstock.workers.control import Command, ControlBlock
+
+
+def test_every_kind_of_fence_can_be_called() -> None:
+    ordering.no_fence()
+    ordering.fence_of_locks()
+    ordering.fence()
+    if native.COMPILED:
+        from penstock.buffers import _native
+
+        assert _native.fence() is None  # type: ignore[func-returns-value]
+        with pytest.raises(TypeError, match="expected 0 arguments, got 1"):
+            _native.fence(1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("machine", "fence"), [("x86_64", "no_fence"), ("aarch64", "fence")])
+def test_other_processors_than_x86_have_the_compiled_fence(machine: str, fence: str) -> None:
+    fence = "fence_of_locks" if fence == "fence" and not native.COMPILED else fence
+    code = f"""if True:
+        import platform
+        platform.machine = lambda: {machine!r}
+        from penstock.buffers import ordering
+        print(ordering.fence.__name__)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{fence}\n", done.stderr
+
+
+class Recorder:
+    """Stands for `fence`, and notes what other processes see at that moment."""
+
+    def __init__(self, look: Callable[[], Any]) -> None:
+        self.look, self.seen = look, list[Any]()
+
+    def __call__(self) -> None:
+        self.seen.append(self.look())
+
+
+def test_a_command_is_there_before_its_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = ControlBlock(1, 1, shared=False)
+    recorder = Recorder(lambda: (block.command(0, 1).itr, block.opened(0)))
+    monkeypatch.setattr(control, "fence", recorder)
+    block.open(0, Command(7))
+    assert recorder.seen == [(7, 0)]
+    assert block.opened(0) == 1
+
+
+def test_what_a_worker_writes_is_there_before_it_arrives_or_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = ControlBlock(1, 1, shared=False)
+    row = block.progress(0)
+    recorder = Recorder(lambda: (row.arrived, block.last_request(0)[0]))
+    monkeypatch.setattr(progress, "fence", recorder)
+    row.arrived = 1
+    row.request(1)
+    assert recorder.seen == [(0, 0), (1, 0)]
+    assert (row.arrived, block.last_request(0)[0]) == (1, 1)
+
+
+def test_actions_are_there_before_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = ControlBlock(1, 1, shared=False)
+    recorder = Recorder(lambda: block.replied(0))
+    monkeypatch.setattr(control, "fence", recorder)
+    block.reply(0, 1)
+    assert recorder.seen == [0]
+    assert block.replied(0) == 1
+
+
+def test_parameters_are_fenced_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = shared_parameters.SharedParameters({"w": np.zeros(2)}, shared=False)
+    slot = parameters.memory.arrays.slots.s1.p0
+
+    def look() -> Any:
+        return parameters._stamps[1], slot.tolist(), parameters.version
+
+    recorder = Recorder(look)
+    monkeypatch.setattr(shared_parameters, "fence", recorder)
+    parameters.publish({"w": np.ones(2)})
+    assert recorder.seen == [(1, [0, 0], 0), (1, [1, 1], 0), (2, [1, 1], 0)]
+    recorder.seen.clear()
+    parameters.read()
+    assert len(recorder.seen) == 2
+
+
+def test_both_waits_end_with_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock import ParallelSampler, RandomAgent
+    from penstock.envs import CountingEnv
+
+    recorder = Recorder(lambda: None)
+    monkeypatch.setattr(monitor, "fence", recorder)
+    with ParallelSampler(CountingEnv, batch_T=2, batch_B=1) as sampler:
+        sampler.initialize(RandomAgent())
+        recorder.seen.clear()
+        sampler.obtain_samples(0)
+    assert recorder.seen == [None]
+    block = ControlBlock(1, 1, shared=False)
+    gate = gates.Gate(block, 0, spin_seconds=0.1)
+    block.open(0)
+    monkeypatch.setattr(gates, "fence", recorder)
+    gate.wait_in(block.progress(0))
+    assert recorder.seen == [None, None]
+    gate.close()
