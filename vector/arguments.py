@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -21,12 +23,55 @@ from penstock.workers.restarts import ON_WORKER_FAILURE
 Options = dict[str, Any] | None
 
 
-def as_factories(env_fns: Sequence[Callable[..., gym.Env[Any, Any]]]) -> tuple[EnvFactory, ...]:
+#: What to do about an argument that is not there: arguments of AsyncVectorEnv, and names of other libraries.
+_REMEDIES = {
+    "worker": "change what an environment does with a wrapper",
+    "max_concurrency": "n_workers is the number of environments that step at once",
+    "num_workers": "did you mean 'n_workers'?",
+    "num_envs": "the length of env_fns is the number of environments",
+    "start_method": "did you mean 'context'?",
+}
+
+
+def refuse_unknown(caller: type, unknown: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for the first argument that the class `caller` does not have."""
+    for name in unknown:
+        known = [known for known in inspect.signature(caller).parameters if known != "unknown"]
+        near = next(iter(difflib.get_close_matches(name, known, 1)), None)
+        hint = _REMEDIES.get(name) or (f"did you mean {near!r}?" if near else None)
+        raise ConfigError(
+            f"{caller.__name__} has no argument {name!r}" + (f": {hint}" if hint else f"; it has {', '.join(known)}")
+        )
+
+
+def check_async_arguments(shared_memory: Any, daemon: Any, observation_mode: Any) -> None:
+    """Raise `ConfigError` for values of AsyncVectorEnv's arguments that a ShmVectorEnv cannot have."""
+    if shared_memory is not True:
+        raise ConfigError(
+            f"shared_memory must be True, got {shared_memory!r}: results always lie in shared memory, and objects "
+            "without a fixed shape are pickled without being asked"
+        )
+    if daemon is not True:
+        raise ConfigError(
+            f"daemon must be True, got {daemon!r}: workers always exit with the main process, and may start processes"
+        )
+    if not (isinstance(observation_mode, str) and observation_mode == "same"):
+        raise ConfigError(
+            f'observation_mode must be "same", got {brief(observation_mode)}: all environments must have the same '
+            "spaces; change them with wrappers"
+        )
+
+
+def as_factories(env_fns: Sequence[Callable[..., gym.Env[Any, Any]] | str]) -> tuple[EnvFactory, ...]:
     """One factory for each environment."""
     given: Any = env_fns
-    if isinstance(given, str) or not isinstance(given, Sequence) or not given or not all(map(callable, given)):
-        raise ConfigError(f"env_fns must be a list of callables, one for each environment, got {brief(env_fns)}")
-    return env_factories(env_fns, None, integer("the number of env_fns", len(env_fns), 1, MOST_ENVS))
+    is_list = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
+    if not is_list or not all(callable(fn) or isinstance(fn, str) for fn in given):
+        raise ConfigError(
+            "env_fns must be a list of callables or environment ids, one for each environment, got " + brief(env_fns)
+        )
+    integer("the number of env_fns", len(env_fns), 1, MOST_ENVS)
+    return tuple(env_factories(fn, None, 1)[0] for fn in env_fns)
 
 
 def as_mode(mode: str | AutoresetMode) -> AutoresetMode:
@@ -43,6 +88,11 @@ def as_plans(
     n_envs: int, in_series: int, n_workers: int | None, affinity: Affinity | Sequence[int | Sequence[int]] | None
 ) -> tuple[WorkerPlan, ...]:
     """Divide the environments among processes."""
+    if isinstance(in_series, bool | np.bool_):
+        raise ConfigError(
+            f"in_series must be an integer, got {in_series}: the second argument of AsyncVectorEnv is shared_memory, "
+            "that of ShmVectorEnv is in_series; pass all arguments after env_fns by name"
+        )
     in_series = integer("in_series", in_series, 1)
     if n_workers is None:
         n_workers = -(-n_envs // in_series)
@@ -62,7 +112,7 @@ def as_plans(
 
 
 def as_options(
-    context: str,
+    context: str | None,
     step_timeout: float | None,
     start_timeout: float,
     on_worker_failure: str,
@@ -70,6 +120,8 @@ def as_options(
     restart_window: float,
 ) -> PoolOptions:
     """The options of the worker pool."""
+    if context is None:
+        context = "forkserver"
     one_of("context", context, START_METHODS)
     one_of("on_worker_failure", on_worker_failure, ON_WORKER_FAILURE)
     max_restarts = integer("max_restarts", max_restarts, 0)
@@ -82,6 +134,11 @@ def as_options(
         preload=("penstock.vector.program", "gymnasium.envs.classic_control"),
         keeps_messages=True,  # an info belongs to a reply that has been made, even if the worker dies afterwards
     )
+
+
+def as_timeout(timeout: float) -> float:
+    """The seconds that a wait may last; 0 is one look."""
+    return 0.0 if isinstance(timeout, int | float) and timeout == 0 else seconds("timeout", timeout)
 
 
 def as_seeds(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int | None]:
@@ -97,18 +154,23 @@ def as_seeds(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int |
     return [first + i for i in range(n_envs)]
 
 
-def split_mask(options: Options, n_envs: int) -> tuple[Ids, Options]:
-    """The environments to reset, by `options["reset_mask"]` if there is one, and the other options."""
+def split_mask(options: Options | Sequence[Options], n_envs: int) -> tuple[Ids, Sequence[Options]]:
+    """The environments to reset, by `options["reset_mask"]` if there is one, and the options of each environment."""
+    if isinstance(options, list):
+        if len(options) != n_envs or not all(each is None or isinstance(each, dict) for each in options):
+            raise ConfigError(f"options must be a dict, or a list of {n_envs} dicts, got {brief(options)}")
+        return np.arange(n_envs), options
     if not (options is None or isinstance(options, dict)):
         raise ConfigError(f"options must be a dict or None, got {brief(options)}")
     if options is None or "reset_mask" not in options:
-        return np.arange(n_envs), options
+        return np.arange(n_envs), [options] * n_envs
     mask = options["reset_mask"]
     if not (isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.shape == (n_envs,) and mask.any()):
         raise ConfigError(
             f"options['reset_mask'] must be a numpy array of {n_envs} bools, one at least True, got {brief(mask)}"
         )
-    return np.flatnonzero(mask), {key: value for key, value in options.items() if key != "reset_mask"}
+    rest = {key: value for key, value in options.items() if key != "reset_mask"}
+    return np.flatnonzero(mask), [rest] * n_envs
 
 
 def env_ids_within(env_ids: Any, n_envs: int) -> Ids:

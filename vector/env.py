@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from penstock.envs.calls import EnvCall
@@ -17,58 +16,52 @@ from penstock.envs.factory import EnvFactory, build_example_env, close_example_e
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.vector.arguments import (
+    Options,
     as_factories,
     as_mode,
     as_options,
     as_plans,
     as_seeds,
+    as_timeout,
+    check_async_arguments,
     env_ids_within,
+    refuse_unknown,
     split_mask,
 )
+from penstock.vector.calls import CallsOnEnvs
 from penstock.vector.exchange import Ids, batch_infos
 from penstock.vector.memory import copy_rows
+from penstock.vector.order import State, VectorGuard
 from penstock.vector.pool import VectorPool
 from penstock.vector.program import ResetMessage, VectorProgram
-from penstock.vector.tiling import tile
 from penstock.workers.arguments import integer
-from penstock.workers.call_guard import CallGuard
 from penstock.workers.plan import Affinity
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _T = TypeVar("_T")
-_Step = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], _T]  # with infos of type T
+Step = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], _T]  # with infos of type T
 _Batched = dict[str, Any]
-_Infos = list[tuple[int, dict[str, Any]]]
+Infos = list[tuple[int, dict[str, Any]]]
 
 
-class _State(enum.Enum):
-    """The state of a vector environment. The value names the calls that are expected next."""
-
-    NEW = "reset"
-    READY = "step, step_async, send or reset"
-    STEPPING = "step_wait"
-    SENT = "recv, send or reset"
-    BROKEN = "close"
-    CLOSED = "none"
-
-
-class ShmVectorEnv(VectorEnv[Any, Any, Any]):
+class ShmVectorEnv(CallsOnEnvs):
     """`len(env_fns)` environments in worker processes, with Gymnasium's `VectorEnv` interface.
 
     Observations, rewards, flags and actions lie in shared memory, so a step pickles nothing. Infos are sent only if
     they are not empty. A worker that raises, dies or hangs ends the call at once, with the samplers' errors.
 
     Args:
-        env_fns: callables that return a `gymnasium.Env`, one for each environment. Lambdas and closures are fine. The
-            first is called once more in the main process, to read the spaces.
+        env_fns: callables that return a `gymnasium.Env`, or environment ids, one for each environment. Lambdas and
+            closures are fine. The first is called once more in the main process, to read the spaces.
         in_series: how many environments a process steps, one after the other. With `n` environments there are
             `n / in_series` processes, rounded up. Their numbers of environments differ by at most one.
         n_workers: the number of processes; give this or `in_series`, not both.
-        context: "forkserver", "spawn" or "fork".
+        context: "forkserver", which None means too, "spawn" or "fork".
         autoreset_mode: what happens when an episode ends, a `gymnasium.vector.AutoresetMode` or its name.
         copy: return copies. Otherwise observations are views of the shared memory, which the next step overwrites.
+        shared_memory, daemon, observation_mode: as for `AsyncVectorEnv`, with the only values that there are.
         affinity: CPUs for each worker, or an `Affinity`. None pins worker i to the i-th CPU that this process may use
             if there are enough CPUs, and otherwise leaves the placement to the system.
         step_timeout: seconds that a worker may make no progress before `WorkerTimeoutError`; None waits for ever, as
@@ -90,22 +83,28 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
 
     def __init__(
         self,
-        env_fns: Sequence[Callable[[], gym.Env[Any, Any]]],
+        env_fns: Sequence[Callable[[], gym.Env[Any, Any]] | str],
         in_series: int = 1,
         n_workers: int | None = None,
-        context: str = "forkserver",
+        context: str | None = "forkserver",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         copy: bool = True,
         *,
+        shared_memory: bool = True,
+        daemon: bool = True,
+        observation_mode: str = "same",
         affinity: Affinity | Sequence[int | Sequence[int]] | None = None,
         step_timeout: float | None = None,
         start_timeout: float = 120.0,
         on_worker_failure: str = "raise",
         max_restarts: int = 3,
         restart_window: float = 60.0,
+        **unknown: NoReturn,  # no argument has this type: type checkers refuse unknown ones
     ) -> None:
-        self._guard = CallGuard(_State, "vector environment", "close", owned_by_process=True)
+        self._guard = VectorGuard()
         self._pool: VectorPool | None = None
+        refuse_unknown(ShmVectorEnv, unknown)
+        check_async_arguments(shared_memory, daemon, observation_mode)
         factories = as_factories(env_fns)
         if not isinstance(copy, bool | np.bool_):
             raise ConfigError(f"copy must be True or False, got {copy!r}")
@@ -121,7 +120,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             self.autoreset_mode,
         )
         self._ended = np.zeros(self.num_envs, np.bool_)
-        with self._guard.require("ShmVectorEnv", _State.NEW):
+        with self._guard.require("ShmVectorEnv", State.NEW):
             shares = [[factories[i] for i in plan.columns] for plan in plans]
             self._pool = VectorPool(plans, program, shares, options)
             self._exchange = self._pool.exchange
@@ -142,7 +141,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     # ---- Gymnasium's interface -------------------------------------------------------------
 
     def reset(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+        self, *, seed: int | Sequence[int | None] | None = None, options: Options | list[Options] = None
     ) -> tuple[Any, dict[str, Any]]:
         """Reset all environments in parallel; `options["reset_mask"]`, a bool array `[n]`, selects some.
 
@@ -150,68 +149,107 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
 
         Args:
             seed: environment i gets `seed + i`, or the i-th of a list.
-            options: given to every environment that is reset, without `reset_mask`.
+            options: given to every environment that is reset, without `reset_mask`; or a list with the options of each.
 
         Returns observations `[n, ...]` and batched infos.
         """
-        observations, infos = self.reset_listed(seed=seed, options=options)
+        observations, infos = self.reset_listed(seed, options)
         return observations, batch_infos(infos, self.num_envs)
 
     def reset_listed(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, _Infos]:
+        self, seed: int | Sequence[int | None] | None, options: Options | list[Options]
+    ) -> tuple[Any, Infos]:
         """As `reset`, with the infos unbatched: pairs (index, info) of the environments that had any."""
-        with self._guard.require("reset", _State.NEW, _State.READY, _State.STEPPING, _State.SENT):
-            seeds = as_seeds(seed, self.num_envs)
-            which, options = split_mask(options, self.num_envs)
-            message = ResetMessage(seeds, options).dumps()
-            self._ended[which] = False  # even if the wait is interrupted
-            self._workers.reset(message, seeds, which)
-            infos = self._workers.take(which)
-            if self._guard.state is _State.NEW or not len(self._exchange.outstanding):
-                self._guard.state = _State.READY
-            return self._observations(), infos
+        with self._guard.require("reset", State.NEW, State.READY, State.STEPPING, State.RESETTING, State.SENT):
+            if self._guard.state is State.RESETTING:
+                self._guard.state = self._state_before_reset
+            self._workers.reset(*self._prepared_reset(seed, options))
+            return self._take_reset()
 
-    def step(self, actions: Any) -> _Step[_Batched]:
+    def reset_async(
+        self, seed: int | Sequence[int | None] | None = None, options: Options | list[Options] = None
+    ) -> None:
+        """Start a reset as `reset` does, and return; `reset_wait` returns its results."""
+        with self._guard.require("reset_async", State.NEW, State.READY, State.SENT):
+            self._workers.begin_reset(*self._prepared_reset(seed, options))
+            self._state_before_reset, self._guard.state = self._guard.state, State.RESETTING
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """Wait for the reset that `reset_async` began; returns as `reset` does.
+
+        Raises `WaitTimeoutError` after `timeout` seconds. The reset continues; `reset_wait` may be called again.
+        """
+        with self._guard.require("reset_wait", State.RESETTING):
+            self._wait(timeout, "reset_wait")
+            self._guard.state = self._state_before_reset
+            observations, infos = self._take_reset()
+        return observations, batch_infos(infos, self.num_envs)
+
+    def _prepared_reset(
+        self, seed: int | Sequence[int | None] | None, options: Options | list[Options]
+    ) -> tuple[bytes, list[int | None], Ids]:
+        seeds = as_seeds(seed, self.num_envs)
+        which, each = split_mask(options, self.num_envs)
+        message = ResetMessage(seeds, each).dumps()
+        self._ended[which] = False  # even if the wait is interrupted
+        self._reset_ids = which
+        return message, seeds, which
+
+    def _take_reset(self) -> tuple[Any, Infos]:
+        infos = self._workers.take(self._reset_ids)
+        if self._guard.state is State.NEW or not len(self._exchange.outstanding):
+            self._guard.state = State.READY
+        return self._observations(), infos
+
+    def step(self, actions: Any) -> Step[_Batched]:
         """Step all environments with `actions`, batched as `action_space` is.
 
         Returns observations `[n, ...]`, rewards, terminations and truncations `[n]`, and batched infos.
         """
-        with self._guard.require("step", _State.READY):
+        with self._guard.require("step", State.READY):
             self._begin_step(actions)
             *results, infos = self._take_step()
         return (*results, batch_infos(infos, self.num_envs))
 
     def step_async(self, actions: Any) -> None:
         """Start a step of all environments and return; `step_wait` returns its results."""
-        with self._guard.require("step_async", _State.READY):
+        with self._guard.require("step_async", State.READY):
             self._begin_step(actions)
 
-    def step_wait(self) -> _Step[_Batched]:
-        """Wait for the step that `step_async` began; returns as `step` does."""
-        *results, infos = self.step_wait_listed()
+    def step_wait(self, timeout: float | None = None) -> Step[_Batched]:
+        """Wait for the step that `step_async` began; returns as `step` does.
+
+        Raises `WaitTimeoutError` after `timeout` seconds. The step continues; `step_wait` may be called again.
+        """
+        *results, infos = self.step_wait_listed(timeout)
         return (*results, batch_infos(infos, self.num_envs))
 
     def _begin_step(self, actions: Any) -> None:
         if self.autoreset_mode is AutoresetMode.DISABLED:
             self._require_running(self._exchange.all)
         self._workers.step(actions)
-        self._guard.state = _State.STEPPING
+        self._guard.state = State.STEPPING
 
-    def _take_step(self) -> _Step[_Infos]:
-        self._workers.wait_steps()
+    def _take_step(self, timeout: float | None = None) -> Step[Infos]:
+        self._wait(timeout, "step_wait")
         exchange = self._exchange
         reward, terminated, truncated = exchange.reward.copy(), exchange.terminated.copy(), exchange.truncated.copy()
         np.logical_or(terminated, truncated, out=self._ended)
-        self._guard.state = _State.READY  # even if an info cannot be unpickled
+        self._guard.state = State.READY  # even if an info cannot be unpickled
         infos = self._workers.take(exchange.all)
         return self._observations(), reward, terminated, truncated, infos
 
-    def step_wait_listed(self) -> _Step[_Infos]:
+    def _wait(self, timeout: float | None, name: str) -> None:
+        if timeout is None:
+            self._workers.wait_steps()
+        else:
+            self._workers.wait_at_most(as_timeout(timeout), name)
+
+    def step_wait_listed(self, timeout: float | None = None) -> Step[Infos]:
         """As `step_wait`, with the infos unbatched: pairs (index, info) of the environments that had any, with
         `final_obs` and `final_info` where an episode ended and the environment was reset at once."""
-        with self._guard.require("step_wait", _State.STEPPING):
-            return self._take_step()
+        with self._guard.require("step_wait", State.STEPPING):
+            return self._take_step(timeout)
 
     def to_sb3(self) -> Any:
         """The same environments as a Stable-Baselines3 `VecEnv`; needs `autoreset_mode="SAME_STEP"`.
@@ -231,66 +269,6 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             raise ConfigError(f"to_sb3 needs Stable-Baselines3: pip install 'penstock[sb3]' ({error})") from error
         return Sb3VecEnv(self)
 
-    def render(self) -> tuple[Any, ...] | None:
-        """The frames of all environments."""
-        return self._call(EnvCall("call", "render"))
-
-    def render_tiled(self) -> npt.NDArray[np.uint8]:
-        """One picture `[height, width, 3]` with the frames of all environments in a grid."""
-        return tile(self._call(EnvCall("call", "render")))
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """What `env.name(*args, **kwargs)` returns in each environment, or `env.name` if it is not a method.
-
-        This first waits for running steps. If an environment raises, this raises `EnvCallError`, and the environments
-        stay usable.
-        """
-        return self._call(EnvCall("call_or_get", name, args=args, kwargs=kwargs))
-
-    def call_some(self, env_ids: Sequence[int], name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """As `call`, in the environments `env_ids` only. The results are in ascending order of the index."""
-        only = frozenset(env_ids_within(env_ids, self.num_envs).tolist())
-        return self._call(EnvCall("call_or_get", name, args=args, kwargs=kwargs, only=only))
-
-    def apply(self, function: Callable[[gym.Env[Any, Any]], Any]) -> tuple[Any, ...]:
-        """What `function(env)` returns for each environment, in its worker."""
-        if not callable(function):
-            raise ConfigError(f"apply needs a function of an environment, got {function!r}")
-        return self._call(EnvCall("apply", getattr(function, "__name__", "function"), args=(function,)))
-
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        """The attribute `name` of each environment."""
-        return self._call(EnvCall("get_attr", name))
-
-    def set_attr(self, name: str, values: Any) -> None:
-        """Set the attribute `name` of each environment. `values` is a list or tuple of `n` values, or one value for
-        all."""
-        each = values if isinstance(values, list | tuple) else [values] * self.num_envs
-        if len(each) != self.num_envs:
-            raise ConfigError(f"set_attr needs one value, or {self.num_envs} of them in a list, got {len(each)}")
-        self._call(EnvCall("set_attr", name, values=each))
-
-    def broadcast(self, parameters: Mapping[str, Any], env_ids: Sequence[int] | None = None) -> None:
-        """Set attributes of all environments, or of `env_ids`, between two steps; for example for a curriculum.
-
-        Returns when every environment has all of them. Raises `EnvCallError` if one raises.
-        """
-        if not isinstance(parameters, Mapping):
-            raise ConfigError(f"broadcast needs a dict of attributes and values, got {parameters!r}")
-        only = None if env_ids is None else frozenset(env_ids_within(env_ids, self.num_envs).tolist())
-        for name, value in parameters.items():
-            self._call(EnvCall("set_attr", name, values=[value] * self.num_envs, only=only))
-
-    @property
-    def np_random_seed(self) -> tuple[Any, ...]:  # type: ignore[override]
-        """The seeds of the environments' random generators."""
-        return self.get_attr("np_random_seed")
-
-    @property  # type: ignore[misc]
-    def np_random(self) -> tuple[Any, ...]:  # type: ignore[override]
-        """Copies of the environments' random generators."""
-        return self.get_attr("np_random")
-
     # ---- send and recv ---------------------------------------------------------------------
 
     def send(self, actions: Any, env_ids: Sequence[int] | None = None) -> None:
@@ -298,7 +276,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
 
         Raises `SamplerStateError` if one is still stepping, or if its last result has not been received.
         """
-        with self._guard.require("send", _State.READY, _State.SENT):
+        with self._guard.require("send", State.READY, State.SENT):
             which = self._exchange.all if env_ids is None else env_ids_within(env_ids, self.num_envs)
             self._workers.finish_interrupted()
             if len(busy := np.intersect1d(which, self._exchange.outstanding)):
@@ -306,16 +284,16 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             if self.autoreset_mode is AutoresetMode.DISABLED:
                 self._require_running(which)
             self._workers.step(actions, which)
-            self._guard.state = _State.SENT
+            self._guard.state = State.SENT
 
-    def recv(self, min_ready: int = 1) -> _Step[_Batched]:
+    def recv(self, min_ready: int = 1) -> Step[_Batched]:
         """Wait until `min_ready` of the environments with sent actions have finished their step, and return the results
         of all that have finished. If fewer environments have actions, wait for all of them.
 
         Returns observations `[k, ...]`, rewards, terminations and truncations `[k]`, and infos batched for the `k`,
         with their indices in `infos["env_id"]`.
         """
-        with self._guard.require("recv", _State.SENT):
+        with self._guard.require("recv", State.SENT):
             exchange = self._exchange
             wanted = min(integer("min_ready", min_ready, 1), len(exchange.outstanding))
             self._workers.wait_steps(until=lambda: len(exchange.ready) >= wanted)
@@ -325,7 +303,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             )
             self._ended[which] = terminated | truncated
             if len(which) == len(exchange.outstanding):
-                self._guard.state = _State.READY  # even if an info cannot be unpickled
+                self._guard.state = State.READY  # even if an info cannot be unpickled
             positions = {i: k for k, i in enumerate(which.tolist())}
             infos = [(positions[i], info) for i, info in self._workers.take(which)]
             batched = batch_infos(infos, len(which))
@@ -341,7 +319,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     # ---- the workers -----------------------------------------------------------------------
 
     def _call(self, call: EnvCall) -> tuple[Any, ...]:
-        with self._guard.require(call.verb_in_errors, _State.NEW, _State.READY, _State.SENT):
+        with self._guard.require(call.verb_in_errors, State.NEW, State.READY, State.SENT):
             return self._workers.call(call)
 
     def _observations(self) -> Any:

@@ -64,6 +64,11 @@ class Exchange:
         replied = self._replied
         return np.flatnonzero((replied == self._requested) & (replied != self._taken))
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether there is a reply to each request."""
+        return bool((self._replied == self._requested).all())
+
     # ---- replies -----------------------------------------------------------------------------
 
     def take(self, which: Ids, receive_infos: Callable[[], None]) -> list[tuple[int, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import numpy as np
 
 from penstock.envs.calls import EnvCall, results
+from penstock.errors import brief
 from penstock.vector.exchange import Exchange, Ids
 from penstock.vector.memory import VectorMemory
+from penstock.vector.order import WaitTimeoutError
 from penstock.vector.program import VectorProgram
 from penstock.workers.control import Command
 from penstock.workers.plan import PoolOptions, WorkerPlan
 from penstock.workers.pool import WorkerPool
+
+_TIMEOUT_POLL_SECONDS = 0.01  # how late a timeout may end
 
 
 class VectorPool(WorkerPool):
@@ -28,6 +33,7 @@ class VectorPool(WorkerPool):
         resources = ExitStack()
         resources.callback(memory.close)
         self.exchange = Exchange(memory, program)
+        self._mailbox_of_commands = memory.mailbox
         self._ranks = np.repeat([plan.worker_rank for plan in plans], [len(plan.columns) for plan in plans])
         super().__init__(plans, [program] * len(plans), shares, memory, options, resources)
 
@@ -49,21 +55,47 @@ class VectorPool(WorkerPool):
         else:
             self.wait("step", until=until)
 
+    def wait_at_most(self, timeout: float, name: str) -> None:
+        """Wait until all requests have their replies. Raises `WaitTimeoutError`, in the name of the call `name`, if
+        that takes longer than `timeout` seconds; the workers continue."""
+        self.finish_interrupted()
+        deadline, exchange = time.monotonic() + timeout, self.exchange
+        self.wait(
+            name.removesuffix("_wait"),
+            until=lambda: exchange.is_answered or time.monotonic() >= deadline,
+            poll_interval=min(timeout, _TIMEOUT_POLL_SECONDS),
+        )
+        if not exchange.is_answered:
+            late = [i for i in exchange.outstanding.tolist() if i not in exchange.ready]
+            raise WaitTimeoutError(
+                f"{name}: environments {brief(late)} have not finished within timeout={timeout:g} s. They continue: "
+                f"call {name} again"
+            )
+
     def take(self, which: Ids) -> list[tuple[int, dict[str, Any]]]:
         """Take the results of `which`; returns their infos, by environment."""
         return self.exchange.take(which, self._receive_infos)
 
     # ---- resets and calls --------------------------------------------------------------------
 
-    def reset(self, message: bytes, seeds: Sequence[int | None], which: Ids) -> None:
+    def begin_reset(self, message: bytes, seeds: Sequence[int | None], which: Ids) -> None:
         """Reset the environments `which`, after all outstanding steps; `message` is a pickled `ResetMessage`.
 
-        Results of these environments that were not taken are dropped.
+        Results of these environments that were not taken are dropped. `wait_steps` waits for the end.
         """
+        self._request_reset(seeds, which)
+        self._mailbox_of_commands.post(message)
+        self.submit(Command(has_message=True))
+
+    def _request_reset(self, seeds: Sequence[int | None], which: Ids) -> None:
         self.wait_steps()
         self.exchange.drop(which)
         self.exchange.put_seeds(seeds, which)
         self.exchange.request(which)
+
+    def reset(self, message: bytes, seeds: Sequence[int | None], which: Ids) -> None:
+        """`begin_reset`, and wait. If Ctrl-C ends the wait, the results will be dropped."""
+        self._request_reset(seeds, which)
 
         def discard() -> None:
             self._receive_infos()

@@ -36,7 +36,7 @@ class ResetMessage:
     """Reset the environments that have a request."""
 
     seeds: Sequence[int | None]  #: of all environments
-    options: dict[str, Any] | None
+    options: Sequence[dict[str, Any] | None]  #: the same
 
     def dumps(self) -> bytes:
         """The message, pickled. Raises `ConfigError` if that is impossible."""
@@ -231,7 +231,8 @@ class VectorProgram:
     def _reset(self, message: ResetMessage) -> None:
         for i in self._with_request():
             self._progress.words[Progress.ENV_RANK] = self._plan.env_ranks[i]
-            observation, info = self._reset_one(i, message.seeds[self._plan.columns[i]], message.options)
+            column = self._plan.columns[i]
+            observation, info = self._reset_one(i, message.seeds[column], message.options[column])
             self._reward[i], self._terminated[i], self._truncated[i] = 0.0, False, False
             self._record_info(i, "info", info)
             self._write(self._observation, i, observation)

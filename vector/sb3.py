@@ -29,10 +29,7 @@ class Sb3VecEnv(VecEnv):
 
         The reset uses the seeds of `seed` and the options of `set_options`; the next reset does not.
         """
-        options = self._options[0] or None
-        if any(each != self._options[0] for each in self._options):
-            raise ValueError("set_options: a ShmVectorEnv resets all environments with the same options: give one dict")
-        observations, infos = self.envs.reset_listed(seed=list(self._seeds), options=options)
+        observations, infos = self.envs.reset_listed(self._seeds, [each or None for each in self._options])
         self.reset_infos = [{} for _ in range(self.num_envs)]
         for i, info in infos:
             self.reset_infos[i] = info

@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with ShmVectorEnv([CountingEnv], copy=False) as envs, pytest.raises(ConfigError, match="copy=True"):
         envs.to_sb3()
     with pytest.raises(ConfigError, match="env_fns must be a list of callables"):
-        ShmVectorEnv(["CartPole-v1"])  # type: ignore[list-item]
+        ShmVectorEnv("CartPole-v1")
 
 
 def test_a_fault_in_a_step_of_a_replacement_is_one_more() -> None:

@@ -62,9 +62,6 @@ def test_the_rest_of_the_interface() -> None:
     assert envs.env_is_wrapped(gym.Wrapper, 1) == [False]
     envs.set_options({"x": 1})
     envs.reset()
-    envs.set_options([{"x": 1}, {}, {}, {}])
-    with pytest.raises(ValueError, match="with the same options"):
-        envs.reset()
     monitored = VecMonitor(envs)
     monitored.set_options()
     monitored.reset()

@@ -1,0 +1,84 @@
+"""Calls of methods and attributes of the environments of a vector environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import VectorEnv
+
+from penstock.envs.calls import EnvCall
+from penstock.errors import ConfigError
+from penstock.vector.arguments import env_ids_within
+from penstock.vector.tiling import tile
+
+
+class CallsOnEnvs(VectorEnv[Any, Any, Any]):
+    """The methods of `ShmVectorEnv` that call its environments between two steps."""
+
+    def _call(self, call: EnvCall) -> tuple[Any, ...]:
+        """Make the call in the workers. Returns the results by index of the environment."""
+        raise NotImplementedError
+
+    def render(self) -> tuple[Any, ...] | None:
+        """The frames of all environments."""
+        return self._call(EnvCall("call", "render"))
+
+    def render_tiled(self) -> npt.NDArray[np.uint8]:
+        """One picture `[height, width, 3]` with the frames of all environments in a grid."""
+        return tile(self._call(EnvCall("call", "render")))
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """What `env.name(*args, **kwargs)` returns in each environment, or `env.name` if it is not a method.
+
+        This first waits for running steps. If an environment raises, this raises `EnvCallError`, and the environments
+        stay usable.
+        """
+        return self._call(EnvCall("call_or_get", name, args=args, kwargs=kwargs))
+
+    def call_some(self, env_ids: Sequence[int], name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """As `call`, in the environments `env_ids` only. The results are in ascending order of the index."""
+        only = frozenset(env_ids_within(env_ids, self.num_envs).tolist())
+        return self._call(EnvCall("call_or_get", name, args=args, kwargs=kwargs, only=only))
+
+    def apply(self, function: Callable[[gym.Env[Any, Any]], Any]) -> tuple[Any, ...]:
+        """What `function(env)` returns for each environment, in its worker."""
+        if not callable(function):
+            raise ConfigError(f"apply needs a function of an environment, got {function!r}")
+        return self._call(EnvCall("apply", getattr(function, "__name__", "function"), args=(function,)))
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """The attribute `name` of each environment."""
+        return self._call(EnvCall("get_attr", name))
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set the attribute `name` of each environment. `values` is a list or tuple of `n` values, or one value for
+        all."""
+        each = values if isinstance(values, list | tuple) else [values] * self.num_envs
+        if len(each) != self.num_envs:
+            raise ConfigError(f"set_attr needs one value, or {self.num_envs} of them in a list, got {len(each)}")
+        self._call(EnvCall("set_attr", name, values=each))
+
+    def broadcast(self, parameters: Mapping[str, Any], env_ids: Sequence[int] | None = None) -> None:
+        """Set attributes of all environments, or of `env_ids`, between two steps; for example for a curriculum.
+
+        Returns when every environment has all of them. Raises `EnvCallError` if one raises.
+        """
+        if not isinstance(parameters, Mapping):
+            raise ConfigError(f"broadcast needs a dict of attributes and values, got {parameters!r}")
+        only = None if env_ids is None else frozenset(env_ids_within(env_ids, self.num_envs).tolist())
+        for name, value in parameters.items():
+            self._call(EnvCall("set_attr", name, values=[value] * self.num_envs, only=only))
+
+    @property
+    def np_random_seed(self) -> tuple[Any, ...]:  # type: ignore[override]
+        """The seeds of the environments' random generators."""
+        return self.get_attr("np_random_seed")
+
+    @property  # type: ignore[misc]
+    def np_random(self) -> tuple[Any, ...]:  # type: ignore[override]
+        """Copies of the environments' random generators."""
+        return self.get_attr("np_random")
