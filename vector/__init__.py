@@ -1,6 +1,23 @@
 """ShmVectorEnv: a Gymnasium vector environment on the same worker pool as the samplers."""
 
+from typing import TYPE_CHECKING, Any
+
 from penstock.vector.env import ShmVectorEnv
+from penstock.vector.making import make_vec
 from penstock.vector.tiling import tile
 
-__all__ = ["ShmVectorEnv", "tile"]
+if TYPE_CHECKING:
+    from penstock.vector.sb3 import Sb3VecEnv
+
+__all__ = ["Sb3VecEnv", "ShmVectorEnv", "make_vec", "tile"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Sb3VecEnv":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Stable-Baselines3 is imported on first use: it needs torch, and may not be installed.
+    try:
+        from penstock.vector.sb3 import Sb3VecEnv
+    except ImportError as error:
+        raise ImportError(f"Sb3VecEnv needs Stable-Baselines3: pip install 'penstock[sb3]' ({error})") from error
+    return Sb3VecEnv

@@ -256,6 +256,15 @@ class ShmVectorEnv(CallsOnEnvs):
 
         Raises `ConfigError` in another mode, and where Stable-Baselines3 is not installed.
         """
+        self.check_fit_for_sb3()
+        try:
+            from penstock.vector.sb3 import Sb3VecEnv
+        except ImportError as error:
+            raise ConfigError(f"to_sb3 needs Stable-Baselines3: pip install 'penstock[sb3]' ({error})") from error
+        return Sb3VecEnv.around(self)
+
+    def check_fit_for_sb3(self) -> None:
+        """Raise `ConfigError` unless Stable-Baselines3 can work with these arguments."""
         if not self.copy:
             raise ConfigError("Stable-Baselines3 keeps observations while it steps: construct with copy=True")
         if self.autoreset_mode is not AutoresetMode.SAME_STEP:
@@ -263,11 +272,11 @@ class ShmVectorEnv(CallsOnEnvs):
                 "Stable-Baselines3 expects environments to be reset in the step that ends an episode: construct with "
                 'autoreset_mode="SAME_STEP"'
             )
-        try:
-            from penstock.vector.sb3 import Sb3VecEnv
-        except ImportError as error:
-            raise ConfigError(f"to_sb3 needs Stable-Baselines3: pip install 'penstock[sb3]' ({error})") from error
-        return Sb3VecEnv(self)
+
+    def allow_step_before_reset(self) -> None:
+        """Leave it to the environments whether `reset` must come first, as Stable-Baselines3 does."""
+        if self._guard.state is State.NEW:
+            self._guard.state = State.READY
 
     # ---- send and recv ---------------------------------------------------------------------
 

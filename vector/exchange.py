@@ -140,12 +140,14 @@ def batch_infos(infos: Sequence[tuple[int, dict[str, Any]]], n: int) -> dict[str
 def _put(space: gym.Space[Any], row: Any, value: Any, which: Any, name: str) -> None:
     if isinstance(space, spaces.Dict):
         if not isinstance(value, Mapping) or set(value) != set(space.keys()):
-            raise SpaceError(f"{name} must be a dict with the keys {list(space.keys())}, got {brief(value)}")
+            raise SpaceError(
+                f"{name} must be one dict of arrays [n, ...] with the keys {list(space.keys())}, got {brief(value)}"
+            )
         for key, sub in space.items():
             _put(sub, row[str(key)], value[key], which, f"{name}[{key!r}]")
     elif isinstance(space, spaces.Tuple):
         if not isinstance(value, tuple | list) or len(value) != len(space):
-            raise SpaceError(f"{name} must be a tuple of {len(space)} batched parts, got {brief(value)}")
+            raise SpaceError(f"{name} must be one tuple of {len(space)} arrays [n, ...], got {brief(value)}")
         for k, (sub, part) in enumerate(zip(space, value, strict=True)):
             _put(sub, row[f"_{k}"], part, which, f"{name}[{k}]")
     else:

@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
+from gymnasium import spaces
 from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.vec_env import VecEnv
 
-from penstock.errors import EnvCallError
+from penstock.errors import EnvCallError, SpaceError, brief
+from penstock.vector.env import ShmVectorEnv
 
 if TYPE_CHECKING:
-    from penstock.vector.env import ShmVectorEnv
+    from typing_extensions import Self
 
 
 class Sb3VecEnv(VecEnv):
-    """`ShmVectorEnv.to_sb3()` returns this. `close` closes the vector environment too."""
+    """A `ShmVectorEnv` for Stable-Baselines3, made as its `SubprocVecEnv` is. `close` ends the workers.
 
-    def __init__(self, envs: ShmVectorEnv) -> None:
+    `start_method` is "forkserver" (None), "spawn" or "fork"; `kwargs` are other arguments of `ShmVectorEnv`. It can be
+    the `vec_env_cls` of Stable-Baselines3's `make_vec_env`.
+
+    Raises as `ShmVectorEnv` does.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], gym.Env[Any, Any]] | str],
+        start_method: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._use(ShmVectorEnv(env_fns, context=start_method, **{"autoreset_mode": "SAME_STEP", **kwargs}))
+
+    @classmethod
+    def around(cls, envs: ShmVectorEnv) -> Self:
+        """The same for a vector environment that exists."""
+        made = cls.__new__(cls)
+        made._use(envs)
+        return made
+
+    def _use(self, envs: ShmVectorEnv) -> None:
+        envs.check_fit_for_sb3()
+        envs.allow_step_before_reset()
         self.envs = envs
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
         self.metadata = envs.metadata
@@ -38,8 +63,8 @@ class Sb3VecEnv(VecEnv):
         return observations
 
     def step_async(self, actions: Any) -> None:
-        """Start a step of all environments."""
-        self.envs.step_async(actions)
+        """Start a step of all environments. `actions` is batched, or a list with one action for each environment."""
+        self.envs.step_async(_batched(self.action_space, actions, self.num_envs))
 
     def step_wait(self) -> Any:
         """Wait for the step; returns observations `[n, ...]`, rewards `[n]` as float32, dones `[n]` and `n` infos.
@@ -102,3 +127,24 @@ class Sb3VecEnv(VecEnv):
         """Whether each environment, or each of the environments `indices`, has a wrapper of this class."""
         each = self.envs.apply(lambda env: is_wrapped(env, wrapper_class))
         return [each[i] for i in self._wanted(indices)]
+
+
+def _batched(space: gym.Space[Any], actions: Any, n: int, name: str = "action") -> Any:
+    """One action for each environment, batched as Gymnasium does. What is batched already stays as it is."""
+    is_batched = isinstance(actions, dict if isinstance(space, spaces.Dict) else tuple)
+    if not isinstance(space, spaces.Dict | spaces.Tuple) or is_batched:
+        return actions
+    is_dict = isinstance(space, spaces.Dict)
+    subspaces: Any = space.spaces if isinstance(space, spaces.Dict) else dict(enumerate(space.spaces))
+    try:
+        parts = {key: [action[key] for action in actions] for key in subspaces}
+        if len(actions) != n or any(len(action) != len(subspaces) for action in actions):
+            raise TypeError
+    except (KeyError, IndexError, TypeError):
+        kind = f"dict with the keys {list(subspaces)}" if is_dict else f"tuple of {len(subspaces)}"
+        raise SpaceError(
+            f"{name} must be a list of {n}, one {kind} for each environment, or one such {kind[:5].strip()} of arrays "
+            f"[{n}, ...], got {brief(actions)}"
+        ) from None
+    batched = {key: _batched(sub, parts[key], n, f"{name}[{key!r}]") for key, sub in subspaces.items()}
+    return batched if is_dict else tuple(batched.values())

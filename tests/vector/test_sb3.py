@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium import spaces
 
-from penstock import ConfigError
+from penstock import ConfigError, SpaceError
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 
@@ -82,3 +85,77 @@ def test_ppo_learns_on_it() -> None:
 def test_another_mode_is_refused() -> None:
     with ShmVectorEnv([CountingEnv]) as envs, pytest.raises(ConfigError, match='autoreset_mode="SAME_STEP"'):
         envs.to_sb3()
+
+
+class Acting(gym.Env[Any, Any]):
+    """Tells its actions and options in its infos. It may step before the first reset."""
+
+    observation_space = spaces.Box(-1, 1, (1,))
+
+    def __init__(self, action_space: Any) -> None:
+        self.action_space = action_space
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return np.zeros(1, np.float32), {"options": options}
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(1, np.float32), 0.0, False, False, {"action": action}
+
+
+@pytest.mark.parametrize("kind", [DummyVecEnv, ours])
+def test_each_environment_has_its_own_options(kind: Any) -> None:
+    envs = kind([partial(Acting, spaces.Discrete(2))] * 3)
+    for options in ([{"low": 1}, {"low": 2}, {}], {"low": 3}, None):
+        envs.set_options(options)
+        envs.reset()
+        wanted = [options] * 3 if not isinstance(options, list) else options
+        assert [info.get("options") for info in envs.reset_infos] == [o or None for o in wanted]
+    envs.close()
+
+
+NESTED = spaces.Dict({"a": spaces.Discrete(5), "b": spaces.Tuple([spaces.Box(-1, 1, (2,)), spaces.MultiBinary(3)])})
+
+
+@pytest.mark.parametrize("space", [NESTED, spaces.Tuple([spaces.Discrete(2), NESTED]), spaces.Discrete(4)])
+def test_a_list_of_actions_also_before_the_first_reset(space: Any) -> None:
+    mine, theirs = ours([partial(Acting, space)] * 3), DummyVecEnv([partial(Acting, space)] * 3)
+    space.seed(1)
+    for _ in range(3):
+        actions = [space.sample() for _ in range(3)]
+        got, wanted = ([info["action"] for info in envs.step(actions)[3]] for envs in (mine, theirs))
+        assert_same(got, wanted)
+    mine.close()
+
+
+def test_a_list_of_actions_that_does_not_fit() -> None:
+    envs = ours([partial(Acting, NESTED)] * 3)
+    fits = {"a": 1, "b": (np.zeros(2, np.float32), np.zeros(3, np.int8))}
+    for wrong in ([fits] * 2, [{"a": 1}] * 3, 5, [{**fits, "c": 1}] * 3, [{**fits, "b": (1,)}] * 3):
+        with pytest.raises(
+            SpaceError, match=r"action\S* must be a list of 3, one (dict|tuple) .* for each environment"
+        ):
+            envs.step(wrong)
+    envs.step([fits] * 3)
+    envs.close()
+
+
+def test_the_class_for_make_vec_env() -> None:
+    from stable_baselines3.common.env_util import make_vec_env
+
+    from penstock.vector import Sb3VecEnv
+
+    options = {"start_method": "fork", "n_workers": 2}
+    envs = make_vec_env("CartPole-v1", 3, seed=1, vec_env_cls=Sb3VecEnv, vec_env_kwargs=options)  # type: ignore[arg-type]
+    theirs = make_vec_env("CartPole-v1", 3, seed=1)
+    assert isinstance(envs, Sb3VecEnv)
+    assert len(envs.envs.worker_pids) == 2
+    np.testing.assert_array_equal(envs.reset(), theirs.reset())
+    assert envs.env_is_wrapped(Monitor) == [True] * 3
+    envs.close()
+    with pytest.raises(ConfigError, match="no argument 'n_worker'"):
+        Sb3VecEnv([CountingEnv], n_worker=2)
+
+
+def test_stable_baselines3_is_imported_on_first_use_only() -> None:
+    code = "import sys, penstock.vector; assert 'stable_baselines3' not in sys.modules; penstock.vector.Sb3VecEnv"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
