@@ -30,7 +30,6 @@ from penstock.vector.arguments import (
 )
 from penstock.vector.calls import CallsOnEnvs
 from penstock.vector.exchange import Ids, batch_infos
-from penstock.vector.memory import copy_rows
 from penstock.vector.order import State, VectorGuard
 from penstock.vector.pool import VectorPool
 from penstock.vector.program import ResetMessage, VectorProgram
@@ -49,8 +48,9 @@ Infos = list[tuple[int, dict[str, Any]]]
 class ShmVectorEnv(CallsOnEnvs):
     """`len(env_fns)` environments in worker processes, with Gymnasium's `VectorEnv` interface.
 
-    Observations, rewards, flags and actions lie in shared memory, so a step pickles nothing. Infos are sent only if
-    they are not empty. A worker that raises, dies or hangs ends the call at once, with the samplers' errors.
+    Observations, rewards, flags and actions lie in shared memory, so a step pickles nothing, except parts of spaces
+    that have no fixed shape (Text, Sequence, Graph, OneOf, custom spaces). Infos are sent only if they are not empty. A
+    worker that raises, dies or hangs ends the call at once, with the samplers' errors.
 
     Args:
         env_fns: callables that return a `gymnasium.Env`, or environment ids, one for each environment. Lambdas and
@@ -77,8 +77,8 @@ class ShmVectorEnv(CallsOnEnvs):
     If environments differ in speed, use `send` and `recv` instead of `step`: `send(actions, env_ids)` starts a step of
     some of them, and `recv(min_ready)` waits for the first that have finished.
 
-    Raises `ConfigError` for arguments that cannot work, `SpaceError` for a space whose elements have no fixed shape,
-    and a `SamplerBrokenError` if a worker fails to start.
+    Raises `ConfigError` for arguments that cannot work, `SpaceError` for a Dict space with keys of the same text, and a
+    `SamplerBrokenError` if a worker fails to start.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class ShmVectorEnv(CallsOnEnvs):
             positions = {i: k for k, i in enumerate(which.tolist())}
             infos = [(positions[i], info) for i, info in self._workers.take(which)]
             batched = batch_infos(infos, len(which))
-            return copy_rows(exchange.observation, which), reward, terminated, truncated, {**batched, "env_id": which}
+            return exchange.observations(which), reward, terminated, truncated, {**batched, "env_id": which}
 
     def _require_running(self, which: Ids) -> None:
         if self._ended[which].any():
@@ -332,8 +332,7 @@ class ShmVectorEnv(CallsOnEnvs):
             return self._workers.call(call)
 
     def _observations(self) -> Any:
-        view = self._exchange.observation
-        return copy_rows(view, slice(None)) if self.copy else view
+        return self._exchange.observations(copy=self.copy)
 
     @property
     def n_restarts(self) -> int:

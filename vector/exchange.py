@@ -17,6 +17,7 @@ from penstock.buffers.results import MessageKind, ObjectMessage, Unreadable
 from penstock.envs.rows import arrays_like, in_range
 from penstock.errors import EnvCallError, SpaceError, brief
 from penstock.vector.memory import VectorMemory, copy_rows
+from penstock.vector.objects import ObjectParts, shared_part
 from penstock.vector.program import VectorProgram
 
 Ids = npt.NDArray[np.intp]
@@ -28,13 +29,16 @@ class Exchange:
     def __init__(self, memory: VectorMemory, program: VectorProgram) -> None:
         self._rows = rows = memory.rows.arrays
         self._same_step = program.autoreset_mode is AutoresetMode.SAME_STEP
-        self._action_space, self._action = program.action_space, rows.action
+        self._action_space, self._action = shared_part(program.action_space), rows.action
+        self._objects = memory.objects
+        self._observation_parts = ObjectParts(program.observation_space)
+        self._action_parts = ObjectParts(program.action_space)
         self._requested, self._replied, self._info_seq = rows.requested, rows.replied, rows.info_seq
         self._one_by_one = rows.one_by_one
         self._taken = np.zeros(len(rows.requested), np.int64)  # the last request whose reply was taken
         self._inbox: dict[int, Mapping[str, Any]] = {}  # infos that have arrived, by environment
-        self.observation = arrays_like(program.observation_space, rows.observation)
-        self._final = arrays_like(program.observation_space, rows.final_observation)
+        self._observation = arrays_like(shared_part(program.observation_space), rows.observation)
+        self._final = arrays_like(shared_part(program.observation_space), rows.final_observation)
         self.reward, self.terminated, self.truncated = rows.reward, rows.terminated, rows.truncated
         self.all: Ids = np.arange(len(rows.requested))
 
@@ -42,7 +46,23 @@ class Exchange:
 
     def put_actions(self, actions: Any, which: Any = slice(None)) -> None:
         """Write `actions`, batched as Gymnasium does it, for the environments `which`. Raises `SpaceError`."""
+        if self._action_parts:
+            actions = self._put_objects(actions, self.all[which])
         _put(self._action_space, self._action, actions, which, "action")
+
+    def _put_objects(self, actions: Any, ids: Ids) -> Any:
+        """Write the parts that have no fixed shape, each a sequence `[n]` of objects; returns the actions without."""
+        assert self._objects is not None
+        rest, objects = self._action_parts.take_out(actions, np.zeros(len(ids), np.int64))
+        for part in objects:
+            if not isinstance(part, Sequence | np.ndarray) or isinstance(part, str) or len(part) != len(ids):
+                raise SpaceError(f"action has a part that must be a sequence of {len(ids)} objects, got {brief(part)}")
+        try:
+            for i, own in zip(ids.tolist(), zip(*objects, strict=True), strict=bool(objects)):
+                self._objects.write_action(i, list(own))
+        except Exception as error:  # pickling runs the user's code, which may raise anything
+            raise SpaceError(f"action has an object that cannot be pickled for the workers: {error}") from error
+        return rest
 
     def put_seeds(self, seeds: Sequence[int | None], which: Ids) -> None:
         """Note the seeds of a reset, for workers that may replace others."""
@@ -83,6 +103,22 @@ class Exchange:
             has_info |= self.terminated[which] | self.truncated[which]
         return [(i, self._info_of(i)) for i in which[has_info].tolist()] if has_info.any() else []
 
+    def observations(self, which: Any = slice(None), *, copy: bool = True) -> Any:
+        """The last observations of the environments `which`, batched as Gymnasium does it."""
+        batch = copy_rows(self._observation, which) if copy else self._observation
+        if not self._observation_parts:
+            return batch
+        objects = [self._objects_of(i) for i in self.all[which].tolist()]
+        return self._observation_parts.put_in(batch, zip(*objects, strict=True))
+
+    def _objects_of(self, i: int) -> list[Any]:
+        assert self._objects is not None
+        try:
+            objects = self._objects.read_observation(i, int(self._requested[i]))
+        except Exception as error:  # unpickling runs the user's code, which may raise anything
+            raise _unreadable("observation", i, error) from error
+        return self._observation_parts.defaults() if objects is None else objects
+
     def drop(self, which: Ids) -> None:
         """Drop the replies of `which`."""
         self._taken[which] = self._requested[which]
@@ -104,7 +140,10 @@ class Exchange:
             infos = {kind: _unpickled(info, i) for kind, info in self._inbox.pop(i).items()}
         final: dict[str, Any] = {}
         if self._same_step and (self.terminated[i] or self.truncated[i]):
-            final = {"final_obs": copy_rows(self._final, i), "final_info": infos.get("final_info", {})}
+            # The environment's own object, if the shared memory cannot give an equal one of the same type.
+            own = infos.get("final_obs")
+            final_obs = copy_rows(self._final, i) if own is None else own["final_obs"]
+            final = {"final_obs": final_obs, "final_info": infos.get("final_info", {})}
         return {**final, **infos.get("info", {})}
 
 
@@ -112,10 +151,14 @@ def _unpickled(info: bytes, i: int) -> Any:
     try:
         return pickle.loads(info)
     except Exception as error:  # unpickling runs the user's code, which may raise anything
-        raise EnvCallError(
-            f"the info of env_rank {i} has an entry that cannot be unpickled in the main process: "
-            f"{in_one_line(error)}. This step's results are lost; leave the entry out, or turn it into numbers or text"
-        ) from error
+        raise _unreadable("info", i, error) from error
+
+
+def _unreadable(name: str, i: int, error: Exception) -> EnvCallError:
+    return EnvCallError(
+        f"the {name} of env_rank {i} has an entry that cannot be unpickled in the main process: {in_one_line(error)}. "
+        "This step's results are lost; leave the entry out, or turn it into numbers or text"
+    )
 
 
 class _Batch(VectorEnv[Any, Any, Any]):

@@ -12,6 +12,7 @@ from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.envs.examples import example_of
+from penstock.vector.objects import ObjectParts, ObjectSlots, shared_part
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.plan import WorkerPlan
 
@@ -34,15 +35,16 @@ class VectorMemory:
     control: ControlBlock
     rows: NamedMemory
     mailbox: Mailbox
+    objects: ObjectSlots | None  #: of spaces without a fixed shape; None if there are none
 
     @classmethod
     def allocate(
         cls, observation_space: gym.Space[Any], action_space: gym.Space[Any], n_envs: int, n_workers: int
     ) -> VectorMemory:
-        """Raises `SpaceError` for a space without a fixed shape, `ConfigError` if there is not enough memory."""
+        """Raises `SpaceError` for keys with the same text, `ConfigError` if there is not enough memory."""
 
         def row(space: gym.Space[Any], name: str) -> Any:
-            return map_leaves(lambda leaf: ArraySpec.like(leaf, n_envs), example_of(space, name))
+            return map_leaves(lambda leaf: ArraySpec.like(leaf, n_envs), example_of(shared_part(space), name))
 
         count, flag = ArraySpec((n_envs,), np.dtype(np.int64)), ArraySpec((n_envs,), np.dtype(np.bool_))
         specs = NamedArrays(
@@ -59,7 +61,8 @@ class VectorMemory:
             one_by_one=ArraySpec((1,), np.dtype(np.int64)),
         )
         rows = NamedMemory(specs, shared=True, purpose=f"a vector environment of {n_envs} environments")
-        return cls(ControlBlock(n_workers, 1, shared=True), rows, Mailbox())
+        has_objects = ObjectParts(observation_space) or ObjectParts(action_space)
+        return cls(ControlBlock(n_workers, 1, shared=True), rows, Mailbox(), ObjectSlots() if has_objects else None)
 
     def count_lost(self, plan: WorkerPlan, command: Command | None, t: int, n_results: int) -> int:
         """A vector environment counts no trajectories."""
@@ -70,6 +73,8 @@ class VectorMemory:
         self.rows.close()
         self.control.memory.close()
         self.mailbox.close()
+        if self.objects is not None:
+            self.objects.close()
 
 
 def copy_rows(batch: Any, which: Any) -> Any:

@@ -22,6 +22,7 @@ from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_
 from penstock.envs.seeding import Purpose
 from penstock.errors import SpaceError, brief
 from penstock.vector.memory import VectorMemory, copy_rows
+from penstock.vector.objects import ObjectParts, shared_part
 from penstock.workers.control import Command
 from penstock.workers.program import WorkerContext
 from penstock.workers.progress import Phase, Progress
@@ -77,8 +78,13 @@ class VectorProgram:
             for factory, i in zip(context.share, plan.columns, strict=True)
         ]
         self._steps: list[Any] = [env.step for env in self._envs]
-        self._split = action_splitter(self.action_space)
-        rows = memory.rows.arrays
+        self._split = action_splitter(shared_part(self.action_space))
+        self._objects = memory.objects
+        self._observation_parts, self._action_parts = (
+            ObjectParts(self.observation_space),
+            ObjectParts(self.action_space),
+        )
+        rows, space = memory.rows.arrays, shared_part(self.observation_space)
         self._rows = own = rows[plan.columns.start : plan.columns.stop]
         self._one_by_one = memoryview(rows.one_by_one)
         self._action = own.action
@@ -86,9 +92,9 @@ class VectorProgram:
         # Items of memoryviews are Python integers and cost a third of numpy's.
         self._requested, self._replied = memoryview(own.requested), memoryview(own.replied)
         self._info_seq = memoryview(own.info_seq)
-        self._observation = arrays_like(self.observation_space, own.observation[np.newaxis])
-        self._final = arrays_like(self.observation_space, own.final_observation[np.newaxis])
-        self._last = arrays_like(self.observation_space, own.observation)
+        self._observation = arrays_like(space, own.observation[np.newaxis])
+        self._final = arrays_like(space, own.final_observation[np.newaxis])
+        self._last = arrays_like(space, own.observation)
         is_replacement = plan.generation > 0
         self._next = [_Next.TRUNCATE if is_replacement else _Next.STEP] * len(self._envs)
         self._unseeded = set(range(len(self._envs))) if is_replacement else set()
@@ -128,7 +134,12 @@ class VectorProgram:
 
     def _step_all(self) -> None:
         everyone = range(len(self._envs))
-        observations, self._reward[:] = self._advance(everyone, self._split(self._action))
+        actions = self._split(self._action)
+        if self._action_parts:
+            actions = self._with_objects(everyone, actions)
+        observations, self._reward[:] = self._advance(everyone, actions)
+        if self._observation_parts:
+            observations = [self._send_objects(i, observation) for i, observation in enumerate(observations)]
         try:
             write_row(self._observation, 0, observations)
         except ColumnError as error:
@@ -136,8 +147,12 @@ class VectorProgram:
         self._reply(everyone)
 
     def _step_one(self, i: int) -> None:
-        observations, self._reward[i : i + 1] = self._advance(range(i, i + 1), self._split(self._action[i : i + 1]))
-        self._write(self._observation, i, observations[0])
+        own = range(i, i + 1)
+        actions = self._split(self._action[i : i + 1])
+        if self._action_parts:
+            actions = self._with_objects(own, actions)
+        observations, self._reward[i : i + 1] = self._advance(own, actions)
+        self._write_observation(i, observations[0])
         self._reply([i])
 
     def _advance(self, which: range, actions: Sequence[Any]) -> tuple[list[Any], list[float]]:
@@ -188,7 +203,7 @@ class VectorProgram:
             self._next[i] = _Next.RESET
         if self.autoreset_mode is not AutoresetMode.SAME_STEP:
             return observation, info
-        self._write(self._final, i, observation, "the final observation")
+        self._write_final(i, observation)
         self._record_info(i, "final_info", info)
         return self._reset_one(i, None, None)
 
@@ -199,7 +214,7 @@ class VectorProgram:
             self._record_info(i, "info", info)
             return observation, 0.0, False, False
         self._next[i] = _Next.STEP
-        observation, info = self._end_episode(i, copy_rows(self._last, i), {RESTARTED: True})
+        observation, info = self._end_episode(i, self._last_observation(i), {RESTARTED: True})
         self._record_info(i, "info", info)
         return observation, 0.0, False, True
 
@@ -214,6 +229,46 @@ class VectorProgram:
             self._infos.clear()
         for i in which:
             self._replied[i] = self._requested[i]  # last: it announces the rest
+
+    def _write_observation(self, i: int, observation: Any) -> None:
+        if self._observation_parts:
+            observation = self._send_objects(i, observation)
+        self._write(self._observation, i, observation)
+
+    def _write_final(self, i: int, observation: Any) -> None:
+        """The last observation of an episode. It is pickled only if the arrays do not give back its types."""
+        arrays_only, objects = self._observation_parts.take_out(observation)
+        self._write(self._final, i, arrays_only, "the final observation")
+        if objects or not _gives_back(self._final, observation):
+            self._record_info(i, "final_obs", {"final_obs": observation})
+
+    def _last_observation(self, i: int) -> Any:
+        """The observation that the worker before this one left."""
+        observation = copy_rows(self._last, i)
+        if not self._observation_parts:
+            return observation
+        assert self._objects is not None
+        objects = self._objects.read_observation(self._plan.columns[i], self._requested[i] - 1)
+        return self._observation_parts.put_in(observation, objects or self._observation_parts.defaults())
+
+    def _send_objects(self, i: int, observation: Any) -> Any:
+        """Send the parts of an observation that have no fixed shape; returns it with placeholders."""
+        assert self._objects is not None
+        rest, objects = self._observation_parts.take_out(observation)
+        try:
+            self._objects.write_observation(self._plan.columns[i], self._requested[i], objects)
+        except Exception as error:  # pickling runs the user's code, which may raise anything
+            self._progress.at_env(self._plan.env_ranks[i])
+            raise SpaceError(
+                f"the observation of env_rank {self._plan.env_ranks[i]} cannot be pickled for the main process: {error}"
+            ) from error
+        return rest
+
+    def _with_objects(self, which: range, actions: Sequence[Any]) -> list[Any]:
+        """The actions, with their parts that have no fixed shape."""
+        assert self._objects is not None
+        parts, read, columns = self._action_parts, self._objects.read_action, self._plan.columns
+        return [parts.put_in(action, read(columns[i])) for i, action in zip(which, actions, strict=True)]
 
     def _write(self, arrays: Any, i: int, value: Any, name: str = "observation") -> None:
         try:
@@ -235,7 +290,7 @@ class VectorProgram:
             observation, info = self._reset_one(i, message.seeds[column], message.options[column])
             self._reward[i], self._terminated[i], self._truncated[i] = 0.0, False, False
             self._record_info(i, "info", info)
-            self._write(self._observation, i, observation)
+            self._write_observation(i, observation)
             self._reply([i])
 
     def _reset_one(self, i: int, seed: int | None, options: dict[str, Any] | None) -> tuple[Any, Any]:
@@ -265,6 +320,17 @@ class VectorProgram:
         results = perform(call, self._envs, self._plan.columns, self._plan.env_ranks)
         self._context.put(results)
         self._progress.n_results = len(results)
+
+
+def _gives_back(arrays: Any, value: Any) -> bool:
+    """Whether a cell of `arrays` `[1, n, ...]`, into which `value` fits, gives back an object of the same types."""
+    if isinstance(arrays, dict):
+        return type(value) is dict and all(_gives_back(part, value[key]) for key, part in arrays.items())
+    if isinstance(arrays, tuple):
+        return type(value) is tuple and all(map(_gives_back, arrays, value))
+    if arrays.ndim == 2:
+        return type(value) is arrays.dtype.type
+    return type(value) is np.ndarray and value.dtype == arrays.dtype
 
 
 def _pickled_info(info: Mapping[str, Any], env_rank: int) -> bytes:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium import spaces
 
 from penstock import ConfigError, EnvCallError, SamplerClosedError, SamplerStateError, SpaceError
 from penstock.envs import CountingEnv, EnvContext
@@ -138,17 +137,6 @@ def test_factories_are_told_where_they_build() -> None:
 def test_arguments_that_cannot_work(arguments: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         ShmVectorEnv(**{"env_fns": [CountingEnv] * 2, **arguments})
-
-
-@pytest.mark.parametrize("space", [spaces.Text(5), spaces.Sequence(spaces.Discrete(2))])
-def test_spaces_without_a_fixed_shape_are_refused(space: Any) -> None:
-    def make() -> Any:
-        env = CountingEnv()
-        env.observation_space = space
-        return env
-
-    with pytest.raises(SpaceError, match=r"observation has a \w+ space, whose elements have no fixed shape"):
-        ShmVectorEnv([make])
 
 
 def test_seeds_and_masks_that_do_not_fit() -> None:

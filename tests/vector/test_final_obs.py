@@ -1,0 +1,71 @@
+"""`final_obs` under SAME_STEP is what the environment returned: the same value, type and dtype."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.utils.env_checker import data_equivalence
+from gymnasium.vector import SyncVectorEnv
+
+from penstock.vector import ShmVectorEnv, exchange
+
+BOX, DISCRETE = spaces.Box(-9, 9, (2,), np.float32), spaces.Discrete(5)
+
+
+class Returning(gym.Env[Any, Any]):
+    """Episodes of one step, which ends with `last`."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, observation_space: Any, last: Any) -> None:
+        self.observation_space, self.last = observation_space, last
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return self.last, {}
+
+    def step(self, action: Any) -> Any:
+        return self.last, 1.0, True, False, {}
+
+
+@pytest.mark.parametrize(
+    ("space", "last", "is_sent"),
+    [
+        (BOX, np.ones(2, np.float32), False),
+        (BOX, np.full(2, 0.1), True),
+        (BOX, [0.5, 1], True),
+        (DISCRETE, 2, True),
+        (DISCRETE, np.int64(2), False),
+        (spaces.Box(-1, 1, ()), np.array(0.5, np.float32), True),
+        (spaces.Dict(a=BOX, b=DISCRETE), {"a": np.ones(2, np.float32), "b": np.int64(1)}, False),
+        (spaces.Dict(a=BOX, b=DISCRETE), {"a": np.ones(2, np.float32), "b": 1}, True),
+        (spaces.Tuple([BOX, DISCRETE]), (np.ones(2, np.float32), np.int64(1)), False),
+        (spaces.Tuple([BOX, DISCRETE]), [np.ones(2, np.float32), np.int64(1)], True),
+    ],
+)
+def test_it_is_what_the_environment_returned(space: Any, last: Any, is_sent: bool, monkeypatch: Any) -> None:
+    n_unpickled = 0
+    unpickled = exchange._unpickled
+
+    def counting(*args: Any) -> Any:
+        nonlocal n_unpickled
+        n_unpickled += 1
+        return unpickled(*args)
+
+    monkeypatch.setattr(exchange, "_unpickled", counting)
+    fns = [partial(Returning, space, last)] * 2
+    theirs = SyncVectorEnv(fns, autoreset_mode="SameStep")
+    theirs.reset()
+    for in_series in (1, 2):
+        with ShmVectorEnv(fns, in_series, autoreset_mode="SAME_STEP") as envs:
+            envs.reset()
+            got, wanted = envs.step([0, 0])[4]["final_obs"], theirs.step([0, 0])[4]["final_obs"]
+        for one, other in zip(got, wanted, strict=True):
+            assert type(one) is type(other)
+            assert data_equivalence(one, other)
+    assert (n_unpickled > 0) is is_sent
