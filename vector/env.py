@@ -73,6 +73,8 @@ class ShmVectorEnv(CallsOnEnvs):
         max_restarts: the most replacements within `restart_window` seconds; one more raises an error that lists the
             earlier ones.
         restart_window: seconds.
+        check_finite: refuse NaN and inf in rewards and floating-point observations, with a `SpaceError` that names the
+            field and the environment. The results of that step are lost; the next call works.
 
     If environments differ in speed, use `send` and `recv` instead of `step`: `send(actions, env_ids)` starts a step of
     some of them, and `recv(min_ready)` waits for the first that have finished.
@@ -99,6 +101,7 @@ class ShmVectorEnv(CallsOnEnvs):
         on_worker_failure: str = "raise",
         max_restarts: int = 3,
         restart_window: float = 60.0,
+        check_finite: bool = False,
         **unknown: NoReturn,  # no argument has this type: type checkers refuse unknown ones
     ) -> None:
         self._guard = VectorGuard()
@@ -106,8 +109,9 @@ class ShmVectorEnv(CallsOnEnvs):
         refuse_unknown(ShmVectorEnv, unknown)
         check_async_arguments(shared_memory, daemon, observation_mode)
         factories = as_factories(env_fns)
-        if not isinstance(copy, bool | np.bool_):
-            raise ConfigError(f"copy must be True or False, got {copy!r}")
+        for name, value in (("copy", copy), ("check_finite", check_finite)):
+            if not isinstance(value, bool | np.bool_):
+                raise ConfigError(f"{name} must be True or False, got {value!r}")
         self.num_envs, self.copy = len(factories), bool(copy)
         options = as_options(context, step_timeout, start_timeout, on_worker_failure, max_restarts, restart_window)
         plans = as_plans(self.num_envs, in_series, n_workers, affinity)
@@ -122,7 +126,7 @@ class ShmVectorEnv(CallsOnEnvs):
         self._ended = np.zeros(self.num_envs, np.bool_)
         with self._guard.require("ShmVectorEnv", State.NEW):
             shares = [[factories[i] for i in plan.columns] for plan in plans]
-            self._pool = VectorPool(plans, program, shares, options)
+            self._pool = VectorPool(plans, program, shares, options, check_finite=bool(check_finite))
             self._exchange = self._pool.exchange
             self._guard.start(self, self._pool)
 

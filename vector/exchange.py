@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.results import MessageKind, ObjectMessage, Unreadable
+from penstock.buffers.tree import tree_leaves
 from penstock.envs.rows import arrays_like, in_range
 from penstock.errors import EnvCallError, SpaceError, brief
 from penstock.vector.memory import VectorMemory, copy_rows
@@ -26,7 +27,8 @@ Ids = npt.NDArray[np.intp]
 class Exchange:
     """Counts the requests to each environment, and the replies that were taken."""
 
-    def __init__(self, memory: VectorMemory, program: VectorProgram) -> None:
+    def __init__(self, memory: VectorMemory, program: VectorProgram, *, check_finite: bool) -> None:
+        self._check_finite = check_finite
         self._rows = rows = memory.rows.arrays
         self._same_step = program.autoreset_mode is AutoresetMode.SAME_STEP
         self._action_space, self._action = shared_part(program.action_space), rows.action
@@ -93,7 +95,10 @@ class Exchange:
 
     def take(self, which: Ids, receive_infos: Callable[[], None]) -> list[tuple[int, dict[str, Any]]]:
         """Take the replies of `which`. Returns the infos of replies that were not taken before, by environment; with
-        `final_obs` and `final_info` where an episode ended and the environment was reset at once."""
+        `final_obs` and `final_info` where an episode ended and the environment was reset at once.
+
+        Raises `EnvCallError` for an info that cannot be unpickled, `SpaceError` for data that `check_finite` refuses.
+        """
         which = which[self._taken[which] != self._requested[which]]
         self._taken[which] = self._requested[which]
         has_info = self._info_seq[which] == self._requested[which]
@@ -101,7 +106,16 @@ class Exchange:
             receive_infos()
         if self._same_step:
             has_info |= self.terminated[which] | self.truncated[which]
-        return [(i, self._info_of(i)) for i in which[has_info].tolist()] if has_info.any() else []
+        infos = [(i, self._info_of(i)) for i in which[has_info].tolist()] if has_info.any() else []
+        if self._check_finite:
+            self._require_finite(which)
+        return infos
+
+    def _require_finite(self, which: Ids) -> None:
+        _require_finite(self.reward, which, "reward")
+        _require_finite(self._observation, which, "observation")
+        if self._same_step:
+            _require_finite(self._final, which[self.terminated[which] | self.truncated[which]], "final_obs")
 
     def observations(self, which: Any = slice(None), *, copy: bool = True) -> Any:
         """The last observations of the environments `which`, batched as Gymnasium does it."""
@@ -178,6 +192,19 @@ def batch_infos(infos: Sequence[tuple[int, dict[str, Any]]], n: int) -> dict[str
     for position, info in infos:
         batched = batch._add_info(batched, info, position)
     return batched
+
+
+def _require_finite(arrays: Any, which: Ids, name: str) -> None:
+    """Raise `SpaceError` for the first NaN or inf in the rows `which` of `arrays`."""
+    for leaf_name, array in tree_leaves(arrays, name):
+        rows = array[which]
+        if rows.dtype.kind == "f" and not (finite := np.isfinite(rows)).all():
+            first = tuple(np.argwhere(~finite)[0].tolist())
+            where = f" at index {first[1:]}" if first[1:] else ""
+            raise SpaceError(
+                f"{leaf_name} of env_rank {which[first[0]]} must be finite (check_finite=True), got "
+                f"{rows[first]}{where}"
+            )
 
 
 def _put(space: gym.Space[Any], row: Any, value: Any, which: Any, name: str) -> None:

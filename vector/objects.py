@@ -20,7 +20,7 @@ from gymnasium.vector.utils import create_empty_array
 
 from penstock.buffers.descriptors import anonymous_file
 
-_SLOT_BITS = 32  # a slot has room for 4 GiB; what is not written takes no memory
+_SLOT_BITS = 30  # a slot has room for 1 GiB; what is not written takes no memory
 _SIZE = struct.Struct("=q")
 _SLOTS_PER_ENV = 4  # two for observations, one for actions
 
@@ -130,6 +130,8 @@ class ObjectSlots:
             body = pickle.dumps(objects, pickle.HIGHEST_PROTOCOL)
         except Exception:  # an object of a class of the user's script, which goes by value
             body = cloudpickle.dumps(objects)
+        if _SIZE.size + len(body) > 1 << _SLOT_BITS:
+            raise ValueError(f"it has {len(body):,} bytes, more than 1 GiB")
         view, at = memoryview(_SIZE.pack(len(body)) + body), slot << _SLOT_BITS
         while view:
             n_written = os.pwrite(self._file.fd, view, at)

@@ -26,13 +26,19 @@ class VectorPool(WorkerPool):
     """Steps, resets and calls as commands of a worker pool."""
 
     def __init__(
-        self, plans: Sequence[WorkerPlan], program: VectorProgram, shares: Sequence[Any], options: PoolOptions
+        self,
+        plans: Sequence[WorkerPlan],
+        program: VectorProgram,
+        shares: Sequence[Any],
+        options: PoolOptions,
+        *,
+        check_finite: bool,
     ) -> None:
         n_envs = sum(len(plan.columns) for plan in plans)
         memory = VectorMemory.allocate(program.observation_space, program.action_space, n_envs, len(plans))
         resources = ExitStack()
         resources.callback(memory.close)
-        self.exchange = Exchange(memory, program)
+        self.exchange = Exchange(memory, program, check_finite=check_finite)
         self._mailbox_of_commands = memory.mailbox
         self._ranks = np.repeat([plan.worker_rank for plan in plans], [len(plan.columns) for plan in plans])
         super().__init__(plans, [program] * len(plans), shares, memory, options, resources)
