@@ -48,9 +48,9 @@ Infos = list[tuple[int, dict[str, Any]]]
 class ShmVectorEnv(CallsOnEnvs):
     """`len(env_fns)` environments in worker processes, with Gymnasium's `VectorEnv` interface.
 
-    Observations, rewards, flags and actions lie in shared memory, so a step pickles nothing, except parts of spaces
-    that have no fixed shape (Text, Sequence, Graph, OneOf, custom spaces). Infos are sent only if they are not empty. A
-    worker that raises, dies or hangs ends the call at once, with the samplers' errors.
+    Observations, rewards, flags and actions lie in shared memory, so a step pickles nothing. Only parts of spaces that
+    have no fixed shape are pickled (Text, Sequence, Graph, OneOf, custom spaces). Infos are sent only if they are not
+    empty. A worker that raises, dies or hangs ends the call at once, with the samplers' errors.
 
     Args:
         env_fns: callables that return a `gymnasium.Env`, or environment ids, one for each environment. Lambdas and

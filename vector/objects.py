@@ -31,7 +31,7 @@ def has_fixed_shape(space: gym.Space[Any]) -> bool:
 
 
 def shared_part(space: gym.Space[Any]) -> gym.Space[Any]:
-    """The space of what lies in shared memory: a placeholder instead of each part without a fixed shape."""
+    """`space` with a placeholder instead of each part without a fixed shape: its elements fit into shared memory."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict(OrderedDict((key, shared_part(sub)) for key, sub in space.items()))
     if isinstance(space, spaces.Tuple):

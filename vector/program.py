@@ -20,7 +20,7 @@ from penstock.envs.checks import episode_flags, require_info, require_number, st
 from penstock.envs.factory import EnvContext
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_cell, write_row
 from penstock.envs.seeding import Purpose
-from penstock.errors import SpaceError, brief
+from penstock.errors import ConfigError, SpaceError, brief
 from penstock.vector.memory import VectorMemory, copy_rows
 from penstock.vector.objects import ObjectParts, shared_part
 from penstock.workers.control import Command
@@ -77,13 +77,16 @@ class VectorProgram:
             self._builder.build(factory, EnvContext(i, plan.worker_rank, self.build_seeds[i], Purpose.TRAIN))
             for factory, i in zip(context.share, plan.columns, strict=True)
         ]
+        if len({id(env.unwrapped) for env in self._envs}) < len(self._envs):
+            raise ConfigError(
+                f"env_fns of env_rank {plan.env_ranks.start} to {plan.env_ranks.stop - 1} return the same environment: "
+                "each must build its own"
+            )
         self._steps: list[Any] = [env.step for env in self._envs]
         self._split = action_splitter(shared_part(self.action_space))
         self._objects = memory.objects
-        self._observation_parts, self._action_parts = (
-            ObjectParts(self.observation_space),
-            ObjectParts(self.action_space),
-        )
+        self._observation_parts = ObjectParts(self.observation_space)
+        self._action_parts = ObjectParts(self.action_space)
         rows, space = memory.rows.arrays, shared_part(self.observation_space)
         self._rows = own = rows[plan.columns.start : plan.columns.stop]
         self._one_by_one = memoryview(rows.one_by_one)
@@ -236,10 +239,10 @@ class VectorProgram:
         self._write(self._observation, i, observation)
 
     def _write_final(self, i: int, observation: Any) -> None:
-        """The last observation of an episode. It is pickled only if the arrays do not give back its types."""
+        """The last observation of an episode. It is pickled only if the arrays cannot keep its types."""
         arrays_only, objects = self._observation_parts.take_out(observation)
         self._write(self._final, i, arrays_only, "the final observation")
-        if objects or not _gives_back(self._final, observation):
+        if objects or not _keeps_types(self._final, observation):
             self._record_info(i, "final_obs", {"final_obs": observation})
 
     def _last_observation(self, i: int) -> Any:
@@ -322,12 +325,12 @@ class VectorProgram:
         self._progress.n_results = len(results)
 
 
-def _gives_back(arrays: Any, value: Any) -> bool:
-    """Whether a cell of `arrays` `[1, n, ...]`, into which `value` fits, gives back an object of the same types."""
+def _keeps_types(arrays: Any, value: Any) -> bool:
+    """Whether a cell of `arrays` `[1, n, ...]` that holds `value` is read with the types of `value`."""
     if isinstance(arrays, dict):
-        return type(value) is dict and all(_gives_back(part, value[key]) for key, part in arrays.items())
+        return type(value) is dict and all(_keeps_types(part, value[key]) for key, part in arrays.items())
     if isinstance(arrays, tuple):
-        return type(value) is tuple and all(map(_gives_back, arrays, value))
+        return type(value) is tuple and all(map(_keeps_types, arrays, value))
     if arrays.ndim == 2:
         return type(value) is arrays.dtype.type
     return type(value) is np.ndarray and value.dtype == arrays.dtype

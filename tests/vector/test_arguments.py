@@ -1,4 +1,4 @@
-"""The arguments of ShmVectorEnv: those of AsyncVectorEnv, ids of environments, and names that are misspelt."""
+"""The arguments of ShmVectorEnv: AsyncVectorEnv's, ids of environments, and misspelt names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AsyncVectorEnv
 
-from penstock import ConfigError
+from penstock import ConfigError, WorkerError
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 
@@ -75,3 +75,9 @@ def test_ids_as_env_fns() -> None:
         del gym.registry["tests/OfTheScript-v0"]
     with pytest.raises(ConfigError, match="'Nothing-v9' is not a registered environment id"):
         ShmVectorEnv(["Nothing-v9"])
+
+
+def test_env_fns_that_return_the_same_environment() -> None:
+    env = CountingEnv()
+    with pytest.raises(WorkerError, match="env_fns of env_rank 0 to 1 return the same environment"):
+        ShmVectorEnv([lambda: env] * 2, n_workers=1)
