@@ -55,6 +55,8 @@ class ObjectParts:
         A value of another structure comes back as it is: it does not fit into the shared memory, which says so.
         """
         objects: list[Any] = []
+        if not self._subspaces:
+            return value, objects
         try:
             return _take_out(self._space, value, placeholder, objects), objects
         except (TypeError, ValueError, KeyError, IndexError):
