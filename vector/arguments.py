@@ -16,6 +16,7 @@ from penstock.errors import ConfigError, brief
 from penstock.vector.exchange import Ids
 from penstock.workers.affinity import usable_cpus
 from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds
+from penstock.workers.cpu_claims import CpuClaims
 from penstock.workers.launch import START_METHODS
 from penstock.workers.plan import Affinity, PoolOptions, WorkerPlan, assign_cpus, split
 from penstock.workers.restarts import ON_WORKER_FAILURE
@@ -85,7 +86,11 @@ def as_mode(mode: str | AutoresetMode) -> AutoresetMode:
 
 
 def as_plans(
-    n_envs: int, in_series: int, n_workers: int | None, affinity: Affinity | Sequence[int | Sequence[int]] | None
+    n_envs: int,
+    in_series: int,
+    n_workers: int | None,
+    affinity: Affinity | Sequence[int | Sequence[int]] | None,
+    claims: CpuClaims,
 ) -> tuple[WorkerPlan, ...]:
     """Divide the environments among processes."""
     if isinstance(in_series, bool | np.bool_):
@@ -104,7 +109,8 @@ def as_plans(
         affinity = Affinity(pin=n_workers <= len(mask))
     elif not isinstance(affinity, Affinity):
         affinity = Affinity(cpus=affinity)
-    cpus = assign_cpus(affinity, n_workers, mask)
+    cpus = assign_cpus(affinity, n_workers, claims.choose(affinity, n_workers, mask))
+    claims.hold(cpu for own in cpus for cpu in own)
     return tuple(
         WorkerPlan(worker_rank=rank, columns=own, env_ranks=own, cpus=cpus[rank], torch_threads=affinity.torch_threads)
         for rank, own in enumerate(split(n_envs, n_workers))

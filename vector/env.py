@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import gymnasium as gym
@@ -34,6 +35,7 @@ from penstock.vector.order import State, VectorGuard
 from penstock.vector.pool import VectorPool
 from penstock.vector.program import ResetMessage, VectorProgram
 from penstock.workers.arguments import integer
+from penstock.workers.cpu_claims import CpuClaims
 from penstock.workers.plan import Affinity
 
 if TYPE_CHECKING:
@@ -114,7 +116,6 @@ class ShmVectorEnv(CallsOnEnvs):
                 raise ConfigError(f"{name} must be True or False, got {value!r}")
         self.num_envs, self.copy = len(factories), bool(copy)
         options = as_options(context, step_timeout, start_timeout, on_worker_failure, max_restarts, restart_window)
-        plans = as_plans(self.num_envs, in_series, n_workers, affinity)
         self.autoreset_mode = as_mode(autoreset_mode)
         self._read_spaces(factories[0])
         program = VectorProgram(
@@ -124,9 +125,12 @@ class ShmVectorEnv(CallsOnEnvs):
             self.autoreset_mode,
         )
         self._ended = np.zeros(self.num_envs, np.bool_)
-        with self._guard.require("ShmVectorEnv", State.NEW):
+        with self._guard.require("ShmVectorEnv", State.NEW), ExitStack() as resources:
+            claims = CpuClaims()
+            resources.callback(claims.close)
+            plans = as_plans(self.num_envs, in_series, n_workers, affinity, claims)
             shares = [[factories[i] for i in plan.columns] for plan in plans]
-            self._pool = VectorPool(plans, program, shares, options, check_finite=bool(check_finite))
+            self._pool = VectorPool(plans, program, shares, options, resources, check_finite=bool(check_finite))
             self._exchange = self._pool.exchange
             self._guard.start(self, self._pool)
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.results import MessageKind, ObjectMessage, Unreadable
 from penstock.buffers.tree import tree_leaves
@@ -73,6 +74,7 @@ class Exchange:
     def request(self, which: Any = slice(None), *, one_by_one: bool = False) -> None:
         """Publish a request to the environments `which`; its data are written. Open the gates then."""
         self._one_by_one[0] = one_by_one
+        fence()
         self._requested[which] += 1
 
     @property
@@ -84,7 +86,9 @@ class Exchange:
     def ready(self) -> Ids:
         """The outstanding environments that have replied."""
         replied = self._replied
-        return np.flatnonzero((replied == self._requested) & (replied != self._taken))
+        ready = np.flatnonzero((replied == self._requested) & (replied != self._taken))
+        fence()
+        return ready
 
     @property
     def is_answered(self) -> bool:

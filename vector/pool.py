@@ -31,12 +31,12 @@ class VectorPool(WorkerPool):
         program: VectorProgram,
         shares: Sequence[Any],
         options: PoolOptions,
+        resources: ExitStack,
         *,
         check_finite: bool,
     ) -> None:
         n_envs = sum(len(plan.columns) for plan in plans)
         memory = VectorMemory.allocate(program.observation_space, program.action_space, n_envs, len(plans))
-        resources = ExitStack()
         resources.callback(memory.close)
         self.exchange = Exchange(memory, program, check_finite=check_finite)
         self._mailbox_of_commands = memory.mailbox

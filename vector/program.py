@@ -13,6 +13,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from penstock.buffers.ordering import fence
 from penstock.buffers.results import MessageKind, ObjectMessage
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.envs.calls import EnvCall, perform, pickled
@@ -230,6 +231,7 @@ class VectorProgram:
             for i in self._infos:
                 self._info_seq[i] = requested[i]
             self._infos.clear()
+        fence()
         for i in which:
             self._replied[i] = self._requested[i]  # last: it announces the rest
 

@@ -9,6 +9,7 @@ import pytest
 
 from penstock import AlternatingSampler, ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
+from penstock.vector import ShmVectorEnv
 from penstock.workers.affinity import usable_cpus
 
 from .support import Script
@@ -34,6 +35,8 @@ def test_a_second_run_takes_another_cpu_and_says_so(tmp_path: Path) -> None:
             sampler.initialize(RandomAgent())
             assert sampler.stats().workers[0].cpus == (mask[1],)
             assert f"1 workers, on CPUs {mask[1]}" in repr(sampler)
+        with ShmVectorEnv([CountingEnv]) as envs:
+            assert os.sched_getaffinity(envs.worker_pids[0]) == {mask[1]}
         for cls in (ParallelSampler, AlternatingSampler):
             with cls(CountingEnv, batch_T=2, batch_B=2 * len(mask), n_workers=2 * len(mask)) as sampler:
                 sampler.initialize(RandomAgent())
