@@ -32,8 +32,8 @@ class CpuClaims:
     def choose(self, affinity: Affinity, n: int, mask: Sequence[int]) -> Sequence[int]:
         """The CPUs of `mask` that workers may be pinned to.
 
-        By default these are `n` CPUs (or all, if there are fewer) that no other process has claimed, first those that
-        nothing in this process uses. They are empty if there are not enough. If `affinity` says more, it is `mask`.
+        By default: `n` CPUs that no other process has claimed, or all CPUs if `mask` has fewer. CPUs that nothing in
+        this process uses come first. Empty if there are too few. If `affinity` says more, the answer is `mask`.
         """
         if affinity.cpus is not None or not affinity.pin:
             return mask

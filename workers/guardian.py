@@ -75,7 +75,7 @@ class Guardian:
 
     def __init__(self, fork_server: ForkServer | None = None) -> None:
         self._shell: subprocess.Popen[bytes] | None = None
-        self._watched: dict[int, str] = {}  # what the shell was told, by process id
+        self._watched: dict[int, str] = {}  # the line that the shell has got, by process id
         arguments = [_identity(fork_server.pid), fork_server.address] if fork_server else ["", ""]
         with contextlib.suppress(OSError):
             self._shell = subprocess.Popen(

@@ -212,8 +212,8 @@ def _no_current_folder() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _known_start_method(method: str) -> Iterator[None]:
-    """Give children a start method that they know. Pools of other libraries set one of their own, such as joblib's
-    "loky", and a child that is told to use it fails."""
+    """Give children a start method that they know. Other libraries set start methods that only they know, such as
+    joblib's "loky". A child that gets one of these fails."""
     contexts: Any = multiprocessing.context._default_context
     real = contexts._actual_context
     if real is not None and real.get_start_method() not in START_METHODS:

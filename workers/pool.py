@@ -360,8 +360,8 @@ class WorkerPool:
         return killed
 
     def _make_them_exit(self, patience: float) -> dict[int, WorkerStatus]:
-        """Ask all workers to exit, wait, terminate, kill. For each worker that did not exit when asked: what it was
-        doing, by rank."""
+        """Ask all workers to exit, wait, terminate, kill. Returns the status of each worker that did not exit when
+        asked, by rank."""
         self._monitor.is_closing = self.control.quit = True
         alive = [handle for handle in self.handles if not handle.is_reaped]
         for handle in alive:

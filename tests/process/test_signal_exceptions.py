@@ -10,9 +10,10 @@ from .support import Script, methods, scaled
 
 pytestmark = pytest.mark.timeout(600)
 
-BODY = """
+HEAD = """
 import random
-from penstock import GpuSampler, SamplerBrokenError, SamplerState, SerialSampler
+from functools import partial
+from penstock import EnvCallError, GpuSampler, SamplerBrokenError, SamplerState, SerialSampler
 from penstock.vector import ShmVectorEnv
 
 class Alarm(BaseException):  # as pytest-timeout's
@@ -23,7 +24,10 @@ def on_alarm(*_):
 
 signal.signal(signal.SIGALRM, on_alarm)
 rng = random.Random(0)
+n_alarms = n_broken = 0
+"""
 
+BODY = """
 def new_sampler():
     sampler = CLS(
         CountingEnv, env_kwargs={"length": 10**9}, batch_T=2, batch_B=4, n_workers=2, max_decorrelation_steps=0,
@@ -39,7 +43,6 @@ def batch(sampler, itr):
 
 CLS = {"parallel": ParallelSampler, "gpu": GpuSampler, "server": GpuSampler, "serial": SerialSampler}[WHAT]
 OPTIONS = {"server": "process"} if WHAT == "server" else {}
-n_alarms = n_broken = 0
 sampler = new_sampler()
 for itr in range(N):
     try:
@@ -61,20 +64,6 @@ say(n_alarms, n_broken)
 """
 
 VECTOR = """
-import random
-from functools import partial
-from penstock import EnvCallError, SamplerBrokenError
-from penstock.vector import ShmVectorEnv
-
-class Alarm(BaseException):  # as pytest-timeout's
-    pass
-
-def on_alarm(*_):
-    raise Alarm
-
-signal.signal(signal.SIGALRM, on_alarm)
-rng = random.Random(0)
-
 def new_envs():
     envs = ShmVectorEnv([partial(CountingEnv, length=10**9)] * 4, n_workers=2, context=METHOD)
     envs.reset()
@@ -83,7 +72,6 @@ def new_envs():
 def step(envs):
     return envs.step_wait() if envs._guard.state.name == "STEPPING" else envs.step([0] * 4)
 
-n_alarms = n_broken = 0
 envs = new_envs()
 for _ in range(N):
     try:
@@ -110,7 +98,7 @@ say(n_alarms, n_broken)
 @methods("forkserver")
 @pytest.mark.parametrize("what", ["serial", "parallel", "gpu", "server", "vector"])
 def test_no_call_is_locked_and_no_column_is_ahead(tmp_path: Path, what: str, start_method: str) -> None:
-    body = VECTOR if what == "vector" else BODY
+    body = HEAD + (VECTOR if what == "vector" else BODY)
     with Script(tmp_path, body, METHOD=start_method, WHAT=what, N=scaled(20_000, 1000)) as script:
         output, errors = script.end(scaled(500, 100))
     assert output, errors
