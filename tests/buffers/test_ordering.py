@@ -12,6 +12,8 @@ import pytest
 
 from penstock.agents import shared_parameters
 from penstock.buffers import native, ordering
+from penstock.envs import CountingEnv
+from penstock.vector import ShmVectorEnv
 from penstock.workers import control, gates, monitor, progress
 from penstock.workers.control import Command, ControlBlock
 
@@ -97,15 +99,12 @@ def test_parameters_are_fenced_on_both_sides(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_both_waits_end_with_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock import ParallelSampler, RandomAgent
-    from penstock.envs import CountingEnv
-
     recorder = Recorder(lambda: None)
     monkeypatch.setattr(monitor, "fence", recorder)
-    with ParallelSampler(CountingEnv, batch_T=2, batch_B=1) as sampler:
-        sampler.initialize(RandomAgent())
+    with ShmVectorEnv([CountingEnv]) as envs:
+        envs.reset()
         recorder.seen.clear()
-        sampler.obtain_samples(0)
+        envs.step([0])
     assert recorder.seen == [None]
     block = ControlBlock(1, 1, shared=False)
     gate = gates.Gate(block, 0, spin_seconds=0.1)
