@@ -8,7 +8,7 @@ ROOMS := agents buffers collectors envs ports samplers testing vector workers
 SOURCES := $(shell find $(ROOMS) src \( -name '*.py' -o -name '*.[ch]' \) -not -path '*/.*' 2>/dev/null)
 PYTEST := pytest --dist loadgroup
 
-.PHONY: run quick test check coverage floors pythons bench sanitize chaos faults clean
+.PHONY: run quick test check coverage floors pythons bench sanitize chaos faults real clean
 
 run: $(VENV)/.installed
 	$(BIN)/python examples/ppo.py --out runs/cartpole
@@ -83,6 +83,10 @@ chaos: $(VENV)/.installed
 # The failure tests with many more trials each; takes about an hour.
 faults: $(VENV)/.installed
 	PENSTOCK_FAULTS=full $(BIN)/pytest tests/process
+
+# Real environments, as many as are installed, at 20,000 steps each.
+real: $(VENV)/.installed
+	PENSTOCK_REAL_STEPS=20000 $(BIN)/pytest -n 2 tests/real/test_long.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
