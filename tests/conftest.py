@@ -46,10 +46,16 @@ if not HAS_TORCH:
 # start method than the default.
 SLOW = (
     "agents/test_conformance.py",
+    "agents/test_drawing.py",
+    "agents/test_learners_view.py",
+    "agents/test_shared_parameters.py::test_no_read_is_torn_and_no_version_goes_back_while_another_process_publishes",
     "benchmarks/",
     "collectors/test_batched_envs.py::test_envpool_gives_one_batch_per_seed_whatever_the_workers",
     "collectors/test_checks.py::test_bad_data_is_named_in_its_batch",
+    "collectors/test_invalid_data.py",
+    "collectors/test_native.py::test_signals_are_looked_at_even_if_no_step_is_in_python",
     "docs/",
+    "envs/test_rows.py::test_sampled_elements_are_recorded_exactly",
     "examples/",
     "process/",
     "real/",
@@ -57,6 +63,7 @@ SLOW = (
     "samplers/test_arguments.py::test_a_type_checker_finds_wrong_arguments_of_every_sampler",
     "samplers/test_central_determinism.py",
     "samplers/test_central_device.py",
+    "samplers/test_central_order.py",
     "samplers/test_central_sampling.py",
     "samplers/test_central_workers.py",
     "samplers/test_failures.py",
@@ -66,6 +73,10 @@ SLOW = (
     "testing/test_conformance_agent.py",
     "testing/test_conformance_collector.py",
     "testing/test_faulty.py",
+    "vector/test_async.py",
+    "vector/test_objects.py",
+    "vector/test_same.py",
+    "vector/test_sb3.py",
 )
 
 
