@@ -54,6 +54,7 @@ class InheritedFds:
         self._in_transit: InheritedFd | None = None  # stays open until the child has its duplicate
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self.close()
         receiver, sender = socket.socketpair()
         self._in_transit = InheritedFd(receiver.detach())
         with sender:

@@ -110,6 +110,7 @@ class SerialPool:
     """
 
     pids: tuple[int, ...] = ()
+    has_lost_command = False  #: there is no process that might not get it
 
     def __init__(
         self, plan: WorkerPlan, program: WorkerProgram, share: Any, memory: SharedMemory, resources: ExitStack

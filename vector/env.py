@@ -169,9 +169,11 @@ class ShmVectorEnv(CallsOnEnvs):
     ) -> tuple[Any, Infos]:
         """As `reset`, with the infos unbatched: pairs (index, info) of the environments that had any."""
         with self._guard.require("reset", State.NEW, State.READY, State.STEPPING, State.RESETTING, State.SENT):
+            prepared = self._prepared_reset(seed, options)
             if self._guard.state is State.RESETTING:
+                self._workers.wait_steps()
                 self._guard.state = self._state_before_reset
-            self._workers.reset(*self._prepared_reset(seed, options))
+            self._workers.reset(*prepared)
             return self._take_reset()
 
     def reset_async(
@@ -204,9 +206,11 @@ class ShmVectorEnv(CallsOnEnvs):
         return message, seeds, which
 
     def _take_reset(self) -> tuple[Any, Infos]:
-        infos = self._workers.take(self._reset_ids)
-        if self._guard.state is State.NEW or not len(self._exchange.outstanding):
-            self._guard.state = State.READY
+        try:
+            infos = self._workers.take(self._reset_ids)
+        finally:  # even if an info cannot be unpickled
+            if self._guard.state is State.NEW or not len(self._exchange.outstanding):
+                self._guard.state = State.READY
         return self._observations(), infos
 
     def step(self, actions: Any) -> Step[_Batched]:

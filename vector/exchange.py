@@ -93,7 +93,9 @@ class Exchange:
     @property
     def is_answered(self) -> bool:
         """Whether there is a reply to each request."""
-        return bool((self._replied == self._requested).all())
+        is_answered = bool((self._replied == self._requested).all())
+        fence()
+        return is_answered
 
     # ---- replies -----------------------------------------------------------------------------
 

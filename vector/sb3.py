@@ -33,7 +33,13 @@ class Sb3VecEnv(VecEnv):
         start_method: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self._use(ShmVectorEnv(env_fns, context=start_method, **{"autoreset_mode": "SAME_STEP", **kwargs}))
+        arguments = {"context": start_method, "autoreset_mode": "SAME_STEP", **kwargs}
+        envs = ShmVectorEnv(env_fns, **arguments)
+        try:
+            self._use(envs)
+        except BaseException:
+            envs.close()
+            raise
 
     @classmethod
     def around(cls, envs: ShmVectorEnv) -> Self:

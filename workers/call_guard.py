@@ -68,9 +68,10 @@ class CallGuard(Generic[_State]):
                 self._error, self.state = error, self._broken
                 raise
             except BaseException as error:
-                if self._pool is not None and self._pool.is_closed and self.state is not self._closed:
+                if self._pool is not None and self._pool.has_lost_command and self.state is not self._closed:
                     self._error = SamplerBrokenError(
-                        f"{name} was interrupted by {type(error).__name__} while it gave a command to the workers"
+                        f"{name} was interrupted by {type(error).__name__} while it gave a command to the workers. "
+                        f"Which of them have got it is not known: make a new {self._noun}"
                     )
                     self.state = self._broken
                 raise
@@ -79,8 +80,8 @@ class CallGuard(Generic[_State]):
                     del self._running[0]
 
     def _take_over(self, call: _Call) -> None:
-        """Raise `SamplerStateError` if another call is running. It is not if an exception of a signal handler has ended
-        it before it could say so."""
+        """Raise `SamplerStateError` if the other call is still running. An exception of a signal handler may have ended
+        it before it could remove its entry."""
         running = self._running[0]
         for top in sys._current_frames().values():
             frame: FrameType | None = top

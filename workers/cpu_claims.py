@@ -6,12 +6,15 @@ one socket can have it, and the kernel frees it when its process ends. Other sys
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from itertools import islice
 
 from penstock.workers.plan import Affinity
 
@@ -38,8 +41,10 @@ class CpuClaims:
         if affinity.cpus is not None or not affinity.pin:
             return mask
         with _lock:
-            chosen = [cpu for cpu in sorted(mask, key=lambda cpu: _users[cpu]) if _is_ours(cpu)][: min(n, len(mask))]
-            if len(chosen) < min(n, len(mask)):
+            wanted = min(n, len(mask))
+            free = (cpu for cpu in sorted(mask, key=lambda cpu: _users[cpu]) if _is_ours(cpu))
+            chosen = list(islice(free, wanted))
+            if len(chosen) < wanted:
                 chosen = []
             self.hold(chosen)
             _release_unused()
@@ -57,7 +62,8 @@ class CpuClaims:
         """Give the CPUs back; harmless when repeated."""
         with _lock:
             while self._cpus:
-                _users[self._cpus.pop()] -= 1
+                cpu = self._cpus.pop()
+                _users[cpu] = max(0, _users[cpu] - 1)  # 0 in a fork
             _release_unused()
 
 
@@ -65,14 +71,15 @@ def _is_ours(cpu: int) -> bool:
     """Whether this process has claimed the CPU. It tries to."""
     if cpu in _sockets or sys.platform != "linux":
         return True
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        claim.bind(f"\0penstock-cpu-{cpu}{os.environ.get(NAMESPACE_VARIABLE, '')}")
-    except OSError:  # another process has it
-        claim.close()
-        return False
-    _sockets[cpu] = claim
-    return True
+    with ExitStack() as stack:
+        try:
+            claim = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            claim.bind(f"\0penstock-cpu-{cpu}-{os.environ.get(NAMESPACE_VARIABLE, '')}")
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE  # a sandbox that refuses this: then there are no claims
+        stack.pop_all()
+        _sockets[cpu] = claim
+        return True
 
 
 def _release_unused() -> None:
@@ -81,7 +88,10 @@ def _release_unused() -> None:
 
 
 def _abandon() -> None:
-    """In a fork: an open copy of a socket would keep the claim after its owner has ended."""
+    """In a fork: an open copy of a socket would keep the claim after its owner has ended. Another thread of the parent
+    may have held the lock."""
+    global _lock  # noqa: PLW0603 - a property of the process
+    _lock = threading.RLock()
     for claim in _sockets.values():
         claim.close()
     _sockets.clear()

@@ -194,9 +194,9 @@ def _no_current_folder() -> Iterator[None]:
     It is started as `python -c`, whose import path begins with the current folder. Workers get the import path of this
     process.
     """
+    folder = os.getcwd() if sys.version_info < (3, 11) else None  # Python 3.10 does not know the variable
     given = os.environ.get(_SAFE_PATH)
     os.environ[_SAFE_PATH] = "1"
-    folder = os.getcwd() if sys.version_info < (3, 11) else None  # Python 3.10 does not know the variable
     try:
         if folder is not None:
             os.chdir("/")

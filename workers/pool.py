@@ -70,6 +70,7 @@ class WorkerPool:
         self._close_lock = threading.Lock()
         self._closing_thread: int | None = None
         self._have_ended = False  # the workers
+        self.has_lost_command = False  #: whether an exception has interrupted `submit`
         self.is_closed = False
         self._wanted_openings = [0] * len(plans)  # how many openings each gate must reach; number one is start-up
         self._command = Command()
@@ -193,6 +194,7 @@ class WorkerPool:
         try:
             self._submit(command, ranks)
         except BaseException:
+            self.has_lost_command = True
             self.close(broken=True)
             raise
 

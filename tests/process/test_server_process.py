@@ -422,7 +422,8 @@ def test_what_an_agent_returns_is_checked() -> None:
         sampler.obtain_samples(0)
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+@pytest.mark.filterwarnings("ignore:.* did not exit while:RuntimeWarning")  # there are many processes for few CPUs
+@pytest.mark.parametrize("start_method", ["forkserver"])
 def test_more_workers_than_one_message_can_have_descriptors(start_method: str) -> None:
     """The server wakes every worker. The system sends at most 253 descriptors in one message."""
     with GpuSampler(
