@@ -121,3 +121,16 @@ def test_errors_are_also_gymnasiums() -> None:
     with pytest.raises(ClosedEnvironmentError, match="was called after close") as closed:
         envs.reset()
     assert isinstance(closed.value, SamplerClosedError)
+
+
+def test_a_reset_that_is_refused_loses_no_step() -> None:
+    """The workers still reset when the second call fails: the step must not take their answer."""
+    with ShmVectorEnv([partial(Slow, reset=0.1)] * 2, n_workers=2) as envs:
+        envs.reset()
+        envs.reset_async()
+        with pytest.raises(ConfigError, match="seed"):
+            envs.reset(seed="x")  # type: ignore[arg-type]
+        with pytest.raises(AlreadyPendingCallError):
+            envs.step([0, 0])
+        envs.reset_wait()
+        assert envs.step([0, 0])[1].tolist() == [1, 1]

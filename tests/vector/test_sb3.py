@@ -159,3 +159,15 @@ def test_the_class_for_make_vec_env() -> None:
 def test_stable_baselines3_is_imported_on_first_use_only() -> None:
     code = "import sys, penstock.vector; assert 'stable_baselines3' not in sys.modules; penstock.vector.Sb3VecEnv"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_arguments_that_do_not_fit_leave_no_worker() -> None:
+    """The fixture of all tests looks for processes that are left."""
+    from penstock.vector import Sb3VecEnv
+
+    with pytest.raises(ConfigError, match="copy=True"):
+        Sb3VecEnv([CountingEnv], copy=False)
+    with pytest.raises(ConfigError, match="SAME_STEP"):
+        Sb3VecEnv([CountingEnv], autoreset_mode="NEXT_STEP")
+    envs = Sb3VecEnv([CountingEnv], context="fork")
+    envs.close()

@@ -48,6 +48,7 @@ def test_each_run_gets_the_first_cpus_that_are_free() -> None:
         assert (first, second) == ([100], [101, 102])
         cpus, claims = chosen(1)
         assert cpus == [103]
+        assert set(cpu_claims._sockets) == {103}
         claims.close()
         claims.close()
         cpus, claims = chosen(2)
@@ -98,3 +99,11 @@ def test_a_fork_keeps_no_claim() -> None:
         assert other == [100]
     os.close(write)
     os.waitpid(child, 0)
+
+
+def test_a_cpu_that_is_not_needed_is_not_claimed_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    monkeypatch.setattr(cpu_claims, "_is_ours", lambda cpu: tried.append(cpu) or True)  # type: ignore[func-returns-value]
+    _, claims = chosen(2)
+    assert set(tried) == {100, 101}
+    claims.close()
