@@ -281,7 +281,8 @@ class Version:
             stdout=subprocess.PIPE,
             text=True,
             # More threads would disturb the other version's turn.
-            # And each version may use all CPUs, though the other has claimed them.
+            # Both versions run at the same time and may use all CPUs. Without its own namespace, the second would find
+            # them claimed.
             env={
                 **os.environ,
                 "PYTHONPATH": path,

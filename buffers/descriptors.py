@@ -44,9 +44,10 @@ class InheritedFd:
 
 
 class InheritedFds:
-    """Many descriptors of other owners, for one child process.
+    """Sends many descriptors to one child process. Their owners close them.
 
-    A process can be started with about 250 descriptors. These take only one: a socket, through which they follow.
+    A process can be started with at most about 250 descriptors. This passes one of them, a socket. The child receives
+    the others through it.
     """
 
     def __init__(self, fds: Sequence[int]) -> None:
@@ -82,7 +83,7 @@ def _receive_all(inherited: InheritedFd, n: int) -> InheritedFds:
 
 
 def anonymous_file(name: str) -> InheritedFd:
-    """An empty file without a path, in memory if the system has and allows that. `name` is for tools such as lsof."""
+    """An empty file without a path, in memory where the system allows it. `name` is for tools such as lsof."""
     try:
         return InheritedFd(os.memfd_create(name, os.MFD_CLOEXEC))
     except (AttributeError, OSError):

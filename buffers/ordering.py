@@ -21,7 +21,8 @@ def no_fence() -> None:
 
 
 def fence_of_locks() -> None:
-    """Without the compiled part: nothing passes both the release of one lock and the acquisition of another."""
+    """The fence without the compiled part. A store before it stays before the release of the first lock; a store after
+    it stays after the acquisition of the second."""
     with _first:
         pass
     with _second:
@@ -38,5 +39,5 @@ def _fence() -> Callable[[], None]:
     return compiled
 
 
-#: No store and no load passes it.
+#: No store passes an earlier store, and no load passes an earlier load. A load may still pass an earlier store.
 fence = _fence()

@@ -152,7 +152,8 @@ class Sampler(ABC):
         Args:
             agent: initialized here from the environment's spaces, unless it already was.
             seed: fixes every random stream; None takes a new one (see `sampler.seed`).
-            affinity: CPUs per worker, or an `Affinity`. None pins worker i to the i-th CPU that this process may use.
+            affinity: CPUs per worker, or an `Affinity`. None pins each worker to one CPU that no other run on this
+                machine has claimed. If too few CPUs are free, no worker is pinned.
             bootstrap_value: record `agent.bootstrap_value` and `agent.final_value`.
             traj_info_kwargs: arguments of `traj_info_cls`, for example `{"discount": 0.99}`.
             rank, world_size: this sampler's index among several on many machines, and their number; `env_rank` is

@@ -24,7 +24,7 @@ from penstock.workers.restarts import ON_WORKER_FAILURE
 Options = dict[str, Any] | None
 
 
-#: What to do about an argument that is not there: arguments of AsyncVectorEnv, and names of other libraries.
+#: What to use instead of an argument of AsyncVectorEnv or of another library, by the name of this argument.
 _REMEDIES = {
     "worker": "change what an environment does with a wrapper",
     "max_concurrency": "n_workers is the number of environments that step at once",
@@ -49,8 +49,8 @@ def check_async_arguments(shared_memory: Any, daemon: Any, observation_mode: Any
     """Raise `ConfigError` for values of AsyncVectorEnv's arguments that a ShmVectorEnv cannot have."""
     if shared_memory is not True:
         raise ConfigError(
-            f"shared_memory must be True, got {shared_memory!r}: results always lie in shared memory, and objects "
-            "without a fixed shape are pickled without being asked"
+            f"shared_memory must be True, got {shared_memory!r}: results are always in shared memory. Parts without a "
+            "fixed shape are always pickled"
         )
     if daemon is not True:
         raise ConfigError(
@@ -72,7 +72,16 @@ def as_factories(env_fns: Sequence[Callable[..., gym.Env[Any, Any]] | str]) -> t
             "env_fns must be a list of callables or environment ids, one for each environment, got " + brief(env_fns)
         )
     integer("the number of env_fns", len(env_fns), 1, MOST_ENVS)
-    return tuple(env_factories(fn, None, 1)[0] for fn in env_fns)
+    return tuple(_as_factory(fn, i) for i, fn in enumerate(env_fns))
+
+
+def _as_factory(env_fn: Callable[..., gym.Env[Any, Any]] | str, i: int) -> EnvFactory:
+    try:
+        return env_factories(env_fn, None, 1)[0]
+    except ConfigError as error:  # it names the argument of the samplers
+        raise ConfigError(
+            f"env_fns[{i}]={env_fn!r} is not a registered environment id: {error.__cause__}"
+        ) from error.__cause__
 
 
 def as_mode(mode: str | AutoresetMode) -> AutoresetMode:
@@ -143,7 +152,7 @@ def as_options(
 
 
 def as_timeout(timeout: float) -> float:
-    """The seconds that a wait may last; 0 is one look."""
+    """The most seconds of a wait. 0: check once and do not wait."""
     return 0.0 if isinstance(timeout, int | float) and timeout == 0 else seconds("timeout", timeout)
 
 
@@ -164,10 +173,10 @@ def split_mask(options: Options | Sequence[Options], n_envs: int) -> tuple[Ids, 
     """The environments to reset, by `options["reset_mask"]` if there is one, and the options of each environment."""
     if isinstance(options, list):
         if len(options) != n_envs or not all(each is None or isinstance(each, dict) for each in options):
-            raise ConfigError(f"options must be a dict, or a list of {n_envs} dicts, got {brief(options)}")
+            raise ConfigError(f"options must be None, a dict, or a list of {n_envs} dicts, got {brief(options)}")
         return np.arange(n_envs), options
     if not (options is None or isinstance(options, dict)):
-        raise ConfigError(f"options must be a dict or None, got {brief(options)}")
+        raise ConfigError(f"options must be None, a dict, or a list of {n_envs} dicts, got {brief(options)}")
     if options is None or "reset_mask" not in options:
         return np.arange(n_envs), [options] * n_envs
     mask = options["reset_mask"]

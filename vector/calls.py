@@ -17,7 +17,8 @@ from penstock.vector.tiling import tile
 
 
 class CallsOnEnvs(VectorEnv[Any, Any, Any]):
-    """The methods of `ShmVectorEnv` that call its environments between two steps."""
+    """The part of `ShmVectorEnv` that calls methods and attributes of the environments. `ShmVectorEnv` provides
+    `_call`."""
 
     def _call(self, call: EnvCall) -> tuple[Any, ...]:
         """Make the call in the workers. Returns the results by index of the environment."""

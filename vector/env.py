@@ -50,9 +50,10 @@ Infos = list[tuple[int, dict[str, Any]]]
 class ShmVectorEnv(CallsOnEnvs):
     """`len(env_fns)` environments in worker processes, with Gymnasium's `VectorEnv` interface.
 
-    Observations, rewards, flags and actions lie in shared memory, so a step pickles nothing. Only parts of spaces that
-    have no fixed shape are pickled (Text, Sequence, Graph, OneOf, custom spaces). Infos are sent only if they are not
-    empty. A worker that raises, dies or hangs ends the call at once, with the samplers' errors.
+    Observations, rewards, flags and actions lie in shared memory. A step pickles only infos that are not empty, and
+    parts of spaces without a fixed shape (Text, Sequence, Graph, OneOf, custom spaces). A final observation whose type
+    the shared memory cannot keep is pickled too. A worker that raises, dies or hangs ends the call at once, with the
+    samplers' errors.
 
     Args:
         env_fns: callables that return a `gymnasium.Env`, or environment ids, one for each environment. Lambdas and
@@ -60,12 +61,13 @@ class ShmVectorEnv(CallsOnEnvs):
         in_series: how many environments a process steps, one after the other. With `n` environments there are
             `n / in_series` processes, rounded up. Their numbers of environments differ by at most one.
         n_workers: the number of processes; give this or `in_series`, not both.
-        context: "forkserver", which None means too, "spawn" or "fork".
+        context: "forkserver", "spawn" or "fork". None is the same as "forkserver".
         autoreset_mode: what happens when an episode ends, a `gymnasium.vector.AutoresetMode` or its name.
         copy: return copies. Otherwise observations are views of the shared memory, which the next step overwrites.
-        shared_memory, daemon, observation_mode: as for `AsyncVectorEnv`, with the only values that there are.
-        affinity: CPUs for each worker, or an `Affinity`. None pins worker i to the i-th CPU that this process may use
-            if there are enough CPUs, and otherwise leaves the placement to the system.
+        shared_memory, daemon, observation_mode: exist because `AsyncVectorEnv` has them. Only their defaults are
+            allowed.
+        affinity: CPUs for each worker, or an `Affinity`. None pins each worker to one CPU that no other run on this
+            machine has claimed. If there are more workers than free CPUs, no worker is pinned.
         step_timeout: seconds that a worker may make no progress before `WorkerTimeoutError`; None waits for ever, as
             long as the worker lives.
         start_timeout: the same, while environments are built.
@@ -75,14 +77,15 @@ class ShmVectorEnv(CallsOnEnvs):
         max_restarts: the most replacements within `restart_window` seconds; one more raises an error that lists the
             earlier ones.
         restart_window: seconds.
-        check_finite: refuse NaN and inf in rewards and floating-point observations, with a `SpaceError` that names the
-            field and the environment. The results of that step are lost; the next call works.
+        check_finite: raise a `SpaceError` that names the field and the environment if a reward or a floating-point
+            array of the observation has NaN or inf. Parts without a fixed shape are not checked. The results of that
+            step are lost; the next call works.
 
     If environments differ in speed, use `send` and `recv` instead of `step`: `send(actions, env_ids)` starts a step of
     some of them, and `recv(min_ready)` waits for the first that have finished.
 
-    Raises `ConfigError` for arguments that cannot work, `SpaceError` for a Dict space with keys of the same text, and a
-    `SamplerBrokenError` if a worker fails to start.
+    Raises `ConfigError` for arguments that cannot work, and a `SamplerBrokenError` if a worker fails to start. Raises
+    `SpaceError` if two keys of a Dict space have the same text, such as 1 and "1".
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class ShmVectorEnv(CallsOnEnvs):
         max_restarts: int = 3,
         restart_window: float = 60.0,
         check_finite: bool = False,
-        **unknown: NoReturn,  # no argument has this type: type checkers refuse unknown ones
+        **unknown: NoReturn,  # type checkers refuse every unknown argument, since no value has this type
     ) -> None:
         self._guard = VectorGuard()
         self._pool: VectorPool | None = None
@@ -179,7 +182,8 @@ class ShmVectorEnv(CallsOnEnvs):
     def reset_async(
         self, seed: int | Sequence[int | None] | None = None, options: Options | list[Options] = None
     ) -> None:
-        """Start a reset as `reset` does, and return; `reset_wait` returns its results."""
+        """Start a reset as `reset` does, and return; `reset_wait` returns its results. This first waits for running
+        steps."""
         with self._guard.require("reset_async", State.NEW, State.READY, State.SENT):
             self._workers.begin_reset(*self._prepared_reset(seed, options))
             self._state_before_reset, self._guard.state = self._guard.state, State.RESETTING
@@ -201,7 +205,7 @@ class ShmVectorEnv(CallsOnEnvs):
         seeds = as_seeds(seed, self.num_envs)
         which, each = split_mask(options, self.num_envs)
         message = ResetMessage(seeds, each).dumps()
-        self._ended[which] = False  # even if the wait is interrupted
+        self._ended[which] = False  # now: an interrupted reset is completed by the workers
         self._reset_ids = which
         return message, seeds, which
 

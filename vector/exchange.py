@@ -54,17 +54,23 @@ class Exchange:
         _put(self._action_space, self._action, actions, which, "action")
 
     def _put_objects(self, actions: Any, ids: Ids) -> Any:
-        """Write the parts that have no fixed shape, each a sequence `[n]` of objects; returns the actions without."""
+        """Write the parts without a fixed shape: each is a sequence of `n` objects. Returns the actions with
+        placeholders in their places."""
         assert self._objects is not None
         rest, objects = self._action_parts.take_out(actions, np.zeros(len(ids), np.int64))
         for part in objects:
             if not isinstance(part, Sequence | np.ndarray) or isinstance(part, str) or len(part) != len(ids):
-                raise SpaceError(f"action has a part that must be a sequence of {len(ids)} objects, got {brief(part)}")
+                raise SpaceError(
+                    f"each part of the actions without a fixed shape must be a sequence of {len(ids)} objects, got "
+                    f"{brief(part)}"
+                )
         try:
             for i, own in zip(ids.tolist(), zip(*objects, strict=True), strict=bool(objects)):
                 self._objects.write_action(i, list(own))
         except Exception as error:  # pickling runs the user's code, which may raise anything
-            raise SpaceError(f"action has an object that cannot be pickled for the workers: {error}") from error
+            raise SpaceError(
+                f"action has an object that cannot be sent to the workers: {in_one_line(error)}"
+            ) from error
         return rest
 
     def put_seeds(self, seeds: Sequence[int | None], which: Ids) -> None:
@@ -154,13 +160,13 @@ class Exchange:
         if self._info_seq[i] == self._requested[i]:
             if i not in self._inbox:
                 raise EnvCallError(
-                    f"the info of env_rank {i} is lost: an exception of a signal handler interrupted the call that "
-                    "received it. This step's results are lost with it; the next step works"
+                    f"the info of env_rank {i} is lost: an exception of a signal handler interrupted an earlier call. "
+                    "The results of this step are lost too. The next step works"
                 )
             infos = {kind: _unpickled(info, i) for kind, info in self._inbox.pop(i).items()}
         final: dict[str, Any] = {}
         if self._same_step and (self.terminated[i] or self.truncated[i]):
-            # The environment's own object, if the shared memory cannot give an equal one of the same type.
+            # The worker has pickled the observation if the shared memory cannot keep its types.
             own = infos.get("final_obs")
             final_obs = copy_rows(self._final, i) if own is None else own["final_obs"]
             final = {"final_obs": final_obs, "final_info": infos.get("final_info", {})}

@@ -20,8 +20,9 @@ Wrapper = Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]
 def make_vec(
     id: str | EnvSpec, num_envs: int = 1, wrappers: Sequence[Wrapper] | None = None, **kwargs: Any
 ) -> ShmVectorEnv:
-    """A `ShmVectorEnv` of `num_envs` environments `id`, each in all `wrappers`, the first innermost.
+    """A `ShmVectorEnv` of `num_envs` environments `id`.
 
+    Each environment is wrapped in all `wrappers`; the first is the innermost.
     Arguments of `ShmVectorEnv` go there, all others to `gymnasium.make`. It can be the `vector_entry_point` of a
     registered environment. Raises `ConfigError` for an id that is not registered, and as `ShmVectorEnv` does.
     """

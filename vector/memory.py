@@ -41,7 +41,8 @@ class VectorMemory:
     def allocate(
         cls, observation_space: gym.Space[Any], action_space: gym.Space[Any], n_envs: int, n_workers: int
     ) -> VectorMemory:
-        """Raises `SpaceError` for keys with the same text, `ConfigError` if there is not enough memory."""
+        """Raises `SpaceError` if two keys of a Dict space have the same text, such as 1 and "1", and `ConfigError` if
+        there is not enough memory."""
 
         def row(space: gym.Space[Any], name: str) -> Any:
             return map_leaves(lambda leaf: ArraySpec.like(leaf, n_envs), example_of(shared_part(space), name))

@@ -22,11 +22,11 @@ from penstock.buffers.descriptors import anonymous_file
 
 _SLOT_BITS = 30  # a slot has room for 1 GiB; what is not written takes no memory
 _SIZE = struct.Struct("=q")
-_SLOTS_PER_ENV = 4  # two for observations, one for actions
+_SLOTS_PER_ENV = 4  # 0 and 1: observations; 2: actions; 3: unused
 
 
 def has_fixed_shape(space: gym.Space[Any]) -> bool:
-    """Whether the elements of `space`, without its parts if it is Dict or Tuple, have a fixed shape."""
+    """Whether `space` is a basic space whose elements have a fixed shape. False for Dict and Tuple: ask their parts."""
     return isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
 
 
@@ -50,9 +50,10 @@ class ObjectParts:
         return bool(self._subspaces)
 
     def take_out(self, value: Any, placeholder: Any = 0) -> tuple[Any, list[Any]]:
-        """An element or a batch of them with a placeholder instead of each object, and the objects.
+        """Returns `value` with a placeholder instead of each object, and the list of objects.
 
-        A value of another structure comes back as it is: it does not fit into the shared memory, which says so.
+        `value` is an element or a batch. A value with the wrong structure comes back unchanged: the code that writes it
+        into the shared memory raises the error.
         """
         objects: list[Any] = []
         if not self._subspaces:
@@ -67,7 +68,7 @@ class ObjectParts:
         return _put_in(self._space, value, iter(objects))
 
     def defaults(self) -> list[Any]:
-        """Objects for an observation that was never made."""
+        """Objects for an environment that has not been reset yet."""
         batches: list[Any] = [create_empty_array(space, 1) for space in self._subspaces]
         return [None if batch is None else batch[0] for batch in batches]
 
@@ -105,22 +106,23 @@ def _put_in(space: gym.Space[Any], value: Any, objects: Iterator[Any]) -> Any:
 class ObjectSlots:
     """The slots of all environments. Each has one writer, which writes before it publishes a request or a reply.
 
-    Observations of two requests in a row go to different slots: a worker that is killed leaves the last one whole.
+    Observations of two requests in a row go to different slots. If a worker is killed while it writes one, the other is
+    complete.
     """
 
     def __init__(self) -> None:
         self._file = anonymous_file("penstock-objects")
 
     def write_observation(self, i: int, request: int, objects: list[Any]) -> None:
-        """Worker: the objects of environment i's observation for `request`. Raises what pickling raises."""
+        """Worker: the objects of environment i's observation for `request`. Raises any exception of pickling."""
         self._write(_SLOTS_PER_ENV * i + request % 2, objects)
 
     def read_observation(self, i: int, request: int) -> list[Any] | None:
-        """The same objects; None if there are none. Raises what unpickling raises."""
+        """The same objects; None if nothing was written. Raises any exception of unpickling."""
         return self._read(_SLOTS_PER_ENV * i + request % 2)
 
     def write_action(self, i: int, objects: list[Any]) -> None:
-        """Main process: the objects of environment i's action. Raises what pickling raises."""
+        """Main process: the objects of environment i's action. Raises any exception of pickling."""
         self._write(_SLOTS_PER_ENV * i + 2, objects)
 
     def read_action(self, i: int) -> list[Any]:

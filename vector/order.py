@@ -33,7 +33,7 @@ class VectorClosedError(SamplerClosedError, gymnasium_error.ClosedEnvironmentErr
 
 
 class PendingCallError(SamplerStateError, gymnasium_error.AlreadyPendingCallError):
-    """A call came before the results of another were taken; `name` is that of the other."""
+    """A call came while another call was not finished. `name` is the name of the unfinished call."""
 
     def __init__(self, message: str, name: str = "") -> None:
         Exception.__init__(self, message)
@@ -41,7 +41,7 @@ class PendingCallError(SamplerStateError, gymnasium_error.AlreadyPendingCallErro
 
 
 class NoPendingCallError(SamplerStateError, gymnasium_error.NoAsyncCallError):
-    """`step_wait`, `reset_wait` or `recv` came without a call to wait for; `name` is what came."""
+    """`step_wait`, `reset_wait` or `recv` came without a call to wait for. `name` is the name of this call."""
 
     def __init__(self, message: str, name: str = "") -> None:
         Exception.__init__(self, message)
@@ -49,7 +49,7 @@ class NoPendingCallError(SamplerStateError, gymnasium_error.NoAsyncCallError):
 
 
 class WaitTimeoutError(PenstockError, multiprocessing.TimeoutError, TimeoutError):
-    """`timeout` seconds were not enough. The call continues; wait again for its results."""
+    """A call did not finish within `timeout` seconds. It continues: wait again for its results."""
 
 
 class VectorGuard(CallGuard[State]):

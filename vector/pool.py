@@ -62,8 +62,8 @@ class VectorPool(WorkerPool):
             self.wait("step", until=until)
 
     def wait_at_most(self, timeout: float, name: str) -> None:
-        """Wait until all requests have their replies. Raises `WaitTimeoutError`, in the name of the call `name`, if
-        that takes longer than `timeout` seconds; the workers continue."""
+        """Wait until all requests have replies. Raises `WaitTimeoutError` after `timeout` seconds; its text begins with
+        `name`. The workers continue."""
         self.finish_interrupted()
         deadline, exchange = time.monotonic() + timeout, self.exchange
         self.wait(

@@ -38,7 +38,7 @@ class ResetMessage:
     """Reset the environments that have a request."""
 
     seeds: Sequence[int | None]  #: of all environments
-    options: Sequence[dict[str, Any] | None]  #: the same
+    options: Sequence[dict[str, Any] | None]  #: of all environments; one dict or None for each
 
     def dumps(self) -> bytes:
         """The message, pickled. Raises `ConfigError` if that is impossible."""
@@ -80,8 +80,8 @@ class VectorProgram:
         ]
         if len({id(env.unwrapped) for env in self._envs}) < len(self._envs):
             raise ConfigError(
-                f"env_fns of env_rank {plan.env_ranks.start} to {plan.env_ranks.stop - 1} return the same environment: "
-                "each must build its own"
+                f"two of the env_fns of env_rank {plan.env_ranks.start} to {plan.env_ranks.stop - 1} return the same "
+                "environment: each must build its own"
             )
         self._steps: list[Any] = [env.step for env in self._envs]
         self._split = action_splitter(shared_part(self.action_space))
@@ -265,7 +265,7 @@ class VectorProgram:
         except Exception as error:  # pickling runs the user's code, which may raise anything
             self._progress.at_env(self._plan.env_ranks[i])
             raise SpaceError(
-                f"the observation of env_rank {self._plan.env_ranks[i]} cannot be pickled for the main process: {error}"
+                f"the observation of env_rank {self._plan.env_ranks[i]} cannot be sent to the main process: {error}"
             ) from error
         return rest
 
@@ -328,7 +328,7 @@ class VectorProgram:
 
 
 def _keeps_types(arrays: Any, value: Any) -> bool:
-    """Whether a cell of `arrays` `[1, n, ...]` that holds `value` is read with the types of `value`."""
+    """Whether `value` has the same types after it is written into a cell of `arrays` `[1, n, ...]` and read again."""
     if isinstance(arrays, dict):
         return type(value) is dict and all(_keeps_types(part, value[key]) for key, part in arrays.items())
     if isinstance(arrays, tuple):

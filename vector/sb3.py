@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Sb3VecEnv(VecEnv):
-    """A `ShmVectorEnv` for Stable-Baselines3, made as its `SubprocVecEnv` is. `close` ends the workers.
+    """Runs a `ShmVectorEnv` as a `VecEnv` of Stable-Baselines3. It takes the arguments of `SubprocVecEnv`.
 
-    `start_method` is "forkserver" (None), "spawn" or "fork"; `kwargs` are other arguments of `ShmVectorEnv`. It can be
-    the `vec_env_cls` of Stable-Baselines3's `make_vec_env`.
+    `start_method` is "forkserver", "spawn" or "fork". None is the same as "forkserver". `kwargs` are other arguments of
+    `ShmVectorEnv`. `close` ends the workers. The class can be the `vec_env_cls` of Stable-Baselines3's `make_vec_env`.
 
     Raises as `ShmVectorEnv` does.
     """
@@ -43,7 +43,7 @@ class Sb3VecEnv(VecEnv):
 
     @classmethod
     def around(cls, envs: ShmVectorEnv) -> Self:
-        """The same for a vector environment that exists."""
+        """A `Sb3VecEnv` for an existing `ShmVectorEnv`. `close` closes both."""
         made = cls.__new__(cls)
         made._use(envs)
         return made
@@ -136,7 +136,7 @@ class Sb3VecEnv(VecEnv):
 
 
 def _batched(space: gym.Space[Any], actions: Any, n: int, name: str = "action") -> Any:
-    """One action for each environment, batched as Gymnasium does. What is batched already stays as it is."""
+    """`actions`, a list with one action for each environment, as one batch. A batch is returned unchanged."""
     is_batched = isinstance(actions, dict if isinstance(space, spaces.Dict) else tuple)
     if not isinstance(space, spaces.Dict | spaces.Tuple) or is_batched:
         return actions

@@ -40,7 +40,8 @@ class CallGuard(Generic[_State]):
         self._noun, self._close_call = noun, close_call
         self._pool: Any = None
         self._pid = os.getpid() if owned_by_process else None
-        # At most one entry, under the key 0. No signal handler and no other thread runs within `setdefault`.
+        # The running call, under the key 0. A dict and not a lock: `setdefault` is atomic, and a signal handler's
+        # exception cannot come between the check and the entry.
         self._running: dict[int, _Call] = {}
         self._error: SamplerBrokenError | None = None
 
@@ -57,6 +58,7 @@ class CallGuard(Generic[_State]):
                 f"{self._noun} and its workers: make a {self._noun} in this process"
             )
         with sigint.deferred():
+            # Frame 0 is this generator, 1 is contextlib's `__enter__`, 2 is the method that the user has called.
             call = _Call(name, threading.get_ident(), sys._getframe(2))
             try:
                 if self._running.setdefault(0, call) is not call:
@@ -70,8 +72,8 @@ class CallGuard(Generic[_State]):
             except BaseException as error:
                 if self._pool is not None and self._pool.has_lost_command and self.state is not self._closed:
                     self._error = SamplerBrokenError(
-                        f"{name} was interrupted by {type(error).__name__} while it gave a command to the workers. "
-                        f"Which of them have got it is not known: make a new {self._noun}"
+                        f"{name} was interrupted by {type(error).__name__} while it gave a command to the workers, "
+                        f"so the workers have been closed: make a new {self._noun}"
                     )
                     self.state = self._broken
                 raise
@@ -80,8 +82,11 @@ class CallGuard(Generic[_State]):
                     del self._running[0]
 
     def _take_over(self, call: _Call) -> None:
-        """Raise `SamplerStateError` if the other call is still running. An exception of a signal handler may have ended
-        it before it could remove its entry."""
+        """Take the place of the recorded call if it has ended. Raises `SamplerStateError` if it is still running.
+
+        An exception of a signal handler may have ended it before it removed its record. So this looks for its frame on
+        the stacks of all threads.
+        """
         running = self._running[0]
         for top in sys._current_frames().values():
             frame: FrameType | None = top

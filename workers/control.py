@@ -118,6 +118,7 @@ class ControlBlock:
         """Main process: publish one more command for this worker and count the opening of its gate."""
         number = self._opened[worker_rank] + 1
         slot = number % _RING
+        # While the pool closes, a worker only sees that its gate opens; it runs no command.
         is_full = number - self._rows[worker_rank, ARRIVED] > _RING and not self.quit
         if is_full and self.command(worker_rank, slot) != command:
             raise RuntimeError(f"worker {worker_rank} has {_RING} commands open: wait for it before the next")

@@ -33,10 +33,11 @@ class CpuClaims:
         self._cpus: list[int] = []
 
     def choose(self, affinity: Affinity, n: int, mask: Sequence[int]) -> Sequence[int]:
-        """The CPUs of `mask` that workers may be pinned to.
+        """The CPUs of `mask` that workers may be pinned to, and claims them.
 
-        By default: `n` CPUs that no other process has claimed, or all CPUs if `mask` has fewer. CPUs that nothing in
-        this process uses come first. Empty if there are too few. If `affinity` says more, the answer is `mask`.
+        These are `n` CPUs that no other process has claimed (all CPUs of `mask` if it has fewer than `n`). CPUs that
+        this process does not use yet come first. The list is empty if other processes have claimed too many. If
+        `affinity` has `cpus` or `pin=False`, this claims nothing and returns `mask`.
         """
         if affinity.cpus is not None or not affinity.pin:
             return mask
@@ -51,7 +52,7 @@ class CpuClaims:
         return sorted(chosen, key=mask.index)
 
     def hold(self, cpus: Iterable[int]) -> None:
-        """Claim `cpus` as far as they are free, until `close`."""
+        """Claim the free CPUs among `cpus`. `close` releases them."""
         with _lock:
             for cpu in set(cpus) - set(self._cpus):
                 _is_ours(cpu)
@@ -68,7 +69,7 @@ class CpuClaims:
 
 
 def _is_ours(cpu: int) -> bool:
-    """Whether this process has claimed the CPU. It tries to."""
+    """Claim the CPU if no other process has claimed it. Returns whether this process has it."""
     if cpu in _sockets or sys.platform != "linux":
         return True
     with ExitStack() as stack:
@@ -76,7 +77,7 @@ def _is_ours(cpu: int) -> bool:
             claim = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
             claim.bind(f"\0penstock-cpu-{cpu}-{os.environ.get(NAMESPACE_VARIABLE, '')}")
         except OSError as error:
-            return error.errno != errno.EADDRINUSE  # a sandbox that refuses this: then there are no claims
+            return error.errno != errno.EADDRINUSE  # another process has it; other errors: this system has no claims
         stack.pop_all()
         _sockets[cpu] = claim
         return True

@@ -39,7 +39,7 @@ class MainProcessGone(Exception):
 
 
 class WakeUp:
-    """Wakes a process that polls `fileno()`: an eventfd, or a pipe where the system has or allows no eventfd."""
+    """Wakes a process that polls `fileno()`: an eventfd, or a pipe where eventfd is missing or refused."""
 
     def __init__(self) -> None:
         try:
@@ -162,7 +162,8 @@ class Gate:
 
 
 class GateWakers:
-    """Wakes workers from an inference server that is a process. It gets only this part of their gates."""
+    """Lets an inference server in its own process wake the workers. It holds only the descriptors that `wake` writes
+    to."""
 
     def __init__(self, gates: Sequence[Gate]) -> None:
         self._fds = InheritedFds([gate._go._write.fd for gate in gates])
@@ -172,5 +173,5 @@ class GateWakers:
         _notify(self._fds.fds[rank])
 
     def close(self) -> None:
-        """Main process: the server has been started."""
+        """Main process: close the socket, after the server has been started."""
         self._fds.close()

@@ -6,8 +6,9 @@ guardian depends on neither of these two. It reads from a pipe whose other end t
 end of the main process, whatever the reason.
 
 At first the guardian waits half a second: the watchdogs of the workers also release lock files. During this time it
-keeps the fork server alive, because the exit of the fork server triggers the parent-death signal. Then it kills what is
-left, and removes the socket of the fork server and its folder.
+keeps the fork server alive, because the exit of the fork server triggers the parent-death signal. Then it kills the
+workers that are left. If the main process is gone, it also kills the fork server, and removes its socket and the folder
+of the socket.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ from penstock.workers.launch import ForkServer
 
 # Lines "+pid:start" and "-pid:start" add and remove a worker; "done" ends the shell. `start` is the start time of the
 # worker: if the process has another one, the system has given the process id to a stranger, who must not be killed.
-# The system gives no id away that is still the id of a group. So without such a process, the group is the worker's.
+# The system gives no id away that is still the id of a group. So if no process has the id, a group with this id is
+# almost surely the worker's.
 # The arguments of the script are "pid:start" of the main process and of the fork server, and the path of the socket of
 # the fork server. The last two are empty without a fork server.
+# "exists pid:start" is true if this process exists. It sets $state to the state of the process (field 3 of its stat);
+# field 22 is the start time. `set` puts "$1" before the fields from 3 on, so these are $2 and ${21}.
+# "end pid:start" kills the group of a worker, or a process without a group.
 _SCRIPT = """
 exists() {
     read -r stat < "/proc/${1%:*}/stat" || return

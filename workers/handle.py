@@ -112,7 +112,8 @@ def _stat_fields(pid: int) -> list[str]:
 
 
 def start_time_of(pid: int) -> str | None:
-    """When the process was started, in the system's units; None if it is gone or the system has no /proc."""
+    """When the process was started, in clock ticks since the system was started, as text. None if it is gone, or if the
+    system has no /proc."""
     try:
         return _stat_fields(pid)[_START_TIME]
     except (OSError, IndexError):

@@ -147,10 +147,10 @@ def _explaining(what: str) -> Iterator[None]:
         try:
             os.getcwd()
         except OSError:
-            remedy = "the current folder was deleted: change to another one"
+            remedy = "The current folder was deleted: change to another folder"
         else:
-            remedy = "set TMPDIR to a folder that can be written, or use start_method='spawn'"
-        raise ConfigError(f"{what} could not be started: {error}. Perhaps {remedy}") from error
+            remedy = "The folder for temporary files may be missing: set TMPDIR to a folder that can be written"
+        raise ConfigError(f"{what} could not be started: {error}. {remedy}") from error
 
 
 def _refuse_unsafe_fork(start_method: str) -> None:

@@ -15,8 +15,8 @@ from penstock.workers.spinning import SPIN_SECONDS
 class Affinity:
     """Where workers run.
 
-    `cpus`: one entry per worker, each a CPU number or several. None takes CPUs that this process may use and no other
-    process with samplers has claimed, in turn. If too few are left, the workers are not pinned.
+    `cpus`: one entry per worker, each a CPU number or several. None gives each worker one CPU that this process may use
+    and that no other run has claimed. If too few are left, the workers are not pinned.
     `pin=False` leaves the placement to the system. `torch_threads` is the number of threads that torch, OpenMP and MKL
     use in each worker.
     """

@@ -69,7 +69,7 @@ class WorkerPool:
         self._owner_pid = os.getpid()
         self._close_lock = threading.Lock()
         self._closing_thread: int | None = None
-        self._have_ended = False  # the workers
+        self._have_ended = False  # whether the workers have ended
         self.has_lost_command = False  #: whether an exception has interrupted `submit`
         self.is_closed = False
         self._wanted_openings = [0] * len(plans)  # how many openings each gate must reach; number one is start-up
@@ -189,8 +189,8 @@ class WorkerPool:
         self._submit_or_close(command, ranks)
 
     def _submit_or_close(self, command: Command, ranks: Iterable[int] | None = None) -> None:
-        """`submit`. An exception of a signal handler, or a second Ctrl-C, closes the pool: nothing tells how far the
-        command has come."""
+        """`submit`. An exception of a signal handler, or a second Ctrl-C, closes the pool: it is unknown which
+        workers have the command."""
         try:
             self._submit(command, ranks)
         except BaseException:

@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_refused() -> None:
             SpaceError, match="action has values from 0 to 9223372036854775808, which int64 cannot hold"
         ):
             envs.step(np.array([2**63, 0], np.uint64))
-        with pytest.raises(ConfigError, match="options must be a dict or None, got 5"):
+        with pytest.raises(ConfigError, match="options must be None, a dict, or a list of 2 dicts, got 5"):
             envs.reset(options=5)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="seed must be"):
             envs.reset(seed="ab")  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ def test_a_line_that_gives_all_defaults_of_async_runs(cls: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("shared_memory", False, "results always lie in shared memory"),
+        ("shared_memory", False, "results are always in shared memory"),
         ("daemon", False, "workers always exit with the main process"),
         ("observation_mode", "different", "all environments must have the same spaces"),
         ("observation_mode", (CountingEnv().observation_space,) * 2, "all environments must have the same spaces"),
@@ -73,11 +73,11 @@ def test_ids_as_env_fns() -> None:
             assert envs.apply(lambda env: type(env.unwrapped).__name__) == ("OfTheScript", "CountingEnv")
     finally:
         del gym.registry["tests/OfTheScript-v0"]
-    with pytest.raises(ConfigError, match="'Nothing-v9' is not a registered environment id"):
+    with pytest.raises(ConfigError, match=r"env_fns\[0\]='Nothing-v9' is not a registered environment id"):
         ShmVectorEnv(["Nothing-v9"])
 
 
 def test_env_fns_that_return_the_same_environment() -> None:
     env = CountingEnv()
-    with pytest.raises(WorkerError, match="env_fns of env_rank 0 to 1 return the same environment"):
+    with pytest.raises(WorkerError, match="two of the env_fns of env_rank 0 to 1 return the same environment"):
         ShmVectorEnv([lambda: env] * 2, n_workers=1)

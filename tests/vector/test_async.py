@@ -62,7 +62,7 @@ def test_options_of_each_environment() -> None:
     with ShmVectorEnv([Slow] * 2) as envs:
         assert envs.reset(options=[{"a": 1}, None])[1]["options"].tolist() == ["{'a': 1}", "None"]
         for wrong in ([{}], [{}, 3]):
-            with pytest.raises(ConfigError, match="options must be a dict, or a list of 2 dicts"):
+            with pytest.raises(ConfigError, match="options must be None, a dict, or a list of 2 dicts"):
                 envs.reset(options=wrong)  # type: ignore[arg-type]
 
 

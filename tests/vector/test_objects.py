@@ -181,9 +181,11 @@ def test_what_does_not_fit_is_named() -> None:
     with ShmVectorEnv([partial(Sampling, NESTED, spaces.Text(3))] * 2) as envs:
         envs.reset()
         for wrong in ("ab", ["a"], 5):
-            with pytest.raises(SpaceError, match="action has a part that must be a sequence of 2 objects"):
+            with pytest.raises(
+                SpaceError, match="each part of the actions without a fixed shape must be a sequence of 2"
+            ):
                 envs.step(wrong)
-        with pytest.raises(SpaceError, match="action has an object that cannot be pickled"):
+        with pytest.raises(SpaceError, match="action has an object that cannot be sent to the workers"):
             envs.step(["a", threading.Lock()])
         assert envs.step(["a", "b"])[4]["action"].tolist() == ["a", "b"]
     with ShmVectorEnv([partial(Sampling, spaces.Discrete(2), NESTED)] * 2) as envs:
@@ -206,7 +208,7 @@ class Wrong(Texts):
         ({"n": 1}, r"observation of env_rank 1 must have the entries \['n', 'text'\], got \['n'\]"),
         ({"n": 1, "text": "", "more": 1}, r"must have the entries \['n', 'text'\], got \['n', 'text', 'more'\]"),
         ("text", r"observation of env_rank 1 must have the entries"),
-        (lambda: {"n": 1, "text": threading.Lock()}, "the observation of env_rank 1 cannot be pickled"),
+        (lambda: {"n": 1, "text": threading.Lock()}, "the observation of env_rank 1 cannot be sent"),
     ],
 )
 def test_an_observation_of_another_structure_is_named(what: Any, problem: str) -> None:
