@@ -6,11 +6,12 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import threading
 import types
 from collections.abc import Iterator, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -97,7 +98,13 @@ class Launcher:
         with _start_lock, _no_main_module(), _explaining("the fork server"), _no_current_folder():
             if forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined]
                 multiprocessing.set_forkserver_preload(self._preload)
-            forkserver.ensure_running()
+            resource_tracker.ensure_running()  # it unblocks SIGINT
+            # Ctrl-C must not interrupt an import in the fork server: all its workers would have half a module.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                forkserver.ensure_running()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         server: Any = forkserver._forkserver
         address = server._forkserver_address
         return ForkServer(server._forkserver_pid, server._forkserver_alive_fd, "" if address[0] == "\0" else address)

@@ -89,6 +89,7 @@ def _detach(args: WorkerProcessArgs) -> None:
     # Ctrl-C reaches the main process only, and the main process can kill this process together with its children.
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the fork server blocks it; programs inherit that
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     args.stacks.install()
     cleanup.announce_to(lambda name: args.reports.announce_cleanup(args.plan.worker_rank, name))

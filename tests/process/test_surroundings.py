@@ -215,3 +215,28 @@ def test_a_process_id_that_was_given_to_a_stranger_is_not_signalled(monkeypatch:
         assert gone_after([handle.pid], 0, float("inf")) >= 0
         with pytest.raises(WorkerDiedError):
             sampler.obtain_samples(1)
+
+
+SEVERAL_TRIES = """
+say("go")
+for _ in range(3):
+    try:
+        with ParallelSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=2) as sampler:
+            sampler.initialize(RandomAgent())
+            sampler.obtain_samples(0)
+            say("batch")
+            break
+    except KeyboardInterrupt:
+        say("interrupted")
+"""
+
+
+@pytest.mark.parametrize("delay", scaled([0.1 * i for i in range(30)], [0.5, 0.9]))
+def test_ctrl_c_while_the_fork_server_imports_spoils_no_later_start(tmp_path: Path, delay: float) -> None:
+    """A terminal sends it to the fork server too, which may be importing numpy for all workers."""
+    with Script(tmp_path, SEVERAL_TRIES) as script:
+        assert script.line() == ["go"]
+        pause(delay)
+        os.killpg(script.pid, signal.SIGINT)
+        output, errors = script.end(60)
+    assert output.split()[-1:] == ["batch"], errors
