@@ -58,7 +58,7 @@ while True:
 
 
 class OwnTrajInfo(TrajInfo):
-    """Its trajectories go through a pipe, while those of `TrajInfo` go through shared memory."""
+    """Its trajectories go through a pipe. `TrajInfo` uses shared memory."""
 
 
 class Killer:

@@ -11,7 +11,7 @@ from penstock.samplers.base import Sampler
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.plan import SamplerPlan, make_plans
 from penstock.workers.affinity import usable_cpus
-from penstock.workers.plan import Affinity, PoolOptions, assign_cpus
+from penstock.workers.plan import Affinity, PoolOptions
 from penstock.workers.pool import WorkerPool
 from penstock.workers.spinning import SPIN_SECONDS
 
@@ -31,12 +31,10 @@ class ParallelSampler(Sampler):
         wanted, n_workers = self.config.n_workers, self._count_workers(mask)
         if wanted is not None and wanted > n_workers:
             _log.warning("n_workers=%d for batch_B=%d environments: %d are enough", wanted, self.batch_B, n_workers)
-        cpus = assign_cpus(affinity, n_workers, self._cpu_claims.choose(affinity, n_workers, mask))
-        self._cpu_claims.hold(cpu for own in cpus for cpu in own)
         return make_plans(
             self.batch_B,
             self.config.eval_n_envs,
-            cpus,
+            self._cpu_claims.assign(affinity, n_workers, mask),
             torch_threads=affinity.torch_threads,
             rank=rank,
             n_local=self._count_local_envs(n_workers),

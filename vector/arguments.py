@@ -18,7 +18,7 @@ from penstock.workers.affinity import usable_cpus
 from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds
 from penstock.workers.cpu_claims import CpuClaims
 from penstock.workers.launch import START_METHODS
-from penstock.workers.plan import Affinity, PoolOptions, WorkerPlan, assign_cpus, split
+from penstock.workers.plan import Affinity, PoolOptions, WorkerPlan, split
 from penstock.workers.restarts import ON_WORKER_FAILURE
 
 Options = dict[str, Any] | None
@@ -118,8 +118,7 @@ def as_plans(
         affinity = Affinity(pin=n_workers <= len(mask))
     elif not isinstance(affinity, Affinity):
         affinity = Affinity(cpus=affinity)
-    cpus = assign_cpus(affinity, n_workers, claims.choose(affinity, n_workers, mask))
-    claims.hold(cpu for own in cpus for cpu in own)
+    cpus = claims.assign(affinity, n_workers, mask)
     return tuple(
         WorkerPlan(worker_rank=rank, columns=own, env_ranks=own, cpus=cpus[rank], torch_threads=affinity.torch_threads)
         for rank, own in enumerate(split(n_envs, n_workers))

@@ -39,7 +39,6 @@ class VectorPool(WorkerPool):
         memory = VectorMemory.allocate(program.observation_space, program.action_space, n_envs, len(plans))
         resources.callback(memory.close)
         self.exchange = Exchange(memory, program, check_finite=check_finite)
-        self._mailbox_of_commands = memory.mailbox
         self._ranks = np.repeat([plan.worker_rank for plan in plans], [len(plan.columns) for plan in plans])
         super().__init__(plans, [program] * len(plans), shares, memory, options, resources)
 
@@ -72,7 +71,7 @@ class VectorPool(WorkerPool):
             poll_interval=min(timeout, _TIMEOUT_POLL_SECONDS),
         )
         if not exchange.is_answered:
-            late = [i for i in exchange.outstanding.tolist() if i not in exchange.ready]
+            late = np.setdiff1d(exchange.outstanding, exchange.ready).tolist()
             raise WaitTimeoutError(
                 f"{name}: environments {brief(late)} have not finished within timeout={timeout:g} s. They continue: "
                 f"call {name} again"
@@ -90,7 +89,7 @@ class VectorPool(WorkerPool):
         Results of these environments that were not taken are dropped. `wait_steps` waits for the end.
         """
         self._request_reset(seeds, which)
-        self._mailbox_of_commands.post(message)
+        self._memory.mailbox.post(message)
         self.submit(Command(has_message=True))
 
     def _request_reset(self, seeds: Sequence[int | None], which: Ids) -> None:

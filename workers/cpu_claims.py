@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import islice
 
-from penstock.workers.plan import Affinity
+from penstock.workers.plan import Affinity, assign_cpus
 
 #: Processes with different values of this environment variable do not see each other's claims.
 NAMESPACE_VARIABLE = "PENSTOCK_CPU_NAMESPACE"
@@ -50,6 +50,12 @@ class CpuClaims:
             self.hold(chosen)
             _release_unused()
         return sorted(chosen, key=mask.index)
+
+    def assign(self, affinity: Affinity, n_workers: int, mask: Sequence[int]) -> list[tuple[int, ...]]:
+        """The CPUs of every worker, which are claimed then; see `assign_cpus`."""
+        cpus = assign_cpus(affinity, n_workers, self.choose(affinity, n_workers, mask))
+        self.hold(cpu for own in cpus for cpu in own)
+        return cpus
 
     def hold(self, cpus: Iterable[int]) -> None:
         """Claim the free CPUs among `cpus`. `close` releases them."""

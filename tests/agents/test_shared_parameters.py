@@ -17,6 +17,8 @@ from penstock.agents import SharedParameters
 from penstock.buffers import ArraySpec, NamedArrays, NamedMemory
 from penstock.errors import ConfigError, SamplerStateError
 
+from ..children import exit_code_of
+
 
 def constant(value: float, n_elements: int = 6) -> dict[str, Any]:
     """Parameters all of whose elements are `value`: half of one version and half of another would show."""
@@ -314,13 +316,7 @@ def test_parameters_cross_to_a_worker_however_it_is_started(start_method: str) -
     check = (
         "values, version = shared.read(); assert (values['bias'] == 4).all() and version == 1; shared.publish(values)"
     )
-    child = multiprocessing.get_context(start_method).Process(target=exec, args=(check, {"shared": shared}))
-    child.start()
-    child.join(60)
-    exitcode = child.exitcode
-    child.kill()
-    child.join()
-    child.close()
+    exit_code = exit_code_of(start_method, check, shared=shared)
     shared.memory.close()
-    assert exitcode == 0
+    assert exit_code == 0
     assert shared.version == 2

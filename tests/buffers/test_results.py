@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import select
 import threading
@@ -17,6 +16,8 @@ from hypothesis import strategies as st
 from penstock.buffers import ObjectPipe, RecordRings
 from penstock.buffers.results import RECORD, MessageKind, ObjectMessage, Unreadable
 from penstock.errors import TrajectoryCountError
+
+from ..children import exit_code_of
 
 quick = settings(max_examples=30, deadline=None)
 
@@ -262,14 +263,7 @@ def test_half_a_message_is_an_error_that_names_the_bytes(pipe: ObjectPipe, cut: 
 def test_only_the_writing_end_crosses_to_a_worker(pipe: ObjectPipe, start_method: str) -> None:
     target = "pipe.put([message]); assert fork or pipe.reader.fd == -1"
     arguments = {"pipe": pipe, "message": info(1, 2, {"Length": 3}), "fork": start_method == "fork"}
-    child = multiprocessing.get_context(start_method).Process(target=exec, args=(target, arguments))
-    child.start()
-    child.join(60)
-    exitcode = child.exitcode
-    child.kill()
-    child.join()
-    child.close()
-    assert exitcode == 0
+    assert exit_code_of(start_method, target, **arguments) == 0
     assert pipe.take(1) == [info(1, 2, {"Length": 3})]
 
 

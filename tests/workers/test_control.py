@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,8 @@ from hypothesis import strategies as st
 from penstock.workers import progress as progress_module
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.progress import Phase, StopCollecting
+
+from ..children import exit_code_of
 
 T, WORKERS = 4, 3
 quick = settings(max_examples=40, deadline=None)
@@ -106,17 +107,8 @@ def test_a_ninth_open_command_is_refused_unless_it_is_the_same() -> None:
 def test_a_worker_reads_the_words_and_writes_its_row_from_another_process(start_method: str) -> None:
     block = ControlBlock(WORKERS, T, shared=True)
     block.open(1, Command(itr=41))
-    child = multiprocessing.get_context(start_method).Process(
-        target=exec,
-        args=("row = block.progress(1); row.arrived = row.command.itr + 1; row.at_env(7)", {"block": block}),
-    )
-    child.start()
-    child.join(60)
-    exitcode = child.exitcode
-    child.kill()
-    child.join()
-    child.close()
-    assert exitcode == 0
+    code = "row = block.progress(1); row.arrived = row.command.itr + 1; row.at_env(7)"
+    assert exit_code_of(start_method, code, block=block) == 0
     assert [block.progress(rank).arrived for rank in range(WORKERS)] == [0, 42, 0]
     assert block.snapshot(1).env_rank == 7
     block.memory.close()
