@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -13,7 +12,7 @@ import numpy.typing as npt
 from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted
 from penstock.errors import ConfigError
-from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds
+from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds, unknown_argument
 from penstock.workers.launch import START_METHODS
 from penstock.workers.restarts import ON_WORKER_FAILURE
 
@@ -109,9 +108,8 @@ class SamplerConfig:
         known = {field.name: field.default for field in fields(cls)}
         for name in options:
             if name not in known:
-                near = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), None)
-                hint = f": did you mean {near!r}?" if near else f"; it has {', '.join(known)}"
-                raise ConfigError(f"{caller} has no argument {name!r}{hint}")
+                hints = {other: f"did you mean {own!r}?" for other, own in _OTHER_NAMES.items()}
+                raise unknown_argument(caller, name, list(known), hints)
         missing = [name for name, default in known.items() if default is MISSING and name not in {"env_fn", *options}]
         if missing:
             raise ConfigError(f"{caller} needs {' and '.join(missing)}")

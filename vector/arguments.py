@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from penstock.envs.factory import EnvFactory, env_factories
 from penstock.errors import ConfigError, brief
 from penstock.vector.exchange import Ids
 from penstock.workers.affinity import usable_cpus
-from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds
+from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds, unknown_argument
 from penstock.workers.cpu_claims import CpuClaims
 from penstock.workers.launch import START_METHODS
 from penstock.workers.plan import Affinity, PoolOptions, WorkerPlan, split
@@ -38,11 +37,7 @@ def refuse_unknown(caller: type, unknown: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for the first argument that the class `caller` does not have."""
     for name in unknown:
         known = [known for known in inspect.signature(caller).parameters if known != "unknown"]
-        near = next(iter(difflib.get_close_matches(name, known, 1)), None)
-        hint = _REMEDIES.get(name) or (f"did you mean {near!r}?" if near else None)
-        raise ConfigError(
-            f"{caller.__name__} has no argument {name!r}" + (f": {hint}" if hint else f"; it has {', '.join(known)}")
-        )
+        raise unknown_argument(caller.__name__, name, known, _REMEDIES)
 
 
 def check_async_arguments(shared_memory: Any, daemon: Any, observation_mode: Any) -> None:

@@ -1,8 +1,9 @@
-"""Checks of numbers and choices that callers give; errors name the argument."""
+"""Checks of numbers, choices and names that callers give; errors name the argument."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,3 +43,11 @@ def seconds(name: str, value: Any) -> float:
         return float(value)
     except OverflowError:
         return float("inf")
+
+
+def unknown_argument(caller: str, name: str, known: Sequence[str], hints: Mapping[str, str]) -> ConfigError:
+    """The error for an argument that the class `caller` does not have. It has the hint for this name, or the name of
+    the nearest of the `known` arguments, or all of them."""
+    near = next(iter(difflib.get_close_matches(name, known, 1)), None)
+    hint = hints.get(name) or (f"did you mean {near!r}?" if near else None)
+    return ConfigError(f"{caller} has no argument {name!r}" + (f": {hint}" if hint else f"; it has {', '.join(known)}"))
