@@ -80,9 +80,9 @@ pythons:
 chaos: $(VENV)/.installed
 	$(BIN)/python benchmarks/chaos.py --seconds 600
 
-# The failure tests with many more trials each; takes about an hour.
+# The failure tests with many more trials each; takes more than an hour.
 faults: $(VENV)/.installed
-	PENSTOCK_FAULTS=full $(BIN)/pytest tests/process
+	PENSTOCK_FAULTS=full $(BIN)/$(PYTEST) -n 3 tests/process
 
 # Real environments, as many as are installed, at 20,000 steps each.
 real: $(VENV)/.installed
