@@ -115,23 +115,27 @@ def random_agent() -> Any:
 
 
 def mlp() -> Any:
-    from workloads import ActorCritic
-
     from penstock import CategoricalPgAgent
 
-    return CategoricalPgAgent(ActorCritic)
+    return CategoricalPgAgent(workload("ActorCritic"))
 
 
-def cartpole() -> Any:
+def cartpole(**kwargs: Any) -> Any:
     import gymnasium as gym
 
-    return partial(gym.make, "CartPole-v1")
+    return partial(gym.make, "CartPole-v1", **kwargs)
 
 
-def nested(make_space: str) -> Any:
+def workload(name: str) -> Any:
     import workloads
 
-    return partial(workloads.Returning, getattr(workloads, make_space))
+    return getattr(workloads, name)
+
+
+def counting() -> Any:
+    from penstock.envs import CountingEnv
+
+    return partial(CountingEnv, length=100)
 
 
 def sampling(name: str, make_agent: Callable[[], Any] = mlp, T: int = 128, B: int = 32, **options: Any) -> Any:
@@ -140,9 +144,10 @@ def sampling(name: str, make_agent: Callable[[], Any] = mlp, T: int = 128, B: in
     return lambda: Sampling(name, make_agent, cartpole(), T, B, **workers, **options)
 
 
-def structured(name: str, make_space: str) -> Any:
-    """Makes a contestant with nested observations."""
-    return lambda: Sampling(name, random_agent, nested(make_space), 128, 32, n_workers=2)
+def random_on(name: str, make_env: Callable[[], Any], T: int = 128, B: int = 32) -> Any:
+    """Makes a contestant with random actions. `make_env` returns its environment function."""
+    workers = {} if name == "SerialSampler" else {"n_workers": 2}
+    return lambda: Sampling(name, random_agent, make_env(), T, B, **workers)
 
 
 def batched(make_agent: Callable[[], Any]) -> Any:
@@ -177,9 +182,20 @@ STEPS: dict[str, Callable[[], Any]] = {
     "GpuSampler, serve_envs": sampling("GpuSampler", serve_envs="auto"),
     "ShmVectorEnv": vector_env(),
     "ShmVectorEnv, copy=False": vector_env(copy=False),
-    "nested, 4 leaves, SerialSampler": structured("SerialSampler", "nested_space"),
-    "nested, 16 leaves, SerialSampler": structured("SerialSampler", "deep_space"),
-    "nested, 16 leaves, ParallelSampler": structured("ParallelSampler", "deep_space"),
+    "nested, 4 leaves, SerialSampler": random_on(
+        "SerialSampler", lambda: partial(workload("Returning"), workload("nested_space"))
+    ),
+    "nested, 16 leaves, SerialSampler": random_on(
+        "SerialSampler", lambda: partial(workload("Returning"), workload("deep_space"))
+    ),
+    "nested, 16 leaves, ParallelSampler": random_on(
+        "ParallelSampler", lambda: partial(workload("Returning"), workload("deep_space"))
+    ),
+    "short episodes": random_on("SerialSampler", lambda: cartpole(max_episode_steps=5)),
+    "CountingEnv": random_on("SerialSampler", counting),
+    "pixels, SerialSampler": random_on("SerialSampler", lambda: workload("Pixels"), 32, 16),
+    "pixels, ParallelSampler": random_on("ParallelSampler", lambda: workload("Pixels"), 32, 16),
+    "pixels, ShmVectorEnv": lambda: VectorEnv(workload("Pixels"), 32, 16, n_workers=2),
     "batched, random": batched(random_agent),
     "batched, mlp": batched(mlp),
 }
@@ -274,21 +290,12 @@ class Version:
     """A process of one version, at one case."""
 
     def __init__(self, folder: Path, case: str) -> None:
+        # More threads would disturb the other's turn. Without its own namespace, it would find the CPUs claimed.
         path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PENSTOCK_CPU_NAMESPACE": f"-{next(_numbers)}"}
+        command = [sys.executable, __file__, "--serve", case]
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", case],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            # More threads would disturb the other version's turn.
-            # Both versions run at the same time and may use all CPUs. Without its own namespace, the second would find
-            # them claimed.
-            env={
-                **os.environ,
-                "PYTHONPATH": path,
-                "OMP_NUM_THREADS": "1",
-                "PENSTOCK_CPU_NAMESPACE": f"-{next(_numbers)}",
-            },
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **own}
         )
         hello = self._read()
         self.missing: str | None = hello.get("missing")

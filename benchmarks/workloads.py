@@ -82,3 +82,33 @@ class Returning(gym.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         _, reward, terminated, truncated, info = self.env.step(action)
         return self._next(), reward, terminated, truncated, info
+
+
+class Pixels(gym.Env[Any, Any]):
+    """A stack of four frames of 84x84 pixels. A step changes one row of one frame, and copies the stack.
+
+    It can write the stack where the samples record it (`step_into`), which a penstock without that protocol ignores.
+    """
+
+    def __init__(self, length: int = 100) -> None:
+        self.observation_space, self.action_space = spaces.Box(0, 255, (84, 84, 4), np.uint8), spaces.Discrete(2)
+        self._length, self._count = length, 0
+        self._stack = np.zeros((84, 84, 4), np.uint8)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._count = 0
+        return self._stack.copy(), {}
+
+    def _advance(self) -> tuple[float, bool, bool, dict[str, Any]]:
+        self._count += 1
+        self._stack[self._count % 84, :, self._count % 4] = self._count % 256
+        return 1.0, self._count == self._length, False, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        result = self._advance()
+        return self._stack.copy(), *result
+
+    def step_into(self, out: Any, action: Any) -> tuple[float, bool, bool, dict[str, Any]]:
+        result = self._advance()
+        out[...] = self._stack
+        return result

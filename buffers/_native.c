@@ -79,7 +79,9 @@ static int write_array(const Block *block, PyObject *object) {
         return 0;
     }
     if (PyArray_TYPE(value) == block->type) {
-        memmove(block->data, PyArray_DATA(value), block->nbytes);
+        if (PyArray_DATA(value) != block->data) { /* equal if `step_into` has written the value in its place */
+            memmove(block->data, PyArray_DATA(value), block->nbytes);
+        }
         return 1;
     }
     return PyArray_TYPE(value) == NPY_FLOAT64 && write_float32(block, PyArray_DATA(value), PyArray_SIZE(value));
@@ -233,82 +235,6 @@ static PyObject *put_cell(PyObject *Py_UNUSED(module), Arguments arguments, Py_s
     return as_bool(target.b < 0 ? 0 : fill(arguments[0], target, &value, 1));
 }
 
-/* ---- environments ------------------------------------------------------------------------------ */
-
-/* Whether `result` of `env.step` is ordinary: the episode does not end, and flags and info have the usual types. */
-static int is_ordinary(PyObject *result) {
-    return PyTuple_CheckExact(result) && PyTuple_GET_SIZE(result) == 5 && PyTuple_GET_ITEM(result, 2) == Py_False &&
-           PyTuple_GET_ITEM(result, 3) == Py_False && PyDict_CheckExact(PyTuple_GET_ITEM(result, 4));
-}
-
-/* Call `env.step(action)` of `entry`, (column, env_rank, env.step). Writes its column to `column` and its env_rank to
-   `word`. */
-static PyObject *step_one(PyObject *entry, PyObject *action, npy_int64 *word, Py_ssize_t *column) {
-    Py_ssize_t env_rank;
-    if (!PyTuple_CheckExact(entry) || PyTuple_GET_SIZE(entry) != 3) {
-        return PyErr_Format(PyExc_TypeError, "bound must be a list of (column, env_rank, env.step)");
-    }
-    if (!read_index(PyTuple_GET_ITEM(entry, 0), column) || !read_index(PyTuple_GET_ITEM(entry, 1), &env_rank)) {
-        return NULL;
-    }
-    *word = env_rank;
-    PyObject *arguments[] = {NULL, action};
-    return PyObject_Vectorcall(PyTuple_GET_ITEM(entry, 2), arguments + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
-}
-
-static PyObject *step_all(npy_int64 *word, PyObject *bound, PyObject *actions, Py_ssize_t first, int is_watched,
-                          PyObject *observations, PyObject *rewards) {
-    Py_ssize_t n = PyList_GET_SIZE(bound), column = 0;
-    for (Py_ssize_t i = first; i < n; i++) {
-        if (i >= PyList_GET_SIZE(bound) || i >= PyList_GET_SIZE(actions)) {
-            return PyErr_Format(PyExc_IndexError, "bound or actions became shorter during a step");
-        }
-        /* The step may remove entry and action from the lists. */
-        PyObject *entry = Py_NewRef(PyList_GET_ITEM(bound, i)), *action = Py_NewRef(PyList_GET_ITEM(actions, i));
-        PyObject *result = step_one(entry, action, word, &column);
-        Py_DECREF(action);
-        Py_DECREF(entry);
-        if (result == NULL || is_watched || !is_ordinary(result)) {
-            return result == NULL ? NULL : Py_BuildValue("nN", i, result);
-        }
-        int is_stored = PyList_SetItem(observations, column, Py_NewRef(PyTuple_GET_ITEM(result, 0))) == 0 &&
-                        PyList_SetItem(rewards, column, Py_NewRef(PyTuple_GET_ITEM(result, 1))) == 0;
-        Py_DECREF(result);
-        /* A step in C does not handle signals, so do it here. */
-        if (!is_stored || PyErr_CheckSignals() < 0) {
-            return NULL;
-        }
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *step_ordinary(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    Py_ssize_t first;
-    if (!check_arguments(n, 7) || !read_index(arguments[3], &first)) {
-        return NULL;
-    }
-    PyObject *bound = arguments[1], *actions = arguments[2], *observations = arguments[5], *rewards = arguments[6];
-    if (!PyList_Check(bound) || !PyList_Check(actions) || !PyList_Check(observations) || !PyList_Check(rewards)) {
-        return PyErr_Format(PyExc_TypeError, "bound, actions, observations and rewards must be lists");
-    }
-    Py_ssize_t n_actions = PyList_GET_SIZE(actions), n_bound = PyList_GET_SIZE(bound);
-    if (n_actions != n_bound) {
-        return PyErr_Format(PyExc_ValueError, "expected %zd actions, got %zd", n_bound, n_actions);
-    }
-    if (first < 0) {
-        return PyErr_Format(PyExc_IndexError, "there is no environment %zd", first);
-    }
-    Block word;
-    if (!find_row(arguments[0], 0, &word) || word.type != NPY_INT64 || word.n != 0) {
-        return PyErr_Format(PyExc_TypeError, "env_rank_word must be an int64 array of one word");
-    }
-    int is_watched = PyObject_IsTrue(arguments[4]);
-    if (is_watched < 0) {
-        return NULL;
-    }
-    return step_all((npy_int64 *)word.data, bound, actions, first, is_watched, observations, rewards);
-}
-
 /* ---- trajectories ------------------------------------------------------------------------------ */
 
 /* A row of `running`: the sums of a trajectory so far, and the weight of its next reward. */
@@ -391,10 +317,24 @@ static PyObject *fence(PyObject *Py_UNUSED(module), Arguments Py_UNUSED(argument
     Py_RETURN_NONE;
 }
 
-#define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
+/* ---- the module -------------------------------------------------------------------------------- */
+
+/* In _stepping.c. */
+PyObject *penstock_step_ordinary(PyObject *module, Arguments arguments, Py_ssize_t n);
+PyObject *penstock_flat_methods(PyObject *module, Arguments arguments, Py_ssize_t n);
+int penstock_make_names(void);
+
+#define NAMED(name, function) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
+#define FUNCTION(name) NAMED(#name, name)
 
 static PyMethodDef functions[] = {
-    FUNCTION(put_row), FUNCTION(put_cell), FUNCTION(step_ordinary), FUNCTION(sum_episodes), FUNCTION(fence), {NULL, NULL, 0, NULL},
+    FUNCTION(put_row),
+    FUNCTION(put_cell),
+    NAMED("step_ordinary", penstock_step_ordinary),
+    NAMED("flat_methods", penstock_flat_methods),
+    FUNCTION(sum_episodes),
+    FUNCTION(fence),
+    {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {
@@ -404,7 +344,7 @@ static struct PyModuleDef definition = {
 /* One phase: numpy's C interface is a static variable, so a process can hold one such module. */
 PyMODINIT_FUNC PyInit__native(void) {
     import_array();
-    PyObject *module = PyModule_Create(&definition);
+    PyObject *module = penstock_make_names() ? PyModule_Create(&definition) : NULL;
     if (module != NULL && PyModule_AddStringMacro(module, RECORD_LAYOUT) < 0) {
         Py_CLEAR(module);
     }

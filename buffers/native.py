@@ -16,19 +16,37 @@ from penstock.buffers.results import RECORD
 
 
 def _step_ordinary(
-    env_rank_word: Any, bound: Any, actions: Any, first: int, is_watched: bool, observations: Any, rewards: Any
+    words: Any,
+    bound: Any,
+    actions: Any,
+    outs: Any,
+    first: int,
+    is_watched: bool,
+    observations: Any,
+    rewards: Any,
+    on_end: Any,
 ) -> tuple[int, Any] | None:
     if len(actions) != len(bound):
         raise ValueError(f"expected {len(bound)} actions, got {len(actions)}")
-    word = memoryview(env_rank_word)  # faster to write than an array
+    words = memoryview(words)  # faster to write than an array
     for i in range(first, len(bound)):
-        column, word[0], step = bound[i]
-        result = step(actions[i])
-        if is_watched or type(result) is not tuple or len(result) != 5:
+        column, words[-1], step, step_into = bound[i]
+        is_into = outs is not None and step_into is not None
+        observation = outs[column] if is_into else None
+        result = step_into(observation, actions[i]) if is_into else step(actions[i])
+        if is_watched or type(result) is not tuple or len(result) != 5 - is_into:
             return i, result
-        observation, reward, terminated, truncated, info = result
-        if terminated is not False or truncated is not False or info.__class__ is not dict:
+        reward, terminated, truncated, info = result[-4:]
+        if not (terminated.__class__ is truncated.__class__ is bool and info.__class__ is dict):
             return i, result
+        if not is_into:
+            observation = result[0]
+        if terminated or truncated:
+            if on_end is None or reward.__class__ is not float:
+                return i, result
+            phase = words[0]
+            observation = on_end(column, observation, reward, terminated, truncated)
+            words[0] = phase
         observations[column] = observation
         rewards[column] = reward
     return None
@@ -41,14 +59,23 @@ def _step_ordinary(
 put_row: Callable[[Any, int, Any], bool]
 #: `put_cell(arrays, t, b, value)`: write one such element into `[t, b]`.
 put_cell: Callable[[Any, int, int, Any], bool]
-#: `step_ordinary(env_rank_word, bound, actions, first, is_watched, observations, rewards)`: step the environments of
-#: `bound`, a list of `(column, env_rank, env.step)`, from index `first` on. Each gets its entry of `actions`. The
-#: results are stored in the lists `observations` and `rewards`, by column.
-#: A step is ordinary if the episode does not end, and flags and info have the usual types. At the first step that is
-#: not ordinary, or at the first step if `is_watched`, store nothing and return `(index in bound, result of env.step)`.
-#: Return None after the last environment. `env_rank_word` int64 `[1]` always holds the env_rank of the environment
-#: that steps.
-step_ordinary: Callable[[Any, Any, Any, int, bool, Any, Any], tuple[int, Any] | None]
+#: `step_ordinary(words, bound, actions, outs, first, is_watched, observations, rewards, on_end)`: step the environments
+#: of `bound`, a list of `(column, env_rank, env.step, env.step_into or None)`, from index `first` on. Each gets its
+#: entry of `actions`. If there is a `step_into`, and `outs` is not None, call `step_into(outs[column], action)`: then
+#: the result has no observation, and `outs[column]` is the observation.
+#: The results are stored in the lists `observations` and `rewards`, by column. Where an episode ends,
+#: `on_end(column, observation, reward, terminated, truncated)` returns the observation to store.
+#: A step is ordinary if the result, the flags and info have the usual types. The last step of an episode is ordinary
+#: if also the reward is a float, and `on_end` is not None. At the first step that is not ordinary, or at the first step
+#: if `is_watched`, store nothing and return `(index in bound, result of the step)`. Return None after the last
+#: environment. The last of `words`, int64 `[n]`, always holds the env_rank of the environment that steps. The first
+#: gets the value again that it had before `on_end`.
+step_ordinary: Callable[[Any, Any, Any, Any, int, bool, Any, Any, Any], tuple[int, Any] | None]
+#: `flat_methods(step, inside, layers, finish)`: functions `step(action)` and `reset(seed=...)` that do what the methods
+#: of nested wrappers do, but call only the methods of `inside`, the environment within. `step` is the outermost
+#: wrapper's method. `layers` are tuples (wrapper, its attributes, what it wraps, whether it is a TimeLimit), the
+#: outermost first. See penstock.envs.wrappers. None if nothing is compiled.
+flat_methods: Callable[[Any, Any, Any, Any], tuple[Any, Any] | None]
 #: `sum_episodes(reward, done, running, records, first_t, first_env_rank, discount)`: write a RECORD for each trajectory
 #: that finishes in rows `[T, B]` into `records`, uint8 `[1, n]` with room for T * B of them. Return how many, or -1 if
 #: it cannot handle the arguments; then nothing was written. `running` float64 `[B, 5]` holds the sums of each column's
@@ -60,16 +87,17 @@ PYTHON: dict[str, Callable[..., Any]] = {
     "put_row": lambda *_: False,
     "put_cell": lambda *_: False,
     "step_ordinary": _step_ordinary,
+    "flat_methods": lambda *_: None,
     "sum_episodes": lambda *_: -1,
 }
 
 try:
-    from penstock.buffers._native import RECORD_LAYOUT, put_cell, put_row, step_ordinary, sum_episodes
+    from penstock.buffers._native import RECORD_LAYOUT, flat_methods, put_cell, put_row, step_ordinary, sum_episodes
 
     if " ".join(f"{name}:{RECORD[name].str[1:]}" for name in RECORD.names or ()) != RECORD_LAYOUT:
         raise ImportError("the compiled part was built for another layout of trajectory records: build it again")
 except ImportError as error:  # no C compiler, an older build, or a checkout that was never built
-    put_row, put_cell, step_ordinary, sum_episodes = PYTHON.values()
+    put_row, put_cell, step_ordinary, flat_methods, sum_episodes = PYTHON.values()
     #: Why the compiled functions are not in use; empty if they are.
     WHY_NOT_COMPILED = str(error)
 else:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
+from time import monotonic_ns
 from typing import Any
 
 import gymnasium as gym
@@ -17,9 +17,13 @@ from penstock.collectors.env_batch import NO_CHECKS, EnvBatch, EpisodeEndHook
 from penstock.collectors.tracking import StepHook, snapshot
 from penstock.envs.checks import checked_step, require_info, require_number
 from penstock.envs.examples import example_of
+from penstock.envs.into import cells_of, step_into_of, with_observation
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
+from penstock.envs.wrappers import flattened
 from penstock.errors import SpaceError, brief
 from penstock.workers.progress import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Progress
+
+_IS_RESETTING = Progress.IS_RESETTING  # a local name is read faster
 
 
 class EnvColumns(EnvBatch):
@@ -27,10 +31,17 @@ class EnvColumns(EnvBatch):
 
     `step` advances all of them by one time step, and calls an `EpisodeEndHook` where an episode ends. Raises
     `SpaceError`, with the field and the env_rank, for data that do not fit their space or have a wrong type.
+
+    With `flatten_wrappers`, Gymnasium's TimeLimit and OrderEnforcing take no Python frames.
     """
 
     def __init__(
-        self, envs: Sequence[gym.Env[Any, Any]], env_ranks: range, progress: Progress, checks: Checks = NO_CHECKS
+        self,
+        envs: Sequence[gym.Env[Any, Any]],
+        env_ranks: range,
+        progress: Progress,
+        checks: Checks = NO_CHECKS,
+        flatten_wrappers: bool = True,
     ) -> None:
         self.envs, self.env_ranks, self.progress = envs, env_ranks, progress
         self.checks = checks
@@ -38,11 +49,17 @@ class EnvColumns(EnvBatch):
         example = map_leaves(lambda leaf: np.zeros((1, len(envs), *leaf.shape), leaf.dtype), example_of(space))
         self._scratch = arrays_like(space, example)  # for observations that are only checked
         self._words = progress.words
-        self._env_rank_word = np.asarray(progress.words[ENV_RANK : ENV_RANK + 1])
+        self._loop_words = progress.words[PHASE : ENV_RANK + 1]  # the first is the phase, the last the env_rank
         self._action_space = envs[0].action_space if checks.debug else None
         self.split_actions = action_splitter(envs[0].action_space)
+        flat = [(flattened(env) if flatten_wrappers else None) or (env.step, None) for env in envs]
+        self._flat_resets = [reset for _, reset in flat]
         # One tuple for each environment with all that the loop needs.
-        self._bound = self._active = [(b, env_ranks[b], env.step) for b, env in enumerate(envs)]
+        self._bound = self._active = [
+            (b, env_rank, step, step_into_of(env, env_rank))
+            for b, (env_rank, (step, _), env) in enumerate(zip(env_ranks, flat, envs, strict=True))
+        ]
+        self._writes_in_place = any(step_into is not None for *_, step_into in self._bound)
         self.parked: list[int] = []
         self.observations: list[Any] = [None] * len(envs)
         self.rewards: list[Any] = [0.0] * len(envs)
@@ -52,18 +69,19 @@ class EnvColumns(EnvBatch):
     # ---- resets ----------------------------------------------------------------------------
 
     def reset_one(self, column: int, seed: int | None = None) -> Any:
-        words, env_rank = self._words, self.env_ranks[column]
-        words[PHASE], words[ENV_RANK] = Progress.IS_RESETTING, env_rank
-        words[HEARTBEAT] = began = time.monotonic_ns()
-        result: Any = self.envs[column].reset(seed=seed)
-        words[RESETTING] += time.monotonic_ns() - began
+        words, (_, env_rank, _, _) = self._words, self._bound[column]
+        words[PHASE], words[ENV_RANK] = _IS_RESETTING, env_rank
+        words[HEARTBEAT] = began = monotonic_ns()
+        result: Any = (self._flat_resets[column] or self.envs[column].reset)(seed=seed)
+        words[RESETTING] += monotonic_ns() - began
         if not isinstance(result, tuple) or len(result) != 2:
             got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
             raise SpaceError(f"env.reset of env_rank {env_rank} must return a tuple (observation, info), got {got}")
-        self.observations[column], info = result
+        observation, info = result
+        self.observations[column] = observation
         if info.__class__ is not dict:
             require_info(info, env_rank, "reset")
-        return self.observations[column]
+        return observation
 
     def reset_all(self, seeds: Sequence[int | None]) -> None:
         for column, seed in enumerate(seeds):
@@ -79,24 +97,35 @@ class EnvColumns(EnvBatch):
 
     # ---- steps -----------------------------------------------------------------------------
 
-    def step(self, action_row: Any, on_episode_end: EpisodeEndHook, on_step: StepHook | None = None) -> None:
+    def step(
+        self,
+        action_row: Any,
+        on_episode_end: EpisodeEndHook,
+        on_step: StepHook | None = None,
+        into: tuple[Any, int] | None = None,
+    ) -> None:
         """Step every environment with its action. `observations` and `rewards` then hold the results.
 
         Almost all time that penstock needs per environment step is spent here. So values are only put into lists, and
         `write_step` writes whole rows.
         """
-        word, observations, rewards = self._env_rank_word, self.observations, self.rewards
+        words, observations, rewards = self._loop_words, self.observations, self.rewards
         is_watched = on_step is not None or self.keep_infos
         actions = self.split_actions(action_row)
         if on_step is not None:  # copies, because the environment may reuse its observations and actions
             before, given = [snapshot(observation) for observation in observations], self.split_actions(action_row)
         if self.parked or self._action_space is not None:
             actions = self._select(actions)
+        outs = None if into is None or not self._writes_in_place else cells_of(*into, len(self.envs))
         active, first = self._active, 0  # a hook that parks a column replaces self._active, and not this list
-        # step_ordinary returns at each step that needs a check or a hook. `first` says where to continue.
-        while stop := step_ordinary(word, active, actions, first, is_watched, observations, rewards):
+        # step_ordinary returns at each step that needs a check or another hook. `first` says where to continue.
+        while stop := step_ordinary(
+            words, active, actions, outs, first, is_watched, observations, rewards, on_episode_end
+        ):
             i, result = stop
-            b, env_rank, _ = active[i]
+            b, env_rank, _, step_into = active[i]
+            if outs is not None and step_into is not None:
+                result = with_observation(outs[b], result, env_rank)
             observation, reward, terminated, truncated, info = checked_step(result, env_rank)
             if is_watched:
                 self.infos[b] = info
@@ -114,8 +143,8 @@ class EnvColumns(EnvBatch):
         """
         if self._action_space is not None:
             self._check_action(column, action, "drawn at random")
-        env_rank = self.env_ranks[column]
-        result = checked_step(self.envs[column].step(action), env_rank)
+        _, env_rank, step, _ = self._bound[column]
+        result = checked_step(step(action), env_rank)
         observation, reward, terminated, truncated, info = result
         number = require_number(reward, env_rank)
         if self.checks.check_finite and not math.isfinite(number):
@@ -181,12 +210,12 @@ class EnvColumns(EnvBatch):
     def _select(self, actions: Sequence[Any]) -> Sequence[Any]:
         """The actions of the columns that are not parked. Parked ones get a reward of zero."""
         if self.parked:
-            actions = [actions[b] for b, _, _ in self._active]
+            actions = [actions[b] for b, *_ in self._active]
             for b in self.parked:
                 self.rewards[b] = 0.0
                 self.infos[b] = {}
         if self._action_space is not None:
-            for (column, _, _), action in zip(self._active, actions, strict=True):
+            for (column, *_), action in zip(self._active, actions, strict=True):
                 self._check_action(column, action, "given by the agent")
         return actions
 

@@ -60,8 +60,18 @@ class EnvBatch(Protocol):
     def unpark_all(self) -> None:
         """Use every column again."""
 
-    def step(self, action_row: Any, on_episode_end: EpisodeEndHook, on_step: StepHook | None = None) -> None:
-        """Step every column that is not parked with its action of `action_row` `[B, ...]`."""
+    def step(
+        self,
+        action_row: Any,
+        on_episode_end: EpisodeEndHook,
+        on_step: StepHook | None = None,
+        into: tuple[Any, int] | None = None,
+    ) -> None:
+        """Step every column that is not parked with its action of `action_row` `[B, ...]`.
+
+        `into` is `(arrays, t)`: environments with `step_into` write their observations into row t of `arrays`. Without
+        it, their `step` is called.
+        """
 
     def write_observations(self, row: Any) -> None:
         """Write the current observations into `row` `[B, ...]`, as the samples record observations."""

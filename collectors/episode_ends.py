@@ -44,6 +44,9 @@ class EpisodeEndRecorder:
 
     def __init__(self, samples: BatchColumns, agent: Agent, envs: EnvBatch) -> None:
         self._samples, self._agent, self._envs = samples, agent, envs
+        # An item of a memoryview is written faster than one of an array.
+        self._done, self._terminated = memoryview(samples.done), memoryview(samples.terminated)
+        self._truncated = memoryview(samples.truncated)
         self._is_recorded, self._has_checks = samples.final_obs is not None, bool(envs.checks)
         # Final observations that the batch does not record are written into one row `[1, B, ...]`. There they are
         # checked, and their values are computed.
@@ -62,15 +65,15 @@ class EpisodeEndRecorder:
 
         Raises `SpaceError` if `observation` does not fit its space, recorded or not.
         """
-        samples = self._samples
-        samples.done[t, column] = True  # all flags are False before: `begin_batch` has cleared them
+        self._done[t, column] = True  # all flags are False before: `begin_batch` has cleared them
         if terminated:
-            samples.terminated[t, column] = True
+            self._terminated[t, column] = True
         if truncated:
-            samples.truncated[t, column] = True
+            self._truncated[t, column] = True
         row = t if self._is_recorded else 0
         if self._has_checks or not put_cell(self._arrays, row, column, observation):
             self._envs.write_final(self._arrays, row, column, observation)
+        samples = self._samples
         if samples.final_value is None or terminated or not truncated:
             return
         last = self._final_obs[row][column : column + 1]

@@ -26,7 +26,7 @@ class ResetCollector(Collector):
         """Second part of step t: step every environment with its action, and record the results."""
         self.progress.begin_stepping(t)
         self._t = t
-        self.envs.step(self.prev_action, self._on_episode_end, self.on_step)
+        self.envs.step(self.prev_action, self._on_episode_end, self.on_step, (self._observations, t + 1))
         if self.envs.keep_infos:
             self.record_env_info(t)
         self.write_step(t)

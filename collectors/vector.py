@@ -21,6 +21,7 @@ from penstock.collectors.tracking import StepHook, snapshot
 from penstock.envs.checks import require_info, step_values
 from penstock.envs.examples import example_of
 from penstock.envs.infos import element, info_of
+from penstock.envs.into import step_into_of, with_observation
 from penstock.envs.rows import ColumnError, arrays_like, write_row
 from penstock.errors import ConfigError, SpaceError
 from penstock.workers.progress import Phase, Progress
@@ -45,7 +46,7 @@ class VectorEnvCollector(ResetCollector):
     def step_envs(self, t: int) -> None:
         self.progress.begin_stepping(t)
         envs = self.envs
-        ends = envs.step_rows(self.prev_action, self.on_step)
+        ends = envs.step_rows(self.prev_action, self.on_step, (self._observations, t + 1))
         if envs.keep_infos:
             self.record_env_info(t)
         if ends is not None:
@@ -88,6 +89,7 @@ class VectorColumns(EnvBatch):
         self.envs = [env]
         self.observation_space, self._action_space = env.single_observation_space, env.single_action_space
         self._resets_itself = _mode_of(env) is AutoresetMode.SAME_STEP
+        self._step_into = step_into_of(env, env_ranks[0])
         self._takes_seeds: bool | None = None  # whether `reset` takes a list of seeds; None before the first reset
         # Final observations are written into this row `[1, B, ...]`, which checks and casts them.
         row = map_leaves(
@@ -164,15 +166,23 @@ class VectorColumns(EnvBatch):
 
     # ---- steps -----------------------------------------------------------------------------
 
-    def step(self, action_row: Any, on_episode_end: EpisodeEndHook, on_step: StepHook | None = None) -> None:
-        ends = self.step_rows(action_row, on_step)
+    def step(
+        self,
+        action_row: Any,
+        on_episode_end: EpisodeEndHook,
+        on_step: StepHook | None = None,
+        into: tuple[Any, int] | None = None,
+    ) -> None:
+        ends = self.step_rows(action_row, on_step, into)
         if ends is None:
             return
         for b, observation, reward in zip(ends.columns.tolist(), ends.each(), ends.reward.tolist(), strict=True):
             on_episode_end(b, observation, reward, bool(ends.terminated[b]), bool(ends.truncated[b]))
         self.progress.words[Progress.PHASE] = Progress.IS_STEPPING
 
-    def step_rows(self, action_row: Any, on_step: StepHook | None = None) -> EpisodeEnds | None:
+    def step_rows(
+        self, action_row: Any, on_step: StepHook | None = None, into: tuple[Any, int] | None = None
+    ) -> EpisodeEnds | None:
         """Step all columns with one call. Returns the episodes that ended, or None; then call `reset_columns`.
 
         Raises `SpaceError` for an environment that ended without a final observation, or with one that does not fit.
@@ -181,7 +191,12 @@ class VectorColumns(EnvBatch):
         actions = snapshot(arrays_like(self._action_space, action_row))
         # Copies, because the environment may reuse its observations and actions.
         before = (snapshot(self.observations), snapshot(actions)) if on_step is not None else None
-        result = step_values(self.env.step(actions), self.env_ranks[0])
+        if into is None or self._step_into is None:
+            result = step_values(self.env.step(actions), self.env_ranks[0])
+        else:
+            arrays, t = into
+            out = map_tree(lambda array: array[t], arrays)
+            result = with_observation(out, self._step_into(out, actions), self.env_ranks[0])
         self.observations, self.rewards, terminated, truncated, self.infos = result
         if self.infos.__class__ is not dict:
             require_info(self.infos, self.env_ranks[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.collectors.reset import ResetCollector
+from penstock.collectors.tracking import snapshot
 
 
 class WaitResetCollector(ResetCollector):
@@ -48,7 +49,7 @@ class WaitResetCollector(ResetCollector):
         self.record_episode_end(self._t, column, observation, reward, terminated, truncated)
         self.samples.valid[self._t + 1 :, column] = False
         self.envs.park(column)
-        return observation
+        return snapshot(observation)  # it may be a view of the row, which becomes zero
 
     def _zero_parked(self, t: int) -> None:
         for column in self.envs.parked:

@@ -41,14 +41,54 @@ class SameStep(VectorEnv[Any, Any, Any]):
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         observation, reward, terminated, truncated, infos = self.advance(actions)
-        done = np.logical_or(terminated, truncated)
-        rows = done.nonzero()[0]
+        rows, first, infos = self._start_episodes(observation, np.logical_or(terminated, truncated), infos)
         if rows.size:
-            first, first_infos = self.reset_rows(rows)
-            final = {"final_obs": observation, "_final_obs": done, "final_info": infos, "_final_info": done}
             observation = _with_rows(observation, rows, first)
-            infos = {**_with_rows(infos, rows, first_infos), **final}
         return observation, reward, terminated, truncated, infos
+
+    def step_into(self, out: Any, actions: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
+        """As `step`, but write the observation into `out`: an array `[B, ...]`, or a dict or tuple of such."""
+        observation, reward, terminated, truncated, infos = self.advance(actions)
+        _write(out, observation)
+        rows, first, infos = self._start_episodes(observation, np.logical_or(terminated, truncated), infos)
+        if rows.size:
+            _write_rows(out, rows, first)
+        return reward, terminated, truncated, infos
+
+    def _start_episodes(self, final_obs: Any, done: Any, infos: Any) -> tuple[Rows, Any, dict[str, Any]]:
+        """Reset the rows that are `done`. Returns their indices, their first observations, and the step's infos."""
+        rows = done.nonzero()[0]
+        if not rows.size:
+            return rows, None, infos
+        first, first_infos = self.reset_rows(rows)
+        final = {"final_obs": final_obs, "_final_obs": done, "final_info": infos, "_final_info": done}
+        return rows, first, {**_with_rows(infos, rows, first_infos), **final}
+
+
+def _write(out: Any, batch: Any) -> None:
+    """Write `batch` into the arrays `out`, which are nested in the same way. Raises `ValueError` for another shape."""
+    if isinstance(out, dict):
+        for key, part in out.items():
+            _write(part, batch[key])
+    elif isinstance(out, tuple):
+        for part, value in zip(out, batch, strict=True):
+            _write(part, value)
+    elif np.shape(batch) == out.shape:
+        np.copyto(out, batch, casting="same_kind")
+    else:  # numpy would repeat a smaller array
+        raise ValueError(f"the observation must have shape {out.shape}, got {np.shape(batch)}")
+
+
+def _write_rows(out: Any, rows: Rows, values: Any) -> None:
+    """Write `values` into `rows` of `out`. Entries that `values` does not have stay as they are."""
+    if isinstance(values, dict):
+        for key, part in values.items():
+            _write_rows(out[key], rows, part)
+    elif isinstance(values, tuple):
+        for part, value in zip(out, values, strict=True):
+            _write_rows(part, rows, value)
+    else:
+        out[rows] = values
 
 
 def _with_rows(batch: Any, rows: Rows, values: Any) -> Any:

@@ -16,7 +16,7 @@ class CountingEnv(gym.Env[Any, Any]):
     """Counts its steps: the observation is (episode, step in the episode), the reward `reward_scale * step`.
 
     An episode ends after `length` steps, by termination or, with `truncate=True`, by truncation. Nothing is
-    random: every recorded cell can be predicted.
+    random: every recorded cell can be predicted. It can write its observations in place (`step_into`).
     """
 
     def __init__(
@@ -37,10 +37,19 @@ class CountingEnv(gym.Env[Any, Any]):
         return self._observation(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        result = self._advance()
+        return self._observation(), *result
+
+    def step_into(self, out: Any, action: Any) -> tuple[float, bool, bool, dict[str, Any]]:
+        result = self._advance()
+        out[0], out[1] = self.episode, self.count
+        return result
+
+    def _advance(self) -> tuple[float, bool, bool, dict[str, Any]]:
         self.count += 1
         over = self.count >= self.length
         reward = self.reward_scale * self.count
-        return self._observation(), reward, over and not self.truncate, over and self.truncate, {"count": self.count}
+        return reward, over and not self.truncate, over and self.truncate, {"count": self.count}
 
 
 class NestedEnv(gym.Env[Any, Any]):

@@ -68,6 +68,7 @@ class SamplerOptions(TypedDict, total=False):
     observation_dtype: npt.DTypeLike | None
     record_final_obs: bool
     env_info: InfoWanted
+    flatten_wrappers: bool
     check_finite: bool
     debug: bool
 
@@ -99,6 +100,7 @@ class SamplerConfig:
     observation_dtype: npt.DTypeLike | None = None
     record_final_obs: bool = True
     env_info: InfoWanted = False
+    flatten_wrappers: bool = True
     check_finite: bool = False
     debug: bool = False
 
@@ -147,6 +149,8 @@ class SamplerConfig:
             raise ConfigError(
                 f"observation_dtype must be a floating-point numpy dtype or None, got {self.observation_dtype!r}"
             )
+        if not isinstance(self.flatten_wrappers, bool | np.bool_):
+            raise ConfigError(f"flatten_wrappers must be True or False, got {self.flatten_wrappers!r}")
         for name, base in (
             ("collector_cls", Collector),
             ("eval_collector_cls", BaseEvalCollector),

@@ -121,7 +121,7 @@ class SamplerProgram:
             self._builder.build(factory, EnvContext(env_rank, worker_rank, seed, purpose))
             for factory, env_rank, seed in zip(factories, env_ranks, seeds, strict=True)
         ]
-        return EnvColumns(envs, env_ranks, self._progress, checks)
+        return EnvColumns(envs, env_ranks, self._progress, checks, self.config.flatten_wrappers)
 
     def _build_agent(self, streams: ColumnStreams, purpose: Purpose, n_envs: int) -> Agent:
         agent = self.agent.runtime.column_copy(streams.rngs(purpose))

@@ -28,9 +28,11 @@ class Five(tuple[Any, ...]):
 
 
 ORDINARY = [("observation", 1.0, False, False, {}), (np.zeros(2), np.float32(2), False, False, {"a": 1})]
+ENDS = [("last", 1.0, True, False, {}), ("last", 2.0, False, True, {"a": 1}), (np.zeros(2), 0.0, True, True, {})]
 OTHERS = [
-    (0, 1.0, True, False, {}),
-    (0, 1.0, False, True, {}),
+    (0, 1, True, False, {}),
+    (0, np.float32(1), False, True, {}),
+    (0, 1.0, True, False, Info()),
     (0, 1.0, np.False_, False, {}),
     (0, 1.0, False, 0, {}),
     (0, 1.0, False, False, None),
@@ -43,63 +45,136 @@ OTHERS = [
 ]
 
 
-def new_word() -> Any:
-    return np.zeros(1, np.int64)
+def new_words() -> Any:
+    return memoryview(np.zeros(3, np.int64))
 
 
 class Row:
-    """One row of environments that return given results."""
+    """One row of environments that return given results. Those of `into` write their observations in place."""
 
-    def __init__(self, results: list[Any], columns: list[int], n_columns: int) -> None:
-        self.word, self.seen = new_word(), []
+    def __init__(
+        self, results: list[Any], columns: list[int], n_columns: int, into: frozenset[int] = frozenset()
+    ) -> None:
+        self.words, self.seen, self.ended = new_words(), [], []
         self.observations: list[Any] = [None] * n_columns
         self.rewards: list[Any] = [None] * n_columns
-        self._results = results
-        self.bound = [(column, 10 + column, self._step_of(i)) for i, column in enumerate(columns)]
+        self.outs: Any = [f"out {column}" for column in range(n_columns)]
+        self.results = [
+            type(result)(result[1:]) if i in into and isinstance(result, tuple) else result
+            for i, result in enumerate(results)
+        ]
+        self.bound: list[Any] = [
+            (column, 10 + column, *(None, self._step_of(i))[:: 1 if i in into else -1])
+            for i, column in enumerate(columns)
+        ]
         self.actions: list[Any] = [f"action {i}" for i in range(len(columns))]
 
-    def _step_of(self, i: int) -> Callable[[Any], Any]:
-        def step(action: Any) -> Any:
-            self.seen.append((i, action, self.word[0]))
-            return self._results[i]
+    def _step_of(self, i: int) -> Callable[..., Any]:
+        def step(*arguments: Any) -> Any:
+            self.seen.append((i, *arguments, self.words[2]))
+            return self.results[i]
 
         return step
 
-    def run(self, step: Any, is_watched: bool = False) -> list[tuple[int, Any]]:
-        """What was handed back, up to the end of the row."""
+    def end(self, column: int, observation: Any, reward: Any, terminated: Any, truncated: Any) -> Any:
+        self.ended.append((column, observation, reward, terminated, truncated))
+        self.words[0] = -1
+        return f"first {column}"
+
+    def run(self, step: Any, is_watched: bool = False, on_end: Any = None) -> list[tuple[int, Any]]:
+        """What was returned, up to the end of the row."""
         unusual, first = [], 0
-        while found := step(self.word, self.bound, self.actions, first, is_watched, self.observations, self.rewards):
+        while found := step(
+            self.words,
+            self.bound,
+            self.actions,
+            self.outs,
+            first,
+            is_watched,
+            self.observations,
+            self.rewards,
+            on_end,
+        ):
             unusual.append(found)
             first = found[0] + 1
         return unusual
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> tuple[list[Any], list[int], int]:
+def rows(draw: st.DrawFn) -> tuple[list[Any], list[int], int, frozenset[int]]:
     n_columns = draw(st.integers(1, 6))
     columns = sorted(draw(st.sets(st.integers(0, n_columns - 1))))
-    kinds = st.sampled_from(range(len(ORDINARY) + len(OTHERS)))
-    return [[*ORDINARY, *OTHERS][draw(kinds)] for _ in columns], columns, n_columns
+    kinds = st.sampled_from(range(len(ORDINARY) + len(ENDS) + len(OTHERS)))
+    into = draw(st.frozensets(st.integers(0, max(0, len(columns) - 1))))
+    return [[*ORDINARY, *ENDS, *OTHERS][draw(kinds)] for _ in columns], columns, n_columns, into
 
 
 @pytest.mark.parametrize("step", STEPS)
-@given(row=rows(), is_watched=st.booleans())
-def test_every_environment_is_stepped_and_what_is_not_ordinary_handed_back(
-    step: Any, row: tuple[list[Any], list[int], int], is_watched: bool
+@given(row=rows(), is_watched=st.booleans(), has_hook=st.booleans())
+def test_every_environment_is_stepped_and_what_is_not_ordinary_is_returned(
+    step: Any, row: tuple[list[Any], list[int], int, frozenset[int]], is_watched: bool, has_hook: bool
 ) -> None:
-    results, columns, n_columns = row
-    ran = Row(*row)
-    unusual = ran.run(step, is_watched)
-    assert ran.seen == [(i, f"action {i}", 10 + column) for i, column in enumerate(columns)]
-    is_ordinary = [not is_watched and any(result is one for one in ORDINARY) for result in results]
-    assert [i for i, _ in unusual] == [i for i, ordinary in enumerate(is_ordinary) if not ordinary]
-    assert all(found is results[i] for i, found in unusual)
-    stored = {
-        column: result for column, result, ordinary in zip(columns, results, is_ordinary, strict=True) if ordinary
-    }
+    (results, columns, n_columns, into), ran = row, Row(*row)
+    ran.words[0] = 7
+    unusual = ran.run(step, is_watched, ran.end if has_hook else None)
+    assert ran.seen == [
+        (i, *([f"out {column}"] if i in into else []), f"action {i}", 10 + column) for i, column in enumerate(columns)
+    ]
+    assert ran.words[0] == 7
+    kinds = [
+        None
+        if is_watched
+        else "ordinary"
+        if any(result is one for one in ORDINARY)
+        else "end"
+        if has_hook and any(result is one for one in ENDS)
+        else None
+        for result in results
+    ]
+    assert [i for i, _ in unusual] == [i for i, kind in enumerate(kinds) if kind is None]
+    assert all(found is ran.results[i] for i, found in unusual)
+    expected_ends = []
+    stored: dict[int, tuple[Any, Any]] = {}
+    for i, (column, result, kind) in enumerate(zip(columns, results, kinds, strict=True)):
+        observation = f"out {column}" if i in into else result and result[0]
+        if kind == "end":
+            expected_ends.append((column, observation, *result[1:4]))
+        if kind is not None:
+            stored[column] = (f"first {column}" if kind == "end" else observation, result[1])
+    assert ran.ended == expected_ends
     for column in range(n_columns):
-        assert ran.observations[column] is (stored[column][0] if column in stored else None)
-        assert ran.rewards[column] is (stored[column][1] if column in stored else None)
+        observation, reward = stored.get(column, (None, None))
+        assert ran.observations[column] is observation or ran.observations[column] == observation
+        assert ran.rewards[column] is reward
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_without_outs_step_is_called(step: Any) -> None:
+    row = Row([ORDINARY[0]], [0], 1)
+    row.bound = [(0, 10, row.bound[0][2], lambda *_: 1 / 0)]
+    row.outs = None
+    assert row.run(step) == []
+    assert row.observations == ["observation"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_an_out_that_is_missing_is_an_error(step: Any) -> None:
+    row = Row([ORDINARY[0]], [0], 1, frozenset({0}))
+    row.outs.clear()
+    with pytest.raises(IndexError):
+        row.run(step)
+    assert not row.seen
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_an_error_of_the_hook_comes_through(step: Any) -> None:
+    def fail(*_: Any) -> Any:
+        raise KeyError("no reset")
+
+    row = Row([ENDS[0], ORDINARY[0]], [0, 1], 2)
+    with pytest.raises(KeyError, match="no reset"):
+        row.run(step, on_end=fail)
+    assert len(row.seen) == 1
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -108,11 +183,11 @@ def test_an_error_of_an_environment_comes_through_and_its_env_rank_is_noted(step
         raise KeyError("no such square")
 
     row = Row([ORDINARY[0]] * 3, [0, 1, 2], 3)
-    row.bound[1] = (1, 11, fail)
+    row.bound[1] = (1, 11, fail, None)
     with pytest.raises(KeyError, match="no such square"):
         row.run(step)
     assert [i for i, *_ in row.seen] == [0]
-    assert row.word[0] == 11
+    assert row.words[2] == 11
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -133,7 +208,7 @@ def test_a_list_that_is_emptied_meanwhile_is_an_error(step: Any, what: str) -> N
         getattr(row, what).clear()
         return ("observation", 1.0, False, False, {})
 
-    row.bound[0] = (0, 10, empty)
+    row.bound[0] = (0, 10, empty, None)
     with pytest.raises(IndexError):
         row.run(step)
     assert not row.seen
@@ -148,7 +223,7 @@ def test_an_index_may_empty_the_lists() -> None:
             return 0
 
     row = Row([ORDINARY[0]] * 2, [0, 1], 2)
-    row.bound[0] = (Index(), 10, lambda action: (action, 1.0, False, False, {}))  # type: ignore[assignment]
+    row.bound[0] = (Index(), 10, lambda action: (action, 1.0, False, False, {}), None)
     with pytest.raises(IndexError, match="shorter"):
         row.run(step_ordinary)
     assert row.observations[0] == "action 0"
@@ -162,20 +237,33 @@ class NoTruth:
 @needs_compiler
 def test_nothing_is_held_on_to() -> None:
     """Whatever the step does, there are as many references afterwards as before."""
-    row = Row([], [0, 1], 2)
+    row = Row([None] * 2, [0, 1], 2)
     observation, reward, info, action = object(), float("1.5"), {}, object()
     answers = [(observation, reward, False, False, info), (observation, reward, True, False, info), None]
-    held = [observation, reward, info, action, *answers, row.word, row.bound, row.observations]
+    into_answers = [(reward, False, False, info), (reward, True, False, info), None]
+    row.outs = [observation] * 2
+    held = [
+        observation,
+        reward,
+        info,
+        action,
+        *answers,
+        *into_answers,
+        row.words,
+        row.bound,
+        row.observations,
+        row.outs,
+    ]
 
     def counts() -> list[int]:
         row.observations[:] = row.rewards[:] = [None] * 2
         return [sys.getrefcount(thing) for thing in held]
 
-    def run(step: Any, is_watched: Any = False) -> None:
-        row.bound[:] = [(0, 10, step), (1, 11, step)]
+    def run(step: Any, is_watched: Any = False, on_end: Any = None, step_into: Any = None) -> None:
+        row.bound[:] = [(0, 10, step, step_into), (1, 11, step, step_into)]
         row.actions[:] = [action] * 2
         with contextlib.suppress(ZeroDivisionError, IndexError, TypeError, RuntimeError):
-            row.run(step_ordinary, is_watched)
+            row.run(step_ordinary, is_watched, on_end)
         row.bound.clear()
         row.actions.clear()
 
@@ -183,6 +271,12 @@ def test_nothing_is_held_on_to() -> None:
         for answer in answers:
             run(lambda action, answer=answer: answer)
             run(lambda action, answer=answer: answer, is_watched=True)
+            run(lambda action, answer=answer: answer, on_end=lambda *_: observation)
+            run(lambda action, answer=answer: answer, on_end=lambda *_: 1 / 0)
+        for answer in into_answers:
+            for on_end in (None, lambda *_: observation, lambda *_: 1 / 0):
+                run(None, step_into=lambda out, action, answer=answer: answer, on_end=on_end)
+        run(None, step_into=lambda out, action: 1 / 0)
         run(lambda action: 1 / 0)
         run(None)
         run(lambda action: answers[0], is_watched=NoTruth())
@@ -200,14 +294,14 @@ def test_signals_are_looked_at_even_if_no_step_is_in_python() -> None:
         raise InterruptedError
 
     n = 500_000
-    bound = [(0, i, {0: ORDINARY[0]}.get) for i in range(n)]
-    word, actions = new_word(), [0] * n
+    bound = [(0, i, {0: ORDINARY[0]}.get, None) for i in range(n)]
+    words, actions = new_words(), [0] * n
     before = signal.signal(signal.SIGALRM, handle)
     try:
         with pytest.raises(InterruptedError):
             signal.setitimer(signal.ITIMER_REAL, 0.001)
-            step_ordinary(word, bound, actions, 0, False, [None], [None])
-        assert word[0] < n - 1
+            step_ordinary(words, bound, actions, None, 0, False, [None], [None], None)
+        assert words[2] < n - 1
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -217,31 +311,36 @@ def test_signals_are_looked_at_even_if_no_step_is_in_python() -> None:
 @pytest.mark.parametrize(
     ("i", "wrong", "error"),
     [
-        (0, np.zeros(1), "int64 array of one word"),
-        (0, np.zeros(1, np.int32), "int64 array of one word"),
-        (0, np.zeros((1, 2), np.int64), "int64 array of one word"),
-        (0, np.zeros(0, np.int64), "int64 array of one word"),
-        (0, np.frombuffer(bytes(8), np.int64), "int64 array of one word"),
-        (0, memoryview(np.zeros(1, np.int64)), "int64 array of one word"),
-        (0, None, "int64 array of one word"),
-        (1, ((0, 0, print),), "must be lists"),
-        (1, [0], "list of .column, env_rank, env.step."),
-        (1, [(0, 0)], "list of .column, env_rank, env.step."),
-        (1, [(None, 0, print)], "NoneType"),
-        (1, [(0, None, print)], "NoneType"),
-        (1, [(0, 0, None)], "not callable"),
+        (0, np.zeros(1), "array of int64"),
+        (0, np.zeros(1, np.int32), "array of int64"),
+        (0, np.zeros((1, 2), np.int64), "array of int64"),
+        (0, np.zeros(0, np.int64), "array of int64"),
+        (0, np.zeros(1, "M8[s]"), "buffer"),
+        (0, np.zeros(4, np.int64)[::2], "contiguous"),
+        (0, np.frombuffer(bytes(8), np.int64), "read-only"),
+        (0, None, "bytes-like"),
+        (1, ((0, 0, print, None),), "must be lists"),
+        (1, [0], "list of .column, env_rank, env.step, env.step_into."),
+        (1, [(0, 0, print)], "list of .column, env_rank, env.step, env.step_into."),
+        (1, [(None, 0, print, None)], "NoneType"),
+        (1, [(0, None, print, None)], "NoneType"),
+        (1, [(0, 0, None, None)], "not callable"),
+        (1, [(0, 0, None, 1)], "not callable"),
+        (1, [(-1, 0, None, print)], "no entry for column -1"),
         (2, (0,), "must be lists"),
-        (3, None, "NoneType"),
-        (3, -1, "no environment -1"),
-        (5, (None,), "must be lists"),
-        (6, None, "must be lists"),
+        (3, (None,), "must be lists"),
+        (4, None, "NoneType"),
+        (4, -1, "no environment -1"),
+        (6, (None,), "must be lists"),
+        (7, None, "must be lists"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_an_error(i: int, wrong: Any, error: str) -> None:
-    arguments: list[Any] = [new_word(), [(0, 0, lambda action: ORDINARY[0])], [0], 0, False, [None], [None]]
+    bound = [(0, 0, lambda action: ORDINARY[0], None)]
+    arguments: list[Any] = [new_words(), bound, [0], [None], 0, False, [None], [None], None]
     assert step_ordinary(*arguments) is None  # type: ignore[call-arg]
     arguments[i] = wrong
-    with pytest.raises((TypeError, IndexError), match=error):
+    with pytest.raises((TypeError, IndexError, ValueError), match=error):
         step_ordinary(*arguments)  # type: ignore[call-arg]
 
 

@@ -183,6 +183,7 @@ SHM = {
 # 200 MB of samples, far more than the 64 MB.
 LARGE = """
 class Wide(CountingEnv):
+    step_into = None
     def __init__(self):
         super().__init__()
         import numpy

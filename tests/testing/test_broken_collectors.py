@@ -216,7 +216,7 @@ class SkipsSteps(ResetCollector):
     def step_envs(self, t: int) -> None:
         envs: Any = self.envs
         step = envs.step
-        envs.step = lambda action_row, on_episode_end, on_step=None: step(action_row, on_episode_end)
+        envs.step = lambda action_row, on_episode_end, on_step=None, into=None: step(action_row, on_episode_end)
         super().step_envs(t)
         del envs.step
 

@@ -1,0 +1,57 @@
+"""The protocol `step_into`: environments that write their observations straight into the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from penstock.envs.checks import StepValues
+from penstock.errors import SpaceError, brief
+
+
+def step_into_of(env: Any, env_rank: int) -> Callable[..., Any] | None:
+    """`env.step_into`, or None if there is none, or if `env` has a newer `step`.
+
+    A subclass may override `step` alone. Then its `step_into`, which it inherits, does something else.
+
+    Raises `SpaceError` if `step_into` is not a method.
+    """
+    for cls in type(env).__mro__:
+        if vars(cls).get("step_into") is not None:
+            break
+        if "step" in vars(cls) or "step_into" in vars(cls):
+            return None
+    else:
+        return None
+    if "step" in vars(env):
+        return None
+    step_into = env.step_into
+    if not callable(step_into):
+        raise SpaceError(f"step_into of env_rank {env_rank} must be a method, got {brief(step_into)}")
+    return step_into  # type: ignore[no-any-return]
+
+
+def cells_of(arrays: Any, t: int, n: int) -> list[Any]:
+    """Views of the `n` cells `[t, b]` of `arrays` `[T, n, ...]`, each nested as `arrays` is."""
+    if isinstance(arrays, dict):
+        parts = [cells_of(part, t, n) for part in arrays.values()]
+        return [dict(zip(arrays, cells, strict=True)) for cells in zip(*parts, strict=True)] if parts else [{}] * n
+    if isinstance(arrays, tuple):
+        return list(zip(*(cells_of(part, t, n) for part in arrays), strict=True)) if arrays else [()] * n
+    row = arrays[t]
+    return list(row) if row.ndim > 1 else [row[b, ...] for b in range(n)]  # a list of numbers would be copies
+
+
+def with_observation(out: Any, result: Any, env_rank: int) -> StepValues:
+    """The five values of `env.step`, from the `result` of `env.step_into(out, action)`.
+
+    Raises `SpaceError` unless these are four values.
+    """
+    if not isinstance(result, tuple | list) or len(result) != 4:
+        got = f"{len(result)} values" if isinstance(result, tuple | list) else brief(result)
+        raise SpaceError(
+            f"env.step_into of env_rank {env_rank} must return four values (reward, terminated, truncated, info): got "
+            f"{got}. It writes the observation into its first argument"
+        )
+    reward, terminated, truncated, info = result
+    return out, reward, terminated, truncated, info

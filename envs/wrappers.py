@@ -1,0 +1,121 @@
+"""Gymnasium's TimeLimit and OrderEnforcing: recognised, so that they can be stepped without their Python frames."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.error import ResetNeeded
+from gymnasium.wrappers import OrderEnforcing, TimeLimit
+
+from penstock.buffers.native import flat_methods
+
+
+class _Known(gym.Wrapper[Any, Any, Any, Any]):
+    """The methods of `gymnasium.Wrapper`, as this module knows them."""
+
+    def step(self, action: Any) -> Any:
+        """Gymnasium's."""
+        return self.env.step(action)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        """Gymnasium's."""
+        return self.env.reset(seed=seed, options=options)
+
+
+class _KnownTimeLimit(_Known):
+    """The methods of `TimeLimit`."""
+
+    _elapsed_steps: Any
+    _max_episode_steps: Any
+
+    def step(self, action: Any) -> Any:
+        """Gymnasium's."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self._elapsed_steps += 1
+
+        if self._elapsed_steps >= self._max_episode_steps:
+            truncated = True
+
+        return observation, reward, terminated, truncated, info
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        """Gymnasium's."""
+        self._elapsed_steps = 0
+        return super().reset(seed=seed, options=options)
+
+
+class _KnownOrderEnforcing(_Known):
+    """The methods of `OrderEnforcing`."""
+
+    _has_reset: Any
+
+    def step(self, action: Any) -> Any:
+        """Gymnasium's."""
+        if not self._has_reset:
+            raise ResetNeeded("Cannot call env.step() before calling env.reset()")
+        return super().step(action)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        """Gymnasium's."""
+        self._has_reset = True
+        return super().reset(seed=seed, options=options)
+
+
+def flattened(env: Any) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Functions `step(action)` and `reset(seed=..., options=...)` that do exactly what these methods of `env` do.
+
+    They leave out the Python frames of the outermost wrappers, as far as these are exactly `TimeLimit` or
+    `OrderEnforcing`. They read and write the same attributes of the wrappers at every call. If these attributes have
+    unusual values, or if a wrapper has got another environment, they call the methods of `env`.
+
+    Returns None if there is no such wrapper, if nothing is compiled, or if Gymnasium's wrappers are not the known ones.
+    """
+    layers, inside = [], env
+    while type(inside) in (TimeLimit, OrderEnforcing) and not {"step", "reset"} & vars(inside).keys():
+        layers.append((inside, vars(inside), inside.env, type(inside) is TimeLimit))
+        inside = inside.env
+    if not layers or not _are_known():
+        return None
+    return flat_methods(env.step, inside, tuple(layers), _finish_step)
+
+
+def _finish_step(wrapper: Any, result: Any) -> Any:
+    """What `TimeLimit.step` does after the step of its environment, for unusual values."""
+    observation, reward, terminated, truncated, info = result
+    wrapper._elapsed_steps += 1
+    if wrapper._elapsed_steps >= wrapper._max_episode_steps:
+        truncated = True
+    return observation, reward, terminated, truncated, info
+
+
+def _are_known() -> bool:
+    """Whether Gymnasium's wrappers have the code that this module knows. Another version may have other code."""
+    known: tuple[tuple[Any, Any], ...] = (
+        (gym.Wrapper, _Known),
+        (TimeLimit, _KnownTimeLimit),
+        (OrderEnforcing, _KnownOrderEnforcing),
+    )
+    for cls, own in known:
+        if not all(_is_same_code(vars(cls).get(name), vars(own)[name]) for name in ("step", "reset")):
+            return False
+        if any(getattr(cls, name, None) is not getattr(object, name, None) for name in _ATTRIBUTE_ACCESS):
+            return False
+    return TimeLimit.__mro__[1] is OrderEnforcing.__mro__[1] is gym.Wrapper
+
+
+_ATTRIBUTE_ACCESS = ("__getattribute__", "__getattr__", "__setattr__")
+
+
+def _is_same_code(one: Any, other: Any) -> bool:
+    codes = [getattr(function, "__code__", None) for function in (one, other)]
+    if None in codes:
+        return False
+    return _essence(codes[0], one) == _essence(codes[1], other)
+
+
+def _essence(code: Any, function: Any) -> tuple[Any, ...]:
+    """What a function does, without its docstring and its place."""
+    constants = tuple(constant for constant in code.co_consts if constant is not None and constant != function.__doc__)
+    return code.co_code, code.co_names, constants, code.co_varnames, code.co_kwonlyargcount, function.__kwdefaults__

@@ -1,0 +1,223 @@
+"""Flattened wrappers do exactly what they do with their own methods."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, RecordEpisodeStatistics, TimeLimit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.buffers.native import COMPILED
+from penstock.envs import CountingEnv, wrappers
+from penstock.envs.wrappers import flattened
+
+pytestmark = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
+
+RESULTS: list[Any] = [
+    (0, 1.0, False, False, {}),
+    (1, 1.0, True, False, {"a": 1}),
+    (np.zeros(2).tolist(), 2, 0, None, None),
+    [2, 0.5, False, False, {}],
+    (0, 1.0, False, {}),
+    (0, 1.0, False, False, {}, 0),
+    None,
+    ValueError("broken"),
+]
+
+
+class Scripted(gym.Env[Any, Any]):
+    """Returns or raises the results that it is given, and notes its calls."""
+
+    def __init__(self, results: list[Any]) -> None:
+        self.observation_space = self.action_space = gym.spaces.Discrete(2)
+        self.results, self.calls = list(results), []
+
+    def step(self, action: Any) -> Any:
+        self.calls.append(("step", action))
+        result = self.results.pop(0) if self.results else (0, 1.0, False, False, {})
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.calls.append(("reset", kwargs))
+        return len(self.calls), {}
+
+
+class OtherTimeLimit(TimeLimit[Any, Any]):
+    pass
+
+
+WRAPPERS: list[Callable[[Any], Any]] = [
+    OrderEnforcing,
+    lambda env: TimeLimit(env, 2),
+    lambda env: TimeLimit(env, 4),
+    lambda env: OtherTimeLimit(env, 3),
+    RecordEpisodeStatistics,
+]
+VALUES: list[tuple[str, Any]] = [
+    ("_elapsed_steps", 0),
+    ("_elapsed_steps", 2**70),
+    ("_elapsed_steps", None),
+    ("_elapsed_steps", True),
+    ("_elapsed_steps", 1.5),
+    ("_max_episode_steps", 1),
+    ("_max_episode_steps", "many"),
+    ("_has_reset", False),
+    ("_has_reset", True),
+    ("_has_reset", 1),
+    ("_has_reset", []),
+]
+OPERATIONS = st.one_of(
+    st.tuples(st.just("step"), st.integers(0, 1)),
+    st.tuples(st.just("step"), st.integers(0, 1)),
+    st.tuples(
+        st.just("reset"), st.sampled_from([{"seed": 3}, {"seed": None, "options": {"a": 1}}, {}, {"options": {}}])
+    ),
+    st.tuples(st.just("refuse"), st.just({"sed": 1})),
+    st.tuples(st.just("set"), st.tuples(st.integers(0, 3), st.sampled_from(VALUES))),
+    st.tuples(
+        st.just("delete"), st.tuples(st.integers(0, 3), st.sampled_from(["_elapsed_steps", "_has_reset", "env"]))
+    ),
+    st.tuples(st.just("hide"), st.tuples(st.integers(0, 3), st.sampled_from(["step", "reset"]))),
+    st.tuples(st.just("replace"), st.integers(0, 3)),
+)
+
+
+def stack(results: list[Any], layers: list[int]) -> list[Any]:
+    """The wrappers, the outermost first, and the environment."""
+    envs = [Scripted(copy.deepcopy(results))]
+    for layer in layers:
+        envs.insert(0, WRAPPERS[layer](envs[0]))
+    return envs
+
+
+def run(envs: list[Any], step: Any, reset: Any, operations: list[Any]) -> list[Any]:
+    """What each operation returns or raises, and the attributes of all wrappers afterwards."""
+    log: list[Any] = []
+    inner = envs[-1]
+    for name, argument in operations:
+        try:
+            if name == "step":
+                outcome = step(argument)
+            elif name in ("reset", "refuse"):
+                outcome = (reset or envs[0].reset)(**argument)  # without `reset`, looked up at each call
+            else:
+                outcome = change(envs, name, argument)
+        except Exception as error:
+            outcome = type(error), str(error)
+        times = ("episode_start_time", "time_queue", "env", "step", "reset")
+        state = [{key: value for key, value in vars(env).items() if key not in times} for env in envs[:-1]]
+        log.append((name, _without_times(outcome), repr(state), list(inner.calls)))
+    return log
+
+
+def _without_times(outcome: Any) -> Any:
+    if isinstance(outcome, tuple) and isinstance(outcome[-1], dict) and "episode" in outcome[-1]:
+        return (*outcome[:-1], outcome[-1]["episode"]["l"])
+    return outcome
+
+
+def change(envs: list[Any], name: str, argument: Any) -> None:
+    i = argument if name == "replace" else argument[0]
+    env = envs[i % len(envs)]
+    if name == "set":
+        setattr(env, *argument[1])
+    elif name == "delete":
+        delattr(env, argument[1])
+    elif name == "hide" and not (env is envs[0] and argument[1] == "step"):  # that one is looked up once
+        setattr(env, argument[1], lambda *_, **__: (9, 9.0, False, False, {}))
+    elif name == "replace" and env is not envs[-1]:
+        env.env = Scripted([(7, 7.0, False, False, {})] * 3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    results=st.lists(st.sampled_from(range(len(RESULTS))), max_size=8),
+    layers=st.lists(st.integers(0, len(WRAPPERS) - 1), min_size=1, max_size=4),
+    operations=st.lists(OPERATIONS, max_size=12),
+    starts=st.booleans(),
+)
+def test_flat_methods_do_what_the_wrappers_do(
+    results: list[int], layers: list[int], operations: list[Any], starts: bool
+) -> None:
+    script = [RESULTS[i] for i in results]
+    plain, flat = stack(script, layers), stack(script, layers)
+    methods = flattened(flat[0])
+    assert (methods is None) == (layers[-1] >= 3)
+    if methods is None:
+        return
+    operations = [("reset", {"seed": 1}), *operations] if starts else operations
+    step = plain[0].step  # looked up once, as collectors do
+    assert run(plain, step, None, operations) == run(flat, *methods, operations)
+
+
+def test_no_python_frame_of_a_known_wrapper_is_left() -> None:
+    depth: list[int] = []
+
+    class Deep(CountingEnv):
+        def step(self, action: Any) -> Any:
+            frame: Any = __import__("sys")._getframe()
+            while frame is not None:
+                depth[-1] += "gymnasium" in frame.f_code.co_filename
+                frame = frame.f_back
+            return super().step(action)
+
+    env = TimeLimit(OrderEnforcing(Deep()), 9)
+    methods = flattened(env)
+    assert methods is not None
+    step, reset = methods
+    reset(seed=0)
+    for call in (step, env.step):
+        depth.append(0)
+        call(0)
+    assert depth[0] == 0 < depth[1]
+
+
+@pytest.mark.parametrize("wrap", [PassiveEnvChecker, RecordEpisodeStatistics, lambda env: OtherTimeLimit(env, 3)])
+def test_other_wrappers_stay_as_they_are(wrap: Any) -> None:
+    assert flattened(wrap(OrderEnforcing(CountingEnv()))) is None
+    assert flattened(CountingEnv()) is None
+    env = OrderEnforcing(wrap(OrderEnforcing(CountingEnv())))
+    methods = flattened(env)
+    assert methods is not None
+    methods[1](seed=0)
+    assert env.has_reset
+    assert env.env.env.has_reset  # by its own method
+
+
+def test_a_wrapper_with_a_step_of_its_own_is_not_flattened() -> None:
+    env = OrderEnforcing(CountingEnv())
+    env.step = lambda action: "mine"  # type: ignore[method-assign, assignment, return-value]
+    assert flattened(env) is None
+    outer = flattened(TimeLimit(env, 3))
+    assert outer is not None
+    with pytest.raises(ValueError):
+        outer[0](0)
+
+
+@pytest.mark.parametrize(("cls", "name"), [(TimeLimit, "step"), (OrderEnforcing, "reset"), (gym.Wrapper, "step")])
+def test_methods_that_are_not_known_are_called(cls: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = getattr(cls, name)
+    monkeypatch.setattr(cls, name, lambda self, action=None, **kwargs: own(self, action, **kwargs))
+    assert flattened(OrderEnforcing(CountingEnv())) is None
+
+
+def test_attribute_access_that_is_not_known_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wrappers._are_known()
+    monkeypatch.setattr(OrderEnforcing, "__getattr__", lambda self, name: 1, raising=False)
+    assert not wrappers._are_known()
+
+
+def test_arguments_that_cannot_be_used_are_an_error() -> None:
+    from penstock.buffers import _native
+
+    for layers in ((), [], ((1, 2, 3),), ((1, 2, 3, 4),), None):
+        with pytest.raises(TypeError, match="layers must be"):
+            _native.flat_methods(None, None, layers, None)

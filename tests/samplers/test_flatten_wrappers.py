@@ -1,0 +1,109 @@
+"""Batches are the same whether Gymnasium's wrappers are flattened or not."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import pytest
+from gymnasium.error import ResetNeeded
+from gymnasium.wrappers import OrderEnforcing, TimeLimit
+
+from penstock import ConfigError, GpuSampler, ParallelSampler, RandomAgent, SerialSampler, WorkerError
+from penstock.buffers.native import COMPILED
+from penstock.envs import CountingEnv
+from penstock.envs.wrappers import flattened
+
+IDS: list[tuple[str, dict[str, Any]]] = [
+    ("CartPole-v1", {}),
+    ("CartPole-v1", {"max_episode_steps": 7, "disable_env_checker": True}),
+    ("Pendulum-v1", {"max_episode_steps": 11}),
+    ("MountainCar-v0", {"max_episode_steps": 9}),
+    ("MountainCarContinuous-v0", {"max_episode_steps": 1}),
+]
+
+
+def sample(sampler_cls: Any, env_fn: Any, **kwargs: Any) -> list[Any]:
+    """Everything that the sampler returns, as bytes and text, and the attributes of the wrappers."""
+    found: list[Any] = []
+    kwargs = {"batch_T": 30, "batch_B": 4, "eval_n_envs": 2, "eval_max_steps": 60, **kwargs}
+    with sampler_cls(env_fn, **kwargs) as sampler:
+        sampler.initialize(RandomAgent(), seed=5)
+        for itr in range(3):
+            _, infos = sampler.obtain_samples(itr)
+            infos = [*infos, *sampler.evaluate_agent(itr)]
+            found += [(name, leaf.tobytes()) for name, leaf in sampler.samples_np.leaves()]
+            found.append(repr([vars(info) for info in infos]))
+            found.append([sampler.get_attr(name) for name in ("_elapsed_steps", "_has_reset", "has_reset")])
+    return found
+
+
+@pytest.mark.parametrize(("env_id", "kwargs"), IDS)
+def test_batches_are_equal_bit_for_bit(env_id: str, kwargs: dict[str, Any]) -> None:
+    env_fn = partial(gym.make, env_id, **kwargs)
+    if COMPILED:
+        assert flattened(env_fn()) is not None
+    assert sample(SerialSampler, env_fn) == sample(SerialSampler, env_fn, flatten_wrappers=False)
+
+
+@pytest.mark.parametrize("sampler_cls", [ParallelSampler, GpuSampler])
+def test_batches_are_equal_in_processes(sampler_cls: Any) -> None:
+    env_fn = partial(gym.make, "CartPole-v1", max_episode_steps=13)
+    wanted = sample(SerialSampler, env_fn, flatten_wrappers=False)
+    assert sample(sampler_cls, env_fn, n_workers=2) == wanted
+
+
+@pytest.mark.parametrize("flatten_wrappers", [True, False])
+def test_attributes_of_the_wrappers_can_be_read_and_set(flatten_wrappers: bool) -> None:
+    """Between two batches a user changes the limit and the count, and resets and renders."""
+    env_fn = partial(_limited, 50)
+    size: dict[str, Any] = {"batch_T": 8, "batch_B": 2, "max_decorrelation_steps": 0}
+    with SerialSampler(env_fn, flatten_wrappers=flatten_wrappers, **size) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        assert sampler.get_attr("_elapsed_steps") == [8, 8]
+        assert not samples.env.truncated.any()
+        sampler.set_attr("_elapsed_steps", [45, 30])
+        samples, _ = sampler.obtain_samples(1)
+        assert samples.env.truncated.nonzero().tolist() == [[4, 0]]
+        assert sampler.get_attr("_elapsed_steps") == [3, 38]
+        sampler.set_attr("_max_episode_steps", 2)
+        samples, _ = sampler.obtain_samples(2)
+        assert samples.env.truncated.sum(0).tolist() == [4, 4]
+        sampler.call("reset", seed=3)
+        assert sampler.get_attr("_elapsed_steps") == [0, 0]
+        assert sampler.call("render") == [None, None]
+        sampler.set_attr("_has_reset", False)
+        with pytest.raises(WorkerError, match=r"Cannot call env\.step.. before calling env.reset") as caught:
+            sampler.obtain_samples(3)
+        assert isinstance(caught.value.__cause__, ResetNeeded)
+
+
+class Endless(CountingEnv):
+    def __init__(self) -> None:
+        super().__init__(length=10**9)
+
+    def render(self) -> Any:
+        return None
+
+
+def _limited(n: int) -> Any:
+    return OrderEnforcing(TimeLimit(Endless(), n))
+
+
+def test_an_environment_that_is_put_in_its_place_is_stepped() -> None:
+    size: dict[str, Any] = {"batch_T": 6, "batch_B": 1, "max_decorrelation_steps": 0}
+    with SerialSampler(partial(_limited, 50), **size) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.obtain_samples(0)
+        other = TimeLimit(CountingEnv(length=2), 10)
+        other.reset()
+        sampler.set_attr("env", [other])
+        samples, _ = sampler.obtain_samples(1)
+        assert samples.env.terminated[:, 0].tolist() == [False, True] * 3
+
+
+def test_the_argument_must_be_a_bool() -> None:
+    with pytest.raises(ConfigError, match="flatten_wrappers must be True or False, got 'no'"):
+        SerialSampler(CountingEnv, batch_T=1, batch_B=1, flatten_wrappers="no")  # type: ignore[arg-type]
