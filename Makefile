@@ -8,7 +8,7 @@ ROOMS := agents buffers collectors envs ports samplers testing vector workers
 SOURCES := $(shell find $(ROOMS) src \( -name '*.py' -o -name '*.[ch]' \) -not -path '*/.*' 2>/dev/null)
 PYTEST := pytest --dist loadgroup
 
-.PHONY: run quick test check coverage floors pythons bench sanitize chaos faults real clean
+.PHONY: run quick test check coverage floors pythons bench sanitize chaos faults real peers clean
 
 run: $(VENV)/.installed
 	$(BIN)/python examples/ppo.py --out runs/cartpole
@@ -42,6 +42,41 @@ coverage: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/throughput.py
+
+# penstock and its peers in one run, in a virtual environment of their own. Takes some 20 minutes.
+PEERS := .venv-peers
+PEER_WORKS ?= random mlp pixels sleeping central short
+PEER_OPTIONS ?=
+PEERS_RUN = $(PEERS)/bin/python benchmarks/peers.py
+peers: $(PEERS)/.installed
+	rm -f $(PEERS)/figures-*.json
+	for work in $(PEER_WORKS); do \
+		$(PEERS_RUN) $$work $(PEER_OPTIONS) --json $(PEERS)/figures-$$work.json > /dev/null || exit 1; \
+	done
+	$(MAKE) --no-print-directory peers-report
+
+# The tables and the picture of the last `make peers`.
+peers-report:
+	$(PEERS_RUN) --report $(PEER_WORKS:%=$(PEERS)/figures-%.json) --skipped $(PEERS)/skipped.txt --picture docs/peers.svg
+
+# A peer must not change the versions that penstock runs with. One that needs others is skipped, with pip's reason.
+$(PEERS)/.dependencies: setup.py constraints.txt benchmarks/peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python $(PIP) -c constraints.txt torch
+	rm -rf build
+	$(PEERS)/bin/python $(PIP) -c constraints.txt setuptools wheel ".[bench]"
+	$(PEERS)/bin/python -m pip freeze | grep -E '^(torch|numpy|gymnasium)==' > $(PEERS)/pins.txt
+	: > $(PEERS)/skipped.txt
+	grep -v '^#' benchmarks/peers.txt | while read -r peer; do \
+		$(PEERS)/bin/python $(PIP) -c $(PEERS)/pins.txt "$$peer" > $(PEERS)/pip.txt 2>&1 || \
+			echo "$$peer: $$(grep -oE '([A-Za-z.]+Error|ERROR): .*' $(PEERS)/pip.txt | tail -1)" >> $(PEERS)/skipped.txt; \
+	done
+	touch $@
+
+$(PEERS)/.installed: $(PEERS)/.dependencies $(SOURCES)
+	rm -rf build
+	$(PEERS)/bin/python $(PIP) --no-deps --no-build-isolation --force-reinstall .
+	touch $@
 
 # torch first, under its pin: otherwise pip would fetch gigabytes of another build.
 $(VENV)/.dependencies: setup.py constraints.txt
@@ -90,4 +125,4 @@ real: $(VENV)/.installed
 	PENSTOCK_REAL_STEPS=20000 $(BIN)/pytest -n 2 tests/real/test_long.py
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEERS) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -20,10 +20,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium import spaces
+from environments import SleepingEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from turns import Figures, machine, show, take_turns
 from workloads import ENV, ActorCritic
@@ -39,28 +38,6 @@ from penstock import (
     SerialSampler,
 )
 from penstock.workers.affinity import usable_cpus
-
-
-class SleepingEnv(gym.Env[Any, Any]):
-    """A step sleeps for `seconds`, and with probability `rare` for `long`."""
-
-    observation_space = spaces.Box(-1, 1, (4,), np.float32)
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, seconds: float, long: float = 0.0, rare: float = 0.0) -> None:
-        self._times, self._rare = (seconds, long), rare
-        self._observation = np.zeros(4, np.float32)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        return self._observation, {}
-
-    def step(self, action: Any) -> Any:
-        is_long = self._rare > 0 and self.np_random.random() < self._rare
-        seconds = self._times[is_long]
-        if seconds:
-            time.sleep(seconds)
-        return self._observation, 0.0, False, False, {}
 
 
 def be_busy(seconds: float) -> None:

@@ -19,10 +19,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
-from central import SleepingEnv
-from gymnasium import spaces
+from environments import PixelEnv, SleepingEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from turns import Figures, machine, show, take_turns
 from workloads import ENV
@@ -30,25 +28,6 @@ from workloads import ENV
 from penstock.vector import ShmVectorEnv
 
 SAME_STEP = AutoresetMode.SAME_STEP
-
-
-class PixelEnv(gym.Env[Any, Any]):
-    """Draws a frame of noise, which takes about as long as a frame of a simple game. Episodes have 500 steps."""
-
-    observation_space = spaces.Box(0, 255, (84, 84, 4), np.uint8)
-    action_space = spaces.Discrete(6)
-
-    def _frame(self) -> Any:
-        return self.np_random.integers(0, 256, self.observation_space.shape, np.uint8)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self._age = 0
-        return self._frame(), {}
-
-    def step(self, action: Any) -> Any:
-        self._age += 1
-        return self._frame(), 1.0, False, self._age >= 500, {}
 
 
 class Recorder:

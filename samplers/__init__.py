@@ -9,6 +9,7 @@ from penstock.samplers.central import AlternatingSampler, GpuSampler
 from penstock.samplers.parallel import ParallelSampler
 from penstock.samplers.serial import SerialSampler
 from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats
+from penstock.samplers.tuning import TuneReport, TuneRow, tune
 from penstock.workers.plan import Affinity
 
 __all__ = [
@@ -21,5 +22,8 @@ __all__ = [
     "SamplerStats",
     "SerialSampler",
     "ServerStats",
+    "TuneReport",
+    "TuneRow",
     "WorkerStats",
+    "tune",
 ]

@@ -41,7 +41,10 @@ from penstock.samplers import (
     SamplerStats,
     SerialSampler,
     ServerStats,
+    TuneReport,
+    TuneRow,
     WorkerStats,
+    tune,
 )
 
 if TYPE_CHECKING:
@@ -101,6 +104,8 @@ __all__ = [
     "TorchAgent",
     "TrajInfo",
     "TrajectoryCountError",
+    "TuneReport",
+    "TuneRow",
     "VectorEnvCollector",
     "WaitResetCollector",
     "WorkerDiedError",
@@ -108,6 +113,7 @@ __all__ = [
     "WorkerStats",
     "WorkerTimeoutError",
     "errors",
+    "tune",
 ]
 
 _WITH_TORCH = {

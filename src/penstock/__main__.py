@@ -1,17 +1,92 @@
-"""`python -m penstock` prints the version and what this machine offers to a sampler."""
+"""The command line: `penstock` describes this machine, `penstock tune` finds the fastest sampler for an environment."""
 
 from __future__ import annotations
 
-from penstock import __version__
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from penstock import PenstockError, TuneReport, __version__, tune
 from penstock.samplers.machine import describe_machine
 
+_INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
 
-def main() -> None:
-    """Print one line per fact."""
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="penstock", description=__doc__)
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("machine", help="the version and what this machine offers (also without a command)")
+    _add_tune(commands.add_parser("tune", help="try samplers with an environment, and recommend the fastest"))
+    args = parser.parse_args(arguments)
+    return _tune(args) if args.command == "tune" else _machine()
+
+
+def _machine() -> int:
     print(f"penstock {__version__}")
     for name, value in describe_machine().items():
         print(f"{name:>24}  {value}")
+    return 0
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("env", metavar="ENV", help="MODULE:ENV_FN, or an environment id such as CartPole-v1")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time for the turns of all candidates (20)")
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds after which a candidate is too slow (20)")
+    parser.add_argument("--batch-T", type=int, nargs="+", default=[128, 32], metavar="T", help="time steps (128 32)")
+    parser.add_argument("--batch-B", type=int, nargs="+", default=[32, 128], metavar="B", help="environments (32 128)")
+    parser.add_argument("--n-workers", type=int, nargs="+", metavar="N", help="by default from the number of CPUs")
+    parser.add_argument("--policy", default="mlp", help="random, mlp (default), or MODULE:MAKE_AGENT")
+    parser.add_argument("--start-method", default="fork", help="fork (default), forkserver or spawn")
+    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
+
+
+def _tune(args: argparse.Namespace) -> int:
+    report, status = TuneReport(), 0
+    try:
+        tune(
+            _load(args.env),
+            policy=_load(args.policy),
+            batch_T=args.batch_T,
+            batch_B=args.batch_B,
+            n_workers=args.n_workers,
+            seconds=args.seconds,
+            limit=args.limit,
+            start_method=args.start_method,
+            report=report,
+            say=lambda text: print(text, file=sys.stderr),
+        )
+    except PenstockError as error:
+        print(f"penstock tune: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        status = _INTERRUPTED
+    if report.rows:
+        print(report)
+        if args.json:
+            with open(args.json, "w", encoding="utf-8") as file:
+                json.dump(report.as_dict(), file, indent=1)
+    return status or int(report.best is None)
+
+
+def _load(name: str) -> Any:
+    """What `MODULE:NAME` names. Other texts, such as an environment id, are returned as they are."""
+    module, colon, attribute = name.partition(":")
+    if not colon or not attribute.isidentifier():
+        return name
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as with `python -m`
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise SystemExit(
+            f"penstock: cannot load {name}: {error}. Give MODULE:NAME, where MODULE can be imported from this folder"
+        ) from error
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -141,3 +142,30 @@ def test_compare(folder: Path) -> None:
         for figures in turns.values():
             assert len(figures) == (1 if "start" in case else 2)
             assert all(min(turn.values()) > 0 for turn in figures)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pufferlib") is not None, reason="PufferLib is installed here")
+def test_peers(folder: Path) -> None:
+    picture = folder / "peers.svg"
+    sizes = ["--repeats", 2, "--seconds", 0.02, "--only", "bare", "penstock ParallelSampler"]
+    sizes += ["Gymnasium Sync", "rlpyt", "PufferLib", "--picture", picture]
+    printed, content = run(folder, "peers", "random", *sizes)
+    assert "Cores: " in printed
+    assert "PufferLib took no part: " in printed, "a missing peer is named with the reason"
+    (result,) = content["results"]
+    assert len(result["rounds"]) == 2
+    for turns in result["rounds"]:
+        assert {"bare loop, 1 process", "bare loops", "rlpyt's loop", "penstock ParallelSampler"} <= turns.keys()
+        assert all(turn["rate"] > 0 and turn["cpu_us"] > 0 for turn in turns.values())
+    assert b"<svg" in picture.read_bytes()
+    assert picture.stat().st_size < 60_000
+
+
+def test_peers_with_a_pause_of_the_learner(folder: Path) -> None:
+    sizes = ["--repeats", 1, "--seconds", 0.02, "--only", "penstock SerialSampler"]
+    printed, content = run(folder, "peers", "short", *sizes, "--pause", 0.02, "--pause-kind", "work")
+    assert "pause between two batches: 0.02 s (work)" in printed
+    (result,) = content["results"]
+    (turns,) = result["rounds"]
+    # A working learner takes more CPU than a batch of so few steps, but its time does not count.
+    assert turns["penstock SerialSampler"]["cpu_us"] < 0.02 * 1e6 / (5 * 32)

@@ -1,0 +1,201 @@
+"""A contestant of `peers.py` in its own process tree, which is stopped while others have their turn."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+Turn = dict[str, float]
+
+# ---- in the contestant's process -------------------------------------------------------------------
+
+
+def one_turn(contestant: Any, seconds: float, pause: float, kind: str) -> Turn:
+    """Steps for `seconds`, with a pause of `pause` seconds after each batch that does not count."""
+    if hasattr(contestant, "turn"):
+        turn: Turn = contestant.turn(seconds)
+        return {**turn, "pause_cpu": 0.0}
+    steps, took, pause_cpu, slowest = 0, 0.0, 0.0, 0.0
+    while took < seconds:
+        began = time.perf_counter()
+        steps += contestant.advance()
+        span = time.perf_counter() - began
+        took, slowest = took + span, max(slowest, span)
+        if pause:
+            pause_cpu += rest(pause, kind)
+    return {"steps": steps, "rate": steps / took, "pause_cpu": pause_cpu, "longest_batch": slowest}
+
+
+def rest(seconds: float, kind: str) -> float:
+    """What a learner does between two batches: it sleeps or works. Returns the CPU seconds that this took."""
+    before = time.process_time()
+    if kind == "sleep":
+        time.sleep(seconds)
+    else:
+        import numpy as np
+
+        matrix, end = np.ones((64, 64), np.float32), time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            matrix @ matrix
+    return time.process_time() - before
+
+
+def serve(work_name: str, name: str, whole_batches: bool) -> None:
+    """Run one turn for each line of stdin."""
+    # Not stdout: the contestant's processes inherit it, and an environment may print.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(content: Any) -> None:
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
+
+    try:
+        from dataclasses import replace
+
+        import torch
+        from peer_adapters import CONTESTANTS, WORKS
+
+        torch.set_num_threads(1)  # more threads would disturb the environments' processes
+        work = WORKS[work_name]
+        if whole_batches:
+            work = replace(work, rows=work.T)
+        contestant = CONTESTANTS[name][0](work)
+        one_turn(contestant, 0.05, 0.0, "sleep")
+    except Exception as error:  # a peer may raise anything: the table says what
+        return answer({"missing": f"{type(error).__name__}: {error}"})
+    answer({"ready": True})
+    for line in sys.stdin:
+        answer(one_turn(contestant, **json.loads(line)))
+    contestant.close()
+    return None
+
+
+# ---- in the process that compares ------------------------------------------------------------------
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """CPU seconds of these processes so far."""
+    total = 0.0
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            # Linux's clock of another process: exact, where /proc counts in hundredths of a second.
+            total += time.clock_gettime((~pid << 3) | 2)
+    return total
+
+
+def involuntary_switches(pids: Sequence[int]) -> int:
+    """How often the kernel took the CPU away from a thread of these processes."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for status in Path(f"/proc/{pid}/task").glob("*/status"):
+                (line,) = (text for text in status.read_text().splitlines() if text.startswith("nonvol"))
+                total += int(line.split()[1])
+    return total
+
+
+def steal_seconds() -> float:
+    """Seconds in which this virtual machine's CPUs were wanted but ran something else, all CPUs together."""
+    return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
+
+
+class Contestant:
+    """The process tree of one contestant. It is stopped, except in its turns."""
+
+    def __init__(self, work: str, name: str, limit: float, whole_batches: bool) -> None:
+        self.name, self._limit = name, limit
+        command = [sys.executable, str(Path(__file__).with_name("peers.py")), "--serve", work, name]
+        # All contestants may use all CPUs. Without its own namespace, a sampler would find them claimed.
+        environ = {"OMP_NUM_THREADS": "1", "PENSTOCK_CPU_NAMESPACE": f"-peer-{time.monotonic_ns()}"}
+        self._process = subprocess.Popen(
+            [*command, *(["--whole-batches"] if whole_batches else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if os.environ.get("PEERS_QUIET") else None,
+            env={**os.environ, **environ},
+            start_new_session=True,
+        )
+        self._buffer = b""
+        hello = self._read()
+        self.missing: str | None = hello.get("missing")  #: why it takes no part (any more)
+        if self.missing is None:
+            self._signal(signal.SIGSTOP)
+        else:
+            self.close()
+
+    def _tree(self) -> list[int]:
+        main = psutil.Process(self._process.pid)
+        return [main.pid, *(process.pid for process in main.children(recursive=True))]
+
+    def _signal(self, number: int) -> list[int]:
+        """Signal the whole tree. Returns its process ids."""
+        try:
+            pids = self._tree()
+        except psutil.NoSuchProcess:
+            return []
+        for pid in pids if number == signal.SIGSTOP else reversed(pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return pids
+
+    def _read(self) -> Any:
+        """The next answer, or {"missing": reason} after `limit` seconds or at the end of the process."""
+        assert self._process.stdout is not None
+        descriptor, end = self._process.stdout.fileno(), time.monotonic() + self._limit
+        while b"\n" not in self._buffer:
+            if not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
+                return {"missing": f"no answer within {self._limit:g} s"}
+            if not (part := os.read(descriptor, 65536)):
+                return {"missing": "its process ended"}
+            self._buffer += part
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return json.loads(line)
+
+    def turn(self, **how: Any) -> Turn | None:
+        """Let it run for one turn. None if it failed; then `missing` says why."""
+        pids = self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        before = cpu_seconds(pids), involuntary_switches(pids), steal_seconds()
+        began = time.perf_counter()
+        self._process.stdin.write((json.dumps(how) + "\n").encode())
+        self._process.stdin.flush()
+        turn: Turn = self._read()
+        took = time.perf_counter() - began
+        pids = self._signal(signal.SIGSTOP)
+        if "missing" in turn:
+            self.missing = str(turn["missing"])
+            self.close()
+            return None
+        cpu = cpu_seconds(pids) - before[0] - turn.pop("pause_cpu")
+        return {
+            **turn,
+            "cpu_us": cpu / turn["steps"] * 1e6,
+            "switches": (involuntary_switches(pids) - before[1]) / took,
+            "steal": max(0.0, steal_seconds() - before[2]) / took,
+        }
+
+    def close(self) -> None:
+        """End the tree: first its main process, then what is left."""
+        pids = self._signal(signal.SIGCONT)
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        for process in psutil.wait_procs(left, 1)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()

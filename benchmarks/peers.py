@@ -1,0 +1,105 @@
+"""penstock and its peers: who steps the same environments how fast, in turns, in one run.
+
+    python benchmarks/peers.py random mlp --json peers.json     # measure
+    python benchmarks/peers.py --report peers*.json             # the tables and the picture
+
+`make peers` does both, in a virtual environment with all peers. Works: `random`, `mlp`, `pixels`, `sleeping`, `central`
+and `short`; see `WORKS` in peer_adapters.py. Each contestant is a process tree, which is stopped while others have
+their turn. A ratio is computed for each round, to the bare loops in step (the slowest of their processes, times their
+number), and to the fastest peer with the same environments. "Cores" is what a second bare process adds on this machine
+in the same round: bare loops in all processes / in one. It is 2.0 for two processes on a quiet machine, and less on a
+shared one.
+
+A turn is disturbed if the host took more than 1 % of the machine's CPU time away (steal in /proc/stat). Ratios of
+disturbed and undisturbed rounds are reported apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peer_process import Contestant, Turn, serve
+
+WORK_NAMES = ("random", "mlp", "pixels", "sleeping", "central", "short")
+
+
+def measure(work: str, names: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Rounds of turns: `turns[name][i]` is the turn of round i, None if the contestant had none."""
+    contestants: list[Contestant] = []
+    missing: dict[str, str] = {}
+    rounds: list[dict[str, Turn]] = []
+    try:
+        for name in names:
+            contestant = Contestant(work, name, args.limit, bool(args.pause))
+            contestants.append(contestant)
+            print(f"  {name}: {contestant.missing or 'ready'}", file=sys.stderr, flush=True)
+        how = {"seconds": args.seconds, "pause": args.pause, "kind": args.pause_kind}
+        end = time.monotonic() + args.budget
+        while len(rounds) < args.repeats and (not rounds or time.monotonic() < end):
+            rounds.append({})
+            running = [contestant for contestant in contestants if contestant.missing is None]
+            random.Random(len(rounds)).shuffle(running)
+            for contestant in running:
+                if (turn := contestant.turn(**how)) is not None:
+                    rounds[-1][contestant.name] = turn
+        missing = {contestant.name: contestant.missing for contestant in contestants if contestant.missing}
+    finally:
+        for contestant in contestants:
+            if contestant.missing is None:
+                contestant.close()
+    return {"work": work, "seconds": args.seconds, "pause": how, "missing": missing, "rounds": rounds}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("works", nargs="*", help=f"of {', '.join(WORK_NAMES)}; all by default")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="parts of contestants' names; all by default")
+    parser.add_argument("--repeats", type=int, default=15, help="rounds")
+    parser.add_argument("--seconds", type=float, default=0.5, help="least length of a turn")
+    parser.add_argument("--budget", type=float, default=200.0, help="seconds after which no round begins, per work")
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds to start, and for one turn")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between two batches, which do not count")
+    parser.add_argument("--pause-kind", choices=["sleep", "work"], default="sleep")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--report", type=Path, nargs="+", help="measure nothing: show these files")
+    parser.add_argument("--skipped", type=Path, help="a file that says which peers are not installed, and why")
+    parser.add_argument("--picture", type=Path, help="write the picture to this file")
+    args = parser.parse_args(arguments)
+    if unknown := set(args.works) - set(WORK_NAMES):
+        parser.error(f"there is no work {', '.join(unknown)}")
+
+    from peer_report import draw, tables
+
+    results: list[dict[str, Any]] = []
+    for file in args.report or ():
+        results += json.loads(file.read_text(encoding="utf-8"))["results"]
+    if not args.report:
+        from peer_adapters import contestants_of
+
+        for work in args.works or WORK_NAMES:
+            print(work, file=sys.stderr, flush=True)
+            names = [name for name in contestants_of(work) if not args.only or any(part in name for part in args.only)]
+            results.append(measure(work, names, args))
+    print(tables(results, args.skipped))
+    if args.json:
+        from turns import machine
+
+        content = {**machine(), "load": os.getloadavg(), "results": results}
+        args.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    if args.picture:
+        draw(results, args.picture)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2], sys.argv[3], "--whole-batches" in sys.argv)
+    else:
+        main()

@@ -1,0 +1,342 @@
+"""`tune`: which sampler, how many workers and which batch size are fastest on this machine, by trial."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from penstock.envs import EnvFn
+from penstock.envs.factory import env_factories
+from penstock.errors import ConfigError
+from penstock.samplers.machine import describe_machine
+from penstock.samplers.trial import Candidate, Policy, Task, Trial, Turn
+from penstock.workers import sigint
+from penstock.workers.affinity import usable_cpus
+from penstock.workers.arguments import integer, one_of
+from penstock.workers.arguments import seconds as seconds_of
+from penstock.workers.guardian import Guardian
+from penstock.workers.launch import START_METHODS, Launcher
+
+_ROUNDS = 8  # turns of each candidate in a stage, if there is time
+_LEAST_TURN = 0.05  # seconds
+_TOLERANCE = 0.03  # a simpler candidate is chosen if it is slower by less than this share
+_MOST_WORKERS = 64
+_INFERENCE = ("traced", "numpy")  # in addition to the agent's default
+_PRELOAD = ("torch", "penstock.samplers.trial", "gymnasium.envs.classic_control")
+
+
+@dataclass
+class TuneRow:
+    """The figures of one candidate. `rounds[i]` is the round in which it had `turns[i]`."""
+
+    candidate: Candidate
+    rounds: list[int] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    failure: str | None = None  #: why it has no turns, or no more
+
+    @property
+    def rates(self) -> dict[int, float]:
+        """Steps per second by round."""
+        return {number: turn.steps_per_s for number, turn in zip(self.rounds, self.turns, strict=True)}
+
+    def shares(self, other: TuneRow) -> list[float]:
+        """The speed in relation to that of `other`, for each round in which both had a turn."""
+        rates = other.rates
+        return [rate / rates[number] for number, rate in self.rates.items() if number in rates]
+
+
+@dataclass
+class TuneReport:
+    """What `tune` has found. `str(report)` is a table with the recommendation."""
+
+    env: str = "env_fn"  #: the code of the environment function
+    rows: list[TuneRow] = field(default_factory=list)  #: in the order of trial: simple candidates first
+    is_interrupted: bool = False
+
+    @property
+    def best(self) -> TuneRow | None:
+        """The recommended row; None if no candidate had a turn."""
+        return choose(self.rows)
+
+    @property
+    def recommendation(self) -> str:
+        """Lines of Python: a comment that says how fast the best candidate is, and the sampler."""
+        best = self.best
+        if best is None:
+            return "# No candidate had a turn, so there is no recommendation."
+        one, candidate = self.rows[0], best.candidate
+        shares = best.shares(one)
+        if candidate.sampler == "SerialSampler":
+            verdict = "One process is fastest here."
+        elif shares:
+            verdict = f"{statistics.median(shares):.2f} times the speed of one process."
+        else:
+            verdict = f"The fastest of {sum(bool(row.turns) for row in self.rows)} candidates."
+        return f"# {verdict}\n{candidate.code(self.env)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        rows = [
+            {
+                **asdict(row.candidate),
+                "rounds": row.rounds,
+                "steps_per_s": [turn.steps_per_s for turn in row.turns],
+                "cpu_us_per_step": [turn.cpu_us for turn in row.turns],
+                "share_of_one_process": row.shares(self.rows[0]),
+                "failure": row.failure,
+            }
+            for row in self.rows
+        ]
+        return {
+            "env": self.env,
+            "machine": describe_machine(),
+            "is_interrupted": self.is_interrupted,
+            "rows": rows,
+            "recommendation": self.recommendation,
+        }
+
+    def __str__(self) -> str:
+        headings = ("sampler", "workers", "T", "B", "inference", "steps/s", "CPU µs a step", "times one process")
+        lines = _aligned([headings, *(self._cells(row) for row in self.rows)])
+        failures = [f"{_short(row.candidate)}: {' '.join(row.failure.split())}" for row in self.rows if row.failure]
+        notes = ["Figures are medians; the middle half of the turns follows in parentheses.", *failures]
+        if self.is_interrupted:
+            notes.append("Interrupted: the candidates that are missing were not tried, or not to the end.")
+        return "\n".join([*lines, "", *notes, "", self.recommendation])
+
+    def _cells(self, row: TuneRow) -> tuple[str, ...]:
+        candidate = row.candidate
+        workers = "-" if candidate.n_workers is None else str(candidate.n_workers)
+        if candidate.serve_envs:
+            workers += " + main"
+        figures = [
+            _figure([turn.steps_per_s for turn in row.turns], "{:,.0f}"),
+            _figure([turn.cpu_us for turn in row.turns], "{:.1f}"),
+            _figure(row.shares(self.rows[0]), "{:.2f}"),
+        ]
+        if not row.turns:
+            figures[0] = "failed" if row.failure else "-"
+        sizes = str(candidate.batch_T), str(candidate.batch_B)
+        return candidate.sampler, workers, *sizes, candidate.inference or "-", *figures
+
+
+def choose(rows: Sequence[TuneRow]) -> TuneRow | None:
+    """The fastest row, or the first that is slower by less than 3 %. `rows[0]` is the candidate that the others are
+    compared with, round by round. None if no row without a failure has a turn."""
+    running = [row for row in rows if row.turns and not row.failure]
+    if not running:
+        return None
+    shares = {id(row): row.shares(rows[0]) for row in running}
+    if not all(shares.values()):  # the first candidate failed
+        shares = {id(row): list(row.rates.values()) for row in running}
+    speeds = [statistics.median(shares[id(row)]) for row in running]
+    return next(row for row, speed in zip(running, speeds, strict=True) if speed >= max(speeds) * (1 - _TOLERANCE))
+
+
+def first_candidates(batch_T: int, batch_B: int, n_cpus: int, n_workers: Sequence[int] | None) -> list[Candidate]:
+    """The samplers and numbers of workers to try, simple ones first. Without `n_workers`: from half as many workers as
+    CPUs, to eight times as many for environments that wait."""
+    counts = n_workers or (n_cpus // 2, n_cpus, 2 * n_cpus, min(8 * n_cpus, _MOST_WORKERS))
+    most = [n for n in sorted({min(n, batch_B) for n in counts}) if n > 1 or n_workers]
+    one = Candidate("SerialSampler", batch_T, batch_B)
+    candidates = [one, *(replace(one, sampler="ParallelSampler", n_workers=n) for n in most)]
+    central = [n for n in most if n_workers or n in (min(n_cpus, batch_B), most[-1])]
+    candidates += [replace(one, sampler="GpuSampler", n_workers=n) for n in central]
+    n_served = min(max(1, n_cpus - 1), batch_B - 1)
+    if n_served and not n_workers:
+        candidates.append(replace(one, sampler="GpuSampler", n_workers=n_served, serve_envs="auto"))
+    n_alternating = min(2 * n_cpus, batch_B)
+    if n_workers is None and n_alternating >= 2:
+        candidates.append(replace(one, sampler="AlternatingSampler", n_workers=n_alternating))
+    return candidates
+
+
+def tune(
+    env_fn: EnvFn,
+    *,
+    policy: Policy = "mlp",
+    batch_T: int | Iterable[int] = (128, 32),
+    batch_B: int | Iterable[int] = (32, 128),
+    n_workers: int | Iterable[int] | None = None,
+    seconds: float = 20.0,
+    limit: float = 20.0,
+    start_method: str = "fork",
+    report: TuneReport | None = None,
+    say: Callable[[str], Any] | None = None,
+) -> TuneReport:
+    """Try samplers and their arguments with your environment, and recommend the fastest.
+
+    Each candidate has its own processes, and they take turns. First the samplers and the numbers of workers compete,
+    then the agent's `inference` if the agent has this argument, then the sizes of the batch. All are compared with
+    `SerialSampler`: one process. Candidates that raise, hang or are slow are reported.
+
+    Args:
+        env_fn: a callable that returns a `gymnasium.Env`, or an environment id.
+        policy: "random", "mlp" (two layers of 64 units), or a function that makes an agent. It is called without
+            arguments, or with `inference` if it has a parameter of this name.
+        batch_T, batch_B: the sizes to try. The samplers compete with the first of each. Other sizes give the learner
+            other batches: leave out what you do not want.
+        n_workers: the numbers of workers to try; by default chosen from the number of CPUs.
+        seconds: the time for the turns of all candidates; starting them takes longer. Each has at least one turn of at
+            least one batch.
+        limit: seconds that a candidate may take to start and collect its first batch, and for each later batch. After
+            that it is stopped.
+        start_method: "fork" starts quickly. Use "forkserver" or "spawn" if your environment does not survive a fork.
+        report: is filled during the search. If Ctrl-C ends it, this has the figures so far.
+        say: is called with a line about the progress from time to time.
+
+    Raises `ConfigError` for arguments that cannot work.
+    """
+    sizes_T, sizes_B = _integers("batch_T", batch_T), _integers("batch_B", batch_B)
+    counts = None if n_workers is None else _integers("n_workers", n_workers)
+    one_of("start_method", start_method, START_METHODS)
+    if not (policy in ("random", "mlp") or callable(policy)):
+        raise ConfigError(f'policy must be "random", "mlp" or a function that makes an agent, got {policy!r}')
+    env_factories(env_fn, None, 1)
+    report = TuneReport() if report is None else report
+    report.env = _code_of(env_fn)
+    search = _Search(report, seconds_of("seconds", seconds), seconds_of("limit", limit), say or (lambda text: None))
+    task = Task(env_fn, policy, start_method)
+    candidates = first_candidates(sizes_T[0], sizes_B[0], len(usable_cpus()) or 1, counts)
+    try:
+        with ExitStack() as resources:
+            search.start(task, resources)
+            search.run(candidates, [(T, B) for B in sizes_B for T in sizes_T], policy != "random")
+    except KeyboardInterrupt:
+        report.is_interrupted = True
+        raise
+    return report
+
+
+class _Search:
+    """The stages of one search, and its processes."""
+
+    def __init__(self, report: TuneReport, seconds: float, limit: float, say: Callable[[str], Any]) -> None:
+        self._report, self._seconds, self._limit, self._say = report, seconds, limit, say
+        self._round = 0
+
+    def start(self, task: Task, resources: ExitStack) -> None:
+        """Start the fork server of the trials."""
+        self._task = task.pickled()
+        self._launcher = Launcher("forkserver", 1, _PRELOAD)
+        self._guardian = Guardian(self._launcher.prepare())
+        resources.callback(self._guardian.close)
+
+    def run(self, candidates: Sequence[Candidate], sizes: Sequence[tuple[int, int]], has_model: bool) -> None:
+        """Let the candidates compete, then variants of the best with other inference, then with other sizes."""
+        one = candidates[0]
+        n_stages = 1 + has_model + (len(sizes) > 1)
+        takes_inference = self._compete(candidates, self._seconds / n_stages)
+        if takes_inference and (best := self._best()):
+            variants = [replace(each, inference=name) for each in (one, best) for name in _INFERENCE]
+            self._compete([one, best, *variants], self._seconds / n_stages)
+        if len(sizes) > 1 and (best := self._best()):
+            variants = [
+                replace(best, batch_T=T, batch_B=B)
+                for T, B in sizes
+                if best.n_workers is None or best.n_workers + (best.serve_envs is not None) <= B
+            ]
+            self._compete([one, best, *variants], self._seconds / n_stages)
+
+    def _best(self) -> Candidate | None:
+        best = self._report.best
+        return None if best is None else best.candidate
+
+    def _row(self, candidate: Candidate) -> TuneRow:
+        for row in self._report.rows:
+            if row.candidate == candidate:
+                return row
+        row = TuneRow(candidate)
+        self._report.rows.append(row)
+        return row
+
+    def _compete(self, candidates: Iterable[Candidate], seconds: float) -> bool:
+        """Let the candidates take turns for `seconds`. Returns whether their agent has the argument `inference`."""
+        rows = [row for candidate in dict.fromkeys(candidates) if not (row := self._row(candidate)).failure]
+        trials: list[Trial] = []
+        try:
+            self._say(f"starting {len(rows)} candidates")
+            for row in rows:
+                with sigint.deferred():  # a trial that has started must be in the list
+                    trials.append(Trial(row.candidate, self._task, self._launcher, self._guardian))
+            for trial in trials:
+                trial.wait_until_loaded()
+            began = time.monotonic()
+            for trial in trials:
+                trial.wait_until_ready(self._limit, began)
+            self._say("they take turns")
+            self._take_turns(rows, trials, seconds)
+        finally:
+            for row, trial in zip(rows, trials, strict=False):
+                row.failure = trial.failure
+            with sigint.deferred():
+                for trial in trials:
+                    trial.ask_to_close()
+                for trial in trials:
+                    trial.close()
+        return any(trial.takes_inference for trial in trials)
+
+    def _take_turns(self, rows: Sequence[TuneRow], trials: Sequence[Trial], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        length = max(_LEAST_TURN, seconds / (max(1, len(rows)) * _ROUNDS))
+        pairs = list(zip(rows, trials, strict=True))
+        is_first = True
+        while pairs and (is_first or time.monotonic() < deadline):
+            self._round += 1
+            random.Random(self._round).shuffle(pairs)
+            for row, trial in pairs:
+                if trial.failure is None and (turn := trial.turn(length, self._limit)) is not None:
+                    row.rounds.append(self._round)
+                    row.turns.append(turn)
+            pairs = [(row, trial) for row, trial in pairs if trial.failure is None]
+            if is_first:
+                self._say("each has had a turn")
+            is_first = False
+
+
+# ---- texts -----------------------------------------------------------------------------------------
+
+
+def _integers(name: str, value: int | Iterable[int]) -> list[int]:
+    values = list(value) if isinstance(value, Iterable) else [value]
+    if not values:
+        raise ConfigError(f"{name} is empty: give at least one integer")
+    return [integer(name, each, 1) for each in values]
+
+
+def _code_of(env_fn: Any) -> str:
+    """The code of an environment function, as far as its name is known."""
+    if isinstance(env_fn, str):
+        return repr(env_fn).replace("'", '"')
+    name = str(getattr(env_fn, "__name__", ""))
+    return name if re.fullmatch(r"[A-Za-z_]\w*", name) else "env_fn"
+
+
+def _short(candidate: Candidate) -> str:
+    """A candidate in the notes below the table."""
+    options = {**candidate.options, "inference": candidate.inference}
+    return f"{candidate.sampler} ({', '.join(f'{name}={value}' for name, value in options.items() if value)})"
+
+
+def _figure(values: Sequence[float], form: str) -> str:
+    """The median and the quartiles."""
+    if not values or not all(map(math.isfinite, values)):
+        return "-"
+    if len(values) == 1:
+        return form.format(values[0])
+    low, middle, high = (form.format(x) for x in statistics.quantiles(values, n=4, method="inclusive"))
+    return f"{middle} ({low} to {high})"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of text with aligned columns."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
