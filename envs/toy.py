@@ -41,6 +41,7 @@ class CountingEnv(gym.Env[Any, Any]):
         return self._observation(), *result
 
     def step_into(self, out: Any, action: Any) -> tuple[float, bool, bool, dict[str, Any]]:
+        """As `step`, but write the observation into `out` `[2]`. Returns reward, terminated, truncated, info."""
         result = self._advance()
         out[0], out[1] = self.episode, self.count
         return result
