@@ -10,8 +10,13 @@
 #include <numpy/arrayobject.h>
 
 #include <math.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <string.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#include <unistd.h>
+#endif
 
 typedef PyObject *const *Arguments;
 
@@ -317,6 +322,25 @@ static PyObject *fence(PyObject *Py_UNUSED(module), Arguments Py_UNUSED(argument
     Py_RETURN_NONE;
 }
 
+/* ---- the end of the parent process ------------------------------------------------------------- */
+
+#ifdef __linux__
+static void kill_group(int Py_UNUSED(number)) { kill(getpgrp() == getpid() ? 0 : getpid(), SIGKILL); }
+#endif
+
+static PyObject *end_group_with_parent(PyObject *Py_UNUSED(module), Arguments Py_UNUSED(arguments), Py_ssize_t n) {
+    if (!check_arguments(n, 0)) {
+        return NULL;
+    }
+#ifdef __linux__
+    int number = SIGRTMAX - 7; /* any signal that nobody uses */
+    struct sigaction action = {.sa_handler = kill_group};
+    return PyBool_FromLong(sigaction(number, &action, NULL) == 0 && prctl(PR_SET_PDEATHSIG, number) == 0);
+#else
+    Py_RETURN_FALSE;
+#endif
+}
+
 /* ---- the module -------------------------------------------------------------------------------- */
 
 /* In _stepping.c. */
@@ -334,6 +358,7 @@ static PyMethodDef functions[] = {
     NAMED("flat_methods", penstock_flat_methods),
     FUNCTION(sum_episodes),
     FUNCTION(fence),
+    FUNCTION(end_group_with_parent),
     {NULL, NULL, 0, NULL},
 };
 

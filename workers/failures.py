@@ -92,7 +92,7 @@ class WorkerFailure:
 def describe_exit(exitcode: int | None) -> str:
     """An exit code in words, with the signal's name."""
     if exitcode is None:
-        return "ended in an unknown way"
+        return "has ended; its exit code is unknown, because the process that started it does not answer"
     if exitcode == _NO_EXIT_CODE and _fork_server_has_ended():
         return "ended with the fork server, which was killed"
     if exitcode >= 0:

@@ -1,4 +1,4 @@
-"""Starting worker processes: the start method, what is preloaded, and what the children must not see."""
+"""Starting worker processes: the start method, the fork server, and what the children must not see."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 from typing import Any, NamedTuple
 
 import cloudpickle
+import psutil
 
 from penstock.buffers.mailbox import Mailbox
-from penstock.errors import ConfigError, WorkerDiedError
+from penstock.errors import ConfigError, WorkerDiedError, WorkerTimeoutError
+from penstock.workers import sigint
 from penstock.workers.limits import check_limits
+from penstock.workers.plan import PoolOptions
 from penstock.workers.process import worker_main
 from penstock.workers.program import WorkerProcessArgs, WorkerProgram
+from penstock.workers.uninterrupted import uninterrupted
 
 START_METHODS = ("fork", "forkserver", "spawn")
 
@@ -28,6 +32,9 @@ START_METHODS = ("fork", "forkserver", "spawn")
 _MPI_PREFIXES = ("OMPI_", "PMI_")
 
 _SAFE_PATH = "PYTHONSAFEPATH"
+
+_PRELOAD_SECONDS = 120.0  # what a fork server may take to import its modules, even if start_timeout is shorter
+_KILL_SECONDS = 0.5
 
 _start_lock = threading.Lock()
 
@@ -84,10 +91,11 @@ class Launcher:
     Raises `ConfigError` if the start method or this machine's limits do not allow this.
     """
 
-    def __init__(self, start_method: str, n_workers: int, preload: Sequence[str]) -> None:
-        """`preload`: modules that the fork server imports once for all workers. The fork server starts with the first
-        pool, so only the modules of the first pool count."""
-        self._start_method, self._preload = start_method, [*preload, "penstock.workers.process"]
+    def __init__(self, options: PoolOptions, n_workers: int) -> None:
+        start_method = options.start_method
+        self._start_method = start_method
+        self._preload = ["penstock.workers.fork_server", *options.preload, "penstock.workers.process"]
+        self._start_timeout = options.start_timeout
         check_limits(n_workers, start_method)
         _refuse_unsafe_fork(start_method)
 
@@ -96,18 +104,22 @@ class Launcher:
         if self._start_method != "forkserver":
             return None
         with _start_lock, _no_main_module(), _explaining("the fork server"), _no_current_folder():
-            if forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined]
-                multiprocessing.set_forkserver_preload(self._preload)
-            resource_tracker.ensure_running()  # it unblocks SIGINT
-            # Ctrl-C must not interrupt an import in the fork server: all its workers would have half a module.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                forkserver.ensure_running()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            uninterrupted(self._ensure_fork_server)
         server: Any = forkserver._forkserver
         address = server._forkserver_address
         return ForkServer(server._forkserver_pid, server._forkserver_alive_fd, "" if address[0] == "\0" else address)
+
+    def _ensure_fork_server(self) -> None:
+        _forget_unreachable_server()
+        if forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined]
+            multiprocessing.set_forkserver_preload(self._preload)
+        resource_tracker.ensure_running()  # it unblocks SIGINT
+        # Ctrl-C must not interrupt an import in the fork server: all its workers would have half a module.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     @property
     def dies_with_parent(self) -> bool:
@@ -127,16 +139,44 @@ class Launcher:
             target=worker_main, args=(args,), name=f"penstock-{name}"
         )
 
-    def start(self, process: Any, name: str) -> None:
-        """Start the process; errors call it `name`."""
+    def start(self, process: Any, name: str, check: Callable[[], None] = lambda: None) -> None:
+        """Start the process; errors call it `name`. `check` is called while the fork server does not answer, and may
+        raise."""
         _refuse_unsafe_fork(self._start_method)
         main_module = contextlib.nullcontext() if self._start_method == "fork" else _no_main_module()
         known = _known_start_method(self._start_method)
         with _start_lock, main_module, known, _not_daemonic(), _explaining(name):
             try:
-                process.start()
+                if self._start_method == "forkserver":
+                    with _no_current_folder():
+                        self._start_by_server(process, name, check)
+                else:
+                    process.start()
             except BrokenPipeError as error:  # the child has died before the fork server could send its process id
                 raise WorkerDiedError(f"{name} died before it received its program (start-up)") from error
+
+    def _start_by_server(self, process: Any, name: str, check: Callable[[], None]) -> None:
+        def start() -> None:
+            self._ensure_fork_server()
+            process.start()
+
+        def undo(_: None) -> None:
+            process.kill()
+            process.join(_KILL_SECONDS)
+
+        def refuse_to_wait(seconds: float) -> None:
+            check()
+            with sigint.allowed():
+                pass  # Ctrl-C may end a wait for a fork server that does not answer
+            stopped = _stopped_server()
+            if seconds > (self._start_timeout if stopped else max(self._start_timeout, _PRELOAD_SECONDS)):
+                why = "is stopped by a signal: continue it with kill -CONT" if stopped else "does not answer"
+                pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+                raise WorkerTimeoutError(
+                    f"{name} could not be started within {seconds:.0f} s: the fork server (pid {pid}) {why} (start-up)"
+                )
+
+        uninterrupted(start, undo, refuse_to_wait)
 
 
 @contextlib.contextmanager
@@ -144,10 +184,15 @@ def _explaining(what: str) -> Iterator[None]:
     """Say what could not be started, and what may help."""
     try:
         yield
-    except (BlockingIOError, MemoryError, EOFError, ConnectionError) as error:
-        why = f"the fork server has exited ({error})" if isinstance(error, EOFError | ConnectionError) else str(error)
+    except (EOFError, ConnectionError) as error:
         raise ConfigError(
-            f"{what} could not be started: {why}. If this machine allows no more processes, lower n_workers or raise "
+            f"{what} could not be started: the fork server has exited ({error}). The next start makes a new one: try "
+            "again. If it fails again, see the error output of the fork server. It also exits where this machine "
+            "allows no more processes (ulimit -u, the container's pids limit)"
+        ) from error
+    except (BlockingIOError, MemoryError) as error:
+        raise ConfigError(
+            f"{what} could not be started: {error}. If this machine allows no more processes, lower n_workers or raise "
             "the limit (ulimit -u, the container's pids limit)"
         ) from error
     except FileNotFoundError as error:
@@ -158,6 +203,30 @@ def _explaining(what: str) -> Iterator[None]:
         else:
             remedy = "The folder for temporary files may be missing: set TMPDIR to a folder that can be written"
         raise ConfigError(f"{what} could not be started: {error}. {remedy}") from error
+
+
+def _stopped_server() -> bool:
+    """Whether a signal (SIGSTOP) has stopped the fork server."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    try:
+        return pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
+
+
+def _forget_unreachable_server() -> None:
+    """If the socket of the fork server was removed (by a program that cleans /tmp), let multiprocessing start another
+    fork server.
+
+    The old one must live on, because its workers end with it. So its pipe stays open.
+    """
+    server: Any = forkserver._forkserver
+    address = server._forkserver_address
+    if server._forkserver_pid is not None and address and address[0] != "\0" and not os.path.exists(address):
+        server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None
+    folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+    if folder is not None and not os.path.isdir(folder):
+        os.mkdir(folder, 0o700)  # multiprocessing puts the next socket there, and removes the folder at exit
 
 
 def _refuse_unsafe_fork(start_method: str) -> None:

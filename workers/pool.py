@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.buffers.reports import ReportBoard
 from penstock.buffers.results import ObjectMessage, ObjectPipe
-from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError
+from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError, WorkerTimeoutError
 from penstock.workers import cleanup, sigint
 from penstock.workers.control import Command
 from penstock.workers.failures import WorkerFailure, WorkerStatus, add_killed, make_error
@@ -30,6 +30,7 @@ from penstock.workers.program import SharedMemory, WorkerProcessArgs, WorkerProg
 from penstock.workers.progress import Phase
 from penstock.workers.restarts import Restarts
 from penstock.workers.stacks import StackFile
+from penstock.workers.uninterrupted import uninterrupted
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -84,13 +85,14 @@ class WorkerPool:
             self._monitor = Monitor(self.control, self._reports, options)
             self._mailbox, self._parts = post_programs(programs, shares)
             resources.callback(self._mailbox.close)
-            self._launcher = Launcher(options.start_method, len(plans), options.preload)
+            self._launcher = Launcher(options, len(plans))
             self._resources = resources.pop_all()
         try:
             self._main_process = open_pidfd(os.getpid())
             if self._main_process is not None:
                 self._owned(self._main_process)
-            self._guardian: Guardian = self._owned(Guardian(self._launcher.prepare()))
+            server = self._launcher.prepare()
+            self._guardian: Guardian = self._owned(uninterrupted(lambda: Guardian(server), undo=Guardian.close))
             abandon_in_forks(self)
             self._start_all(plans)
         except BaseException:
@@ -105,6 +107,7 @@ class WorkerPool:
         for plan in plans:
             with sigint.allowed():
                 pass  # Ctrl-C may end the start here: no worker is half started now
+            self._check_open()
             gate = server_gate
             if not plan.server_name:
                 gate = self._owned(Gate(self.control, plan.worker_rank, spin_seconds=spin, server=server_gate))
@@ -112,6 +115,10 @@ class WorkerPool:
             self.control.open(plan.worker_rank)
             self._start(plan, gate, ObjectPipe(), self._owned(StackFile()))
         self._monitor.watch(self.handles, starting=range(len(plans)))
+
+    def _check_open(self) -> None:
+        if self.control.quit:
+            raise SamplerClosedError("shut down by another thread during start-up")
 
     def _owned(self, resource: Any) -> Any:
         self._resources.callback(resource.close)
@@ -140,7 +147,7 @@ class WorkerPool:
         begun_at_start = self.control.begun(rank)
         process = self._launcher.make(args)
         try:
-            self._launcher.start(process, plan.name)
+            self._launcher.start(process, plan.name, self._check_open)
             self._guardian.watch(process.pid)
             handle = WorkerHandle(plan, process, process.pid, gate, pipe, stacks, begun_at_start)
             self.handles[rank : rank + 1] = [handle]  # replaces the old handle, or appends the first
@@ -274,7 +281,7 @@ class WorkerPool:
         for failure in failures:
             try:
                 self._replace(failure, occasion)
-            except (ConfigError, OSError) as error:
+            except (ConfigError, OSError, WorkerTimeoutError) as error:
                 raise make_error(
                     failures, others, occasion, f"{failure.status.plan.name} could not be replaced: {error}"
                 ) from error
@@ -308,16 +315,22 @@ class WorkerPool:
 
     # ---- closing ---------------------------------------------------------------------------
 
-    def close(self, *, broken: bool = False) -> list[WorkerFailure]:
+    def close(self, *, broken: bool = False, await_call: Callable[[], bool] = lambda: True) -> list[WorkerFailure]:
         """Close everything: tell every worker to exit, wait, terminate, kill; then close the resources.
 
         It takes about 2.5 s at most and raises no error. It may be called twice. One warning names the workers
         that had to be killed and those whose `env.close` raised, unless the pool is `broken`. Returns the workers that
         something else has killed, if no wait has reported them.
+
+        Another thread may use the resources in a call. So when the workers have ended, this waits with `await_call`; if
+        that returns False, it leaves the resources open. A call that fails closes with `broken`: if another thread is
+        closing, it returns at once, because that thread waits for it.
         """
         me = threading.get_ident()
         # A fork of the main process owns nothing. A signal handler that interrupts `close` must not wait for it.
         if os.getpid() != self._owner_pid or self._closing_thread == me:
+            return []
+        if broken and self._closing_thread is not None:
             return []
         with self._close_lock, sigint.deferred():
             if self.is_closed:
@@ -327,8 +340,11 @@ class WorkerPool:
                 # An exception of a signal handler may end this anywhere. Then the next call does the rest.
                 killed = [] if self._have_ended else self._end_workers(broken)
                 self._have_ended = True
-                self._resources.close()
-                self.is_closed = True
+                if await_call():
+                    if not all(handle.is_reaped for handle in self.handles):  # the call has replaced a worker meanwhile
+                        self._end_workers(broken=True)
+                    self._release(broken)
+                    self.is_closed = True
             finally:
                 self._closing_thread = None
         return killed
@@ -354,12 +370,16 @@ class WorkerPool:
             cleanup.remove_stale(
                 {name for handle in self.handles for name in self._reports.cleanup_functions(handle.rank)}
             )
-        for handle in self.handles:
-            handle.release()
-            handle.pipe.close()
         if complaints and not broken:
             warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=5)
         return killed
+
+    def _release(self, broken: bool) -> None:
+        """Close what this process holds, when the workers have ended."""
+        for handle in self.handles:
+            handle.release()
+            handle.pipe.close()
+        self._resources.close()
 
     def _make_them_exit(self, patience: float) -> dict[int, WorkerStatus]:
         """Ask all workers to exit, wait, terminate, kill. Returns the status of each worker that did not exit when

@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Callable
 
 import psutil
 
@@ -21,6 +22,12 @@ from penstock.workers.affinity import limit_threads, pin
 from penstock.workers.gates import MainProcessGone
 from penstock.workers.program import WorkerProcessArgs, WorkerProgram
 from penstock.workers.progress import Phase, StopCollecting
+
+end_group_with_parent: Callable[[], bool] | None
+try:
+    from penstock.buffers._native import end_group_with_parent
+except ImportError:  # not compiled
+    end_group_with_parent = None
 
 _log = logging.getLogger("penstock")
 
@@ -94,9 +101,7 @@ def _detach(args: WorkerProcessArgs) -> None:
     args.stacks.install()
     cleanup.announce_to(lambda name: args.reports.announce_cleanup(args.plan.worker_rank, name))
     if args.dies_with_parent and sys.platform == "linux":
-        # The kernel kills this process when its parent exits, even while C code holds the interpreter lock and the
-        # watchdog thread cannot run.
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _end_with_parent()
     threading.Thread(target=_watch_main_process, args=(args.main_process,), name="watchdog", daemon=True).start()
     os.environ.clear()
     os.environ.update(args.load(args.environ))
@@ -106,6 +111,13 @@ def _detach(args: WorkerProcessArgs) -> None:
             pin(args.plan.cpus)
         except (PermissionError, psutil.AccessDenied) as error:  # a sandbox
             _log.warning("%s is not pinned to CPUs %s: %s", args.plan.name, list(args.plan.cpus), error)
+
+
+def _end_with_parent() -> None:
+    """Let the kernel end this process when its parent exits, even while C code holds the interpreter lock and the
+    watchdog thread cannot run. Only the compiled part also ends what the environments have started."""
+    if end_group_with_parent is None or not end_group_with_parent():
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _watch_main_process(main_process: InheritedFd | None) -> None:

@@ -367,5 +367,5 @@ def test_an_extension_for_another_layout_of_records_is_not_used() -> None:
 
 def test_every_function_has_a_way_in_python() -> None:
     compiled = {name for name, value in vars(sys.modules["penstock.buffers._native"]).items() if callable(value)}
-    others = {"fence"}  # ordering.fence_of_locks
+    others = {"fence", "end_group_with_parent"}  # ordering.fence_of_locks, and prctl of SIGKILL
     assert {name for name in compiled - others if not name.startswith("_")} == native.PYTHON.keys()

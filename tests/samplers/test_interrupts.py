@@ -119,8 +119,8 @@ def test_while_processes_start(monkeypatch: pytest.MonkeyPatch, start_method: st
     started = []
     plain = pool_module.Launcher.start
 
-    def interrupted(launcher: Any, process: Any, name: str) -> None:
-        plain(launcher, process, name)
+    def interrupted(launcher: Any, process: Any, *args: Any) -> None:
+        plain(launcher, process, *args)
         started.append(process.pid)
         for _ in range(times):
             ctrl_c()

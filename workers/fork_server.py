@@ -1,0 +1,34 @@
+"""What the fork server imports first: when it exits after the main process, it removes its socket and the folder of it.
+
+The main process does this itself, unless it is killed. The guardian does it too, as long as there is a sampler.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import time
+from multiprocessing import forkserver
+from typing import Any
+
+_PARENT_SECONDS = 1.0  # the end of its pipe comes a moment before the end of the main process
+_POLL_SECONDS = 0.01
+
+
+def _remove_socket(pid: int, parent: int) -> None:
+    server: Any = forkserver._forkserver
+    address = server._forkserver_address
+    if os.getpid() != pid or not isinstance(address, str) or address.startswith("\0"):
+        return
+    deadline = time.monotonic() + _PARENT_SECONDS
+    while os.getppid() == parent and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    if os.getppid() != parent:
+        with contextlib.suppress(OSError):
+            os.unlink(address)
+        with contextlib.suppress(OSError):  # another socket may be in it
+            os.rmdir(os.path.dirname(address))
+
+
+atexit.register(_remove_socket, os.getpid(), os.getppid())

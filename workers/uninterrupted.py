@@ -1,0 +1,81 @@
+"""Work that no signal handler interrupts: another thread does it, since Python runs signal handlers in the main thread.
+
+A start of a process that an exception interrupts in the middle leaves a process that nobody knows, or kills the fork
+server: that exits if a connection to it is closed before it has received the descriptors.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+_CHECK_SECONDS = 0.25
+_ABANDON_SECONDS = 1.0  # how long an interrupted caller waits for the work: it may use what the caller will close
+
+
+class _Work(threading.Thread, Generic[T]):
+    """Runs `work`. `abandon` undoes it, at once or when it has ended."""
+
+    def __init__(self, work: Callable[[], T], undo: Callable[[T], Any]) -> None:
+        super().__init__(name="penstock-start", daemon=True)
+        self._work, self._undo, self._lock = work, undo, threading.Lock()
+        self._is_abandoned = False
+        self.results: list[T] = []  #: one, when the work has succeeded
+        self.error: BaseException | None = None
+        # Not `join`: in some versions of Python, a thread counts as ended if an exception interrupts it.
+        self.has_ended = threading.Event()
+
+    def run(self) -> None:
+        try:
+            result = self._work()
+            with self._lock:
+                self.results.append(result)
+                is_wanted = not self._is_abandoned
+            if not is_wanted:
+                self._undo(result)
+        except BaseException as error:  # the caller raises it
+            self.error = error
+        finally:
+            self.has_ended.set()
+
+    def abandon(self) -> None:
+        """Nobody wants the result."""
+        try:
+            self.has_ended.wait(_ABANDON_SECONDS)
+        finally:
+            with self._lock:
+                self._is_abandoned = True
+                results = list(self.results)
+            for result in results:
+                self._undo(result)
+
+
+def uninterrupted(
+    work: Callable[[], T], undo: Callable[[T], Any] = lambda _: None, check: Callable[[float], None] = lambda _: None
+) -> T:
+    """Run `work` in another thread, and return or raise as it does.
+
+    If an exception interrupts the wait, `undo` gets the result, if need be later. `check` is called with the seconds so
+    far whenever the work has not ended for a while; it may raise too.
+    """
+    thread, began = _Work(work, undo), time.monotonic()
+    try:
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system allows no more threads
+            raise BlockingIOError(errno.EAGAIN, str(error)) from error
+        while not thread.has_ended.wait(_CHECK_SECONDS):
+            check(time.monotonic() - began)
+    except BaseException:
+        if thread.ident is not None:
+            thread.abandon()
+        raise
+    thread.join()
+    if thread.error is not None:
+        raise thread.error
+    return thread.results[0]
