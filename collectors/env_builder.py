@@ -45,14 +45,14 @@ class EnvBuilder:
 
     def close(self) -> None:
         """Close every environment that was built, then raise the first exception."""
-        failed: tuple[int, Exception] | None = None
+        failed: tuple[int, BaseException] | None = None
         self._progress.enter(Phase.CLOSING)
         while self._built:
             env_rank, env = self._built.pop()
             self._progress.at_env(env_rank)
             try:
                 env.close()
-            except Exception as error:
+            except BaseException as error:  # SystemExit too: the others must be closed
                 failed = failed or (env_rank, error)
         if failed is not None:
             self._progress.at_env(failed[0])

@@ -182,6 +182,7 @@ class Sampler(ABC):
                 with sigint.allowed():  # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest
                     allocation = allocate(self.config, agent, setup, resources)
                 self._memory = allocation.memory
+                self._guard.announce(self._memory.control)
                 self.observation_space: gym.Space[Any] = agent.observation_space
                 self.action_space: gym.Space[Any] = agent.action_space
                 #: The samples as numpy arrays; the tensors of `obtain_samples` use the same memory.
@@ -361,7 +362,8 @@ class Sampler(ABC):
         """End the workers and release everything. It raises no error. It may be called twice, and from any thread.
 
         The last samples stay readable. A worker that does not exit within about two seconds is killed and named in a
-        `RuntimeWarning`.
+        `RuntimeWarning`. A call that another thread runs raises `SamplerClosedError`. If this call is in the user's
+        code (a step in the main process, for example), it closes the rest when that code returns.
         """
         self._guard.close()
 

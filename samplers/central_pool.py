@@ -129,8 +129,7 @@ class CentralPool(WorkerPool):
     def statuses(self) -> list[WorkerStatus]:
         return super().statuses() + ([] if self._local is None else [self._local.status()])
 
-    def _end_workers(self, broken: bool) -> list[Any]:
-        killed = super()._end_workers(broken)
+    def _release(self, broken: bool) -> None:
         if self._local is not None:
             self._local.close(broken=broken)
-        return killed
+        super()._release(broken)

@@ -9,13 +9,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from penstock.buffers.results import ObjectMessage
-from penstock.errors import WorkerError
+from penstock.errors import SamplerClosedError, WorkerError
 from penstock.workers import sigint
 from penstock.workers.control import Command
 from penstock.workers.failures import WorkerStatus
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.program import SharedMemory, WorkerContext, WorkerProgram
-from penstock.workers.progress import Phase
+from penstock.workers.progress import Phase, StopCollecting
 from penstock.workers.restarts import Restarts
 
 if TYPE_CHECKING:
@@ -91,16 +91,19 @@ class LocalWorker:
         return error
 
     def close(self, *, broken: bool) -> None:
-        """Close the environments. It raises no error. It warns if one raises, unless the sampler is `broken`."""
+        """Close the environments. It raises no error, except for Ctrl-C. It warns if one raises, unless the sampler is
+        `broken`."""
         program, self._program = self._program, None  # its environments can be garbage-collected now
-        if program is None or not self._is_built:
-            return
         self._is_built = False
+        if program is None:
+            return
         try:
             program.close()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if not broken:
-                warnings.warn(f"closing an environment raised {error!r}", RuntimeWarning, stacklevel=5)
+                status = self.status()
+                text = f"{status} raised {type(error).__name__}: {error} while {status.doing}"
+                warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 class SerialPool:
@@ -118,7 +121,7 @@ class SerialPool:
         self._memory, self._resources = memory, resources
         self._worker = LocalWorker(plan, program, memory)
         self.restarts = Restarts(max_restarts=0, window=0.0)  # there is no process to replace
-        self._error: WorkerError | None = None
+        self._error: WorkerError | SamplerClosedError | None = None
         self.is_closed = False
         self._run(lambda: self._worker.build(share), "start-up")
 
@@ -134,6 +137,8 @@ class SerialPool:
         try:
             with sigint.allowed():  # the environments run here, and may hang
                 work()
+        except StopCollecting:
+            self._error = SamplerClosedError(f"shut down by another thread during {occasion}")
         except BaseException as error:
             self._error = self._worker.error(error, occasion)
             if not isinstance(error, Exception):  # Ctrl-C: the user wants the call to end now
@@ -169,9 +174,14 @@ class SerialPool:
         """What the worker is doing now."""
         return [self._worker.status()]
 
-    def close(self, *, broken: bool = False) -> None:
-        """Close the environments, then the resources. It raises no error, and it may be called twice."""
-        if not self.is_closed:
+    def close(self, *, broken: bool = False, await_call: Callable[[], bool] = lambda: True) -> None:
+        """Close the environments, then the resources. It raises no error, and it may be called twice.
+
+        Another thread may use the environments. So this first waits with `await_call`; if that returns False, it leaves
+        them open.
+        """
+        self._memory.control.quit = True  # ends a command at its next time step
+        if not self.is_closed and await_call():
             self.is_closed = True
             self._worker.close(broken=broken)
             self._resources.close()

@@ -173,4 +173,5 @@ class SamplerProgram:
 
     def close(self) -> None:
         """Close every environment that was built; the first exception is raised when all have been closed."""
-        self._builder.close()
+        if hasattr(self, "_builder"):  # `build` may have failed early
+            self._builder.close()

@@ -6,6 +6,7 @@ import enum
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
@@ -16,6 +17,9 @@ from penstock.errors import SamplerBrokenError, SamplerClosedError, SamplerState
 from penstock.workers import sigint
 
 _State = TypeVar("_State", bound=enum.Enum)
+
+_CLOSE_SECONDS = 2.3  # how long `close` may wait for a call of another thread, with all that it does before
+_CLOSE_POLL_SECONDS = 0.002
 
 
 class _Call(NamedTuple):
@@ -37,8 +41,10 @@ class CallGuard(Generic[_State]):
         """`noun` and `close_call` are for errors. `owned_by_process`: the calls must come from this process, not from a
         fork of it."""
         self.state, self._broken, self._closed = next(iter(states)), states["BROKEN"], states["CLOSED"]
+        self._is_closed = False
         self._noun, self._close_call = noun, close_call
         self._pool: Any = None
+        self._control: Any = None  # the control block of the pool that `start` will get
         self._pid = os.getpid() if owned_by_process else None
         # The running call, under the key 0. A dict and not a lock: `setdefault` is atomic, and a signal handler's
         # exception cannot come between the check and the entry.
@@ -50,7 +56,7 @@ class CallGuard(Generic[_State]):
         """Run the call `name`. It is allowed in the states `allowed`. Ctrl-C is deferred.
 
         Raises `SamplerStateError` naming the call that is expected. After a `SamplerBrokenError` every call raises that
-        error.
+        error. Whatever a call raises after `close` has interrupted it, the user gets a `SamplerClosedError`.
         """
         if self._pid is not None and self._pid != os.getpid():
             raise SamplerStateError(
@@ -66,20 +72,33 @@ class CallGuard(Generic[_State]):
                 if self.state not in allowed:
                     raise self._refusal(name)
                 yield
-            except SamplerBrokenError as error:
-                self._error, self.state = error, self._broken
+            except Exception as error:
+                if self._is_closed and not isinstance(error, SamplerClosedError):
+                    raise SamplerClosedError(
+                        f"{name} was interrupted by {self._close_call}: make a new {self._noun}"
+                    ) from error
+                if isinstance(error, SamplerBrokenError):
+                    self._error, self.state = error, self._broken
+                else:
+                    self._note_lost_command(name, error)
                 raise
             except BaseException as error:
-                if self._pool is not None and self._pool.has_lost_command and self.state is not self._closed:
-                    self._error = SamplerBrokenError(
-                        f"{name} was interrupted by {type(error).__name__} while it gave a command to the workers, "
-                        f"so the workers have been closed: make a new {self._noun}"
-                    )
-                    self.state = self._broken
+                self._note_lost_command(name, error)
                 raise
             finally:
                 if 0 in self._running and self._running[0] is call:
                     del self._running[0]
+                    if self._is_closed:
+                        self._complete_close()
+
+    def _note_lost_command(self, name: str, error: BaseException) -> None:
+        """Break the owner if this error came while the workers got a command: it is unknown which of them have it."""
+        if self._pool is not None and self._pool.has_lost_command and not self._is_closed:
+            self._error = SamplerBrokenError(
+                f"{name} was interrupted by {type(error).__name__} while it gave a command to the workers, "
+                f"so the workers have been closed: make a new {self._noun}"
+            )
+            self.state = self._broken
 
     def _take_over(self, call: _Call) -> None:
         """Take the place of the recorded call if it has ended. Raises `SamplerStateError` if it is still running.
@@ -88,37 +107,71 @@ class CallGuard(Generic[_State]):
         the stacks of all threads.
         """
         running = self._running[0]
-        for top in sys._current_frames().values():
-            frame: FrameType | None = top
-            while frame is not None and frame is not running.frame:
-                frame = frame.f_back
-            if frame is not None:
-                where = "" if running.thread == call.thread else " in another thread"
-                raise SamplerStateError(
-                    f"{call.name} was called while {running.name} is running{where}: one call at a time"
-                )
+        if _is_on_a_stack(running.frame):
+            where = "" if running.thread == call.thread else " in another thread"
+            raise SamplerStateError(
+                f"{call.name} was called while {running.name} is running{where}: one call at a time"
+            )
         self._running[0] = call
+
+    def announce(self, control: Any) -> None:
+        """A pool with this control block is being made: `close` sets its `quit` flag."""
+        self._control = control
+        self.check_open()
+
+    def check_open(self) -> None:
+        """Raise `SamplerClosedError` if another thread has closed the owner."""
+        if self._is_closed:
+            raise SamplerClosedError(f"{self._close_call} was called during start-up")
 
     def start(self, owner: Any, pool: Any) -> None:
         """Wait until the workers of `pool` are ready. From now on the pool is closed with `owner`, and at exit."""
-        self._pool = pool
         # Runs when `owner` is garbage-collected, and at exit before multiprocessing joins children.
         self._finalizer = Finalize(owner, type(pool).close, (pool,), exitpriority=100)
+        self._pool = pool
         try:
+            self.check_open()  # after the line before: either `close` sees the pool, or this sees that it was called
             pool.wait("start-up")
         except BaseException:
             pool.close(broken=True)
             self._finalizer.cancel()
+            self._pool = None
             raise
 
     def close(self) -> None:
-        """Close the pool, unless this process is a fork of the owner. A broken owner stays broken."""
+        """Close the pool, unless this process is a fork of the owner. A broken owner stays broken.
+
+        A call that another thread runs is interrupted. If it does not end soon, because user code runs, it closes the
+        rest when it ends.
+        """
+        deadline = time.monotonic() + _CLOSE_SECONDS
         with sigint.deferred():
             if self.state is not self._broken:
-                self.state = self._closed
-            if self._pool is not None and self._pid in (None, os.getpid()):
-                self._pool.close()
+                self._is_closed, self.state = True, self._closed
+            if self._pid not in (None, os.getpid()):
+                return
+            if self._pool is not None:
+                self._pool.close(await_call=lambda: self._await_call(deadline))
                 self._finalizer.cancel()
+            else:  # `initialize` may be running
+                if self._control is not None:
+                    self._control.quit = True
+                self._await_call(deadline)
+
+    def _complete_close(self) -> None:
+        """At the end of a call that `close` has interrupted: write the state again, since the call may have changed it,
+        and close what `close` has left."""
+        self.state = self._closed
+        if self._pool is not None:
+            self._pool.close()
+
+    def _await_call(self, deadline: float) -> bool:
+        """Wait until the call that another thread runs has ended. Returns False if it has not at the deadline."""
+        while (call := self._running.get(0)) and call.thread != threading.get_ident() and _is_on_a_stack(call.frame):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_CLOSE_POLL_SECONDS)
+        return True
 
     def _refusal(self, name: str) -> SamplerStateError:
         if self._error is not None:  # the same error every time, with a new traceback
@@ -128,3 +181,14 @@ class CallGuard(Generic[_State]):
         if self.state is self._closed:
             return SamplerClosedError(f"{name} was called after {self._close_call}: make a new {self._noun}")
         return SamplerStateError(f"{name} was called out of order: the call expected now is {self.state.value}")
+
+
+def _is_on_a_stack(frame: FrameType) -> bool:
+    """Whether a thread still runs this frame."""
+    for top in sys._current_frames().values():
+        current: FrameType | None = top
+        while current is not None and current is not frame:
+            current = current.f_back
+        if current is not None:
+            return True
+    return False

@@ -1,0 +1,258 @@
+"""shutdown from another thread or a signal handler, at any moment of a call: SamplerClosedError, and nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock import (
+    AlternatingSampler,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SamplerClosedError,
+    SamplerState,
+    SerialSampler,
+)
+from penstock.envs import CountingEnv, EnvContext
+from penstock.vector import ShmVectorEnv
+from penstock.workers import pool as pool_module
+from penstock.workers.monitor import Monitor
+
+from .support import BOUND, SLACK, scaled, until
+
+CLOSE_SECONDS = 2.5 * SLACK
+KINDS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
+    "serial": (SerialSampler, {}),
+    "parallel": (ParallelSampler, {}),
+    "gpu": (GpuSampler, {}),
+    "gpu process": (GpuSampler, {"server": "process"}),
+    "gpu local": (GpuSampler, {"serve_envs": 1}),
+    "alternating": (AlternatingSampler, {}),
+}
+CALLS: dict[str, Callable[[Sampler], Any]] = {
+    "obtain_samples": lambda sampler: sampler.obtain_samples(0),
+    "evaluate_agent": lambda sampler: sampler.evaluate_agent(0),
+    "get_attr": lambda sampler: sampler.get_attr("render_mode"),
+}
+
+pytestmark = pytest.mark.timeout(scaled(600, 120))
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def sampler_of(kind: str, env_fn: Any = CountingEnv, **kwargs: Any) -> Sampler:
+    cls, own = KINDS[kind]
+    arguments = {"batch_T": 64, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0, **own, **kwargs}
+    return cls(env_fn, eval_n_envs=2, eval_max_steps=100, **arguments)
+
+
+class Call(threading.Thread):
+    """Runs `work` and keeps what it raised."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__()
+        self._work, self.error = work, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.error: BaseException | None = error
+
+    def assert_closed(self, sampler: Sampler) -> None:
+        self.join(BOUND)
+        assert not self.is_alive()
+        assert isinstance(self.error, SamplerClosedError), repr(self.error)
+        assert "\n" not in str(self.error)
+        assert_closed(sampler)
+
+
+def assert_closed(sampler: Sampler) -> None:
+    assert sampler.state is SamplerState.CLOSED
+    with pytest.raises(SamplerClosedError, match="obtain_samples was called after shutdown"):
+        sampler.obtain_samples(0)
+    assert not [pid for pid in sampler.worker_pids if os.path.exists(f"/proc/{pid}")]
+
+
+def shut_down(sampler: Sampler) -> None:
+    began = time.monotonic()
+    sampler.shutdown()
+    assert time.monotonic() - began < CLOSE_SECONDS
+    assert sampler.state is SamplerState.CLOSED
+
+
+@every_kind
+@pytest.mark.parametrize("name", CALLS)
+def test_in_the_middle_of_calls(kind: str, name: str) -> None:
+    for _ in range(scaled(30, 3)):
+        sampler, done = sampler_of(kind), [0]
+        sampler.initialize(RandomAgent())
+
+        def repeat(sampler: Sampler = sampler, done: list[int] = done) -> None:
+            while True:
+                CALLS[name](sampler)
+                done[0] += 1
+
+        call = Call(repeat)
+        until(lambda done=done: done[0] >= 2)
+        shut_down(sampler)
+        call.assert_closed(sampler)
+
+
+@every_kind
+def test_while_initialize_builds_the_example(kind: str) -> None:
+    """It cannot be interrupted there: it closes what it has made when the user's code returns."""
+    entered, leave = threading.Event(), threading.Event()
+
+    sampler = sampler_of(kind, _Blocking(entered, leave))
+    call = Call(lambda: sampler.initialize(RandomAgent()))
+    assert entered.wait(BOUND)
+    shut_down(sampler)
+    leave.set()
+    call.assert_closed(sampler)
+
+
+class _Blocking:
+    """Blocks while the main process builds its example; a worker gets a plain environment."""
+
+    def __init__(self, entered: threading.Event, leave: threading.Event) -> None:
+        self._entered, self._leave = entered, leave
+
+    def __call__(self, context: EnvContext) -> CountingEnv:
+        if context.worker_rank < 0:
+            self._entered.set()
+            self._leave.wait(BOUND)
+        return CountingEnv()
+
+    def __reduce__(self) -> Any:
+        return CountingEnv, ()
+
+
+@pytest.mark.parametrize("kind", ["parallel", "gpu", "gpu local"])
+def test_while_the_workers_are_started(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, started = sampler_of(kind), []
+    plain = pool_module.Launcher.start
+
+    def start(launcher: Any, process: Any, *args: Any) -> None:
+        plain(launcher, process, *args)
+        started.append(process.pid)
+        closing = Call(lambda: shut_down(sampler))
+        until(lambda: sampler.state is SamplerState.CLOSED)
+        closers.append(closing)
+
+    closers: list[Call] = []
+    monkeypatch.setattr(pool_module.Launcher, "start", start)
+    with pytest.raises(SamplerClosedError) as caught:
+        sampler.initialize(RandomAgent())
+    assert "\n" not in str(caught.value)
+    for closing in closers:
+        closing.join(BOUND)
+        assert closing.error is None
+    assert len(started) == 1
+    assert_closed(sampler)
+
+
+@pytest.mark.parametrize("kind", ["parallel", "gpu", "gpu process", "gpu local"])
+def test_while_the_workers_are_awaited(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, waits = sampler_of(kind, env_kwargs={"length": 5}), threading.Event()
+    plain = Monitor.wait
+
+    def wait(monitor: Any, *args: Any, **kwargs: Any) -> Any:
+        waits.set()
+        until(lambda: sampler.state is SamplerState.CLOSED)
+        return plain(monitor, *args, **kwargs)
+
+    monkeypatch.setattr(Monitor, "wait", wait)
+    call = Call(lambda: sampler.initialize(RandomAgent()))
+    assert waits.wait(BOUND)
+    shut_down(sampler)
+    call.assert_closed(sampler)
+
+
+@pytest.mark.parametrize("kind", ["serial", "gpu local"])
+def test_a_step_in_the_main_process_that_does_not_end(kind: str) -> None:
+    """Its environment is not closed under it, but when the step ends."""
+    entered, leave, closed = threading.Event(), threading.Event(), []
+
+    class Endless(CountingEnv):
+        def step(self, action: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                entered.set()
+                leave.wait(BOUND)
+                assert not closed
+            return super().step(action)
+
+        def close(self) -> None:
+            closed.append(self)
+
+    if kind == "serial":
+        sampler = sampler_of(kind, Endless)
+    else:
+        sampler = sampler_of(kind, [*[CountingEnv] * 3, _LocalOnly(Endless)])
+    sampler.initialize(RandomAgent())
+    closed.clear()  # the example
+    call = Call(lambda: sampler.obtain_samples(0))
+    assert entered.wait(BOUND)
+    shut_down(sampler)
+    assert not closed
+    leave.set()
+    call.assert_closed(sampler)
+    assert closed
+
+
+class _LocalOnly:
+    """A factory that cannot be used in a worker."""
+
+    def __init__(self, env_cls: Any) -> None:
+        self._env_cls = env_cls
+
+    def __call__(self) -> Any:
+        return self._env_cls()
+
+    def __reduce__(self) -> Any:
+        return CountingEnv, ()
+
+
+@every_kind
+@pytest.mark.parametrize("name", ["obtain_samples", "get_attr"])
+def test_from_a_signal_handler(kind: str, name: str) -> None:
+    for _ in range(scaled(30, 3)):
+        sampler = sampler_of(kind)
+        sampler.initialize(RandomAgent())
+        previous = signal.signal(signal.SIGALRM, lambda *_, sampler=sampler: shut_down(sampler))
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        try:
+            with pytest.raises(SamplerClosedError) as caught:
+                while True:
+                    CALLS[name](sampler)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+        assert "\n" not in str(caught.value)
+        assert_closed(sampler)
+
+
+def test_a_vector_environment() -> None:
+    for _ in range(scaled(30, 3)):
+        envs = ShmVectorEnv([CountingEnv] * 4, n_workers=2)
+        envs.reset(seed=0)
+        n_steps = [0]
+
+        def repeat(envs: ShmVectorEnv = envs, n_steps: list[int] = n_steps) -> None:
+            while True:
+                envs.step(envs.action_space.sample())
+                n_steps[0] += 1
+
+        call = Call(repeat)
+        until(lambda n_steps=n_steps: n_steps[0] > 10)
+        envs.close()
+        call.join(BOUND)
+        assert isinstance(call.error, SamplerClosedError), repr(call.error)
