@@ -9,6 +9,7 @@ import numpy as np
 from penstock.agents.base import Agent, AgentStep
 from penstock.buffers.named import NamedArrays, fields_of
 from penstock.buffers.native import put_row
+from penstock.envs.rows import as_dtype, dtype_error
 from penstock.errors import SpaceError, brief
 
 #: The agent_info of an `AgentStep` without agent_info.
@@ -64,7 +65,8 @@ class AgentInfoWriter:
         self._arrays = _as_dict(agent_info)
 
     def write(self, t: int, agent_info: Any) -> None:
-        """Write row t. Raises `SpaceError` with the name of a field that differs from the agent's first step."""
+        """Write row t. Raises `SpaceError` with the name of a field that differs from the agent's first step, or
+        `ColumnError` if a value would change in the dtype of the first step."""
         fields = agent_info if agent_info.__class__ is dict else fields_of(agent_info)
         if not put_row(self._arrays, t, fields):
             _write_fields(self._arrays, t, agent_info, "agent_info")
@@ -92,4 +94,8 @@ def _write_fields(arrays: dict[str, Any], t: int, agent_info: Any, name: str) ->
                 f"agent.step must return {path} with shape {array.shape[1:]} and dtype {array.dtype}, as in its first "
                 f"step, got {value.shape} {value.dtype}"
             )
-        array[t] = value
+        fitting = as_dtype(value, array.dtype)
+        if fitting is None:
+            why, remedy = "as in the agent's first step", "report the same dtype in every step"
+            raise dtype_error(path, value, array.dtype, why, remedy)
+        array[t] = fitting

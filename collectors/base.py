@@ -20,7 +20,7 @@ from penstock.collectors.env_batch import EnvBatch
 from penstock.collectors.episode_ends import EpisodeEndRecorder
 from penstock.collectors.tracking import Tracker
 from penstock.envs.infos import InfoWriter
-from penstock.envs.rows import arrays_like
+from penstock.envs.rows import ColumnError, arrays_like
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.workers.progress import Phase, Progress
 
@@ -135,11 +135,14 @@ class Collector(ABC):
         if step.__class__ is not AgentStep:
             step = as_agent_step(step, self.agent)
         action, agent_info = step
-        if not (put_row(self._prev_actions, 0, action) and put_row(samples.action, t + 1, action)):
-            write_action(samples.action_rows[t + 1], action)
-            self.prev_action[...] = samples.action_rows[t + 1]
-        if self._has_agent_info or agent_info is not NO_AGENT_INFO:
-            self._agent_info_writer.write(t, agent_info)
+        try:
+            if not (put_row(self._prev_actions, 0, action) and put_row(samples.action, t + 1, action)):
+                write_action(samples.action_rows[t + 1], action)
+                self.prev_action[...] = samples.action_rows[t + 1]
+            if self._has_agent_info or agent_info is not NO_AGENT_INFO:
+                self._agent_info_writer.write(t, agent_info)
+        except ColumnError as error:
+            raise self.envs.with_env_rank(error.column, error) from None
         if self.on_step is not None:
             self.tracker.set_agent_info(samples.agent_info[t])
 
@@ -157,7 +160,13 @@ class Collector(ABC):
     def record_env_info(self, t: int) -> None:
         """Write the chosen entries of the infos of step t. Does nothing if `env_info` was not asked for."""
         if self._info_writer is not None:
-            self._info_writer.write(self.samples.env_info[t], self.envs.infos, self.envs.env_ranks)
+            try:
+                self._write_infos(self._info_writer, self.samples.env_info[t])
+            except ColumnError as error:
+                raise self.envs.with_env_rank(error.column, error) from None
+
+    def _write_infos(self, writer: InfoWriter, row: Any) -> None:
+        writer.write(row, self.envs.infos)
 
     def record_episode_end(
         self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from penstock.buffers.named import NamedArrays, as_named
 from penstock.buffers.tree import tree_leaves
-from penstock.envs.rows import ColumnError, in_range
+from penstock.envs.rows import ColumnError, as_dtype, dtype_error
 from penstock.errors import SpaceError, brief
 
 
@@ -36,8 +36,8 @@ class Checks:
 def write_action(row: Any, action: Any, name: str = "action") -> None:
     """Write the action that `agent.step` returned into `row` `[B, ...]`.
 
-    Raises `SpaceError` with both shapes or dtypes if they do not fit. numpy would repeat a smaller array, or drop the
-    fraction of a float.
+    Raises `SpaceError` with both shapes if they do not fit, and `ColumnError` with both dtypes if a value would change.
+    numpy would repeat a smaller array, drop the fraction of a float, or cut off the high bits of an integer.
     """
     if row.__class__ is action.__class__ is np.ndarray and action.dtype == row.dtype and action.shape == row.shape:
         row[...] = action
@@ -65,12 +65,10 @@ def _fitting(row: npt.NDArray[Any], action: Any, name: str) -> npt.NDArray[Any]:
         raise SpaceError(
             f"agent.step must return one {name} per column: shape {row.shape} for B={len(row)}, got {array.shape}"
         )
-    if np.can_cast(array.dtype, row.dtype, "same_kind") or in_range(array, row.dtype):
-        return array
-    raise SpaceError(
-        f"agent.step must return {name} as {row.dtype}, the dtype of the action space, got {array.dtype}: convert it "
-        "in the agent"
-    )
+    fitting: npt.NDArray[Any] | None = as_dtype(array, row.dtype)
+    if fitting is None:
+        raise dtype_error(name, array, row.dtype, "that of the action space", "convert it in the agent")
+    return fitting
 
 
 # ---- optional ----------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ class EnvColumns(EnvBatch):
             write_row(arrays, t, self.observations)
             check_row(self.checks, self.observation_space, arrays, t, self.observations)
         except ColumnError as error:
-            raise self._with_env_rank(error.column, error) from None
+            raise self.with_env_rank(error.column, error) from None
 
     def write_rewards(self, row: Any) -> None:
         try:

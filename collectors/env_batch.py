@@ -102,9 +102,9 @@ class EnvBatch(Protocol):
                 cells = map_tree(lambda array: array[:, column : column + 1], arrays)
                 check_row(self.checks, self.observation_space, cells, t, [observation], name)
         except ColumnError as error:
-            raise self._with_env_rank(column, error) from None
+            raise self.with_env_rank(column, error) from None
 
-    def _with_env_rank(self, column: int, error: ColumnError) -> SpaceError:
+    def with_env_rank(self, column: int, error: ColumnError) -> SpaceError:
         """`error` with the column's env_rank, which is also written into the progress row."""
         self.progress.at_env(self.env_ranks[column])
         return error.with_env_rank(self.env_ranks[column])

@@ -15,7 +15,7 @@ from penstock.collectors.acting import AgentInfoWriter, as_agent_step
 from penstock.collectors.checks import write_action
 from penstock.collectors.env_batch import EnvBatch
 from penstock.collectors.tracking import Tracker
-from penstock.envs.rows import arrays_like
+from penstock.envs.rows import ColumnError, arrays_like
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.workers.progress import Phase, Progress
 
@@ -116,10 +116,13 @@ class EvalCollector(BaseEvalCollector):
             if self.must_stop:
                 return row
             step = as_agent_step(agent.step(self.observation, prev_action, prev_reward), agent)
-            write_action(prev_action, step.action)
-            if tracker.on_step is not None:
-                self._agent_info_writer.write(0, step.agent_info)
-                tracker.set_agent_info(self.agent_info)
+            try:
+                write_action(prev_action, step.action)
+                if tracker.on_step is not None:
+                    self._agent_info_writer.write(0, step.agent_info)
+                    tracker.set_agent_info(self.agent_info)
+            except ColumnError as error:
+                raise envs.with_env_rank(error.column, error) from None
             progress.enter(Phase.STEPPING)
             envs.step(prev_action, self._on_episode_end, tracker.on_step)
             envs.write_step(self._observations, self._reward[row : row + 1], 0)

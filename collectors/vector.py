@@ -20,9 +20,9 @@ from penstock.collectors.reset import ResetCollector
 from penstock.collectors.tracking import StepHook, snapshot
 from penstock.envs.checks import require_info, step_values
 from penstock.envs.examples import example_of
-from penstock.envs.infos import element, info_of
+from penstock.envs.infos import InfoWriter, element, info_of
 from penstock.envs.into import step_into_of, with_observation
-from penstock.envs.rows import ColumnError, arrays_like, write_row
+from penstock.envs.rows import ColumnError, arrays_like, as_dtype, write_row
 from penstock.errors import ConfigError, SpaceError
 from penstock.workers.progress import Phase, Progress
 
@@ -69,9 +69,8 @@ class VectorEnvCollector(ResetCollector):
             for column in columns.tolist():
                 self.agent.reset_one(column)
 
-    def record_env_info(self, t: int) -> None:
-        if self._info_writer is not None:
-            self._info_writer.write_batched(self.samples.env_info[t], self.envs.infos, self.envs.env_ranks)
+    def _write_infos(self, writer: InfoWriter, row: Any) -> None:
+        writer.write_batched(row, self.envs.infos, len(self.envs))
 
 
 class VectorColumns(EnvBatch):
@@ -244,7 +243,7 @@ class VectorColumns(EnvBatch):
             write_row(arrays, 0, each, name)
             check_row(self.checks, self.observation_space, arrays, 0, each, name)
         except ColumnError as error:
-            raise self._with_env_rank(int(columns[error.column]), error) from None
+            raise self.with_env_rank(int(columns[error.column]), error) from None
         return self._final[0][: len(columns)]
 
     # ---- recording -------------------------------------------------------------------------
@@ -256,7 +255,7 @@ class VectorColumns(EnvBatch):
             try:
                 check_row(self.checks, self.observation_space, arrays, t, each)
             except ColumnError as error:
-                raise self._with_env_rank(error.column, error) from None
+                raise self.with_env_rank(error.column, error) from None
 
     def _write_batch(self, arrays: Any, t: int, batch: Any, name: str) -> None:
         """Write `batch`, an array `[B, ...]` for each of `arrays`, into row t. Raises `SpaceError` unless it fits."""
@@ -266,12 +265,13 @@ class VectorColumns(EnvBatch):
         leaves = dict(tree_leaves(batch, name))
         for leaf_name, array in tree_leaves(arrays, name):
             given, row = np.asarray(leaves.get(leaf_name)), array[t]
-            if given.shape != row.shape or not np.can_cast(given.dtype, row.dtype, "same_kind"):
+            fitting = as_dtype(given, row.dtype) if given.shape == row.shape else None
+            if fitting is None:
                 raise SpaceError(
                     f"{leaf_name} of the batched environment (env_rank {self.env_ranks[0]} to {self.env_ranks[-1]}) "
                     f"must have shape {row.shape} and dtype {row.dtype}, got {given.shape} {given.dtype}"
                 )
-            row[...] = given
+            row[...] = fitting
 
     def write_rewards(self, row: Any) -> None:
         if np.shape(self.rewards) != row.shape:

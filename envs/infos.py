@@ -10,7 +10,8 @@ import numpy as np
 
 from penstock.buffers.named import NamedArrays, as_named
 from penstock.buffers.tree import map_tree
-from penstock.errors import ConfigError, SpaceError
+from penstock.envs.rows import ColumnError, as_dtype
+from penstock.errors import ConfigError, brief
 
 #: True for every numeric entry of an example step; or a list of names, where dots separate nested names; or a dict of
 #: names and examples.
@@ -96,10 +97,10 @@ class InfoWriter:
     def __init__(self, env_info: NamedArrays) -> None:
         self._paths = list(_recorded(env_info))
 
-    def write(self, row: NamedArrays, infos: Sequence[Mapping[str, Any]], env_ranks: Sequence[int]) -> None:
+    def write(self, row: NamedArrays, infos: Sequence[Mapping[str, Any]]) -> None:
         """Write `infos` into `row` `[B, ...]`.
 
-        Raises `SpaceError` with the entry and the environment if a value has another shape or kind than the example.
+        Raises `ColumnError` with the entry if a value has another shape than the example, or would change in its dtype.
         """
         for path in self._paths:
             node: Any = row
@@ -113,14 +114,16 @@ class InfoWriter:
                     field[b] = 0
                     continue
                 array = np.asarray(value)
-                if array.shape != field.shape[1:] or not np.can_cast(array.dtype, field.dtype, "same_kind"):
-                    raise SpaceError(
-                        f"info[{'.'.join(path)!r}] of env_rank {env_ranks[b]} must have shape {field.shape[1:]} and "
-                        f"dtype {field.dtype}, got {array.shape} {array.dtype}"
+                fitting = as_dtype(array, field.dtype) if array.shape == field.shape[1:] else None
+                if fitting is None:
+                    problem = (
+                        f"must have shape {field.shape[1:]} and dtype {field.dtype}, as the example, got {array.shape} "
+                        f"{array.dtype} {brief(value)}"
                     )
-                field[b] = array
+                    raise ColumnError(b, f"info[{'.'.join(path)!r}]", problem)
+                field[b] = fitting
 
-    def write_batched(self, row: NamedArrays, infos: Mapping[str, Any], env_ranks: Sequence[int]) -> None:
+    def write_batched(self, row: NamedArrays, infos: Mapping[str, Any], n_envs: int) -> None:
         """As `write`, for the infos of a batched environment, for all columns at once.
 
         Where an episode ended, the infos from before the reset are written.
@@ -130,7 +133,7 @@ class InfoWriter:
             for parent in path[:-1]:
                 node = node[parent]
             if not _write_entry(node[path[-1]], node[mask_name(path[-1])], infos, path):
-                self.write(row, [info_of(infos, b) for b in range(len(env_ranks))], env_ranks)
+                self.write(row, [info_of(infos, b) for b in range(n_envs)])
                 return
 
 
@@ -154,9 +157,10 @@ def _write_where(field: Any, mask: Any, infos: Any, path: Path, where: Any) -> b
         where = where & infos.get(mask_name(key), True)
         infos = infos[key]
     array = np.asarray(infos)
-    if array.shape != field.shape or not np.can_cast(array.dtype, field.dtype, "same_kind"):
+    fitting = as_dtype(array, field.dtype) if array.shape == field.shape else None
+    if fitting is None:
         return False
-    field[where], mask[where] = array[where], True
+    field[where], mask[where] = fitting[where], True
     return True
 
 

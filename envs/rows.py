@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from penstock.buffers.native import put_cell, put_row
 from penstock.buffers.tree import map_tree
-from penstock.errors import SpaceError
+from penstock.errors import SpaceError, brief
 
 Splitter = Callable[[Any], Sequence[Any]]
 
@@ -174,6 +174,33 @@ def in_range(array: Any, dtype: np.dtype[Any]) -> bool:
         return False
     limits = np.iinfo(dtype)
     return bool(array.size == 0 or (array.min() >= limits.min and array.max() <= limits.max))
+
+
+def as_dtype(array: Any, dtype: np.dtype[Any]) -> Any:
+    """`array` in `dtype`, or None if that would change a value. A float may lose precision."""
+    if array.dtype == dtype:
+        return array
+    if not np.can_cast(array.dtype, dtype, "same_kind" if dtype.kind in "fc" else "safe"):
+        return array.astype(dtype) if in_range(array, dtype) else None
+    try:
+        with np.errstate(over="raise"):
+            return array.astype(dtype)
+    except FloatingPointError:
+        return None
+
+
+def dtype_error(name: str, array: Any, dtype: np.dtype[Any], why: str, remedy: str) -> ColumnError:
+    """The error for an `array` `[B, ...]` that `as_dtype` refuses: it names the first column in which a value would
+    change. `why` says where `dtype` comes from, `remedy` what to do."""
+    try:
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a complex number loses its imaginary part
+            changed = array.astype(dtype) != array
+        column = int(changed.reshape(len(array), -1).any(axis=1).argmax())
+    except (TypeError, ValueError):  # not numbers
+        column = 0
+    value = brief(array[column].tolist())
+    return ColumnError(column, name, f"must have dtype {dtype}, {why}, got {array.dtype} {value}: {remedy}")
 
 
 # ---- reading -----------------------------------------------------------------------------------

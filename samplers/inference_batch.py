@@ -12,6 +12,7 @@ from penstock.agents.base import Agent
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.collectors.acting import AgentInfoWriter, as_agent_step
 from penstock.collectors.checks import write_action
+from penstock.envs.rows import ColumnError
 from penstock.samplers.step_buffer import StepBuffer
 
 
@@ -30,16 +31,21 @@ class InferenceBatch:
         row, (columns, inputs) = self._row, self._select(ranks)
         n = len(inputs[-1])
         step = as_agent_step(self.agent.step(*inputs), self.agent)
-        if columns is None:
-            write_action(row.action, step.action)
-            self._whole_row.write(0, step.agent_info)
-        else:
-            action = map_leaves(lambda leaf: leaf[columns], row.action)
-            write_action(action, step.action)
-            row.action[columns] = action
-            agent_info, writer = self._part_of_row(n)
-            writer.write(0, step.agent_info)
-            row.agent_info[columns] = agent_info[0]
+        try:
+            if columns is None:
+                write_action(row.action, step.action)
+                self._whole_row.write(0, step.agent_info)
+            else:
+                action = map_leaves(lambda leaf: leaf[columns], row.action)
+                write_action(action, step.action)
+                row.action[columns] = action
+                agent_info, writer = self._part_of_row(n)
+                writer.write(0, step.agent_info)
+                row.agent_info[columns] = agent_info[0]
+        except ColumnError as error:
+            column = error.column if columns is None else int(columns[error.column])
+            assert self.agent.env_ranks is not None
+            raise error.with_env_rank(self.agent.env_ranks[column]) from None
         return n
 
     def _part_of_row(self, n: int) -> tuple[NamedArrays, AgentInfoWriter]:

@@ -351,7 +351,11 @@ class Fractional(Wild):
         ),
         (Misshapen(), {}, r"agent\.step must return one action per column: shape \((2|4),\) for B=\d, got \(1,\)"),
         (Ragged(), {}, r"agent\.step must return action as an array \((2|4),\), got \[\[0\], \[0, 1\]\]"),
-        (Fractional(), {}, "agent.step must return action as int64, the dtype of the action space, got float64"),
+        (
+            Fractional(),
+            {},
+            r"action of env_rank \d must have dtype int64, that of the action space, got float64 [02].5: convert it",
+        ),
     ],
 )
 def test_bad_actions_are_named_in_their_batch(
@@ -372,7 +376,10 @@ class Dividing(Agent):
 
 @both
 def test_actions_of_another_kind_are_refused_before_any_worker_starts(cls: type[Sampler]) -> None:
-    with make(cls, {}) as sampler, pytest.raises(SpaceError, match="as int64, the dtype of the action space, got"):
+    with (
+        make(cls, {}) as sampler,
+        pytest.raises(SpaceError, match="action of column 0 must have dtype int64, that of the action space, got"),
+    ):
         sampler.initialize(Dividing())
 
 
@@ -383,7 +390,9 @@ def test_nested_actions_are_compared_leaf_by_leaf() -> None:
     assert row.mode._0.tolist() == [1, 2]
     with pytest.raises(SpaceError, match=r"one action\.move per column: shape \(2, 3\) for B=2, got \(3,\)"):
         write_action(row, {"move": np.ones(3), "mode": (np.array([1, 2]),)})
-    with pytest.raises(SpaceError, match=r"action\.mode\._0 as uint8, the dtype of the action space, got int64"):
+    with pytest.raises(
+        SpaceError, match=r"action\.mode\._0 of column 1 must have dtype uint8, that of the action space, got int64 -2"
+    ):
         write_action(row, {"move": np.ones((2, 3)), "mode": (np.array([1, -2]),)})
     with pytest.raises(SpaceError, match=r"return action with the fields \['move', 'mode'\], got \['move'\]"):
         write_action(row, NamedArrays(move=np.ones((2, 3))))
