@@ -30,9 +30,10 @@ class FunctionAgent(Agent):
     `fn` may also return `(action, agent_info)`, where agent_info is a dict of arrays `[B, ...]` to record. For a
     Tuple action space, return `AgentStep(action, agent_info)` instead, because a tuple could be the action.
 
-    Workers get `fn` by cloudpickle, so lambdas and closures are allowed. After you have changed what `fn` uses (the
-    weights of its model, for example), call `sync_shared_memory`: it sends `fn` again. A worker replaces its function
-    only if the pickled bytes differ.
+    Every sampler acts with copies of `fn` that are made by cloudpickle, so lambdas and closures are allowed. After you
+    have changed what `fn` uses (the weights of its model, for example), call `sync_shared_memory`: it publishes `fn`
+    again. A copy is replaced only if the pickled bytes differ. Global variables of an imported module are not copied.
+    If `fn` cannot be pickled, only `SerialSampler` takes it, and acts with `fn` itself.
     """
 
     _code = b""  # the pickled function as it was published or received, filled up with zeros
@@ -88,8 +89,11 @@ class FunctionAgent(Agent):
         return {}
 
     def copy_for_worker(self) -> FunctionAgent:
-        self.read_parameters()
-        return super().copy_for_worker()
+        is_published = bool(self.read_parameters())
+        copied = super().copy_for_worker()
+        if is_published:  # a function of its own, which changes only with sync_shared_memory
+            copied._fn, copied._pickled = pickle.loads(copied._code), None
+        return copied
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
         self._rngs = rngs

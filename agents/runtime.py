@@ -57,7 +57,10 @@ class AgentRuntime:
 
     def worker_copy(self) -> Agent:
         """A copy to act with in a worker: on the CPU, with its own parameters."""
-        return self.agent.copy_for_worker()
+        copied, parameters = self.agent.copy_for_worker(), self.agent.read_parameters()
+        if parameters:  # else the arrays are those of the learner, which may write into them while this copy acts
+            copied.write_parameters({name: value.copy() for name, value in parameters.items()})
+        return copied
 
     def server_copy(self) -> Agent:
         """A copy for the inference server: as `worker_copy`, but on the device of the learner's model."""

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from penstock import ConfigError, FunctionAgent, ParallelSampler, SerialSampler
+from penstock import (
+    Agent,
+    AlternatingSampler,
+    ConfigError,
+    FunctionAgent,
+    GpuSampler,
+    ParallelSampler,
+    SerialSampler,
+)
 from penstock.agents import AgentStep
 from penstock.buffers import NamedArrays
 from penstock.envs import ColumnStreams, CountingEnv, NestedEnv, Purpose
@@ -64,7 +72,10 @@ def test_it_may_report_beside_the_action(returned: Any) -> None:
 
 def test_a_tuple_of_two_is_the_action_of_a_tuple_space() -> None:
     action = (np.zeros(2, np.int64), {"not": "info"})
-    assert act(agent_for(lambda o: action, action_space=PAIR)).action is action
+    returned = act(agent_for(lambda o: action, action_space=PAIR)).action
+    assert isinstance(returned, tuple)
+    assert returned[0].tolist() == [0, 0]
+    assert returned[1] == {"not": "info"}
 
 
 @pytest.mark.parametrize("fn", [np.negative, min], ids=["ufunc", "builtin"])
@@ -149,6 +160,63 @@ def test_changed_weights_reach_the_workers_with_sync_shared_memory(sampler_cls: 
             assert (sampler.obtain_samples(itr)[0].agent.action == best).all()
         assert sampler.policy_version == 4
         assert agent.state_dict() == {}
+
+
+@pytest.mark.parametrize(
+    ("sampler_cls", "options"),
+    [
+        (SerialSampler, {}),
+        (ParallelSampler, {}),
+        (GpuSampler, {}),
+        (GpuSampler, {"server": "process"}),
+        (GpuSampler, {"serve_envs": 1}),
+        (AlternatingSampler, {}),
+    ],
+)
+def test_changed_weights_act_only_after_sync_shared_memory(sampler_cls: Any, options: dict[str, Any]) -> None:
+    """In every sampler, and within one batch too."""
+    policy = Constant()
+    agent = FunctionAgent(policy)
+    with sampler_cls(
+        CountingEnv, batch_T=3, batch_B=4, n_workers=2, eval_n_envs=2, eval_max_steps=20, **options
+    ) as sampler:
+        sampler.initialize(agent, seed=0)
+        policy.weights[:] = [0, 0, 1]
+        assert (sampler.obtain_samples(0)[0].agent.action == 1).all()
+        sampler.start_samples(1)
+        policy.weights[:] = [1, 0, 0]
+        assert (sampler.wait_samples()[0].agent.action == 1).all()
+        agent.sync_shared_memory()
+        policy.weights[:] = [0, 0, 1]
+        assert (sampler.obtain_samples(2)[0].agent.action == 0).all()
+
+
+class Table(Agent):
+    """Acts by an array that the learner writes into."""
+
+    def __init__(self) -> None:
+        self.action = np.ones(1, np.int64)
+
+    def read_parameters(self) -> Any:
+        return {"action": self.action}
+
+    def write_parameters(self, parameters: Any) -> None:
+        self.action = parameters["action"].copy()
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        return AgentStep(np.repeat(self.action, len(prev_reward)))
+
+
+@pytest.mark.parametrize("sampler_cls", [SerialSampler, ParallelSampler, GpuSampler])
+def test_arrays_that_the_learner_writes_into_act_only_after_sync_shared_memory(sampler_cls: Any) -> None:
+    agent = Table()
+    with sampler_cls(CountingEnv, batch_T=3, batch_B=4, n_workers=2) as sampler:
+        sampler.initialize(agent, seed=0)
+        agent.action[:] = 2
+        assert (sampler.obtain_samples(0)[0].agent.action == 1).all()
+        agent.sync_shared_memory()
+        agent.action[:] = 0
+        assert (sampler.obtain_samples(1)[0].agent.action == 2).all()
 
 
 def test_a_function_that_grows_too_much_is_refused() -> None:
