@@ -31,7 +31,7 @@ class SharedParameters:
         specs = NamedArrays(
             version=ArraySpec((1,), word), stamps=ArraySpec((2,), word), slots=NamedArrays(s0=slot, s1=slot)
         )
-        self.memory = NamedMemory(specs, shared=shared, purpose="the agent's shared parameters")
+        self.memory = NamedMemory(specs, shared=shared, purpose="the shared memory of the agent's parameters")
         self._bind_words()
 
     def _bind_words(self) -> None:

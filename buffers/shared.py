@@ -6,6 +6,7 @@ On Linux the memory is a memfd: a file without a name. So nothing is left behind
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
@@ -43,6 +44,8 @@ class SharedBlock:
             self._buffer = _map(self._descriptor.fd, self.nbytes)
         except OSError as error:  # the memory is used up, or RLIMIT_AS is reached
             self._descriptor.close()
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # not memory, but descriptors are missing
+                raise
             raise ConfigError(
                 f"{purpose} needs {self.nbytes:,} bytes of shared memory: {error.strerror}. Lower batch_T or batch_B, "
                 "or raise the limit (ulimit -v)"

@@ -27,10 +27,11 @@ from penstock.samplers.plan import SamplerPlan
 from penstock.samplers.results import infos_from_messages, infos_from_records
 from penstock.samplers.stats import SamplerStats, worker_stats
 from penstock.workers import sigint
-from penstock.workers.arguments import integer
+from penstock.workers.arguments import integer, true_or_false
 from penstock.workers.call_guard import CallGuard
 from penstock.workers.control import Command
 from penstock.workers.cpu_claims import CpuClaims
+from penstock.workers.limits import naming_descriptor_limit
 from penstock.workers.plan import Affinity
 from penstock.workers.pool import WorkerPool
 
@@ -170,10 +171,11 @@ class Sampler(ABC):
             if not 0 <= rank < world_size:
                 raise ConfigError(f"rank must be in range(world_size), got rank={rank!r}, world_size={world_size!r}")
             self.seed = seed = fresh_seed() if seed is None else integer("seed", seed, 0, None)
+            bootstrap_value = true_or_false("bootstrap_value", bootstrap_value)
             if not isinstance(affinity, Affinity):
                 affinity = Affinity(cpus=affinity)
             self._agent = agent
-            with ExitStack() as resources:
+            with naming_descriptor_limit(), ExitStack() as resources:
                 self._cpu_claims = CpuClaims()
                 resources.callback(self._cpu_claims.close)
                 self._plans = plans = self._make_plans(affinity, rank)
@@ -248,7 +250,9 @@ class Sampler(ABC):
     def evaluate_agent(self, itr: int) -> list[TrajInfo]:
         """Run the agent in the evaluation environments and return the trajectories that finished.
 
-        Training is not disturbed: environments, agent state and random streams are separate.
+        Training is not disturbed: environments, agent state and random streams are separate. The agent decides in
+        `eval_mode` how it acts. `CategoricalPgAgent` and `GaussianPgAgent` draw random actions here too, unless they
+        were made with `greedy_eval=True`.
         """
         with self._guard.require("evaluate_agent", SamplerState.READY):
             if not self.config.eval_n_envs:

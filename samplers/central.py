@@ -25,6 +25,7 @@ from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readi
 from penstock.samplers.server_program import ServerProgram
 from penstock.samplers.stats import ServerStats
 from penstock.workers.affinity import threads_here, usable_cpus
+from penstock.workers.arguments import true_or_false
 from penstock.workers.plan import Affinity
 from penstock.workers.pool import WorkerPool
 from penstock.workers.program import WorkerProgram
@@ -223,9 +224,7 @@ class AlternatingSampler(GpuSampler):
             spin_seconds=spin_seconds,
             **options,
         )
-        if not isinstance(overlap, bool | np.bool_):
-            raise ConfigError(f"overlap must be True or False, got {overlap!r}")
-        self._overlap = bool(overlap)
+        self._overlap = true_or_false("overlap", overlap)
         if self._most_workers < 2:
             local = f" and serve_envs={self._serve_envs!r}" if self._steps_locally else ""
             raise ConfigError(

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted
-from penstock.errors import ConfigError
-from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds, unknown_argument
+from penstock.errors import ConfigError, brief
+from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds, true_or_false, unknown_argument
 from penstock.workers.launch import START_METHODS
 from penstock.workers.restarts import ON_WORKER_FAILURE
 
@@ -126,6 +126,8 @@ class SamplerConfig:
         for name in ("step_timeout", "start_timeout", "restart_window"):
             if name != "step_timeout" or self.step_timeout is not None:
                 self._put(name, seconds(name, getattr(self, name)))
+        for name in ("record_final_obs", "check_finite", "debug"):
+            self._put(name, true_or_false(name, getattr(self, name)))
         self._check_evaluation()
         one_of("start_method", self.start_method, START_METHODS)
         one_of("on_worker_failure", self.on_worker_failure, ON_WORKER_FAILURE)
@@ -137,7 +139,11 @@ class SamplerConfig:
                 f"eval_max_steps must be at least eval_n_envs={self.eval_n_envs}, one step for each evaluation "
                 f"environment, got {self.eval_max_steps}"
             )
-        if self.eval_env_kwargs is not None and len(self.eval_env_kwargs) and not self.eval_n_envs:
+        if not isinstance(self.eval_env_kwargs, Mapping | Sequence | None):
+            raise ConfigError(
+                f"eval_env_kwargs must be a dict, a list of dicts or None, got {brief(self.eval_env_kwargs)}"
+            )
+        if self.eval_env_kwargs and not self.eval_n_envs:
             raise ConfigError("eval_env_kwargs needs evaluation environments: give eval_n_envs too")
         if self.eval_episodes is not None and not self.eval_n_envs:
             raise ConfigError("eval_episodes needs evaluation environments: give eval_n_envs too")

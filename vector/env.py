@@ -34,8 +34,9 @@ from penstock.vector.exchange import Ids, batch_infos
 from penstock.vector.order import State, VectorGuard
 from penstock.vector.pool import VectorPool
 from penstock.vector.program import ResetMessage, VectorProgram
-from penstock.workers.arguments import integer
+from penstock.workers.arguments import integer, true_or_false
 from penstock.workers.cpu_claims import CpuClaims
+from penstock.workers.limits import naming_descriptor_limit
 from penstock.workers.plan import Affinity
 
 if TYPE_CHECKING:
@@ -114,10 +115,8 @@ class ShmVectorEnv(CallsOnEnvs):
         refuse_unknown(ShmVectorEnv, unknown)
         check_async_arguments(shared_memory, daemon, observation_mode)
         factories = as_factories(env_fns)
-        for name, value in (("copy", copy), ("check_finite", check_finite)):
-            if not isinstance(value, bool | np.bool_):
-                raise ConfigError(f"{name} must be True or False, got {value!r}")
-        self.num_envs, self.copy = len(factories), bool(copy)
+        self.num_envs, self.copy = len(factories), true_or_false("copy", copy)
+        check_finite = true_or_false("check_finite", check_finite)
         options = as_options(context, step_timeout, start_timeout, on_worker_failure, max_restarts, restart_window)
         self.autoreset_mode = as_mode(autoreset_mode)
         self._read_spaces(factories[0])
@@ -128,12 +127,12 @@ class ShmVectorEnv(CallsOnEnvs):
             self.autoreset_mode,
         )
         self._ended = np.zeros(self.num_envs, np.bool_)
-        with self._guard.require("ShmVectorEnv", State.NEW), ExitStack() as resources:
+        with self._guard.require("ShmVectorEnv", State.NEW), naming_descriptor_limit(), ExitStack() as resources:
             claims = CpuClaims()
             resources.callback(claims.close)
             plans = as_plans(self.num_envs, in_series, n_workers, affinity, claims)
             shares = [[factories[i] for i in plan.columns] for plan in plans]
-            self._pool = VectorPool(plans, program, shares, options, resources, check_finite=bool(check_finite))
+            self._pool = VectorPool(plans, program, shares, options, resources, check_finite=check_finite)
             self._exchange = self._pool.exchange
             self._guard.start(self, self._pool)
 

@@ -34,6 +34,13 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
+def true_or_false(name: str, value: Any) -> bool:
+    """`value` as a bool; raises `ConfigError` naming the argument unless it is True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise ConfigError(f"{name} must be True or False, got {brief(value)}")
+    return bool(value)
+
+
 def seconds(name: str, value: Any) -> float:
     """`value` as a float; raises `ConfigError` naming the argument unless it is a positive number."""
     is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.buffers.memory_limits import left_in_cgroups
@@ -33,13 +36,38 @@ def check_limits(n_workers: int, start_method: str) -> None:
         )
 
 
-def _descriptors_left() -> int | None:
+@contextlib.contextmanager
+def naming_descriptor_limit() -> Iterator[None]:
+    """Turn the system's "too many open files" into a `ConfigError` that names the limit and says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise ConfigError(
+                f"this process has no file descriptor left: its limit is {_descriptor_limit()}. Close files, or raise "
+                f"the limit (ulimit -n): penstock needs {_DESCRIPTORS_BESIDE}, and 8 or 9 for each worker"
+            ) from error
+        if error.errno == errno.ENFILE:
+            raise ConfigError(
+                "this machine has no file descriptor left: close files, or raise its limit (sysctl fs.file-max)"
+            ) from error
+        raise
+
+
+def _descriptor_limit() -> int | None:
     try:
         import resource
+    except ImportError:
+        return None  # the system has none
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if limit == resource.RLIM_INFINITY else limit
 
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return None if limit == resource.RLIM_INFINITY else limit - len(os.listdir("/proc/self/fd"))
-    except (ImportError, OSError):
+
+def _descriptors_left() -> int | None:
+    limit = _descriptor_limit()
+    try:
+        return None if limit is None else limit - len(os.listdir("/proc/self/fd"))
+    except OSError:
         return None  # the system does not say
 
 

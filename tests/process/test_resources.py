@@ -47,6 +47,51 @@ say(*results)
 """
 
 
+NO_DESCRIPTORS = """
+import resource
+from penstock import SerialSampler
+from penstock.vector import ShmVectorEnv
+def attempt(make, n_free):
+    taken = []
+    try:
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        for fd in taken[len(taken) - n_free:]:
+            os.close(fd)
+        del taken[len(taken) - n_free:]
+    try:
+        make()
+        return "fine"
+    except ConfigError as error:
+        return str(error)
+    finally:
+        for fd in taken:
+            os.close(fd)
+def initialize(cls):
+    cls(CountingEnv, batch_T=5, batch_B=1).initialize(RandomAgent())
+resource.setrlimit(resource.RLIMIT_NOFILE, (80, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+import torch
+initialize(SerialSampler)  # imports what is imported late
+for n_free in 0, 1, 2:
+    say(attempt(lambda: initialize(SerialSampler), n_free))
+    say(attempt(lambda: initialize(ParallelSampler), n_free))
+    say(attempt(lambda: ShmVectorEnv([CountingEnv]), n_free))
+"""
+
+
+def test_no_descriptor_at_all(tmp_path: Path) -> None:
+    with Script(tmp_path, NO_DESCRIPTORS) as script:
+        output, errors = script.end(60)
+    lines = output.splitlines()
+    assert len(lines) == 9, errors
+    for line in lines:
+        few = "file descriptors and this process may open only" in line
+        assert few or line == "fine" or "this process has no file descriptor left: its limit is 80" in line, line
+        assert line == "fine" or "ulimit -n" in line
+    assert lines[0] != "fine"
+
+
 @methods("fork", "forkserver")
 def test_few_descriptors(tmp_path: Path, start_method: str) -> None:
     limits = [*range(20, 120, scaled(1, 12)), 64]

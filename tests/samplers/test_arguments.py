@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from penstock import AlternatingSampler, ConfigError, GpuSampler, ParallelSampler, Sampler, SerialSampler
+from penstock import AlternatingSampler, ConfigError, GpuSampler, ParallelSampler, RandomAgent, Sampler, SerialSampler
 from penstock.envs import CountingEnv
 from penstock.samplers.config import SamplerConfig, SamplerOptions
 
@@ -43,6 +44,22 @@ def test_an_unknown_argument_is_named_with_all_there_are(cls: Any) -> None:
 def test_missing_arguments_are_named(cls: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{cls.__name__} needs batch_T and batch_B$"):
         cls(CountingEnv)
+
+
+@pytest.mark.parametrize("name", ["debug", "check_finite", "record_final_obs"])
+@pytest.mark.parametrize("value", [1, 0, None, "x", []], ids=repr)
+def test_flags_are_true_or_false(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} must be True or False, got "):
+        ParallelSampler(CountingEnv, batch_T=1, batch_B=2, **{name: value})
+
+
+def test_other_kinds_of_arguments_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"^eval_env_kwargs must be a dict, a list of dicts or None, got 0$"):
+        ParallelSampler(CountingEnv, batch_T=1, batch_B=2, eval_env_kwargs=0)  # type: ignore[arg-type]
+    with SerialSampler(CountingEnv, batch_T=1, batch_B=2) as sampler:
+        with pytest.raises(ConfigError, match=r"^bootstrap_value must be True or False, got 'x'$"):
+            sampler.initialize(RandomAgent(), bootstrap_value="x")  # type: ignore[arg-type]
+        sampler.initialize(RandomAgent(), bootstrap_value=np.False_)  # type: ignore[arg-type]
 
 
 def test_type_checkers_and_run_time_know_the_same_names() -> None:

@@ -292,6 +292,28 @@ def test_shutdown_from_another_thread_ends_a_waiting_call() -> None:
     timer.join(20)
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), ValueError("boom")], ids=repr)
+def test_an_environment_that_raises_in_close_is_named(error: BaseException) -> None:
+    closed = []
+
+    class Raising(CountingEnv):
+        def __init__(self, raises: bool) -> None:
+            super().__init__()
+            self.raises = raises
+
+        def close(self) -> None:
+            closed.append(self)
+            if self.raises:
+                raise error
+
+    sampler = make(env_fn=[lambda: Raising(False), lambda: Raising(True), lambda: Raising(False)])
+    sampler.initialize(RandomAgent())
+    closed.clear()  # the example
+    with pytest.warns(RuntimeWarning, match=f"raised {type(error).__name__}: .* while closing env_rank 1"):
+        sampler.shutdown()
+    assert len(closed) == 3
+
+
 @both
 def test_repr_shows_state_and_workers(cls: type[Sampler]) -> None:
     sampler = make(cls, eval_n_envs=1, eval_max_steps=10)
