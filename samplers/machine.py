@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
+from collections.abc import Callable
 from importlib.metadata import version
 
 from penstock.buffers import native
@@ -23,13 +24,17 @@ def describe_machine() -> dict[str, str]:
         "usable CPUs": f"{len(cpus)} ({', '.join(map(str, cpus))})" if cpus else "unknown: workers are not pinned",
         "free memory": f"{free_memory() / 2**20:,.0f} MiB",
         "start methods": ", ".join(multiprocessing.get_all_start_methods()),
-        "shared memory": _which("memfd_create", "anonymous (memfd)", "a temporary file"),
-        "wake-ups": _which("eventfd", "eventfd", "pipe"),
+        "shared memory": _which(lambda: os.memfd_create("penstock"), "anonymous (memfd)", "a temporary file"),
+        "wake-ups": _which(lambda: os.eventfd(0), "eventfd", "pipe"),
         "compiled part": "in use" if native.COMPILED else f"not in use ({native.WHY_NOT_COMPILED})",
-        "death of a process": _which("pidfd_open", "pidfd", "sentinel"),
+        "death of a process": _which(lambda: os.pidfd_open(os.getpid()), "pidfd", "sentinel"),
     }
 
 
-def _which(function: str, preferred: str, fallback: str) -> str:
-    """`preferred` if the module `os` has this function, and otherwise `fallback` with the reason."""
-    return preferred if hasattr(os, function) else f"{fallback} (no os.{function} here)"
+def _which(open_one: Callable[[], int], preferred: str, fallback: str) -> str:
+    """`preferred` if the system opens such a descriptor, and otherwise `fallback` with the reason."""
+    try:
+        os.close(open_one())
+    except (AttributeError, OSError) as error:
+        return f"{fallback} ({error})"
+    return preferred

@@ -81,6 +81,18 @@ def test_a_refused_system_call_has_a_fallback(tmp_path: Path, name: str, error: 
 
 
 @only_x86_64
+@pytest.mark.parametrize(
+    ("name", "used"),
+    [("pidfd_open", "sentinel"), ("eventfd2", "wake-ups  pipe"), ("memfd_create", "shared memory  a temporary file")],
+)
+def test_the_report_on_the_machine_names_the_fallback(tmp_path: Path, name: str, used: str) -> None:
+    body = "from penstock.__main__ import main\nmain()"
+    with Script(tmp_path, body, before=refusing(name, errno.EPERM)) as script:
+        output, errors = script.end(60)
+    assert f"{used} ([Errno 1] Operation not permitted)" in output, output + errors
+
+
+@only_x86_64
 def test_where_pinning_is_refused_a_worker_says_so_and_runs(tmp_path: Path) -> None:
     with Script(tmp_path, SAMPLES, before=refusing("sched_setaffinity", errno.EPERM), METHOD="forkserver") as script:
         output, errors = script.end(60)
