@@ -59,7 +59,16 @@ class EnvFactory:
 
     def batched(self, num_envs: int, context: EnvContext = _EXAMPLE) -> VectorEnv[Any, Any, Any]:
         """Build one batched environment: `fn(num_envs=num_envs, **kwargs)`."""
-        env: Any = self.fn(num_envs=num_envs, **self._arguments(context))
+        try:
+            env: Any = self.fn(num_envs=num_envs, **self._arguments(context))
+        except TypeError as error:
+            if "num_envs" not in str(error):
+                raise
+            raise ConfigError(
+                f"env_fn raised TypeError: {error}. A collector for batched environments calls env_fn(num_envs=n), "
+                "which must return a gymnasium.vector.VectorEnv of n environments. For an env_fn that returns a single "
+                "environment, leave collector_cls out"
+            ) from error
         if not isinstance(env, VectorEnv) or env.num_envs != num_envs:
             raise ConfigError(
                 f"env_fn(num_envs={num_envs}) must return a gymnasium.vector.VectorEnv of {num_envs} environments, "

@@ -293,6 +293,7 @@ class VectorProgram:
             self._progress.words[Progress.ENV_RANK] = self._plan.env_ranks[i]
             column = self._plan.columns[i]
             observation, info = self._reset_one(i, message.seeds[column], message.options[column])
+            self._progress.words[Progress.PHASE] = Progress.IS_RESETTING  # errors in what follows belong to the reset
             self._reward[i], self._terminated[i], self._truncated[i] = 0.0, False, False
             self._record_info(i, "info", info)
             self._write_observation(i, observation)
@@ -307,12 +308,12 @@ class VectorProgram:
         began = self._progress.enter(Phase.RESETTING)
         returned = self._envs[i].reset(seed=seed, options=options)
         self._progress.add_resetting_since(began)
-        self._progress.enter(Phase.STEPPING)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise SpaceError(
                 f"env.reset of env_rank {env_rank} must return a tuple (observation, info), got {brief(returned)}"
             )
         require_info(returned[1], env_rank, "reset")
+        self._progress.enter(Phase.STEPPING)
         return returned
 
     def _replacement_seed(self, i: int) -> int | None:

@@ -232,3 +232,11 @@ def test_an_environments_own_error_in_a_later_reset_comes_through(cls: Any) -> N
         with pytest.raises(WorkerError, match="broken"):
             sampler.evaluate_agent(0)
     assert len(Seeded.seeds) == 3
+
+
+def test_an_env_fn_for_single_environments_is_told_how_it_is_called() -> None:
+    with (
+        SerialSampler(CountingEnv, batch_T=2, batch_B=2, collector_cls=VectorEnvCollector) as sampler,
+        pytest.raises(ConfigError, match=r"TypeError: .*'num_envs'.* calls env_fn\(num_envs=n\), which must return"),
+    ):
+        sampler.initialize(RandomAgent())
