@@ -78,7 +78,7 @@ class SamplerStateError(PenstockError, RuntimeError):
 
 
 class SamplerClosedError(SamplerStateError):
-    """A call came after `shutdown()`."""
+    """A call came after `shutdown()`, or `shutdown()` interrupted it."""
 
 
 class SamplerBrokenError(SamplerStateError):
