@@ -22,7 +22,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -150,12 +149,9 @@ def main(cfg: Config) -> dict[str, Any]:
     )
     out = Path(cfg.out)
     out.mkdir(parents=True, exist_ok=True)
-    numbers = "train {task.fields[train]:.0f}  eval {task.fields[eval]:.0f}  {task.fields[rate]:,.0f} steps/s"
-    bar = Progress("{task.description}", BarColumn(24), TextColumn(numbers), TimeElapsedColumn())
-    with sampler, bar, (out / "progress.csv").open("w", newline="", buffering=1) as file:
+    with sampler, (out / "progress.csv").open("w", newline="", buffering=1) as file:
         sampler.initialize(agent, seed=cfg.seed, bootstrap_value=True)
         optimizer = torch.optim.Adam(agent.model.parameters(), lr=cfg.learning_rate, eps=1e-5)
-        task = bar.add_task(cfg.env_id, total=cfg.total_steps, train=mean(()), eval=mean(()), rate=0.0)
         log = csv.writer(file)
         log.writerow(COLUMNS)
         recent: deque[float] = deque(maxlen=cfg.batch_B)  # returns of the last batch_B training episodes
@@ -180,7 +176,9 @@ def main(cfg: Config) -> dict[str, Any]:
             seconds = time.monotonic() - loop_began
             log.writerow([itr, steps, seconds, mean(recent), evals[-1] if evaluated else "", *np.diff(times)])
             spent += np.diff(times)
-            bar.update(task, completed=steps, train=mean(recent), eval=mean(evals[-1:]), rate=steps / seconds)
+            if evaluated:
+                rate = f"{steps / seconds:,.0f} steps/s"
+                print(f"{steps:7,} steps  train {mean(recent):3.0f}  eval {evals[-1]:3.0f}  {rate}", flush=True)
             if reached or steps >= cfg.total_steps or time.monotonic() - began > cfg.time_limit:
                 break
 

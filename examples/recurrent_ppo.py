@@ -24,17 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
-import matplotlib
 import numpy as np
 import torch
 from gymnasium.spaces import Box, Discrete
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from penstock import CategoricalPgAgent, ParallelSampler, Samples
 from penstock.agents import RecurrentCategoricalPgAgent
 
+try:
+    import matplotlib
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+except ImportError as error:
+    raise SystemExit(f"this example needs matplotlib and rich: pip install matplotlib rich ({error})") from error
 matplotlib.use("Agg")  # before the import of pyplot, for machines without a screen
 from matplotlib import pyplot as plt
 

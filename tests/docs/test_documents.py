@@ -1,13 +1,15 @@
 """The code in README and docs is executed as it is written there."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from penstock import ParallelSampler, RandomAgent, SerialSampler, VectorEnvCollector
 from penstock.envs import CountingEnv, EnvContext, Purpose
@@ -40,26 +42,18 @@ def definitions(name: str) -> dict[str, Any]:
     return namespace
 
 
-class MyModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 16), nn.Tanh())
-        self.policy, self.critic = nn.Linear(16, 2), nn.Linear(16, 1)
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        features = self.body(observation)
-        return self.policy(features), self.critic(features)
-
-
-def test_the_readme_example_runs_as_written() -> None:
+def test_the_readme_example_runs_as_a_script_and_learns(tmp_path: Path) -> None:
     example = blocks("README.md")[0]
-    assert len(example.strip().splitlines()) <= 16
-    trained = []
-    namespace: dict[str, Any] = {"MyModel": MyModel, "train": lambda model, samples: trained.append(samples)}
-    exec(compile(example, "README.md", "exec"), namespace)
-    assert len(trained) == 100
-    assert namespace["eval_infos"]
-    assert namespace["samples"].env.observation.shape == (128, 32, 4)
+    sampling = example[example.index("agent = CategoricalPgAgent(") :]
+    assert len(sampling.strip().splitlines()) <= 15
+    script = tmp_path / "script.py"
+    script.write_text(example, encoding="utf-8")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    run = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    returns = [float(line.split()[1]) for line in run.stdout.splitlines()]
+    assert len(returns) == 10
+    assert returns[-1] > 2 * returns[0]
 
 
 def test_the_central_sampler_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
