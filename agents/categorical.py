@@ -33,6 +33,7 @@ class CategoricalHead(PolicyHead):
         sizes = np.asarray(n, np.int64).ravel()
         self._shape: tuple[int, ...] = tuple(action_space.shape or ())
         self._dtype, self._start = action_space.dtype, np.asarray(action_space.start)
+        self._is_index = self._dtype == np.int64 and not self._start.any()  # the action is the index of its logit
         self._n_components, self._n_logits, self._widest = len(sizes), int(sizes.sum()), int(sizes.max())
         # Pad components of different sizes, so that one table holds the logits of all of them.
         is_even = bool((sizes == self._widest).all())
@@ -56,8 +57,8 @@ class CategoricalHead(PolicyHead):
         if self._is_multi:
             index = index.reshape(rows, *self._shape)
             log_prob = log_prob.reshape(rows, -1).sum(axis=1)
-        action = (index + self._start).astype(self._dtype, copy=False)
-        return action, {"log_prob": log_prob.astype(np.float32, copy=False)}
+        action = index if self._is_index else (index + self._start).astype(self._dtype, copy=False)
+        return action, {"log_prob": log_prob if log_prob.dtype == np.float32 else log_prob.astype(np.float32)}
 
 
 class CategoricalPgAgent(PgAgent):

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.buffers.native import draw_rows, shift_rows
+
 _Array = npt.NDArray[Any]
 _HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
 
@@ -18,6 +20,11 @@ def choose(logits: _Array, uniform: _Array | None) -> tuple[npt.NDArray[np.int64
     With `uniform` `[N]` in [0, 1), draw from the softmax by inversion; with None, take the largest. An index with
     logit -inf is never drawn. Raises `FloatingPointError` for NaN, +inf, or for a row with only -inf.
     """
+    if uniform is not None and (shifted := shift_rows(logits)) is not None:
+        cumulative = np.exp(shifted)
+        drawn = draw_rows(cumulative, uniform, shifted)
+        if drawn is not None:
+            return drawn[0], drawn[1] - np.log(cumulative[:, -1])
     largest = logits.max(axis=1, keepdims=True)
     if not np.isfinite(largest).all():
         bad = logits[~np.isfinite(largest[:, 0])][0]

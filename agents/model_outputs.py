@@ -26,26 +26,31 @@ def output_tuple(output: Any, forms: Sequence[tuple[str, ...]], agent: str) -> t
 
 
 def output_array(output: Any, name: str, *shapes: tuple[int, ...]) -> npt.NDArray[Any]:
-    """The tensor `output` as an array in float64 or float32; all other types become float32.
+    """The tensor or array `output` as an array in float64 or float32; all other types become float32.
 
     Raises `SpaceError` with `name` for a shape that is not in `shapes`.
     """
-    if output.__class__ is not torch.Tensor and not isinstance(output, torch.Tensor):  # the first test is faster
+    is_array = output.__class__ is np.ndarray  # from `inference="numpy"`
+    if not is_array and output.__class__ is not torch.Tensor and not isinstance(output, torch.Tensor):
         raise SpaceError(f"the model's {name} must be a tensor of shape {_any_of(shapes)}, got {type(output).__name__}")
     if output.shape not in shapes:
         raise SpaceError(f"the model's {name} must have shape {_any_of(shapes)}, got {tuple(output.shape)}")
+    if is_array:
+        return output if output.dtype.char in "fd" else output.astype(np.float32)  # type: ignore[no-any-return]
     if output.dtype not in _FLOATS_OF_NUMPY:
         output = output.float()
     if output.requires_grad:  # if it is a parameter of the model
         output = output.detach()
-    array: npt.NDArray[Any] = output.cpu().numpy()
+    array: npt.NDArray[Any] = (output if output.is_cpu else output.cpu()).numpy()
     return array
 
 
 def value_array(output: Any, rows: int) -> npt.NDArray[np.float32]:
     """The model's values, of shape `[B]` or `[B, 1]`, as they are recorded: float32 `[B]`."""
-    value: npt.NDArray[np.float32] = output_array(output, "value", (rows,), (rows, 1)).astype(np.float32, copy=False)
-    return value.reshape(rows)
+    value: npt.NDArray[np.float32] = output_array(output, "value", (rows,), (rows, 1))
+    if value.dtype != np.float32:
+        value = value.astype(np.float32)
+    return value if value.ndim == 1 else value.reshape(rows)
 
 
 def _any_of(shapes: Sequence[tuple[int, ...]]) -> str:

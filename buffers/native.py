@@ -82,6 +82,14 @@ flat_methods: Callable[[Any, Any, Any, Any], tuple[Any, Any] | None]
 #: unfinished trajectory and the weight of its next reward. It is read and updated.
 sum_episodes: Callable[[Any, Any, Any, Any, int, int, float], int]
 
+#: `shift_rows(logits)`: `logits` `[N, n]` minus the largest of each row. None if it cannot handle the array, or if the
+#: largest of a row is not finite.
+shift_rows: Callable[[Any], Any]
+#: `draw_rows(weights, uniform, shifted)`: one index per row of `weights` `[N, n]`, and the entry of `shifted` there;
+#: both `[N]`. The probability of an index is in proportion to its weight. `uniform` `[N]` decides. Afterwards `weights`
+#: holds its cumulative sums. None if it cannot handle the arguments.
+draw_rows: Callable[[Any, Any, Any], tuple[Any, Any] | None]
+
 #: The functions that are used if nothing is compiled.
 PYTHON: dict[str, Callable[..., Any]] = {
     "put_row": lambda *_: False,
@@ -89,15 +97,26 @@ PYTHON: dict[str, Callable[..., Any]] = {
     "step_ordinary": _step_ordinary,
     "flat_methods": lambda *_: None,
     "sum_episodes": lambda *_: -1,
+    "shift_rows": lambda *_: None,
+    "draw_rows": lambda *_: None,
 }
 
 try:
-    from penstock.buffers._native import RECORD_LAYOUT, flat_methods, put_cell, put_row, step_ordinary, sum_episodes
+    from penstock.buffers._native import (
+        RECORD_LAYOUT,
+        draw_rows,
+        flat_methods,
+        put_cell,
+        put_row,
+        shift_rows,
+        step_ordinary,
+        sum_episodes,
+    )
 
     if " ".join(f"{name}:{RECORD[name].str[1:]}" for name in RECORD.names or ()) != RECORD_LAYOUT:
         raise ImportError("the compiled part was built for another layout of trajectory records: build it again")
 except ImportError as error:  # no C compiler, an older build, or a checkout that was never built
-    put_row, put_cell, step_ordinary, flat_methods, sum_episodes = PYTHON.values()
+    put_row, put_cell, step_ordinary, flat_methods, sum_episodes, shift_rows, draw_rows = PYTHON.values()
     #: Why the compiled functions are not in use; empty if they are.
     WHY_NOT_COMPILED = str(error)
 else:

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from penstock.agents import distributions
 from penstock.agents.distributions import choose, gaussian_log_prob, tanh_log_slope
+from penstock.buffers import native
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -27,6 +29,59 @@ def test_choosing_inverts_the_cumulative_distribution(logits: np.ndarray, data: 
     below = np.where(index > 0, cumulative[rows, index - 1], 0)
     assert (below <= uniform + 1e-12).all()
     assert (uniform <= cumulative[rows, index] + 1e-12).all()
+
+
+@pytest.mark.skipif(not native.COMPILED, reason="was built without a C compiler")
+@given(
+    st.sampled_from([np.float32, np.float64]),
+    st.integers(0, 9),
+    st.integers(1, 9),
+    st.sampled_from([1e-3, 1.0, 30.0, 1e30]),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
+def test_the_compiled_choice_is_numpys_bit_for_bit(
+    dtype: type, rows: int, n: int, scale: float, is_part: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = (rng.normal(0, scale, (rows, n + 2))).astype(dtype)
+    logits[rng.random(logits.shape) < 0.1] = -np.inf
+    logits[:, 1] = 0
+    logits = logits[:, 1:-1] if is_part else logits[:, 1:-1].copy()
+    uniform = rng.random(rows)
+    found = choose(logits, uniform)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("shift_rows", "draw_rows"):
+            assert getattr(distributions, name) is not native.PYTHON[name]
+            patch.setattr(distributions, name, native.PYTHON[name])
+        expected = choose(logits, uniform)
+    for ours, numpys in zip(found, expected, strict=True):
+        assert (ours.dtype, ours.shape, ours.tobytes()) == (numpys.dtype, numpys.shape, numpys.tobytes())
+
+
+@pytest.mark.skipif(not native.COMPILED, reason="was built without a C compiler")
+def test_the_compiled_choice_leaves_unusual_arguments_to_numpy() -> None:
+    logits = np.zeros((2, 3), np.float32)
+    for unusual in (logits[0], logits.astype(np.float16), logits.astype(">f4"), logits[:, :0], [[0.0]], None):
+        assert native.shift_rows(unusual) is None
+    for value in (np.nan, np.inf):
+        bad = logits.copy()
+        bad[1, 2] = value
+        assert native.shift_rows(bad) is None
+    assert native.shift_rows(np.full((1, 2), -np.inf)) is None
+    uniform = np.zeros(2)
+    for weights, numbers, shifted in (
+        (logits, uniform[:1], logits),
+        (logits, uniform.astype(np.float32), logits),
+        (logits, uniform, logits.astype(np.float64)),
+        (logits, uniform, logits[:, :2]),
+        (np.broadcast_to(np.float32(1), (2, 3)), uniform, logits),
+        (logits, None, logits),
+        (np.ones((2, 3), np.float32), np.array([0.5, 1.0]), logits),  # a uniform number is below 1
+    ):
+        assert native.draw_rows(weights, numbers, shifted) is None
+    with pytest.raises(TypeError, match="expected 3 arguments, got 2"):
+        native.draw_rows(logits, uniform)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
