@@ -13,6 +13,7 @@ import torch
 from penstock.agents.base import AgentStep, Space
 from penstock.agents.box_actions import BoxActions
 from penstock.agents.drawing import draw
+from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_array
 from penstock.agents.noise import ColumnNoise, OrnsteinUhlenbeck
 from penstock.agents.schedules import ColumnSetting, Setting
@@ -48,8 +49,9 @@ class DeterministicPgAgent(TorchAgent):
         ou_dt: float = 1.0,
         squash: bool = False,
         warmup_random_itrs: int = 0,
+        inference: Inference = "torch",
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, inference=inference)
         if noise not in ("gaussian", "ou"):
             raise ConfigError(f'noise must be "gaussian" or "ou", got {noise!r}')
         self._sigma_setting = ColumnSetting("sigma", sigma)

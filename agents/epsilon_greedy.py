@@ -10,6 +10,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from penstock.agents.base import AgentStep, Space
+from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_array
 from penstock.agents.noise import ColumnNoise
 from penstock.agents.schedules import ColumnSetting, Setting
@@ -35,9 +36,15 @@ class EpsilonGreedyAgent(TorchAgent):
     action_space: spaces.Discrete
 
     def __init__(
-        self, model: ModelSource, *, epsilon: Setting = 0.1, spread: float | None = None, eval_epsilon: float = 0.0
+        self,
+        model: ModelSource,
+        *,
+        epsilon: Setting = 0.1,
+        spread: float | None = None,
+        eval_epsilon: float = 0.0,
+        inference: Inference = "torch",
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, inference=inference)
         self._epsilon_setting = ColumnSetting("epsilon", epsilon, highest=1.0, spread=spread)
         self._eval_setting = ColumnSetting("eval_epsilon", float(eval_epsilon), highest=1.0)
         self._epsilon: npt.NDArray[np.float64] | None = None

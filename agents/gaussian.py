@@ -13,6 +13,7 @@ from torch import nn
 from penstock.agents.base import Space
 from penstock.agents.box_actions import BoxActions
 from penstock.agents.distributions import gaussian_log_prob
+from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead
 from penstock.agents.torch_agent import ModelSource
@@ -95,9 +96,14 @@ class GaussianPgAgent(PgAgent):
     """
 
     def __init__(
-        self, model: ModelSource, *, initial_log_std: float | Sequence[float] | None = 0.0, greedy_eval: bool = False
+        self,
+        model: ModelSource,
+        *,
+        initial_log_std: float | Sequence[float] | None = 0.0,
+        greedy_eval: bool = False,
+        inference: Inference = "torch",
     ) -> None:
-        super().__init__(model, greedy_eval=greedy_eval)
+        super().__init__(model, greedy_eval=greedy_eval, inference=inference)
         self._initial_log_std = initial_log_std
 
     def _make_head(self, action_space: Space) -> PolicyHead:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from torch import nn
 
 from penstock.agents.base import AgentStep, Space
+from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_tuple, value_array
 from penstock.agents.noise import ColumnNoise
 from penstock.agents.torch_agent import ModelSource, TorchAgent
@@ -54,8 +55,8 @@ class PgAgent(TorchAgent):
     _head: PolicyHead
     _extra_outputs: ClassVar[tuple[str, ...]] = ("value",)
 
-    def __init__(self, model: ModelSource, *, greedy_eval: bool = False) -> None:
-        super().__init__(model)
+    def __init__(self, model: ModelSource, *, greedy_eval: bool = False, inference: Inference = "torch") -> None:
+        super().__init__(model, inference=inference)
         self.greedy_eval = greedy_eval
         self._greedy = False
 
@@ -94,7 +95,8 @@ class PgAgent(TorchAgent):
 
     def _choose(self, outputs: Sequence[Any], value: Any, rows: int, **more: Any) -> tuple[Any, NamedArrays]:
         """Actions, and agent_info: what the head reports, the value, and `more`."""
-        *outputs, value = self.fetched([*outputs, value])
+        if self._link is not None:
+            *outputs, value = self.fetched([*outputs, value])
         noise = None if self._greedy else self._noise.next_row(self.selected)
         action, info = self._head.act(self.model, outputs, rows, noise)
         return action, NamedArrays(info, value=value_array(value, rows), **more)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from penstock.agents.base import AgentStep, Space
 from penstock.agents.categorical import CategoricalHead
 from penstock.agents.gaussian import GaussianHead
+from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import value_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead
 from penstock.agents.recurrent_state import RecurrentState
@@ -40,8 +41,20 @@ class RecurrentPgAgent(PgAgent):
     _extra_outputs = ("value", "new_state")
     _state: RecurrentState
 
-    def __init__(self, model: ModelSource, *, greedy_eval: bool = False, record_state: _RecordState = "step") -> None:
-        super().__init__(model, greedy_eval=greedy_eval)
+    def __init__(
+        self,
+        model: ModelSource,
+        *,
+        greedy_eval: bool = False,
+        record_state: _RecordState = "step",
+        inference: Inference = "torch",
+    ) -> None:
+        super().__init__(model, greedy_eval=greedy_eval, inference=inference)
+        if inference != "torch":
+            raise ConfigError(
+                f'{type(self).__name__} needs inference="torch", got "{inference}": a recurrent model cannot be traced '
+                "with its state"
+            )
         if record_state not in ("step", "batch", None):
             raise ConfigError(f'record_state must be "step", "batch" or None, got {record_state!r}')
         self.record_state = record_state
@@ -127,8 +140,9 @@ class RecurrentGaussianPgAgent(RecurrentPgAgent):
         initial_log_std: float | Sequence[float] | None = 0.0,
         greedy_eval: bool = False,
         record_state: _RecordState = "step",
+        inference: Inference = "torch",
     ) -> None:
-        super().__init__(model, greedy_eval=greedy_eval, record_state=record_state)
+        super().__init__(model, greedy_eval=greedy_eval, record_state=record_state, inference=inference)
         self._initial_log_std = initial_log_std
 
     def _make_head(self, action_space: Space) -> PolicyHead:

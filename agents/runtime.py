@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +78,14 @@ class AgentRuntime:
         if agent._source is not None and agent._source.version != agent._version:
             values, agent._version = agent._source.read()
             agent.write_parameters(values)
+
+    def inference_difference(self, make_inputs: Callable[[], Sequence[Any]]) -> float | None:
+        """The largest absolute difference between the outputs of this worker's copy and torch's.
+
+        `make_inputs()` returns inputs of `step`. If the copy runs its model with torch, this returns None and does not
+        call it. Raises `ConfigError` for too large a difference.
+        """
+        return None
 
     def column_copy(self, rngs: Sequence[np.random.Generator]) -> Agent:
         """A copy with its own state for `len(rngs)` columns, and the same parameters."""

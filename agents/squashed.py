@@ -12,6 +12,7 @@ import torch
 from penstock.agents.base import AgentStep, Space
 from penstock.agents.box_actions import BoxActions
 from penstock.agents.distributions import gaussian_log_prob, tanh_log_slope
+from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_array, output_tuple
 from penstock.agents.noise import ColumnNoise
 from penstock.agents.torch_agent import ModelSource, TorchAgent
@@ -34,8 +35,15 @@ class SquashedGaussianAgent(TorchAgent):
     tensors, with gradients. The agent has no `value`: the critics belong to the learner.
     """
 
-    def __init__(self, model: ModelSource, *, greedy_eval: bool = True, warmup_random_itrs: int = 0) -> None:
-        super().__init__(model)
+    def __init__(
+        self,
+        model: ModelSource,
+        *,
+        greedy_eval: bool = True,
+        warmup_random_itrs: int = 0,
+        inference: Inference = "torch",
+    ) -> None:
+        super().__init__(model, inference=inference)
         self.greedy_eval, self.warmup_random_itrs = greedy_eval, warmup_random_itrs
         self._greedy = self._is_random = False
 

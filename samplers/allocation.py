@@ -17,6 +17,7 @@ from penstock.buffers.named import map_leaves
 from penstock.collectors import BaseEvalCollector, EpisodeEvalCollector, EvalCollector, TrajInfo
 from penstock.collectors.acting import agent_info_example, as_agent_step
 from penstock.collectors.checks import write_action
+from penstock.collectors.tracking import snapshot
 from penstock.envs import (
     ColumnStreams,
     EnvFactory,
@@ -40,6 +41,7 @@ from penstock.samplers.step_buffer import StepBuffer
 from penstock.workers.control import ControlBlock
 
 _TRIAL_COLUMNS = 2  # the agent is tried on more than one column, so that a lost dimension shows
+_CHECKED_ROWS = 16  # observations on which fast inference is compared with torch
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Allocation:
     memory: SamplerMemory
     program: SamplerProgram
     shares: Sequence[EnvShare]  #: by worker rank
+    inference_difference: float | None  #: see `SamplerStats`
 
 
 def allocate(config: SamplerConfig, agent: Agent, setup: Setup, resources: ExitStack) -> Allocation:
@@ -77,6 +80,7 @@ def allocate(config: SamplerConfig, agent: Agent, setup: Setup, resources: ExitS
     traj_info_kwargs = _checked_traj_info_kwargs(config.traj_info_cls, setup.traj_info_kwargs)
     worker_agent = agent.runtime.worker_copy()
     spec = replace(_try_agent(worker_agent, train[0], config, setup), env_info=env_info)
+    difference = worker_agent.runtime.inference_difference(lambda: _real_inputs(worker_agent, train[0], config))
     program = SamplerProgram(
         agent=worker_agent,
         config=replace(config, env_fn="", env_kwargs=None, eval_env_kwargs=None, env_info=False),
@@ -91,7 +95,7 @@ def allocate(config: SamplerConfig, agent: Agent, setup: Setup, resources: ExitS
     memory = _allocate_memory(config, agent, setup, buffer, program.eval_max_T)
     resources.callback(memory.close)
     resources.callback(agent.runtime.unshare_memory, memory.parameters)
-    return Allocation(buffer.samples, memory, program, shares)
+    return Allocation(buffer.samples, memory, program, shares, difference)
 
 
 def _allocate_memory(
@@ -189,27 +193,47 @@ def _try_agent(agent: Agent, factory: EnvFactory, config: SamplerConfig, setup: 
     try:
         return _trial(agent, rows, config, setup)
     except PenstockError:
-        real = _reset_once(factory, config.collector_cls.batched)
-        if real is None:
+        real = _real_observations(factory, config, 1)
+        if not real:
             raise
-    write_row(arrays_like(space, rows[np.newaxis]), 0, [real] * _TRIAL_COLUMNS, "the observation of env.reset")
+    write_row(arrays_like(space, rows[np.newaxis]), 0, real * _TRIAL_COLUMNS, "the observation of env.reset")
     return _trial(agent, rows, config, setup)
 
 
-def _reset_once(factory: EnvFactory, batched: bool) -> Any:
-    """An observation of the example environment; None if it does not reset."""
-    env = build_example_env(factory, batched=batched)
+def _real_inputs(agent: Agent, factory: EnvFactory, config: SamplerConfig) -> tuple[Any, Any, Any]:
+    """Inputs of `agent.step` with observations of the example environment."""
+    space, real = agent.observation_space, _real_observations(factory, config, _CHECKED_ROWS)
+    n = max(1, len(real))  # zeros, if the environment does not reset
+    rows = _columns(observation_example(space, config.observation_dtype), n)
+    if real:
+        write_row(arrays_like(space, rows[np.newaxis]), 0, real, "an observation of the environment")
+    action = _columns(example_of(agent.action_space, "action"), n)
+    return rows, action, np.zeros(n, np.float32)
+
+
+def _real_observations(factory: EnvFactory, config: SamplerConfig, n: int) -> list[Any]:
+    """Up to `n` observations of the example environment with random actions; fewer if it raises."""
+    batched = config.collector_cls.batched
+    env, found = build_example_env(factory, batched=batched), []
     try:
+        env.action_space.seed(0)
         observation, _ = env.reset(seed=0)
-        return element(observation, 0) if batched else observation
+        while True:
+            found.append(snapshot(element(observation, 0) if batched else observation))
+            if len(found) == n:
+                break
+            observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
+            if not batched and (terminated or truncated):
+                observation, _ = env.reset()
     except Exception:  # the workers will report it
-        return None
+        return found
     finally:
         close_example_env(env)
+    return found
 
 
-def _columns(example: Any) -> Any:
-    return map_leaves(lambda leaf: np.zeros((_TRIAL_COLUMNS, *leaf.shape), leaf.dtype), example)
+def _columns(example: Any, n: int = _TRIAL_COLUMNS) -> Any:
+    return map_leaves(lambda leaf: np.zeros((n, *leaf.shape), leaf.dtype), example)
 
 
 def _trial(agent: Agent, observation: Any, config: SamplerConfig, setup: Setup) -> SampleSpec:

@@ -185,6 +185,7 @@ class Sampler(ABC):
                     allocation = allocate(self.config, agent, setup, resources)
                 self._memory = allocation.memory
                 self._guard.announce(self._memory.control)
+                self._inference_difference = allocation.inference_difference
                 self.observation_space: gym.Space[Any] = agent.observation_space
                 self.action_space: gym.Space[Any] = agent.action_space
                 #: The samples as numpy arrays; the tensors of `obtain_samples` use the same memory.
@@ -333,7 +334,7 @@ class Sampler(ABC):
         """Where the workers' time went since `initialize`."""
         restarts, control = self._require_pool("stats").restarts, self._memory.control
         workers = tuple(worker_stats(plan, control, self._n_trajectories, restarts) for plan in self._plans)
-        return SamplerStats(workers, self._memory.nbytes)
+        return SamplerStats(workers, self._memory.nbytes, self._inference_difference)
 
     def timeline(self) -> npt.NDArray[np.float64]:
         """Times of the last batch `[n_workers, 2 * batch_T + 1]`, in seconds of `time.monotonic`. In row t, the worker

@@ -40,10 +40,15 @@ class WorkerStats:
 
 @dataclass(frozen=True)
 class SamplerStats:
-    """All workers, and the bytes of memory that they share with the main process."""
+    """All workers, and the bytes of memory that they share with the main process.
+
+    With an agent of `inference="numpy"` or `"traced"`, `inference_difference` is the largest absolute difference to
+    torch's outputs, on 16 observations at `initialize`. With other agents it is None.
+    """
 
     workers: tuple[WorkerStats, ...]
     bytes_shared: int
+    inference_difference: float | None = None
 
     @property
     def restarts(self) -> int:

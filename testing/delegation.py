@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -41,6 +41,9 @@ class _DelegatingRuntime(AgentRuntime):
     def set_columns(self, env_ranks: Sequence[int], n_envs: int) -> None:
         super().set_columns(env_ranks, n_envs)
         self.agent.agent.runtime.set_columns(env_ranks, n_envs)
+
+    def inference_difference(self, make_inputs: Callable[[], Sequence[Any]]) -> float | None:
+        return self.agent.agent.runtime.inference_difference(make_inputs)
 
     def compile_model(self, options: Mapping[str, Any]) -> None:
         self.agent.agent.runtime.compile_model(options)

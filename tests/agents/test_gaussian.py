@@ -207,7 +207,7 @@ def test_an_initial_deviation_of_a_wrong_shape_is_refused() -> None:
         ),
         ((torch.zeros(2, 2), torch.zeros(2, 2)), r"value must have shape \(2,\) or \(2, 1\), got \(2, 2\)"),
         ((torch.zeros(2, 2),), r"a tuple \(mean, value\) or \(mean, log_std, value\), got tuple of 1: see Gaussian"),
-        ((np.zeros((2, 2)), torch.zeros(2)), r"mean must be a tensor of shape \(2, 2\), got ndarray"),
+        (([[0.0] * 2] * 2, torch.zeros(2)), r"mean must be a tensor of shape \(2, 2\), got list"),
     ],
 )
 def test_outputs_of_a_wrong_shape_name_both(outputs: Any, message: str) -> None:
