@@ -29,34 +29,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from clocks import cpu_clocks, processes, used
+
 Turn = dict[str, float]  #: "count" of steps or starts, "wall" and "cpu" seconds
 VERSIONS = ("old", "new")
 
 # ---- in the process of one version -----------------------------------------------------------------
-
-
-def processes() -> list[int]:
-    """This process and its descendants."""
-    import psutil
-
-    return [os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))]
-
-
-def cpu_clocks(pids: Sequence[int]) -> dict[int, float]:
-    """CPU seconds of each process so far."""
-    clocks = {}
-    for pid in pids:
-        try:
-            # Linux's clock of another process: exact, where /proc counts in hundredths of a second.
-            clocks[pid] = time.clock_gettime((~pid << 3) | 2)
-        except OSError:
-            continue  # it has ended
-    return clocks
-
-
-def used(before: dict[int, float], after: dict[int, float]) -> float:
-    """CPU seconds of all processes in between. New processes count in full."""
-    return sum(seconds - before.get(pid, 0.0) for pid, seconds in after.items())
 
 
 class Sampling:
@@ -66,7 +44,7 @@ class Sampling:
         import penstock
 
         self._sampler = getattr(penstock, name)(env, batch_T=T, batch_B=B, **options)
-        self._sampler.initialize(make_agent(), seed=0, bootstrap_value=make_agent is mlp)
+        self._sampler.initialize(make_agent(), seed=0, bootstrap_value=make_agent is not random_agent)
         self._steps, self._itr = T * B, 0
 
     def batch(self) -> int:
@@ -114,10 +92,10 @@ def random_agent() -> Any:
     return RandomAgent()
 
 
-def mlp() -> Any:
+def mlp(**options: Any) -> Any:
     from penstock import CategoricalPgAgent
 
-    return CategoricalPgAgent(workload("ActorCritic"))
+    return CategoricalPgAgent(workload("ActorCritic"), **options)
 
 
 def cartpole(**kwargs: Any) -> Any:
@@ -136,6 +114,12 @@ def counting() -> Any:
     from penstock.envs import CountingEnv
 
     return partial(CountingEnv, length=100)
+
+
+def acting(make_agent: Callable[[], Any]) -> Any:
+    """Makes an agent that acts for 16 environments."""
+
+    return lambda: workload("Acting")(make_agent(), 16)
 
 
 def sampling(name: str, make_agent: Callable[[], Any] = mlp, T: int = 128, B: int = 32, **options: Any) -> Any:
@@ -180,6 +164,16 @@ STEPS: dict[str, Callable[[], Any]] = {
     "AlternatingSampler": sampling("AlternatingSampler"),
     'GpuSampler, server="process"': sampling("GpuSampler", server="process"),
     "GpuSampler, serve_envs": sampling("GpuSampler", serve_envs="auto"),
+    **{
+        f'{name}, mlp, inference="{inference}"': sampling(name, partial(mlp, inference=inference))
+        for name in ("ParallelSampler", "GpuSampler")
+        for inference in ("traced", "numpy")
+    },
+    "one row of 16, mlp": acting(mlp),
+    **{
+        f'one row of 16, mlp, inference="{inference}"': acting(partial(mlp, inference=inference))
+        for inference in ("traced", "numpy")
+    },
     "ShmVectorEnv": vector_env(),
     "ShmVectorEnv, copy=False": vector_env(copy=False),
     "nested, 4 leaves, SerialSampler": random_on(

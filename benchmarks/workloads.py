@@ -32,6 +32,28 @@ class ActorCritic(nn.Module):
         return self.policy(features), self.value(features).squeeze(-1)
 
 
+class Acting:
+    """An agent of CartPole-v1 alone: it acts on the same row of observations, again and again."""
+
+    def __init__(self, agent: Any, batch_B: int) -> None:
+        env, rng = ENV(), np.random.default_rng(0)
+        agent.initialize(env.observation_space, env.action_space, seed=0)
+        rngs = [np.random.default_rng(b) for b in range(batch_B)]
+        self._agent = agent.runtime.worker_copy().runtime.column_copy(rngs)
+        self._agent.sample_mode(0)
+        observation = rng.normal(size=(batch_B, 4)).astype(np.float32)
+        self._row = observation, np.zeros(batch_B, np.int64), np.zeros(batch_B, np.float32)
+
+    def batch(self) -> int:
+        """Act 128 times; returns the number of rows."""
+        for _ in range(128):
+            self._agent.step(*self._row)
+        return 128
+
+    def close(self) -> None:
+        """It has no resources."""
+
+
 # ---- observation spaces of the same number of bytes ----------------------------------------------
 
 _SHAPES = {"camera": (8, 8), "position": (3,), "velocity": (3,), "goal": (2,)}

@@ -131,6 +131,16 @@ def test_native(folder: Path) -> None:
         assert all(len(pairs) == 3 and np.min(pairs) > 0 for pairs in figures.values())
 
 
+def test_inference(folder: Path) -> None:
+    site = Path(penstock.__file__).parent.parent
+    options = ["--before", site, "--repeats", 2, "--seconds", 0.01, "--subjects", "one row of 16"]
+    printed, content = run(folder, "inference", *options)
+    assert "of before" in printed
+    (turns,) = content["results"].values()
+    assert turns.keys() == {"before", '"torch"', '"traced"', '"numpy"'}
+    assert all(len(own) == 2 and min(turn["count"] for turn in own) > 0 for own in turns.values())
+
+
 def test_compare(folder: Path) -> None:
     site = Path(penstock.__file__).parent.parent
     sizes = ["--repeats", 2, "--starts", 1, "--seconds", 0.01]
