@@ -21,7 +21,7 @@ for room in ROOMS:
     if not (HERE / "src" / "penstock" / room).is_dir():
         package_dir[f"penstock.{room}"] = room
 
-# The innermost loops in C. Without a C compiler they run in Python, with the same results but slower
+# The innermost loops, and the waits, in C. Without a C compiler they run in Python, with the same results but slower
 # (benchmarks/native.py).
 EXTENSIONS = []
 if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # the C code relies on the GIL
@@ -33,7 +33,8 @@ if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # the
             # Sums must be equal to Python's, to the last bit.
             extra_compile_args=["-ffp-contract=off"] if os.name == "posix" else [],
             optional=True,
-        )
+        ),
+        Extension("penstock.workers._native", ["workers/_native.c"], optional=True),
     ]
 
 BENCH = ["rich>=13", "matplotlib>=3.7"]
@@ -84,7 +85,7 @@ setup(
     python_requires=">=3.10",
     package_dir=package_dir,
     packages=["penstock", *(f"penstock.{room}" for room in ROOMS)],
-    package_data={"penstock": ["py.typed"], "penstock.buffers": ["_native.pyi"]},
+    package_data={"penstock": ["py.typed"], "penstock.buffers": ["_native.pyi"], "penstock.workers": ["_native.pyi"]},
     ext_modules=EXTENSIONS,
     zip_safe=False,
     install_requires=[

@@ -2,6 +2,9 @@
 
 A writer calls `fence()` between the two stores, and a reader between the two loads. An x86 processor keeps both orders
 by itself. Other processors, such as ARM, do not.
+
+`full_fence()` also keeps a load behind an earlier store. No processor does this by itself. Two processes need it that
+each store one word and then load the other's.
 """
 
 from __future__ import annotations
@@ -29,9 +32,7 @@ def fence_of_locks() -> None:
         pass
 
 
-def _fence() -> Callable[[], None]:
-    if IS_ORDERED:
-        return no_fence
+def _full_fence() -> Callable[[], None]:
     try:
         from penstock.buffers._native import fence as compiled
     except ImportError:
@@ -39,5 +40,10 @@ def _fence() -> Callable[[], None]:
     return compiled
 
 
+#: No store or load passes an earlier store or load. Without the compiled part this is certain on x86 only, where taking
+#: a lock is a full fence.
+full_fence = _full_fence()
+#: Whether `full_fence` is one.
+HAS_FULL_FENCE = IS_ORDERED or full_fence is not fence_of_locks
 #: No store passes an earlier store, and no load passes an earlier load. A load may still pass an earlier store.
-fence = _fence()
+fence = no_fence if IS_ORDERED else full_fence

@@ -139,6 +139,7 @@ class BatchColumns:
         self.final_obs, self.final_value = own("final_obs"), own("final_value")
         self.bootstrap_value = arrays.bootstrap_value[columns] if "bootstrap_value" in arrays else None
         self.batch_T, self.n_columns = self.done.shape
+        self._last_done, self._last_valid = self.done[-1], self.valid[-1]
         # Made once, because making a view takes as long as writing the row.
         self.observation_rows = [self.observation[t] for t in range(self.batch_T + 1)]
         self.action_rows = [self.action[t] for t in range(self.batch_T + 1)]
@@ -150,15 +151,13 @@ class BatchColumns:
         With `carry_over`, copy the last row of the batch before to the first row. It is False in the first batch.
         """
         if carry_over:
-            for field in (self.observation, self.action, self.reward):
-                field[0] = field[self.batch_T]
-            # A column that was parked at the end starts an episode now.
-            np.logical_or(self.done[-1], ~self.valid[-1], out=self.episode_start)
-        if self.final_obs is not None:
-            # Clear it only where it was written. That is faster, since few steps end an episode.
-            t, b = np.nonzero(self.done)
-            if t.size:
-                self.final_obs[t, b] = 0
-        for flags in (self.terminated, self.truncated, self.done, self.final_value):
-            if flags is not None:
-                flags[...] = 0
+            for rows in (self.observation_rows, self.action_rows, self.reward_rows):
+                rows[0][...] = rows[-1]
+            # A column that was parked at the end starts an episode now: where `done` is True or `valid` is False.
+            np.less_equal(self._last_valid, self._last_done, out=self.episode_start)
+        # Clear only where an episode ended. That is faster, since few steps end one.
+        t, b = np.nonzero(self.done)
+        if t.size:
+            for field in (self.terminated, self.truncated, self.done, self.final_value, self.final_obs):
+                if field is not None:
+                    field[t, b] = 0

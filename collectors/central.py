@@ -11,13 +11,14 @@ import numpy.typing as npt
 
 from penstock.agents.base import Agent, AgentStep
 from penstock.buffers.named import NamedArrays
+from penstock.workers.progress import URGENT
 
 
 class Request(enum.IntEnum):
     """What a worker requests from the inference server."""
 
     STEP = 1
-    VALUE = 2
+    VALUE = URGENT  # in the middle of a step
 
 
 class RemoteAgent(Agent):

@@ -80,12 +80,14 @@ class BatchTracker(Tracker):
 
     def __init__(self, env_ranks: range, put: Callable[[npt.NDArray[Any]], None], discount: float = 1.0) -> None:
         self._env_ranks, self._are_consecutive = np.asarray(env_ranks), env_ranks.step == 1
+        self._first_env_rank = env_ranks[0]
         self._put = put
         self._discount = float(discount)
         # The FIGURES of each column's unfinished trajectory so far, and the weight of its next reward.
         self._running = np.zeros((len(env_ranks), len(FIGURES) + 1))
         self.restart()
         self._records = np.empty(0, RECORD)
+        self._output = self._records.view(np.uint8)[np.newaxis]
 
     def restart(self) -> None:
         self._running[:, :-1], self._running[:, -1] = 0, 1
@@ -104,9 +106,13 @@ class BatchTracker(Tracker):
         if self._are_consecutive:
             if len(self._records) < reward.size:  # a trajectory may finish in every cell
                 self._records = np.empty(reward.size, RECORD)
-            output, first_env_rank = self._records.view(np.uint8)[np.newaxis], int(self._env_ranks[0])
-            n = sum_episodes(reward, done, self._running, output, first_t, first_env_rank, self._discount)
-        records = self._records[:n].copy() if n >= 0 else self._sum_episodes(reward, done, first_t)
+                self._output = self._records.view(np.uint8)[np.newaxis]
+            n = sum_episodes(
+                reward, done, self._running, self._output, first_t, self._first_env_rank, self._discount
+            )
+        if n == 0:
+            return 0
+        records = self._records[:n].copy() if n > 0 else self._sum_episodes(reward, done, first_t)
         if len(records):
             self._put(records)
         return len(records)
@@ -201,5 +207,6 @@ class ObjectTracker(Tracker):
 
     def end_rows(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int = 0) -> int:
         finished, self._finished = self._finished, []
-        self._put(finished)
+        if finished:
+            self._put(finished)
         return len(finished)

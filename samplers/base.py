@@ -243,6 +243,8 @@ class Sampler(ABC):
     def _take_traj_infos(self, pool: WorkerPool | SerialPool) -> list[TrajInfo]:
         """The trajectories that the workers have sent for the last command, ordered by time step, then env_rank."""
         expected = self._memory.control.n_results_by_rank(len(self._plans))
+        if not any(expected):
+            return []
         self._n_trajectories.update(dict(enumerate(expected)))
         if self.config.traj_info_cls is TrajInfo:
             return infos_from_records(self._memory.records, expected)

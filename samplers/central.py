@@ -65,8 +65,9 @@ class GpuSampler(ParallelSampler):
             during `initialize`, for all environments together. For other numbers of environments (`min_ready`, halves,
             values at episode ends) torch compiles it again when they first occur; with `server="process"`,
             `step_timeout` must allow for that.
-        spin_seconds: how long server and workers spin for each other before they sleep; they yield the CPU in between.
-            By default 200 µs, at most 10 ms: while they spin they notice nothing else.
+        spin_seconds: the longest time that server and workers spin for each other before they sleep. They spin for about
+            twice as long as their recent waits took, or not at all where these took longer than this. By default 1 ms,
+            at most 10 ms: while they spin they notice nothing else.
 
     On CPUs, `torch.set_num_threads(1)` in the main process is faster for small policies: while it acts, the main
     process then avoids the CPUs that workers are pinned to.
@@ -163,6 +164,7 @@ class GpuSampler(ParallelSampler):
             world_size=allocation.program.world_size,
             spin_seconds=self._spin_seconds,
             compile_options=self._compile_options,
+            n_processes=len(plans) + (not self._steps_locally),
             heartbeat_seconds=min(1.0, (config.step_timeout or 4.0) / 4),
         )
         program = replace(allocation.program, agent=RemoteAgent(self._agent))

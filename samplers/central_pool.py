@@ -66,7 +66,7 @@ class CentralPool(WorkerPool):
     def wait(self, occasion: str, **how: Unpack[WaitOptions]) -> None:
         """As `WorkerPool.wait`, while requests get replies and the local worker runs."""
         self._occasion, self._on_wake = occasion, how.get("on_wake")
-        how["on_wake"] = self._serve
+        how.update(self._serving())
         with sigint.deferred(), avoid_cpus(self._worker_cpus):
             try:
                 if self._local is not None:
@@ -106,6 +106,11 @@ class CentralPool(WorkerPool):
         if self._on_wake is not None:
             self._on_wake()
 
+    def _serving(self) -> WaitOptions:
+        """The arguments of a wait in which requests get replies."""
+        server = self._server
+        return {"on_wake": self._serve, "is_due": lambda: server.has_work, "wake_for_any": server.wake_for_any}
+
     def _request_locally(self, kind: int) -> None:
         """The local worker's request: serve until it has its reply."""
         assert self._local is not None
@@ -113,7 +118,7 @@ class CentralPool(WorkerPool):
         progress.request(kind)
         self._serve(lambda: progress.has_reply)
         while not progress.has_reply:
-            super().wait(self._occasion, until=lambda: progress.has_reply, on_wake=self._serve, interruptible=False)
+            super().wait(self._occasion, until=lambda: progress.has_reply, interruptible=False, **self._serving())
             if not progress.has_reply:  # all processes have arrived, and only this request has no reply
                 self._serve()
         progress.enter(Phase.ACTING)

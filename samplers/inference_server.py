@@ -27,8 +27,11 @@ from penstock.samplers.readiness import LockStep, Readiness
 from penstock.samplers.step_buffer import StepBuffer
 from penstock.workers import sigint
 from penstock.workers.control import Command
-from penstock.workers.progress import Phase
-from penstock.workers.spinning import yield_cpu
+from penstock.workers.native import look, spin_for_requests
+from penstock.workers.progress import FOR_ANY, Phase
+from penstock.workers.spinning import SpinTime, is_crowded
+
+_SERVE_SECONDS = 0.1  # how long `serve` runs at most: its caller notices deaths, and other processes its heartbeat
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,9 @@ class ServerOptions:
     readiness: Readiness
     seed: int
     world_size: int  #: how many such samplers there are
-    spin_seconds: float  #: how long it spins for requests before it sleeps
+    spin_seconds: float  #: the longest time that it spins for requests before it sleeps
     compile_options: Mapping[str, Any] | None  #: arguments of `torch.compile`; None: the model is not compiled
+    n_processes: int  #: how many processes take part, the server included
     heartbeat_seconds: float  #: the longest time between two heartbeats of a server process without requests
 
 
@@ -53,7 +57,10 @@ class InferenceServer:
         assert memory.totals is not None
         self._control, self._parameters, self._totals = memory.control, memory.parameters, memory.totals
         self._plans, self._seed, self._readiness = list(options.plans), options.seed, options.readiness
-        self._spin_seconds = options.spin_seconds
+        # The local worker, if there is one, runs in the process of the server.
+        self._spin_time, self._yields = SpinTime(options.spin_seconds), is_crowded(options.n_processes)
+        self._fingerprint: int | None = None  # of the arrivals and requests that leave nothing to do; None: look
+        self._idle_since: float | None = None  # when there was nothing to do, if a spin was in vain since
         self.progress = memory.control.progress(len(options.plans))
         agent = options.agent
         agent.runtime.attach(memory.parameters)
@@ -69,7 +76,9 @@ class InferenceServer:
             if steps is not None:
                 self._page_locks.enter_context(agent.runtime.page_locked(steps.memory.whole))
         self._command, self._batch, self._rule = Command(), self._train, self._readiness
-        self._numbers = [0] * len(self._plans)  # by rank: the number of the last request that was seen
+        self._numbers: Sequence[int] = ()  # by rank: the number of the last request that was seen
+        self._n_replaced = 0  # how many workers have been replaced, as far as noticed
+        self._are_all_at_gate, self._seen = False, 0  # what the last look has found
         self._held: list[int] = []  # workers whose actions are ready, but which may not have them yet
         self._n_evaluations = 0
         self._error: SamplerBrokenError | None = None  # the agent's error, which the next `serve` raises
@@ -87,6 +96,7 @@ class InferenceServer:
         if command.has_message:
             return
         self._command, self._batch, self._rule = command, self._train, self._readiness
+        self._fingerprint = self._idle_since = None
         if command.do_eval:
             assert self._eval is not None
             self._batch, self._rule = self._eval, LockStep()
@@ -125,6 +135,7 @@ class InferenceServer:
         """Reset noise and state of the columns whose worker has been replaced, and drop held replies to dead workers.
         Returns whether a worker was replaced."""
         control, found = self._control, False
+        self._n_replaced = control.n_replaced
         for rank, plan in enumerate(self._plans):
             if control.generation(rank) != plan.generation:
                 found = True
@@ -147,21 +158,53 @@ class InferenceServer:
     # ---- serving ---------------------------------------------------------------------------
 
     def serve(self, wake: Callable[[int], None], until: Callable[[], bool] = lambda: False) -> None:
-        """Reply to all requests that the rule allows, then spin for new ones. `wake(rank)` wakes a worker after its
-        reply. Returns at once when `until` is True. Raises `WorkerError` if the agent raises."""
+        """Reply to all requests that the rule allows, then spin for new ones. `wake(rank)` wakes a worker that sleeps,
+        after its reply. Returns when `until` is True. Raises `WorkerError` if the agent raises."""
         began = time.monotonic()
         self._totals.add_seconds(waiting=began - self._served_until)
-        spin_until = began + self._spin_seconds
+        if self._idle_since is not None:
+            self._spin_time.note(began - self._idle_since)
+            self._idle_since = None
         while True:
             if self._serve_once(wake):
-                if sigint.is_pending() or until():  # return now: the caller handles the Ctrl-C
+                # Return now: the caller handles the Ctrl-C.
+                if sigint.is_pending() or until() or time.monotonic() - began > _SERVE_SECONDS:
                     break
-                spin_until = time.monotonic() + self._spin_seconds
-            elif self.all_have_arrived or sigint.is_pending() or self._control.quit or time.monotonic() >= spin_until:
+            elif self._are_all_at_gate or sigint.is_pending() or not self._spin():
                 break
-            else:
-                yield_cpu()
         self._served_until = time.monotonic()
+
+    def _spin(self) -> bool:
+        """Spin for a short time. Returns whether there may be something to do."""
+        began, seconds = time.monotonic(), self._spin_time.seconds
+        if self._has_news(seconds) and not self._control.quit:
+            self._spin_time.note(time.monotonic() - began)
+            return True
+        self._idle_since = began
+        return False
+
+    def _has_news(self, spin_seconds: float) -> bool:
+        """Whether a request or an arrival has come that the rule waits for, or comes within `spin_seconds`."""
+        control, seen = self._control, self._fingerprint
+        if seen is None:
+            return True
+        n, all_of_them = len(self._plans), self._rule.wants_all
+        return spin_for_requests(*control.block, n, seen, all_of_them, control.quit_word, spin_seconds, self._yields)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `serve` must be called. Look at this once more before you sleep."""
+        return self._has_news(0.0)
+
+    @property
+    def wake_for_any(self) -> bool:
+        """Whether each request and each arrival must wake the server. Otherwise it waits until no worker is working."""
+        return not self._rule.wants_all
+
+    @property
+    def wake_for(self) -> int:
+        """The same as the sleeping word of a server process."""
+        return FOR_ANY if self.wake_for_any else len(self._plans)
 
     @property
     def all_have_arrived(self) -> bool:
@@ -175,14 +218,19 @@ class InferenceServer:
         values, steps, working = self._look()
         if self._error is not None:
             raise self._error
-        if self._held and self._rule.may_go(working):
-            held, self._held = self._held, []
-            self._reply(held, wake)
-            return True
+        held = self._held
+        if held:
+            if self._rule.may_go(working):
+                self._held = []
+                self._reply(held, wake)
+                return True
+            steps = [rank for rank in steps if rank not in held]
         # Values first, on their own: the workers that request them are in the middle of a step.
         ranks = values or self._rule.choose(steps, working)
         if not ranks:
+            self._fingerprint = self._seen
             return False
+        self._fingerprint = None
         # Ctrl-C waits for the end of the agent's step. Otherwise the step would be repeated, with other noise.
         with sigint.nested():
             self._act(ranks, for_values=bool(values))
@@ -193,8 +241,7 @@ class InferenceServer:
         return True
 
     def _reply(self, ranks: Sequence[int], wake: Callable[[int], None]) -> None:
-        for rank in ranks:
-            self._control.reply(rank, self._numbers[rank])
+        for rank in self._control.reply_all(ranks, self._numbers):
             wake(rank)
 
     def _act(self, ranks: Sequence[int], *, for_values: bool) -> None:
@@ -217,19 +264,11 @@ class InferenceServer:
         """The ranks that request values, that request actions, and that work on their batch."""
         control = self._control
         while True:
-            values, steps, working = [], [], []
-            for rank in range(len(self._plans)):
-                self._numbers[rank], kind = control.last_request(rank)
-                if kind == Request.VALUE:
-                    values.append(rank)
-                elif kind == Request.STEP:
-                    if rank not in self._held:
-                        steps.append(rank)
-                elif not control.has_arrived(rank):
-                    working.append(rank)
+            values, steps, working, self._numbers, self._seen = look(*control.block, len(self._plans))
             # After the requests: a new worker's generation is written before its first request.
             fence()
-            if not self._notice_replacements():
+            if control.n_replaced == self._n_replaced or not self._notice_replacements():
+                self._are_all_at_gate = not (values or steps or working)
                 return values, steps, working
 
     def _worker_error(self, error: Exception, doing: str, ranks: Sequence[int]) -> SamplerBrokenError:

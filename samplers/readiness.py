@@ -13,6 +13,8 @@ from penstock.errors import ConfigError
 class Readiness(Protocol):
     """Chooses the workers that the inference server acts for. Workers are given by rank."""
 
+    wants_all = False  #: whether it chooses nobody while a worker is working
+
     def choose(self, requesting: Sequence[int], working: Sequence[int]) -> Sequence[int]:
         """The workers to act for now, out of the workers that are `requesting` actions. The others that run the command
         are `working`. The server calls this after every request, until the result is empty."""
@@ -24,6 +26,8 @@ class Readiness(Protocol):
 
 class LockStep(Readiness):
     """All together: the agent acts when the slowest worker has finished its step."""
+
+    wants_all = True
 
     def choose(self, requesting: Sequence[int], working: Sequence[int]) -> Sequence[int]:
         return () if working else requesting

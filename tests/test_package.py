@@ -90,7 +90,7 @@ def expected_modules(*, compiled: bool = True) -> set[str]:
     names = {f"penstock/{path.name}" for path in (ROOT / "src" / "penstock").glob("*.py")} | {"penstock/py.typed"}
     names |= {f"penstock/{room}/{path.name}" for room in ROOMS for path in (ROOT / room).glob("*.py")}
     suffixes = {".pyi", sysconfig.get_config_var("EXT_SUFFIX")} if compiled and HAS_COMPILER else {".pyi"}
-    return names | {f"penstock/buffers/_native{suffix}" for suffix in suffixes}
+    return names | {f"penstock/{room}/_native{suffix}" for room in ("buffers", "workers") for suffix in suffixes}
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["with links", "without links"])

@@ -7,22 +7,26 @@ Order of writes: first the data, then the word that announces it.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.named import NamedArrays
-from penstock.buffers.ordering import fence
+from penstock.buffers.ordering import fence, full_fence
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.workers.progress import (
     ACTING,
     ARRIVED,
+    ASLEEP,
+    AWAKE,
     BATCHES,
     BEGUN,
     ENV_RANK,
     HEARTBEAT,
     KIND_BITS,
+    MAIN_ASLEEP,
     N_RESULTS,
     PHASE,
     QUIT,
@@ -84,6 +88,9 @@ class ControlBlock:
         self._commands: Any = memoryview(arrays.commands)
         self._replied: Any = memoryview(arrays.replied)
         self._rows: Any = memoryview(arrays.progress)
+        #: The first arguments of the functions in native.py.
+        self.block: tuple[Any, Any, Any] = self._rows, self._opened, self._replied
+        self.quit_word, self.main_asleep = self._words[QUIT : QUIT + 1], self._words[MAIN_ASLEEP : MAIN_ASLEEP + 1]
 
     def __getstate__(self) -> NamedMemory:
         return self.memory
@@ -155,6 +162,11 @@ class ControlBlock:
                 pending.append(rank)
         return pending
 
+    def is_asleep(self, worker_rank: int) -> bool:
+        """Whether this worker, or the inference server, sleeps and must be woken. What it waits for is published."""
+        full_fence()
+        return self._rows[worker_rank, ASLEEP] != AWAKE  # type: ignore[no-any-return]
+
     def begun(self, worker_rank: int) -> int:
         """The last gate opening that this worker has seen; 0 before its first command."""
         return self._rows[worker_rank, BEGUN]  # type: ignore[no-any-return]
@@ -195,6 +207,16 @@ class ControlBlock:
         fence()
         self._replied[worker_rank, 0] = number
 
+    def reply_all(self, worker_ranks: Sequence[int], numbers: Sequence[int]) -> list[int]:
+        """Inference server: request `numbers[rank]` of each of these workers has its reply. Returns which of them
+        sleep."""
+        rows, replied = self._rows, self._replied
+        fence()
+        for rank in worker_ranks:
+            replied[rank, 0] = numbers[rank]
+        full_fence()
+        return [rank for rank in worker_ranks if rows[rank, ASLEEP]]
+
     def version(self, server_rank: int) -> int:
         """The version of the parameters with which the inference server acts, or last acted."""
         return self._rows[server_rank, VERSION]  # type: ignore[no-any-return]
@@ -204,6 +226,11 @@ class ControlBlock:
     def generation(self, worker_rank: int) -> int:
         """How many workers with this rank have failed and been replaced."""
         return self._generation[worker_rank]
+
+    @property
+    def n_replaced(self) -> int:
+        """How many workers have failed and been replaced."""
+        return sum(self._generation)
 
     def progress(self, worker_rank: int) -> Progress:
         """The writing end of one worker's row; only that worker may use it."""

@@ -16,6 +16,9 @@ If the inference server is a process, it has a gate too. Requests and arrivals w
 
 The counts are the truth. A wake-up only says "look again", so an extra one does no harm. There is no lock, so a process
 that dies cannot block the other side. Opening number one is start-up: the worker arrives once when it is ready.
+
+Only a process that sleeps is woken. It says so in a shared word before its last look at the counts; the other side
+reads this word after it has changed a count. Both put a full fence in between (docs/protocol.md).
 """
 
 from __future__ import annotations
@@ -24,12 +27,14 @@ import os
 import select
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from penstock.buffers.descriptors import InheritedFd, InheritedFds
-from penstock.buffers.ordering import fence
+from penstock.buffers.ordering import HAS_FULL_FENCE, fence, full_fence
 from penstock.workers.control import Command, ControlBlock
-from penstock.workers.progress import Phase, Progress
-from penstock.workers.spinning import spin
+from penstock.workers.native import must_wake, spin_for_word
+from penstock.workers.progress import ASLEEP, AWAKE, FOR_ANY, Phase, Progress
+from penstock.workers.spinning import SpinTime
 
 _POLL_MS = 1000
 
@@ -81,25 +86,37 @@ class Gate:
     """One worker's gate, as the module describes it. It can be pickled only to a worker that is being started."""
 
     def __init__(
-        self, control: ControlBlock, worker_rank: int, *, spin_seconds: float, server: Gate | None = None
+        self,
+        control: ControlBlock,
+        worker_rank: int,
+        *,
+        spin_seconds: float,
+        yields: bool = True,
+        server: Gate | None = None,
     ) -> None:
-        """`server` is the gate of the inference server, if that is a process."""
-        self._control, self._rank, self._spin_seconds = control, worker_rank, spin_seconds
+        """`spin_seconds`: the longest time that the worker spins before it sleeps. `yields`: whether it yields the CPU
+        after each look. `server` is the gate of the inference server, if that is a process."""
+        self._control, self._rank, self._spin_seconds, self._yields = control, worker_rank, spin_seconds, yields
         #: A pidfd of the main process. The worker sets it; None: only the watchdog thread watches the main process.
         self.main_process: InheritedFd | None = None
         self._go, self._done = WakeUp(), WakeUp()
-        self._server_go = None if server is None else server._go
-        self._poll: select.poll | None = None  # the worker makes it
+        self._server_go, self._server_rank = (None, -1) if server is None else (server._go, server._rank)
+        self._own: _WorkerSide | None = None  # the worker makes it
 
     # ---- main process ----------------------------------------------------------------------
 
     def open(self, command: Command = Command()) -> None:  # noqa: B008 - immutable
         """Let the worker through barrier_in, to run `command`."""
         self._control.open(self._rank, command)
-        self._go.notify()
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the worker if it sleeps: its gate is open, or its request has a reply."""
+        if self._control.is_asleep(self._rank) or not HAS_FULL_FENCE:
+            self._go.notify()
 
     def fileno(self) -> int:
-        """The main process polls it: readable when the worker may have arrived."""
+        """The main process polls it: readable when the worker has woken the main process."""
         return self._done.fileno()
 
     def clear(self) -> None:
@@ -110,55 +127,89 @@ class Gate:
         self._go.close()
         self._done.close()
 
-    def wake(self) -> None:
-        """Wake the worker: its request has a reply."""
-        self._go.notify()
-
     # ---- worker ----------------------------------------------------------------------------
 
     def wait_in(self, progress: Progress) -> None:
         """Wait for the next opening. Raises `MainProcessGone` if `main_process` becomes readable."""
         began = time.monotonic()
-        wanted = progress.arrived + 1
-        self._wait(lambda: self._control.opened(self._rank) >= wanted)
+        own = self._own or self._bind()
+        self._wait(own, own.opened, progress.arrived + 1, own.opening)
         progress.add_waiting(time.monotonic() - began)
 
     def arrive(self, progress: Progress) -> None:
         """Complete the opening."""
         progress.arrived += 1
-        self._done.notify()
+        self.signal()
         if self._server_go is not None:
-            self._server_go.notify()
+            self._wake_server(self._server_go)
 
     def signal(self) -> None:
-        """Wake the main process, though this worker has not arrived."""
-        self._done.notify()
+        """Wake the main process if it sleeps for what this worker has published."""
+        if must_wake(*self._control.block, self._control.main_asleep) or not HAS_FULL_FENCE:
+            self._done.notify()
+
+    def _wake_server(self, server_go: WakeUp) -> None:
+        own = self._own or self._bind()
+        if must_wake(*self._control.block, own.server_asleep) or not HAS_FULL_FENCE:
+            server_go.notify()
 
     def request(self, progress: Progress, kind: int) -> None:
         """Send a request of this kind to the inference server and wait for the reply. Raises as `wait_in` does, and
         `StopCollecting` once the sampler shuts down."""
         progress.request(kind)
-        (self._server_go or self._done).notify()
-        self._wait(lambda: progress.has_reply)
+        if self._server_go is None:
+            self.signal()
+        else:
+            self._wake_server(self._server_go)
+        own = self._own or self._bind()
+        while not progress.has_reply:
+            self._wait(own, own.replied, progress.n_requests, own.reply)
         progress.enter(Phase.ACTING)
 
-    def _wait(self, is_done: Callable[[], bool]) -> None:
-        if not spin(is_done, self._spin_seconds):
-            while not is_done():
-                self.sleep()
-        fence()
+    def _bind(self) -> _WorkerSide:
+        self._own = _WorkerSide(self._control, self._rank, self._server_rank, self._spin_seconds)
+        return self._own
 
-    def sleep(self, milliseconds: int = _POLL_MS) -> None:
-        """Sleep until something wakes this worker, at most for `milliseconds`. Raises as `wait_in` does."""
-        if self._poll is None:
-            self._poll = select.poll()
-            self._poll.register(self._go.fileno(), select.POLLIN)
+    def _wait(self, own: _WorkerSide, word: Any, value: int, spin_time: SpinTime) -> None:
+        """Wait until `word[0]` reaches `value`, or until the sampler shuts down."""
+        began, seconds, quits = time.monotonic(), spin_time.seconds, own.quits
+        if not (seconds and spin_for_word(word, value, quits, seconds, self._yields)):
+            while word[0] < value and not quits[0]:
+                self.sleep(lambda: word[0] >= value or quits[0])
+        fence()
+        spin_time.note(time.monotonic() - began)
+
+    def sleep(self, is_due: Callable[[], Any], milliseconds: int = _POLL_MS, wake_for: int = FOR_ANY) -> None:
+        """Sleep until something wakes this worker, at most for `milliseconds`; not at all if `is_due()` is already True.
+        `wake_for` says what must wake it (progress.py). Raises as `wait_in` does."""
+        own = self._own or self._bind()
+        if own.poll is None:
+            own.poll = select.poll()
+            own.poll.register(self._go.fileno(), select.POLLIN)
             if self.main_process is not None:
-                self._poll.register(self.main_process.fileno(), select.POLLIN)
-        for fd, _ in self._poll.poll(milliseconds):
+                own.poll.register(self.main_process.fileno(), select.POLLIN)
+        own.row[ASLEEP] = wake_for
+        full_fence()
+        ready = own.poll.poll(0 if is_due() else milliseconds)  # in any case, notice the end of the main process
+        own.row[ASLEEP] = AWAKE
+        for fd, _ in ready:
             if fd != self._go.fileno():
                 raise MainProcessGone
-        self._go.clear()
+        if ready:
+            self._go.clear()
+
+
+class _WorkerSide:
+    """What a worker keeps for its gate: the words that it looks at, and how long it spins."""
+
+    def __init__(self, control: ControlBlock, rank: int, server_rank: int, spin_seconds: float) -> None:
+        arrays = control.memory.arrays
+        self.row, self.quits = memoryview(arrays.progress[rank]), control.quit_word
+        self.opened, self.replied = memoryview(arrays.opened[rank : rank + 1]), memoryview(arrays.replied[rank])
+        self.server_asleep = memoryview(arrays.progress[server_rank, ASLEEP:])
+        # Two averages, because waiting for a learner says nothing of waiting for a reply.
+        self.opening, self.reply = SpinTime(spin_seconds), SpinTime(spin_seconds)
+        self.poll: select.poll | None = None
 
 
 class GateWakers:
@@ -169,7 +220,7 @@ class GateWakers:
         self._fds = InheritedFds([gate._go._write.fd for gate in gates])
 
     def wake(self, rank: int) -> None:
-        """Wake this worker: its request has a reply."""
+        """Wake this worker, which sleeps: its request has a reply."""
         _notify(self._fds.fds[rank])
 
     def close(self) -> None:

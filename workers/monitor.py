@@ -10,15 +10,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypedDict
 
-from penstock.buffers.ordering import fence
+from penstock.buffers.ordering import fence, full_fence
 from penstock.buffers.reports import ReportBoard
 from penstock.workers import sigint
 from penstock.workers.control import ControlBlock
 from penstock.workers.failures import WorkerFailure, WorkerStatus
 from penstock.workers.handle import WorkerHandle
+from penstock.workers.native import spin, spin_for_arrivals
 from penstock.workers.plan import PoolOptions
-from penstock.workers.progress import Phase, ProgressSnapshot
-from penstock.workers.spinning import spin
+from penstock.workers.progress import AWAKE, FOR_ANY, Phase, ProgressSnapshot
+from penstock.workers.spinning import SpinTime
 
 _CHECKS_PER_LIMIT = 20  # how often progress is checked within one limit
 _CHECK_SECONDS = 0.25  # the longest time between two checks, if there is a limit
@@ -32,6 +33,8 @@ class WaitOptions(TypedDict, total=False):
 
     until: Callable[[], bool] | None
     on_wake: Callable[[], None] | None
+    is_due: Callable[[], bool] | None
+    wake_for_any: bool
     poll_interval: float
     interruptible: bool
 
@@ -44,7 +47,8 @@ class Monitor:
         self._handles: Sequence[WorkerHandle] = ()
         self._poll = select.poll()
         self._sources: dict[int, tuple[str, WorkerHandle]] = {}  # by descriptor: "death", "gate" or "pipe", and whose
-        self._last_was_short = True  # whether the last wait was short: then spinning is worth its CPU time
+        self._spin_time = SpinTime(options.spin_seconds)
+        self.yields = True  #: whether to yield the CPU while spinning; the pool sets it
         self._last_poll = -math.inf  # when deaths were last looked for
         # For each worker: its last progress, and when that began. It is kept between waits: a worker may hang longer
         # than one wait lasts.
@@ -64,57 +68,70 @@ class Monitor:
         self,
         until: Callable[[], bool] | None = None,
         on_wake: Callable[[], None] | None = None,
+        is_due: Callable[[], bool] | None = None,
+        wake_for_any: bool = False,
         poll_interval: float = 1.0,
         interruptible: bool = True,
     ) -> list[WorkerFailure]:
         """Wait until every worker has arrived at barrier_out, or `until` returns True.
 
-        `on_wake` is called at each wake-up, and at least every `poll_interval` seconds. Ctrl-C may end an
-        `interruptible` wait. Returns the workers that have failed, or [] if the wait is over or `is_closing` was set.
+        `on_wake` is called at each wake-up, and at least every `poll_interval` seconds; it may spin itself. `is_due`
+        says whether it has work to do now. The workers wake this process when all of them are idle, or, with
+        `wake_for_any`, each time that one publishes something. Ctrl-C may end an `interruptible` wait. Returns the
+        workers that have failed, or [] if the wait is over or `is_closing` was set.
         """
-        n, began = len(self._handles), time.monotonic()
-        pending = self._control.pending(n)
-        is_done = until or (lambda: not self._control.pending(n))
-        spins = self._last_was_short
+        began, wake_for = time.monotonic(), FOR_ANY if wake_for_any else len(self._handles)
         failures: list[WorkerFailure] = []
-        while True:
-            # Spinning takes CPU time from workers. So spin only if the last wait was short or one worker is left, and
-            # never with `on_wake`, which may spin itself.
-            if on_wake is None and (spins or len(pending) == 1 < n) and self._spin(is_done):
-                break
-            spins = False
-            # Everything may be done already: then poll only once, for deaths.
-            is_over = not pending or (on_wake is None and until is not None and until())
-            dead = self._sleep(0.0 if is_over else min(poll_interval, self._check_seconds), interruptible)
-            pending = self._control.pending(n)
+
+        def is_over() -> bool:
+            if self.have_all_arrived() or (is_due is not None and is_due()):
+                return True
+            return on_wake is None and until is not None and until()
+
+        has_spun = on_wake is None and self._spin(until)
+        while not has_spun:
+            dead = self._sleep(wake_for, is_over, min(poll_interval, self._check_seconds), interruptible)
             if self.is_closing:
                 break
             if dead:
                 failures = self._examine_dead(dead)
             elif time.monotonic() >= self._next_check:
-                failures = self._examine_hung(pending)
-            if failures or not pending:
+                failures = self._examine_hung(self._control.pending(len(self._handles)))
+            if failures or self.have_all_arrived():
                 break
             if on_wake is not None:
                 on_wake()
             if until is not None and until():
                 break
         fence()
-        self._last_was_short = time.monotonic() - began < 2 * self._options.spin_seconds
+        if on_wake is None:
+            self._spin_time.note(time.monotonic() - began)
         return failures
 
-    def _spin(self, is_done: Callable[[], bool]) -> bool:
+    def have_all_arrived(self, spin_seconds: float = 0.0) -> bool:
+        """Whether every worker has arrived at barrier_out, or arrives within `spin_seconds`."""
+        return spin_for_arrivals(*self._control.block, len(self._handles), spin_seconds, self.yields)
+
+    def _spin(self, until: Callable[[], bool] | None) -> bool:
         """Spin for a short time. Returns whether the wait is over; False also if deaths or Ctrl-C must be looked for
         first."""
-        is_over = spin(is_done, self._options.spin_seconds)
+        seconds = self._spin_time.seconds
+        is_over = self.have_all_arrived(seconds) if until is None else spin(until, seconds)
         return is_over and time.monotonic() - self._last_poll < _DEATH_CHECK_SECONDS and not sigint.is_pending()
 
-    def _sleep(self, seconds: float, interruptible: bool) -> list[int]:
-        """Sleep until something happens, at most `seconds`. Reads messages; returns the ranks of dead workers."""
-        dead = []
+    def _sleep(self, wake_for: int, is_over: Callable[[], bool], seconds: float, interruptible: bool) -> list[int]:
+        """Sleep until something happens, at most `seconds`; not at all if `is_over` is already True. Reads messages;
+        returns the ranks of dead workers."""
+        dead, control = [], self._control
         self._last_poll = asleep = time.monotonic()
         with sigint.allowed() if interruptible else contextlib.nullcontext():
-            ready = self._poll.poll(round(seconds * 1000))
+            control.main_asleep[0] = wake_for
+            try:
+                full_fence()
+                # If it is over, look for deaths only.
+                ready = self._poll.poll(0 if is_over() else round(seconds * 1000))
+            finally:
+                control.main_asleep[0] = AWAKE
         late = time.monotonic() - asleep - seconds
         # This process was suspended, and the workers perhaps too: this time does not count.
         if late > self._check_seconds:

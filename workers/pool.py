@@ -29,6 +29,7 @@ from penstock.workers.plan import PoolOptions, WorkerPlan
 from penstock.workers.program import SharedMemory, WorkerProcessArgs, WorkerProgram
 from penstock.workers.progress import Phase
 from penstock.workers.restarts import Restarts
+from penstock.workers.spinning import is_crowded
 from penstock.workers.stacks import StackFile
 from penstock.workers.uninterrupted import uninterrupted
 
@@ -101,16 +102,19 @@ class WorkerPool:
 
     def _start_all(self, plans: Sequence[WorkerPlan]) -> None:
         spin = self._options.spin_seconds
+        self._monitor.yields = yields = is_crowded(len(plans) + 1)
         server_gate: Any = None
         if plans[-1].server_name:
-            server_gate = self._owned(Gate(self.control, plans[-1].worker_rank, spin_seconds=spin))
+            server_gate = self._owned(Gate(self.control, plans[-1].worker_rank, spin_seconds=spin, yields=yields))
         for plan in plans:
             with sigint.allowed():
                 pass  # Ctrl-C may end the start here: no worker is half started now
             self._check_open()
             gate = server_gate
             if not plan.server_name:
-                gate = self._owned(Gate(self.control, plan.worker_rank, spin_seconds=spin, server=server_gate))
+                gate = self._owned(
+                    Gate(self.control, plan.worker_rank, spin_seconds=spin, yields=yields, server=server_gate)
+                )
             self._wanted_openings[plan.worker_rank] = 1
             self.control.open(plan.worker_rank)
             self._start(plan, gate, ObjectPipe(), self._owned(StackFile()))

@@ -7,8 +7,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from penstock.buffers.ordering import fence
 
 if TYPE_CHECKING:
@@ -46,12 +44,17 @@ class StopCollecting(Exception):
 
 # The words of a row.
 PHASE, T, ENV_RANK, HEARTBEAT, BEGUN, ARRIVED, N_RESULTS, BATCHES = range(8)
-STEPPING, ACTING, RESETTING, WAITING, STEPS, REQUESTED, VERSION = range(8, 15)
+STEPPING, ACTING, RESETTING, WAITING, STEPS, REQUESTED, VERSION, ASLEEP = range(8, 16)
 ROW_WORDS = 16  # 128 bytes: two workers never write to the same pair of cache lines
 KIND_BITS = 2  # number and kind of a request are one word, so that one store publishes both
+URGENT = 2  # the kind of requests that are answered at once
 
-# Words that the main process writes for all workers.
-QUIT, STOP_EVAL = range(2)
+# Words that the main process writes for all workers. It has its own ASLEEP.
+QUIT, STOP_EVAL, MAIN_ASLEEP = range(3)
+
+# A process that sleeps says in its ASLEEP what must wake it: AWAKE, nothing; n above 0, that the first n workers
+# all are idle, or that one has an urgent request; FOR_ANY, whatever is published for it.
+AWAKE, FOR_ANY = 0, -1
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,11 @@ class Progress:
 
     def end_batch(self, batch_T: int, n_steps: int) -> None:
         """A training batch of `batch_T` rows and `n_steps` environment steps is complete: add to the totals."""
-        self._stamps[2 * batch_T] = time.monotonic_ns()
-        durations = np.diff(np.asarray(self._stamps)[: 2 * batch_T + 1])
-        self.words[ACTING] += int(durations[::2].sum())
-        self.words[STEPPING] += int(durations[1::2].sum())
+        stamps = self._stamps
+        stamps[2 * batch_T] = time.monotonic_ns()
+        began_acting, began_stepping = sum(stamps[: 2 * batch_T : 2]), sum(stamps[1 : 2 * batch_T : 2])
+        self.words[ACTING] += began_stepping - began_acting
+        self.words[STEPPING] += began_acting - stamps[0] + stamps[2 * batch_T] - began_stepping
         self.words[BATCHES] += 1
         self.words[STEPS] += n_steps
 
@@ -183,6 +187,11 @@ class Progress:
         words[PHASE] = _IS_REQUESTING
         fence()
         words[REQUESTED] = ((words[REQUESTED] >> KIND_BITS) + 1) << KIND_BITS | kind  # last: it announces the row
+
+    @property
+    def n_requests(self) -> int:
+        """The number of the last request."""
+        return self.words[REQUESTED] >> KIND_BITS
 
     @property
     def has_reply(self) -> bool:

@@ -61,16 +61,24 @@ def deferred() -> Iterator[None]:
             handler(signal.SIGINT, None)
 
 
-@contextmanager
-def nested() -> Iterator[None]:
-    """Defer Ctrl-C inside an `allowed()` block of a `deferred()` one. Cheap: nothing is installed."""
-    _state.depth += 1
-    try:
-        yield
-    finally:
+class _Nested:
+    """A class, because `contextmanager` costs several calls, and the inference server uses it at every time step."""
+
+    def __enter__(self) -> None:
+        _state.depth += 1
+
+    def __exit__(self, *exception: object) -> None:
         _state.depth -= 1
         if not _state.depth:
             _handle_pending()
+
+
+_nested = _Nested()
+
+
+def nested() -> _Nested:
+    """Defer Ctrl-C inside an `allowed()` block of a `deferred()` one. Cheap: nothing is installed."""
+    return _nested
 
 
 @contextmanager

@@ -7,8 +7,11 @@ import threading
 import pytest
 
 from penstock.buffers.descriptors import InheritedFd
+from penstock.buffers.ordering import full_fence
+from penstock.workers import gates
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.gates import Gate, MainProcessGone, WakeUp
+from penstock.workers.progress import AWAKE, FOR_ANY
 
 
 @pytest.fixture(params=["eventfd", "pipe"])
@@ -51,11 +54,69 @@ def test_every_opening_is_answered_once(wake_up_kind: str, spin: bool) -> None:
     thread.start()
     for itr in range(200):
         gate.open(Command(itr))
+        control.main_asleep[0] = FOR_ANY if itr % 2 else 1
+        full_fence()
         while not control.has_arrived(0):
-            select.select([gate.fileno()], [], [], 10)
+            assert select.select([gate.fileno()], [], [], 10)[0], "the worker wakes a main process that sleeps"
             gate.clear()
+        control.main_asleep[0] = AWAKE
     thread.join(10)
     assert work == list(range(200))
+    gate.close()
+
+
+def test_sides_that_are_awake_are_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    control = ControlBlock(2, 1, shared=False)
+    progress, gate = control.progress(0), Gate(control, 0, spin_seconds=1.0)
+    calls = []
+    monkeypatch.setattr(WakeUp, "notify", lambda self: calls.append("notify"))
+    monkeypatch.setattr(WakeUp, "clear", lambda self: calls.append("clear"))
+    for itr in range(3):
+        gate.open(Command(itr))
+        gate.wait_in(progress)
+        gate.arrive(progress)
+        gate.open()
+        control.reply(0, progress.n_requests + 1)
+        gate.request(progress, 1)
+        progress.arrived += 1
+    assert calls == []
+    gate.close()
+
+
+def test_a_main_process_that_waits_for_all_is_woken_by_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    control = ControlBlock(3, 1, shared=False)
+    all_gates = [Gate(control, rank, spin_seconds=0.0) for rank in range(3)]
+    for gate in all_gates:
+        gate.open()
+    arrived, woken = list[int](), list[int]()
+    monkeypatch.setattr(WakeUp, "notify", lambda self: woken.append(len(arrived)))
+    control.main_asleep[0] = 3
+    for rank in (2, 0, 1):
+        arrived.append(rank)
+        all_gates[rank].arrive(control.progress(rank))
+    assert woken == [3]
+    control.main_asleep[0] = FOR_ANY
+    all_gates[0].open()
+    all_gates[0].arrive(control.progress(0))
+    assert woken == [3, 3]
+    for gate in all_gates:
+        gate.close()
+
+
+def test_a_worker_that_sleeps_says_so_before_its_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The opening comes when the worker has looked, and before it polls: it is seen, and the worker does not sleep."""
+    control = ControlBlock(1, 1, shared=False)
+    gate, woken = Gate(control, 0, spin_seconds=0.0), []
+    monkeypatch.setattr(WakeUp, "notify", lambda self: woken.append("wake"))
+
+    def open_the_gate() -> None:
+        if not control.opened(0):
+            gate.open()
+
+    monkeypatch.setattr(gates, "full_fence", open_the_gate)
+    gate.wait_in(control.progress(0))
+    assert woken == ["wake"]
+    assert not control.is_asleep(0)
     gate.close()
 
 
