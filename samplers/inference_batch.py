@@ -22,26 +22,29 @@ class InferenceBatch:
     def __init__(self, agent: Agent, steps: StepBuffer, columns: Sequence[range]) -> None:
         """`agent` has state for all columns; `columns[i]` are the columns of worker i."""
         self.agent, self._columns = agent, [np.arange(own.start, own.stop) for own in columns]
-        self._row = steps.memory.arrays
+        self._row = row = steps.memory.arrays
+        # Looked up once, because a look-up by name takes as long as writing the field.
+        self._inputs, self._reset = (row.observation, row.prev_action, row.prev_reward), row.reset
+        self._action, self._agent_info = row.action, row.agent_info
         self._whole_row = AgentInfoWriter(self._row.agent_info.map(lambda leaf: leaf[None]))
         self._parts: dict[int, tuple[NamedArrays, AgentInfoWriter]] = {}
 
     def step(self, ranks: Sequence[int]) -> int:
         """Act for these workers; returns for how many environments."""
-        row, (columns, inputs) = self._row, self._select(ranks)
+        columns, inputs = self._select(ranks)
         n = len(inputs[-1])
         step = as_agent_step(self.agent.step(*inputs), self.agent)
         try:
             if columns is None:
-                write_action(row.action, step.action)
+                write_action(self._action, step.action)
                 self._whole_row.write(0, step.agent_info)
             else:
-                action = map_leaves(lambda leaf: leaf[columns], row.action)
+                action = map_leaves(lambda leaf: leaf[columns], self._action)
                 write_action(action, step.action)
-                row.action[columns] = action
+                self._action[columns] = action
                 agent_info, writer = self._part_of_row(n)
                 writer.write(0, step.agent_info)
-                row.agent_info[columns] = agent_info[0]
+                self._agent_info[columns] = agent_info[0]
         except ColumnError as error:
             column = error.column if columns is None else int(columns[error.column])
             assert self.agent.env_ranks is not None
@@ -69,12 +72,12 @@ class InferenceBatch:
 
     def _select(self, ranks: Sequence[int]) -> tuple[npt.NDArray[np.intp] | None, tuple[Any, Any, Any]]:
         """Select these workers' columns in the agent; returns them (None: all) and their inputs."""
-        row, is_all = self._row, len(ranks) == len(self._columns)
+        reset, inputs, is_all = self._reset, self._inputs, len(ranks) == len(self._columns)
         columns = None if is_all else np.concatenate([self._columns[rank] for rank in ranks])
-        to_reset = np.flatnonzero(row.reset) if columns is None else columns[row.reset[columns]]
-        for column in to_reset:
-            self.agent.reset_one(int(column))
-        row.reset[to_reset] = False
+        to_reset = reset.nonzero()[0] if columns is None else columns[reset[columns]]
+        if len(to_reset):
+            for column in to_reset.tolist():
+                self.agent.reset_one(column)
+            reset[to_reset] = False
         self.agent.select(columns)
-        inputs = row.observation, row.prev_action, row.prev_reward
         return columns, inputs if columns is None else tuple(part[columns] for part in inputs)

@@ -166,11 +166,12 @@ class InferenceServer:
             self._spin_time.note(began - self._idle_since)
             self._idle_since = None
         while True:
-            if self._serve_once(wake):
-                # Return now: the caller handles the Ctrl-C.
-                if sigint.is_pending() or until() or time.monotonic() - began > _SERVE_SECONDS:
-                    break
-            elif self._are_all_at_gate or sigint.is_pending() or not self._spin():
+            if self._serve_once(wake) and (until() or time.monotonic() - began > _SERVE_SECONDS):
+                break
+            # At a Ctrl-C return now: the caller handles it.
+            if self._are_all_at_gate or sigint.is_pending():
+                break
+            if self._fingerprint is not None and not self._spin():
                 break
         self._served_until = time.monotonic()
 
@@ -221,7 +222,7 @@ class InferenceServer:
         held = self._held
         if held:
             if self._rule.may_go(working):
-                self._held = []
+                self._held, self._fingerprint = [], None
                 self._reply(held, wake)
                 return True
             steps = [rank for rank in steps if rank not in held]
@@ -230,7 +231,8 @@ class InferenceServer:
         if not ranks:
             self._fingerprint = self._seen
             return False
-        self._fingerprint = None
+        # All together: then there is nothing to do before the next request.
+        self._fingerprint = self._seen if self._rule.wants_all and not values else None
         # Ctrl-C waits for the end of the agent's step. Otherwise the step would be repeated, with other noise.
         with sigint.nested():
             self._act(ranks, for_values=bool(values))
@@ -238,6 +240,8 @@ class InferenceServer:
                 self._held = list(ranks)
             elif self._error is None:
                 self._reply(ranks, wake)
+        if self._error is not None:
+            self._fingerprint = None  # the next round raises it
         return True
 
     def _reply(self, ranks: Sequence[int], wake: Callable[[int], None]) -> None:
