@@ -101,8 +101,8 @@ sanitize: $(VENV)/.dependencies
 		$(BIN)/python setup.py -q build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	$(UNDER_ASAN) -c "from penstock.buffers import _native; assert 'sanitized' in _native.__file__"
 	$(UNDER_ASAN) -m pytest \
-		tests/buffers/test_native.py tests/collectors/test_native.py tests/collectors/test_step_into.py \
-		tests/envs/test_wrappers.py tests/samplers/test_native_or_not.py
+		tests/buffers/test_native.py tests/workers/test_native.py tests/collectors/test_native.py \
+		tests/collectors/test_step_into.py tests/envs/test_wrappers.py tests/samplers/test_native_or_not.py
 
 # `make quick` with the lowest versions that setup.py allows. torch stays at its pin: its floor has no small build.
 floors:

@@ -107,9 +107,7 @@ class BatchTracker(Tracker):
             if len(self._records) < reward.size:  # a trajectory may finish in every cell
                 self._records = np.empty(reward.size, RECORD)
                 self._output = self._records.view(np.uint8)[np.newaxis]
-            n = sum_episodes(
-                reward, done, self._running, self._output, first_t, self._first_env_rank, self._discount
-            )
+            n = sum_episodes(reward, done, self._running, self._output, first_t, self._first_env_rank, self._discount)
         if n == 0:
             return 0
         records = self._records[:n].copy() if n > 0 else self._sum_episodes(reward, done, first_t)

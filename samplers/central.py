@@ -65,9 +65,9 @@ class GpuSampler(ParallelSampler):
             during `initialize`, for all environments together. For other numbers of environments (`min_ready`, halves,
             values at episode ends) torch compiles it again when they first occur; with `server="process"`,
             `step_timeout` must allow for that.
-        spin_seconds: the longest time that server and workers spin for each other before they sleep. They spin for about
-            twice as long as their recent waits took, or not at all where these took longer than this. By default 1 ms,
-            at most 10 ms: while they spin they notice nothing else.
+        spin_seconds: the longest time that server and workers spin for each other before they sleep. They spin for
+            about twice as long as their recent waits took, or not at all if these took longer than this. By default
+            1 ms, at most 10 ms: while they spin they notice nothing else.
 
     On CPUs, `torch.set_num_threads(1)` in the main process is faster for small policies: while it acts, the main
     process then avoids the CPUs that workers are pinned to.

@@ -16,7 +16,6 @@ import numpy as np
 from penstock.agents.base import Agent
 from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
-from penstock.collectors.central import Request
 from penstock.envs.examples import example_of
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SamplerBrokenError, WorkerError

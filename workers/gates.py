@@ -180,7 +180,7 @@ class Gate:
         spin_time.note(time.monotonic() - began)
 
     def sleep(self, is_due: Callable[[], Any], milliseconds: int = _POLL_MS, wake_for: int = FOR_ANY) -> None:
-        """Sleep until something wakes this worker, at most for `milliseconds`; not at all if `is_due()` is already True.
+        """Sleep until something wakes this worker, at most for `milliseconds`; not at all if `is_due()` is True by now.
         `wake_for` says what must wake it (progress.py). Raises as `wait_in` does."""
         own = self._own or self._bind()
         if own.poll is None:

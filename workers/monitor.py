@@ -93,10 +93,7 @@ class Monitor:
             dead = self._sleep(wake_for, is_over, min(poll_interval, self._check_seconds), interruptible)
             if self.is_closing:
                 break
-            if dead:
-                failures = self._examine_dead(dead)
-            elif time.monotonic() >= self._next_check:
-                failures = self._examine_hung(self._control.pending(len(self._handles)))
+            failures = self._examine(dead)
             if failures or self.have_all_arrived():
                 break
             if on_wake is not None:
@@ -165,6 +162,14 @@ class Monitor:
         return WorkerStatus(handle.plan, handle.pid, self._control.snapshot(handle.rank))
 
     # ---- failures --------------------------------------------------------------------------
+
+    def _examine(self, dead: Sequence[int]) -> list[WorkerFailure]:
+        """The failures of the dead workers; or of those that hang, if it is time to look for them."""
+        if dead:
+            return self._examine_dead(dead)
+        if time.monotonic() >= self._next_check:
+            return self._examine_hung(self._control.pending(len(self._handles)))
+        return []
 
     def _examine_dead(self, dead: Sequence[int]) -> list[WorkerFailure]:
         """Collect the exit codes of the dead workers, and of others that die at the same time."""

@@ -128,9 +128,7 @@ PYTHON: dict[str, Callable[..., Any]] = {
     "look": _look,
 }
 
-_LAYOUT = (
-    f"ARRIVED:{ARRIVED} REQUESTED:{REQUESTED} ROW_WORDS:{ROW_WORDS} KIND_BITS:{KIND_BITS} URGENT:{URGENT}"
-)
+_LAYOUT = f"ARRIVED:{ARRIVED} REQUESTED:{REQUESTED} ROW_WORDS:{ROW_WORDS} KIND_BITS:{KIND_BITS} URGENT:{URGENT}"
 
 try:
     from penstock.workers import _native

@@ -122,6 +122,14 @@ def test_checks(folder: Path, imported: Any, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
+def test_waits(folder: Path) -> None:
+    printed, content = run(folder, "waits", "--workers", 1, 2, "--seconds", 0.02, "--repeats", 2)
+    assert "more than the hub" in printed
+    for figures in content["results"].values():
+        assert figures.keys() == {"hub", "ParallelSampler", "GpuSampler", "ShmVectorEnv"}
+        assert all(len(values) == 2 and min(values) > 0 for values in figures.values())
+
+
 def test_native(folder: Path) -> None:
     printed, content = run(folder, "native", "--repeats", 3)
     assert "saved" in printed
