@@ -162,7 +162,7 @@ class InferenceServer:
         began = time.monotonic()
         self._totals.add_seconds(waiting=began - self._served_until)
         if self._idle_since is not None:
-            self._spin_time.note(began - self._idle_since)
+            self._spin_time.note(began - self._idle_since, True)
             self._idle_since = None
         while True:
             if self._serve_once(wake) and (until() or time.monotonic() - began > _SERVE_SECONDS):
@@ -178,7 +178,7 @@ class InferenceServer:
         """Spin for a short time. Returns whether there may be something to do."""
         began, seconds = time.monotonic(), self._spin_time.seconds
         if self._has_news(seconds) and not self._control.quit:
-            self._spin_time.note(time.monotonic() - began)
+            self._spin_time.note(time.monotonic() - began, False)
             return True
         self._idle_since = began
         return False

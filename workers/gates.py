@@ -173,11 +173,12 @@ class Gate:
     def _wait(self, own: _WorkerSide, word: Any, value: int, spin_time: SpinTime) -> None:
         """Wait until `word[0]` reaches `value`, or until the sampler shuts down."""
         began, seconds, quits = time.monotonic(), spin_time.seconds, own.quits
-        if not (seconds and spin_for_word(word, value, quits, seconds, self._yields)):
+        has_spun = seconds > 0 and spin_for_word(word, value, quits, seconds, self._yields)
+        if not has_spun:
             while word[0] < value and not quits[0]:
                 self.sleep(lambda: word[0] >= value or quits[0])
         fence()
-        spin_time.note(time.monotonic() - began)
+        spin_time.note(time.monotonic() - began, not has_spun)
 
     def sleep(self, is_due: Callable[[], Any], milliseconds: int = _POLL_MS, wake_for: int = FOR_ANY) -> None:
         """Sleep until something wakes this worker, at most for `milliseconds`; not at all if `is_due()` is True by now.

@@ -102,7 +102,7 @@ class Monitor:
                 break
         fence()
         if on_wake is None:
-            self._spin_time.note(time.monotonic() - began)
+            self._spin_time.note(time.monotonic() - began, not has_spun)
         return failures
 
     def have_all_arrived(self, spin_seconds: float = 0.0) -> bool:
