@@ -117,8 +117,9 @@ class CentralPool(WorkerPool):
         progress = self._local.progress
         progress.request(kind)
         self._serve(lambda: progress.has_reply)
+        how: WaitOptions = {**self._serving(), "until": lambda: progress.has_reply, "interruptible": False}
         while not progress.has_reply:
-            super().wait(self._occasion, until=lambda: progress.has_reply, interruptible=False, **self._serving())
+            super().wait(self._occasion, **how)
             if not progress.has_reply:  # all processes have arrived, and only this request has no reply
                 self._serve()
         progress.enter(Phase.ACTING)

@@ -239,8 +239,6 @@ class InferenceServer:
                 self._held = list(ranks)
             elif self._error is None:
                 self._reply(ranks, wake)
-        if self._error is not None:
-            self._fingerprint = None  # the next round raises it
         return True
 
     def _reply(self, ranks: Sequence[int], wake: Callable[[int], None]) -> None:
@@ -257,7 +255,10 @@ class InferenceServer:
             else:
                 self._totals.count_step(self._batch.step(ranks))
         except Exception as error:
-            self._error = self._worker_error(error, "acting", ranks)
+            self._error, self._fingerprint = (
+                self._worker_error(error, "acting", ranks),
+                None,
+            )  # the next round raises it
         else:
             self.progress.enter(Phase.SERVING)
         self._is_acting = False

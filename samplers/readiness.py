@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 class Readiness(Protocol):
     """Chooses the workers that the inference server acts for. Workers are given by rank."""
 
-    wants_all = False  #: whether it chooses nobody while a worker is working
+    wants_all: bool = False  #: whether it chooses nobody while a worker is working
 
     def choose(self, requesting: Sequence[int], working: Sequence[int]) -> Sequence[int]:
         """The workers to act for now, out of the workers that are `requesting` actions. The others that run the command
@@ -27,7 +27,7 @@ class Readiness(Protocol):
 class LockStep(Readiness):
     """All together: the agent acts when the slowest worker has finished its step."""
 
-    wants_all = True
+    wants_all: bool = True
 
     def choose(self, requesting: Sequence[int], working: Sequence[int]) -> Sequence[int]:
         return () if working else requesting

@@ -100,7 +100,8 @@ class Gate:
         #: A pidfd of the main process. The worker sets it; None: only the watchdog thread watches the main process.
         self.main_process: InheritedFd | None = None
         self._go, self._done = WakeUp(), WakeUp()
-        self._server_go, self._server_rank = (None, -1) if server is None else (server._go, server._rank)
+        self._server_go = None if server is None else server._go
+        self._server_rank = -1 if server is None else server._rank
         self._own: _WorkerSide | None = None  # the worker makes it
 
     # ---- main process ----------------------------------------------------------------------
