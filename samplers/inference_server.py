@@ -255,10 +255,8 @@ class InferenceServer:
             else:
                 self._totals.count_step(self._batch.step(ranks))
         except Exception as error:
-            self._error, self._fingerprint = (
-                self._worker_error(error, "acting", ranks),
-                None,
-            )  # the next round raises it
+            self._error = self._worker_error(error, "acting", ranks)
+            self._fingerprint = None  # the next round raises the error
         else:
             self.progress.enter(Phase.SERVING)
         self._is_acting = False

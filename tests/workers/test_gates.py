@@ -83,6 +83,18 @@ def test_sides_that_are_awake_are_not_woken(monkeypatch: pytest.MonkeyPatch) -> 
     gate.close()
 
 
+def test_where_no_fence_orders_a_load_behind_a_store_everybody_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    control = ControlBlock(1, 1, shared=False)
+    gate, woken = Gate(control, 0, spin_seconds=1.0), list[int]()
+    monkeypatch.setattr(gates, "HAS_FULL_FENCE", False)
+    monkeypatch.setattr(WakeUp, "notify", lambda self: woken.append(self.fileno()))
+    gate.open()
+    gate.wait_in(control.progress(0))
+    gate.arrive(control.progress(0))
+    assert woken == [gate._go.fileno(), gate._done.fileno()]
+    gate.close()
+
+
 def test_a_main_process_that_waits_for_all_is_woken_by_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     control = ControlBlock(3, 1, shared=False)
     all_gates = [Gate(control, rank, spin_seconds=0.0) for rank in range(3)]
