@@ -155,6 +155,8 @@ class BatchColumns:
                 rows[0][...] = rows[-1]
             # A column that was parked at the end starts an episode now: where `done` is True or `valid` is False.
             np.less_equal(self._last_valid, self._last_done, out=self.episode_start)
+        else:  # a worker that was killed before may have written one flag without the others
+            np.logical_or(self.done, np.logical_or(self.terminated, self.truncated), out=self.done)
         # Clear only where an episode ended. That is faster, since few steps end one.
         t, b = np.nonzero(self.done)
         if t.size:

@@ -23,13 +23,21 @@ from penstock.workers.arguments import integer, one_of
 from penstock.workers.arguments import seconds as seconds_of
 from penstock.workers.guardian import Guardian
 from penstock.workers.launch import START_METHODS, Launcher
+from penstock.workers.plan import PoolOptions
 
 _ROUNDS = 8  # turns of each candidate in a stage, if there is time
 _LEAST_TURN = 0.05  # seconds
 _TOLERANCE = 0.03  # a simpler candidate is chosen if it is slower by less than this share
 _MOST_WORKERS = 64
 _INFERENCE = ("traced", "numpy")  # in addition to the agent's default
-_PRELOAD = ("torch", "penstock.samplers.trial", "gymnasium.envs.classic_control")
+_LAUNCH = PoolOptions(
+    start_method="forkserver",
+    step_timeout=None,
+    start_timeout=120.0,
+    max_restarts=0,
+    restart_window=0.0,
+    preload=("torch", "penstock.samplers.trial", "gymnasium.envs.classic_control"),
+)
 
 
 @dataclass
@@ -225,7 +233,7 @@ class _Search:
     def start(self, task: Task, resources: ExitStack) -> None:
         """Start the fork server of the trials."""
         self._task = task.pickled()
-        self._launcher = Launcher("forkserver", 1, _PRELOAD)
+        self._launcher = Launcher(_LAUNCH, 1)
         self._guardian = Guardian(self._launcher.prepare())
         resources.callback(self._guardian.close)
 
