@@ -72,12 +72,14 @@ class AgentRuntime:
         """From now on, read parameters from `parameters`."""
         self.agent._source = parameters
 
-    def pull_shared_memory(self) -> None:
-        """Write the newest published parameters into the agent, if they are newer than its own."""
+    def pull_shared_memory(self, version: int = 0) -> int:
+        """Write the newest published parameters into the agent, or those of `version`, unless it has them already.
+        Returns their version."""
         agent = self.agent
-        if agent._source is not None and agent._source.version != agent._version:
-            values, agent._version = agent._source.read()
+        if agent._source is not None and (version or agent._source.version) != agent._version:
+            values, agent._version = agent._source.read(version)
             agent.write_parameters(values)
+        return agent._version
 
     def inference_difference(self, make_inputs: Callable[[], Sequence[Any]]) -> float | None:
         """The largest absolute difference between the outputs of this worker's copy and torch's.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,9 @@ class SharedParameters:
     stamp of a slot is 2 v when it holds version v, and odd while the writer writes into it. A reader copies the slot
     and then checks the stamp: if it has changed, the reader tries again.
     """
+
+    #: Writer: called with a version before it is overwritten. It may wait until that version is not needed any more.
+    before_overwrite: Callable[[int], None] | None = None
 
     def __init__(self, parameters: Mapping[str, npt.NDArray[Any]], *, shared: bool) -> None:
         self._names = tuple(parameters)
@@ -59,6 +62,8 @@ class SharedParameters:
                     f"parameter {name} has shape {value.shape} and dtype {value.dtype}, it was initialized with "
                     f"{target.shape} and {target.dtype}: initialize a new sampler for a new model"
                 )
+        if self.before_overwrite is not None:
+            self.before_overwrite(version - 2)
         self._stamps[version % 2] = 2 * version - 1
         fence()
         for target, value in zip(targets, parameters.values(), strict=True):
@@ -68,11 +73,14 @@ class SharedParameters:
         fence()
         self._version[0] = version
 
-    def read(self) -> tuple[dict[str, npt.NDArray[Any]], int]:
-        """Reader: a copy of the newest parameters, and their version."""
+    def read(self, wanted: int = 0) -> tuple[dict[str, npt.NDArray[Any]], int]:
+        """Reader: a copy of the newest parameters, and their version.
+
+        `wanted` is a version to read instead. If it has been overwritten, this reads the newest.
+        """
         slots = self.memory.arrays.slots.values()
         for _ in range(_MOST_READS):
-            version = self.version
+            version = wanted if self._stamps[wanted % 2] == 2 * wanted > 0 else self.version
             fence()
             values = [field.copy() for field in slots[version % 2].values()]
             fence()

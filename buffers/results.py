@@ -20,6 +20,7 @@ import pickle
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -79,16 +80,19 @@ _HEAD = struct.Struct("=qqqq")  # kind, id, env_rank, bytes of the payload
 
 
 class RecordRings:
-    """One array of records per worker, with one place for each step that it can make between two gates."""
+    """One array of records per worker, with one place for each step that it can make between two gates.
+
+    Where several batches are open at once, each has a part of the array.
+    """
 
     def __init__(self, capacities: Sequence[int], *, shared: bool) -> None:
         specs = NamedArrays({f"worker_{i}": ArraySpec((n,), RECORD) for i, n in enumerate(capacities)})
         self.memory = NamedMemory(specs, shared=shared, purpose="the memory for trajectory records")
         self._bind()
 
-    def begin(self) -> None:
-        """Worker: a command begins; `put` writes from the first record again."""
-        self._n_put = 0
+    def begin(self, start: int = 0) -> None:
+        """Worker: a command begins; `put` writes from record `start` on."""
+        self._n_put = start
 
     def _bind(self) -> None:
         self._n_put = 0
@@ -107,9 +111,11 @@ class RecordRings:
         start, self._n_put = self._n_put, self._n_put + len(records)
         self._records[worker_rank][start : self._n_put] = records
 
-    def take(self, expected: Sequence[int]) -> npt.NDArray[Any]:
-        """Main process: a copy of the first `expected[i]` records of each worker i, ordered by t, then env_rank."""
-        records = np.concatenate([part[:n] for part, n in zip(self._bytes, expected, strict=True)]).view(RECORD)
+    def take(self, expected: Sequence[int], starts: Sequence[int] | None = None) -> npt.NDArray[Any]:
+        """Main process: a copy of `expected[i]` records of each worker i, ordered by t, then env_rank. They begin at
+        record `starts[i]`, or at the first."""
+        parts = zip(self._bytes, starts or [0] * len(expected), expected, strict=True)
+        records = np.concatenate([part[start : start + n] for part, start, n in parts]).view(RECORD)
         return records[np.lexsort((records["env_rank"], records["t"]))]
 
 
@@ -145,14 +151,14 @@ class ObjectPipe:
                 return
             self._received += chunk
 
-    def take(self, expected: int) -> list[ObjectMessage]:
-        """Main process: all messages of this command. The worker has sent them before it arrived at barrier_out.
+    def take(self, expected: int, *, may_leave: bool = False) -> list[ObjectMessage]:
+        """Main process: the `expected` messages of a command, sent before the worker arrived at barrier_out.
 
         A message that cannot be unpickled is taken too, with an `Unreadable` payload. Raises `TrajectoryCountError` if
-        there are not exactly `expected`.
+        there are fewer. It also does so if there are more, unless `may_leave`: then they belong to later commands.
         """
-        messages = self.take_complete()
-        if len(messages) != expected or self._received:
+        messages = self.take_complete(expected if may_leave else None)
+        if len(messages) != expected or (self._received and not may_leave):
             left, self._received = len(self._received), bytearray()
             raise TrajectoryCountError(
                 f"{len(messages)} results arrived, {expected} were expected, and {left} bytes are left over: this is a "
@@ -160,12 +166,12 @@ class ObjectPipe:
             )
         return messages
 
-    def take_complete(self) -> list[ObjectMessage]:
-        """Main process: the messages that have arrived completely. A part of another message stays."""
+    def take_complete(self, most: int | None = None) -> list[ObjectMessage]:
+        """Main process: the messages that have arrived completely, at most `most` of them. The rest stays."""
         self.drain()
         messages = []
         end = 0
-        for kind, number, env_rank, body in self._bodies():
+        for kind, number, env_rank, body in islice(self._bodies(), most):
             messages.append(ObjectMessage(MessageKind(kind), number, env_rank, _loads(body)))
             end += _HEAD.size + len(body)
         del self._received[:end]
@@ -181,16 +187,16 @@ class ObjectPipe:
                 break
             yield kind, number, env_rank, received[at - size : at]
 
-    def replacement(self, *, keep: bool) -> ObjectPipe:
+    def replacement(self, *, keep: int | None) -> ObjectPipe:
         """Main process: a new pipe for the worker that replaces a dead one.
 
-        With `keep`, it starts with the complete messages of the dead worker. A new pipe is needed because the old one
-        may hold a part of a message, and a child of the dead worker may still write to it.
+        It starts with the first `keep` complete messages of the dead worker (None: with all). A new pipe is needed
+        because the old one may hold a part of a message, and a child of the dead worker may still write to it.
         """
         pipe = ObjectPipe()
-        if keep:
+        if keep is None or keep > 0:
             self.drain()
-            end = sum(_HEAD.size + len(body) for *_, body in self._bodies())
+            end = sum(_HEAD.size + len(body) for *_, body in islice(self._bodies(), keep))
             pipe._received = self._received[:end]
         return pipe
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.buffers.named import NamedArrays, _make, map_leaves
 from penstock.buffers.shared import ArraySpec, NamedMemory
 
 
@@ -28,7 +28,7 @@ class EnvSamples(NamedArrays):
 
 
 class AgentSamples(NamedArrays):
-    """What the agent did. Fields are `[T, B, ...]`, except `bootstrap_value`, which is `[B]`."""
+    """What the agent did. Fields are `[T, B, ...]`, except `bootstrap_value` and `policy_version`, which are `[B]`."""
 
     __slots__ = ()
     action: Any  #: the action taken at t
@@ -36,25 +36,71 @@ class AgentSamples(NamedArrays):
     agent_info: Any  #: what `agent.step` returned beside the action
     bootstrap_value: Any  #: `[B]`, value of the observation after the last step
     final_value: Any  #: value of `final_obs` where truncated and not terminated, zero elsewhere
+    policy_version: Any  #: `[B]`, int64, the version of the parameters that acted in this column
 
     def _field_index(self, name: str, loc: Any) -> Any:
-        if name != "bootstrap_value":
+        if name not in ("bootstrap_value", "policy_version"):
             return loc
-        # bootstrap_value has no time dimension, so the first index does not apply to it.
+        # These fields have no time dimension, so the first index does not apply to them.
         has_columns = isinstance(loc, tuple) and len(loc) > 0 and loc[0] is not Ellipsis
         return loc[1:] if has_columns else ...
+
+
+class BatchStatus:
+    """The number of a batch, and whether its memory still holds it. The sampler writes it, and `Samples` shows it."""
+
+    __slots__ = ("batch", "is_current", "valid_until")
+
+    def __init__(self, batch: int, valid_until: int | None) -> None:
+        self.batch, self.valid_until, self.is_current = batch, valid_until, True
 
 
 class Samples(NamedArrays):
     """One batch: `samples.env` and `samples.agent`. An index applies to all fields: `samples[t0:t1, 3]`.
 
-    The arrays are views of the buffer that the workers write into. The next batch overwrites them; `samples.copy()` is
-    not affected.
+    The arrays are views of the buffer that the workers write into. A later batch overwrites them: see `is_current` and
+    `valid_until`. `samples.copy()` has memory of its own.
     """
 
-    __slots__ = ()
+    __slots__ = ("_status",)
     env: EnvSamples
     agent: AgentSamples
+
+    @property
+    def batch(self) -> int | None:
+        """The number of the batch, counted from 0; None for a copy."""
+        status: BatchStatus | None = getattr(self, "_status", None)
+        return None if status is None else status.batch
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the arrays still hold this batch. Always True for a copy."""
+        status: BatchStatus | None = getattr(self, "_status", None)
+        return status is None or status.is_current
+
+    @property
+    def valid_until(self) -> int | None:
+        """The number of the batch that ends the validity of this one. The batch is valid until a synchronous sampler
+        begins that batch, or until an asynchronous sampler hands it out. None for a copy, and while `hold` keeps it."""
+        status: BatchStatus | None = getattr(self, "_status", None)
+        return None if status is None else status.valid_until
+
+    def with_status(self, status: BatchStatus | None) -> Samples:
+        """The same arrays with this status."""
+        new: Samples = _make(type(self), self._values)
+        if status is not None:
+            object.__setattr__(new, "_status", status)
+        return new
+
+    def __getitem__(self, loc: Any) -> Any:
+        part = super().__getitem__(loc)
+        return part.with_status(getattr(self, "_status", None)) if isinstance(part, Samples) else part
+
+    def torch(self) -> Samples:
+        return super().torch().with_status(getattr(self, "_status", None))
+
+    def numpy(self) -> Samples:
+        return super().numpy().with_status(getattr(self, "_status", None))
 
 
 @dataclass(frozen=True)
@@ -70,41 +116,52 @@ class SampleSpec:
 
 
 class SamplesBuffer:
-    """Storage for one batch of `batch_T` steps of `batch_B` environments.
+    """Storage for `n_slots` batches of `batch_T` steps of `batch_B` environments. Batch k is in slot `k % n_slots`.
 
     Observation, action, reward and done have `batch_T + 1` rows. `prev_action[t]` is row t of the array of actions,
     `action[t]` is row t + 1. The same holds for reward and done. The last row of the observations is the first row of
-    the next batch. The user gets the view `samples`.
+    the next batch. The user gets the views `batches`, one for each slot.
     """
 
-    def __init__(self, spec: SampleSpec, batch_T: int, batch_B: int, *, shared: bool) -> None:
-        def rows(n: int, example: Any) -> Any:
-            return map_leaves(lambda leaf: ArraySpec.like(leaf, n, batch_B), example)
-
-        flags = ArraySpec((batch_T, batch_B), np.dtype(np.bool_))
-        value = np.zeros((), np.float32)
-        fields: dict[str, Any] = {
-            "observation": rows(batch_T + 1, spec.observation),
-            "action": rows(batch_T + 1, spec.action),
-            "reward": rows(batch_T + 1, value),
-            "terminated": flags,
-            "truncated": flags,
-            "done": ArraySpec((batch_T + 1, batch_B), flags.dtype),
-            "valid": flags,
-            "agent_info": rows(batch_T, spec.agent_info),
-        }
-        if spec.env_info is not None:
-            fields["env_info"] = rows(batch_T, spec.env_info)
-        if spec.final_obs:
-            fields["final_obs"] = rows(batch_T, spec.observation)
-        if spec.bootstrap_value:
-            fields["bootstrap_value"] = ArraySpec((batch_B,), value.dtype)
-            fields["final_value"] = rows(batch_T, value)
+    def __init__(self, spec: SampleSpec, batch_T: int, batch_B: int, *, shared: bool, n_slots: int = 1) -> None:
+        fields = _slot_specs(spec, batch_T, batch_B)
+        size = f"batch_T={batch_T}, batch_B={batch_B}" + (f", n_slots={n_slots}" if n_slots > 1 else "")
         self.memory = NamedMemory(
-            NamedArrays(fields), shared=shared, purpose=f"a samples buffer of batch_T={batch_T}, batch_B={batch_B}"
+            NamedArrays({f"slot_{i}": fields for i in range(n_slots)}),
+            shared=shared,
+            purpose=f"a samples buffer of {size}",
         )
-        self.memory.arrays.valid[...] = True
-        self.samples = _public_view(self.memory.arrays, batch_T)
+        self.slots: tuple[NamedArrays, ...] = self.memory.arrays.values()
+        for arrays in self.slots:
+            arrays.valid[...] = True
+        self.batches = tuple(_public_view(arrays, batch_T) for arrays in self.slots)
+
+
+def _slot_specs(spec: SampleSpec, batch_T: int, batch_B: int) -> NamedArrays:
+    def rows(n: int, example: Any) -> Any:
+        return map_leaves(lambda leaf: ArraySpec.like(leaf, n, batch_B), example)
+
+    flags = ArraySpec((batch_T, batch_B), np.dtype(np.bool_))
+    value = np.zeros((), np.float32)
+    fields: dict[str, Any] = {
+        "observation": rows(batch_T + 1, spec.observation),
+        "action": rows(batch_T + 1, spec.action),
+        "reward": rows(batch_T + 1, value),
+        "terminated": flags,
+        "truncated": flags,
+        "done": ArraySpec((batch_T + 1, batch_B), flags.dtype),
+        "valid": flags,
+        "agent_info": rows(batch_T, spec.agent_info),
+        "policy_version": ArraySpec((batch_B,), np.dtype(np.int64)),
+    }
+    if spec.env_info is not None:
+        fields["env_info"] = rows(batch_T, spec.env_info)
+    if spec.final_obs:
+        fields["final_obs"] = rows(batch_T, spec.observation)
+    if spec.bootstrap_value:
+        fields["bootstrap_value"] = ArraySpec((batch_B,), value.dtype)
+        fields["final_value"] = rows(batch_T, value)
+    return NamedArrays(fields)
 
 
 def _public_view(arrays: NamedArrays, batch_T: int) -> Samples:
@@ -119,7 +176,7 @@ def _public_view(arrays: NamedArrays, batch_T: int) -> Samples:
 
 
 class BatchColumns:
-    """One worker's columns of the samples buffer, as a collector writes them.
+    """One worker's columns of one slot of the samples buffer, as a collector writes them.
 
     `observation`, `action` and `reward` have `batch_T + 1` rows (see `SamplesBuffer`). At step t the collector reads
     `observation[t]`, and writes `action[t + 1]`, `reward[t + 1]` and `observation[t + 1]`. All other fields are written
@@ -127,7 +184,10 @@ class BatchColumns:
     `observation_rows[t]`, `action_rows[t]` and `reward_rows[t]` are views of row t, made once.
     """
 
-    def __init__(self, arrays: NamedArrays, columns: slice) -> None:
+    def __init__(self, arrays: NamedArrays, columns: slice, *, is_poisoned: bool = False) -> None:
+        """`is_poisoned`: the main process writes into memory that was given back (`debug=True`), so that every field
+        must be cleared."""
+
         def own(name: str) -> Any:
             return arrays[name][:, columns] if name in arrays else None
 
@@ -138,6 +198,7 @@ class BatchColumns:
         self.agent_info, self.env_info = own("agent_info"), own("env_info")
         self.final_obs, self.final_value = own("final_obs"), own("final_value")
         self.bootstrap_value = arrays.bootstrap_value[columns] if "bootstrap_value" in arrays else None
+        self.policy_version, self._is_poisoned = arrays.policy_version[columns], is_poisoned
         self.batch_T, self.n_columns = self.done.shape
         self._last_done, self._last_valid = self.done[-1], self.valid[-1]
         # Made once, because making a view takes as long as writing the row.
@@ -145,18 +206,25 @@ class BatchColumns:
         self.action_rows = [self.action[t] for t in range(self.batch_T + 1)]
         self.reward_rows = [self.reward[t] for t in range(self.batch_T + 1)]
 
-    def begin_batch(self, *, carry_over: bool) -> None:
+    def begin_batch(self, before: BatchColumns | None) -> None:
         """Clear the fields that are written only where an episode ends.
 
-        With `carry_over`, copy the last row of the batch before to the first row. It is False in the first batch.
+        Copy the last row of the batch `before`, which may be in the same slot, to the first row. In the first batch it
+        is None.
         """
-        if carry_over:
-            for rows in (self.observation_rows, self.action_rows, self.reward_rows):
-                rows[0][...] = rows[-1]
+        if before is not None:
+            self.observation_rows[0][...] = before.observation_rows[-1]
+            self.action_rows[0][...] = before.action_rows[-1]
+            self.reward_rows[0][...] = before.reward_rows[-1]
             # A column that was parked at the end starts an episode now: where `done` is True or `valid` is False.
-            np.less_equal(self._last_valid, self._last_done, out=self.episode_start)
+            np.less_equal(before._last_valid, before._last_done, out=self.episode_start)
         else:  # a worker that was killed before may have written one flag without the others
             np.logical_or(self.done, np.logical_or(self.terminated, self.truncated), out=self.done)
+        if self._is_poisoned:
+            self.valid[...] = True
+            for field in (self.final_value, self.final_obs):
+                if field is not None:
+                    field[...] = 0
         # Clear only where an episode ended. That is faster, since few steps end one.
         t, b = np.nonzero(self.done)
         if t.size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +32,12 @@ class CollectorParts:
 
     envs: EnvBatch  #: the environments: `EnvColumns`, or `VectorColumns` if the collector is `batched`
     agent: Agent  #: a copy of the agent, with a state for each of these columns
-    samples: BatchColumns  #: where to write: arrays `[T, B, ...]`; some have T + 1 rows
+    samples: BatchColumns  #: where to write: arrays `[T, B, ...]`; some have T + 1 rows. If there are slots: the first
     tracker: Tracker  #: follows the trajectories and sends the finished ones to the main process
     progress: Progress  #: the worker's row of shared words: phase, t, env_rank, heartbeat
     streams: ColumnStreams  #: seeds and random generators of these columns
     max_decorrelation_steps: int  #: most random steps before the first batch
+    slots: Sequence[BatchColumns] = ()  #: where to write, for each slot; empty if there is only one
 
 
 class Collector(ABC):
@@ -47,37 +49,60 @@ class Collector(ABC):
 
     Attributes: `envs`, `agent`, `samples`, `tracker`, `progress` and `streams` as in `CollectorParts`; `batch_T`;
     `prev_action` `[B, ...]` and `prev_reward` `[B]`, which the agent gets beside the observation; `on_step`, the hook
-    to pass to `envs.step`, or None.
+    to pass to `envs.step`, or None. With several slots, `samples` changes before each batch: do not keep its arrays.
     """
+
+    samples: BatchColumns
+    _episode_ends: EpisodeEndRecorder
+    _observations: Any
+    _unchecked: Any
+    _info_writer: InfoWriter | None
+    _agent_info_writer: AgentInfoWriter
 
     #: Whether a worker builds one batched environment, `env_fn(num_envs=n)`, in place of n single ones.
     batched = False
 
     def __init__(self, parts: CollectorParts) -> None:
         samples = parts.samples
-        self.envs, self.agent, self.samples, self.tracker = parts.envs, parts.agent, samples, parts.tracker
+        self.envs, self.agent, self.tracker = parts.envs, parts.agent, parts.tracker
         self.progress, self.streams, self.on_step = parts.progress, parts.streams, parts.tracker.on_step
         self.batch_T = samples.batch_T
         self._max_decorrelation_steps = parts.max_decorrelation_steps
         self._agent_has_state = type(parts.agent).reset_one is not Agent.reset_one
-        self._episode_ends = EpisodeEndRecorder(samples, parts.agent, parts.envs)
+        # All that depends on the slot is made once for each of them.
+        self._slots = [self._writers(slot) for slot in parts.slots or [samples]]
+        vars(self).update(self._slots[0])
+        self._before = samples  # the slot of the batch before
         # Copies, not views of the batch. Where an episode starts these are zero, but the batch keeps the last action
         # and reward of the episode before.
         self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), samples.action)
         self.prev_reward = np.zeros_like(samples.reward[0])
         self._prev_actions, self._prev_rewards = self.prev_action[np.newaxis], self.prev_reward[np.newaxis]
-        self._observations = arrays_like(parts.envs.observation_space, samples.observation)
-        # The same arrays, or None if there are optional checks. For None `put_row` writes nothing, and
-        # `envs.write_step` writes and checks.
-        self._unchecked = None if parts.envs.checks else self._observations
-        self._info_writer = None if samples.env_info is None else InfoWriter(samples.env_info)
         parts.envs.keep_infos = self._info_writer is not None
         self._has_agent_info = len(samples.agent_info) > 0
-        self._agent_info_writer = AgentInfoWriter(samples.agent_info)
         # `start_envs` does not write to the samples, because the user may still read them while a killed worker is
         # replaced. So the first batch writes the first row.
         self._is_first_batch = True
         self._episode_start = np.ones(len(parts.envs), np.bool_)  # where row 0 starts an episode
+
+    def _writers(self, samples: BatchColumns) -> dict[str, Any]:
+        """The attributes that belong to one slot."""
+        observations = arrays_like(self.envs.observation_space, samples.observation)
+        return {
+            "samples": samples,
+            "_episode_ends": EpisodeEndRecorder(samples, self.agent, self.envs),
+            "_observations": observations,
+            # The same arrays, or None if there are optional checks. For None `put_row` writes nothing, and
+            # `envs.write_step` writes and checks.
+            "_unchecked": None if self.envs.checks else observations,
+            "_info_writer": None if samples.env_info is None else InfoWriter(samples.env_info),
+            "_agent_info_writer": AgentInfoWriter(samples.agent_info),
+        }
+
+    def use_slot(self, slot: int) -> None:
+        """The worker calls this before `collect_batch`, if there are several slots: write the next batch there."""
+        self._before = self.samples
+        vars(self).update(self._slots[slot])
 
     # ---- hooks -----------------------------------------------------------------------------
 
@@ -116,7 +141,7 @@ class Collector(ABC):
     def begin_batch(self, itr: int) -> None:
         """Write row 0, clear the fields that are written only where an episode ends, and call `sample_mode`."""
         samples = self.samples
-        samples.begin_batch(carry_over=not self._is_first_batch)
+        samples.begin_batch(None if self._is_first_batch else self._before)
         if self._is_first_batch:
             self._is_first_batch = False
             samples.episode_start[...] = self._episode_start

@@ -4,18 +4,21 @@ Read `base.py` (the calls), `program.py` (what a worker does between two gates),
 processes and gates behind them are in `workers/`: `control.py`, `gates.py`, `process.py`, `pool.py`, `monitor.py`.
 """
 
+from penstock.samplers.asynchronous import AsyncSampler
 from penstock.samplers.base import Sampler, SamplerState
 from penstock.samplers.central import AlternatingSampler, GpuSampler
 from penstock.samplers.parallel import ParallelSampler
 from penstock.samplers.serial import SerialSampler
-from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats
+from penstock.samplers.stats import LagStats, SamplerStats, ServerStats, WorkerStats
 from penstock.samplers.tuning import TuneReport, TuneRow, tune
 from penstock.workers.plan import Affinity
 
 __all__ = [
     "Affinity",
     "AlternatingSampler",
+    "AsyncSampler",
     "GpuSampler",
+    "LagStats",
     "ParallelSampler",
     "Sampler",
     "SamplerState",

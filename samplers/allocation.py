@@ -61,7 +61,7 @@ class Setup:
 class Allocation:
     """The memory of one sampler, and what its workers run."""
 
-    samples: Samples  #: the public view of the samples buffer
+    batches: Sequence[Samples]  #: the public views of the samples buffer, by slot
     memory: SamplerMemory
     program: SamplerProgram
     shares: Sequence[EnvShare]  #: by worker rank
@@ -91,25 +91,27 @@ def allocate(config: SamplerConfig, agent: Agent, setup: Setup, resources: ExitS
         seed=setup.seed,
     )
     shares = [([train[b] for b in plan.columns], [evals[b] for b in plan.eval_columns]) for plan in setup.plans]
-    buffer = SamplesBuffer(spec, config.batch_T, config.batch_B, shared=setup.shared)
+    n_slots = config.memory_slots
+    buffer = SamplesBuffer(spec, config.batch_T, config.batch_B, shared=setup.shared, n_slots=n_slots)
     memory = _allocate_memory(config, agent, setup, buffer, program.eval_max_T)
     resources.callback(memory.close)
     resources.callback(agent.runtime.unshare_memory, memory.parameters)
-    return Allocation(buffer.samples, memory, program, shares, difference)
+    return Allocation(buffer.batches, memory, program, shares, difference)
 
 
 def _allocate_memory(
     config: SamplerConfig, agent: Agent, setup: Setup, buffer: SamplesBuffer, max_T: int
 ) -> SamplerMemory:
     shared, plans = setup.shared, setup.plans
+    n_rows = config.batch_T * config.memory_slots
     # Objects of a TrajInfo subclass do not use the record arrays.
     is_stock = config.traj_info_cls is TrajInfo
     most = config.eval_max_trajectories or config.eval_episodes
-    capacities = [plan.most_trajectories(config.batch_T, max_T, most) if is_stock else 1 for plan in plans]
+    capacities = [plan.most_trajectories(n_rows, max_T, most) if is_stock else 1 for plan in plans]
     server: dict[str, Any] = {}
     if setup.central:
         for name, n in (("steps", config.batch_B), ("eval_steps", config.eval_n_envs)):
-            server[name] = StepBuffer(buffer.memory.arrays, n, shared=shared) if n else None
+            server[name] = StepBuffer(buffer.slots[0], n, shared=shared) if n else None
         server["totals"] = ServerTotals(max(config.batch_B, config.eval_n_envs), shared=shared)
     return SamplerMemory(
         # The inference server has the last progress row.

@@ -21,6 +21,7 @@ from penstock.envs import EnvFn, fresh_seed
 from penstock.envs.calls import EnvCall, results
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.samplers.allocation import Allocation, Setup, allocate
+from penstock.samplers.batches import Batches
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.local import SerialPool
 from penstock.samplers.plan import SamplerPlan
@@ -51,6 +52,8 @@ class SamplerState(enum.Enum):
     CREATED = "initialize"
     READY = "start_samples, obtain_samples, evaluate_agent, or a call on the environments"
     SAMPLING = "wait_samples, which returns the batch that has been started"
+    RUNNING = "obtain_samples, poll_samples, evaluate_agent, a call on the environments, hold, or pause"
+    PAUSED = "resume, evaluate_agent, or a call on the environments"
     BROKEN = "shutdown"
     CLOSED = "none"
 
@@ -64,6 +67,7 @@ class Sampler(ABC):
         env_kwargs: arguments for `env_fn`: one dict, or a list of `batch_B` dicts.
         batch_T: time steps per batch.
         batch_B: environments per batch.
+        n_slots: how many batches stay valid: the last `n_slots`. Each slot has the memory of one batch.
         n_workers: worker processes; by default one for each CPU that this process may use. Never more than `batch_B`.
             `SerialSampler` always has one worker.
         collector_cls: the `Collector` subclass that runs in the workers.
@@ -101,7 +105,8 @@ class Sampler(ABC):
         check_finite: refuse NaN and inf in rewards and floating-point observations, with a `SpaceError` that names
             field, environment and value.
         debug: check each action and observation with `space.contains`. Slow. Shapes, dtypes and structure are always
-            checked.
+            checked. Samples whose memory was given back raise `StaleSamplesError`, and the memory is overwritten with
+            NaN, the smallest integer and False; it has one more slot.
 
     Raises `ConfigError` for arguments that cannot work.
     """
@@ -128,6 +133,12 @@ class Sampler(ABC):
 
     #: Whether one agent acts for the environments of all workers. The workers hold no agent then.
     _central = False
+
+    #: The states in which evaluations and calls on the environments are allowed.
+    _idle_states: tuple[SamplerState, ...] = (SamplerState.READY,)
+
+    def _finish_batches(self, pool: Any, occasion: str) -> None:
+        """An evaluation or a call on the environments comes next: finish the batches that run."""
 
     @abstractmethod
     def _make_plans(self, affinity: Affinity, rank: int) -> tuple[SamplerPlan, ...]:
@@ -188,9 +199,10 @@ class Sampler(ABC):
                 self._inference_difference = allocation.inference_difference
                 self.observation_space: gym.Space[Any] = agent.observation_space
                 self.action_space: gym.Space[Any] = agent.action_space
-                #: The samples as numpy arrays; the tensors of `obtain_samples` use the same memory.
-                self.samples_np: Samples = allocation.samples
-                self._samples = self.samples_np.torch()
+                #: The last batch as numpy arrays; the tensors of `obtain_samples` use the same memory.
+                self.samples_np: Samples = allocation.batches[0]
+                self._batches = Batches(allocation.batches, debug=self.config.debug)
+                self._batch = 0  # the number of the batch that runs, or of the next
                 self._n_trajectories: Counter[int] = Counter()  # returned so far, by worker rank
                 self._pool = self._make_pool(allocation, resources)
             self._guard.start(self, self._pool)
@@ -209,8 +221,9 @@ class Sampler(ABC):
         """Collect one batch.
 
         Returns torch tensors `[batch_T, batch_B, ...]` and the trajectories that finished in this batch, ordered by
-        time step, then env_rank. The samples are views of shared memory: THE NEXT BATCH OVERWRITES THEM; use
-        `samples.copy()` to keep them.
+        time step, then env_rank. The samples are views of shared memory: THE NEXT BATCH OVERWRITES THEM, or with
+        `n_slots=n` the nth batch from here; use `samples.copy()` to keep them. A backward pass through a graph on
+        overwritten samples raises an error of torch.
 
         Raises a `SamplerBrokenError` if a worker fails; the sampler cannot be used again.
         """
@@ -231,24 +244,39 @@ class Sampler(ABC):
     def _start(self, itr: int) -> None:
         self._itr = integer("itr", itr)
         self.policy_version = self._memory.parameters.version
-        self._require_pool("start_samples").submit(Command(self._itr))
+        batch, batches = self._batch, self._batches
+        try:
+            self._require_pool("start_samples").submit(Command(self._itr, slot=batches.slot(batch)))
+        finally:  # after `submit`, so that workers do not wait for this
+            if len(batches.held) == self.config.n_slots:
+                batches.give_back(batch, keep_last_row=True)
         self._guard.state = SamplerState.SAMPLING
 
     def _finish(self) -> tuple[Samples, list[TrajInfo]]:
         pool = self._require_pool("wait_samples")
         pool.wait(f"itr={self._itr}")
         self._guard.state = SamplerState.READY
-        return self._samples, self._take_traj_infos(pool)
+        batch, batches, n_slots = self._batch, self._batches, self.config.n_slots
+        if self.config.debug and batch >= n_slots:
+            batches.poison(batch - n_slots)  # no worker reads its last row now
+        self._batch += 1
+        self.samples_np = batches.view(batch)
+        samples = batches.hand_out(batch, valid_until=batch + n_slots)
+        return samples, self._take_traj_infos(pool, batches.slot(batch))
 
-    def _take_traj_infos(self, pool: WorkerPool | SerialPool) -> list[TrajInfo]:
-        """The trajectories that the workers have sent for the last command, ordered by time step, then env_rank."""
-        expected = self._memory.control.n_results_by_rank(len(self._plans))
+    def _take_traj_infos(
+        self, pool: WorkerPool | SerialPool, slot: int = 0, opening: int | None = None
+    ) -> list[TrajInfo]:
+        """The trajectories that the workers have sent for the last command, or for that of this opening of the gates,
+        ordered by time step, then env_rank. `slot` is that of the batch; 0 for an evaluation."""
+        expected = self._memory.control.n_results_by_rank(len(self._plans), opening)
         if not any(expected):
             return []
         self._n_trajectories.update(dict(enumerate(expected)))
         if self.config.traj_info_cls is TrajInfo:
-            return infos_from_records(self._memory.records, expected)
-        return infos_from_messages(self.config.traj_info_cls, pool.take_messages())
+            starts = [plan.first_record(self.batch_T, slot) for plan in self._plans]
+            return infos_from_records(self._memory.records, expected, starts)
+        return infos_from_messages(self.config.traj_info_cls, pool.take_messages(opening))
 
     def evaluate_agent(self, itr: int) -> list[TrajInfo]:
         """Run the agent in the evaluation environments and return the trajectories that finished.
@@ -257,10 +285,11 @@ class Sampler(ABC):
         `eval_mode` how it acts. `CategoricalPgAgent` and `GaussianPgAgent` draw random actions here too, unless they
         were made with `greedy_eval=True`.
         """
-        with self._guard.require("evaluate_agent", SamplerState.READY):
+        with self._guard.require("evaluate_agent", *self._idle_states):
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
             itr, pool = integer("itr", itr), self._require_pool("evaluate_agent")
+            self._finish_batches(pool, f"evaluation, itr={itr}")
             control, limit = self._memory.control, self.config.eval_max_trajectories
             how: WaitOptions = {}
             if limit is not None:
@@ -309,8 +338,9 @@ class Sampler(ABC):
         self._call(EnvCall("set_attr", name, evaluation, values=values))
 
     def _call(self, call: EnvCall) -> list[Any]:
-        with self._guard.require(call.verb, SamplerState.READY):
+        with self._guard.require(call.verb, *self._idle_states):
             pool, occasion = self._require_pool(call.verb), f"{call.verb} {call.name!r} on the environments"
+            self._finish_batches(pool, occasion)
             pool.run(Command(has_message=True), occasion, discard=pool.take_messages, message=call.dumps())
             return results(call, pool.take_messages())
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from penstock.agents import Agent
 from penstock.buffers import Samples
 from penstock.collectors import TrajInfo
 from penstock.collectors.central import RemoteAgent
@@ -26,7 +27,7 @@ from penstock.samplers.server_program import ServerProgram
 from penstock.samplers.stats import ServerStats
 from penstock.workers.affinity import threads_here, usable_cpus
 from penstock.workers.arguments import true_or_false
-from penstock.workers.plan import Affinity
+from penstock.workers.plan import Affinity, PoolOptions
 from penstock.workers.pool import WorkerPool
 from penstock.workers.program import WorkerProgram
 from penstock.workers.spinning import SPIN_SECONDS
@@ -155,34 +156,45 @@ class GpuSampler(ParallelSampler):
         return FirstReady(self._min_columns, [len(plan.columns) for plan in self._plans].__getitem__)
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
-        plans, memory, config = self._plans, allocation.memory, self.config
-        server_options = ServerOptions(
-            agent=self._agent.runtime.server_copy(),
-            plans=plans,
+        plans, memory, agent = self._plans, allocation.memory, self._agent
+        server_options = ServerOptions.of(
+            agent,
+            plans,
+            allocation.program,
             readiness=self._readiness(),
-            seed=allocation.program.seed,
-            world_size=allocation.program.world_size,
             spin_seconds=self._spin_seconds,
             compile_options=self._compile_options,
             n_processes=len(plans) + (not self._steps_locally),
-            heartbeat_seconds=min(1.0, (config.step_timeout or 4.0) / 4),
         )
-        program = replace(allocation.program, agent=RemoteAgent(self._agent))
-        options = pool_options(config, self._spin_seconds, preload=())
+        options = pool_options(self.config, self._spin_seconds, preload=())
         if self._is_process:
-            server_plan = SamplerPlan(
-                worker_rank=len(plans),
-                # A fork inherits OpenMP's record of threads that do not exist there, and would wait for them.
-                torch_threads=1 if config.start_method == "fork" else threads_here(),
-                server_name="the inference server",
-            )
-            programs: list[WorkerProgram] = [*[program] * len(plans), ServerProgram(server_options)]
-            shares = [*allocation.shares, None]
-            return WorkerPool([*plans, server_plan], programs, shares, memory, options, resources)
+            return pool_with_server(agent, plans, allocation, options, resources, server_options)
+        program = replace(allocation.program, agent=RemoteAgent(agent))
         server = InferenceServer(server_options, memory)
         resources.callback(server.close)
         local = LocalWorker(plans[-1], program, memory) if self._steps_locally else None
         return CentralPool(plans, program, allocation.shares, memory, options, resources, server, local)
+
+
+def pool_with_server(
+    agent: Agent,
+    plans: Sequence[SamplerPlan],
+    allocation: Allocation,
+    options: PoolOptions,
+    resources: ExitStack,
+    server_options: ServerOptions,
+) -> WorkerPool:
+    """Start the workers, and a process that acts for all of them."""
+    server_plan = SamplerPlan(
+        worker_rank=len(plans),
+        # A fork inherits OpenMP's record of threads that do not exist there, and would wait for them.
+        torch_threads=1 if options.start_method == "fork" else threads_here(),
+        server_name="the inference server",
+    )
+    program = replace(allocation.program, agent=RemoteAgent(agent))
+    programs: list[WorkerProgram] = [*[program] * len(plans), ServerProgram(server_options)]
+    shares = [*allocation.shares, None]
+    return WorkerPool([*plans, server_plan], programs, shares, allocation.memory, options, resources)
 
 
 def _checked_spin_seconds(spin_seconds: Any) -> float:

@@ -58,7 +58,7 @@ class CentralPool(WorkerPool):
                 raise
 
     def _submit(self, command: Command, ranks: Iterable[int] | None = None) -> None:
-        self._server.begin(command)
+        self._server.begin(command, self._wanted_openings[0] + 1)
         super()._submit(command, ranks)
         if self._local is not None:
             self._local.open(command)
@@ -128,8 +128,8 @@ class CentralPool(WorkerPool):
         if rank < len(self.handles):  # the local worker runs in this thread, and needs no wake-up
             self.handles[rank].gate.wake()
 
-    def take_messages(self) -> list[ObjectMessage]:
-        messages = super().take_messages()
+    def take_messages(self, number: int | None = None) -> list[ObjectMessage]:
+        messages = super().take_messages(number)
         return messages if self._local is None else messages + self._local.take_messages()
 
     def statuses(self) -> list[WorkerStatus]:

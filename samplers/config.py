@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _BOUNDS = {
     "batch_T": (1, 2**63 - 1),
     "batch_B": (1, MOST_ENVS),
+    "n_slots": (1, 2**31),
     "max_decorrelation_steps": (0, 10**9),
     "eval_n_envs": (0, MOST_ENVS),
     "eval_max_steps": (0, 2**63 - 1),
@@ -50,6 +51,7 @@ class SamplerOptions(TypedDict, total=False):
     batch_T: Required[int]
     batch_B: Required[int]
     n_workers: int | None
+    n_slots: int
     collector_cls: type[Collector]
     max_decorrelation_steps: int
     traj_info_cls: type[TrajInfo]
@@ -82,6 +84,7 @@ class SamplerConfig:
     batch_T: int
     batch_B: int
     n_workers: int | None = None
+    n_slots: int = 1
     collector_cls: type[Collector] = ResetCollector
     max_decorrelation_steps: int = 100
     traj_info_cls: type[TrajInfo] = TrajInfo
@@ -132,6 +135,11 @@ class SamplerConfig:
         one_of("start_method", self.start_method, START_METHODS)
         one_of("on_worker_failure", self.on_worker_failure, ON_WORKER_FAILURE)
         self._check_kinds()
+
+    @property
+    def memory_slots(self) -> int:
+        """How many batches there is memory for. With `debug`, one more, which stays poisoned for a while."""
+        return self.n_slots + self.debug
 
     def _check_evaluation(self) -> None:
         if self.eval_max_steps < self.eval_n_envs:

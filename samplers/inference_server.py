@@ -22,6 +22,7 @@ from penstock.errors import ConfigError, SamplerBrokenError, WorkerError
 from penstock.samplers.inference_batch import InferenceBatch
 from penstock.samplers.memory import SamplerMemory
 from penstock.samplers.plan import SamplerPlan
+from penstock.samplers.program import SamplerProgram
 from penstock.samplers.readiness import LockStep, Readiness
 from penstock.samplers.step_buffer import StepBuffer
 from penstock.workers import sigint
@@ -46,6 +47,30 @@ class ServerOptions:
     compile_options: Mapping[str, Any] | None  #: arguments of `torch.compile`; None: the model is not compiled
     n_processes: int  #: how many processes take part, the server included
     heartbeat_seconds: float  #: the longest time between two heartbeats of a server process without requests
+
+    @classmethod
+    def of(
+        cls,
+        agent: Agent,
+        plans: Sequence[SamplerPlan],
+        program: SamplerProgram,
+        readiness: Readiness,
+        spin_seconds: float,
+        n_processes: int,
+        compile_options: Mapping[str, Any] | None = None,
+    ) -> ServerOptions:
+        """The options for the learner's `agent` and workers that run `program`."""
+        return cls(
+            agent=agent.runtime.server_copy(),
+            plans=plans,
+            readiness=readiness,
+            seed=program.seed,
+            world_size=program.world_size,
+            spin_seconds=spin_seconds,
+            n_processes=n_processes,
+            compile_options=compile_options,
+            heartbeat_seconds=min(1.0, (program.config.step_timeout or 4.0) / 4),
+        )
 
 
 class InferenceServer:
@@ -75,6 +100,7 @@ class InferenceServer:
             if steps is not None:
                 self._page_locks.enter_context(agent.runtime.page_locked(steps.memory.whole))
         self._command, self._batch, self._rule = Command(), self._train, self._readiness
+        self._number = 1  # the opening of the workers' gates for this command; the first is start-up
         self._numbers: Sequence[int] = ()  # by rank: the number of the last request that was seen
         self._n_replaced = 0  # how many workers have been replaced, as far as noticed
         self._are_all_at_gate, self._seen = False, 0  # what the last look has found
@@ -90,8 +116,10 @@ class InferenceServer:
 
     # ---- commands --------------------------------------------------------------------------
 
-    def begin(self, command: Command) -> None:
-        """The workers are about to run `command`: act with the newest parameters."""
+    def begin(self, command: Command, number: int) -> None:
+        """The workers are about to run `command`, at opening `number` of their gates: act with the newest parameters,
+        or with those that the command names."""
+        self._number = number
         if command.has_message:
             return
         self._command, self._batch, self._rule = command, self._train, self._readiness
@@ -104,7 +132,7 @@ class InferenceServer:
             if command.do_eval:
                 self._begin_evaluation(self._batch.agent, command.itr)
             else:
-                self._pull_newest(self._batch.agent)
+                self._pull(self._batch.agent, command.version)
                 self._batch.agent.sample_mode(command.itr)
         except Exception as error:
             self._error = self._worker_error(error, "beginning", range(len(self._plans)))
@@ -122,13 +150,12 @@ class InferenceServer:
         agent.reset()
         agent.eval_mode(itr)
 
-    def _pull_newest(self, agent: Agent) -> None:
-        """Load the newest parameters, and note their version."""
-        version = -1
-        while version != self._parameters.version:  # others may be published meanwhile
-            version = self._parameters.version
-            agent.runtime.pull_shared_memory()
-        self.progress.note_version(version)
+    def _pull(self, agent: Agent, version: int) -> None:
+        """Load the newest parameters, or `version` if it is not 0, and note their version."""
+        found = agent.runtime.pull_shared_memory(version)
+        while not version and found != self._parameters.version:  # others may be published meanwhile
+            found = agent.runtime.pull_shared_memory()
+        self.progress.note_version(found)
 
     def _notice_replacements(self) -> bool:
         """Reset noise and state of the columns whose worker has been replaced, and drop held replies to dead workers.
@@ -208,8 +235,8 @@ class InferenceServer:
 
     @property
     def all_have_arrived(self) -> bool:
-        """Whether every worker waits at barrier_out."""
-        return not self._control.pending(len(self._plans))
+        """Whether every worker has completed the command."""
+        return self._control.have_completed(self._number, len(self._plans))
 
     def _serve_once(self, wake: Callable[[int], None]) -> bool:
         """Reply to one round of requests; returns False if there was nothing to do."""
@@ -267,6 +294,11 @@ class InferenceServer:
         control = self._control
         while True:
             values, steps, working, self._numbers, self._seen = look(*control.block, len(self._plans))
+            # A worker that has completed the command may have sent its first request of the next batch already. That
+            # waits until this server begins the next batch.
+            ahead = [rank for rank in range(len(self._plans)) if control.arrived(rank) >= self._number]
+            if ahead:
+                values, steps, working = ([r for r in ranks if r not in ahead] for ranks in (values, steps, working))
             # After the requests: a new worker's generation is written before its first request.
             fence()
             if control.n_replaced == self._n_replaced or not self._notice_replacements():

@@ -125,13 +125,14 @@ class SerialPool:
         self.is_closed = False
         self._run(lambda: self._worker.build(share), "start-up")
 
-    def submit(self, command: Command) -> None:
-        """Run `command`."""
+    def submit(self, command: Command) -> int:
+        """Run `command`. Returns the number of this opening."""
         if self._error is not None:
-            return  # `wait` raises it
+            return 0  # `wait` raises it
         self._worker.open(command)
         evaluation = "evaluation, " if command.do_eval else ""
         self._run(self._worker.work, f"{evaluation}itr={command.itr}")
+        return self._memory.control.opened(0)
 
     def _run(self, work: Callable[[], None], occasion: str) -> None:
         try:
@@ -166,7 +167,7 @@ class SerialPool:
         self.submit(command)
         self.wait(occasion)
 
-    def take_messages(self) -> list[ObjectMessage]:
+    def take_messages(self, number: int | None = None) -> list[ObjectMessage]:
         """What the worker has put for its last command."""
         return self._worker.take_messages()
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.mailbox import Mailbox
+from penstock.buffers.named import NamedArrays
 from penstock.buffers.results import RecordRings
 from penstock.buffers.shared import NamedMemory
 from penstock.samplers.stats import ServerTotals
@@ -39,8 +40,13 @@ class SamplerMemory:
             return n_running
         if command.do_eval:
             return n_running + len(plan.eval_columns) + n_results  # type: ignore[attr-defined]
-        finished = self.samples.arrays.done[1 : t + 2, plan.columns.start : plan.columns.stop]
+        finished = self.slots[command.slot].done[1 : t + 2, plan.columns.start : plan.columns.stop]
         return n_running + int(finished.sum())
+
+    @property
+    def slots(self) -> tuple[NamedArrays, ...]:
+        """The arrays of the samples buffer, by slot."""
+        return self.samples.arrays.values()
 
     @property
     def _own(self) -> list[NamedMemory]:

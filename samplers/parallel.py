@@ -54,7 +54,11 @@ class ParallelSampler(Sampler):
 
 
 def pool_options(
-    config: SamplerConfig, spin_seconds: float = SPIN_SECONDS, *, preload: Sequence[str] = ("torch",)
+    config: SamplerConfig,
+    spin_seconds: float = SPIN_SECONDS,
+    *,
+    preload: Sequence[str] = ("torch",),
+    has_lookout: bool = False,
 ) -> PoolOptions:
     """The options of the pool, from `config`. `preload`: modules that the fork server imports for this sampler."""
     return PoolOptions(
@@ -64,5 +68,6 @@ def pool_options(
         max_restarts=config.max_restarts if config.on_worker_failure == "restart" else 0,
         restart_window=config.restart_window,
         spin_seconds=spin_seconds,
+        has_lookout=has_lookout,
         preload=(*preload, "penstock.samplers.program", "gymnasium.envs.classic_control"),
     )

@@ -20,14 +20,18 @@ class SamplerPlan(WorkerPlan):
         evaluation = f", for evaluation {span(self.eval_env_ranks)}" if self.eval_columns else ""
         return super().env_text + evaluation
 
-    def most_trajectories(self, batch_T: int, eval_max_T: int, eval_max_trajectories: int | None) -> int:
-        """The most trajectories that can end between two gates: one per environment step; in an
-        evaluation, as many as are wanted and one more row."""
+    def most_trajectories(self, n_rows: int, eval_max_T: int, eval_max_trajectories: int | None) -> int:
+        """The most trajectories that can end in `n_rows` time steps, or in one evaluation: one per environment step; in
+        an evaluation, as many as are wanted and one more row."""
         n_evals = len(self.eval_columns)
         evaluation = eval_max_T * n_evals
         if eval_max_trajectories is not None:
             evaluation = min(evaluation, eval_max_trajectories + n_evals)
-        return max(batch_T * len(self.columns), evaluation, 1)
+        return max(n_rows * len(self.columns), evaluation, 1)
+
+    def first_record(self, batch_T: int, slot: int) -> int:
+        """Where the trajectory records of the batch in this slot begin."""
+        return slot * batch_T * len(self.columns)
 
 
 def make_plans(

@@ -64,6 +64,7 @@ class SamplerProgram:
         if self._memory.steps is None:  # with central inference, only the server needs the parameters
             self.agent.runtime.attach(self._memory.parameters)
             self.agent.runtime.pull_shared_memory()
+        self._n_slots = len(self._memory.slots)
         self._builder = EnvBuilder(self._progress, self.agent.observation_space, self.agent.action_space)
         env_factories, eval_env_factories = context.share
         self._collector = self._build_collector(env_factories)
@@ -72,11 +73,14 @@ class SamplerProgram:
     def _build_collector(self, factories: Sequence[EnvFactory]) -> Collector:
         plan = self._plan
         streams = ColumnStreams(self.seed, plan.env_ranks, plan.generation)
+        columns = slice(plan.columns.start, plan.columns.stop)
+        slots = [BatchColumns(arrays, columns, is_poisoned=self.config.debug) for arrays in self._memory.slots]
         collector = self.config.collector_cls(
             CollectorParts(
                 envs=self._build_envs(factories, streams, Purpose.TRAIN),
                 agent=self._build_agent(streams, Purpose.ACTION, self.config.batch_B),
-                samples=BatchColumns(self._memory.samples.arrays, slice(plan.columns.start, plan.columns.stop)),
+                samples=slots[0],
+                slots=slots,
                 tracker=self._build_tracker(plan.env_ranks),
                 progress=self._progress,
                 streams=streams,
@@ -88,7 +92,7 @@ class SamplerProgram:
         return collector
 
     def _build_eval_collector(self, factories: Sequence[EnvFactory]) -> BaseEvalCollector:
-        env_ranks, arrays, config = self._plan.eval_env_ranks, self._memory.samples.arrays, self.config
+        env_ranks, arrays, config = self._plan.eval_env_ranks, self._memory.slots[0], self.config
 
         def zeros(field: Any) -> Any:
             return map_leaves(lambda leaf: np.zeros((len(env_ranks), *leaf.shape[2:]), leaf.dtype), field)
@@ -147,16 +151,29 @@ class SamplerProgram:
 
     def run(self, command: Command) -> None:
         """Run one command: collect a batch, evaluate, or make a call on the environments."""
-        collector, evaluator = self._collector, self._eval_collector
-        self._memory.records.begin()
+        evaluator, records = self._eval_collector, self._memory.records
+        if not (command.has_message or command.do_eval):
+            records.begin(self._plan.first_record(self.config.batch_T, command.slot))
+            self._collect(command)
+            return
+        records.begin()
         if command.has_message:
             self._call(pickle.loads(self._memory.mailbox.read()))
-        elif not command.do_eval:
-            collector.agent.runtime.pull_shared_memory()
-            collector.collect_batch(command.itr)
         elif evaluator is not None:
             evaluator.agent.runtime.pull_shared_memory()
             evaluator.collect_evaluation(command.itr)
+
+    def _collect(self, command: Command) -> None:
+        collector, control, gate = self._collector, self._memory.control, self._context.gate
+        if self._n_slots > 1:
+            collector.use_slot(command.slot)
+        version = collector.agent.runtime.pull_shared_memory(command.version)
+        self._progress.note_version(version)
+        if command.version and gate is not None:
+            gate.signal()  # `sync_shared_memory` may wait for this
+        collector.collect_batch(command.itr)
+        # With central inference, the server has noted the version before its first reply.
+        collector.samples.policy_version[...] = version if self._memory.steps is None else control.version(-1)
 
     def _call(self, call: EnvCall) -> None:
         plan = self._plan

@@ -10,9 +10,14 @@ from penstock.collectors import TrajInfo
 from penstock.errors import ConfigError
 
 
-def infos_from_records(records: RecordRings, expected: Sequence[int]) -> list[TrajInfo]:
-    """The stock trajectory infos, `expected[i]` of each worker i, ordered by time step, then env_rank."""
-    taken = records.take(expected)
+def infos_from_records(
+    records: RecordRings, expected: Sequence[int], starts: Sequence[int] | None = None
+) -> list[TrajInfo]:
+    """The stock trajectory infos, `expected[i]` of each worker i from record `starts[i]` on, ordered by time step, then
+    env_rank."""
+    if not any(expected):
+        return []
+    taken = records.take(expected, starts)
     return TrajInfo.from_figures(zip(*(taken[name].tolist() for name in FIGURES), strict=True))
 
 

@@ -39,16 +39,29 @@ class WorkerStats:
 
 
 @dataclass(frozen=True)
+class LagStats:
+    """How old the parameters were that acted: how many versions newer those were that had been published when the batch
+    was handed out. Over all columns of all batches so far; 0 before the first."""
+
+    min: int
+    mean: float
+    max: int
+
+
+@dataclass(frozen=True)
 class SamplerStats:
     """All workers, and the bytes of memory that they share with the main process.
 
     With an agent of `inference="numpy"` or `"traced"`, `inference_difference` is the largest absolute difference to
     torch's outputs, on 16 observations at `initialize`. With other agents it is None.
+    Only an asynchronous sampler has `lag`, and `skipped_batches`: what `obtain_samples(newest=True)` has left out.
     """
 
     workers: tuple[WorkerStats, ...]
     bytes_shared: int
     inference_difference: float | None = None
+    lag: LagStats | None = None
+    skipped_batches: int = 0
 
     @property
     def restarts(self) -> int:

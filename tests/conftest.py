@@ -61,6 +61,7 @@ SLOW = (
     "real/",
     "samplers/test_agents_determinism.py",
     "samplers/test_arguments.py::test_a_type_checker_finds_wrong_arguments_of_every_sampler",
+    "samplers/test_asynchronous.py",
     "samplers/test_central_determinism.py",
     "samplers/test_central_device.py",
     "samplers/test_central_order.py",

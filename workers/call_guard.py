@@ -43,6 +43,8 @@ class CallGuard(Generic[_State]):
         self.state, self._broken, self._closed = next(iter(states)), states["BROKEN"], states["CLOSED"]
         self._is_closed = False
         self._noun, self._close_call = noun, close_call
+        #: Texts that differ from the values of the states.
+        self.expected: dict[_State, str] = {}
         self._pool: Any = None
         self._control: Any = None  # the control block of the pool that `start` will get
         self._pid = os.getpid() if owned_by_process else None
@@ -180,7 +182,8 @@ class CallGuard(Generic[_State]):
             return error
         if self.state is self._closed:
             return SamplerClosedError(f"{name} was called after {self._close_call}: make a new {self._noun}")
-        return SamplerStateError(f"{name} was called out of order: the call expected now is {self.state.value}")
+        expected = self.expected.get(self.state, self.state.value)
+        return SamplerStateError(f"{name} was called out of order: the call expected now is {expected}")
 
 
 def _is_on_a_stack(frame: FrameType) -> bool:

@@ -25,6 +25,8 @@ _CHECKS_PER_LIMIT = 20  # how often progress is checked within one limit
 _CHECK_SECONDS = 0.25  # the longest time between two checks, if there is a limit
 _DEATH_CHECK_SECONDS = 0.1  # spinning does not notice deaths: poll at least this often
 _GATHER_SECONDS = 0.001  # how long to wait after a death for others that have the same cause
+_TERMINATE_SECONDS = 0.3  # how long to wait after SIGTERM
+_KILL_SECONDS = 0.5  # how long to wait after SIGKILL
 _DYING_SECONDS = 0.5  # how long to wait for a process that is known to be dying
 
 
@@ -56,6 +58,7 @@ class Monitor:
         self._starting: set[int] = set()
         self._set_next_check()
         self.is_closing = False  #: True ends every wait: the pool is being closed
+        self.is_waiting = False  #: whether a wait is running, which looks for failures itself
 
     def watch(self, handles: Sequence[WorkerHandle], starting: Iterable[int]) -> None:
         """Watch these workers from now on. The workers of the ranks `starting` have just been started."""
@@ -132,7 +135,7 @@ class Monitor:
         late = time.monotonic() - asleep - seconds
         # This process was suspended, and the workers perhaps too: this time does not count.
         if late > self._check_seconds:
-            self._seen = {rank: (row, since + late) for rank, (row, since) in self._seen.items()}
+            self._seen = {rank: (row, since + late) for rank, (row, since) in list(self._seen.items())}
         for fd, _ in ready:
             kind, handle = self._sources[fd]
             if kind == "gate":
@@ -156,6 +159,21 @@ class Monitor:
                 else:
                     alive.remove(handle)
         return alive
+
+    def make_them_exit(self, handles: Sequence[WorkerHandle], patience: float) -> dict[int, WorkerStatus]:
+        """Ask these workers to exit, wait, terminate, kill. Returns the status of each worker that did not exit when
+        asked, by rank."""
+        self.is_closing = self._control.quit = True
+        alive = [handle for handle in handles if not handle.is_reaped]
+        for handle in alive:
+            handle.gate.open()
+        alive = self.await_deaths(alive, patience)
+        forced = {handle.rank: self.status(handle) for handle in alive}
+        for sig, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
+            for handle in alive:
+                handle.signal_group(sig)
+            alive = self.await_deaths(alive, seconds)
+        return forced
 
     def status(self, handle: WorkerHandle) -> WorkerStatus:
         """What this worker is doing now."""
@@ -219,22 +237,39 @@ class Monitor:
         self._set_next_check()
         overdue = []
         for rank in ranks:
-            # A reply of the inference server is progress too: it may have been slow.
-            row = self._control.snapshot(rank), self._control.replied(rank)
             limit = self._options.start_timeout if rank in self._starting else self._options.step_timeout
-            # A worker that waits for the inference server makes no progress, but does not hang.
-            if rank not in self._seen or self._seen[rank][0] != row or self._control.is_requesting(rank):
-                self._seen[rank] = row, now
-            elif limit is not None and now - self._seen[rank][1] > limit:
-                overdue.append((rank, limit))
+            if self._silence(rank, now) > (math.inf if limit is None else limit):
+                overdue.append((rank, limit or 0.0))
         return overdue
+
+    def _silence(self, rank: int, now: float, *, is_excused: bool = False) -> float:
+        """For how many seconds this worker has made no progress; 0 if it `is_excused`."""
+        # A reply of the inference server is progress too: it may have been slow.
+        row = self._control.snapshot(rank), self._control.replied(rank)
+        # A worker that waits for the inference server makes no progress, but does not hang.
+        is_excused = is_excused or self._control.is_requesting(rank)
+        if is_excused or rank not in self._seen or self._seen[rank][0] != row:
+            self._seen[rank] = row, now
+        return now - self._seen[rank][1]
+
+    @property
+    def note_seconds(self) -> float | None:
+        """How often `note_progress` should be called; None: never, as there is no limit."""
+        return None if self._options.step_timeout is None else self._check_seconds
+
+    def note_progress(self) -> None:
+        """Lookout: note which workers make progress, so that the next wait knows since when one hangs."""
+        now, control = time.monotonic(), self._control
+        for handle in self._handles:
+            # It waits for a command, or until a wait of the main process reads its pipe.
+            is_excused = control.has_arrived(handle.rank) or control.snapshot(handle.rank).phase is Phase.SENDING
+            self._silence(handle.rank, now, is_excused=is_excused)
 
     def _has_started(self, rank: int) -> bool:
         """Whether a worker that was being started has reached its gate."""
         # A replacement begins with the counts of the worker before it. If that one had arrived, only the phase shows
         # that the replacement has started.
-        runs_command = self._control.has_begun(rank) and not self._control.has_arrived(rank)
-        return runs_command or self._control.snapshot(rank).phase is Phase.WAITING
+        return self._control.is_running(rank) or self._control.snapshot(rank).phase is Phase.WAITING
 
 
 def _poll_of(handles: Sequence[WorkerHandle], *kinds: str) -> tuple[select.poll, dict[int, tuple[str, WorkerHandle]]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing.process
 import os
-import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +23,7 @@ from penstock.workers.gates import Gate, GateWakers
 from penstock.workers.guardian import Guardian
 from penstock.workers.handle import WorkerHandle, open_pidfd
 from penstock.workers.launch import Launcher, post_programs
+from penstock.workers.lookout import Lookout
 from penstock.workers.monitor import Monitor, WaitOptions
 from penstock.workers.plan import PoolOptions, WorkerPlan
 from penstock.workers.program import SharedMemory, WorkerProcessArgs, WorkerProgram
@@ -40,7 +40,6 @@ _log = logging.getLogger("penstock")
 
 _EXIT_SECONDS = 1.5  # how long workers may take to end their step and close their environments
 _EXIT_BROKEN_SECONDS = 0.3  # shorter after a failure: the user waits for the error
-_TERMINATE_SECONDS = 0.3  # how long to wait after SIGTERM
 _KILL_SECONDS = 0.5  # how long to wait after SIGKILL
 
 
@@ -76,6 +75,7 @@ class WorkerPool:
         self.is_closed = False
         self._wanted_openings = [0] * len(plans)  # how many openings each gate must reach; number one is start-up
         self._command = Command()
+        self._n_taken = 0  # the last opening whose messages have been taken
         # A `run` that is not finished: its occasion, and the function that drops its results.
         self._unfinished_run: tuple[str, Callable[[], Any]] | None = None
         self.handles: list[WorkerHandle] = []
@@ -84,6 +84,7 @@ class WorkerPool:
             self._reports = ReportBoard(len(plans), shared=True)
             resources.callback(self._reports.memory.close)
             self._monitor = Monitor(self.control, self._reports, options)
+            self._lookout = Lookout(self._monitor)
             self._mailbox, self._parts = post_programs(programs, shares)
             resources.callback(self._mailbox.close)
             self._launcher = Launcher(options, len(plans))
@@ -118,7 +119,7 @@ class WorkerPool:
             self._wanted_openings[plan.worker_rank] = 1
             self.control.open(plan.worker_rank)
             self._start(plan, gate, ObjectPipe(), self._owned(StackFile()))
-        self._monitor.watch(self.handles, starting=range(len(plans)))
+        self._watch(range(len(plans)))
 
     def _check_open(self) -> None:
         if self.control.quit:
@@ -174,30 +175,45 @@ class WorkerPool:
         """What every worker is doing now."""
         return [self._monitor.status(handle) for handle in self.handles]
 
-    def take_messages(self) -> list[ObjectMessage]:
-        """What the workers have put into their pipes for the last command.
+    def take_messages(self, number: int | None = None) -> list[ObjectMessage]:
+        """What the workers have put into their pipes for the last command, or for the one of opening `number`. Take
+        them in the order of the openings.
 
         Raises `TrajectoryCountError` if a worker has sent more or fewer messages than it counted; the pool is closed
         then.
         """
-        counts = self.control.n_results_by_rank(len(self.handles))
+        counts, may_leave = self.control.n_results_by_rank(len(self.handles), number), number is not None
+        self._n_taken = self._wanted_openings[0] if number is None else number
         try:
-            return [message for handle, n in zip(self.handles, counts, strict=True) for message in handle.pipe.take(n)]
+            pairs = zip(self.handles, counts, strict=True)
+            return [message for handle, n in pairs for message in handle.pipe.take(n, may_leave=may_leave)]
         except SamplerBrokenError:
             self.close(broken=True)
             raise
 
     # ---- commands --------------------------------------------------------------------------
 
-    def submit(self, command: Command, ranks: Iterable[int] | None = None) -> None:
+    def submit(self, command: Command, ranks: Iterable[int] | None = None) -> int:
         """Open the gates of all workers, or only of `ranks`, for `command`. A worker that still runs a command runs
-        this one afterwards.
+        this one afterwards. Returns the number of this opening of the first gate.
 
         If the wait for an earlier `run` was interrupted, that command is finished first.
         """
         if self._unfinished_run is not None:
             self.finish_interrupted()
         self._submit_or_close(command, ranks)
+        return self._wanted_openings[0]
+
+    def wait_for(self, number: int, occasion: str) -> None:
+        """Wait until every worker has completed opening `number`, while later ones may be open; otherwise as `wait`.
+        Failures come first: even if the opening is completed (0 always is), this looks for them, without a wait."""
+        self.wait(occasion, until=lambda: True, on_wake=lambda: None, poll_interval=0.0)
+        if not self.has_completed(number):
+            self.wait(occasion, until=lambda: self.has_completed(number), wake_for_any=True)
+
+    def has_completed(self, number: int) -> bool:
+        """Whether every worker has completed opening `number`."""
+        return self.control.have_completed(number, len(self.handles))
 
     def _submit_or_close(self, command: Command, ranks: Iterable[int] | None = None) -> None:
         """`submit`. An exception of a signal handler, or a second Ctrl-C, closes the pool: it is unknown which
@@ -232,6 +248,7 @@ class WorkerPool:
         Raises `WorkerError`, `WorkerDiedError` or `WorkerTimeoutError` if a worker fails and is not replaced; the pool
         is closed then. Raises `SamplerClosedError` if another thread closes the pool.
         """
+        self._monitor.is_waiting = True
         try:
             self._open_gates()
             while failures := self._monitor.wait(**how):
@@ -243,6 +260,8 @@ class WorkerPool:
             raise
         except KeyboardInterrupt as interrupt:  # a short traceback: the place inside the wait tells the user nothing
             raise interrupt.with_traceback(None) from None
+        finally:
+            self._monitor.is_waiting = False
 
     def run(
         self,
@@ -282,6 +301,7 @@ class WorkerPool:
         others = [self._monitor.status(handle) for handle in self.handles if handle.rank not in failed]
         if (refusal := self.restarts.refusal(failures)) is not None:
             raise make_error(failures, others, occasion, refusal)
+        self._lookout.stop()
         for failure in failures:
             try:
                 self._replace(failure, occasion)
@@ -289,7 +309,12 @@ class WorkerPool:
                 raise make_error(
                     failures, others, occasion, f"{failure.status.plan.name} could not be replaced: {error}"
                 ) from error
-        self._monitor.watch(self.handles, starting=failed)
+        self._watch(failed)
+
+    def _watch(self, starting: Iterable[int]) -> None:
+        self._monitor.watch(self.handles, starting)
+        if self._options.has_lookout and not self._monitor.is_closing:
+            self._lookout.start(self.handles)
 
     def _replace(self, failure: WorkerFailure, occasion: str) -> None:
         """Start a new worker in the place of a dead one. It repeats the command that the dead one has not completed."""
@@ -298,7 +323,9 @@ class WorkerPool:
         n_lost = self._count_lost(old)
         self.restarts.note(failure, occasion, n_lost)
         _log.warning("%s (%s); it is being replaced, %d trajectories are lost", failure, occasion, n_lost)
-        pipe = old.pipe.replacement(keep=self.control.has_arrived(rank) or self._options.keeps_messages)
+        pipe = old.pipe.replacement(
+            keep=None if self._options.keeps_messages else self.control.n_results_since(rank, self._n_taken)
+        )
         self._reports.clear(rank)
         old.stacks.clear()
         self.control.reset_row(rank)
@@ -310,12 +337,11 @@ class WorkerPool:
     def _count_lost(self, dead: WorkerHandle) -> int:
         """How many trajectories are lost with this dead worker."""
         control, rank = self.control, dead.rank
-        if control.begun(rank) == dead.begun_at_start:
+        begun = control.begun(rank)
+        if begun == dead.begun_at_start:
             return 0  # it died before its first command
-        is_running = control.has_begun(rank) and not control.has_arrived(rank)
-        command = control.command(rank, control.opened(rank)) if is_running else None
-        n_results = control.n_results_by_rank(rank + 1)[rank]
-        return self._memory.count_lost(dead.plan, command, control.snapshot(rank).t, n_results)
+        command = control.command(rank, begun) if control.is_running(rank) else None
+        return self._memory.count_lost(dead.plan, command, control.snapshot(rank).t, control.n_results(rank, begun))
 
     # ---- closing ---------------------------------------------------------------------------
 
@@ -355,7 +381,8 @@ class WorkerPool:
 
     def _end_workers(self, broken: bool) -> list[WorkerFailure]:
         """End all workers, and warn if one did not exit well. Returns as `close` does."""
-        forced = self._make_them_exit(_EXIT_BROKEN_SECONDS if broken else _EXIT_SECONDS)
+        self._lookout.stop()
+        forced = self._monitor.make_them_exit(self.handles, _EXIT_BROKEN_SECONDS if broken else _EXIT_SECONDS)
         complaints, killed, exitcodes = [], [], set()
         for handle in self.handles:
             is_unreported = not handle.is_reaped
@@ -380,25 +407,11 @@ class WorkerPool:
 
     def _release(self, broken: bool) -> None:
         """Close what this process holds, when the workers have ended."""
+        self._lookout.stop()  # again: a call of another thread may have replaced a worker meanwhile
         for handle in self.handles:
             handle.release()
             handle.pipe.close()
         self._resources.close()
-
-    def _make_them_exit(self, patience: float) -> dict[int, WorkerStatus]:
-        """Ask all workers to exit, wait, terminate, kill. Returns the status of each worker that did not exit when
-        asked, by rank."""
-        self._monitor.is_closing = self.control.quit = True
-        alive = [handle for handle in self.handles if not handle.is_reaped]
-        for handle in alive:
-            handle.gate.open()
-        alive = self._monitor.await_deaths(alive, patience)
-        forced = {handle.rank: self._monitor.status(handle) for handle in alive}
-        for sig, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
-            for handle in alive:
-                handle.signal_group(sig)
-            alive = self._monitor.await_deaths(alive, seconds)
-        return forced
 
     def abandon(self) -> None:
         """In a fork of the main process: make multiprocessing forget the workers, which are not its children."""

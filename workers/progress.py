@@ -43,8 +43,9 @@ class StopCollecting(Exception):
 
 
 # The words of a row.
-PHASE, T, ENV_RANK, HEARTBEAT, BEGUN, ARRIVED, N_RESULTS, BATCHES = range(8)
+PHASE, T, ENV_RANK, HEARTBEAT, BEGUN, ARRIVED, _UNUSED, BATCHES = range(8)
 STEPPING, ACTING, RESETTING, WAITING, STEPS, REQUESTED, VERSION, ASLEEP = range(8, 16)
+RING = 8  # commands that may be open at once
 ROW_WORDS = 16  # 128 bytes: two workers never write to the same pair of cache lines
 KIND_BITS = 2  # number and kind of a request are one word, so that one store publishes both
 URGENT = 2  # the kind of requests that are answered at once
@@ -90,6 +91,9 @@ class Progress:
         self.words = memoryview(control.memory.arrays.progress[worker_rank])
         self._replied = memoryview(control.memory.arrays.replied[worker_rank])
         self._stamps = memoryview(control.memory.arrays.timeline[worker_rank])
+        # How many results each command has sent, by the number of its opening: the main process may read the count of
+        # one command while the worker runs the next.
+        self._n_results = memoryview(control.memory.arrays.n_results[worker_rank])
 
     def enter(self, phase: Phase) -> int:
         """Note a change of phase and a heartbeat; returns `time.monotonic_ns()`."""
@@ -160,19 +164,21 @@ class Progress:
 
     def begin(self) -> None:
         """A command begins: results are counted from here."""
-        self.words[N_RESULTS] = 0
-        self.words[PHASE] = Phase.BEGINNING
-        self.words[T] = -1  # no time step yet: the batch still holds the one before
-        self.words[BEGUN] = self.arrived + 1
+        words = self.words
+        number = words[ARRIVED] + 1
+        self._n_results[number % RING] = 0
+        words[PHASE] = Phase.BEGINNING
+        words[T] = -1  # no time step yet: the batch still holds the one before
+        words[BEGUN] = number
 
     @property
     def n_results(self) -> int:
         """How many results this worker has sent for this command."""
-        return self.words[N_RESULTS]
+        return self._n_results[(self.words[ARRIVED] + 1) % RING]
 
     @n_results.setter
     def n_results(self, value: int) -> None:
-        self.words[N_RESULTS] = value
+        self._n_results[(self.words[ARRIVED] + 1) % RING] = value
 
     @property
     def stop_eval(self) -> bool:
@@ -203,5 +209,6 @@ class Progress:
         return False
 
     def note_version(self, version: int) -> None:
-        """Inference server: note the version of the parameters in use."""
+        """Note the version of the parameters in use. The one who acts notes it: worker or inference server."""
+        fence()  # the parameters have been read
         self.words[VERSION] = version

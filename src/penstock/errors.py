@@ -5,6 +5,7 @@ PenstockError
 ├── SpaceError (ValueError)           A space cannot be recorded, or data does not fit its space.
 ├── PortLeaseError (RuntimeError)     No port is left to lease, or the folder of lock files is not safe.
 ├── EnvCallError (RuntimeError)       An environment raised in `sampler.call`, `get_attr` or `set_attr`.
+├── StaleSamplesError (RuntimeError)  With `debug=True`: the memory of this batch was given back for a later batch.
 └── SamplerStateError (RuntimeError)  A call came out of order.
     ├── SamplerClosedError            A call came after `shutdown`.
     └── SamplerBrokenError            A worker failed. The sampler raises the same error on every later call.
@@ -29,6 +30,7 @@ __all__ = [
     "SamplerClosedError",
     "SamplerStateError",
     "SpaceError",
+    "StaleSamplesError",
     "TrajectoryCountError",
     "WorkerDiedError",
     "WorkerError",
@@ -71,6 +73,11 @@ class EnvCallError(PenstockError, RuntimeError):
 class PortLeaseError(PenstockError, RuntimeError):
     """No port is left to lease, or the folder of lock files is not safe. The message lists the owners of the ports, or
     says what is wrong with the folder."""
+
+
+class StaleSamplesError(PenstockError, RuntimeError):
+    """Only with `debug=True`: samples were used after their memory was given back for a later batch. The message names
+    both batches, and the line that began the later one. Use the samples before that line, or a `copy()` of them."""
 
 
 class SamplerStateError(PenstockError, RuntimeError):

@@ -50,6 +50,17 @@ def test_records_come_out_ordered_by_time_then_environment(keys: list[list[tuple
     rings.memory.close()
 
 
+def test_each_of_several_batches_has_a_part_of_the_array() -> None:
+    rings = RecordRings([6, 4], shared=False)
+    for slot in (1, 0):
+        for rank, start in enumerate((3 * slot, 2 * slot)):
+            rings.begin(start)
+            rings.put(rank, records_of([(slot, rank)]))
+    for slot in (0, 1):
+        taken = rings.take([1, 1], [3 * slot, 2 * slot])
+        assert [(t, env_rank) for t, env_rank, *_ in taken.tolist()] == [(slot, 0), (slot, 1)]
+
+
 def test_a_batchs_later_records_go_behind_its_earlier_ones() -> None:
     rings = RecordRings([4], shared=False)
     keys = [(0, 0), (1, 0), (2, 0), (3, 0)]
@@ -189,6 +200,18 @@ def test_a_message_that_the_system_takes_in_pieces_arrives_whole(
         patched.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
         pipe.put(sent)
     assert pipe.take(2) == sent
+
+
+def test_the_messages_of_one_command_can_be_taken_before_those_of_the_next(pipe: ObjectPipe) -> None:
+    sent = [info(t, 0, {"Length": t}) for t in range(5)]
+    pipe.put(sent)
+    assert pipe.take(2, may_leave=True) == sent[:2]
+    replacement = pipe.replacement(keep=1)
+    assert replacement.take(1) == sent[2:3]
+    replacement.close()
+    assert pipe.take(3) == sent[2:]
+    with pytest.raises(TrajectoryCountError):
+        pipe.take(1, may_leave=True)
 
 
 def test_draining_an_empty_pipe_returns_at_once(pipe: ObjectPipe) -> None:

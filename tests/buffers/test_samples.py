@@ -22,7 +22,7 @@ INFO = NamedArrays(log_prob=np.zeros((), np.float32), logits=np.zeros(6, np.floa
 
 
 def begin_batch(columns: Any) -> None:
-    columns.begin_batch(carry_over=True)
+    columns.begin_batch(columns)
 
 
 def buffer_of(T: int = T, B: int = B, shared: bool = False, **changes: Any) -> SamplesBuffer:
@@ -48,7 +48,7 @@ def shapes(value: NamedArrays) -> dict[str, tuple[tuple[int, ...], Any]]:
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_every_field_has_its_leading_dimensions_and_the_examples_dtype(n_T: int, n_B: int) -> None:
     cells = (n_T, n_B)
-    assert shapes(buffer_of(n_T, n_B).samples) == {
+    assert shapes(buffer_of(n_T, n_B).batches[0]) == {
         "env.observation.camera": ((*cells, 2, 3), np.uint8),
         "env.observation.goal._0": (cells, np.int64),
         "env.reward": (cells, np.float32),
@@ -66,40 +66,41 @@ def test_every_field_has_its_leading_dimensions_and_the_examples_dtype(n_T: int,
         "agent.agent_info.logits": ((*cells, 6), np.float64),
         "agent.bootstrap_value": ((n_B,), np.float32),
         "agent.final_value": (cells, np.float32),
+        "agent.policy_version": ((n_B,), np.int64),
     }
 
 
 def test_the_view_is_of_the_documented_classes() -> None:
-    samples = buffer_of().samples
+    samples = buffer_of().batches[0]
     assert [type(samples), type(samples.env), type(samples.agent)] == [Samples, EnvSamples, AgentSamples]
 
 
 def test_without_bootstrap_value_there_are_no_values() -> None:
     buffer = buffer_of(bootstrap_value=False)
-    assert "bootstrap_value" not in buffer.samples.agent
-    assert "final_value" not in buffer.samples.agent
-    columns = BatchColumns(buffer.memory.arrays, slice(0, B))
+    assert "bootstrap_value" not in buffer.batches[0].agent
+    assert "final_value" not in buffer.batches[0].agent
+    columns = BatchColumns(buffer.slots[0], slice(0, B))
     assert columns.bootstrap_value is None
     assert columns.final_value is None
 
 
 def test_without_final_obs_there_are_no_final_observations() -> None:
     buffer = buffer_of(final_obs=False)
-    assert "final_obs" not in buffer.samples.env
-    assert BatchColumns(buffer.memory.arrays, slice(0, B)).final_obs is None
+    assert "final_obs" not in buffer.batches[0].env
+    assert BatchColumns(buffer.slots[0], slice(0, B)).final_obs is None
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_everything_starts_at_zero_and_valid(shared: bool) -> None:
     buffer = buffer_of(shared=shared)
-    for name, leaf in buffer.samples.leaves():
+    for name, leaf in buffer.batches[0].leaves():
         assert (leaf == (name == "env.valid")).all(), name
     buffer.memory.close()
 
 
 @pytest.mark.parametrize(("now", "before"), [("agent.action", "agent.prev_action"), ("env.reward", "env.prev_reward")])
 def test_prev_fields_are_the_same_memory_one_step_later(now: str, before: str) -> None:
-    samples = buffer_of().samples
+    samples = buffer_of().batches[0]
     fields = dict(samples.leaves())
     fill(fields[now])
     np.testing.assert_array_equal(fields[before][1:], fields[now][:-1])
@@ -109,29 +110,30 @@ def test_prev_fields_are_the_same_memory_one_step_later(now: str, before: str) -
 @quick
 @given(st.slices(T), st.integers(0, B - 1))
 def test_one_index_goes_to_all_fields(t: slice, b: int) -> None:
-    samples = buffer_of().samples
+    samples = buffer_of().batches[0]
     fill(samples)
     part = dict(samples[t, b].leaves())
     for name, leaf in samples.leaves():
-        expected = leaf[b] if name == "agent.bootstrap_value" else leaf[t, b]
+        is_per_column = name in ("agent.bootstrap_value", "agent.policy_version")
+        expected = leaf[b] if is_per_column else leaf[t, b]
         np.testing.assert_array_equal(part[name], expected, err_msg=name)
 
 
 def test_a_copy_survives_the_next_batch() -> None:
     buffer = buffer_of()
-    fill(buffer.samples)
-    kept = buffer.samples.copy()
-    expected = [leaf.tolist() for _, leaf in buffer.samples.leaves()]
-    fill(buffer.samples, seed=1)
-    begin_batch(BatchColumns(buffer.memory.arrays, slice(0, B)))
+    fill(buffer.batches[0])
+    kept = buffer.batches[0].copy()
+    expected = [leaf.tolist() for _, leaf in buffer.batches[0].leaves()]
+    fill(buffer.batches[0], seed=1)
+    begin_batch(BatchColumns(buffer.slots[0], slice(0, B)))
     assert [leaf.tolist() for _, leaf in kept.leaves()] == expected
 
 
 def test_the_torch_view_shows_what_columns_write_later() -> None:
     pytest.importorskip("torch")
     buffer = buffer_of()
-    tensors = buffer.samples.torch()
-    BatchColumns(buffer.memory.arrays, slice(1, 2)).reward[3, 0] = 7
+    tensors = buffer.batches[0].torch()
+    BatchColumns(buffer.slots[0], slice(1, 2)).reward[3, 0] = 7
     assert tensors.env.reward[2, 1] == 7
 
 
@@ -150,19 +152,20 @@ def test_columns_write_their_own_cells_and_no_others(widths: list[int]) -> None:
     buffer = buffer_of(B=sum(widths))
     bounds = np.cumsum([0, *widths])
     for rank, (start, stop) in enumerate(pairwise(bounds)):
-        columns = BatchColumns(buffer.memory.arrays, slice(int(start), int(stop)))
+        columns = BatchColumns(buffer.slots[0], slice(int(start), int(stop)))
         assert (columns.batch_T, columns.n_columns) == (T, stop - start)
-        for name in ("observation", "action", "reward", "final_obs", "final_value", "agent_info", "bootstrap_value"):
+        fields = "observation", "action", "reward", "final_obs", "final_value", "agent_info", "bootstrap_value"
+        for name in (*fields, "policy_version"):
             getattr(columns, name)[...] = rank
     owner = np.repeat(np.arange(len(widths)), widths)
-    for name, leaf in buffer.samples.leaves():
+    for name, leaf in buffer.batches[0].leaves():
         if leaf.dtype != np.bool_ and not name.startswith(("env.prev", "agent.prev")):
-            column_axis = 0 if name == "agent.bootstrap_value" else 1
+            column_axis = 0 if name in ("agent.bootstrap_value", "agent.policy_version") else 1
             np.testing.assert_array_equal(np.moveaxis(leaf, column_axis, -1) - owner, 0, err_msg=name)
 
 
 def test_columns_have_a_row_more_than_the_batch_where_the_next_one_starts() -> None:
-    columns = BatchColumns(buffer_of().memory.arrays, slice(0, B))
+    columns = BatchColumns(buffer_of().slots[0], slice(0, B))
     lengths = {name: map_leaves(len, getattr(columns, name)) for name in ("action", "reward", "done", "valid")}
     assert lengths == {"action": T + 1, "reward": T + 1, "done": T, "valid": T}
     assert {length for _, length in columns.observation.map(len).leaves()} == {T + 1}
@@ -172,7 +175,7 @@ def test_columns_have_a_row_more_than_the_batch_where_the_next_one_starts() -> N
 
 
 def snapshot(buffer: SamplesBuffer) -> dict[str, Any]:
-    return {name: leaf.copy() for name, leaf in buffer.memory.arrays.leaves()}
+    return {name: leaf.copy() for name, leaf in buffer.slots[0].leaves()}
 
 
 CARRIED = ("observation.camera", "observation.goal._0", "action", "reward", "done")
@@ -182,7 +185,7 @@ CLEARED = ("terminated", "truncated", "final_value")
 @pytest.mark.parametrize("columns", [slice(0, B), slice(1, 3)])
 def test_begin_batch_carries_the_last_row_over_and_clears_the_flags_of_its_columns(columns: slice) -> None:
     buffer = buffer_of()
-    fill(buffer.memory.arrays)
+    fill(buffer.slots[0])
     expected = snapshot(buffer)
     for name in CARRIED:
         expected[name][0, columns] = expected[name][T, columns]
@@ -191,7 +194,7 @@ def test_begin_batch_carries_the_last_row_over_and_clears_the_flags_of_its_colum
     expected["done"][1:, columns] = 0
     for name in ("final_obs.camera", "final_obs.goal._0"):
         expected[name][:, columns] = 0  # done everywhere, after fill
-    begin_batch(BatchColumns(buffer.memory.arrays, columns))
+    begin_batch(BatchColumns(buffer.slots[0], columns))
     for name, leaf in snapshot(buffer).items():
         np.testing.assert_array_equal(leaf, expected[name], err_msg=name)
 
@@ -200,7 +203,7 @@ def test_begin_batch_carries_the_last_row_over_and_clears_the_flags_of_its_colum
 @given(st.lists(st.tuples(st.integers(0, T - 1), st.integers(0, B - 1))), st.booleans())
 def test_begin_batch_clears_final_obs_wherever_an_episode_ended(ends: list[tuple[int, int]], nested: bool) -> None:
     buffer = buffer_of() if nested else buffer_of(observation=np.zeros(3, np.float32))
-    columns = BatchColumns(buffer.memory.arrays, slice(0, B))
+    columns = BatchColumns(buffer.slots[0], slice(0, B))
     for t, b in ends:
         columns.done[t, b] = True
         columns.final_obs[t, b] = 9
@@ -210,7 +213,7 @@ def test_begin_batch_clears_final_obs_wherever_an_episode_ended(ends: list[tuple
 
 def test_begin_batch_without_optional_fields_carries_all_the_same() -> None:
     buffer = buffer_of(bootstrap_value=False, final_obs=False)
-    columns = BatchColumns(buffer.memory.arrays, slice(0, B))
+    columns = BatchColumns(buffer.slots[0], slice(0, B))
     columns.reward[T] = 3
     columns.done[...] = True
     begin_batch(columns)
@@ -220,7 +223,7 @@ def test_begin_batch_without_optional_fields_carries_all_the_same() -> None:
 
 
 def test_a_column_that_was_parked_at_the_end_begins_an_episode() -> None:
-    columns = BatchColumns(buffer_of().memory.arrays, slice(0, B))
+    columns = BatchColumns(buffer_of().slots[0], slice(0, B))
     columns.valid[T - 1, 1] = False
     columns.done[T - 1, 2] = True
     begin_batch(columns)

@@ -150,6 +150,7 @@ def compare(
         for itr in range(iterations):
             _, infos = sampler.obtain_samples(itr)
             env, agent = sampler.samples_np.env, sampler.samples_np.agent
+            assert (agent.policy_version == 1).all()
             fields = {**dict(env.items()), **dict(agent.items()), **dict(agent.agent_info.items())}
             for b in range(B):
                 wanted = expected[b][itr]
@@ -158,7 +159,7 @@ def compare(
                 assert agent.bootstrap_value[b] == np.float32(wanted["bootstrap_value"])
             finished = sorted(row for column in expected for row in column[itr]["infos"])
             assert [(i.Length, i.Return) for i in infos] == [row[2:] for row in finished]
-            assert len(fields) == len(wanted) - 1 + 1, "every field of the batch is compared"  # agent_info, infos
+            assert len(fields) == len(wanted) - 1 + 2, "every field is compared"  # policy_version, agent_info; infos
 
 
 both_modes = pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])

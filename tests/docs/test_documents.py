@@ -42,6 +42,11 @@ def definitions(name: str) -> dict[str, Any]:
     return namespace
 
 
+def test_the_asynchronous_example_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    definitions("docs/asynchronous.md")
+    assert "LagStats(min=" in capsys.readouterr().out
+
+
 def test_the_readme_example_runs_as_a_script_and_learns(tmp_path: Path) -> None:
     example = blocks("README.md")[0]
     sampling = example[example.index("agent = CategoricalPgAgent(") :]

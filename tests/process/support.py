@@ -232,7 +232,7 @@ def generator(*key: object) -> random.Random:
 
 HEAD = """
 import os, signal, subprocess, sys, threading, time
-from penstock import ParallelSampler, RandomAgent, TrajInfo, WorkerDiedError, WorkerError, ConfigError
+from penstock import AsyncSampler, ParallelSampler, RandomAgent, TrajInfo, WorkerDiedError, WorkerError, ConfigError
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import Fault, faulty_env
 def say(*words):

@@ -62,6 +62,7 @@ def compare(
 
 def _compare_fields(samples: Any, columns: list[dict[str, Any]]) -> None:
     fields = {**dict(samples.env.items()), **dict(samples.agent.items())}
+    assert (fields.pop("policy_version") == 1).all()
     assert fields.keys() | {"env_info", "episodes"} == columns[0].keys() | {"env_info", "episodes"}
     for b, column in enumerate(columns):
         assert samples.agent.bootstrap_value[b] == np.float32(column["bootstrap_value"])

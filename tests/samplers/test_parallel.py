@@ -251,7 +251,7 @@ def test_samples_are_views_of_one_memory_and_a_copy_is_not(cls: type[Sampler]) -
         samples, _ = sampler.obtain_samples(0)
         kept = samples.copy()
         assert samples.env.observation.data_ptr() == sampler.samples_np.env.observation.ctypes.data
-        assert sampler.obtain_samples(1)[0] is samples
+        sampler.obtain_samples(1)
         assert not torch.equal(kept.env.observation, samples.env.observation)
         recorded = {name for name, _ in samples.leaves()}
         assert {name for name, _ in example.leaves()} == recorded

@@ -25,7 +25,7 @@ def samples_of(env: Any, agent_info: NamedArrays | None = None, **kwargs: Any) -
     info = NamedArrays(age=np.float64(0), state=np.zeros((2, 3), np.float16)) if agent_info is None else agent_info
     observation = observation_example(env.observation_space, kwargs.pop("dtype", None))
     spec = SampleSpec(observation, example_of(env.action_space, "action"), info, True, True, **kwargs)
-    return SamplesBuffer(spec, T, B, shared=False).memory.arrays
+    return SamplesBuffer(spec, T, B, shared=False).slots[0]
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -60,8 +60,8 @@ def test_another_number_than_promised_breaks_the_sampler(monkeypatch: pytest.Mon
     with make(KeepsErrors) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
 
-        def lose(self: ObjectPipe, promised: int) -> Any:
-            return take(self, promised + 1)
+        def lose(self: ObjectPipe, promised: int, **options: Any) -> Any:
+            return take(self, promised + 1, **options)
 
         take = ObjectPipe.take
         monkeypatch.setattr(ObjectPipe, "take", lose)

@@ -74,7 +74,8 @@ def test_openings_are_counted_per_worker(ranks: list[int]) -> None:
     assert [block.opened(rank) for rank in range(WORKERS)] == [ranks.count(rank) for rank in range(WORKERS)]
 
 
-commands = st.builds(Command, itr=st.integers(0, 2**62), do_eval=st.booleans(), has_message=st.booleans())
+words = st.integers(0, 2**62)
+commands = st.builds(Command, words, st.booleans(), st.booleans(), version=words, slot=words)
 
 
 @quick
@@ -257,3 +258,28 @@ def test_trajectories_count_from_the_opening_that_the_worker_has_noticed(block: 
         assert block.progress(1).arrived == progress.arrived == answered + 1
         assert block.has_arrived(1)
         assert block.n_results_by_rank(2) == [0, count]
+
+
+@quick
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 20))
+def test_the_counts_of_the_last_eight_openings_can_be_read(counts: list[int], earlier: int) -> None:
+    block = ControlBlock(WORKERS, T, shared=False)
+    progress = block.progress(1)
+    for _ in range(earlier):
+        block.open(1)
+        progress.begin()
+        progress.n_results = 7
+        progress.arrived += 1
+    for _ in counts:
+        block.open(1)
+    for done, count in enumerate(counts):
+        number = earlier + 1 + done
+        assert not block.have_completed(number, 2)
+        assert [block.n_results(1, n) for n in range(earlier + 1, number + 1)] == [*counts[:done], 0]
+        progress.begin()
+        progress.n_results = count
+        progress.arrived += 1
+    found = [block.n_results(1, earlier + 1 + i) for i in range(len(counts))]
+    assert found == counts
+    assert block.arrived(1) == earlier + len(counts)
+    assert block.have_completed(0, 2)

@@ -1,0 +1,162 @@
+"""Sampling while the learner trains: what it gains, and what it costs. All figures are ratios of turns in one run.
+
+1. An idle learner: the steps per second of AsyncSampler, divided by those of ParallelSampler.
+2. A learner that takes as long as sampling does: the wall clock of a loop with AsyncSampler, divided by that of the
+   same loop with ParallelSampler. Learner and worker have a CPU each. At best it is 0.5.
+3. The time that `obtain_samples` takes if a batch is complete.
+
+    python benchmarks/async.py --json async.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from turns import CAPTION, Figures, cell, machine, ratios, spread, take_turns
+from workloads import ENV, ActorCritic
+
+from penstock import AsyncSampler, CategoricalPgAgent, ParallelSampler, RandomAgent, Sampler
+from penstock.workers.affinity import pin, usable_cpus
+
+
+def begin(cls: type[Sampler], n_workers: int, cpus: list[int] | None = None, **options: Any) -> Any:
+    agent = CategoricalPgAgent(ActorCritic) if options.pop("mlp", True) else RandomAgent()
+    sampler = cls(ENV, n_workers=n_workers, **options)
+    sampler.initialize(agent, seed=0, affinity=cpus)
+    if isinstance(sampler, AsyncSampler):
+        sampler.start()
+    return sampler
+
+
+class Loop:
+    """One loop over batches. The learner calculates for `seconds` of its CPU time after each batch."""
+
+    def __init__(self, sampler: Sampler, seconds: float = 0.0) -> None:
+        self.sampler, self.seconds, self.itr = sampler, seconds, 0
+
+    def batch(self) -> int:
+        samples, _ = self.sampler.obtain_samples(self.itr)
+        self.itr += 1
+        end = time.thread_time() + self.seconds
+        while time.thread_time() < end:
+            pass
+        return int(samples.env.reward.numel())
+
+    def close(self) -> None:
+        self.sampler.shutdown()
+
+
+def sampling_seconds(sampler: Sampler, n: int = 20) -> float:
+    """The median time of one batch."""
+    loop, times = Loop(sampler), []
+    for _ in range(n):
+        began = time.monotonic()
+        loop.batch()
+        times.append(time.monotonic() - began)
+    return float(np.median(times))
+
+
+def idle_learner(repeats: int, seconds: float, batch_T: int = 128, **options: Any) -> Figures:
+    """Steps per second of both samplers, without training."""
+    samplers = {cls.__name__: cls for cls in (ParallelSampler, AsyncSampler)}
+    contestants = {name: Loop(begin(cls, 2, batch_T=batch_T, batch_B=32, **options)) for name, cls in samplers.items()}
+    return take_turns(Paused.around(contestants), repeats, seconds)
+
+
+class Paused:
+    """A contestant whose workers stand still outside its turns."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    @classmethod
+    def around(cls, loops: dict[str, Loop]) -> dict[str, Paused]:
+        return {name: cls(loop) for name, loop in loops.items()}
+
+    def batch(self) -> int:
+        """Twenty batches, and then those that the workers have begun already: all work is done within the turn."""
+        sampler, steps = self._loop.sampler, 0
+        if isinstance(sampler, AsyncSampler) and sampler.state.name == "PAUSED":
+            sampler.resume()
+        for _ in range(20):
+            steps += self._loop.batch()
+        if isinstance(sampler, AsyncSampler):
+            sampler.pause()
+            while sampler._open:
+                steps += self._loop.batch()
+        return steps
+
+    def close(self) -> None:
+        self._loop.close()
+
+
+def equal_learner(repeats: int, seconds: float, **options: Any) -> Figures:
+    """Steps per second of both loops, if training takes as long as sampling; one worker and the learner, a CPU each."""
+    first, second = usable_cpus()[:2]
+    everything = os.sched_getaffinity(0)
+    pin([first])
+    try:
+        size = {"batch_T": 128, "batch_B": 16, **options}
+        synchronous = begin(ParallelSampler, 1, [second], **size)
+        training = sampling_seconds(synchronous)
+        contestants = {
+            "ParallelSampler": Loop(synchronous, training),
+            "AsyncSampler": Loop(begin(AsyncSampler, 1, [second], **size), training),
+        }
+        return take_turns(Paused.around(contestants), repeats, seconds)
+    finally:
+        os.sched_setaffinity(0, everything)
+
+
+def complete_batches(n_workers: int, n: int) -> list[float]:
+    """Microseconds of `obtain_samples` calls for which a batch was complete and all workers waited."""
+    times = []
+    with begin(AsyncSampler, n_workers, batch_T=16, batch_B=32, mlp=False) as sampler:
+        control = sampler._memory.control
+        for itr in range(n):
+            while control.pending(n_workers):
+                time.sleep(0.0002)
+            began = time.perf_counter_ns()
+            sampler.obtain_samples(itr)
+            times.append((time.perf_counter_ns() - began) / 1000)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of one turn")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results: dict[str, Any] = machine()
+    table = Table("", "figure", title="asynchronous sampling", caption=CAPTION)
+    for name, figures in {
+        "idle learner, speed of AsyncSampler": idle_learner(options.repeats, options.seconds),
+        "training takes as long, speed of AsyncSampler": equal_learner(options.repeats, options.seconds),
+    }.items():
+        speed = ratios(figures["AsyncSampler"], figures["ParallelSampler"])
+        wall = ratios(figures["ParallelSampler"], figures["AsyncSampler"])
+        table.add_row(name, cell(speed, "{:.3f}"))
+        table.add_row("  the same as wall clock", cell(wall, "{:.3f}"))
+        results[name] = {"speed": spread(speed), "wall clock": spread(wall), "steps per second": figures}
+    for n_workers in (1, 2, 4):
+        times = complete_batches(n_workers, 400)
+        table.add_row(f"obtain_samples of a complete batch, {n_workers} workers, µs", cell(times, "{:.0f}"))
+        results[f"obtain_samples, {n_workers} workers, us"] = spread(times)
+    Console(width=120).print(table)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""PPO that samples while it trains, in one file, by default on CartPole-v1. Compare with ppo.py.
+
+    python examples/async_ppo.py --out runs/async_cartpole
+
+The workers collect batch k + 1 while the learner trains on batch k. So they act with parameters that are one batch old.
+PPO needs no change for this: the ratio in its objective divides by the probability that the worker has recorded.
+The same seed gives the same batches (`--lag 1`). With `--lag 0` the workers run freely.
+
+Stops after two evaluations in a row reach the goal. Exits with status 1 if this takes too long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from penstock import AsyncSampler, CategoricalPgAgent, Samples
+
+
+@dataclass(frozen=True)
+class Config:
+    """Each field is also an option of the command line: `--batch-T 64`."""
+
+    out: str = "runs/async_cartpole"  # folder for progress.csv and summary.json
+    env_id: str = "CartPole-v1"
+    seed: int = 0
+    goal: float = 475.0  # mean return of an evaluation that counts as solved
+    total_steps: int = 300_000  # limit of environment steps
+    time_limit: float = 80.0  # seconds
+    n_workers: int = 0  # 0: one per CPU
+    lag: int = 1  # 1: exactly one batch late, and reproducible. 0: as far ahead as there are slots
+    n_slots: int = 2  # batches in memory: one that is trained on, and one that is collected
+    batch_T: int = 128
+    batch_B: int = 32
+    eval_every: int = 2  # iterations
+    eval_n_envs: int = 8
+    # Enough for four episodes of 500 steps, the longest, in each environment. Only finished episodes count: with fewer
+    # steps, an evaluation would drop long episodes and keep short ones.
+    eval_max_steps: int = 8 * 4 * 500
+    learning_rate: float = 1e-3  # at the start; falls linearly to zero at total_steps
+    discount: float = 0.98
+    gae_lambda: float = 0.9
+    epochs: int = 8  # passes over each batch
+    minibatches: int = 8
+    clip: float = 0.2
+    value_weight: float = 0.5
+    max_grad_norm: float = 0.5
+
+
+# The columns of progress.csv. `seconds` counts from the first batch. The other two times are for one iteration.
+COLUMNS = "itr", "steps", "seconds", "train_return_mean", "eval_return_mean", "waiting_seconds", "training_seconds"
+
+
+def parse_config() -> Config:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for field in fields(Config):
+        name, default = field.name.replace("_", "-"), field.default
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
+    return Config(**vars(parser.parse_args()))
+
+
+class ActorCritic(nn.Module):
+    """Two networks of 64-64. In a single one, the large value errors at the start dominate the policy's gradient."""
+
+    def __init__(self, observation_space: gym.spaces.Box, action_space: gym.spaces.Discrete) -> None:
+        super().__init__()
+        n_inputs, n_actions = observation_space.shape[0], int(action_space.n)
+
+        def linear(n_in: int, n_out: int, gain: float = 2**0.5) -> nn.Linear:
+            layer = nn.Linear(n_in, n_out)
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+            return layer
+
+        def mlp(n_out: int, gain: float) -> nn.Sequential:
+            hidden = linear(n_inputs, 64), nn.Tanh(), linear(64, 64), nn.Tanh()
+            return nn.Sequential(*hidden, linear(64, n_out, gain))
+
+        self.policy = mlp(n_actions, gain=0.01)  # small, so that all actions are about equally likely at first
+        self.value = mlp(1, gain=1.0)
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        return self.policy(observation), self.value(observation).squeeze(-1)
+
+
+def advantages(samples: Samples, cfg: Config) -> Tensor:
+    """Generalized advantage estimates `[T, B]`."""
+    env, agent = samples.env, samples.agent
+    value = agent.agent_info.value
+    next_value = torch.cat([value[1:], agent.bootstrap_value[None]])
+    # After an episode's end, the next row belongs to another episode. final_value is the value of the last observation
+    # where the episode was truncated, and zero where it terminated.
+    next_value = torch.where(env.done, agent.final_value, next_value)
+    delta = env.reward + cfg.discount * next_value - value
+    decay = cfg.discount * cfg.gae_lambda * ~env.done
+    advantage, later = torch.empty_like(delta), torch.zeros_like(delta[0])
+    for t in reversed(range(len(delta))):
+        advantage[t] = later = delta[t] + decay[t] * later
+    return advantage
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
+    """Several epochs of minibatches with PPO's clipped objective."""
+    env, agent, advantage = samples.env, samples.agent, advantages(samples, cfg)
+    columns = env.observation, agent.action, agent.agent_info.log_prob, advantage, advantage + agent.agent_info.value
+    # From [T, B, ...] to [T * B, ...]. Nothing is copied: these are views of the memory that the workers wrote.
+    rows = [column.flatten(0, 1) for column in columns]
+    for _ in range(cfg.epochs):
+        for index in torch.randperm(cfg.batch_T * cfg.batch_B).chunk(cfg.minibatches):
+            observation, action, old_log_prob, weight, target = (row[index] for row in rows)
+            logits, value = model(observation)
+            log_prob = logits.log_softmax(1).gather(1, action[:, None]).squeeze(1)
+            ratio = (log_prob - old_log_prob).exp()
+            weight = (weight - weight.mean()) / (weight.std() + 1e-8)
+            objective = torch.min(ratio * weight, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * weight).mean()
+            optimizer.zero_grad()
+            (cfg.value_weight * mse_loss(value, target) - objective).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+            optimizer.step()
+
+
+def mean(returns: Collection[float]) -> float:
+    return sum(returns) / len(returns) if returns else float("nan")
+
+
+def main(cfg: Config) -> dict[str, Any]:
+    """Train until the goal or a limit is reached. Returns what it writes to summary.json."""
+    began = time.monotonic()
+    torch.manual_seed(cfg.seed)  # for the order of minibatches; everything else depends on the sampler's seed
+    torch.set_num_threads(1)  # a second thread does not help with networks this small
+    # Evaluations draw actions as training does, so that both returns belong to the same policy.
+    agent = CategoricalPgAgent(ActorCritic, greedy_eval=False)
+    sampler = AsyncSampler(
+        cfg.env_id,
+        lag=1 if cfg.lag else None,
+        n_slots=cfg.n_slots,
+        batch_T=cfg.batch_T,
+        batch_B=cfg.batch_B,
+        n_workers=cfg.n_workers or None,
+        eval_n_envs=cfg.eval_n_envs,
+        eval_max_steps=cfg.eval_max_steps,
+    )
+    out = Path(cfg.out)
+    out.mkdir(parents=True, exist_ok=True)
+    with sampler, (out / "progress.csv").open("w", newline="", buffering=1) as file:
+        sampler.initialize(agent, seed=cfg.seed, bootstrap_value=True)
+        optimizer = torch.optim.Adam(agent.model.parameters(), lr=cfg.learning_rate, eps=1e-5)
+        log = csv.writer(file)
+        log.writerow(COLUMNS)
+        recent: deque[float] = deque(maxlen=cfg.batch_B)  # returns of the last batch_B training episodes
+        evals: list[float] = []
+        spent = np.zeros(2)  # seconds waiting for a batch and training
+        steps, reached, loop_began = 0, False, time.monotonic()
+        sampler.start()  # from here on the workers sample
+
+        for itr in itertools.count():
+            waiting_began = time.monotonic()
+            samples, traj_infos = sampler.obtain_samples(itr)  # gives the batch before back to the workers
+            training_began = time.monotonic()
+            optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - steps / cfg.total_steps)
+            train(agent.model, optimizer, samples, cfg)
+            agent.sync_shared_memory()  # the workers use the new parameters from the next batch that they begin
+            times = waiting_began, training_began, time.monotonic()
+
+            steps += cfg.batch_T * cfg.batch_B
+            recent.extend(info.Return for info in traj_infos)
+            if evaluated := itr % cfg.eval_every == 0:
+                evals.append(mean([info.Return for info in sampler.evaluate_agent(itr)]))
+                reached = len(evals) >= 2 and min(evals[-2:]) >= cfg.goal
+            seconds = time.monotonic() - loop_began
+            log.writerow([itr, steps, seconds, mean(recent), evals[-1] if evaluated else "", *np.diff(times)])
+            spent += np.diff(times)
+            if evaluated:
+                rate = f"{steps / seconds:,.0f} steps/s"
+                print(f"{steps:7,} steps  train {mean(recent):3.0f}  eval {evals[-1]:3.0f}  {rate}", flush=True)
+            if reached or steps >= cfg.total_steps or time.monotonic() - began > cfg.time_limit:
+                break
+
+        summary: dict[str, Any] = {
+            "config": asdict(cfg),
+            "goal_reached": reached,
+            "eval_return_mean": mean(evals[-1:]),
+            "total_steps": steps,
+            "seconds": time.monotonic() - began,
+            "steps_per_second": steps / seconds,
+            "waiting_seconds": spent[0],
+            "training_seconds": spent[1],
+            **asdict(sampler.stats()),
+        }
+    (out / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n")
+    return summary
+
+
+if __name__ == "__main__":
+    config = parse_config()
+    result = main(config)
+    line = "mean evaluation return {eval_return_mean:.0f} after {total_steps:,} steps, {seconds:.1f} s".format(**result)
+    if not result["goal_reached"]:
+        sys.exit(f"goal of {config.goal:g} missed: {line}")
+    print(f"goal of {config.goal:g} reached: {line}")

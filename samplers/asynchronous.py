@@ -1,0 +1,311 @@
+"""AsyncSampler: the workers run on while the learner trains, as far ahead as there are free slots."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from penstock.buffers import Samples
+from penstock.collectors import TrajInfo
+from penstock.envs import EnvFn
+from penstock.errors import ConfigError, SamplerStateError
+from penstock.samplers.allocation import Allocation
+from penstock.samplers.base import SamplerState
+from penstock.samplers.central import pool_with_server
+from penstock.samplers.inference_server import ServerOptions
+from penstock.samplers.parallel import ParallelSampler, pool_options
+from penstock.samplers.readiness import LockStep
+from penstock.samplers.stats import LagStats, SamplerStats
+from penstock.workers.arguments import integer
+from penstock.workers.control import Command
+from penstock.workers.pool import WorkerPool
+from penstock.workers.progress import RING
+from penstock.workers.spinning import SPIN_SECONDS
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from penstock.samplers.config import SamplerOptions
+
+_RUNNING, _PAUSED = SamplerState.RUNNING, SamplerState.PAUSED
+
+
+@dataclass
+class _OpenBatch:
+    """A batch that the workers may collect, and that the user does not have yet."""
+
+    number: int  #: the number of the batch
+    opening: int  #: the opening of the gates for it
+    infos: list[TrajInfo] | None = None  #: the trajectories that finished in it, once they have been taken
+
+
+class AsyncSampler(ParallelSampler):
+    """The workers sample all the time, also while you train.
+
+    After `start`, the workers collect one batch after another. `obtain_samples` returns the oldest complete batch and
+    gives the memory of the batch before back to the workers. They wait when all slots are full. So a batch is at most
+    `n_slots` batches old, and no batch is thrown away. `samples.agent.policy_version` tells for each column which
+    parameters acted.
+
+    Args, in addition to the arguments of every sampler:
+        n_slots: how many batches there is memory for, from 2 to 8; 3 by default. One is in your hands, the others are
+            being collected, or are complete and wait. With two, all workers wait for the slowest one after each batch.
+        lag: 1 makes the run reproducible. The workers may begin batch k + 1 when `obtain_samples` returns batch k, and
+            act with the parameters that are the newest at that moment. So they are exactly one batch late, and the same
+            seed gives the same batches, whatever the timing and the number of workers and slots. None: workers begin as
+            soon as a slot is free, with the parameters that are the newest then.
+        server: None: each worker acts, with its own copy of the agent. "process": a separate process, the
+            inference server, acts for all of them, as in `GpuSampler(server="process")`.
+    """
+
+    _idle_states = (SamplerState.READY, _RUNNING, _PAUSED)
+
+    def __init__(
+        self,
+        env_fn: EnvFn,
+        *,
+        lag: Literal[1] | None = None,
+        server: Literal["process"] | None = None,
+        **options: Unpack[SamplerOptions],
+    ) -> None:
+        options.setdefault("n_slots", 3)
+        super().__init__(env_fn, **options)
+        if not 2 <= self.config.n_slots <= RING:
+            raise ConfigError(f"n_slots of AsyncSampler must be from 2 to {RING}, got {self.config.n_slots}")
+        if lag not in (None, 1) or isinstance(lag, bool):
+            raise ConfigError(f"lag must be 1 (reproducible) or None, got {lag!r}")
+        if server not in (None, "process"):
+            raise ConfigError(f'server must be "process" or None, got {server!r}')
+        self._lag, self._central = lag, server == "process"
+        self._guard.expected = {
+            SamplerState.READY: "start, which begins to sample, evaluate_agent, or a call on the environments"
+        }
+        # Batches are numbered from 0. Those below `_released` have been given back, those below `_taken` have been
+        # handed out, and those below `_opened` may be collected.
+        self._released = self._taken = self._opened = 0
+        self._first_itr = 0  # the `itr` of batch 0, if each call has the next one
+        self._open: deque[_OpenBatch] = deque()
+        self._is_holding = False
+        self._pinned = 0, 0  # the last opening with a pinned version, and that version
+        self._lags = _Lags()
+        self._n_skipped = 0
+
+    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
+        this = weakref.ref(self)  # the parameters must not keep the sampler alive
+        allocation.memory.parameters.before_overwrite = lambda version: _await_readers(this(), version)
+        options = pool_options(self.config, preload=() if self._central else ("torch",), has_lookout=True)
+        if not self._central:
+            programs = [allocation.program] * len(self._plans)
+            return WorkerPool(self._plans, programs, allocation.shares, allocation.memory, options, resources)
+        server = ServerOptions.of(
+            self._agent, self._plans, allocation.program, LockStep(), SPIN_SECONDS, len(self._plans) + 1
+        )
+        return pool_with_server(self._agent, self._plans, allocation, options, resources, server)
+
+    # ---- running ---------------------------------------------------------------------------
+
+    def start(self, itr: int = 0) -> None:
+        """Make the workers sample, from now until `pause` or `shutdown`. `itr` is the `itr` of the first batch."""
+        with self._guard.require("start", SamplerState.READY):
+            self._first_itr = integer("itr", itr)
+            self._give_credit()
+            self._guard.state = _RUNNING
+
+    def obtain_samples(self, itr: int, *, newest: bool = False) -> tuple[Samples, list[TrajInfo]]:
+        """Wait for the oldest batch that you have not had, and return it. The batch before is given back, and the
+        workers may overwrite it.
+
+        With `newest`, return the newest complete batch instead. The older ones are given back and counted in `stats()`.
+        Their trajectories are in the list too.
+
+        Returns torch tensors `[batch_T, batch_B, ...]` and the trajectories that finished in this batch, ordered by
+        time step, then env_rank. Raises a `SamplerBrokenError` if a worker fails, also if a complete batch waits.
+        """
+        with self._guard.require("obtain_samples", _RUNNING, _PAUSED):
+            itr = integer("itr", itr)
+            pool = self._require_batch("obtain_samples")
+            pool.wait_for(self._open[0].opening, f"itr={itr}")
+            return self._take(pool, itr, newest=newest)
+
+    def poll_samples(self) -> tuple[Samples, list[TrajInfo]] | None:
+        """The same as `obtain_samples`, but None if no batch is complete. It does not wait."""
+        with self._guard.require("poll_samples", _RUNNING, _PAUSED):
+            pool, itr = self._require_batch("poll_samples"), self._first_itr + self._taken
+            pool.wait_for(0, f"itr={itr}")
+            if not pool.has_completed(self._open[0].opening):
+                return None
+            return self._take(pool, itr, newest=False)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """A context in which no batch is given back, so that several can be used together: at most `n_slots`.
+
+        At its end, all except the last are given back.
+        """
+        with self._guard.require("hold", _RUNNING, _PAUSED):
+            if self._is_holding:
+                raise SamplerStateError("hold was called inside hold: use one context for all batches")
+            self._is_holding = True
+        for samples in self._batches.held:
+            samples._status.valid_until = None
+        try:
+            yield
+        finally:
+            self._is_holding = False
+            if self.state in (_RUNNING, _PAUSED):
+                with self._guard.require("hold", _RUNNING, _PAUSED):
+                    self._release()
+
+    def pause(self) -> None:
+        """Let the workers finish the batches that they may collect, and wait for that. Then they stand still.
+
+        `obtain_samples` and `poll_samples` still return the batches that are complete. `resume` continues.
+        """
+        with self._guard.require("pause", _RUNNING):
+            self._finish_batches(self._require_pool("pause"), "pause")
+            self._guard.state = _PAUSED
+
+    def resume(self) -> None:
+        """Continue to sample after `pause`."""
+        with self._guard.require("resume", _PAUSED):
+            self._give_credit()
+            self._guard.state = _RUNNING
+
+    def start_samples(self, itr: int) -> NoReturn:
+        """Not for this sampler: it samples all the time. Raises `SamplerStateError`."""
+        self._refuse("start_samples")
+
+    def wait_samples(self) -> NoReturn:
+        """Not for this sampler: it samples all the time. Raises `SamplerStateError`."""
+        self._refuse("wait_samples")
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise SamplerStateError(
+            f"{call} was called on an AsyncSampler, which samples all the time: call start() once, then "
+            "obtain_samples(itr) or poll_samples() for each batch"
+        )
+
+    def stats(self) -> SamplerStats:
+        """Where the workers' time went since `initialize`, and how old the parameters were that acted."""
+        return replace(super().stats(), lag=self._lags.stats, skipped_batches=self._n_skipped)
+
+    # ---- the four counts -------------------------------------------------------------------
+
+    def _give_credit(self) -> None:
+        """Open the gates as often as the workers may collect a batch now."""
+        limit = self._released + self.config.n_slots
+        if self._lag is not None:
+            limit = min(limit, self._taken + 1)
+        version = self._memory.parameters.version if self._lag is not None else 0
+        while self._opened < limit:
+            batch = self._opened
+            command = Command(self._first_itr + batch, version=version, slot=self._batches.slot(batch))
+            opening = self._require_pool("start").submit(command)
+            self._open.append(_OpenBatch(batch, opening))
+            self._opened, self._pinned = batch + 1, (opening, version)
+
+    def _require_batch(self, call: str) -> WorkerPool:
+        """The pool. Raises `SamplerStateError` if no batch is being collected that could be waited for."""
+        if not self._open and self.state is _PAUSED:
+            raise SamplerStateError(
+                f"{call} was called while the sampler is paused, and you have had all its batches: call resume() first"
+            )
+        if not self._open:
+            raise SamplerStateError(
+                f"{call} was called while hold keeps {self._taken - self._released} batches, and no slot is left of "
+                f"n_slots={self.config.n_slots}: leave the hold context first"
+            )
+        pool = self._require_pool(call)
+        assert isinstance(pool, WorkerPool)
+        return pool
+
+    def _take(self, pool: WorkerPool, itr: int, *, newest: bool) -> tuple[Samples, list[TrajInfo]]:
+        """Hand out the oldest batch, which is complete, or the newest complete one."""
+        infos = [*self._infos(pool, self._open[0])]
+        batch = self._open.popleft().number
+        while newest and self._open and pool.has_completed(self._open[0].opening):
+            infos += self._infos(pool, self._open[0])
+            batch = self._open.popleft().number
+            self._n_skipped += 1
+        self._taken, self._first_itr = batch + 1, itr - batch
+        newest_version = self._memory.parameters.version
+        samples = self._batches.hand_out(batch, None if self._is_holding else batch + 1)
+        self.samples_np = self._batches.view(batch)
+        versions = self.samples_np.agent.policy_version
+        for plan in self._plans:  # all columns of a worker have the same version
+            version = int(versions[plan.columns.start])
+            self._lags.add(newest_version - version, len(plan.columns))
+            self.policy_version = version
+        if not self._is_holding:
+            self._release()
+        elif self.state is _RUNNING:
+            self._give_credit()
+        return samples, infos
+
+    def _release(self) -> None:
+        """Give all batches back except the last one that was handed out, and let the workers continue."""
+        last = self._taken - 1
+        self._released = max(self._released, last)
+        if self.state is _RUNNING:
+            self._give_credit()
+        while len(self._batches.held) > 1:
+            self._batches.give_back(last)
+        for samples in self._batches.held:
+            samples._status.valid_until = last + 1
+
+    def _infos(self, pool: WorkerPool, batch: _OpenBatch) -> list[TrajInfo]:
+        """The trajectories that finished in this batch, which is complete."""
+        if batch.infos is None:
+            batch.infos = []  # an attribute that cannot be unpickled is reported once
+            batch.infos = self._take_traj_infos(pool, self._batches.slot(batch.number), batch.opening)
+        return batch.infos
+
+    def _finish_batches(self, pool: Any, occasion: str) -> None:
+        if self._open:
+            pool.wait_for(self._open[-1].opening, occasion)
+            for batch in self._open:  # the next command may overwrite their trajectories
+                self._infos(pool, batch)
+
+    # ---- parameters ------------------------------------------------------------------------
+
+    def _must_await(self, version: int) -> bool:
+        """Whether a worker that acts will still load this version, which the next batch is pinned to."""
+        opening, pinned = self._pinned
+        control, n = self._memory.control, len(self._plans)
+        readers = [n] if self._central else range(n)
+        return version == pinned != 0 and any(
+            control.arrived(rank) < opening and control.version(rank) != version for rank in readers
+        )
+
+    def _await_readers(self, version: int) -> None:
+        if self.state is _RUNNING and self._must_await(version):
+            with self._guard.require("sync_shared_memory", _RUNNING):
+                pool, how = self._require_pool("sync_shared_memory"), "sync_shared_memory"
+                assert isinstance(pool, WorkerPool)
+                pool.wait(how, until=lambda: not self._must_await(version), wake_for_any=True)
+
+
+def _await_readers(sampler: AsyncSampler | None, version: int) -> None:
+    """`sync_shared_memory` overwrites this version: wait until no worker will need it."""
+    if sampler is not None:
+        sampler._await_readers(version)
+
+
+class _Lags:
+    """Sums for `LagStats`."""
+
+    def __init__(self) -> None:
+        self._least, self._most, self._sum, self._n = 0, 0, 0, 0
+
+    def add(self, lag: int, n_columns: int) -> None:
+        """`n_columns` columns of a batch have this lag."""
+        self._least = min(self._least, lag) if self._n else lag
+        self._most, self._sum, self._n = max(self._most, lag), self._sum + lag * n_columns, self._n + n_columns
+
+    @property
+    def stats(self) -> LagStats:
+        return LagStats(self._least, self._sum / max(1, self._n), self._most)

@@ -1,0 +1,103 @@
+"""The batches that the user holds: each is handed out as `Samples`, and its memory is given back for a later batch."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.buffers import Samples
+from penstock.buffers.samples import BatchStatus
+from penstock.errors import StaleSamplesError
+
+
+class Batches:
+    """Batch k lies in slot `k % n_slots`. `held` are the batches in the user's hands, oldest first."""
+
+    def __init__(self, views: Sequence[Samples], *, debug: bool) -> None:
+        """`views`: the numpy arrays of each slot. With `debug`, memory that is given back is poisoned, and `Samples`
+        that were given back raise `StaleSamplesError`."""
+        self._views, self._debug = views, debug
+        import torch  # here, so that only processes that use tensors import it
+
+        self._tell_torch = torch._foreach_zero_
+        self._tensors = [view.torch() for view in views]
+        # An in-place operation on these empty parts tells torch that the whole tensor has changed: see `give_back`.
+        self._empty_parts = [[leaf.detach()[:0] for _, leaf in tensors.leaves()] for tensors in self._tensors]
+        self.held: deque[Samples] = deque()
+
+    def slot(self, batch: int) -> int:
+        """The slot of this batch."""
+        return batch % len(self._views)
+
+    def view(self, batch: int) -> Samples:
+        """The numpy arrays of this batch's slot."""
+        return self._views[self.slot(batch)]
+
+    def hand_out(self, batch: int, valid_until: int | None) -> Samples:
+        """The tensors of this batch, as a new object."""
+        tensors = self._tensors[self.slot(batch)]
+        if self._debug:  # these objects will be made unusable, so each batch needs its own
+            tensors = Samples(env=copy.copy(tensors.env), agent=copy.copy(tensors.agent))
+        samples = tensors.with_status(BatchStatus(batch, valid_until))
+        self.held.append(samples)
+        return samples
+
+    def give_back(self, newer: int, *, keep_last_row: bool = False) -> None:
+        """The oldest batch in the user's hands is not valid any more, because batch `newer` begins. With
+        `keep_last_row`, workers still read the last row: poison the others."""
+        samples = self.held.popleft()
+        status: BatchStatus = samples._status
+        status.is_current = False
+        # Torch does not see what workers write. Without this, a backward pass through a graph on this batch would give
+        # a wrong gradient. Now it raises.
+        self._tell_torch(self._empty_parts[self.slot(status.batch)])
+        if self._debug:
+            self.poison(status.batch, keep_last_row=keep_last_row)
+            line = _line_of_user()
+            stale = (
+                f"batch {status.batch} was used after its memory was given back for batch {newer}, which began at "
+                f"{line}. Use a batch before that line, keep a copy (samples.copy()), or raise n_slots"
+            )
+            for part in (samples.env, samples.agent, samples):
+                object.__setattr__(part, "_values", _StaleFields(stale))
+
+    def poison(self, batch: int, *, keep_last_row: bool = False) -> None:
+        """Write NaN, the smallest integer and False into the memory of this batch."""
+        view = self.view(batch)
+        for _, leaf in (view[:-1] if keep_last_row else view).leaves():
+            leaf[...] = _poison_of(leaf.dtype)
+
+
+def _poison_of(dtype: np.dtype[Any]) -> npt.ArrayLike:
+    if dtype.kind in "fc":
+        return np.nan
+    if dtype.kind == "u":  # its smallest value is zero, which is often a true one
+        return int(np.iinfo(dtype).max)
+    return int(np.iinfo(dtype).min) if dtype.kind == "i" else False
+
+
+def _line_of_user() -> str:
+    """File and line of the call into penstock that is running."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("penstock."):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class _StaleFields(dict[str, Any]):
+    """In place of the fields of `Samples` that were given back."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__()
+        self._message = message
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise StaleSamplesError(self._message)
+
+    __getitem__ = __contains__ = __iter__ = __len__ = keys = values = items = get = _refuse

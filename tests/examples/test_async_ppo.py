@@ -1,0 +1,29 @@
+"""The asynchronous example, shortened: it trains, stops at a goal, and the same seed gives the same run."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(folder: Path, *options: object) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    line = [sys.executable, "examples/async_ppo.py", "--out", str(folder), "--n-workers", "2", *map(str, options)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    with (folder / "progress.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return rows, json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+
+
+def test_a_short_run_learns_and_can_be_repeated(tmp_path: Path) -> None:
+    first, summary = run(tmp_path / "first", "--goal", 60)
+    again, _ = run(tmp_path / "again", "--goal", 60, "--n-slots", 4)
+    returns = [[(row["train_return_mean"], row["eval_return_mean"]) for row in rows] for rows in (first, again)]
+    assert returns[0] == returns[1]
+    evaluations = [float(row["eval_return_mean"]) for row in first if row["eval_return_mean"]]
+    assert evaluations[0] < 60 <= min(evaluations[-2:])
+    assert summary["lag"]["max"] == 1

@@ -1,0 +1,373 @@
+"""AsyncSampler when something fails: while the learner is in its own code, in a call, or in the learner itself."""
+
+import contextlib
+import logging
+import os
+import re
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from penstock import (
+    AsyncSampler,
+    RandomAgent,
+    SamplerBrokenError,
+    TrajInfo,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+)
+from penstock.envs import CountingEnv, SlowEnv
+from penstock.testing import InjectedFault, faulty_env
+
+from .support import (
+    BOUND,
+    ERROR_SECONDS,
+    FULL,
+    SLACK,
+    Notebook,
+    Script,
+    check_counting,
+    generator,
+    gone_after,
+    killer,
+    note,
+    pause,
+    scaled,
+    until,
+)
+
+N_WORKERS, B, T = 3, 6, 16
+LOG_SECONDS = 0.2 * SLACK
+
+pytestmark = pytest.mark.timeout(scaled(3600, 60))
+
+
+class Detailed(TrajInfo):
+    """Goes through the pipe."""
+
+    def terminate(self, final_observation: Any) -> None:
+        self.final = np.asarray(final_observation).copy()
+
+
+def sampler_of(env_fn: Any = CountingEnv, **kwargs: Any) -> AsyncSampler:
+    arguments = {"batch_T": T, "batch_B": B, "n_workers": N_WORKERS, "max_decorrelation_steps": 0, **kwargs}
+    return AsyncSampler(env_fn, **arguments)
+
+
+def begin(sampler: AsyncSampler) -> None:
+    sampler.initialize(RandomAgent(), seed=1)
+    sampler.start()
+
+
+def awaiting_credit(sampler: AsyncSampler, rank: int) -> bool:
+    return sampler._memory.control.has_arrived(rank)
+
+
+def is_dead(sampler: AsyncSampler, rank: int) -> bool:
+    pool: Any = sampler._pool
+    return bool(select.select([pool.handles[rank].death_fd], [], [], 0)[0])
+
+
+# ---- deaths --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("server", [None, "process"], ids=["workers act", "server acts"])
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Detailed], ids=["ring", "pipe"])
+def test_a_worker_killed_at_a_random_moment(
+    server: Any, traj_info_cls: type[TrajInfo], caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = generator("async", server, traj_info_cls.__name__)
+    calls = ("obtain", "poll", "own code", "evaluate")
+    with killer() as kill:
+        for i in range(scaled(50, 4)):
+            caplog.clear()
+            with sampler_of(server=server, traj_info_cls=traj_info_cls, eval_n_envs=3, eval_max_steps=60) as sampler:
+                begin(sampler)
+                rank = rng.randrange(N_WORKERS)
+                kill.kill([sampler.worker_pids[rank]], rng.uniform(0, 0.03))
+                error, began, when = _work_until_it_breaks(sampler, calls[i % 4], kill.when)
+                seen = time.monotonic()
+            assert isinstance(error, WorkerDiedError)
+            assert re.match(rf"worker {rank} \(pid \d+.* was killed by SIGKILL", str(error))
+            note("async, kill or next call to error, s", seen - max(when, began), ERROR_SECONDS)
+
+
+def _work_until_it_breaks(
+    sampler: AsyncSampler, call: str, when: Callable[[], float]
+) -> tuple[SamplerBrokenError, float, float]:
+    """Returns the error, when the call began that raised it, and when the worker was killed."""
+    killed = when() if call == "own code" else 0.0
+    if killed:
+        until(lambda: any(is_dead(sampler, rank) for rank in range(N_WORKERS)))
+    itr = 0
+    while True:
+        began = time.monotonic()
+        try:
+            if call == "poll":
+                sampler.poll_samples()
+            elif call == "evaluate" and itr % 4 == 3:
+                sampler.evaluate_agent(itr)
+            else:
+                samples, infos = sampler.obtain_samples(itr)
+                check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
+                assert len(infos) == int(samples.env.done.sum())
+            itr += 1
+        except SamplerBrokenError as error:
+            return error, began, killed or when()
+        assert not killed, "the first call reports the death"
+
+
+@pytest.mark.parametrize("is_idle", [False, True], ids=["collecting", "waiting for a slot"])
+def test_a_death_is_logged_while_the_learner_is_in_its_own_code(
+    is_idle: bool,
+) -> None:
+    found = threading.Event()
+    lines: list[tuple[float, str]] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append((time.monotonic(), record.getMessage()))
+            found.set()
+
+    listener = Listener()
+    logging.getLogger("penstock").addHandler(listener)
+    try:
+        with sampler_of(CountingEnv if is_idle else SlowEnv) as sampler:
+            begin(sampler)
+            sampler.obtain_samples(0)
+            if is_idle:
+                until(lambda: awaiting_credit(sampler, 1))
+            pid = sampler.worker_pids[1]
+            began = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            assert found.wait(BOUND)
+            ((when, line),) = lines
+            note("async, death to log line, s", when - began, LOG_SECONDS)
+            assert line.startswith(f"worker 1 (pid {pid}, env_rank 2 to 3) has ended while ")
+            assert line.endswith(": the next call on the sampler will report it")
+            for call in (lambda: sampler.obtain_samples(1), sampler.poll_samples, lambda: sampler.evaluate_agent(0)):
+                with pytest.raises(WorkerDiedError, match=f"^worker 1 .pid {pid}"):
+                    call()
+    finally:
+        logging.getLogger("penstock").removeHandler(listener)
+
+
+def test_the_end_of_a_sampler_logs_no_death(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(scaled(50, 3)):
+        with sampler_of() as sampler:
+            begin(sampler)
+            sampler.obtain_samples(0)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("server", [None, "process"], ids=["workers act", "server acts"])
+def test_publishing_reports_a_death_of_a_worker_that_it_waits_for(server: Any) -> None:
+    """With lag=1, the second `sync_shared_memory` overwrites parameters that the next batch is pinned to."""
+    agent = RandomAgent()
+    with sampler_of(lag=1, server=server) as sampler:
+        sampler.initialize(agent, seed=1)
+        sampler.start()
+        sampler.obtain_samples(0)
+        agent.sync_shared_memory()
+        until(lambda: all(awaiting_credit(sampler, rank) for rank in range(len(sampler.worker_pids))))
+        reader = sampler.worker_pids[-1 if server else 0]
+        os.kill(reader, signal.SIGSTOP)
+        try:
+            sampler.obtain_samples(1)  # the next batch is pinned to version 2
+            agent.sync_shared_memory()
+            killed = threading.Timer(0.05, os.kill, (reader, signal.SIGKILL))
+            killed.start()
+            with pytest.raises(WorkerDiedError, match="sync_shared_memory"):
+                agent.sync_shared_memory()
+            killed.join()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(reader, signal.SIGCONT)
+
+
+# ---- exceptions and hangs --------------------------------------------------------------------
+
+
+def test_an_exception_while_the_learner_is_in_its_own_code(tmp_path: Path) -> None:
+    notebook = Notebook(tmp_path)
+    fns = [*[CountingEnv] * 5, faulty_env(CountingEnv, notebook.fault("raise", at=20))]
+    with sampler_of(fns) as sampler:
+        begin(sampler)
+        until(lambda: is_dead(sampler, 2))
+        message = "worker 2 .* raised .*InjectedFault.*while stepping env_rank 5, t=3"
+        with pytest.raises(WorkerError, match=message) as caught:
+            sampler.obtain_samples(0)  # though its batch is complete
+        assert isinstance(caught.value.__cause__, InjectedFault)
+
+
+def test_a_hang_while_the_learner_is_in_its_own_code_is_reported_by_the_next_call(tmp_path: Path) -> None:
+    limit = 0.5
+    notebook = Notebook(tmp_path)
+    fns = [*[CountingEnv] * 5, faulty_env(CountingEnv, notebook.fault("hang", at=20))]
+    with sampler_of(fns, step_timeout=limit) as sampler:
+        begin(sampler)
+        control = sampler._memory.control
+        until(lambda: all(control.has_arrived(rank) for rank in (0, 1)))
+        until((tmp_path / "note").exists)
+        pause(2 * limit + 0.3)  # the learner trains
+        began = time.monotonic()
+        with pytest.raises(WorkerTimeoutError, match=f"worker 2 .* made no progress for {limit:g} s"):
+            sampler.obtain_samples(0)
+        note("async, call after a hang to error, s", time.monotonic() - began, limit + 0.5)
+
+
+def test_waiting_for_a_slot_is_no_hang() -> None:
+    limit = 0.3
+    with sampler_of(step_timeout=limit) as sampler:
+        begin(sampler)
+        for itr in range(3):
+            sampler.obtain_samples(itr)
+            pause(2 * limit)  # the learner trains
+        sampler.pause()
+        pause(2 * limit)
+        sampler.resume()
+        sampler.obtain_samples(3)
+
+
+def test_a_full_pipe_is_no_hang() -> None:
+    """The main process reads the pipes only in its calls."""
+
+    class Talkative(TrajInfo):
+        def terminate(self, final_observation: Any) -> None:
+            self.cargo = bytes(20_000)
+
+    limit = 0.3
+    with sampler_of(step_timeout=limit, traj_info_cls=Talkative) as sampler:
+        begin(sampler)
+        for itr in range(3):
+            _, infos = sampler.obtain_samples(itr)
+            assert len(infos) == int(sampler.samples_np.env.done.sum())
+            pause(2 * limit)
+
+
+# ---- restarts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("server", [None, "process"], ids=["workers act", "server acts"])
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Detailed], ids=["ring", "pipe"])
+def test_a_replacement_collects_the_interrupted_batch_again(server: Any, traj_info_cls: type[TrajInfo]) -> None:
+    rng = generator("async restart", server, traj_info_cls.__name__)
+    endless: dict[str, Any] = {"on_worker_failure": "restart", "max_restarts": 1_000_000}
+    wanted = scaled(75, 3)
+    with killer() as kill, sampler_of(server=server, traj_info_cls=traj_info_cls, **endless) as sampler:
+        begin(sampler)
+        itr = 0
+        for n_kills in range(1, wanted + 1):
+            kill.kill([sampler.worker_pids[rng.randrange(N_WORKERS)]], rng.uniform(0, 0.02))
+            deadline = time.monotonic() + BOUND
+            while sampler.stats().restarts < n_kills:
+                assert time.monotonic() < deadline
+                samples, infos = sampler.obtain_samples(itr)
+                assert samples.batch == itr
+                itr += 1
+                check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
+                assert len(infos) == int(samples.env.done.sum())
+                assert {info.Length for info in infos} == {5}
+                if rng.random() < 0.1:
+                    pause(rng.uniform(0, 0.01))
+            kill.when()
+
+
+# ---- the main process ------------------------------------------------------------------------
+
+
+RUNNING = """
+sampler = AsyncSampler(CountingEnv, batch_T=20, batch_B=4, n_workers=2, server=SERVER, eval_n_envs=2, eval_max_steps=40)
+sampler.initialize(RandomAgent())
+sampler.start()
+say(*sampler.worker_pids)
+for itr in range(10**9):
+    sampler.obtain_samples(itr)
+    if itr % 50 == 20:
+        sampler.pause()
+        sampler.evaluate_agent(itr)
+        sampler.resume()
+"""
+
+
+@pytest.mark.parametrize("server", [None, "process"], ids=["workers act", "server acts"])
+def test_a_killed_main_process_leaves_nothing(server: Any, tmp_path: Path) -> None:
+    rng = generator("async main", server)
+    for _ in range(scaled(25, 1)):
+        with Script(tmp_path, RUNNING, SERVER=server) as script:
+            script.pids()
+            pause(rng.uniform(0, 0.1))
+            everyone = script.descendants()
+            began = time.monotonic()
+            script.process.kill()
+            _, stderr = script.end()
+            seconds = gone_after(everyone, began, 2.0 * SLACK)
+            note("async, main process killed to nothing left, s", seconds, 2.0 * SLACK)
+        assert stderr == ""
+
+
+@pytest.mark.parametrize("call", ["obtain_samples", "pause", "evaluate_agent"])
+def test_ctrl_c_ends_the_wait_and_not_the_run(call: str) -> None:
+    calls: dict[str, Callable[[AsyncSampler], object]] = {
+        "obtain_samples": lambda sampler: sampler.obtain_samples(1),
+        "pause": lambda sampler: sampler.pause(),
+        "evaluate_agent": lambda sampler: sampler.evaluate_agent(1),
+    }
+    slow = {"seconds": 0.02, "length": 5}
+    with sampler_of(SlowEnv, env_kwargs=slow, batch_T=8, batch_B=3, eval_n_envs=3, eval_max_steps=150) as sampler:
+        begin(sampler)
+        sampler.obtain_samples(0)
+        sent: list[float] = []
+
+        def interrupt() -> None:
+            sent.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+        timer = threading.Timer(0.05, interrupt)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            calls[call](sampler)
+            pause(BOUND)  # if the call was quicker
+        note("async, Ctrl-C to KeyboardInterrupt, s", time.monotonic() - sent[0], 0.5 * SLACK)
+        timer.join()
+        samples, _ = sampler.obtain_samples(1)
+        assert samples.batch == 1
+        check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
+        assert len(sampler.evaluate_agent(2)) > 0
+        began = time.monotonic()
+    note("async, shutdown, s", time.monotonic() - began, 2.5 * SLACK)
+
+
+def test_workers_that_wait_for_a_slot_use_no_cpu() -> None:
+    seconds = scaled(10.0, 1.0)
+    with sampler_of() as sampler:
+        begin(sampler)
+        sampler.obtain_samples(0)
+        until(lambda: all(awaiting_credit(sampler, rank) for rank in range(N_WORKERS)))
+        processes = [psutil.Process(pid) for pid in sampler.worker_pids]
+        pause(0.3)  # the last one may still have spun
+        before = [sum(process.cpu_times()[:2]) for process in processes]
+        pause(seconds)
+        used = [sum(process.cpu_times()[:2]) - then for process, then in zip(processes, before, strict=True)]
+    note("async, CPU share of a worker that waits for a slot", max(used) / seconds, 0.02)
+
+
+@pytest.mark.skipif(not FULL, reason="full scale: 10,000 batches")
+def test_ten_thousand_batches() -> None:
+    with sampler_of() as sampler:
+        begin(sampler)
+        steps = np.zeros(B)
+        for itr in range(10_000):
+            env = sampler.obtain_samples(itr)[0].env.numpy()
+            assert (env.observation[0, :, 0] * 5 + env.observation[0, :, 1] == steps).all()
+            check_counting(env.observation, env.reward, env.done, 5)
+            steps += T

@@ -1,0 +1,345 @@
+"""AsyncSampler: what it returns, in which order, by whom it was acted, and which calls it allows."""
+
+import itertools
+import os
+import random
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import (
+    AsyncSampler,
+    ConfigError,
+    ParallelSampler,
+    RandomAgent,
+    SamplerClosedError,
+    SamplerState,
+    SamplerStateError,
+    TrajInfo,
+    WaitResetCollector,
+)
+from penstock.envs import CountingEnv
+
+from .async_support import (
+    B,
+    Delayed,
+    T,
+    TabularAgent,
+    VersionAgent,
+    batch_of,
+    check_streams,
+    one_batch_late,
+    sample,
+)
+
+FULL = os.environ.get("PENSTOCK_FAULTS") == "full"  # see tests/process/support.py
+SIZES = list(itertools.product((1, 2, 3, 5), (2, 3, 4))) if FULL else [(1, 2), (2, 3), (3, 4), (5, 2)]
+
+pytestmark = pytest.mark.timeout(3600 if FULL else 60)
+servers = pytest.mark.parametrize("server", [None, "process"], ids=["workers act", "server acts"])
+
+
+def make(env_fn: Any = CountingEnv, **kwargs: Any) -> AsyncSampler:
+    return AsyncSampler(env_fn, **{"batch_T": T, "batch_B": B, "n_workers": 2, **kwargs})
+
+
+def started(env_fn: Any = CountingEnv, agent: Any = None, **kwargs: Any) -> AsyncSampler:
+    sampler = make(env_fn, **kwargs)
+    sampler.initialize(agent or RandomAgent(), seed=7)
+    sampler.start()
+    return sampler
+
+
+class Detailed(TrajInfo):
+    """Goes through the pipe."""
+
+    def terminate(self, final_observation: Any) -> None:
+        self.final = np.asarray(final_observation).tolist()
+
+
+# ---- lag=1 -------------------------------------------------------------------------------------
+
+
+class Slow(Delayed):
+    def __init__(self) -> None:
+        super().__init__(CountingEnv(length=4), 0.004)
+
+
+@servers
+@pytest.mark.parametrize(("n_workers", "n_slots"), SIZES)
+def test_lag_1_equals_a_serial_loop_that_trains_one_batch_late(n_workers: int, n_slots: int, server: Any) -> None:
+    expected = one_batch_late(partial(CountingEnv, length=4), TabularAgent(), 12)
+    rng = random.SystemRandom()
+    with make(Slow, n_workers=n_workers, n_slots=n_slots, lag=1, server=server) as sampler:
+        found = sample(sampler, TabularAgent(), 12, between=lambda itr: time.sleep(rng.choice([0, 0, 0.004])))
+    assert found == expected
+    versions = [np.frombuffer(batch["agent.policy_version"], np.int64) for batch, _ in found]
+    assert [set(each) for each in versions] == [{1}, {1}, *({k} for k in range(2, 12))]
+
+
+def test_lag_1_waits_before_it_overwrites_parameters_that_a_worker_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner publishes several times for each batch, as fast as it can, while resets delay the workers."""
+
+    class SlowReset(WaitResetCollector):
+        def reset_if_needed(self) -> None:
+            time.sleep(0.003 * (self.envs.env_ranks[0] == 0))  # of one worker, before it may begin
+            super().reset_if_needed()
+
+    agent = VersionAgent()
+    with started(agent=agent, lag=1, collector_cls=SlowReset) as sampler:
+        newest = 1
+        expected = [1, 1]
+        for itr in range(30):
+            samples, _ = sampler.obtain_samples(itr)
+            assert set(samples.agent.policy_version.tolist()) == {expected[itr]}
+            assert (samples.agent.agent_info.number == expected[itr] - 1)[samples.env.valid].all()
+            for _ in range(3):
+                agent.publish()
+                newest += 1
+            expected.append(newest)  # of batch itr + 2, which may begin when batch itr + 1 is handed out
+        assert sampler.stats().lag.max == 3  # type: ignore[union-attr]
+
+
+@servers
+def test_an_evaluation_and_calls_change_no_batch_with_lag_1(server: Any) -> None:
+    expected = one_batch_late(partial(CountingEnv, length=4), TabularAgent(), 8)
+    options: dict[str, Any] = {"eval_n_envs": 2, "eval_max_steps": 20}
+    with make(partial(CountingEnv, length=4), lag=1, server=server, **options) as sampler:
+
+        def between(itr: int) -> None:
+            assert len(sampler.evaluate_agent(itr)) == 2 * (10 // 4)
+            assert sampler.get_attr("length") == [4] * B
+            sampler.set_attr("length", 4)
+            if itr % 3 == 2:
+                sampler.pause()
+                assert sampler.call("close") == [None] * B
+                sampler.resume()
+
+        assert sample(sampler, TabularAgent(), 8, between=between) == expected
+
+
+# ---- free running ------------------------------------------------------------------------------
+
+
+@servers
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Detailed], ids=["ring", "pipe"])
+def test_columns_are_unbroken_and_versions_true_and_infos_complete(server: Any, traj_info_cls: type[TrajInfo]) -> None:
+    agent, rng = VersionAgent(), random.Random(1)
+    batches: list[Any] = []
+    n_done, n_infos, before = 0, 0, np.zeros(B, np.int64)
+    with started(agent=agent, server=server, traj_info_cls=traj_info_cls, max_decorrelation_steps=0) as sampler:
+        for itr in range(10_000 if FULL else 150):
+            samples, infos = sampler.obtain_samples(itr)
+            assert samples.batch == itr
+            versions = samples.agent.policy_version.numpy()
+            assert (samples.agent.agent_info.number.numpy() == versions - 1).all()
+            assert (versions >= before).all()
+            before = versions.copy()
+            n_done, n_infos = n_done + int(samples.env.done.sum()), n_infos + len(infos)
+            assert n_done == n_infos
+            assert {info.Length for info in infos} <= {5}
+            assert all(info.final[1] == 5 for info in infos if isinstance(info, Detailed))
+            batches = [*batches[-1:], samples.copy()]
+            check_streams(batches)
+            for _ in range(rng.choice([0, 1, 1, 2])):
+                agent.publish()
+        stats = sampler.stats()
+    assert sum(worker.trajectories for worker in stats.workers) == n_infos
+    assert stats.lag is not None
+    assert 0 <= stats.lag.min <= stats.lag.mean <= stats.lag.max <= 2 * 3
+
+
+@pytest.mark.parametrize("n_slots", [2, 3, 8])
+def test_a_batch_is_at_most_as_many_batches_old_as_there_are_slots(n_slots: int) -> None:
+    agent = VersionAgent()
+    with started(agent=agent, n_slots=n_slots) as sampler:
+        for itr in range(40):
+            sampler.obtain_samples(itr)
+            agent.publish()
+        lag = sampler.stats().lag
+    assert lag is not None
+    assert 1 <= lag.max <= n_slots
+
+
+def test_a_batch_that_is_held_does_not_change() -> None:
+    with started(n_slots=3) as sampler:
+        samples, _ = sampler.obtain_samples(0)
+        content = batch_of(samples)
+        until_idle(sampler)
+        assert batch_of(samples) == content
+        assert all(worker.batches == 3 for worker in sampler.stats().workers)
+
+
+def until_idle(sampler: AsyncSampler) -> None:
+    """All workers have collected what they may."""
+    control, deadline = sampler._memory.control, time.monotonic() + 30
+    while control.pending(sampler.n_workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_several_batches_can_be_held() -> None:
+    with started(n_slots=3) as sampler:
+        before, _ = sampler.obtain_samples(0)
+        with sampler.hold():
+            held = [before, *(sampler.obtain_samples(itr)[0] for itr in (1, 2))]
+            assert [samples.is_current for samples in held] == [True] * 3
+            assert [samples.valid_until for samples in held] == [None] * 3
+            check_streams(held)
+            with pytest.raises(SamplerStateError, match="hold keeps 3 batches, and no slot is left of n_slots=3"):
+                sampler.obtain_samples(3)
+            with pytest.raises(SamplerStateError, match="hold was called inside hold"), sampler.hold():
+                pass
+            last = held[-1].copy()
+        assert [samples.is_current for samples in held] == [False, False, True]
+        assert held[-1].valid_until == 3
+        check_streams([last, sampler.obtain_samples(3)[0]])
+
+
+def test_with_newest_older_batches_are_left_out_but_their_trajectories_are_not() -> None:
+    with started(n_slots=3, max_decorrelation_steps=0) as sampler:
+        until_idle(sampler)
+        samples, infos = sampler.obtain_samples(0, newest=True)
+        assert samples.batch == 2
+        assert len(infos) == 3 * T // 5 * B
+        assert sampler.stats().skipped_batches == 2
+        following, _ = sampler.obtain_samples(1)
+        assert following.batch == 3
+        assert (following.env.observation[0, :, 0] * 5 + following.env.observation[0, :, 1] == 3 * T).all()
+
+
+def test_poll_returns_none_until_a_batch_is_complete() -> None:
+    gate = threading.Event()
+    with started(partial(CountingEnv, length=3)) as sampler:
+        found, n_none = [], 0
+        deadline = time.monotonic() + 30
+        while len(found) < 20:
+            assert time.monotonic() < deadline
+            result = sampler.poll_samples()
+            if result is None:
+                n_none += 1
+                gate.wait(0.0001)
+            else:
+                found.append(result[0].copy())
+        check_streams(found)
+    with started(Slow) as sampler:
+        assert sampler.poll_samples() is None
+
+
+def test_pause_lets_the_workers_stand_still_and_resume_goes_on() -> None:
+    with started(n_slots=3) as sampler:
+        batches = [sampler.obtain_samples(0)[0].copy()]
+        sampler.pause()
+        assert sampler.state is SamplerState.PAUSED
+        collected = [worker.batches for worker in sampler.stats().workers]
+        assert collected == [3, 3]
+        batches += [sampler.obtain_samples(1)[0].copy()]
+        polled = sampler.poll_samples()
+        assert polled is not None
+        batches.append(polled[0].copy())
+        assert [worker.batches for worker in sampler.stats().workers] == collected
+        with pytest.raises(SamplerStateError, match="you have had all its batches: call resume"):
+            sampler.obtain_samples(3)
+        sampler.resume()
+        batches += [sampler.obtain_samples(itr)[0].copy() for itr in range(3, 8)]
+        check_streams(batches)
+
+
+def test_evaluations_and_calls_return_what_a_parallel_sampler_returns() -> None:
+    found = []
+    for cls in (ParallelSampler, AsyncSampler):
+        with cls("CartPole-v1", batch_T=T, batch_B=B, n_workers=2, eval_n_envs=2, eval_max_steps=200) as sampler:
+            sampler.initialize(RandomAgent(), seed=5)
+            results = [[vars(info) for info in sampler.evaluate_agent(0)]]
+            if isinstance(sampler, AsyncSampler):
+                sampler.start()
+            sampler.obtain_samples(0)
+            for itr in range(10):  # more commands than there are places for open ones
+                results.append([vars(info) for info in sampler.evaluate_agent(itr)])
+            results.append([str(space) for space in sampler.get_attr("action_space")])  # type: ignore[arg-type]
+            sampler.obtain_samples(1)
+        found.append(results)
+    assert found[0] == found[1]
+
+
+def test_the_itr_of_the_agent_is_that_of_the_calls() -> None:
+    class Noting(RandomAgent):
+        def sample_mode(self, itr: int) -> None:
+            self.itr = itr
+
+        def step(self, *inputs: Any) -> Any:
+            action, _ = super().step(*inputs)
+            return type(super().step(*inputs))(action, {"itr": np.full(len(inputs[2]), self.itr)})
+
+    with started_at(10, Noting()) as sampler:
+        assert [int(sampler.obtain_samples(itr)[0].agent.agent_info.itr[0, 0]) for itr in range(10, 16)] == [
+            *range(10, 16)
+        ]
+
+
+def started_at(itr: int, agent: Any) -> AsyncSampler:
+    sampler = make()
+    sampler.initialize(agent, seed=7)
+    sampler.start(itr)
+    return sampler
+
+
+# ---- arguments and order of calls --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n_slots": 1}, "n_slots of AsyncSampler must be from 2 to 8, got 1"),
+        ({"n_slots": 9}, "n_slots of AsyncSampler must be from 2 to 8, got 9"),
+        ({"lag": 2}, r"lag must be 1 \(reproducible\) or None, got 2"),
+        ({"lag": True}, r"lag must be 1 \(reproducible\) or None, got True"),
+        ({"server": "caller"}, "server must be \"process\" or None, got 'caller'"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**arguments)
+
+
+def test_calls_out_of_order_name_the_call_that_was_meant() -> None:
+    def refused(call: Any, message: str) -> None:
+        with pytest.raises(SamplerStateError, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+    sampler = make()
+    refused(sampler.start, "start was called out of order: the call expected now is initialize")
+    with sampler:
+        sampler.initialize(RandomAgent())
+        refused(lambda: sampler.obtain_samples(0), "obtain_samples was called .* expected now is start")
+        refused(sampler.poll_samples, "poll_samples was called .* expected now is start")
+        refused(sampler.pause, "pause was called .* expected now is start")
+        refused(sampler.hold().__enter__, "hold was called .* expected now is start")
+        sampler.start()
+        refused(sampler.start, "start was called out of order: the call expected now is obtain_samples")
+        refused(sampler.resume, "resume was called out of order: the call expected now is obtain_samples")
+        refused(lambda: sampler.start_samples(0), "start_samples .* call start.. once, then obtain_samples")
+        refused(sampler.wait_samples, "wait_samples .* call start.. once, then obtain_samples")
+        sampler.pause()
+        refused(sampler.pause, "pause was called out of order: the call expected now is resume")
+        refused(sampler.start, "start was called out of order: the call expected now is resume")
+    for call in (sampler.start, sampler.poll_samples, sampler.pause, sampler.resume):
+        with pytest.raises(SamplerClosedError):
+            call()
+
+
+def test_a_sampler_that_runs_can_be_dropped() -> None:
+    started().obtain_samples(0)  # the fixture finds what it leaves
+
+
+def test_parameters_can_be_published_after_the_end() -> None:
+    agent = VersionAgent()
+    with started(agent=agent, lag=1) as sampler:
+        sampler.obtain_samples(0)
+    agent.publish()
+    agent.publish()

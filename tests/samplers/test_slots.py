@@ -1,0 +1,155 @@
+"""Who owns a batch: how long it stays valid, that torch notices when it ends, and what `debug` adds."""
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock import (
+    AlternatingSampler,
+    AsyncSampler,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SerialSampler,
+    StaleSamplesError,
+    WaitResetCollector,
+)
+from penstock.envs import CountingEnv
+
+from .async_support import VersionAgent, batch_of, check_streams
+
+T, B = 4, 4
+every = pytest.mark.parametrize(
+    "cls", [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler, AsyncSampler], ids=lambda cls: cls.__name__
+)
+
+
+def begin(cls: type[Sampler], **kwargs: Any) -> Sampler:
+    sampler = cls(CountingEnv, **{"batch_T": T, "batch_B": B, "n_workers": 2, **kwargs})
+    sampler.initialize(RandomAgent(), seed=3)
+    if isinstance(sampler, AsyncSampler):
+        sampler.start()
+    return sampler
+
+
+@every
+def test_a_backward_pass_through_a_batch_that_was_given_back_raises(cls: type[Sampler]) -> None:
+    with begin(cls) as sampler:
+        weight = torch.ones((), requires_grad=True)
+        samples, _ = sampler.obtain_samples(0)
+        kept = samples.copy()
+        losses = {
+            name: (weight * leaf.float()).square().sum() for name, leaf in samples.leaves() if leaf.is_floating_point()
+        }
+        product = (weight * samples.env.reward).sum()  # the gradient needs the reward itself
+        safe = (weight * kept.env.reward).sum()
+        assert losses
+        sampler.obtain_samples(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+        safe.backward()
+        assert weight.grad is not None
+        assert float(weight.grad) == float(kept.env.reward.sum())
+
+
+@every
+def test_within_its_validity_a_backward_pass_is_right(cls: type[Sampler]) -> None:
+    with begin(cls) as sampler:
+        for itr in range(3):
+            weight = torch.ones((), requires_grad=True)
+            samples, _ = sampler.obtain_samples(itr)
+            (weight * samples.env.reward).sum().backward()
+            assert weight.grad is not None
+            assert float(weight.grad) == float(samples.env.reward.sum())
+
+
+@every
+def test_a_batch_tells_its_number_and_whether_it_is_current(cls: type[Sampler]) -> None:
+    with begin(cls) as sampler:
+        first, _ = sampler.obtain_samples(10)
+        row, kept, arrays = first[0], first.copy(), first.numpy()
+        assert (first.batch, first.is_current, first.valid_until) == (0, True, 1)
+        assert (row.batch, arrays.batch) == (0, 0)
+        second, _ = sampler.obtain_samples(11)
+        assert first is not second
+        assert (second.batch, second.is_current, second.valid_until) == (1, True, 2)
+        assert [old.is_current for old in (first, row, arrays)] == [False] * 3
+        assert (kept.batch, kept.is_current, kept.valid_until) == (None, True, None)
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler])
+def test_synchronous_samplers_keep_the_last_batches_valid(cls: type[Sampler]) -> None:
+    with begin(cls) as one, begin(cls, n_slots=3) as sampler:
+        held: list[Any] = []
+        for itr in range(8):
+            samples, infos = sampler.obtain_samples(itr)
+            expected, expected_infos = one.obtain_samples(itr)
+            assert batch_of(samples) == batch_of(expected)
+            assert [vars(info) for info in infos] == [vars(info) for info in expected_infos]
+            held.append((samples, batch_of(samples)))
+            assert [old.is_current for old, _ in held] == [old.batch > itr - 3 for old, _ in held]
+            assert samples.valid_until == itr + 3
+            for old, content in held[-3:]:
+                assert batch_of(old) == content
+        assert [samples.batch for samples, _ in held] == list(range(8))
+        check_streams([samples for samples, _ in held[-3:]])
+
+
+def test_validity_ends_when_the_next_batch_is_begun() -> None:
+    with begin(ParallelSampler) as sampler:
+        samples, _ = sampler.obtain_samples(0)
+        sampler.start_samples(1)
+        assert not samples.is_current
+        later, _ = sampler.wait_samples()
+        assert later.is_current
+
+
+@every
+def test_with_debug_what_was_given_back_is_poisoned_and_refused(cls: type[Sampler]) -> None:
+    with begin(cls, debug=True) as sampler:
+        samples, _ = sampler.obtain_samples(0)
+        env, leaves = samples.env, list(samples.leaves())
+        observation = samples.env.observation
+        line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+        newer, _ = sampler.obtain_samples(1)
+        for use in (lambda: samples.env, lambda: samples[0], lambda: env.reward, samples.copy, lambda: list(env)):
+            with pytest.raises(
+                StaleSamplesError, match=f"batch 0 was used .* batch 1, which began at .*test_slots.py:{line}[.] "
+            ):
+                use()
+        assert not samples.is_current
+        assert observation.isnan().all()
+        for name, leaf in leaves:
+            array = leaf.numpy()
+            kind = array.dtype.kind
+            expected = np.isnan(array) if kind == "f" else ~array if kind == "b" else array == np.iinfo(array.dtype).min
+            assert expected.all(), name
+        assert newer.env.reward.isfinite().all()
+
+
+@pytest.mark.parametrize("collector_cls", [None, WaitResetCollector])
+@every
+def test_debug_changes_no_batch(cls: type[Sampler], collector_cls: Any) -> None:
+    options = {} if collector_cls is None else {"collector_cls": collector_cls}
+    lag = {"lag": 1} if cls is AsyncSampler else {}
+    with begin(cls, **options, **lag) as plain, begin(cls, debug=True, **options, **lag) as debug:
+        for itr in range(6):
+            assert batch_of(plain.obtain_samples(itr)[0]) == batch_of(debug.obtain_samples(itr)[0])
+
+
+@every
+def test_each_column_says_which_parameters_acted(cls: type[Sampler]) -> None:
+    agent = VersionAgent()
+    with cls(CountingEnv, batch_T=T, batch_B=B, n_workers=2) as sampler:
+        sampler.initialize(agent)
+        if isinstance(sampler, AsyncSampler):
+            sampler.start()
+        for itr in range(5):
+            samples, _ = sampler.obtain_samples(itr)
+            assert samples.agent.policy_version.shape == (B,)
+            assert (samples.agent.agent_info.number == samples.agent.policy_version - 1).all()
+            agent.publish()

@@ -1,0 +1,79 @@
+"""The lookout: a thread that watches the workers while the main process runs the user's own code."""
+
+from __future__ import annotations
+
+import logging
+import select
+import signal
+import threading
+import time
+from collections.abc import Sequence
+
+from penstock.workers.gates import WakeUp
+from penstock.workers.handle import WorkerHandle
+from penstock.workers.monitor import Monitor
+
+_log = logging.getLogger("penstock")
+
+_AGAIN_SECONDS = 0.02  # when to look again at a death during a wait
+
+
+class Lookout:
+    """Logs deaths of workers, and notes their progress. It changes nothing else: the next wait finds the same, and
+    reports it.
+
+    Stop it before descriptors of workers are closed, and before a fork.
+    """
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._wake: WakeUp | None = None
+        self._thread: threading.Thread | None = None
+        self._must_end = False
+
+    def start(self, handles: Sequence[WorkerHandle]) -> None:
+        """Main process: watch these workers from now on."""
+        self.stop()
+        self._must_end, wake = False, WakeUp()
+        self._wake = wake
+        self._thread = threading.Thread(target=self._run, args=(handles, wake), name="penstock lookout", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Main process: end the thread. It may be called twice."""
+        thread, wake = self._thread, self._wake
+        if thread is None or wake is None:
+            return
+        self._must_end = True
+        wake.notify()
+        if thread is not threading.current_thread():  # the garbage collector may run a finalizer in any thread
+            thread.join()
+        self._thread = self._wake = None
+        wake.close()
+
+    def _run(self, handles: Sequence[WorkerHandle], wake: WakeUp) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread handles signals
+        monitor, poll = self._monitor, select.poll()
+        poll.register(wake.fileno(), select.POLLIN)
+        watched = {handle.death_fd: handle for handle in handles}
+        for fd in watched:
+            poll.register(fd, select.POLLIN)
+        while True:
+            seconds = monitor.note_seconds
+            found = poll.poll(None if seconds is None else max(1, round(seconds * 1000)))
+            if self._must_end:
+                return
+            dead = [fd for fd, _ in found if fd in watched]
+            if dead and monitor.is_waiting:  # most likely, the running wait reports it
+                time.sleep(_AGAIN_SECONDS)
+                continue
+            for fd in dead:
+                poll.unregister(fd)
+                self._report(watched.pop(fd))
+            if seconds is not None:
+                monitor.note_progress()
+
+    def _report(self, handle: WorkerHandle) -> None:
+        if not (self._monitor.is_closing or handle.is_reaped):
+            status = self._monitor.status(handle)
+            _log.warning("%s has ended while %s: the next call on the sampler will report it", status, status.doing)
