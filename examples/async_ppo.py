@@ -3,7 +3,8 @@
     python examples/async_ppo.py --out runs/async_cartpole
 
 The workers collect batch k + 1 while the learner trains on batch k. So they act with parameters that are one batch old.
-PPO needs no change for this: the ratio in its objective divides by the probability that the worker has recorded.
+So the objective separates the policy that acted from the one that may change little (Hilton et al. 2021, "Batch size-
+invariance for policy optimization").
 The same seed gives the same batches (`--lag 1`). With `--lag 0` the workers run freely.
 
 Stops after two evaluations in a row reach the goal. Exits with status 1 if this takes too long.
@@ -58,6 +59,7 @@ class Config:
     epochs: int = 8  # passes over each batch
     minibatches: int = 8
     clip: float = 0.2
+    max_correction: float = 2.0  # largest weight of a step that the present policy would take more often
     value_weight: float = 0.5
     max_grad_norm: float = 0.5
 
@@ -115,18 +117,27 @@ def advantages(samples: Samples, cfg: Config) -> Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
-    """Several epochs of minibatches with PPO's clipped objective."""
+    """Several epochs of minibatches with PPO's clipped objective, in its decoupled form.
+
+    The objective clips changes from the present policy, and corrects with a weight for the older one, which acted. If it
+    clipped changes from the older one, the last update would have used up most of what the clip allows.
+    """
     env, agent, advantage = samples.env, samples.agent, advantages(samples, cfg)
-    columns = env.observation, agent.action, agent.agent_info.log_prob, advantage, advantage + agent.agent_info.value
+    with torch.no_grad():
+        logits, _ = model(env.observation)
+        present_log_prob = logits.log_softmax(-1).gather(-1, agent.action[..., None]).squeeze(-1)
+        correction = (present_log_prob - agent.agent_info.log_prob).exp().clamp(max=cfg.max_correction)
+    target = advantage + agent.agent_info.value
+    columns = env.observation, agent.action, present_log_prob, advantage, correction, target
     # From [T, B, ...] to [T * B, ...]. Nothing is copied: these are views of the memory that the workers wrote.
     rows = [column.flatten(0, 1) for column in columns]
     for _ in range(cfg.epochs):
         for index in torch.randperm(cfg.batch_T * cfg.batch_B).chunk(cfg.minibatches):
-            observation, action, old_log_prob, weight, target = (row[index] for row in rows)
+            observation, action, old_log_prob, weight, corrected, target = (row[index] for row in rows)
             logits, value = model(observation)
             log_prob = logits.log_softmax(1).gather(1, action[:, None]).squeeze(1)
             ratio = (log_prob - old_log_prob).exp()
-            weight = (weight - weight.mean()) / (weight.std() + 1e-8)
+            weight = corrected * (weight - weight.mean()) / (weight.std() + 1e-8)
             objective = torch.min(ratio * weight, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * weight).mean()
             optimizer.zero_grad()
             (cfg.value_weight * mse_loss(value, target) - objective).backward()
