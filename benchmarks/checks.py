@@ -37,12 +37,9 @@ _NOISE = "nothing: the noise"
 
 #: Checks in the loop over environments: the text to remove from its source, and the text to put there instead.
 _CUTS = {
-    "info is a dict": (" or info.__class__ is not dict", ""),
-    "terminated and truncated are bools": (
-        "terminated is not False or truncated is not False",
-        "terminated or truncated",
-    ),
-    "step returns five values": (" or type(result) is not tuple or len(result) != 5", ""),
+    "info is a dict": (" and info.__class__ is dict", ""),
+    "terminated and truncated are bools": ("terminated.__class__ is truncated.__class__ is bool", "True"),
+    "step returns five values": (" or type(result) is not tuple or len(result) != 5 - is_into", ""),
 }
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from penstock.buffers.named import NamedArrays, _make, map_leaves
 from penstock.buffers.shared import ArraySpec, NamedMemory
@@ -28,7 +29,7 @@ class EnvSamples(NamedArrays):
 
 
 class AgentSamples(NamedArrays):
-    """What the agent did. Fields are `[T, B, ...]`, except `bootstrap_value` and `policy_version`, which are `[B]`."""
+    """What the agent did. Fields are `[T, B, ...]`, except `bootstrap_value`, which is `[B]`."""
 
     __slots__ = ()
     action: Any  #: the action taken at t
@@ -36,12 +37,12 @@ class AgentSamples(NamedArrays):
     agent_info: Any  #: what `agent.step` returned beside the action
     bootstrap_value: Any  #: `[B]`, value of the observation after the last step
     final_value: Any  #: value of `final_obs` where truncated and not terminated, zero elsewhere
-    policy_version: Any  #: `[B]`, int64, the version of the parameters that acted in this column
+    policy_version: Any  #: int64, the version of the parameters that acted; it is the same in the whole column
 
     def _field_index(self, name: str, loc: Any) -> Any:
-        if name not in ("bootstrap_value", "policy_version"):
+        if name != "bootstrap_value":
             return loc
-        # These fields have no time dimension, so the first index does not apply to them.
+        # bootstrap_value has no time dimension, so the first index does not apply to it.
         has_columns = isinstance(loc, tuple) and len(loc) > 0 and loc[0] is not Ellipsis
         return loc[1:] if has_columns else ...
 
@@ -169,6 +170,9 @@ def _public_view(arrays: NamedArrays, batch_T: int) -> Samples:
     for name in ("action", "reward", "done"):  # row t + 1 is step t
         views[name], views[f"prev_{name}"] = arrays[name][1:], arrays[name][:batch_T]
     views["observation"] = arrays.observation[:batch_T]
+    # One number for each column, which is shown as `batch_T` equal ones.
+    version = arrays.policy_version
+    views["policy_version"] = as_strided(version, (batch_T, *version.shape), (0, *version.strides))
     env, agent = (
         {name: views[name] for name in cls.__annotations__ if name in views} for cls in (EnvSamples, AgentSamples)
     )
@@ -201,6 +205,8 @@ class BatchColumns:
         self.policy_version, self._is_poisoned = arrays.policy_version[columns], is_poisoned
         self.batch_T, self.n_columns = self.done.shape
         self._last_done, self._last_valid = self.done[-1], self.valid[-1]
+        flags = (self.terminated, self.truncated, self.done, self.final_value)
+        self._cleared = [field for field in flags if field is not None]
         # Made once, because making a view takes as long as writing the row.
         self.observation_rows = [self.observation[t] for t in range(self.batch_T + 1)]
         self.action_rows = [self.action[t] for t in range(self.batch_T + 1)]
@@ -218,16 +224,14 @@ class BatchColumns:
             self.reward_rows[0][...] = before.reward_rows[-1]
             # A column that was parked at the end starts an episode now: where `done` is True or `valid` is False.
             np.less_equal(before._last_valid, before._last_done, out=self.episode_start)
-        else:  # a worker that was killed before may have written one flag without the others
-            np.logical_or(self.done, np.logical_or(self.terminated, self.truncated), out=self.done)
         if self._is_poisoned:
             self.valid[...] = True
-            for field in (self.final_value, self.final_obs):
-                if field is not None:
-                    field[...] = 0
-        # Clear only where an episode ended. That is faster, since few steps end one.
-        t, b = np.nonzero(self.done)
-        if t.size:
-            for field in (self.terminated, self.truncated, self.done, self.final_value, self.final_obs):
-                if field is not None:
-                    field[t, b] = 0
+            if self.final_obs is not None:
+                self.final_obs[...] = 0
+        elif self.final_obs is not None:
+            # Clear it only where it was written. That is faster, since few steps end an episode.
+            t, b = np.nonzero(self.done)
+            if t.size:
+                self.final_obs[t, b] = 0
+        for flags in self._cleared:
+            flags[...] = 0

@@ -119,8 +119,8 @@ def advantages(samples: Samples, cfg: Config) -> Tensor:
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
     """Several epochs of minibatches with PPO's clipped objective, in its decoupled form.
 
-    The objective clips changes from the present policy, and corrects with a weight for the older one, which acted. If it
-    clipped changes from the older one, the last update would have used up most of what the clip allows.
+    The objective clips changes from the present policy, and corrects with a weight for the older one, which acted.
+    If it clipped changes from the older one, the last update would have used up most of what the clip allows.
     """
     env, agent, advantage = samples.env, samples.agent, advantages(samples, cfg)
     with torch.no_grad():

@@ -235,7 +235,7 @@ class AsyncSampler(ParallelSampler):
         newest_version = self._memory.parameters.version
         samples = self._batches.hand_out(batch, None if self._is_holding else batch + 1)
         self.samples_np = self._batches.view(batch)
-        versions = self.samples_np.agent.policy_version
+        versions = self.samples_np.agent.policy_version[0]
         for plan in self._plans:  # all columns of a worker have the same version
             version = int(versions[plan.columns.start])
             self._lags.add(newest_version - version, len(plan.columns))

@@ -57,7 +57,7 @@ class ServerProgram:
                     # The agent's own exception: the main process adds who raised it and when, as for every worker.
                     raise (error.__cause__ or error) from None
                 progress.enter(Phase.SERVING)  # a heartbeat: a server without requests does not hang
-                self._gate.sleep(lambda: server.has_work, self._poll_ms, server.wake_for)
+                self._gate.sleep(lambda: server.has_work or server.all_have_arrived, self._poll_ms, server.wake_for)
 
     def close(self) -> None:
         """Close the server."""

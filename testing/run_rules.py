@@ -108,8 +108,8 @@ def every_cell_is_written(setup: CollectorSetup, clean: Trace) -> None:
         for name, left, right in _pairs(one.samples, other.samples):
             if name == "env.final_obs":  # has its own rule; it is cleared only where the last batch wrote it
                 continue
-            per_column = ("agent.bootstrap_value", "agent.policy_version")
-            whole = name in ("env.terminated", "env.truncated", "env.done", *per_column)
+            columns = ("agent.bootstrap_value", "agent.policy_version")
+            whole = name in ("env.terminated", "env.truncated", "env.done", *columns)
             pair = (left, right) if whole else (_zeroed(left, invalid), _zeroed(right, invalid))
             difference = first_difference([(name, *pair)])
             if difference is not None:

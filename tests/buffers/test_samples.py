@@ -66,7 +66,7 @@ def test_every_field_has_its_leading_dimensions_and_the_examples_dtype(n_T: int,
         "agent.agent_info.logits": ((*cells, 6), np.float64),
         "agent.bootstrap_value": ((n_B,), np.float32),
         "agent.final_value": (cells, np.float32),
-        "agent.policy_version": ((n_B,), np.int64),
+        "agent.policy_version": (cells, np.int64),
     }
 
 
@@ -114,7 +114,7 @@ def test_one_index_goes_to_all_fields(t: slice, b: int) -> None:
     fill(samples)
     part = dict(samples[t, b].leaves())
     for name, leaf in samples.leaves():
-        is_per_column = name in ("agent.bootstrap_value", "agent.policy_version")
+        is_per_column = name == "agent.bootstrap_value"
         expected = leaf[b] if is_per_column else leaf[t, b]
         np.testing.assert_array_equal(part[name], expected, err_msg=name)
 
@@ -160,7 +160,7 @@ def test_columns_write_their_own_cells_and_no_others(widths: list[int]) -> None:
     owner = np.repeat(np.arange(len(widths)), widths)
     for name, leaf in buffer.batches[0].leaves():
         if leaf.dtype != np.bool_ and not name.startswith(("env.prev", "agent.prev")):
-            column_axis = 0 if name in ("agent.bootstrap_value", "agent.policy_version") else 1
+            column_axis = 0 if name == "agent.bootstrap_value" else 1
             np.testing.assert_array_equal(np.moveaxis(leaf, column_axis, -1) - owner, 0, err_msg=name)
 
 

@@ -354,7 +354,7 @@ class Fractional(Wild):
         (
             Fractional(),
             {},
-            r"action of env_rank \d must have dtype int64, that of the action space, got float64 [02].5: convert it",
+            r"action of env_rank \d must have dtype int64, that of the action space, got float64 [0-2].5: convert it",
         ),
     ],
 )

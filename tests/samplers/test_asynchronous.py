@@ -95,7 +95,7 @@ def test_lag_1_waits_before_it_overwrites_parameters_that_a_worker_needs(monkeyp
         expected = [1, 1]
         for itr in range(30):
             samples, _ = sampler.obtain_samples(itr)
-            assert set(samples.agent.policy_version.tolist()) == {expected[itr]}
+            assert set(samples.agent.policy_version.flatten().tolist()) == {expected[itr]}
             assert (samples.agent.agent_info.number == expected[itr] - 1)[samples.env.valid].all()
             for _ in range(3):
                 agent.publish()

@@ -150,6 +150,6 @@ def test_each_column_says_which_parameters_acted(cls: type[Sampler]) -> None:
             sampler.start()
         for itr in range(5):
             samples, _ = sampler.obtain_samples(itr)
-            assert samples.agent.policy_version.shape == (B,)
+            assert samples.agent.policy_version.shape == (T, B)
             assert (samples.agent.agent_info.number == samples.agent.policy_version - 1).all()
             agent.publish()
