@@ -12,7 +12,7 @@ except ImportError:  # only possible without build isolation
     numpy = None
 
 HERE = Path(__file__).parent
-ROOMS = ("buffers", "workers", "ports", "envs", "agents", "collectors", "samplers", "vector", "testing")
+ROOMS = ("buffers", "workers", "ports", "envs", "agents", "collectors", "samplers", "vector", "replays", "testing")
 
 # src/penstock/ holds relative links to the rooms. A checkout without symbolic links has text files there instead. Then
 # each room is mapped from the top level. Either way, `penstock` is the only package that is installed.
@@ -35,6 +35,14 @@ if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # the
             optional=True,
         ),
         Extension("penstock.workers._native", ["workers/_native.c"], optional=True),
+        # Likewise: every sum of priorities must be equal to numpy's.
+        Extension(
+            "penstock.replays._tree",
+            ["replays/_tree.c"],
+            include_dirs=[numpy.get_include()],
+            extra_compile_args=["-ffp-contract=off"] if os.name == "posix" else [],
+            optional=True,
+        ),
     ]
 
 BENCH = ["rich>=13", "matplotlib>=3.7"]
@@ -85,7 +93,12 @@ setup(
     python_requires=">=3.10",
     package_dir=package_dir,
     packages=["penstock", *(f"penstock.{room}" for room in ROOMS)],
-    package_data={"penstock": ["py.typed"], "penstock.buffers": ["_native.pyi"], "penstock.workers": ["_native.pyi"]},
+    package_data={
+        "penstock": ["py.typed"],
+        "penstock.buffers": ["_native.pyi"],
+        "penstock.replays": ["_tree.pyi"],
+        "penstock.workers": ["_native.pyi"],
+    },
     ext_modules=EXTENSIONS,
     zip_safe=False,
     install_requires=[

@@ -14,7 +14,7 @@ import penstock
 from penstock.buffers import native
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("buffers", "workers", "ports", "envs", "agents", "collectors", "samplers", "vector", "testing")
+ROOMS = ("buffers", "workers", "ports", "envs", "agents", "collectors", "samplers", "vector", "replays", "testing")
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "src", *ROOMS)
 
 HAS_COMPILER = (
@@ -90,7 +90,8 @@ def expected_modules(*, compiled: bool = True) -> set[str]:
     names = {f"penstock/{path.name}" for path in (ROOT / "src" / "penstock").glob("*.py")} | {"penstock/py.typed"}
     names |= {f"penstock/{room}/{path.name}" for room in ROOMS for path in (ROOT / room).glob("*.py")}
     suffixes = {".pyi", sysconfig.get_config_var("EXT_SUFFIX")} if compiled and HAS_COMPILER else {".pyi"}
-    return names | {f"penstock/{room}/_native{suffix}" for room in ("buffers", "workers") for suffix in suffixes}
+    native = {f"penstock/{room}/_native{suffix}" for room in ("buffers", "replays", "workers") for suffix in suffixes}
+    return names | native
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["with links", "without links"])

@@ -13,7 +13,7 @@ import pytest
 import penstock
 from penstock import errors
 
-ROOMS = ("agents", "buffers", "collectors", "envs", "ports", "samplers", "testing", "vector", "workers")
+ROOMS = ("agents", "buffers", "collectors", "envs", "ports", "replays", "samplers", "testing", "vector", "workers")
 MODULES = ("penstock", *(f"penstock.{room}" for room in ROOMS))
 
 modules = pytest.mark.parametrize("module", [importlib.import_module(name) for name in MODULES], ids=MODULES)

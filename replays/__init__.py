@@ -1,0 +1,8 @@
+"""Storage for off-policy learners: a ring of the newest steps, drawn uniformly, by priority, or as sequences."""
+
+from penstock.replays.batches import ReplayBatch, SequenceBatch
+from penstock.replays.estimate import Estimate
+from penstock.replays.options import Frames, Prioritized, Sequences
+from penstock.replays.replay import Replay
+
+__all__ = ["Estimate", "Frames", "Prioritized", "Replay", "ReplayBatch", "SequenceBatch", "Sequences"]

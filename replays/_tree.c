@@ -1,0 +1,156 @@
+/* The sum tree's loops in C: see sum_tree.py, which says what each function does and has the same in numpy. */
+
+#define PY_SSIZE_T_CLEAN
+#define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
+#include <Python.h>
+#include <numpy/arrayobject.h>
+
+typedef PyObject *const *Arguments;
+
+/* The contiguous array `object` with this type of numbers and one dimension. NULL with an exception set otherwise. */
+static PyArrayObject *as_line(PyObject *object, int type) {
+    PyArrayObject *array = PyArray_CheckExact(object) ? (PyArrayObject *)object : NULL;
+    if (array == NULL || PyArray_NDIM(array) != 1 || PyArray_TYPE(array) != type || !PyArray_ISCARRAY(array)) {
+        PyErr_SetString(PyExc_TypeError, "expected a contiguous array of one dimension, float64 or int64");
+        return NULL;
+    }
+    return array;
+}
+
+/* Both trees, of the same length 2 * size. */
+typedef struct {
+    double *sum, *max;
+    npy_intp size;
+} Tree;
+
+static int read_tree(Arguments arguments, Tree *tree) {
+    PyArrayObject *sum = as_line(arguments[0], NPY_FLOAT64);
+    PyArrayObject *max = sum == NULL ? NULL : as_line(arguments[1], NPY_FLOAT64);
+    if (max == NULL) {
+        return 0;
+    }
+    if (PyArray_SIZE(sum) != PyArray_SIZE(max) || PyArray_SIZE(sum) < 2) {
+        PyErr_SetString(PyExc_ValueError, "both trees must have the same size");
+        return 0;
+    }
+    *tree = (Tree){PyArray_DATA(sum), PyArray_DATA(max), PyArray_SIZE(sum) / 2};
+    return 1;
+}
+
+static inline void recompute(const Tree *tree, npy_intp node) {
+    const double *sum = tree->sum + 2 * node, *max = tree->max + 2 * node;
+    tree->sum[node] = sum[0] + sum[1];
+    tree->max[node] = max[0] > max[1] ? max[0] : max[1];
+}
+
+/* tree_update(sum, max, leaves, values) */
+static PyObject *tree_update(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+    Tree tree;
+    if (n != 4) {
+        return PyErr_Format(PyExc_TypeError, "expected 4 arguments, got %zd", n);
+    }
+    PyArrayObject *leaves = as_line(arguments[2], NPY_INT64);
+    PyArrayObject *values = leaves == NULL ? NULL : as_line(arguments[3], NPY_FLOAT64);
+    if (values == NULL || !read_tree(arguments, &tree)) {
+        return NULL;
+    }
+    npy_intp count = PyArray_SIZE(leaves);
+    const npy_int64 *leaf = PyArray_DATA(leaves);
+    const double *value = PyArray_DATA(values);
+    for (npy_intp i = 0; i < count; i++) {
+        if (leaf[i] < 0 || leaf[i] >= tree.size || PyArray_SIZE(values) != count) {
+            PyErr_SetString(PyExc_IndexError, "a leaf is out of range, or the numbers of leaves and values differ");
+            return NULL;
+        }
+    }
+    for (npy_intp i = 0; i < count; i++) {
+        tree.sum[tree.size + leaf[i]] = tree.max[tree.size + leaf[i]] = value[i];
+    }
+    /* Level by level: the children of a level are complete before it, whatever the order of the leaves. */
+    for (int level = 1; tree.size >> level; level++) {
+        for (npy_intp i = 0; i < count; i++) {
+            recompute(&tree, (tree.size + leaf[i]) >> level);
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+/* tree_range(sum, max, first, values) */
+static PyObject *tree_range(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+    Tree tree;
+    if (n != 4) {
+        return PyErr_Format(PyExc_TypeError, "expected 4 arguments, got %zd", n);
+    }
+    Py_ssize_t first = PyNumber_AsSsize_t(arguments[2], PyExc_IndexError);
+    PyArrayObject *values = first == -1 && PyErr_Occurred() ? NULL : as_line(arguments[3], NPY_FLOAT64);
+    if (values == NULL || !read_tree(arguments, &tree)) {
+        return NULL;
+    }
+    npy_intp count = PyArray_SIZE(values);
+    if (first < 0 || first > tree.size - count) {
+        PyErr_SetString(PyExc_IndexError, "the range is not within the leaves");
+        return NULL;
+    }
+    if (count == 0) {
+        Py_RETURN_NONE;
+    }
+    npy_intp low = tree.size + first, high = low + count - 1;
+    memcpy(tree.sum + low, PyArray_DATA(values), count * sizeof(double));
+    memcpy(tree.max + low, PyArray_DATA(values), count * sizeof(double));
+    while (low > 1) {
+        low >>= 1;
+        high >>= 1;
+        for (npy_intp node = low; node <= high; node++) {
+            recompute(&tree, node);
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+/* tree_draw(sum, mass, leaves) */
+static PyObject *tree_draw(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+    if (n != 3) {
+        return PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", n);
+    }
+    PyArrayObject *tree = as_line(arguments[0], NPY_FLOAT64);
+    PyArrayObject *masses = tree == NULL ? NULL : as_line(arguments[1], NPY_FLOAT64);
+    PyArrayObject *leaves = masses == NULL ? NULL : as_line(arguments[2], NPY_INT64);
+    if (leaves == NULL) {
+        return NULL;
+    }
+    npy_intp count = PyArray_SIZE(masses), size = PyArray_SIZE(tree) / 2;
+    if (PyArray_SIZE(leaves) != count || size < 1) {
+        PyErr_SetString(PyExc_ValueError, "there must be one mass for each leaf, and a tree");
+        return NULL;
+    }
+    const double *sum = PyArray_DATA(tree);
+    double *mass = PyArray_DATA(masses);
+    npy_int64 *node = PyArray_DATA(leaves);
+    for (npy_intp i = 0; i < count; i++) {
+        node[i] = 1;
+    }
+    /* All draws go down one level together, so that the processor loads many nodes at once. */
+    for (npy_intp width = 1; width < size; width *= 2) {
+        for (npy_intp i = 0; i < count; i++) {
+            npy_int64 left = 2 * node[i];
+            int goes_right = mass[i] >= sum[left] && sum[left + 1] > 0;
+            mass[i] -= goes_right ? sum[left] : 0.0;
+            node[i] = left + goes_right;
+        }
+    }
+    for (npy_intp i = 0; i < count; i++) {
+        node[i] -= size;
+    }
+    Py_RETURN_NONE;
+}
+
+#define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
+
+static PyMethodDef functions[] = {FUNCTION(tree_update), FUNCTION(tree_range), FUNCTION(tree_draw), {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_tree", .m_size = -1, .m_methods = functions};
+
+PyMODINIT_FUNC PyInit__tree(void) {
+    import_array();
+    return PyModule_Create(&definition);
+}

@@ -1,0 +1,143 @@
+"""From positions to batches: transitions over n steps, and sequences for recurrent models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.buffers import NamedArrays
+from penstock.replays.observations import FrameStacks, WholeObservations, take
+from penstock.replays.options import Frames, Sequences
+from penstock.replays.ring import BEGINS, PARTIAL, TERMINATED, TRUNCATED, VALID, Ring
+from penstock.replays.windows import Positions, WindowReader
+
+
+class ReplayBatch(NamedArrays):
+    """N transitions over up to n steps. Every field is `[N, ...]`."""
+
+    __slots__ = ()
+    observation: Any  #: what the agent acted on
+    action: Any  #: the action it took
+    return_: Any  #: float32, the discounted sum of the rewards of the window, which ends with the episode
+    discount: Any  #: float32, the factor of the value after the window: discount ** length, 0 after a termination
+    next_observation: Any  #: the observation after the window: `final_obs` after a truncation, 0 after a termination
+    index: Any  #: int64, the absolute position, step * B + b
+    weight: Any  #: float32, the importance weight; only with priorities
+
+
+class SequenceBatch(NamedArrays):
+    """N sequences of `length` steps, and n more for the last windows. Fields are `[length + n, N, ...]`."""
+
+    __slots__ = ()
+    observation: Any  #: what the agent acted on
+    action: Any  #: the action it took
+    reward: Any  #: float32
+    terminated: Any  #: bool
+    truncated: Any  #: bool
+    prev_action: Any  #: what the agent got as previous action: 0 at the first step of an episode
+    prev_reward: Any  #: float32, the same for rewards
+    prev_done: Any  #: bool, True at the first step of an episode, where the recurrent state is the initial one
+    return_: Any  #: `[length, N]`, as in `ReplayBatch`
+    discount: Any  #: `[length, N]`, as in `ReplayBatch`
+    next_row: Any  #: int64 `[length, N]`, the row of the observation after the window
+    mask: Any  #: bool `[length, N]`, whether the step counts: after the burn-in, valid, and its target is in the rows
+    state: Any  #: `[N, ...]`, the recurrent state before the first step; only if the agent records it
+    index: Any  #: int64 `[N]`, the absolute position of the first step
+    weight: Any  #: float32 `[N]`; only with priorities
+
+
+class Transitions:
+    """Reads `ReplayBatch`es. Every step is a place to draw."""
+
+    every = 1  #: steps from one place to the next
+
+    def __init__(self, ring: Ring, windows: WindowReader, frames: Frames | None) -> None:
+        self._ring, self._windows = ring, windows
+        self._observations = WholeObservations(ring) if frames is None else FrameStacks(ring, frames)
+        self.back = self._observations.back  #: rows before a position that its batch is made of
+        self.ahead = windows.n_step  #: rows after it
+
+    def eligible(self, positions: Positions) -> npt.NDArray[np.bool_]:
+        """Whether each of `positions` `[N]` may be drawn. All must be within the bounds."""
+        windows = self._windows.read(positions)
+        return windows.eligible & self._observations.is_known(windows.at[0])
+
+    def read(self, positions: Positions, out: ReplayBatch | None = None) -> dict[str, Any] | None:
+        """The fields of a batch, or None if one of `positions` is not eligible."""
+        windows = self._windows.read(positions)
+        if not (windows.eligible & self._observations.is_known(windows.at[0])).all():
+            return None
+        into = NamedArrays() if out is None else out
+        return_, discount = self._windows.returns(windows)
+        return {
+            "observation": self._observations.take(windows.at[0], _field(into, "observation")),
+            "action": take(self._ring.action, windows.at[0], _field(into, "action")),
+            "return_": return_,
+            "discount": discount,
+            "next_observation": self._observations.take_next(windows, _field(into, "next_observation")),
+        }
+
+
+class SequenceReader:
+    """Reads `SequenceBatch`es. Every `state_every`-th step is a place to draw."""
+
+    def __init__(self, ring: Ring, windows: WindowReader, frames: Frames | None, sequences: Sequences) -> None:
+        self._ring, self._windows, self._sequences = ring, windows, sequences
+        self._observations = WholeObservations(ring) if frames is None else FrameStacks(ring, frames)
+        self.every = sequences.state_every
+        self.back = 1 + self._observations.back
+        self._n_rows = sequences.length + windows.n_step
+        self.ahead = self._n_rows - 1
+        self._rows = np.arange(-1, self._n_rows)[:, None] * ring.B
+
+    def eligible(self, positions: Positions) -> npt.NDArray[np.bool_]:
+        """Whether a sequence may start at each of `positions` `[N]`. All must be within the bounds."""
+        at = (positions + self._rows) % self._ring.size
+        flags = self._ring.flags.take(at[1:])
+        eligible: npt.NDArray[np.bool_] = ((flags & PARTIAL) == 0).all(0) & ((flags[0] & VALID) != 0)
+        return eligible & self._observations.is_known(at[1])
+
+    def read(self, positions: Positions, out: SequenceBatch | None = None) -> dict[str, Any] | None:
+        """The fields of a batch, or None if one of `positions` is not eligible."""
+        if not self.eligible(positions).all():
+            return None
+        ring, length = self._ring, self._sequences.length
+        at = (positions + self._rows) % ring.size
+        flags, before, rows = ring.flags.take(at[1:]), at[:-1], at[1:]
+        begins = (flags & BEGINS) != 0
+        prev_action, prev_reward = take(ring.action, before), ring.reward.take(before)
+        prev_action[begins], prev_reward[begins] = 0, 0
+
+        starts = positions + self._rows[1 : length + 1]
+        windows = self._windows.read(starts.reshape(-1))
+        return_, discount = self._windows.returns(windows)
+        # The value after a truncation is that of the final observation, which is not in the rows.
+        is_known = windows.eligible
+        is_known[windows.truncated] = False
+        mask = is_known.reshape(starts.shape)
+        mask[: self._sequences.burn_in] = False
+        into = NamedArrays() if out is None else out
+        fields = {
+            "observation": self._observations.take(rows, _field(into, "observation")),
+            "action": take(ring.action, rows),
+            "reward": ring.reward.take(rows),
+            "terminated": (flags & TERMINATED) != 0,
+            "truncated": (flags & TRUNCATED) != 0,
+            "prev_action": prev_action,
+            "prev_reward": prev_reward,
+            "prev_done": begins,
+            "return_": return_.reshape(starts.shape),
+            "discount": discount.reshape(starts.shape),
+            "next_row": windows.length.reshape(starts.shape) + np.arange(length)[:, None],
+            "mask": mask,
+        }
+        if "state" in ring.arrays:
+            unit, column = positions // ring.B // self.every, positions % ring.B
+            fields["state"] = ring.arrays.state[unit % (ring.T // self.every), column]
+        return fields
+
+
+def _field(batch: NamedArrays, name: str) -> Any:
+    return getattr(batch, name, None)

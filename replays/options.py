@@ -1,0 +1,79 @@
+"""The options of a replay: priorities, sequences, frames."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ConfigError
+
+
+def require_count(name: str, value: Any, lowest: int = 1) -> int:
+    """`value` as an int. Raises `ConfigError` if it is no integer of at least `lowest`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < lowest:
+        raise ConfigError(f"{name} must be an integer of at least {lowest}, got {value!r}")
+    return int(value)
+
+
+def require_fraction(name: str, value: Any, highest: float = 1.0) -> float:
+    """`value` as a float. Raises `ConfigError` if it is not between 0 and `highest`."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 <= value <= highest:
+        raise ConfigError(f"{name} must be a number between 0 and {highest:g}, got {value!r}")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class Prioritized:
+    """Draw with probabilities in proportion to `priority ** alpha` (Schaul et al. 2016).
+
+    The batch gets `weight` = (N * probability) ** -beta, divided by the largest weight of the batch. A step that was
+    never updated has the largest priority that is now in the replay. `replay.alpha` and `replay.beta` can be set later.
+    """
+
+    alpha: float = 0.6
+    beta: float = 0.4
+
+    def __post_init__(self) -> None:
+        require_fraction("alpha", self.alpha, np.inf)
+        require_fraction("beta", self.beta, np.inf)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Draw sequences of `length` steps, of which the first `burn_in` only warm up a recurrent model.
+
+    Sequences start at every `state_every`-th step. If the agent records its recurrent state (`prev_rnn_state`), the
+    replay keeps the states of these steps only. Agents with `record_state="batch"` need `state_every=batch_T`.
+    """
+
+    length: int = 80
+    burn_in: int = 0
+    state_every: int = 1
+
+    def __post_init__(self) -> None:
+        require_count("length", self.length)
+        require_count("burn_in", self.burn_in, 0)
+        require_count("state_every", self.state_every)
+        if self.burn_in >= self.length:
+            raise ConfigError(
+                f"burn_in={self.burn_in} leaves nothing of sequences of length={self.length} to train on: lower burn_in"
+            )
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Observations are stacks `[n, ...]` of the last n frames, oldest first. The replay keeps the newest frame only.
+
+    `padding` says what stands before an episode's first frame: `"reset"` (copies of it) or `"zero"`, as in Gymnasium's
+    `FrameStackObservation`.
+    """
+
+    n: int = 4
+    padding: str = "reset"
+
+    def __post_init__(self) -> None:
+        require_count("n", self.n, 2)
+        if self.padding not in ("reset", "zero"):
+            raise ConfigError(f'padding must be "reset" or "zero", got {self.padding!r}')

@@ -1,0 +1,86 @@
+"""Draws by priority. The tree is in the learner's memory, and follows the ring before each draw."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import ConfigError
+from penstock.replays.drawing import Places, nothing_to_draw
+from penstock.replays.sum_tree import SumTree
+from penstock.replays.windows import Positions
+
+_AT_ONCE = 65_536  # places that are examined together
+
+
+class PriorityDraw:
+    """Each eligible place with a probability in proportion to `priority ** alpha`, which its leaf holds."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self.tree = SumTree(places.size)
+        self.low = self.high = 0  # the places that the tree knows
+        self.n_stale = 0
+
+    def draw(self, n: int, rng: np.random.Generator, newer_than: int | None) -> Positions:
+        """`n` places. Some may have stopped being eligible since: the reader finds out."""
+        self.catch_up()
+        if not self.tree.total:
+            raise nothing_to_draw("no window is complete, or all priorities are 0")
+        leaves = self.tree.draw(rng.random(n) * self.tree.total)
+        return self.low + (leaves - self.low) % self._places.size
+
+    def redraw(self, places: Positions, rng: np.random.Generator, newer_than: int | None) -> Positions:
+        """`places` with others instead of those that are not eligible, which will not be drawn again."""
+        self.catch_up()
+        gone = places < self.low
+        places[gone] = self.low
+        while True:
+            bad = ~self._places.eligible(places)
+            self._update(places[bad], np.zeros(bad.sum()))
+            redrawn = np.flatnonzero(bad | gone)
+            if not redrawn.size:
+                return places
+            gone[:] = False
+            places[redrawn] = self.draw(redrawn.size, rng, newer_than)
+
+    def weight(self, places: Positions, beta: float) -> npt.NDArray[np.float32]:
+        """The importance weights `[n]` of drawn places: (N * probability) ** -beta, divided by the largest."""
+        leaf = self.tree.leaves[places % self._places.size]
+        # N and the sum of the priorities are in all weights alike, so dividing removes them.
+        weight: npt.NDArray[np.float64] = (leaf / leaf.min()) ** -beta
+        return weight.astype(np.float32)
+
+    def catch_up(self) -> None:
+        """Remove the places whose rows were overwritten, and add the new ones with the largest priority of all."""
+        low, high = self._places.bounds()
+        if (low, high) == (self.low, self.high):
+            return
+        if low > self.low:
+            self.tree.set_range(self.low, np.zeros(max(min(low, self.high) - self.low, 0)))
+        newest = self.tree.largest or 1.0
+        for start in range(max(self.high, low), high, _AT_ONCE):
+            places = np.arange(start, min(start + _AT_ONCE, high))
+            self.tree.set_range(start, np.where(self._places.eligible(places), newest, 0.0))
+        self.low, self.high = low, high
+
+    def update(self, positions: Positions, priority: npt.NDArray[np.float64], alpha: float) -> None:
+        """Set the priorities of `positions`. Those whose rows were overwritten are left out, and counted."""
+        self.catch_up()
+        places = self._places.of_positions(positions)
+        if places.size and places.max() >= self.high:
+            raise ConfigError(f"index {positions[places.argmax()]} was never drawn: pass batch.index unchanged")
+        if not (np.isfinite(priority) & (priority >= 0)).all():
+            bad = priority[~(np.isfinite(priority) & (priority >= 0))][0]
+            raise ConfigError(f"a priority must be finite and at least 0, got {bad}: pass td_error.abs() for example")
+        is_kept = places >= self.low
+        # A leaf of 0 may be a place that was never eligible.
+        zero = np.flatnonzero(is_kept & (self.tree.leaves[places % self._places.size] == 0))
+        is_kept[zero] = self._places.eligible(places[zero])
+        self.n_stale += int(len(places) - is_kept.sum())
+        places, leaf = places[is_kept], priority[is_kept] ** alpha
+        order = leaf.argsort(kind="stable")  # the largest of equal places comes last, and counts
+        self._update(places[order], leaf[order])
+
+    def _update(self, places: Positions, values: npt.NDArray[np.float64]) -> None:
+        self.tree.update(places % self._places.size, values)

@@ -1,0 +1,239 @@
+"""Replay: keeps the newest steps of a sampler, and draws batches of them for off-policy learners."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.buffers.ordering import fence
+from penstock.errors import ConfigError, SamplerStateError
+from penstock.replays.appending import Appender, array, shape_of
+from penstock.replays.batches import ReplayBatch, SequenceBatch, SequenceReader, Transitions
+from penstock.replays.drawing import Places, UniformDraw
+from penstock.replays.estimate import Estimate
+from penstock.replays.options import Frames, Prioritized, Sequences, require_count, require_fraction
+from penstock.replays.priorities import PriorityDraw
+from penstock.replays.ring import Ring, Shape
+from penstock.replays.sum_tree import SumTree
+from penstock.replays.windows import Positions, WindowReader
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """What exists from the first batch on."""
+
+    ring: Ring
+    appender: Appender
+    reader: Transitions | SequenceReader
+    places: Places
+    draw: UniformDraw | PriorityDraw
+
+
+class Replay:
+    """A ring of the newest `capacity` steps, which any sampler's batches fill.
+
+    Args:
+        capacity: steps to keep, of all environments together. It is rounded up to whole rows of `B` steps.
+        n_step: rewards that `return_` sums, at most. A window ends with its episode.
+        discount: the factor of each later reward.
+        prioritized: draw by priority instead of uniformly; see `Prioritized`.
+        sequences: draw sequences instead of transitions; see `Sequences`.
+        frames: observations are stacks of frames; keep each frame once. See `Frames`.
+        file: keep the steps in this file, for replays that are larger than the memory. The file must not exist. It has
+            no name while it is used, so nothing is left of it when the process ends: use `save` to keep the steps.
+        max_truncations: final observations to keep. By default, one for each 32 steps. If there are more truncated
+            episodes in the ring, the oldest of them are not drawn, and `n_without_final` counts them.
+        seed: fixes the draws; None takes a new one.
+
+    A step has an absolute position, its *index*: `step * B + b`, where `step` counts the rows since the first batch.
+    Positions never repeat. `replay.update` with the index of a step that was overwritten in the meantime changes
+    nothing, and is counted (`n_stale`).
+
+    No window or sequence reaches a row that is not in the ring, a row of another episode, or one that is not valid.
+    Memory is allocated at the first `append`, which raises `ConfigError` if there is not enough; see `estimate`.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        n_step: int = 1,
+        discount: float = 0.99,
+        prioritized: Prioritized | None = None,
+        sequences: Sequences | None = None,
+        frames: Frames | None = None,
+        file: str | os.PathLike[str] | None = None,
+        *,
+        max_truncations: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.capacity = require_count("capacity", capacity)
+        self.n_step, self.discount = require_count("n_step", n_step), require_fraction("discount", discount)
+        for name, value, cls in (
+            ("prioritized", prioritized, Prioritized),
+            ("sequences", sequences, Sequences),
+            ("frames", frames, Frames),
+        ):
+            if value is not None and not isinstance(value, cls):
+                raise ConfigError(f"{name} must be {cls.__name__}(...) or None, got {value!r}")
+        self.prioritized, self.sequences, self.frames, self.file = prioritized, sequences, frames, file
+        if max_truncations is not None:
+            max_truncations = require_count("max_truncations", max_truncations)
+        self.max_truncations = max_truncations
+        #: The exponents of priorities and of weights. `alpha` counts for later calls of `update`.
+        self.alpha, self.beta = (prioritized.alpha, prioritized.beta) if prioritized else (0.0, 0.0)
+        #: Positions drawn so far.
+        self.n_drawn = 0
+        self._rng = np.random.default_rng(seed)
+        self._storage: _Storage | None = None
+
+    # ---- append ----------------------------------------------------------------------------
+
+    def append(self, samples: Any, *, policy_version: Any = None, continues: bool = True) -> None:
+        """Copy a batch `[T, B]` of a sampler into the ring.
+
+        Append every batch, in order: each continues the episodes of the one before. If the first row does not follow
+        the newest one (`prev_action` and `prev_reward` show it), or with `continues=False`, no window and no sequence
+        crosses the gap.
+
+        `policy_version`, one number or `[B]`, is kept for `sample(newer_than=...)`. It must not fall from batch to
+        batch. By default it is `samples.agent.policy_version`, or 0 if there is none.
+
+        Raises `ConfigError` if the ring does not fit into the memory or the batch does not fit into the ring, and
+        `SpaceError` for data of another shape or dtype than before, or for observations that are no stacks of frames.
+        """
+        storage = self._storage
+        if storage is None:
+            storage = self._storage = self._allocate(self._shape_for(samples))
+        if policy_version is None:
+            policy_version = samples.agent.policy_version if "policy_version" in samples.agent else 0
+        storage.appender.append(samples, policy_version, continues)
+
+    def estimate(self, samples: Any) -> Estimate:
+        """The memory that this replay takes for batches such as `samples`: print it. Nothing is allocated.
+
+        `sampler.initialize` returns such a batch before any step is taken.
+        """
+        shape = self._shape_for(samples)
+        n_places = shape.T * shape.B // shape.state_every
+        return Estimate.of(shape, SumTree.nbytes(n_places) if self.prioritized else 0)
+
+    def _shape_for(self, samples: Any) -> Shape:
+        return shape_of(samples, self.capacity, self.frames, self.sequences, self.max_truncations)
+
+    def _allocate(self, shape: Shape) -> _Storage:
+        ring = Ring(shape, file=self.file)
+        windows = WindowReader(ring, self.n_step, self.discount)
+        reader: Transitions | SequenceReader
+        if self.sequences is None:
+            reader = Transitions(ring, windows, self.frames)
+        else:
+            reader = SequenceReader(ring, windows, self.frames, self.sequences)
+        if reader.back + reader.ahead >= shape.T:
+            raise ConfigError(
+                f"capacity={self.capacity} is {shape.T} rows of B={shape.B} steps, but a window has "
+                f"{reader.back + reader.ahead + 1} rows: raise capacity"
+            )
+        places = Places(ring, reader)
+        draw = UniformDraw(places) if self.prioritized is None else PriorityDraw(places)
+        return _Storage(ring, Appender(ring, self.frames), reader, places, draw)
+
+    # ---- sample ----------------------------------------------------------------------------
+
+    def sample(self, n: int, *, newer_than: int | None = None, out: Any = None) -> Any:
+        """A `ReplayBatch`, or with `sequences` a `SequenceBatch`, of `n` positions, as torch tensors.
+
+        The batch has its own memory, which is not overwritten. `newer_than`: only steps of later policy versions.
+        `out`: an earlier batch of the same size, whose memory is used again for the large fields.
+
+        Raises `SamplerStateError` if no step can be drawn yet.
+        """
+        require_count("n", n)
+        if newer_than is not None and self.prioritized is not None:
+            raise ConfigError("newer_than needs a replay without priorities: make it with prioritized=None")
+        storage = self._require_storage("sample")
+        into = None if out is None else out.numpy()
+        while True:
+            places = storage.draw.draw(n, self._rng, newer_than)
+            positions = storage.places.positions(places)
+            while (fields := storage.reader.read(positions, into)) is None:
+                places = storage.draw.redraw(places, self._rng, newer_than)
+                positions = storage.places.positions(places)
+            if self._is_whole(storage, positions):
+                break
+        fields["index"] = positions
+        weight = storage.draw.weight(places, self.beta)
+        if weight is not None:
+            fields["weight"] = weight
+        self.n_drawn += n
+        return (ReplayBatch if self.sequences is None else SequenceBatch)(fields).torch()
+
+    def _is_whole(self, storage: _Storage, positions: Positions) -> bool:
+        """Whether no other process has begun to overwrite what was read."""
+        ring = storage.ring
+        if not ring.is_shared:
+            return True
+        fence()
+        is_eligible = storage.reader.eligible(positions).all()
+        fence()
+        first = ring.first
+        return bool(is_eligible) and int(positions.min()) // ring.B - storage.reader.back >= (first or -ring.T)
+
+    def update(self, index: Any, priority: Any) -> None:
+        """Set the priorities `[N]` of the positions `index` `[N]` of a batch: tensors or arrays.
+
+        Of equal indices, the largest priority counts. Steps that were overwritten in the meantime are left out, and
+        counted in `n_stale`. Raises `ConfigError` for negative or infinite priorities.
+        """
+        draw = self._require_storage("update").draw
+        if not isinstance(draw, PriorityDraw):
+            raise ConfigError("this replay has no priorities: make it with prioritized=Prioritized()")
+        positions = np.asarray(array(index), np.int64).reshape(-1)
+        priorities = np.asarray(array(priority), np.float64).reshape(-1)
+        if len(positions) != len(priorities):
+            raise ConfigError(f"update got {len(positions)} indices and {len(priorities)} priorities")
+        draw.update(positions, priorities, self.alpha)
+
+    def _require_storage(self, call: str) -> _Storage:
+        if self._storage is None:
+            raise SamplerStateError(f"replay.{call} came before the first replay.append")
+        return self._storage
+
+    # ---- counts and settings ---------------------------------------------------------------
+
+    @property
+    def n_steps(self) -> int:
+        """Steps appended so far, whether they are still in the ring or not."""
+        return 0 if self._storage is None else self._storage.ring.end * self._storage.ring.B
+
+    def __len__(self) -> int:
+        if self._storage is None:
+            return 0
+        ring = self._storage.ring
+        return (ring.end - ring.first) * ring.B
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there are complete windows to draw from."""
+        if self._storage is None:
+            return False
+        low, high = self._storage.places.bounds()
+        return high > low
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the ring. 0 before the first `append`."""
+        return 0 if self._storage is None else sum(leaf.nbytes for _, leaf in self._storage.ring.arrays.leaves())
+
+    @property
+    def n_stale(self) -> int:
+        """Priorities that `update` has left out, since their steps were overwritten."""
+        draw = None if self._storage is None else self._storage.draw
+        return draw.n_stale if isinstance(draw, PriorityDraw) else 0
+
+    @property
+    def n_without_final(self) -> int:
+        """Truncated steps whose final observation was overwritten before they were. They are not drawn."""
+        return 0 if self._storage is None else self._storage.appender.n_without_final

@@ -1,0 +1,127 @@
+"""The sum tree of priorities: draws in proportion to them, and the largest. In C where it was compiled, else in numpy.
+
+Node i has the children 2i and 2i + 1, and node 1 is the root. A parent is always computed again from its two children,
+never by adding a difference, so that no error builds up. Both versions give the same results to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_Floats = npt.NDArray[np.float64]
+_Ints = npt.NDArray[np.int64]
+
+
+def _recompute(total: _Floats, largest: _Floats, nodes: Any, left: Any, right: Any) -> None:
+    total[nodes] = total[left] + total[right]
+    largest[nodes] = np.maximum(largest[left], largest[right])
+
+
+def _tree_update(total: _Floats, largest: _Floats, leaves: _Ints, values: _Floats) -> None:
+    size = len(total) // 2
+    nodes = leaves + size
+    total[nodes] = largest[nodes] = values  # of equal leaves, the last value counts
+    while size > 1:
+        size //= 2
+        nodes = nodes // 2
+        _recompute(total, largest, nodes, 2 * nodes, 2 * nodes + 1)
+
+
+def _tree_range(total: _Floats, largest: _Floats, first: int, values: _Floats) -> None:
+    if not len(values):
+        return
+    low = len(total) // 2 + first
+    high = low + len(values)
+    total[low:high] = largest[low:high] = values
+    while low > 1:
+        low, high = low // 2, (high - 1) // 2 + 1
+        left, right = slice(2 * low, 2 * high, 2), slice(2 * low + 1, 2 * high, 2)
+        _recompute(total, largest, slice(low, high), left, right)
+
+
+def _tree_draw(total: _Floats, mass: _Floats, leaves: _Ints) -> None:
+    size = len(total) // 2
+    leaves[:] = 1
+    width = 1
+    while width < size:
+        left = 2 * leaves
+        # Never into a subtree of zeros, even if rounding has left a little mass.
+        goes_right = (mass >= total[left]) & (total[left + 1] > 0)
+        mass -= np.where(goes_right, total[left], 0.0)
+        leaves[:] = left + goes_right
+        width *= 2
+    leaves -= size
+
+
+#: `tree_update(sum, max, leaves, values)`: set leaves, and then their ancestors.
+tree_update: Callable[[Any, Any, Any, Any], None]
+#: `tree_range(sum, max, first, values)`: the same for consecutive leaves from `first` on.
+tree_range: Callable[[Any, Any, int, Any], None]
+#: `tree_draw(sum, mass, leaves)`: for each mass, from 0 to the sum of all, write the leaf into which it falls into
+#: `leaves`. `mass` is changed.
+tree_draw: Callable[[Any, Any, Any], None]
+
+#: The functions that are used if nothing is compiled.
+PYTHON: dict[str, Callable[..., None]] = {
+    "tree_update": _tree_update,
+    "tree_range": _tree_range,
+    "tree_draw": _tree_draw,
+}
+
+try:
+    from penstock.replays._tree import tree_draw, tree_range, tree_update
+except ImportError:  # no C compiler, or a checkout that was never built
+    tree_update, tree_range, tree_draw = PYTHON.values()
+    COMPILED = False
+else:
+    COMPILED = True
+
+
+class SumTree:
+    """`n_leaves` numbers of at least 0, all 0 at first, with their sum and their largest."""
+
+    def __init__(self, n_leaves: int) -> None:
+        self._size = 1 << max(n_leaves - 1, 0).bit_length()
+        self._n_leaves = n_leaves
+        self._sum, self._max = np.zeros(2 * self._size), np.zeros(2 * self._size)
+
+    @staticmethod
+    def nbytes(n_leaves: int) -> int:
+        """Bytes of the trees for so many leaves."""
+        return 4 * 8 << max(n_leaves - 1, 0).bit_length()
+
+    @property
+    def total(self) -> float:
+        """The sum of all leaves."""
+        return float(self._sum[1])
+
+    @property
+    def largest(self) -> float:
+        """The largest leaf."""
+        return float(self._max[1])
+
+    @property
+    def leaves(self) -> _Floats:
+        """A view of all leaves."""
+        return self._sum[self._size : self._size + self._n_leaves]
+
+    def update(self, leaves: _Ints, values: _Floats) -> None:
+        """Set `leaves` to `values`. If one leaf comes several times, the last value counts."""
+        tree_update(self._sum, self._max, leaves, values)
+
+    def set_range(self, first: int, values: _Floats) -> None:
+        """Set the leaves from `first` on to `values`. After the last leaf comes leaf 0."""
+        first %= self._n_leaves
+        fits = min(len(values), self._n_leaves - first)
+        tree_range(self._sum, self._max, first, values[:fits])
+        tree_range(self._sum, self._max, 0, values[fits:])
+
+    def draw(self, mass: _Floats) -> _Ints:
+        """The leaves `[n]` into which the masses `[n]`, from 0 to `total`, fall. Never a leaf of 0."""
+        leaves = np.empty(len(mass), np.int64)
+        tree_draw(self._sum, mass, leaves)
+        return leaves

@@ -1,0 +1,185 @@
+"""Draws by priority: probabilities, weights, new steps, and steps that were overwritten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock import ConfigError, SamplerStateError
+from penstock.replays import Prioritized, Replay
+from penstock.replays.priorities import PriorityDraw
+
+from .streams import DISCOUNT, Stream
+from .test_drawing import chi_square
+
+
+def make(seed: int = 0, *, T: int = 50, n: int = 3, p_end: float = 0.1, **options: float) -> tuple[Stream, Replay]:
+    stream = Stream(seed, 2, p_end=p_end, wait=True)
+    replay = Replay(2 * T, n, DISCOUNT, Prioritized(**options), max_truncations=2 * T, seed=seed)
+    return stream, replay
+
+
+def draw_of(replay: Replay) -> PriorityDraw:
+    assert replay._storage is not None
+    draw = replay._storage.draw
+    assert isinstance(draw, PriorityDraw)
+    return draw
+
+
+def eligible(replay: Replay) -> Any:
+    storage = replay._storage
+    assert storage is not None
+    return storage.places.all_eligible(*storage.places.bounds())
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_draws_are_in_proportion_to_the_power_of_the_priority(seed: int) -> None:
+    stream, replay = make(seed, alpha=0.7)
+    for _ in range(30):
+        replay.append(stream.batch(7))
+    index = eligible(replay)
+    priority = np.random.default_rng(seed).exponential(size=len(index))
+    replay.update(index, priority)
+    drawn = torch.cat([replay.sample(1000).index for _ in range(60)]).numpy()
+    found, counts = np.unique(drawn, return_counts=True)
+    assert set(found) <= set(index.tolist())
+    counts = np.array([dict(zip(found, counts, strict=True)).get(i, 0) for i in index])
+    expected = priority**0.7 / (priority**0.7).sum() * 60_000
+    assert chi_square(counts[expected > 5], expected[expected > 5]) < 4
+
+
+def test_weights_follow_the_formula() -> None:
+    stream, replay = make(alpha=0.7, beta=0.4)
+    replay.append(stream.batch(50))
+    index = eligible(replay)
+    priority = np.random.default_rng(0).exponential(size=len(index)) + 0.1
+    replay.update(torch.from_numpy(index), torch.from_numpy(priority))
+    for beta in (0.4, 1.0):
+        replay.beta = beta
+        batch = replay.sample(64)
+        p = dict(zip(index, priority**0.7 / (priority**0.7).sum(), strict=True))
+        weight = np.array([(len(index) * p[i]) ** -beta for i in batch.index.tolist()])
+        np.testing.assert_allclose(batch.weight, weight / weight.max(), rtol=1e-5)
+        assert batch.weight.dtype == torch.float32
+
+
+def test_every_eligible_step_and_no_other_has_a_leaf() -> None:
+    stream, replay = make(T=23)
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        replay.append(stream.batch(int(rng.integers(1, 20))))
+        draw = draw_of(replay)
+        draw.catch_up()
+        index = eligible(replay)
+        leaves = draw.tree.leaves
+        assert sorted(np.flatnonzero(leaves)) == sorted(index % len(leaves))
+        if len(index):
+            replay.update(replay.sample(9).index, rng.random(9) + 0.1)
+
+
+def test_new_steps_get_the_largest_live_priority_which_sinks() -> None:
+    stream, replay = make(T=40, n=1, p_end=0.0, alpha=1.0)
+    replay.append(stream.batch(20))
+    draw = draw_of(replay)
+    draw.catch_up()
+    assert set(draw.tree.leaves[: 19 * 2]) == {1.0}, "without any priority, the first is 1"
+    replay.update(np.arange(38), np.full(38, 2.0))
+    replay.update(np.array([5]), np.array([50.0]))
+    replay.append(stream.batch(10))
+    draw.catch_up()
+    assert set(draw.tree.leaves[38:58]) == {50.0}
+    replay.update(np.arange(38, 58), np.full(20, 3.0))
+    replay.append(stream.batch(13))  # overwrites steps 0 to 2, and with them index 5
+    draw.catch_up()
+    assert draw.tree.leaves[58] == 3.0
+    assert draw.tree.largest == 3.0
+
+
+def test_an_update_for_overwritten_steps_changes_nothing_and_is_counted() -> None:
+    stream, replay = make(T=40, p_end=0.0)
+    replay.append(stream.batch(40))
+    batch = replay.sample(64)
+    replay.append(stream.batch(20))
+    draw = draw_of(replay)
+    draw.catch_up()
+    before = draw.tree.leaves.copy()
+    stale = batch.index < 20 * 2
+    assert stale.any()
+    assert not stale.all()
+    replay.update(batch.index[stale], torch.full((int(stale.sum()),), 99.0))
+    assert replay.n_stale == int(stale.sum())
+    np.testing.assert_array_equal(draw.tree.leaves, before)
+    replay.update(batch.index, torch.full((64,), 99.0))
+    assert replay.n_stale == 2 * int(stale.sum())
+    changed = np.flatnonzero(draw.tree.leaves != before)
+    assert set(changed) == {int(i) % 80 for i in batch.index[~stale]}
+
+
+def test_the_whole_ring_may_be_overwritten_between_two_samples() -> None:
+    stream, replay = make(T=20)
+    replay.append(stream.batch(20))
+    replay.sample(4)
+    for _ in range(9):
+        replay.append(stream.batch(13))
+    assert set(replay.sample(4000).index.tolist()) == set(eligible(replay).tolist())
+
+
+def test_of_equal_indices_the_largest_priority_counts() -> None:
+    stream, replay = make(T=40, p_end=0.0, alpha=1.0)
+    replay.append(stream.batch(30))
+    replay.update(np.array([4, 7, 4, 4]), np.array([2.0, 1.0, 9.0, 3.0]))
+    assert draw_of(replay).tree.leaves[[4, 7]].tolist() == [9, 1]
+
+
+def test_a_priority_of_zero_is_not_drawn_and_can_be_raised_again() -> None:
+    stream, replay = make(T=40, p_end=0.0)
+    replay.append(stream.batch(30))
+    index = eligible(replay)
+    replay.update(index, np.zeros(len(index)))
+    with pytest.raises(SamplerStateError, match="all priorities are 0"):
+        replay.sample(1)
+    replay.update(index[3:4], np.ones(1))
+    assert set(replay.sample(9).index.tolist()) == {int(index[3])}
+
+
+def test_lost_final_observations_are_not_drawn() -> None:
+    stream = Stream(0, 2, p_end=0.3)
+    replay = Replay(200, 2, DISCOUNT, Prioritized(), max_truncations=4, seed=0)
+    replay.append(stream.batch(20))
+    with pytest.warns(RuntimeWarning, match="max_truncations"):
+        replay.append(stream.batch(60))
+    for _ in range(20):
+        assert set(replay.sample(64).index.tolist()) <= set(eligible(replay).tolist())
+
+
+@pytest.mark.parametrize(
+    ("index", "priority", "message"),
+    [
+        ([1], [-1.0], "at least 0"),
+        ([1], [np.nan], "finite"),
+        ([1, 2], [1.0], "2 indices and 1 priorities"),
+        ([10_000], [1.0], "never drawn"),
+    ],
+)
+def test_wrong_updates_are_refused(index: Any, priority: Any, message: str) -> None:
+    stream, replay = make()
+    replay.append(stream.batch(20))
+    with pytest.raises(ConfigError, match=message):
+        replay.update(np.array(index), np.array(priority))
+
+
+def test_what_needs_priorities_says_so() -> None:
+    stream, replay = Stream(0, 2), Replay(200, max_truncations=200)
+    replay.append(stream.batch(9))
+    with pytest.raises(ConfigError, match="prioritized=Prioritized"):
+        replay.update(np.arange(2), np.ones(2))
+    stream, replay = make()
+    replay.append(stream.batch(9))
+    with pytest.raises(ConfigError, match="without priorities"):
+        replay.sample(1, newer_than=0)
+    for options in ({"alpha": -1.0}, {"beta": "a"}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            Prioritized(**options)  # type: ignore[arg-type]

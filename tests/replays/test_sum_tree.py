@@ -1,0 +1,115 @@
+"""The sum tree: in C and in numpy the same to the last bit, exact, and drawn in proportion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.replays import sum_tree
+from penstock.replays.sum_tree import COMPILED, PYTHON, SumTree
+
+from .test_drawing import chi_square
+
+values = st.floats(0, 1e6) | st.sampled_from([0.0, 1e-300, 1e300, 1.0])
+
+
+@pytest.fixture(params=["compiled", "numpy"])
+def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "compiled" and not COMPILED:
+        pytest.skip("was built without a C compiler")
+    if request.param == "numpy":
+        for name, fn in PYTHON.items():
+            monkeypatch.setattr(sum_tree, name, fn)
+    yield request.param
+
+
+@pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
+@given(size=st.integers(1, 70), data=st.data())
+def test_both_versions_are_equal_to_the_last_bit(size: int, data: st.DataObject) -> None:
+    trees = [SumTree(size), SumTree(size)]
+
+    def on_both(name: str, *arguments: Any) -> list[Any]:
+        compiled = getattr(sum_tree, name)
+        results = []
+        for tree, fn in zip(trees, (compiled, PYTHON[name]), strict=True):
+            own = [a.copy() if isinstance(a, np.ndarray) else a for a in arguments]
+            fn(tree._sum, *([tree._max] if name != "tree_draw" else []), *own)
+            results.append(own[-1].tobytes())
+        return results
+
+    for _ in range(data.draw(st.integers(1, 6))):
+        leaves = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=9)), np.int64)
+        on_both("tree_update", leaves, np.array([data.draw(values) for _ in leaves], np.float64))
+        first = data.draw(st.integers(0, size))
+        on_both("tree_range", first, np.array([data.draw(values) for _ in range(min(5, size - first))]))
+        assert trees[0]._sum.tobytes() == trees[1]._sum.tobytes()
+        assert trees[0]._max.tobytes() == trees[1]._max.tobytes()
+        mass = np.array(data.draw(st.lists(st.floats(0, 1), max_size=9)), np.float64) * trees[0].total
+        first_result, second_result = on_both("tree_draw", mass, np.zeros(len(mass), np.int64))
+        assert first_result == second_result
+
+
+def test_the_root_has_no_drift(version: str) -> None:
+    rng, tree = np.random.default_rng(0), SumTree(1000)
+    for _ in range(2000 if version == "numpy" else 40_000):
+        tree.update(rng.integers(0, 1000, 256), rng.exponential(size=256) ** 8)
+    assert tree.total == pytest.approx(math.fsum(tree.leaves), rel=1e-12)
+    assert tree.largest == tree.leaves.max()
+    tree.set_range(0, np.zeros(1000))
+    assert (tree.total, tree.largest) == (0, 0)
+
+
+def test_draws_are_in_proportion_and_never_of_zero(version: str) -> None:
+    rng, tree = np.random.default_rng(1), SumTree(77)
+    leaves = rng.random(77) * (rng.random(77) < 0.7)
+    tree.set_range(0, leaves)
+    counts = np.zeros(77)
+    n_rounds = 20 if version == "numpy" else 200
+    for _ in range(n_rounds):
+        counts += np.bincount(tree.draw(rng.random(20_000) * tree.total), minlength=77)
+    assert not counts[leaves == 0].any()
+    drawn = leaves > 0
+    assert chi_square(counts[drawn], (counts.sum() * leaves / leaves.sum())[drawn]) < 4
+
+
+@pytest.mark.parametrize("n_leaves", [1, 2, 3, 8, 100])
+def test_no_mass_falls_into_a_leaf_of_zero_even_at_the_edges(version: str, n_leaves: int) -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        tree = SumTree(n_leaves)
+        leaves = rng.exponential(size=n_leaves) ** 20 * (rng.random(n_leaves) < 0.5)
+        tree.set_range(0, leaves)
+        if tree.total:
+            edges = np.concatenate([leaves.cumsum(), [0.0, tree.total, np.nextafter(tree.total, np.inf)]])
+            assert (leaves[tree.draw(edges)] > 0).all()
+
+
+def test_a_range_wraps_and_the_last_of_equal_leaves_counts(version: str) -> None:
+    tree = SumTree(5)
+    tree.set_range(13, np.array([1.0, 2.0, 3.0, 4.0]))
+    assert tree.leaves.tolist() == [3, 4, 0, 1, 2]
+    tree.update(np.array([2, 2, 2]), np.array([9.0, 8.0, 7.0]))
+    assert tree.leaves.tolist() == [3, 4, 7, 1, 2]
+    assert (tree.total, tree.largest) == (17, 7)
+
+
+@pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
+def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
+    tree, one = SumTree(4), np.ones(1)
+    with pytest.raises(IndexError):
+        sum_tree.tree_update(tree._sum, tree._max, np.array([4]), one)
+    with pytest.raises(IndexError):
+        sum_tree.tree_update(tree._sum, tree._max, np.array([0, 1]), one)
+    with pytest.raises(IndexError):
+        sum_tree.tree_range(tree._sum, tree._max, 4, one)
+    with pytest.raises(TypeError):
+        sum_tree.tree_draw(tree._sum, one.astype(np.float32), np.zeros(1, np.int64))
+    with pytest.raises(ValueError):
+        sum_tree.tree_draw(tree._sum, one, np.zeros(2, np.int64))
+    assert tree.total == 0
