@@ -3,6 +3,7 @@
 from penstock.replays.batches import ReplayBatch, SequenceBatch
 from penstock.replays.estimate import Estimate
 from penstock.replays.options import Frames, Prioritized, Sequences
+from penstock.replays.ratio import Ratio
 from penstock.replays.replay import Replay
 
-__all__ = ["Estimate", "Frames", "Prioritized", "Replay", "ReplayBatch", "SequenceBatch", "Sequences"]
+__all__ = ["Estimate", "Frames", "Prioritized", "Ratio", "Replay", "ReplayBatch", "SequenceBatch", "Sequences"]

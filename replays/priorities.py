@@ -82,5 +82,18 @@ class PriorityDraw:
         order = leaf.argsort(kind="stable")  # the largest of equal places comes last, and counts
         self._update(places[order], leaf[order])
 
+    def leaves(self) -> npt.NDArray[np.float64]:
+        """The leaves of the known places, oldest first."""
+        return self.tree.leaves[np.arange(self.low, self.high) % self._places.size]
+
+    def restore(self, low: int, high: int, leaves: npt.NDArray[np.float64]) -> None:
+        """Take over the `leaves` of the places from `low` to `high`, as far as they are in the ring."""
+        first, last = self._places.bounds()
+        start = max(low, first)
+        self.tree.set_range(start, leaves[start - low :])
+        self.low, self.high = first, max(high, start)
+        # In a smaller ring, other places may be eligible at its begin.
+        self.high = min(self.high, last)
+
     def _update(self, places: Positions, values: npt.NDArray[np.float64]) -> None:
         self.tree.update(places % self._places.size, values)

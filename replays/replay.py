@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from penstock.buffers.ordering import fence
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.replays.appending import Appender, array, shape_of
 from penstock.replays.batches import ReplayBatch, SequenceBatch, SequenceReader, Transitions
+from penstock.replays.checkpoint import read_index, read_priorities, read_steps, saved_shape, write_checkpoint
 from penstock.replays.drawing import Places, UniformDraw
 from penstock.replays.estimate import Estimate
 from penstock.replays.options import Frames, Prioritized, Sequences, require_count, require_fraction
@@ -19,6 +21,9 @@ from penstock.replays.priorities import PriorityDraw
 from penstock.replays.ring import Ring, Shape
 from penstock.replays.sum_tree import SumTree
 from penstock.replays.windows import Positions, WindowReader
+
+_OPTIONS = {"prioritized": Prioritized, "sequences": Sequences, "frames": Frames}
+_SETTINGS = ("capacity", "n_step", "discount", "max_truncations", "alpha", "beta", "n_drawn")
 
 
 @dataclass(frozen=True)
@@ -195,6 +200,59 @@ class Replay:
         if len(positions) != len(priorities):
             raise ConfigError(f"update got {len(positions)} indices and {len(priorities)} priorities")
         draw.update(positions, priorities, self.alpha)
+
+    # ---- checkpoints -----------------------------------------------------------------------
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the steps, the priorities, the counts and the state of the draws into `folder`.
+
+        If the process is killed meanwhile, the folder keeps the checkpoint that it had.
+        """
+        storage = self._require_storage("save")
+        draw, leaves, places = storage.draw, None, None
+        if isinstance(draw, PriorityDraw):
+            draw.catch_up()
+            places, leaves = [draw.low, draw.high], draw.leaves()
+        facts = {
+            "options": {name: asdict(of) if (of := getattr(self, name)) else None for name in _OPTIONS},
+            **{name: getattr(self, name) for name in _SETTINGS},
+            "generator": self._rng.bit_generator.state,
+            "n_stale": self.n_stale,
+            "n_without_final": self.n_without_final,
+            "places": places,
+        }
+        write_checkpoint(Path(folder), storage.ring, facts, leaves)
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        capacity: int | None = None,
+        file: str | os.PathLike[str] | None = None,
+    ) -> Replay:
+        """The replay that was saved in `folder`. It draws what the saved one would have drawn next.
+
+        With another `capacity`, it keeps as many of the newest steps as fit. The next batch that is appended is taken
+        for the first one of a new sampler: no window crosses from the saved steps to it.
+
+        Raises `ConfigError` if there is no checkpoint, or not enough memory.
+        """
+        index = read_index(Path(folder))
+        options = {name: option(**of) if (of := index["options"][name]) else None for name, option in _OPTIONS.items()}
+        settings = {name: index[name] for name in ("capacity", "n_step", "discount", "max_truncations")}
+        replay = cls(**{**settings, **options, "file": file, "capacity": capacity or index["capacity"]})
+        replay.alpha, replay.beta, replay.n_drawn = index["alpha"], index["beta"], index["n_drawn"]
+        replay._rng.bit_generator.state = index["generator"]
+        every, B = index["state_every"], index["shape"]["B"]
+        shape = saved_shape(index, -(-replay.capacity // (B * every)) * every)
+        storage = replay._storage = replay._allocate(shape)
+        read_steps(Path(folder), index, storage.ring)
+        storage.appender.n_without_final = index["n_without_final"]
+        if isinstance(storage.draw, PriorityDraw):
+            storage.draw.n_stale = index["n_stale"]
+            storage.draw.restore(*index["places"], read_priorities(Path(folder), index))
+        return replay
 
     def _require_storage(self, call: str) -> _Storage:
         if self._storage is None:

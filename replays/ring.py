@@ -93,6 +93,7 @@ class Ring:
         self.T, self.B, self.size = self.shape.T, self.shape.B, self.shape.T * self.shape.B
         self.arrays = arrays
         self._begun, self._done = arrays.begun, arrays.done
+        self._oldest = 0  # no row before it was ever written
         self._writer_of = np.arange(self.B) * self.shape.n_writers // self.B
 
         def flat(leaf: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -119,12 +120,23 @@ class Ring:
     def first(self) -> int:
         """The oldest step that no writer has begun to overwrite."""
         begun = self._begun[0, _STEP] if len(self._begun) == 1 else self._begun[:, _STEP].max()
-        return max(int(begun) - self.T, 0)
+        return max(int(begun) - self.T, self._oldest)
 
     @property
     def end(self) -> int:
         """The step after the newest that all writers have written."""
         return int(self._done[0, _STEP] if len(self._done) == 1 else self._done[:, _STEP].min())
+
+    @property
+    def n_finals(self) -> int:
+        """Final observations that were ever written, by the only writer."""
+        return int(self._done[0, _FINAL])
+
+    def resume(self, first: int, end: int, n_finals: int) -> None:
+        """Let the only writer continue at step `end`. The rows from `first` on are there."""
+        self._oldest = max(first, end - self.T)
+        for words in (self._begun, self._done):
+            words[0, [_STEP, _FINAL]] = end, n_finals
 
     def has_final(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Whether the final observations of the truncated steps in entries `at` `[n]` are still there."""

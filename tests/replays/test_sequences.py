@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,39 +36,39 @@ def check_all(replay: Replay, stream: Stream, n: int) -> int:
         return 0
     fields = storage.reader.read(found)
     assert fields is not None
+    rows = np.empty((len(wanted), length + n), object)
+    prev_reward = np.zeros(rows.shape)
+    mask, return_, discount = (np.zeros((len(wanted), length)) for _ in range(3))
+    next_number = np.zeros((len(wanted), length), np.int64)
     for k, position in enumerate(wanted):
         step, b = divmod(position, B)
-        rows = stream.history[b][step : step + length + n]
-        number = np.array([row.number for row in rows])
-        np.testing.assert_array_equal(
-            fields["observation"][:, k], stream.observation(np.array([r.stack for r in rows]))
-        )
-        np.testing.assert_array_equal(fields["action"][:, k], number)
-        for name in ("reward", "terminated", "truncated"):
-            np.testing.assert_array_equal(fields[name][:, k], [getattr(row, name) for row in rows])
-        np.testing.assert_array_equal(fields["prev_action"][:, k], [row.prev_number for row in rows])
-        prev_reward = [
-            0.0 if row.prev_number == 0 else before.reward
-            for before, row in zip(
-                stream.history[b][step - 1 : step + length + n - 1] if step else [rows[0], *rows[:-1]],
-                rows,
-                strict=True,
-            )
-        ]
-        np.testing.assert_array_equal(fields["prev_reward"][:, k], prev_reward)
-        np.testing.assert_array_equal(fields["state"][k], [number[0], -number[0]])
+        history = stream.history[b]
+        rows[k] = history[step : step + length + n]
+        for t, row in enumerate(rows[k]):
+            prev_reward[k, t] = history[step + t - 1].reward if row.prev_number else 0
         for t in range(length):
-            # Frames before the ring do not matter here: only what the window is.
+            # Whether older frames are in the ring does not matter here: only what the window is.
             target = wanted_transition(stream, step + t, b, T=10**9, n=n)
-            reaches_truncation = target is not None and _ends_truncated(stream, step + t, b, n)
-            counts = target is not None and not reaches_truncation and t >= sequences.burn_in
-            assert fields["mask"][t, k] == counts
-            if counts:
-                assert target is not None
-                np.testing.assert_allclose(fields["return_"][t, k], target.return_, rtol=1e-6, atol=1e-6)
-                assert fields["discount"][t, k] == np.float32(target.discount)
-                if target.discount:
-                    assert rows[fields["next_row"][t, k]].stack == target.next_stack
+            if target is not None and not _ends_truncated(stream, step + t, b, n) and t >= sequences.burn_in:
+                mask[k, t], return_[k, t], discount[k, t] = True, target.return_, target.discount
+                next_number[k, t] = target.next_stack[-1]
+
+    def field(name: str) -> Any:
+        return np.vectorize(lambda row: getattr(row, name))(rows).T
+
+    stacks = np.array([[row.stack for row in line] for line in rows]).swapaxes(0, 1)
+    number = field("number")
+    expected = {name: field(name) for name in ("reward", "terminated", "truncated")}
+    expected |= {"observation": stream.observation(stacks), "action": number, "prev_action": field("prev_number")}
+    expected |= {"prev_reward": prev_reward.T, "mask": mask.T, "state": np.stack([number[0], -number[0]], -1)}
+    for name, values in expected.items():
+        np.testing.assert_array_equal(fields[name], values, err_msg=name)
+    counts = mask.T != 0
+    np.testing.assert_allclose(fields["return_"][counts], return_.T[counts], rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(fields["discount"][counts], discount.T[counts].astype(np.float32))
+    has_next = counts & (discount.T > 0)
+    after = np.take_along_axis(number, fields["next_row"], 0)
+    np.testing.assert_array_equal(after[has_next], next_number.T[has_next])
     return len(wanted)
 
 
@@ -81,7 +82,7 @@ def _ends_truncated(stream: Stream, step: int, b: int, n: int) -> bool:
 @pytest.mark.parametrize("T", range(4, 13))
 def test_every_size_offset_length_and_interval_is_exact(T: int) -> None:
     n_checked = 0
-    for n, length, every, batch_T in itertools.product((1, 2, 4), (1, 2, 3, 5), (1, 2, 3, 4), (1, 2, 3, T)):
+    for n, length, every, batch_T in itertools.product((1, 3), (1, 2, 4), (1, 2, 3), (1, 3, T)):
         if length + n >= -(-T // every) * every:
             continue
         stream = Stream(T, 2, p_end=0.2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,13 @@ values = st.floats(0, 1e6) | st.sampled_from([0.0, 1e-300, 1e300, 1.0])
 
 
 @pytest.fixture(params=["compiled", "numpy"])
-def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "compiled" and not COMPILED:
         pytest.skip("was built without a C compiler")
     if request.param == "numpy":
         for name, fn in PYTHON.items():
             monkeypatch.setattr(sum_tree, name, fn)
-    yield request.param
+    return str(request.param)
 
 
 @pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")

@@ -1,0 +1,164 @@
+"""Save and load: the same draws afterwards, another capacity, and a process that is killed while it saves."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock import ConfigError
+from penstock.replays import Frames, Prioritized, Replay, Sequences
+
+from . import test_sequences, test_transitions
+from .streams import DISCOUNT, Stream
+
+KINDS: dict[str, dict[str, Any]] = {
+    "uniform": {},
+    "priorities": {"prioritized": Prioritized()},
+    "frames": {"frames": Frames(3)},
+    "sequences": {"sequences": Sequences(5, 1, 2), "prioritized": Prioritized()},
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def make(kind: str, n_batches: int = 12) -> tuple[Stream, Replay]:
+    options = KINDS[kind]
+    stream = Stream(0, 3, frames=options.get("frames"), nested="frames" not in options and "sequences" not in options)
+    replay = Replay(3 * 50, 2, DISCOUNT, **options, max_truncations=99, seed=5)
+    for _ in range(n_batches):
+        replay.append(stream.batch(7))
+    return stream, replay
+
+
+def use(replay: Replay, rng: np.random.Generator) -> Any:
+    batch = replay.sample(32)
+    if replay.prioritized:
+        replay.update(batch.index, rng.random(32))
+    return batch
+
+
+def assert_same(a: Any, b: Any) -> None:
+    assert [path for path, _ in a.leaves()] == [path for path, _ in b.leaves()]
+    for (_, x), (_, y) in zip(a.leaves(), b.leaves(), strict=True):
+        assert torch.equal(x, y)
+
+
+@kinds
+@pytest.mark.parametrize("n_batches", [3, 12])
+def test_after_load_the_draws_are_the_same(tmp_path: Path, kind: str, n_batches: int) -> None:
+    stream, replay = make(kind, n_batches)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        use(replay, rng)
+    replay.beta = 0.9
+    replay.save(tmp_path / "replay")
+    loaded = Replay.load(tmp_path / "replay")
+    assert (loaded.n_steps, loaded.n_drawn, len(loaded)) == (replay.n_steps, replay.n_drawn, len(replay))
+    assert (loaded.n_stale, loaded.beta) == (replay.n_stale, 0.9 if replay.prioritized else replay.beta)
+    rngs = np.random.default_rng(1), np.random.default_rng(1)
+    for itr in range(200):
+        assert_same(use(replay, rngs[0]), use(loaded, rngs[1]))
+        if itr % 40 == 39:
+            samples = stream.batch(7)
+            for each in (replay, loaded):
+                each.append(samples, continues=itr > 39)
+
+
+@kinds
+@pytest.mark.parametrize("capacity", [3 * 20, 3 * 90])
+def test_the_capacity_may_change(tmp_path: Path, kind: str, capacity: int) -> None:
+    stream, replay = make(kind)
+    first = replay.n_steps // 3 - 50
+    replay.save(tmp_path)
+    loaded = Replay.load(tmp_path, capacity=capacity)
+    assert loaded.n_steps == replay.n_steps
+    assert len(loaded) == min(len(replay), capacity)
+    check: Any = test_sequences if loaded.sequences else test_transitions
+    if capacity < 150:
+        check.check_all(loaded, stream, 2)
+    else:  # rows that were overwritten before the save are missing
+        storage, old = loaded._storage, replay._storage
+        assert storage is not None
+        assert old is not None
+        found = storage.places.all_eligible(*storage.places.bounds())
+        assert found.tolist() == old.places.all_eligible(*old.places.bounds()).tolist()
+        assert loaded.sample(500).index.min() // 3 >= first
+    for _ in range(40):
+        loaded.append(stream.batch(7), continues=False)
+        stream.batch(1, lost=True)
+    assert loaded.sample(500).index.min() > replay.n_steps
+
+
+def test_a_new_sampler_does_not_continue_the_saved_episodes(tmp_path: Path) -> None:
+    stream, replay = make("uniform")
+    replay.save(tmp_path)
+    loaded = Replay.load(tmp_path)
+    stream.batch(3, lost=True)
+    loaded.append(stream.batch(9))
+    test_transitions.check_all(loaded, stream, 2)
+
+
+def test_a_second_save_replaces_the_first_and_removes_it(tmp_path: Path) -> None:
+    stream, replay = make("uniform")
+    replay.save(tmp_path)
+    replay.append(stream.batch(7))
+    replay.save(tmp_path)
+    assert Replay.load(tmp_path).n_steps == replay.n_steps
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_folders_without_a_checkpoint_say_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no saved replay"):
+        Replay.load(tmp_path)
+    _, replay = make("uniform")
+    replay.save(tmp_path)
+    index = json.loads((tmp_path / "replay.json").read_text())
+    (tmp_path / "replay.json").write_text(json.dumps({**index, "format": 99}))
+    with pytest.raises(ConfigError, match="format 99"):
+        Replay.load(tmp_path)
+
+
+def _save_for_ever(folder: str, n_saved: Any) -> None:
+    stream, replay = make("priorities")
+    while True:
+        replay.append(stream.batch(7))
+        replay.sample(8)
+        replay.save(folder)
+        n_saved.value += 1
+
+
+@pytest.mark.parametrize("n_kills", [12])
+def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path, n_kills: int) -> None:
+    context = multiprocessing.get_context("fork")
+    rng = random.Random(0)
+    for _ in range(n_kills):
+        n_saved = context.RawValue("q", 0)
+        child = context.Process(target=_save_for_ever, args=(str(tmp_path), n_saved))
+        child.start()
+        while n_saved.value < 1 + rng.randrange(3):
+            assert child.is_alive()
+        # At a random moment of the next save, which takes some milliseconds.
+        until = time.perf_counter() + rng.random() * 0.01
+        while time.perf_counter() < until:
+            pass
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        child.close()
+        loaded = Replay.load(tmp_path)
+        stream, twin = make("priorities", loaded.n_steps // 3 // 7)
+        for _ in range(2):
+            assert torch.isfinite(loaded.sample(8).weight).all()
+        storage = loaded._storage
+        assert storage is not None
+        test_transitions.check_all(loaded, stream, 2)
+        assert twin.n_steps == loaded.n_steps
