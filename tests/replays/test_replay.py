@@ -1,0 +1,224 @@
+"""A replay behind real samplers, in a file, and its memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import psutil
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.wrappers import FrameStackObservation
+
+from penstock import (
+    ConfigError,
+    ParallelSampler,
+    RandomAgent,
+    SerialSampler,
+    SpaceError,
+    WaitResetCollector,
+)
+from penstock.envs import CountingEnv
+from penstock.replays import Frames, Prioritized, Replay, Sequences
+from penstock.replays import ring as ring_module
+
+from .streams import Stream
+
+
+class Pictures(gym.Env[Any, int]):
+    """Random pictures. Episodes end, one way or the other, at random."""
+
+    observation_space = spaces.Box(0, 255, (6, 5), np.uint8)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self._picture(), {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        ends = self.np_random.random(2) < 0.1
+        return self._picture(), float(action), bool(ends[0]), bool(ends[1]), {}
+
+    def _picture(self) -> Any:
+        return self.np_random.integers(1, 256, (6, 5), np.uint8)
+
+
+@pytest.mark.parametrize("collector_cls", [None, WaitResetCollector])
+def test_batches_of_a_sampler_are_replayed(collector_cls: Any) -> None:
+    options = {} if collector_cls is None else {"collector_cls": collector_cls}
+    replay = Replay(3 * 40, 2, 0.5, max_truncations=120, seed=0)
+    with ParallelSampler(partial(CountingEnv, length=5), batch_T=8, batch_B=3, n_workers=2, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(12):
+            replay.append(sampler.obtain_samples(itr)[0])
+    batch = replay.sample(2000)
+    # CountingEnv: the reward of step t of an episode is t, and observation[1] counts the steps.
+    t = batch.observation[:, 1]
+    is_last = t == 4
+    ends_next = t == 3
+    reward, next_reward = t + 1, torch.where(is_last, 0, t + 2)
+    torch.testing.assert_close(batch.return_, reward + 0.5 * next_reward)
+    assert (batch.discount[is_last | ends_next] == 0).all() or (batch.next_observation[ends_next, 1] == 5).all()
+    assert (batch.next_observation[~is_last & ~ends_next, 1] == t[~is_last & ~ends_next] + 2).all()
+
+
+@pytest.mark.parametrize("padding", ["reset", "zero"])
+def test_frames_of_gymnasium_are_built_again(padding: str) -> None:
+    def make() -> Any:
+        return FrameStackObservation(Pictures(), 4, padding_type=padding)
+
+    whole = Replay(2 * 33, 3, max_truncations=66, seed=0)
+    frames = Replay(2 * 33, 3, frames=Frames(4, padding), max_truncations=66, seed=0)
+    with SerialSampler(make, batch_T=7, batch_B=2) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(15):
+            samples, _ = sampler.obtain_samples(itr)
+            for replay in (whole, frames):
+                replay.append(samples)
+            if itr < 2:
+                continue
+            storage, reference = frames._storage, whole._storage
+            assert storage is not None
+            assert reference is not None
+            positions = storage.places.all_eligible(*storage.places.bounds())
+            found, wanted = storage.reader.read(positions), reference.reader.read(positions)
+            assert found is not None
+            assert wanted is not None
+            for name, field in wanted.items():
+                np.testing.assert_array_equal(found[name], field, err_msg=name)
+    assert frames.nbytes < whole.nbytes / 2.2
+
+
+def test_what_is_no_stack_is_refused_in_the_first_batch() -> None:
+    class Vectors(Pictures):
+        observation_space = spaces.Box(0, 255, (4, 6, 5), np.uint8)
+
+        def _picture(self) -> Any:
+            return self.np_random.integers(1, 256, (4, 6, 5), np.uint8)
+
+    with SerialSampler(Vectors, batch_T=7, batch_B=2) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        with pytest.raises(SpaceError, match="no stack of the last 4 frames"):
+            Replay(100, frames=Frames(4)).append(samples)
+        with pytest.raises(ConfigError, match=r"shape \(3, ...\)"):
+            Replay(100, frames=Frames(3)).append(samples)
+
+
+def test_the_padding_must_be_that_of_the_environment() -> None:
+    stream = Stream(0, 2, frames=Frames(3, "zero"), p_end=0.5)
+    with pytest.raises(SpaceError, match='padding="reset"'):
+        Replay(100, frames=Frames(3, "reset"), max_truncations=99).append(stream.batch(30))
+
+
+@pytest.mark.parametrize("options", [{}, {"prioritized": Prioritized()}, {"sequences": Sequences(4, 1, 2)}])
+def test_a_replay_in_a_file_is_the_same_and_leaves_no_file(tmp_path: Path, options: Any) -> None:
+    path = tmp_path / "steps"
+    streams = [Stream(0, 2, nested=not options.get("sequences")) for _ in range(2)]
+    replays = [Replay(100, 2, file=file, max_truncations=99, seed=0, **options) for file in (None, path)]
+    for _ in range(20):
+        for stream, replay in zip(streams, replays, strict=True):
+            replay.append(stream.batch(9))
+        batches = [replay.sample(16) for replay in replays]
+        for (_, a), (_, b) in zip(*(batch.leaves() for batch in batches), strict=True):
+            assert torch.equal(a, b)
+    assert not path.exists()
+    path.touch()
+    with pytest.raises(ConfigError, match="exists"):
+        Replay(100, file=path).append(streams[0].batch(9))
+    with pytest.raises(ConfigError, match="cannot be made"):
+        Replay(100, file=tmp_path / "missing" / "steps").append(streams[0].batch(9))
+
+
+def test_too_large_a_replay_is_refused_before_it_is_allocated(tmp_path: Path) -> None:
+    samples = Stream(0, 2).batch(9)
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(ConfigError, match=r"GiB of memory.*lower capacity"):
+        Replay(10**12).append(samples)
+    with pytest.raises(ConfigError, match="Lower capacity"):
+        Replay(10**13, file=tmp_path / "steps").append(samples)
+    assert psutil.Process().memory_info().rss < before + 2**26
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_estimate_is_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Any:
+        return FrameStackObservation(Pictures(), 4)
+
+    replay = Replay(10_000, frames=Frames(4), prioritized=Prioritized())
+    with SerialSampler(make, batch_T=7, batch_B=2) as sampler:
+        samples = sampler.initialize(RandomAgent(), seed=0)
+        estimate = replay.estimate(samples)
+        assert replay.nbytes == 0
+        replay.append(sampler.obtain_samples(0)[0])
+    tree = estimate.nbytes["priorities"]
+    assert replay.nbytes == estimate.total - tree
+    assert tree == 4 * 8 * 2**14
+    # 32 bytes a step, beside frames and final observations
+    assert estimate.total - tree <= 10_000 * (6 * 5 + 64)
+    assert "total" in str(estimate)
+    assert "10,000 steps" in str(estimate)
+    # Atari: a million steps with their trees
+    pixels = estimate.nbytes["observation"] * 84 * 84 // 30 * 100
+    assert pixels < 7.5e9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"capacity": 0}, "capacity"),
+        ({"capacity": 2.5}, "capacity"),
+        ({"capacity": 10, "n_step": 0}, "n_step"),
+        ({"capacity": 10, "discount": 1.1}, "discount"),
+        ({"capacity": 10, "prioritized": True}, "prioritized must be Prioritized"),
+        ({"capacity": 10, "frames": 4}, "frames must be Frames"),
+        ({"capacity": 10, "max_truncations": 0}, "max_truncations"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Replay(**arguments)
+    for n, padding in ((1, "reset"), (4, "edge")):
+        with pytest.raises(ConfigError, match="n must be|padding must be"):
+            Frames(n, padding)
+
+
+def test_batches_that_do_not_fit_are_refused_and_nothing_is_written() -> None:
+    replay = Replay(40, max_truncations=99)
+    replay.append(Stream(0, 2).batch(9))
+    with pytest.raises(ConfigError, match="3 columns, the replay 2"):
+        replay.append(Stream(0, 3).batch(9))
+    with pytest.raises(ConfigError, match="does not fit into capacity=40"):
+        replay.append(Stream(0, 2).batch(21))
+    with pytest.raises(SpaceError, match="observation of this batch"):
+        replay.append(Stream(0, 2, nested=True).batch(9))
+    assert replay.n_steps == 18
+    with pytest.raises(ConfigError, match="a window has 4 rows"):
+        Replay(6, 3).append(Stream(0, 2).batch(1))
+    samples = Stream(0, 2, p_end=1.0).batch(9)
+    env = type(samples.env)({name: field for name, field in samples.env.items() if name != "final_obs"})
+    with pytest.raises(ConfigError, match="record_final_obs=True"):
+        Replay(100).append(type(samples)(env=env, agent=samples.agent))
+
+
+def test_a_failed_write_is_not_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, replay = Stream(0, 2), Replay(40, max_truncations=99, seed=0)
+    replay.append(stream.batch(20))
+    real = ring_module._put
+
+    def failing(target: Any, *arguments: Any) -> None:
+        real(target, *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ring_module, "_put", failing)
+    with pytest.raises(KeyboardInterrupt):
+        replay.append(stream.batch(5))
+    monkeypatch.undo()
+    assert replay.n_steps == 40
+    assert len(replay) == 30, "the rows that were being overwritten are gone"
+    assert replay.sample(500).index.min() >= 10
+    assert replay.sample(500).index.max() < 38

@@ -1,0 +1,103 @@
+"""Several processes write into one ring, and are killed, while another reads: no row is torn."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.buffers import NamedArrays
+from penstock.replays.batches import Transitions
+from penstock.replays.drawing import Places
+from penstock.replays.ring import TRUNCATED, VALID, Ring, Shape
+from penstock.replays.windows import WindowReader
+
+WIDTH = 64
+
+
+def make_ring(n_writers: int) -> Ring:
+    shape = Shape(64, 4, np.zeros(WIDTH), np.zeros((), np.int64), max_finals=512, n_writers=n_writers)
+    return Ring(shape, shared=True)
+
+
+def rows_of(ring: Ring, writer: int, start: int, t: int) -> tuple[NamedArrays, Any]:
+    """Rows of which every number tells the step and the column."""
+    columns = ring.columns(writer)
+    b = np.arange(columns.start, columns.stop)
+    number = (start + np.arange(t))[:, None] * ring.B + b
+    flags = np.full(number.shape, VALID, np.uint8)
+    flags[number % 5 == 0] |= TRUNCATED
+    observation = np.repeat(number[..., None].astype(np.float64), WIDTH, -1)
+    fields = {"observation": observation, "action": number, "reward": number.astype(np.float32), "flags": flags}
+    return NamedArrays(fields), -observation[flags == VALID | TRUNCATED]
+
+
+def _write_for_ever(ring: Ring, writer: int) -> None:
+    while True:
+        start = int(ring.arrays.done[writer, 0])
+        # No writer runs ahead of another by more than a batch.
+        if start <= ring.end:
+            ring.write(*rows_of(ring, writer, start, 8), writer)
+
+
+@pytest.mark.parametrize("n_kills", [0, 10])
+def test_no_row_is_torn(n_kills: int) -> None:
+    ring, context = make_ring(2), multiprocessing.get_context("fork")
+    transitions = Transitions(ring, WindowReader(ring, 1, 1.0), None)
+    places, rng = Places(ring, transitions), np.random.default_rng(0)
+
+    def start(writer: int) -> Any:
+        process = context.Process(target=_write_for_ever, args=(ring, writer), daemon=True)
+        process.start()
+        return process
+
+    writers, n_read, n_redrawn = [start(0), start(1)], 0, 0
+    try:
+        kill_at = [int(n) for n in np.linspace(0, 400_000, n_kills + 2)[1:-1]]
+        while n_read < 400_000:
+            if kill_at and n_read >= kill_at[0]:
+                writer = kill_at.pop(0) % 2
+                os.kill(writers[writer].pid, signal.SIGKILL)
+                writers[writer].join()
+                writers[writer] = start(writer)
+            low, high = places.bounds()
+            if high <= low:
+                continue
+            index = rng.integers(low, high, 64)
+            fields = transitions.read(index)
+            if fields is None or not transitions.eligible(index).all() or ring.first * ring.B > index.min():
+                n_redrawn += 1
+                continue
+            n_read += len(index)
+            assert (fields["observation"] == index[:, None]).all()
+            assert (fields["action"] == index).all()
+            after = np.where(index % 5 == 0, -index, index + ring.B)
+            assert (fields["next_observation"] == after[:, None]).all()
+    finally:
+        for process in writers:
+            process.kill()
+            process.join()
+            process.close()
+    assert n_redrawn > 0, "otherwise nothing was tested"
+
+
+def test_each_writer_owns_whole_columns() -> None:
+    for n_writers in (1, 2, 3, 4):
+        ring = make_ring(n_writers)
+        owned = [ring.columns(writer) for writer in range(n_writers)]
+        assert [b for columns in owned for b in range(ring.B)[columns]] == [0, 1, 2, 3]
+
+
+def test_what_one_writer_lacks_nobody_reads() -> None:
+    ring = make_ring(2)
+    ring.write(*rows_of(ring, 0, 0, 8), 0)
+    assert (ring.first, ring.end) == (0, 0)
+    ring.write(*rows_of(ring, 1, 0, 5), 1)
+    assert (ring.first, ring.end) == (0, 5)
+    for start in range(8, 72, 8):
+        ring.write(*rows_of(ring, 0, start, 8), 0)
+    assert (ring.first, ring.end) == (8, 5)
