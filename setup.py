@@ -37,8 +37,8 @@ if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # the
         Extension("penstock.workers._native", ["workers/_native.c"], optional=True),
         # Likewise: every sum of priorities must be equal to numpy's.
         Extension(
-            "penstock.replays._tree",
-            ["replays/_tree.c"],
+            "penstock.replays._native",
+            ["replays/_native.c"],
             include_dirs=[numpy.get_include()],
             extra_compile_args=["-ffp-contract=off"] if os.name == "posix" else [],
             optional=True,
@@ -96,7 +96,7 @@ setup(
     package_data={
         "penstock": ["py.typed"],
         "penstock.buffers": ["_native.pyi"],
-        "penstock.replays": ["_tree.pyi"],
+        "penstock.replays": ["_native.pyi"],
         "penstock.workers": ["_native.pyi"],
     },
     ext_modules=EXTENSIONS,

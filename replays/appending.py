@@ -21,7 +21,7 @@ _CHECKED = 0.01  # the share of rows whose frames are compared
 
 def array(leaf: Any) -> npt.NDArray[Any]:
     """A tensor's memory as an array, an array as it is."""
-    return leaf if isinstance(leaf, np.ndarray) else leaf.numpy()
+    return leaf.numpy() if hasattr(leaf, "numpy") else np.asarray(leaf)
 
 
 def arrays(tree: Any) -> Any:
@@ -32,34 +32,34 @@ def arrays(tree: Any) -> Any:
 def shape_of(
     samples: Any, capacity: int, frames: Frames | None, sequences: Sequences | None, max_truncations: int | None
 ) -> Shape:
-    """The shape of the ring for batches such as `samples`.
+    """The shape of the ring for batches such as `samples` `[T, B]`, or for one step.
 
     Raises `ConfigError` if the observations are no stacks of frames, or the capacity is too small.
     """
-    B = samples.env.reward.shape[1]
+    is_batch = len(samples.env.reward.shape) == 2
+    B = samples.env.reward.shape[1] if is_batch else 1
+
+    def example(tree: Any) -> Any:
+        return map_leaves(lambda leaf: np.zeros(leaf.shape[2 if is_batch else 0 :], leaf.dtype), arrays(tree))
+
     every = sequences.state_every if sequences else 1
     T = -(-capacity // (B * every)) * every
-    observation = arrays(samples.env.observation)
+    observation = example(samples.env.observation)
     if frames is not None:
-        if not isinstance(observation, np.ndarray) or observation.ndim < 3 or observation.shape[2] != frames.n:
-            found = "several arrays" if isinstance(observation, NamedArrays) else f"of shape {observation.shape[2:]}"
+        if not isinstance(observation, np.ndarray) or observation.shape[:1] != (frames.n,):
+            found = "several arrays" if isinstance(observation, NamedArrays) else f"of shape {observation.shape}"
             raise ConfigError(
                 f"frames={frames} needs observations of shape ({frames.n}, ...), but they are {found}: remove frames, "
                 "or stack frames as Gymnasium's FrameStackObservation does"
             )
-        observation = newest_frames(observation)
+        observation = observation[-1]
     info = samples.agent.agent_info
-    state = arrays(info[STATE]) if sequences and STATE in info else None
-
-    def example(tree: Any) -> Any:
-        return map_leaves(lambda leaf: np.zeros(leaf.shape[2:], leaf.dtype), tree)
-
     return Shape(
         T=T,
         B=B,
-        observation=example(observation),
-        action=example(arrays(samples.agent.action)),
-        state=None if state is None else example(state),
+        observation=observation,
+        action=example(samples.agent.action),
+        state=example(info[STATE]) if sequences and STATE in info else None,
         state_every=every,
         max_finals=max_truncations or max(-(-T * B // 32), B),
     )
@@ -145,7 +145,7 @@ class Appender:
         return (self._ring.end - 1) % self._ring.T
 
     def _versions(self, version: Any, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
-        version = np.asarray(array(version) if hasattr(version, "numpy") else version, np.int32)
+        version = np.asarray(array(version), np.int32)
         if self._ring.end and (version < self._ring.arrays.policy_version[self._last_row]).any():
             raise ConfigError(
                 f"policy_version={version} is lower than that of the batch before: versions must not fall. After "

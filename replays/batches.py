@@ -62,20 +62,19 @@ class Transitions:
     def eligible(self, positions: Positions) -> npt.NDArray[np.bool_]:
         """Whether each of `positions` `[N]` may be drawn. All must be within the bounds."""
         windows = self._windows.read(positions)
-        return windows.eligible & self._observations.is_known(windows.at[0])
+        return windows.eligible & self._observations.is_known(windows.at)
 
     def read(self, positions: Positions, out: ReplayBatch | None = None) -> dict[str, Any] | None:
         """The fields of a batch, or None if one of `positions` is not eligible."""
         windows = self._windows.read(positions)
-        if not (windows.eligible & self._observations.is_known(windows.at[0])).all():
+        if not (windows.eligible & self._observations.is_known(windows.at)).all():
             return None
         into = NamedArrays() if out is None else out
-        return_, discount = self._windows.returns(windows)
         return {
-            "observation": self._observations.take(windows.at[0], _field(into, "observation")),
-            "action": take(self._ring.action, windows.at[0], _field(into, "action")),
-            "return_": return_,
-            "discount": discount,
+            "observation": self._observations.take(windows.at, _field(into, "observation")),
+            "action": take(self._ring.action, windows.at, _field(into, "action")),
+            "return_": windows.return_,
+            "discount": windows.discount,
             "next_observation": self._observations.take_next(windows, _field(into, "next_observation")),
         }
 
@@ -112,12 +111,12 @@ class SequenceReader:
 
         starts = positions + self._rows[1 : length + 1]
         windows = self._windows.read(starts.reshape(-1))
-        return_, discount = self._windows.returns(windows)
         # The value after a truncation is that of the final observation, which is not in the rows.
         is_known = windows.eligible
         is_known[windows.truncated] = False
         mask = is_known.reshape(starts.shape)
         mask[: self._sequences.burn_in] = False
+        next_row = (windows.after - windows.at) % ring.size // ring.B
         into = NamedArrays() if out is None else out
         fields = {
             "observation": self._observations.take(rows, _field(into, "observation")),
@@ -128,9 +127,9 @@ class SequenceReader:
             "prev_action": prev_action,
             "prev_reward": prev_reward,
             "prev_done": begins,
-            "return_": return_.reshape(starts.shape),
-            "discount": discount.reshape(starts.shape),
-            "next_row": windows.length.reshape(starts.shape) + np.arange(length)[:, None],
+            "return_": windows.return_.reshape(starts.shape),
+            "discount": windows.discount.reshape(starts.shape),
+            "next_row": next_row.reshape(starts.shape) + np.arange(length)[:, None],
             "mask": mask,
         }
         if "state" in ring.arrays:

@@ -1,6 +1,6 @@
 """Save a replay to a folder, whole or not at all, and read it again.
 
-The arrays go into a new folder inside it. Then the file `replay.json`, which names that folder, is replaced in one step.
+The arrays go into a new folder inside it. Then the file `replay.json`, which names it, is replaced in one step.
 A process that is killed in between leaves the earlier checkpoint, and a folder that the next save removes.
 """
 

@@ -67,7 +67,7 @@ class FrameStacks:
         return found.reshape(*at.shape, *found.shape[1:])
 
     def take_next(self, windows: Windows, out: Any = None) -> Any:
-        at = windows.after
+        at = windows.after.copy()
         ends = np.concatenate([windows.truncated, windows.terminated])
         at[ends] = windows.last[ends]  # a row of the same episode
         found = self.take(at, out)

@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.buffers.ordering import fence
 from penstock.errors import ConfigError, SamplerStateError
-from penstock.replays.appending import Appender, array, shape_of
+from penstock.replays.appending import Appender, shape_of
 from penstock.replays.batches import ReplayBatch, SequenceBatch, SequenceReader, Transitions
 from penstock.replays.checkpoint import read_index, read_priorities, read_steps, saved_shape, write_checkpoint
 from penstock.replays.drawing import Places, UniformDraw
@@ -117,9 +117,9 @@ class Replay:
         storage.appender.append(samples, policy_version, continues)
 
     def estimate(self, samples: Any) -> Estimate:
-        """The memory that this replay takes for batches such as `samples`: print it. Nothing is allocated.
+        """The memory that this replay takes: print it. Nothing is allocated.
 
-        `sampler.initialize` returns such a batch before any step is taken.
+        `samples` is a batch, or what `sampler.initialize` returns: an example of one step.
         """
         shape = self._shape_for(samples)
         n_places = shape.T * shape.B // shape.state_every
@@ -195,8 +195,8 @@ class Replay:
         draw = self._require_storage("update").draw
         if not isinstance(draw, PriorityDraw):
             raise ConfigError("this replay has no priorities: make it with prioritized=Prioritized()")
-        positions = np.asarray(array(index), np.int64).reshape(-1)
-        priorities = np.asarray(array(priority), np.float64).reshape(-1)
+        positions = np.asarray(_on_cpu(index), np.int64).reshape(-1)
+        priorities = np.asarray(_on_cpu(priority), np.float64).reshape(-1)
         if len(positions) != len(priorities):
             raise ConfigError(f"update got {len(positions)} indices and {len(priorities)} priorities")
         draw.update(positions, priorities, self.alpha)
@@ -251,7 +251,8 @@ class Replay:
         storage.appender.n_without_final = index["n_without_final"]
         if isinstance(storage.draw, PriorityDraw):
             storage.draw.n_stale = index["n_stale"]
-            storage.draw.restore(*index["places"], read_priorities(Path(folder), index))
+            low, high = index["places"]
+            storage.draw.restore(low, high, read_priorities(Path(folder), index))
         return replay
 
     def _require_storage(self, call: str) -> _Storage:
@@ -295,3 +296,8 @@ class Replay:
     def n_without_final(self) -> int:
         """Truncated steps whose final observation was overwritten before they were. They are not drawn."""
         return 0 if self._storage is None else self._storage.appender.n_without_final
+
+
+def _on_cpu(values: Any) -> Any:
+    """A tensor's values without its graph and device; anything else as it is."""
+    return values.detach().cpu().numpy() if hasattr(values, "detach") else values

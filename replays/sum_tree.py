@@ -73,7 +73,7 @@ PYTHON: dict[str, Callable[..., None]] = {
 }
 
 try:
-    from penstock.replays._tree import tree_draw, tree_range, tree_update
+    from penstock.replays._native import tree_draw, tree_range, tree_update
 except ImportError:  # no C compiler, or a checkout that was never built
     tree_update, tree_range, tree_draw = PYTHON.values()
     COMPILED = False

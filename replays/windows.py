@@ -1,7 +1,11 @@
-"""n-step windows: which rows follow a position within its episode, and the return, discount and end that result."""
+"""n-step windows: which rows follow a position within its episode, and the return, discount and end that result.
+
+The loop is in C where it was compiled, else in numpy. Both give the same results to the last bit.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,31 +16,72 @@ from penstock.replays.ring import BEGINS, TERMINATED, TRUNCATED, VALID, Ring
 
 Positions = npt.NDArray[np.int64]
 
+_NONE = np.empty(0, np.intp)
+
+
+def _read_windows(
+    flags: Any,
+    reward: Any,
+    positions: Any,
+    powers: Any,
+    B: int,
+    at: Any,
+    last: Any,
+    after: Any,
+    return_: Any,
+    discount: Any,
+    end: Any,
+    eligible: Any,
+) -> None:
+    n = len(powers) - 1
+    rows = (positions + np.arange(n + 1)[:, None] * B) % len(flags)
+    of = flags.take(rows)
+    goes_on = np.empty(rows.shape, np.bool_)  # whether the episode still runs at this step
+    goes_on[0] = True
+    ends = of & (TERMINATED | TRUNCATED)
+    for j in range(n):
+        np.greater(goes_on[j], ends[j] != 0, out=goes_on[j + 1])
+    # The row itself must be valid. The rows after it must also continue its episode.
+    mask = np.full((n + 1, 1), VALID | BEGINS, np.uint8)
+    mask[0] = VALID
+    eligible[:] = ~(goes_on & ((of & mask) != VALID)).any(0)
+    length, i = goes_on[:n].sum(0), np.arange(len(positions))
+    at[:], last[:], after[:] = rows[0], rows[length - 1, i], rows[length, i]
+    end[:] = np.where(goes_on[n], 0, ends[length - 1, i])
+    rewards = reward.take(rows[:n]).astype(np.float64)
+    total = rewards[0]
+    for j in range(1, n):
+        np.copyto(total, total + powers[j] * rewards[j], where=goes_on[j])
+    return_[:] = total
+    discount[:] = np.where(end & TERMINATED, 0, powers[length])
+
+
+#: `read_windows(flags, reward, positions, powers, B, at, last, after, return_, discount, end, eligible)`: fill the last
+#: seven arrays `[N]` for `positions` `[N]`; see `Windows`. `powers` `[n + 1]` are those of the discount. `end` has the
+#: flags of the end of the episode, or 0.
+read_windows: Callable[..., None]
+
+#: The function that is used if nothing is compiled.
+PYTHON: dict[str, Callable[..., None]] = {"read_windows": _read_windows}
+
+try:
+    from penstock.replays._native import read_windows
+except ImportError:  # no C compiler, or a checkout that was never built
+    read_windows = _read_windows
+
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of N positions. A window ends at the end of the episode, or after n steps.
+    """The windows of N positions. A window ends at the end of the episode, or after n steps. Arrays are `[N]`."""
 
-    `at` `[n + 1, N]` are the entries in the ring of the position and of the n steps after it. The window is the first
-    `length` `[N]` of them. `terminated` and `truncated` list the windows that end with an episode.
-    """
-
-    at: Positions
-    is_inside: npt.NDArray[np.bool_]  # `[n, N]`: whether the step belongs to the window
-    length: npt.NDArray[np.intp]
-    terminated: npt.NDArray[np.intp]
-    truncated: npt.NDArray[np.intp]
-    eligible: npt.NDArray[np.bool_]  # `[N]`: whether the window and what follows it is in the ring, and is one episode
-
-    @property
-    def last(self) -> Positions:
-        """Entries `[N]` of the last steps of the windows."""
-        return self.at[self.length - 1, np.arange(len(self.length))]
-
-    @property
-    def after(self) -> Positions:
-        """Entries `[N]` of the steps after the windows. Of another episode where `terminated` or `truncated`."""
-        return self.at[self.length, np.arange(len(self.length))]
+    at: Positions  # entry of the position in the ring
+    last: Positions  # entry of the last step of the window
+    after: Positions  # entry of the step after the window; of another episode if this one has ended
+    return_: npt.NDArray[np.float32]  # discounted sum of the rewards
+    discount: npt.NDArray[np.float32]  # factor of the value after the window
+    eligible: npt.NDArray[np.bool_]  # whether the window and what follows it is in the ring, and is one episode
+    terminated: npt.NDArray[np.intp]  # the windows that end with a termination
+    truncated: npt.NDArray[np.intp]  # the windows that end with a truncation alone
 
 
 class WindowReader:
@@ -44,37 +89,21 @@ class WindowReader:
 
     def __init__(self, ring: Ring, n_step: int, discount: float) -> None:
         self._ring, self.n_step = ring, n_step
-        self._offsets = np.arange(n_step + 1)[:, None] * ring.B
         self._powers = np.array([discount**k for k in range(n_step + 1)])
-        # The row itself must be valid. The rows after it must also continue its episode.
-        self._mask = np.full((n_step + 1, 1), VALID | BEGINS, np.uint8)
-        self._mask[0] = VALID
 
     def read(self, positions: Positions) -> Windows:
         """The windows of `positions` `[N]`. All n + 1 rows of each must be between `ring.first` and `ring.end`."""
-        ring, n = self._ring, self.n_step
-        at = (positions + self._offsets) % ring.size
-        flags = ring.flags.take(at)
-        goes_on = np.empty(at.shape, np.bool_)  # whether the episode still runs at this step
-        goes_on[0] = True
-        is_last = (flags & (TERMINATED | TRUNCATED)) != 0
-        for j in range(n):
-            np.greater(goes_on[j], is_last[j], out=goes_on[j + 1])
-        eligible = ~(goes_on & ((flags & self._mask) != VALID)).any(0)
-        length = goes_on[:n].sum(0)
-        ends = np.flatnonzero(~goes_on[n])
-        has_terminated = (flags[length[ends] - 1, ends] & TERMINATED) != 0
-        terminated, truncated = ends[has_terminated], ends[~has_terminated]
-        if truncated.size:
-            eligible[truncated] &= ring.has_final(at[length[truncated] - 1, truncated])
-        return Windows(at, goes_on[:n], length, terminated, truncated, eligible)
-
-    def returns(self, windows: Windows) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """The discounted sum of the rewards `[N]`, and the factor `[N]` of the value after the window."""
-        reward: npt.NDArray[Any] = self._ring.reward.take(windows.at[:-1])
-        total = np.where(windows.is_inside[0], reward[0], 0).astype(np.float64)
-        for j in range(1, self.n_step):
-            total += np.where(windows.is_inside[j], self._powers[j] * reward[j], 0)
-        factor = self._powers[windows.length]
-        factor[windows.terminated] = 0
-        return total.astype(np.float32), factor.astype(np.float32)
+        ring, N = self._ring, len(positions)
+        at, last, after = np.empty((3, N), np.int64)
+        return_, discount = np.empty((2, N), np.float32)
+        end, eligible = np.empty(N, np.uint8), np.empty(N, np.bool_)
+        inputs = ring.flags, ring.reward, positions, self._powers, ring.B
+        read_windows(*inputs, at, last, after, return_, discount, end, eligible)
+        terminated = truncated = _NONE
+        ends = end.nonzero()[0]
+        if ends.size:
+            has_terminated = (end[ends] & TERMINATED) != 0
+            terminated, truncated = ends[has_terminated], ends[~has_terminated]
+            if truncated.size:
+                eligible[truncated] &= ring.has_final(last[truncated])
+        return Windows(at, last, after, return_, discount, eligible, terminated, truncated)

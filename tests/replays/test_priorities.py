@@ -147,8 +147,8 @@ def test_a_priority_of_zero_is_not_drawn_and_can_be_raised_again() -> None:
 
 def test_lost_final_observations_are_not_drawn() -> None:
     stream = Stream(0, 2, p_end=0.3)
-    replay = Replay(200, 2, DISCOUNT, Prioritized(), max_truncations=4, seed=0)
-    replay.append(stream.batch(20))
+    replay = Replay(200, 2, DISCOUNT, Prioritized(), max_truncations=8, seed=0)
+    replay.append(stream.batch(6))
     with pytest.warns(RuntimeWarning, match="max_truncations"):
         replay.append(stream.batch(60))
     for _ in range(20):

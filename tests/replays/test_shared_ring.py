@@ -57,8 +57,8 @@ def test_no_row_is_torn(n_kills: int) -> None:
 
     writers, n_read, n_redrawn = [start(0), start(1)], 0, 0
     try:
-        kill_at = [int(n) for n in np.linspace(0, 400_000, n_kills + 2)[1:-1]]
-        while n_read < 400_000:
+        kill_at = [int(n) for n in np.linspace(0, 200_000, n_kills + 2)[1:-1]]
+        while n_read < 200_000:
             if kill_at and n_read >= kill_at[0]:
                 writer = kill_at.pop(0) % 2
                 os.kill(writers[writer].pid, signal.SIGKILL)

@@ -1,4 +1,5 @@
-/* The sum tree's loops in C: see sum_tree.py, which says what each function does and has the same in numpy. */
+/* The replay's loops in C: see sum_tree.py and windows.py, which say what each function does and have the same in
+   numpy. */
 
 #define PY_SSIZE_T_CLEAN
 #define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
@@ -144,13 +145,83 @@ static PyObject *tree_draw(PyObject *Py_UNUSED(module), Arguments arguments, Py_
     Py_RETURN_NONE;
 }
 
+/* ---- windows ----------------------------------------------------------------------------------- */
+
+/* As in ring.py. */
+enum { VALID = 1, TERMINATED = 2, TRUNCATED = 4, BEGINS = 8 };
+
+/* read_windows(flags, reward, positions, powers, B, at, last, after, return, discount, end, eligible) */
+static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n_arguments) {
+    static const int types[] = {NPY_UINT8, NPY_FLOAT32, NPY_INT64, NPY_FLOAT64, -1, NPY_INT64, NPY_INT64,
+                                NPY_INT64, NPY_FLOAT32, NPY_FLOAT32, NPY_UINT8, NPY_BOOL};
+    enum { N_ARGUMENTS = sizeof(types) / sizeof(*types) };
+    void *data[N_ARGUMENTS];
+    npy_intp sizes[N_ARGUMENTS];
+    if (n_arguments != N_ARGUMENTS) {
+        return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", N_ARGUMENTS, n_arguments);
+    }
+    for (int i = 0; i < N_ARGUMENTS; i++) {
+        PyArrayObject *array = types[i] < 0 ? NULL : as_line(arguments[i], types[i]);
+        if (types[i] >= 0 && array == NULL) {
+            return NULL;
+        }
+        data[i] = array == NULL ? NULL : PyArray_DATA(array);
+        sizes[i] = array == NULL ? 0 : PyArray_SIZE(array);
+    }
+    Py_ssize_t B = PyNumber_AsSsize_t(arguments[4], PyExc_IndexError);
+    npy_intp size = sizes[0], count = sizes[2], n = sizes[3] - 1;
+    int fits = B > 0 && size > 0 && sizes[1] == size && n > 0;
+    for (int i = 5; i < N_ARGUMENTS; i++) {
+        fits = fits && sizes[i] == count;
+    }
+    if (!fits) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_ValueError, "the sizes of the arrays do not fit together");
+        }
+        return NULL;
+    }
+    const npy_uint8 *flags = data[0];
+    const npy_float32 *reward = data[1];
+    const npy_int64 *position = data[2];
+    const double *power = data[3];
+    npy_int64 *at = data[5], *last = data[6], *after = data[7];
+    npy_float32 *return_ = data[8], *discount = data[9];
+    npy_uint8 *end = data[10];
+    npy_bool *eligible = data[11];
+    for (npy_intp i = 0; i < count; i++) {
+        npy_int64 row = position[i] % size, length = 0;
+        row += row < 0 ? size : 0;
+        at[i] = row;
+        double total = 0;
+        int is_whole = flags[row] & VALID, ends = 0;
+        while (length < n && !ends) {
+            total = length == 0 ? reward[row] : total + power[length] * (double)reward[row];
+            length++;
+            ends = flags[row] & (TERMINATED | TRUNCATED);
+            last[i] = row;
+            row += B;
+            row -= row >= size ? size : 0;
+            /* What comes after the last step of an episode may be anything. */
+            is_whole = is_whole && (ends || (flags[row] & (VALID | BEGINS)) == VALID);
+        }
+        after[i] = row;
+        return_[i] = (npy_float32)total;
+        discount[i] = ends & TERMINATED ? 0 : (npy_float32)power[length];
+        end[i] = (npy_uint8)ends;
+        eligible[i] = is_whole != 0;
+    }
+    Py_RETURN_NONE;
+}
+
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 
-static PyMethodDef functions[] = {FUNCTION(tree_update), FUNCTION(tree_range), FUNCTION(tree_draw), {NULL, NULL, 0, NULL}};
+static PyMethodDef functions[] = {
+    FUNCTION(tree_update), FUNCTION(tree_range), FUNCTION(tree_draw), FUNCTION(read_windows), {NULL, NULL, 0, NULL},
+};
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_tree", .m_size = -1, .m_methods = functions};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_native", .m_size = -1, .m_methods = functions};
 
-PyMODINIT_FUNC PyInit__tree(void) {
+PyMODINIT_FUNC PyInit__native(void) {
     import_array();
     return PyModule_Create(&definition);
 }
