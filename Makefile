@@ -102,7 +102,8 @@ sanitize: $(VENV)/.dependencies
 	$(UNDER_ASAN) -c "from penstock.buffers import _native; assert 'sanitized' in _native.__file__"
 	$(UNDER_ASAN) -m pytest \
 		tests/buffers/test_native.py tests/workers/test_native.py tests/collectors/test_native.py \
-		tests/collectors/test_step_into.py tests/envs/test_wrappers.py tests/samplers/test_native_or_not.py
+		tests/collectors/test_step_into.py tests/envs/test_wrappers.py tests/replays/test_sum_tree.py \
+		tests/replays/test_transitions.py tests/samplers/test_native_or_not.py
 
 # `make quick` with the lowest versions that setup.py allows. torch stays at its pin: its floor has no small build.
 floors:

@@ -240,6 +240,12 @@ def test_the_ports_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> N
     assert (second, third) == (first + 1, first + 2)
 
 
+def test_the_replay_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    names = definitions("docs/replay.md")
+    assert "final_obs" in capsys.readouterr().out
+    assert len(names["replay"]) == names["replay"].n_steps == 2048
+
+
 def test_the_vector_page_runs_as_written() -> None:
     names = definitions("docs/vector_env.md")
     assert names["envs"].closed
