@@ -135,7 +135,7 @@ class Appender:
                 raise SpaceError(f"the {name} of this batch is {found}, that of the first batch was {expected}")
 
     def _is_continued(self, env: Any, prev_action: Any, prev_done: Any) -> bool:
-        """Whether row 0 follows the newest row: its previous action and reward are those of that row."""
+        """Whether row 0 follows the newest row, to judge by its previous action and reward."""
         follows, arrays_, last = ~prev_done[0], self._ring.arrays, self._last_row
         same = (array(env.prev_reward)[0] == arrays_.reward[last])[follows].all()
         return bool(same) and _same(prev_action, arrays_.action, last, follows)

@@ -95,7 +95,7 @@ class UniformDraw:
         return places if newer_than is None else self.redraw(places, rng, newer_than)
 
     def redraw(self, places: Positions, rng: np.random.Generator, newer_than: int | None) -> Positions:
-        """`places` with others instead of those that are not eligible."""
+        """`places`, where each that is not eligible is replaced."""
         low, high = self._bounds(newer_than)
         places[places < low] = low
         bad = np.flatnonzero(~self._is_usable(places, newer_than))

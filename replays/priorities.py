@@ -31,7 +31,7 @@ class PriorityDraw:
         return self.low + (leaves - self.low) % self._places.size
 
     def redraw(self, places: Positions, rng: np.random.Generator, newer_than: int | None) -> Positions:
-        """`places` with others instead of those that are not eligible, which will not be drawn again."""
+        """`places`, where each that is not eligible is replaced. It will not be drawn again."""
         self.catch_up()
         gone = places < self.low
         places[gone] = self.low
@@ -87,7 +87,7 @@ class PriorityDraw:
         return self.tree.leaves[np.arange(self.low, self.high) % self._places.size]
 
     def restore(self, low: int, high: int, leaves: npt.NDArray[np.float64]) -> None:
-        """Take over the `leaves` of the places from `low` to `high`, as far as they are in the ring."""
+        """Set the `leaves` of the places from `low` to `high`, as far as they are in the ring."""
         first, last = self._places.bounds()
         start = max(low, first)
         self.tree.set_range(start, leaves[start - low :])

@@ -104,10 +104,10 @@ class Replay:
         crosses the gap.
 
         `policy_version`, one number or `[B]`, is kept for `sample(newer_than=...)`. It must not fall from batch to
-        batch. By default it is `samples.agent.policy_version`, or 0 if there is none.
+        batch. The default is `samples.agent.policy_version`, or 0.
 
-        Raises `ConfigError` if the ring does not fit into the memory or the batch does not fit into the ring, and
-        `SpaceError` for data of another shape or dtype than before, or for observations that are no stacks of frames.
+        Raises `ConfigError` if the ring does not fit into the memory, or the batch does not fit into the ring. Raises
+        `SpaceError` if shapes or dtypes have changed, or if observations are no stacks of frames.
         """
         storage = self._storage
         if storage is None:
@@ -176,7 +176,7 @@ class Replay:
         return (ReplayBatch if self.sequences is None else SequenceBatch)(fields).torch()
 
     def _is_whole(self, storage: _Storage, positions: Positions) -> bool:
-        """Whether no other process has begun to overwrite what was read."""
+        """Whether no other process was overwriting what was read."""
         ring = storage.ring
         if not ring.is_shared:
             return True

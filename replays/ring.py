@@ -118,7 +118,7 @@ class Ring:
 
     @property
     def first(self) -> int:
-        """The oldest step that no writer has begun to overwrite."""
+        """The oldest step that no writer overwrites yet."""
         begun = self._begun[0, _STEP] if len(self._begun) == 1 else self._begun[:, _STEP].max()
         return max(int(begun) - self.T, self._oldest)
 
@@ -259,7 +259,7 @@ def _file_arrays(specs: NamedArrays, path: Path) -> NamedArrays:
         ) from error
     finally:
         os.close(fd)
-    block.madvise(mmap.MADV_RANDOM)  # samples are drawn at random: reading ahead would be in vain
+    block.madvise(mmap.MADV_RANDOM)  # samples are drawn at random, so reading ahead only takes time
 
     def array(prefix: str, tree: Any) -> Any:
         if isinstance(tree, NamedArrays):

@@ -59,6 +59,8 @@ SLOW = (
     "examples/",
     "process/",
     "real/",
+    "replays/test_checkpoint.py::test_a_kill_while_saving_leaves_a_whole_checkpoint",
+    "replays/test_shared_ring.py::test_no_row_is_torn",
     "samplers/test_agents_determinism.py",
     "samplers/test_arguments.py::test_a_type_checker_finds_wrong_arguments_of_every_sampler",
     "samplers/test_asynchronous.py",

@@ -121,6 +121,17 @@ def test_checks(folder: Path, imported: Any, capsys: pytest.CaptureFixture[str])
     assert all(len(values) == 2 for values in content["ns_per_step"].values())
 
 
+def test_replay(folder: Path, imported: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    file = folder / "replay.json"
+    sizes = ["--capacity", "20000", "--pictures", "1100"]
+    imported("replay").main([*sizes, "--seconds", "0.001", "--repeats", "2", "--json", str(file)])
+    assert "penstock" in capsys.readouterr().out
+    results = json.loads(file.read_text(encoding="utf-8"))["results"]
+    assert results.keys() == {"sample", "prioritized", "append [128, 32]", "append [1, 32]", "pixels"}
+    for figures in results.values():
+        assert all(len(values) == 2 for values in figures.values())
+
+
 @pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
 def test_waits(folder: Path) -> None:
     printed, content = run(folder, "waits", "--workers", 1, 2, "--seconds", 0.02, "--repeats", 2)
