@@ -13,7 +13,7 @@ from penstock.buffers.named import map_leaves
 from penstock.errors import ConfigError, SpaceError
 from penstock.replays.observations import check_frames, newest_frames
 from penstock.replays.options import Frames, Sequences
-from penstock.replays.ring import BEGINS, PARTIAL, Ring, Shape, lacks_next
+from penstock.replays.ring import BEGINS, PARTIAL, VALID, Ring, Shape, lacks_next
 
 STATE = "prev_rnn_state"  # the field of agent_info
 _CHECKED = 0.01  # the share of rows whose frames are compared
@@ -177,7 +177,7 @@ class Appender:
         kept = map_leaves(lambda leaf: leaf[first::every], state)
         if self._is_first and first + every < len(flags):
             rows = slice(first + every, None, every) if first == 0 else slice(first, None, every)
-            goes_on = (flags[rows] & BEGINS) == 0
+            goes_on = (flags[rows] & (BEGINS | VALID)) == VALID
             leaves = [leaf for _, leaf in state.leaves()] if isinstance(state, NamedArrays) else [state]
             if goes_on.any() and not any(leaf[rows][goes_on].any() for leaf in leaves):
                 raise ConfigError(

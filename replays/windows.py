@@ -57,8 +57,8 @@ def _read_windows(
 
 
 #: `read_windows(flags, reward, positions, powers, B, at, last, after, return_, discount, end, eligible)`: fill the last
-#: seven arrays `[N]` for `positions` `[N]`; see `Windows`. `powers` `[n + 1]` are the powers of the discount. `end` has the
-#: flags of the end of the episode, or 0.
+#: seven arrays `[N]` for `positions` `[N]`; see `Windows`. `powers` `[n + 1]` are the powers of the discount. `end` has
+#: the flags of the end of the episode, or 0.
 read_windows: Callable[..., None]
 
 #: The function that is used if nothing is compiled.

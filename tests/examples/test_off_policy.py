@@ -23,3 +23,12 @@ def test_a_dqn_that_misses_its_goal_says_so() -> None:
     done = run("examples/dqn.py", "--total-steps", 600, "--eval-every", 500)
     assert done.returncode == 1
     assert "goal of 475 missed" in done.stderr
+
+
+def test_a_short_sac_runs_with_and_without_the_wrong_learner() -> None:
+    for wrong in (0, 1):
+        options = ["--total-steps", 1300, "--eval-every", 200, "--eval-episodes", 8, "--max-episode-steps", 50]
+        done = run("examples/sac.py", *options, "--truncation-terminates", wrong)
+        assert done.returncode == 1
+        assert "goal of -200 missed" in done.stderr
+        assert "1,200 steps" in done.stdout
