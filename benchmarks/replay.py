@@ -53,7 +53,8 @@ def vectors(T: int) -> Samples:
 
 
 def filled(replay: Replay, samples: Samples) -> Replay:
-    while len(replay) < replay.capacity - B * len(samples.env.reward):
+    """The replay after so many batches that the first, whose episodes have no begin, is overwritten."""
+    while replay.n_steps < replay.capacity + samples.env.reward.size:
         replay.append(samples)
     return replay
 
@@ -82,7 +83,7 @@ def bare_append(capacity: int, samples: Samples) -> Call:
     T = len(samples.env.reward)
     parts = [samples.env.observation, samples.agent.action, samples.env.reward, samples.env.valid]
     rows = capacity // B // T
-    rings = [np.zeros((rows, *part.shape), part.dtype) for part in parts]
+    rings = [np.ones((rows, *part.shape), part.dtype) for part in parts]  # written once, so that the memory is there
     turn = [0]
 
     def call() -> None:
@@ -172,16 +173,10 @@ def tianshou_calls(capacity: int, samples: Samples, priority: Any) -> dict[str, 
 def pixel_calls(capacity: int) -> dict[str, dict[str, Call]]:
     """Stacks of four pictures of 84 x 84, drawn into memory that is used again."""
     T, n = 16, 4
-    pictures = np.random.default_rng(0).integers(0, 256, (T + n - 1, B, 84, 84), np.uint8)
-    stacks = np.stack([pictures[i : i + T] for i in range(n)], 2)
-    replay = Replay(capacity, 3, frames=Frames(n), seed=0)
-    samples = make_samples(stacks, T)
-    while len(replay) < capacity - B * T:
-        samples.env.prev_done[0] = True
-        stacks[0] = stacks[0, :, -1:]
-        for t in range(1, T):
-            stacks[t, :, :-1] = stacks[t - 1, :, 1:]
-        replay.append(samples)
+    pictures = np.random.default_rng(0).integers(0, 256, (T, B, 84, 84), np.uint8)
+    # The batch continues itself, so that it can be appended again and again.
+    stacks = np.stack([pictures[(np.arange(T) + i) % T] for i in range(1 - n, 1)], 2)
+    replay = filled(Replay(capacity, 3, frames=Frames(n), seed=0), make_samples(stacks, T))
     kept = [replay.sample(BATCH)]
     frames = np.zeros((capacity, 84, 84), np.uint8)
     frames[:] = 1

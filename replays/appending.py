@@ -71,6 +71,9 @@ class Appender:
     def __init__(self, ring: Ring, frames: Frames | None) -> None:
         self._ring, self._frames = ring, frames
         self.n_without_final = 0
+        self._layouts = {"observation": _layout(ring.shape.observation), "action": _layout(ring.shape.action)}
+        if frames is not None:
+            self._layouts["observation"] = [(path, (frames.n, *of), t) for path, of, t in self._layouts["observation"]]
         self._is_first = True
         self._rng = np.random.default_rng(0)  # rows to check; draws do not depend on it
 
@@ -122,15 +125,8 @@ class Appender:
                 f"a batch of {batch_T} x {batch_B} steps does not fit into capacity={shape.T * shape.B}: raise "
                 "capacity, or lower batch_T"
             )
-        for name, given, kept in (
-            ("observation", samples.env.observation, shape.observation),
-            ("action", samples.agent.action, shape.action),
-        ):
-            expected = _layout(kept)
-            found = _layout(map_leaves(lambda leaf: array(leaf)[0, 0], given))
-            if name == "observation" and self._frames is not None:
-                n = self._frames.n
-                expected = [(path, (n, *of), dtype) for path, of, dtype in expected]
+        for name, given in (("observation", samples.env.observation), ("action", samples.agent.action)):
+            found, expected = _layout(arrays(given), 2), self._layouts[name]
             if found != expected:
                 raise SpaceError(f"the {name} of this batch is {found}, that of the first batch was {expected}")
 
@@ -187,9 +183,10 @@ class Appender:
         return kept
 
 
-def _layout(tree: Any) -> list[tuple[str, tuple[int, ...], str]]:
+def _layout(tree: Any, n_leading: int = 0) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
+    """Name, shape and dtype of each leaf, without the leading dimensions."""
     leaves = tree.leaves() if isinstance(tree, NamedArrays) else [("", tree)]
-    return [(path, tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves]
+    return [(path, leaf.shape[n_leading:], leaf.dtype) for path, leaf in leaves]
 
 
 def _same(rows: Any, kept: Any, last: int, where: npt.NDArray[np.bool_]) -> bool:
