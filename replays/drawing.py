@@ -13,7 +13,7 @@ from penstock.replays.ring import Ring
 from penstock.replays.windows import Positions
 
 _ROUNDS = 20  # of redrawing what is not eligible, before all positions are examined
-_AT_ONCE = 65_536  # positions that are examined together
+AT_ONCE = 65_536  # positions that are examined together
 
 
 class Reader(Protocol):
@@ -71,8 +71,8 @@ class Places:
     def all_eligible(self, low: int, high: int) -> Positions:
         """All places from `low` to `high` that may be drawn."""
         parts = [np.empty(0, np.int64)]
-        for start in range(low, high, _AT_ONCE):
-            part = np.arange(start, min(start + _AT_ONCE, high))
+        for start in range(low, high, AT_ONCE):
+            part = np.arange(start, min(start + AT_ONCE, high))
             parts.append(part[self.eligible(part)])
         return np.concatenate(parts)
 

@@ -6,11 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ConfigError
-from penstock.replays.drawing import Places, nothing_to_draw
+from penstock.replays.drawing import AT_ONCE, Places, nothing_to_draw
 from penstock.replays.sum_tree import SumTree
 from penstock.replays.windows import Positions
-
-_AT_ONCE = 65_536  # places that are examined together
 
 
 class PriorityDraw:
@@ -59,8 +57,8 @@ class PriorityDraw:
         if low > self.low:
             self.tree.set_range(self.low, np.zeros(max(min(low, self.high) - self.low, 0)))
         newest = self.tree.largest or 1.0
-        for start in range(max(self.high, low), high, _AT_ONCE):
-            places = np.arange(start, min(start + _AT_ONCE, high))
+        for start in range(max(self.high, low), high, AT_ONCE):
+            places = np.arange(start, min(start + AT_ONCE, high))
             self.tree.set_range(start, np.where(self._places.eligible(places), newest, 0.0))
         self.low, self.high = low, high
 
