@@ -224,4 +224,6 @@ def can_start(stream: Stream, step: int, b: int, *, T: int, n: int, sequences: S
     last = step + sequences.length + n - 1
     if step % sequences.state_every or not can_see(stream, step - back, last, T):
         return False
+    if stream.frames and not _has_frames(rows, step, stream.frames.n - 1):
+        return False
     return rows[step].valid and not any(row.follows_gap for row in rows[step : last + 1])
