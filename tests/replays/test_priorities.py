@@ -183,3 +183,16 @@ def test_what_needs_priorities_says_so() -> None:
     for options in ({"alpha": -1.0}, {"beta": "a"}):
         with pytest.raises(ConfigError, match=next(iter(options))):
             Prioritized(**options)  # type: ignore[arg-type]
+
+
+def test_the_first_and_the_last_index_that_count_are_exact() -> None:
+    stream, replay = make(T=40, n=1, p_end=0.0)
+    for _ in range(5):
+        replay.append(stream.batch(10))
+    # Steps 10 to 49 are in the ring. Step 49 has no next one yet.
+    replay.update(np.array([19]), np.ones(1))
+    assert replay.n_stale == 1
+    replay.update(np.array([20, 97]), np.ones(2))
+    assert replay.n_stale == 1
+    with pytest.raises(ConfigError, match="never drawn"):
+        replay.update(np.array([98]), np.ones(1))
