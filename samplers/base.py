@@ -26,7 +26,7 @@ from penstock.samplers.config import SamplerConfig
 from penstock.samplers.local import SerialPool
 from penstock.samplers.plan import SamplerPlan
 from penstock.samplers.results import infos_from_messages, infos_from_records
-from penstock.samplers.stats import SamplerStats, worker_stats
+from penstock.samplers.stats import SamplerStats, describe, worker_stats
 from penstock.workers import sigint
 from penstock.workers.arguments import integer, true_or_false
 from penstock.workers.call_guard import CallGuard
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from penstock.samplers.config import SamplerOptions
     from penstock.workers.monitor import WaitOptions
 
-_MAX_SHOWN = 16  # workers in a repr
 _EVAL_POLL_SECONDS = 0.005  # how soon an evaluation is ended once enough trajectories have finished
 
 
@@ -259,8 +258,7 @@ class Sampler(ABC):
         batch, batches, n_slots = self._batch, self._batches, self.config.n_slots
         if self.config.debug and batch >= n_slots:
             batches.poison(batch - n_slots)  # no worker reads its last row now
-        self._batch += 1
-        self.samples_np = batches.view(batch)
+        self._batch, self.samples_np = batch + 1, batches.view(batch)
         samples = batches.hand_out(batch, valid_until=batch + n_slots)
         return samples, self._take_traj_infos(pool, batches.slot(batch))
 
@@ -375,23 +373,14 @@ class Sampler(ABC):
         return np.stack([self._memory.control.timeline(plan.worker_rank) for plan in self._plans])
 
     def __repr__(self) -> str:
-        name, state = type(self).__name__, self._guard.state.name.lower()
-        if "config" not in vars(self):
-            return f"<{name} {state}>"
-        size = f"batch_T={self.batch_T}, batch_B={self.batch_B}"
+        state = self._guard.state
+        heading = f"{type(self).__name__} {state.name.lower()}"
+        if "config" in vars(self):
+            heading += f": batch_T={self.batch_T}, batch_B={self.batch_B}"
         if self._pool is None:
-            return f"<{name} {state}: {size}>"
-        restarts = f", {n} restarts" if (n := self._pool.restarts.total) else ""
-        cpus = sorted({cpu for plan in self._plans for cpu in plan.cpus})
-        pinned = f"on CPUs {', '.join(map(str, cpus))}" if cpus else "not pinned"
-        heading = f"<{name} {state}: {size}, seed={self.seed}, {len(self._plans)} workers, {pinned}{restarts}"
-        if self.state in (SamplerState.BROKEN, SamplerState.CLOSED):
-            return f"{heading}>"
-        statuses = self._pool.statuses()
-        lines = [f"  {status}: {status.doing}" for status in statuses[:_MAX_SHOWN]]
-        if len(statuses) > _MAX_SHOWN:
-            lines.append(f"  ... and {len(statuses) - _MAX_SHOWN} more")
-        return "\n".join([heading, *lines]) + ">"
+            return f"<{heading}>"
+        has_ended = state in (SamplerState.BROKEN, SamplerState.CLOSED)
+        return f"<{heading}, seed={self.seed}, {describe(self._plans, self._pool, has_ended=has_ended)}>"
 
     # ---- closing ---------------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +13,12 @@ from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.workers.control import ControlBlock
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.restarts import Restarts
+
+if TYPE_CHECKING:
+    from penstock.samplers.local import SerialPool
+    from penstock.workers.pool import WorkerPool
+
+_MAX_SHOWN = 16  # workers in a repr
 
 
 @dataclass(frozen=True)
@@ -123,3 +130,16 @@ class ServerTotals:
         served = {n: times for n, times in enumerate(arrays.served.tolist()) if times}
         acting, waiting = arrays.seconds.tolist()
         return ServerStats(served, acting, waiting)
+
+
+def describe(plans: Sequence[WorkerPlan], pool: WorkerPool | SerialPool, *, has_ended: bool) -> str:
+    """The workers of a sampler, for its repr; with a line for what each is doing, unless they have ended."""
+    restarts = f", {n} restarts" if (n := pool.restarts.total) else ""
+    cpus = sorted({cpu for plan in plans for cpu in plan.cpus})
+    pinned = f"on CPUs {', '.join(map(str, cpus))}" if cpus else "not pinned"
+    statuses = [] if has_ended else pool.statuses()
+    lines = [f"{len(plans)} workers, {pinned}{restarts}"]
+    lines += [f"  {status}: {status.doing}" for status in statuses[:_MAX_SHOWN]]
+    if len(statuses) > _MAX_SHOWN:
+        lines.append(f"  ... and {len(statuses) - _MAX_SHOWN} more")
+    return "\n".join(lines)

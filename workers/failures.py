@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
+from typing import TYPE_CHECKING
 
 import psutil
 
-from penstock.buffers.reports import Report
+from penstock.buffers.reports import Report, ReportBoard
 from penstock.errors import SamplerBrokenError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.progress import Phase, ProgressSnapshot
+
+if TYPE_CHECKING:
+    from penstock.workers.handle import WorkerHandle
 
 _MAX_LISTED = 32  # workers that fail at once, each with a line
 _MAX_STACKS = 3
@@ -146,3 +150,30 @@ def add_killed(error: SamplerBrokenError, killed: Sequence[WorkerFailure]) -> No
     if killed:
         lines = [str(error), "killed as well, at the same moment or while the others were told to exit:"]
         error.args = ("\n".join([*lines, *map(str, killed[:_MAX_LISTED])]),)
+
+
+def examine_exits(
+    handles: Iterable[WorkerHandle],
+    forced: Mapping[int, WorkerStatus],
+    status_of: Callable[[WorkerHandle], WorkerStatus],
+    reports: ReportBoard,
+) -> tuple[list[str], list[WorkerFailure], set[int | None]]:
+    """Reap the workers of a pool that closes. `forced`, by rank: those that had to be killed.
+
+    Returns a text for each worker that did not exit well, those that something else has killed, and the exit codes.
+    """
+    complaints, killed, exitcodes = list[str](), list[WorkerFailure](), set[int | None]()
+    for handle in handles:
+        is_unreported = not handle.is_reaped
+        exitcode = handle.reap()  # this also kills what its environments have left running
+        exitcodes.add(exitcode)
+        status, report = status_of(handle), reports.read(handle.rank)
+        failure = WorkerFailure(status, exitcode, report)
+        if handle.rank in forced:
+            complaints.append(f"{forced[handle.rank]} did not exit while {status.doing} and was killed")
+            continue
+        if is_unreported and exitcode is not None and exitcode < 0:
+            killed.append(failure)
+        if report is not None or status.progress.phase is Phase.CLOSING:
+            complaints.append(str(failure))
+    return complaints, killed, exitcodes

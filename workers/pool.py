@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.buffers.reports import ReportBoard
@@ -17,7 +18,7 @@ from penstock.buffers.results import ObjectMessage, ObjectPipe
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError, WorkerTimeoutError
 from penstock.workers import cleanup, sigint
 from penstock.workers.control import Command
-from penstock.workers.failures import WorkerFailure, WorkerStatus, add_killed, make_error
+from penstock.workers.failures import WorkerFailure, WorkerStatus, add_killed, examine_exits, make_error
 from penstock.workers.forks import abandon_in_forks
 from penstock.workers.gates import Gate, GateWakers
 from penstock.workers.guardian import Guardian
@@ -27,7 +28,6 @@ from penstock.workers.lookout import Lookout
 from penstock.workers.monitor import Monitor, WaitOptions
 from penstock.workers.plan import PoolOptions, WorkerPlan
 from penstock.workers.program import SharedMemory, WorkerProcessArgs, WorkerProgram
-from penstock.workers.progress import Phase
 from penstock.workers.restarts import Restarts
 from penstock.workers.spinning import is_crowded
 from penstock.workers.stacks import StackFile
@@ -102,20 +102,16 @@ class WorkerPool:
             raise
 
     def _start_all(self, plans: Sequence[WorkerPlan]) -> None:
-        spin = self._options.spin_seconds
         self._monitor.yields = yields = is_crowded(len(plans) + 1)
-        server_gate: Any = None
-        if plans[-1].server_name:
-            server_gate = self._owned(Gate(self.control, plans[-1].worker_rank, spin_seconds=spin, yields=yields))
+        new_gate = partial(Gate, self.control, spin_seconds=self._options.spin_seconds, yields=yields)
+        server_gate: Any = self._owned(new_gate(plans[-1].worker_rank)) if plans[-1].server_name else None
         for plan in plans:
             with sigint.allowed():
                 pass  # Ctrl-C may end the start here: no worker is half started now
             self._check_open()
             gate = server_gate
             if not plan.server_name:
-                gate = self._owned(
-                    Gate(self.control, plan.worker_rank, spin_seconds=spin, yields=yields, server=server_gate)
-                )
+                gate = self._owned(new_gate(plan.worker_rank, server=server_gate))
             self._wanted_openings[plan.worker_rank] = 1
             self.control.open(plan.worker_rank)
             self._start(plan, gate, ObjectPipe(), self._owned(StackFile()))
@@ -323,9 +319,8 @@ class WorkerPool:
         n_lost = self._count_lost(old)
         self.restarts.note(failure, occasion, n_lost)
         _log.warning("%s (%s); it is being replaced, %d trajectories are lost", failure, occasion, n_lost)
-        pipe = old.pipe.replacement(
-            keep=None if self._options.keeps_messages else self.control.n_results_since(rank, self._n_taken)
-        )
+        n_kept = None if self._options.keeps_messages else self.control.n_results_since(rank, self._n_taken)
+        pipe = old.pipe.replacement(keep=n_kept)
         self._reports.clear(rank)
         old.stacks.clear()
         self.control.reset_row(rank)
@@ -383,24 +378,10 @@ class WorkerPool:
         """End all workers, and warn if one did not exit well. Returns as `close` does."""
         self._lookout.stop()
         forced = self._monitor.make_them_exit(self.handles, _EXIT_BROKEN_SECONDS if broken else _EXIT_SECONDS)
-        complaints, killed, exitcodes = [], [], set()
-        for handle in self.handles:
-            is_unreported = not handle.is_reaped
-            exitcode = handle.reap()  # this also kills what its environments have left running
-            exitcodes.add(exitcode)
-            status, report = self._monitor.status(handle), self._reports.read(handle.rank)
-            failure = WorkerFailure(status, exitcode, report)
-            if handle.rank in forced:
-                complaints.append(f"{forced[handle.rank]} did not exit while {status.doing} and was killed")
-                continue
-            if is_unreported and exitcode is not None and exitcode < 0:
-                killed.append(failure)
-            if report is not None or status.progress.phase is Phase.CLOSING:
-                complaints.append(str(failure))
+        complaints, killed, exitcodes = examine_exits(self.handles, forced, self._monitor.status, self._reports)
         if exitcodes - {0}:
-            cleanup.remove_stale(
-                {name for handle in self.handles for name in self._reports.cleanup_functions(handle.rank)}
-            )
+            names = {name for handle in self.handles for name in self._reports.cleanup_functions(handle.rank)}
+            cleanup.remove_stale(names)
         if complaints and not broken:
             warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=5)
         return killed
