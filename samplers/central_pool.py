@@ -51,8 +51,9 @@ class CentralPool(WorkerPool):
             try:
                 local.build(shares[-1], self._request_locally)
             except Exception as error:
+                failure = local.error(error, self._occasion)  # before `close`, which changes the phase
                 self.close(broken=True)
-                raise local.error(error, self._occasion) from error
+                raise failure from error
             except BaseException:
                 self.close(broken=True)
                 raise

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, RecordEpisodeStatistics, TimeLimit
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, RecordEpisodeStatistics, TimeLimit, TransformReward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,7 +60,7 @@ WRAPPERS: list[Callable[[Any], Any]] = [
     lambda env: TimeLimit(env, 2),
     lambda env: TimeLimit(env, 4),
     lambda env: OtherTimeLimit(env, 3),
-    RecordEpisodeStatistics,
+    lambda env: TransformReward(env, operator.neg),
 ]
 VALUES: list[tuple[str, Any]] = [
     ("_elapsed_steps", 0),
