@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import platform
 from collections.abc import Callable
-from importlib.metadata import version
 
 from penstock.buffers import native
 from penstock.buffers.memory_limits import free_memory
@@ -15,6 +14,8 @@ from penstock.workers.affinity import usable_cpus
 
 def describe_machine() -> dict[str, str]:
     """Facts by name, ready to print."""
+    from importlib.metadata import version  # here, because every worker imports this module, and this one is large
+
     cpus = usable_cpus()
     packages = ("numpy", "torch", "gymnasium", "cloudpickle", "psutil")
     return {

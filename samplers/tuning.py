@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import random
 import re
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from penstock.envs import EnvFn
 from penstock.envs.factory import env_factories
@@ -84,7 +85,7 @@ class TuneReport:
         if candidate.sampler == "SerialSampler":
             verdict = "One process is fastest here."
         elif shares:
-            verdict = f"{statistics.median(shares):.2f} times the speed of one process."
+            verdict = f"{np.median(shares):.2f} times the speed of one process."
         else:
             verdict = f"The fastest of {sum(bool(row.turns) for row in self.rows)} candidates."
         return f"# {verdict}\n{candidate.code(self.env)}"
@@ -144,7 +145,7 @@ def choose(rows: Sequence[TuneRow]) -> TuneRow | None:
     shares = {id(row): row.shares(rows[0]) for row in running}
     if not all(shares.values()):  # the first candidate failed
         shares = {id(row): list(row.rates.values()) for row in running}
-    speeds = [statistics.median(shares[id(row)]) for row in running]
+    speeds = [np.median(shares[id(row)]) for row in running]
     return next(row for row, speed in zip(running, speeds, strict=True) if speed >= max(speeds) * (1 - _TOLERANCE))
 
 
@@ -339,7 +340,7 @@ def _figure(values: Sequence[float], form: str) -> str:
         return "-"
     if len(values) == 1:
         return form.format(values[0])
-    low, middle, high = (form.format(x) for x in statistics.quantiles(values, n=4, method="inclusive"))
+    low, middle, high = (form.format(x) for x in np.quantile(values, (0.25, 0.5, 0.75)))
     return f"{middle} ({low} to {high})"
 
 
