@@ -19,7 +19,7 @@ quick: $(VENV)/.installed
 	$(BIN)/$(PYTEST) -n 2 -m "not slow"
 
 test: $(VENV)/.installed
-	$(BIN)/$(PYTEST) -n 3
+	$(BIN)/$(PYTEST) -n 4
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
