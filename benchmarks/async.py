@@ -103,14 +103,14 @@ def equal_learner(repeats: int, seconds: float, **options: Any) -> Figures:
     """Steps per second of both loops, if training takes as long as sampling; one worker and the learner, a CPU each."""
     first, second = usable_cpus()[:2]
     everything = os.sched_getaffinity(0)
-    pin([first])
+    size = {"batch_T": 128, "batch_B": 16, **options}
+    synchronous, asynchronous = (begin(cls, 1, [second], **size) for cls in (ParallelSampler, AsyncSampler))
+    pin([first])  # after the samplers have started: they refuse CPUs that this process may not use
     try:
-        size = {"batch_T": 128, "batch_B": 16, **options}
-        synchronous = begin(ParallelSampler, 1, [second], **size)
         training = sampling_seconds(synchronous)
         contestants = {
             "ParallelSampler": Loop(synchronous, training),
-            "AsyncSampler": Loop(begin(AsyncSampler, 1, [second], **size), training),
+            "AsyncSampler": Loop(asynchronous, training),
         }
         return take_turns(Paused.around(contestants), repeats, seconds)
     finally:
