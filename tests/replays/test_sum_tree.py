@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.replays import sum_tree
@@ -29,6 +29,7 @@ def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
+@settings(deadline=None)
 @given(size=st.integers(1, 70), data=st.data())
 def test_both_versions_are_equal_to_the_last_bit(size: int, data: st.DataObject) -> None:
     trees = [SumTree(size), SumTree(size)]

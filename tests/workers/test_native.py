@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.workers import native
@@ -120,6 +120,7 @@ _workers = st.lists(
 
 
 @pytest.mark.skipif(not native.COMPILED, reason="was built without a C compiler")
+@settings(deadline=None)
 @given(workers=_workers, word=st.integers(-1, 6))
 def test_compiled_and_python_agree(workers: list[Any], word: int) -> None:
     control, n = block_of(workers), len(workers)
