@@ -91,7 +91,7 @@ class FunctionAgent(Agent):
     def copy_for_worker(self) -> FunctionAgent:
         is_published = bool(self.read_parameters())
         copied = super().copy_for_worker()
-        if is_published:  # a function of its own, which changes only with sync_shared_memory
+        if is_published:  # an unpickled function, which changes only with sync_shared_memory
             copied._fn, copied._pickled = pickle.loads(copied._code), None
         return copied
 

@@ -58,7 +58,7 @@ class AgentRuntime:
     def worker_copy(self) -> Agent:
         """A copy to act with in a worker: on the CPU, with its own parameters."""
         copied, parameters = self.agent.copy_for_worker(), self.agent.read_parameters()
-        if parameters:  # else the arrays are those of the learner, which may write into them while this copy acts
+        if parameters:  # the learner may write into its own arrays while this copy acts
             copied.write_parameters({name: value.copy() for name, value in parameters.items()})
         return copied
 
@@ -73,8 +73,8 @@ class AgentRuntime:
         self.agent._source = parameters
 
     def pull_shared_memory(self, version: int = 0) -> int:
-        """Write the newest published parameters into the agent, or those of `version`, unless it has them already.
-        Returns their version."""
+        """Write the newest published parameters into the agent, unless it has them already. With `version`, write the
+        parameters of that version. Returns their version."""
         agent = self.agent
         if agent._source is not None and (version or agent._source.version) != agent._version:
             values, agent._version = agent._source.read(version)

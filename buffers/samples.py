@@ -60,7 +60,7 @@ class Samples(NamedArrays):
     """One batch: `samples.env` and `samples.agent`. An index applies to all fields: `samples[t0:t1, 3]`.
 
     The arrays are views of the buffer that the workers write into. A later batch overwrites them: see `is_current` and
-    `valid_until`. `samples.copy()` has memory of its own.
+    `valid_until`. `samples.copy()` copies the arrays.
     """
 
     __slots__ = ("_status",)
@@ -215,8 +215,8 @@ class BatchColumns:
     def begin_batch(self, before: BatchColumns | None) -> None:
         """Clear the fields that are written only where an episode ends.
 
-        Copy the last row of the batch `before`, which may be in the same slot, to the first row. In the first batch it
-        is None.
+        Copy the last row of the batch `before` to the first row. `before` may be in the same slot. It is None for the
+        first batch.
         """
         if before is not None:
             self.observation_rows[0][...] = before.observation_rows[-1]

@@ -65,8 +65,11 @@ class AgentInfoWriter:
         self._arrays = _as_dict(agent_info)
 
     def write(self, t: int, agent_info: Any) -> None:
-        """Write row t. Raises `SpaceError` with the name of a field that differs from the agent's first step, or
-        `ColumnError` if a value would change in the dtype of the first step."""
+        """Write row t. The agent's first step decides which fields there are, and their shapes and dtypes.
+
+        Raises `SpaceError` with the name of a field that differs, or `ColumnError` for a value that would change in the
+        dtype of its field.
+        """
         fields = agent_info if agent_info.__class__ is dict else fields_of(agent_info)
         if not put_row(self._arrays, t, fields):
             _write_fields(self._arrays, t, agent_info, "agent_info")

@@ -129,7 +129,7 @@ class SamplerConfig:
         for name in ("step_timeout", "start_timeout", "restart_window"):
             if name != "step_timeout" or self.step_timeout is not None:
                 self._put(name, seconds(name, getattr(self, name)))
-        for name in ("record_final_obs", "check_finite", "debug"):
+        for name in ("record_final_obs", "flatten_wrappers", "check_finite", "debug"):
             self._put(name, true_or_false(name, getattr(self, name)))
         self._check_evaluation()
         one_of("start_method", self.start_method, START_METHODS)
@@ -163,8 +163,6 @@ class SamplerConfig:
             raise ConfigError(
                 f"observation_dtype must be a floating-point numpy dtype or None, got {self.observation_dtype!r}"
             )
-        if not isinstance(self.flatten_wrappers, bool | np.bool_):
-            raise ConfigError(f"flatten_wrappers must be True or False, got {self.flatten_wrappers!r}")
         for name, base in (
             ("collector_cls", Collector),
             ("eval_collector_cls", BaseEvalCollector),

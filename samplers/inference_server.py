@@ -269,7 +269,7 @@ class InferenceServer:
         return True
 
     def _reply(self, ranks: Sequence[int], wake: Callable[[int], None]) -> None:
-        for rank in self._control.reply_all(ranks, self._numbers):
+        for rank in self._control.reply(ranks, self._numbers):
             wake(rank)
 
     def _act(self, ranks: Sequence[int], *, for_values: bool) -> None:
@@ -294,10 +294,10 @@ class InferenceServer:
         control = self._control
         while True:
             values, steps, working, self._numbers, self._seen = look(*control.block, len(self._plans))
-            # A worker that has completed the command may have sent its first request of the next batch already. That
-            # waits until this server begins the next batch.
-            ahead = [rank for rank in range(len(self._plans)) if control.arrived(rank) >= self._number]
-            if ahead:
+            # If gates are opened ahead, a worker that has completed the command may have sent its first request of the
+            # next batch already. That waits until this server begins the next batch.
+            if control.opened(0) > self._number:
+                ahead = [rank for rank in range(len(self._plans)) if control.arrived(rank) >= self._number]
                 values, steps, working = ([r for r in ranks if r not in ahead] for ranks in (values, steps, working))
             # After the requests: a new worker's generation is written before its first request.
             fence()

@@ -15,8 +15,6 @@ def infos_from_records(
 ) -> list[TrajInfo]:
     """The stock trajectory infos, `expected[i]` of each worker i from record `starts[i]` on, ordered by time step, then
     env_rank."""
-    if not any(expected):
-        return []
     taken = records.take(expected, starts)
     return TrajInfo.from_figures(zip(*(taken[name].tolist() for name in FIGURES), strict=True))
 

@@ -225,7 +225,7 @@ def _serve(pipe: Any, candidate: Candidate, pickled: bytes) -> None:
     os.environ.update(environ)
     # Candidates take turns, so each may use all CPUs.
     os.environ[NAMESPACE_VARIABLE] = f"-trial-{os.getpid()}"
-    limit_threads(1)
+    limit_threads(1)  # again: the variables for it have just been replaced
     make_agent = agent_maker(task.policy, task.env_fn)
     takes_inference = "inference" in inspect.signature(make_agent).parameters
     arguments = {"inference": candidate.inference} if candidate.inference else {}

@@ -226,15 +226,9 @@ class ControlBlock:
         """The number of the last request of this worker that has its reply."""
         return self._replied[worker_rank, 0]  # type: ignore[no-any-return]
 
-    def reply(self, worker_rank: int, number: int) -> None:
-        """Inference server: request `number` of this worker has its reply. A replacement ignores replies to the
-        worker before it, since its own requests have later numbers."""
-        fence()
-        self._replied[worker_rank, 0] = number
-
-    def reply_all(self, worker_ranks: Sequence[int], numbers: Sequence[int]) -> list[int]:
+    def reply(self, worker_ranks: Sequence[int], numbers: Sequence[int]) -> list[int]:
         """Inference server: request `numbers[rank]` of each of these workers has its reply. Returns which of them
-        sleep."""
+        sleep. A replacement ignores replies to the worker before it, since its own requests have later numbers."""
         rows, replied = self._rows, self._replied
         fence()
         for rank in worker_ranks:

@@ -77,7 +77,7 @@ def test_actions_are_there_before_the_reply(monkeypatch: pytest.MonkeyPatch) -> 
     block = ControlBlock(1, 1, shared=False)
     recorder = Recorder(lambda: block.replied(0))
     monkeypatch.setattr(control, "fence", recorder)
-    block.reply(0, 1)
+    block.reply([0], [1])
     assert recorder.seen == [0]
     assert block.replied(0) == 1
 

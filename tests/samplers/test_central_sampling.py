@@ -362,7 +362,7 @@ def test_a_reply_that_was_slow_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch
     now = 1.0
     assert monitor._overdue([0]) == []
     now = 9.0
-    control.reply(0, 1)
+    control.reply([0], [1])
     assert monitor._overdue([0]) == [], "the agent took 9 seconds"
     now = 9.4
     assert monitor._overdue([0]) == []

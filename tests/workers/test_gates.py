@@ -76,7 +76,7 @@ def test_sides_that_are_awake_are_not_woken(monkeypatch: pytest.MonkeyPatch) -> 
         gate.wait_in(progress)
         gate.arrive(progress)
         gate.open()
-        control.reply(0, progress.n_requests + 1)
+        control.reply([0], [progress.n_requests + 1])
         gate.request(progress, 1)
         progress.arrived += 1
     assert calls == []
