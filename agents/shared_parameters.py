@@ -39,12 +39,14 @@ class SharedParameters:
 
     def _bind_words(self) -> None:
         """Keep views of the two control arrays, since a look-up by name takes longer."""
-        self._version, self._stamps = memoryview(self.memory.arrays.version), memoryview(self.memory.arrays.stamps)
+        #: Its one item is `version`.
+        self.version_word = memoryview(self.memory.arrays.version)
+        self._stamps = memoryview(self.memory.arrays.stamps)
 
     @property
     def version(self) -> int:
         """The newest complete version; 0 before the first one."""
-        version: int = self._version[0]
+        version: int = self.version_word[0]
         return version
 
     def publish(self, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -71,7 +73,7 @@ class SharedParameters:
         fence()
         self._stamps[version % 2] = 2 * version
         fence()
-        self._version[0] = version
+        self.version_word[0] = version
 
     def read(self, wanted: int = 0) -> tuple[dict[str, npt.NDArray[Any]], int]:
         """Reader: a copy of the newest parameters, and their version.

@@ -44,9 +44,6 @@ RECORD = np.dtype(
     ]
 )
 
-# The same size without fields. numpy copies such elements faster.
-_AS_BYTES = np.dtype((np.void, RECORD.itemsize))
-
 #: The names of the four figures.
 FIGURES = ("Length", "Return", "NonzeroRewards", "DiscountedReturn")
 
@@ -97,7 +94,6 @@ class RecordRings:
     def _bind(self) -> None:
         self._n_put = 0
         self._records = self.memory.arrays.values()
-        self._bytes = [records.view(_AS_BYTES) for records in self._records]
 
     def __getstate__(self) -> NamedMemory:
         return self.memory
@@ -111,12 +107,14 @@ class RecordRings:
         start, self._n_put = self._n_put, self._n_put + len(records)
         self._records[worker_rank][start : self._n_put] = records
 
-    def take(self, expected: Sequence[int], starts: Sequence[int] | None = None) -> npt.NDArray[Any]:
-        """Main process: a copy of `expected[i]` records of each worker i, ordered by t, then env_rank. They begin at
-        record `starts[i]`, or at the first."""
-        parts = zip(self._bytes, starts or [0] * len(expected), expected, strict=True)
-        records = np.concatenate([part[start : start + n] for part, start, n in parts]).view(RECORD)
-        return records[np.lexsort((records["env_rank"], records["t"]))]
+    def take(self, expected: Sequence[int], starts: Sequence[int]) -> list[tuple[Any, ...]]:
+        """Main process: `expected[i]` records of each worker i from record `starts[i]` on, as tuples of the fields of
+        `RECORD`, ordered by t, then env_rank."""
+        records: list[tuple[Any, ...]] = []
+        for own, start, n in zip(self._records, starts, expected, strict=True):
+            records += own[start : start + n].tolist()
+        records.sort()  # t and env_rank come first, and no two records have both alike
+        return records
 
 
 class ObjectPipe:

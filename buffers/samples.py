@@ -47,13 +47,13 @@ class AgentSamples(NamedArrays):
         return loc[1:] if has_columns else ...
 
 
+@dataclass(slots=True)
 class BatchStatus:
     """The number of a batch, and whether its memory still holds it. The sampler writes it, and `Samples` shows it."""
 
-    __slots__ = ("batch", "is_current", "valid_until")
-
-    def __init__(self, batch: int, valid_until: int | None) -> None:
-        self.batch, self.valid_until, self.is_current = batch, valid_until, True
+    batch: int
+    valid_until: int | None
+    is_current: bool = True
 
 
 class Samples(NamedArrays):
@@ -86,22 +86,23 @@ class Samples(NamedArrays):
         status: BatchStatus | None = getattr(self, "_status", None)
         return None if status is None else status.valid_until
 
-    def with_status(self, status: BatchStatus | None) -> Samples:
-        """The same arrays with this status."""
-        new: Samples = _make(type(self), self._values)
-        if status is not None:
-            object.__setattr__(new, "_status", status)
-        return new
-
     def __getitem__(self, loc: Any) -> Any:
         part = super().__getitem__(loc)
-        return part.with_status(getattr(self, "_status", None)) if isinstance(part, Samples) else part
+        return with_status(part, getattr(self, "_status", None)) if isinstance(part, Samples) else part
 
     def torch(self) -> Samples:
-        return super().torch().with_status(getattr(self, "_status", None))
+        return with_status(super().torch(), getattr(self, "_status", None))
 
     def numpy(self) -> Samples:
-        return super().numpy().with_status(getattr(self, "_status", None))
+        return with_status(super().numpy(), getattr(self, "_status", None))
+
+
+def with_status(samples: Samples, status: BatchStatus | None) -> Samples:
+    """A new object with the same arrays and this status."""
+    new = _make(type(samples), samples._values)
+    if status is not None:
+        object.__setattr__(new, "_status", status)
+    return new
 
 
 @dataclass(frozen=True)

@@ -66,10 +66,10 @@ class TrajInfo:
         return info
 
     @classmethod
-    def from_figures(cls, figures: Iterable[tuple[int, float, int, float]]) -> list[TrajInfo]:
-        """One instance per row of Length, Return, NonzeroRewards and DiscountedReturn."""
+    def from_records(cls, records: Iterable[tuple[int, int, int, float, int, float]]) -> list[TrajInfo]:
+        """One instance per record: t, env_rank, Length, Return, NonzeroRewards and DiscountedReturn."""
         infos = []
-        for length, return_, nonzero_rewards, discounted_return in figures:
+        for _, _, length, return_, nonzero_rewards, discounted_return in records:
             info = cls.__new__(cls)
             # Three times as fast as `restore`: thousands of short episodes may end in one batch.
             info.Length, info.Return = length, return_

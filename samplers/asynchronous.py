@@ -203,7 +203,7 @@ class AsyncSampler(ParallelSampler):
         version = self._memory.parameters.version if self._lag is not None else 0
         while self._opened < limit:
             batch = self._opened
-            command = Command(self._first_itr + batch, version=version, slot=self._batches.slot(batch))
+            command = Command(self._first_itr + batch, version=version, slot=batch % self._batches.n_slots)
             opening = self._require_pool("start").submit(command)
             self._open.append(_OpenBatch(batch, opening))
             self._opened, self._pinned = batch + 1, (opening, version)
@@ -234,7 +234,7 @@ class AsyncSampler(ParallelSampler):
         self._taken, self._first_itr = batch + 1, itr - batch
         newest_version = self._memory.parameters.version
         samples = self._batches.hand_out(batch, None if self._is_holding else batch + 1)
-        self.samples_np = self._batches.view(batch)
+        self.samples_np = self._batches.views[batch % self._batches.n_slots]
         versions = self.samples_np.agent.policy_version[0]
         for plan in self._plans:  # all columns of a worker have the same version
             version = int(versions[plan.columns.start])
@@ -261,7 +261,7 @@ class AsyncSampler(ParallelSampler):
         """The trajectories that finished in this batch, which is complete."""
         if batch.infos is None:
             batch.infos = []  # an attribute that cannot be unpickled is reported once
-            batch.infos = self._take_traj_infos(pool, self._batches.slot(batch.number), batch.opening)
+            batch.infos = self._take_traj_infos(pool, batch.number % self._batches.n_slots, batch.opening)
         return batch.infos
 
     def _finish_batches(self, pool: Any, occasion: str) -> None:

@@ -25,7 +25,7 @@ from penstock.samplers.batches import Batches
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.local import SerialPool
 from penstock.samplers.plan import SamplerPlan
-from penstock.samplers.results import infos_from_messages, infos_from_records
+from penstock.samplers.results import infos_from_messages
 from penstock.samplers.stats import SamplerStats, describe, worker_stats
 from penstock.workers import sigint
 from penstock.workers.arguments import integer, true_or_false
@@ -201,6 +201,9 @@ class Sampler(ABC):
                 #: The last batch as numpy arrays; the tensors of `obtain_samples` use the same memory.
                 self.samples_np: Samples = allocation.batches[0]
                 self._batches = Batches(allocation.batches, debug=self.config.debug)
+                self._first_records = [
+                    [plan.first_record(self.batch_T, slot) for plan in plans] for slot in range(len(allocation.batches))
+                ]
                 self._batch = 0  # the number of the batch that runs, or of the next
                 self._n_trajectories: Counter[int] = Counter()  # returned so far, by worker rank
                 self._pool = self._make_pool(allocation, resources)
@@ -242,25 +245,28 @@ class Sampler(ABC):
 
     def _start(self, itr: int) -> None:
         self._itr = integer("itr", itr)
-        self.policy_version = self._memory.parameters.version
-        batch, batches = self._batch, self._batches
+        self.policy_version = self._memory.parameters.version_word[0]
+        pool, batch, batches = self._pool, self._batch, self._batches
+        assert pool is not None
         try:
-            self._require_pool("start_samples").submit(Command(self._itr, slot=batches.slot(batch)))
+            pool.submit(Command(self._itr, slot=batch % batches.n_slots))
         finally:  # after `submit`, so that workers do not wait for this
             if len(batches.held) == self.config.n_slots:
                 batches.give_back(batch, keep_last_row=True)
         self._guard.state = SamplerState.SAMPLING
 
     def _finish(self) -> tuple[Samples, list[TrajInfo]]:
-        pool = self._require_pool("wait_samples")
+        pool = self._pool
+        assert pool is not None
         pool.wait(f"itr={self._itr}")
         self._guard.state = SamplerState.READY
         batch, batches, n_slots = self._batch, self._batches, self.config.n_slots
+        slot = batch % batches.n_slots
         if self.config.debug and batch >= n_slots:
             batches.poison(batch - n_slots)  # no worker reads its last row now
-        self._batch, self.samples_np = batch + 1, batches.view(batch)
+        self._batch, self.samples_np = batch + 1, batches.views[slot]
         samples = batches.hand_out(batch, valid_until=batch + n_slots)
-        return samples, self._take_traj_infos(pool, batches.slot(batch))
+        return samples, self._take_traj_infos(pool, slot)
 
     def _take_traj_infos(
         self, pool: WorkerPool | SerialPool, slot: int = 0, opening: int | None = None
@@ -272,8 +278,7 @@ class Sampler(ABC):
             return []
         self._n_trajectories.update(dict(enumerate(expected)))
         if self.config.traj_info_cls is TrajInfo:
-            starts = [plan.first_record(self.batch_T, slot) for plan in self._plans]
-            return infos_from_records(self._memory.records, expected, starts)
+            return TrajInfo.from_records(self._memory.records.take(expected, self._first_records[slot]))
         return infos_from_messages(self.config.traj_info_cls, pool.take_messages(opening))
 
     def evaluate_agent(self, itr: int) -> list[TrajInfo]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers import Samples
-from penstock.buffers.samples import BatchStatus
+from penstock.buffers.samples import BatchStatus, with_status
 from penstock.errors import StaleSamplesError
 
 
@@ -22,29 +22,20 @@ class Batches:
     def __init__(self, views: Sequence[Samples], *, debug: bool) -> None:
         """`views`: the numpy arrays of each slot. With `debug`, memory that is given back is poisoned, and `Samples`
         that were given back raise `StaleSamplesError`."""
-        self._views, self._debug = views, debug
-        import torch  # here, so that only processes that use tensors import it
+        self.views, self.n_slots, self._debug = views, len(views), debug
+        from torch.autograd.graph import increment_version  # here, so that only processes that use tensors import it
 
-        self._tell_torch = torch._foreach_zero_
+        self._tell_torch = increment_version
         self._tensors = [view.torch() for view in views]
-        # An in-place operation on these empty parts tells torch that the whole tensor has changed: see `give_back`.
-        self._empty_parts = [[leaf.detach()[:0] for _, leaf in tensors.leaves()] for tensors in self._tensors]
+        self._leaves = [[leaf for _, leaf in tensors.leaves()] for tensors in self._tensors]
         self.held: deque[Samples] = deque()
-
-    def slot(self, batch: int) -> int:
-        """The slot of this batch."""
-        return batch % len(self._views)
-
-    def view(self, batch: int) -> Samples:
-        """The numpy arrays of this batch's slot."""
-        return self._views[self.slot(batch)]
 
     def hand_out(self, batch: int, valid_until: int | None) -> Samples:
         """The tensors of this batch, as a new object."""
-        tensors = self._tensors[self.slot(batch)]
+        tensors = self._tensors[batch % self.n_slots]
         if self._debug:  # these objects will be made unusable, so each batch needs its own
             tensors = Samples(env=copy.copy(tensors.env), agent=copy.copy(tensors.agent))
-        samples = tensors.with_status(BatchStatus(batch, valid_until))
+        samples = with_status(tensors, BatchStatus(batch, valid_until))
         self.held.append(samples)
         return samples
 
@@ -56,7 +47,8 @@ class Batches:
         status.is_current = False
         # Torch does not see what workers write. Without this, a backward pass through a graph on this batch would give
         # a wrong gradient. Now it raises.
-        self._tell_torch(self._empty_parts[self.slot(status.batch)])
+        for leaf in self._leaves[status.batch % self.n_slots]:
+            self._tell_torch(leaf)
         if self._debug:
             self.poison(status.batch, keep_last_row=keep_last_row)
             line = _line_of_user()
@@ -69,7 +61,7 @@ class Batches:
 
     def poison(self, batch: int, *, keep_last_row: bool = False) -> None:
         """Write NaN, the smallest integer and False into the memory of this batch."""
-        view = self.view(batch)
+        view = self.views[batch % self.n_slots]
         for _, leaf in (view[:-1] if keep_last_row else view).leaves():
             leaf[...] = _poison_of(leaf.dtype)
 

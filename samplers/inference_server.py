@@ -296,7 +296,7 @@ class InferenceServer:
             values, steps, working, self._numbers, self._seen = look(*control.block, len(self._plans))
             # If gates are opened ahead, a worker that has completed the command may have sent its first request of the
             # next batch already. That waits until this server begins the next batch.
-            if control.opened(0) > self._number:
+            if control.opened[0] > self._number:
                 ahead = [rank for rank in range(len(self._plans)) if control.arrived(rank) >= self._number]
                 values, steps, working = ([r for r in ranks if r not in ahead] for ranks in (values, steps, working))
             # After the requests: a new worker's generation is written before its first request.

@@ -132,7 +132,7 @@ class SerialPool:
         self._worker.open(command)
         evaluation = "evaluation, " if command.do_eval else ""
         self._run(self._worker.work, f"{evaluation}itr={command.itr}")
-        return self._memory.control.opened(0)
+        return self._memory.control.opened[0]
 
     def _run(self, work: Callable[[], None], occasion: str) -> None:
         try:

@@ -1,22 +1,13 @@
-"""Trajectory infos as the workers have sent them."""
+"""Trajectory infos of the user's class, as the workers have sent them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.results import FIGURES, ObjectMessage, RecordRings, Unreadable
+from penstock.buffers.results import ObjectMessage, Unreadable
 from penstock.collectors import TrajInfo
 from penstock.errors import ConfigError
-
-
-def infos_from_records(
-    records: RecordRings, expected: Sequence[int], starts: Sequence[int] | None = None
-) -> list[TrajInfo]:
-    """The stock trajectory infos, `expected[i]` of each worker i from record `starts[i]` on, ordered by time step, then
-    env_rank."""
-    taken = records.take(expected, starts)
-    return TrajInfo.from_figures(zip(*(taken[name].tolist() for name in FIGURES), strict=True))
 
 
 def infos_from_messages(cls: type[TrajInfo], messages: Sequence[ObjectMessage]) -> list[TrajInfo]:

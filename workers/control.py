@@ -84,14 +84,16 @@ class ControlBlock:
     def _bind(self) -> None:
         """Items of memoryviews are Python integers and cost a third of numpy's."""
         arrays = self.memory.arrays
-        self._words, self._opened = memoryview(arrays.words), memoryview(arrays.opened)
+        self._words = memoryview(arrays.words)
+        #: How often the main process has opened each worker's gate.
+        self.opened = memoryview(arrays.opened)
         self._generation = memoryview(arrays.generation)
         # Typed as Any: the annotations of memoryview know one dimension only.
         self._commands: Any = memoryview(arrays.commands)
         self._replied: Any = memoryview(arrays.replied)
         self._rows: Any = memoryview(arrays.progress)
         #: The first arguments of the functions in native.py.
-        self.block: tuple[Any, Any, Any] = self._rows, self._opened, self._replied
+        self.block: tuple[Any, Any, Any] = self._rows, self.opened, self._replied
         self.quit_word, self.main_asleep = self._words[QUIT : QUIT + 1], self._words[MAIN_ASLEEP : MAIN_ASLEEP + 1]
         self._n_results: Any = memoryview(arrays.n_results)
 
@@ -126,7 +128,7 @@ class ControlBlock:
 
     def open(self, worker_rank: int, command: Command = Command()) -> None:  # noqa: B008 - immutable
         """Main process: publish one more command for this worker and count the opening of its gate."""
-        number = self._opened[worker_rank] + 1
+        number = self.opened[worker_rank] + 1
         place = number % RING
         # While the pool closes, a worker only sees that its gate opens; it runs no command.
         is_full = number - self._rows[worker_rank, ARRIVED] > RING and not self.quit
@@ -139,7 +141,7 @@ class ControlBlock:
         commands[worker_rank, place, _VERSION] = command.version
         commands[worker_rank, place, _SLOT] = command.slot
         fence()
-        self._opened[worker_rank] = number  # last: it announces the command
+        self.opened[worker_rank] = number  # last: it announces the command
 
     def command(self, worker_rank: int, number: int) -> Command:
         """The command of this worker's gate opening `number`."""
@@ -152,13 +154,9 @@ class ControlBlock:
             commands[worker_rank, place, _SLOT],
         )
 
-    def opened(self, worker_rank: int) -> int:
-        """How often the main process has opened this worker's gate."""
-        return self._opened[worker_rank]
-
     def has_arrived(self, worker_rank: int) -> bool:
         """Whether this worker has completed the last opening of its gate and waits at barrier_out."""
-        return self._rows[worker_rank, ARRIVED] == self._opened[worker_rank]  # type: ignore[no-any-return]
+        return self._rows[worker_rank, ARRIVED] == self.opened[worker_rank]  # type: ignore[no-any-return]
 
     def arrived(self, worker_rank: int) -> int:
         """How many openings of its gate this worker has completed."""
@@ -174,7 +172,7 @@ class ControlBlock:
 
     def pending(self, n_workers: int) -> list[int]:
         """Which of the first `n_workers` workers have not arrived yet."""
-        rows, opened = self._rows, self._opened
+        rows, opened = self._rows, self.opened
         pending = []
         for rank in range(n_workers):
             if rows[rank, ARRIVED] != opened[rank]:
@@ -208,7 +206,10 @@ class ControlBlock:
 
     def n_results_by_rank(self, n_workers: int, number: int | None = None) -> list[int]:
         """How many results each of the first `n_workers` workers has sent for opening `number`, or for the last."""
-        return [self.n_results(rank, self._opened[rank] if number is None else number) for rank in range(n_workers)]
+        counts = []
+        for rank in range(n_workers):
+            counts.append(self.n_results(rank, self.opened[rank] if number is None else number))
+        return counts
 
     # ---- requests to the inference server --------------------------------------------------
 
@@ -264,7 +265,7 @@ class ControlBlock:
         """
         row = self.memory.arrays.progress[worker_rank]
         row[T], row[ENV_RANK] = -1, 0
-        if row[ARRIVED] != self.opened(worker_rank):
+        if row[ARRIVED] != self.opened[worker_rank]:
             row[BEGUN] = 0
             self._n_results[worker_rank, (row[ARRIVED] + 1) % RING] = 0
         row[VERSION] = 0

@@ -48,38 +48,36 @@ class WakeUp:
 
     def __init__(self) -> None:
         try:
-            self._read = self._write = InheritedFd(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+            self.reader = self.writer = InheritedFd(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         except (AttributeError, OSError):
             read, write = os.pipe()
             os.set_blocking(read, False)
             os.set_blocking(write, False)
-            self._read, self._write = InheritedFd(read), InheritedFd(write)
+            self.reader, self.writer = InheritedFd(read), InheritedFd(write)
 
     def fileno(self) -> int:
-        return self._read.fd
-
-    def notify(self) -> None:
-        """Wake the other side."""
-        _notify(self._write.fd)
-
-    def clear(self) -> None:
-        """Forget the wake-ups that have arrived."""
-        try:
-            while len(os.read(self._read.fd, 4096)) == 4096:
-                pass
-        except BlockingIOError:
-            pass  # none had arrived
+        return self.reader.fd
 
     def close(self) -> None:
-        self._read.close()
-        self._write.close()
+        self.reader.close()
+        self.writer.close()
 
 
-def _notify(fd: int) -> None:
+def notify(fd: int) -> None:
+    """Wake the process that polls the other end of this writer of a `WakeUp`."""
     try:
         os.write(fd, b"\1\0\0\0\0\0\0\0")
     except BlockingIOError:
         pass  # a full pipe wakes the other side too
+
+
+def clear(fd: int) -> None:
+    """Forget the wake-ups that have arrived at this reader of a `WakeUp`."""
+    try:
+        while len(os.read(fd, 4096)) == 4096:
+            pass
+    except BlockingIOError:
+        pass  # none had arrived
 
 
 class Gate:
@@ -114,15 +112,11 @@ class Gate:
     def wake(self) -> None:
         """Wake the worker if it sleeps: its gate is open, or its request has a reply."""
         if self._control.is_asleep(self._rank) or not HAS_FULL_FENCE:
-            self._go.notify()
+            notify(self._go.writer.fd)
 
     def fileno(self) -> int:
         """The main process polls it: readable when the worker has woken the main process."""
         return self._done.fileno()
-
-    def clear(self) -> None:
-        """Main process: forget the worker's wake-ups, before looking whether it has arrived."""
-        self._done.clear()
 
     def close(self) -> None:
         self._go.close()
@@ -147,12 +141,12 @@ class Gate:
     def signal(self) -> None:
         """Wake the main process if it sleeps for what this worker has published."""
         if must_wake(*self._control.block, self._control.main_asleep) or not HAS_FULL_FENCE:
-            self._done.notify()
+            notify(self._done.writer.fd)
 
     def _wake_server(self, server_go: WakeUp) -> None:
         own = self._own or self._bind()
         if must_wake(*self._control.block, own.server_asleep) or not HAS_FULL_FENCE:
-            server_go.notify()
+            notify(server_go.writer.fd)
 
     def request(self, progress: Progress, kind: int) -> None:
         """Send a request of this kind to the inference server and wait for the reply. Raises as `wait_in` does, and
@@ -198,7 +192,7 @@ class Gate:
             if fd != self._go.fileno():
                 raise MainProcessGone
         if ready:
-            self._go.clear()
+            clear(self._go.fileno())
 
 
 class _WorkerSide:
@@ -219,11 +213,11 @@ class GateWakers:
     to."""
 
     def __init__(self, gates: Sequence[Gate]) -> None:
-        self._fds = InheritedFds([gate._go._write.fd for gate in gates])
+        self._fds = InheritedFds([gate._go.writer.fd for gate in gates])
 
     def wake(self, rank: int) -> None:
         """Wake this worker, which sleeps: its request has a reply."""
-        _notify(self._fds.fds[rank])
+        notify(self._fds.fds[rank])
 
     def close(self) -> None:
         """Main process: close the socket, after the server has been started."""

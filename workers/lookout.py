@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from penstock.workers.gates import WakeUp
+from penstock.workers.gates import WakeUp, notify
 from penstock.workers.handle import WorkerHandle
 from penstock.workers.monitor import Monitor
 
@@ -45,7 +45,7 @@ class Lookout:
         if thread is None or wake is None:
             return
         self._must_end = True
-        wake.notify()
+        notify(wake.writer.fd)
         if thread is not threading.current_thread():  # the garbage collector may run a finalizer in any thread
             thread.join()
         self._thread = self._wake = None

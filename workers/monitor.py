@@ -15,6 +15,7 @@ from penstock.buffers.reports import ReportBoard
 from penstock.workers import sigint
 from penstock.workers.control import ControlBlock
 from penstock.workers.failures import WorkerFailure, WorkerStatus
+from penstock.workers.gates import clear
 from penstock.workers.handle import WorkerHandle
 from penstock.workers.native import spin, spin_for_arrivals
 from penstock.workers.plan import PoolOptions
@@ -139,7 +140,7 @@ class Monitor:
         for fd, _ in ready:
             kind, handle = self._sources[fd]
             if kind == "gate":
-                handle.gate.clear()
+                clear(fd)
             elif kind == "pipe":
                 handle.pipe.drain()
             else:

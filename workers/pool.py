@@ -234,7 +234,7 @@ class WorkerPool:
         stopped it."""
         opened, command = self.control.opened, self._command
         for handle, wanted in zip(self.handles, self._wanted_openings, strict=True):
-            while opened(handle.plan.worker_rank) < wanted:
+            while opened[handle.plan.worker_rank] < wanted:
                 handle.gate.open(command)
 
     def wait(self, occasion: str, **how: Unpack[WaitOptions]) -> None:

@@ -25,11 +25,7 @@ class SpinTime:
     def __init__(self, most_seconds: float) -> None:
         self._most, self._average, self._misses = most_seconds, most_seconds / 2, 0.0
         self._pause, self._left = _PAUSES[0], 0  # the length of the next pause, and what is left of this one
-
-    @property
-    def seconds(self) -> float:
-        """For the next wait; 0.0: sleep at once."""
-        return 0.0 if self._left else min(self._most, 2 * self._average + _MARGIN_SECONDS)
+        self.seconds = most_seconds  #: for the next wait; 0.0: sleep at once
 
     def note(self, seconds: float, has_slept: bool) -> None:
         """The last wait took `seconds`, and has slept or not."""
@@ -37,13 +33,14 @@ class SpinTime:
         self._average += (min(seconds, self._most) - self._average) * _WEIGHT
         if self._left:
             self._left -= 1
-            return
-        self._misses += (has_slept - self._misses) * _WEIGHT
-        if self._misses > _MOST_MISSES:
-            self._misses, self._left = _MISSES_IN_TRIAL, self._pause
-            self._pause = min(2 * self._pause, _PAUSES[1])
-        elif self._misses < _MISSES_IN_TRIAL / 2:
-            self._pause = _PAUSES[0]
+        else:
+            self._misses += (has_slept - self._misses) * _WEIGHT
+            if self._misses > _MOST_MISSES:
+                self._misses, self._left = _MISSES_IN_TRIAL, self._pause
+                self._pause = min(2 * self._pause, _PAUSES[1])
+            elif self._misses < _MISSES_IN_TRIAL / 2:
+                self._pause = _PAUSES[0]
+        self.seconds = 0.0 if self._left else min(self._most, 2 * self._average + _MARGIN_SECONDS)
 
 
 def is_crowded(n_processes: int) -> bool:

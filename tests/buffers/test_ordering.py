@@ -55,11 +55,11 @@ class Recorder:
 
 def test_a_command_is_there_before_its_opening(monkeypatch: pytest.MonkeyPatch) -> None:
     block = ControlBlock(1, 1, shared=False)
-    recorder = Recorder(lambda: (block.command(0, 1).itr, block.opened(0)))
+    recorder = Recorder(lambda: (block.command(0, 1).itr, block.opened[0]))
     monkeypatch.setattr(control, "fence", recorder)
     block.open(0, Command(7))
     assert recorder.seen == [(7, 0)]
-    assert block.opened(0) == 1
+    assert block.opened[0] == 1
 
 
 def test_what_a_worker_writes_is_there_before_it_arrives_or_requests(monkeypatch: pytest.MonkeyPatch) -> None:

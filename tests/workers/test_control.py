@@ -71,7 +71,7 @@ def test_openings_are_counted_per_worker(ranks: list[int]) -> None:
     block = ControlBlock(WORKERS, T, shared=False)
     for rank in ranks:
         block.open(rank)
-    assert [block.opened(rank) for rank in range(WORKERS)] == [ranks.count(rank) for rank in range(WORKERS)]
+    assert [block.opened[rank] for rank in range(WORKERS)] == [ranks.count(rank) for rank in range(WORKERS)]
 
 
 words = st.integers(0, 2**62)
@@ -92,8 +92,8 @@ def test_every_opening_has_its_own_command(history: list[Command], ahead: int) -
                 assert progress.command == expected
                 progress.arrived += 1
             waiting.clear()
-        assert block.command(1, block.opened(1)) == command
-    assert block.opened(0) == 0
+        assert block.command(1, block.opened[1]) == command
+    assert block.opened[0] == 0
 
 
 def test_a_ninth_open_command_is_refused_unless_it_is_the_same() -> None:

@@ -27,12 +27,12 @@ def _is_readable(fd: int) -> bool:
 
 def test_a_wake_up_is_readable_until_it_is_cleared(wake_up_kind: str) -> None:
     wake_up = WakeUp()
-    wake_up.clear()  # nothing there: no harm, no wait
+    gates.clear(wake_up.fileno())  # nothing there: no harm, no wait
     assert not _is_readable(wake_up.fileno())
     for _ in range(100_000 if wake_up_kind == "pipe" else 3):  # a full pipe must not block
-        wake_up.notify()
+        gates.notify(wake_up.writer.fd)
     assert _is_readable(wake_up.fileno())
-    wake_up.clear()
+    gates.clear(wake_up.fileno())
     assert not _is_readable(wake_up.fileno())
     wake_up.close()
 
@@ -58,7 +58,7 @@ def test_every_opening_is_answered_once(wake_up_kind: str, spin: bool) -> None:
         full_fence()
         while not control.has_arrived(0):
             assert select.select([gate.fileno()], [], [], 10)[0], "the worker wakes a main process that sleeps"
-            gate.clear()
+            gates.clear(gate.fileno())
         control.main_asleep[0] = AWAKE
     thread.join(10)
     assert work == list(range(200))
@@ -69,8 +69,8 @@ def test_sides_that_are_awake_are_not_woken(monkeypatch: pytest.MonkeyPatch) -> 
     control = ControlBlock(2, 1, shared=False)
     progress, gate = control.progress(0), Gate(control, 0, spin_seconds=1.0)
     calls = []
-    monkeypatch.setattr(WakeUp, "notify", lambda self: calls.append("notify"))
-    monkeypatch.setattr(WakeUp, "clear", lambda self: calls.append("clear"))
+    monkeypatch.setattr(gates, "notify", lambda fd: calls.append("notify"))
+    monkeypatch.setattr(gates, "clear", lambda fd: calls.append("clear"))
     for itr in range(3):
         gate.open(Command(itr))
         gate.wait_in(progress)
@@ -87,11 +87,11 @@ def test_where_no_fence_orders_a_load_behind_a_store_everybody_is_woken(monkeypa
     control = ControlBlock(1, 1, shared=False)
     gate, woken = Gate(control, 0, spin_seconds=1.0), list[int]()
     monkeypatch.setattr(gates, "HAS_FULL_FENCE", False)
-    monkeypatch.setattr(WakeUp, "notify", lambda self: woken.append(self.fileno()))
+    monkeypatch.setattr(gates, "notify", woken.append)
     gate.open()
     gate.wait_in(control.progress(0))
     gate.arrive(control.progress(0))
-    assert woken == [gate._go.fileno(), gate._done.fileno()]
+    assert woken == [gate._go.writer.fd, gate._done.writer.fd]
     gate.close()
 
 
@@ -101,7 +101,7 @@ def test_a_main_process_that_waits_for_all_is_woken_by_the_last(monkeypatch: pyt
     for gate in all_gates:
         gate.open()
     arrived, woken = list[int](), list[int]()
-    monkeypatch.setattr(WakeUp, "notify", lambda self: woken.append(len(arrived)))
+    monkeypatch.setattr(gates, "notify", lambda fd: woken.append(len(arrived)))
     control.main_asleep[0] = 3
     for rank in (2, 0, 1):
         arrived.append(rank)
@@ -119,10 +119,10 @@ def test_a_worker_that_sleeps_says_so_before_its_last_look(monkeypatch: pytest.M
     """The opening comes when the worker has looked, and before it polls: it is seen, and the worker does not sleep."""
     control = ControlBlock(1, 1, shared=False)
     gate, woken = Gate(control, 0, spin_seconds=0.0), []
-    monkeypatch.setattr(WakeUp, "notify", lambda self: woken.append("wake"))
+    monkeypatch.setattr(gates, "notify", lambda fd: woken.append("wake"))
 
     def open_the_gate() -> None:
-        if not control.opened(0):
+        if not control.opened[0]:
             gate.open()
 
     monkeypatch.setattr(gates, "full_fence", open_the_gate)
@@ -144,7 +144,7 @@ def test_stray_wake_ups_open_nothing(wake_up_kind: str) -> None:
     thread = threading.Thread(target=worker)
     thread.start()
     for _ in range(10):
-        gate._go.notify()
+        gates.notify(gate._go.writer.fd)
     assert not entered.wait(0.1)
     gate.open()
     assert entered.wait(10)
