@@ -3,7 +3,8 @@
 1. An idle learner: the steps per second of AsyncSampler, divided by those of ParallelSampler.
 2. A learner that takes as long as sampling does: the wall clock of a loop with AsyncSampler, divided by that of the
    same loop with ParallelSampler. Learner and worker have a CPU each. At best it is 0.5.
-3. The time that `obtain_samples` takes if a batch is complete.
+3. The time that `obtain_samples` takes if a batch is complete: while the workers collect the next ones, and while they
+   wait.
 
     python benchmarks/async.py --json async.json
 """
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -117,17 +119,21 @@ def equal_learner(repeats: int, seconds: float, **options: Any) -> Figures:
         os.sched_setaffinity(0, everything)
 
 
-def complete_batches(n_workers: int, n: int) -> list[float]:
-    """Microseconds of `obtain_samples` calls for which a batch was complete and all workers waited."""
-    times = []
-    with begin(AsyncSampler, n_workers, batch_T=16, batch_B=32, mlp=False) as sampler:
-        control = sampler._memory.control
-        for itr in range(n):
-            while control.pending(n_workers):
+def complete_batches(n_workers: int, n: int, *, at_work: bool) -> list[float]:
+    """Microseconds of `obtain_samples` calls for which a batch was complete. The workers were all `at_work` on the next
+    batches, as they are while they keep up with the learner; or they all waited, and the call had to wake them."""
+    times = list[float]()
+    with begin(AsyncSampler, n_workers, batch_T=16, batch_B=32, n_slots=8, mlp=False) as sampler:
+        control, itr = sampler._memory.control, 0
+        while len(times) < n:
+            while control.pending(n_workers) if not at_work else not control.have_completed(itr + 2, n_workers):
                 time.sleep(0.0002)
+            is_wanted = not at_work or len(control.pending(n_workers)) == n_workers
             began = time.perf_counter_ns()
             sampler.obtain_samples(itr)
-            times.append((time.perf_counter_ns() - began) / 1000)
+            itr += 1
+            if is_wanted:
+                times.append((time.perf_counter_ns() - began) / 1000)
     return times
 
 
@@ -149,10 +155,11 @@ def main() -> None:
         table.add_row(name, cell(speed, "{:.3f}"))
         table.add_row("  the same as wall clock", cell(wall, "{:.3f}"))
         results[name] = {"speed": spread(speed), "wall clock": spread(wall), "steps per second": figures}
-    for n_workers in (1, 2, 4):
-        times = complete_batches(n_workers, 400)
-        table.add_row(f"obtain_samples of a complete batch, {n_workers} workers, µs", cell(times, "{:.0f}"))
-        results[f"obtain_samples, {n_workers} workers, us"] = spread(times)
+    for n_workers, at_work in product((1, 2, 4), (True, False)):
+        times = complete_batches(n_workers, 400, at_work=at_work)
+        name = f"{n_workers} workers {'at work' if at_work else 'waiting'}"
+        table.add_row(f"obtain_samples of a complete batch, {name}, µs", cell(times, "{:.0f}"))
+        results[f"obtain_samples, {name}, us"] = spread(times)
     Console(width=120).print(table)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
