@@ -81,6 +81,8 @@ class ShmVectorEnv(CallsOnEnvs):
         check_finite: raise a `SpaceError` that names the field and the environment if a reward or a floating-point
             array of the observation has NaN or inf. Parts without a fixed shape are not checked. The results of that
             step are lost; the next call works.
+        flatten_wrappers: step Gymnasium's TimeLimit and OrderEnforcing without their Python functions, with the same
+            results. False: call the `step` and `reset` of the outermost wrapper in any case.
 
     If environments differ in speed, use `send` and `recv` instead of `step`: `send(actions, env_ids)` starts a step of
     some of them, and `recv(min_ready)` waits for the first that have finished.
@@ -108,6 +110,7 @@ class ShmVectorEnv(CallsOnEnvs):
         max_restarts: int = 3,
         restart_window: float = 60.0,
         check_finite: bool = False,
+        flatten_wrappers: bool = True,
         **unknown: NoReturn,  # type checkers refuse every unknown argument, since no value has this type
     ) -> None:
         self._guard = VectorGuard()
@@ -125,6 +128,7 @@ class ShmVectorEnv(CallsOnEnvs):
             self.single_observation_space,
             self.single_action_space,
             self.autoreset_mode,
+            true_or_false("flatten_wrappers", flatten_wrappers),
         )
         self._ended = np.zeros(self.num_envs, np.bool_)
         with self._guard.require("ShmVectorEnv", State.NEW), naming_descriptor_limit(), ExitStack() as resources:

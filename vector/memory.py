@@ -84,4 +84,5 @@ def copy_rows(batch: Any, which: Any) -> Any:
         return {key: copy_rows(part, which) for key, part in batch.items()}
     if isinstance(batch, tuple):
         return tuple(copy_rows(part, which) for part in batch)
-    return batch[which].copy()
+    rows = batch[which]
+    return rows if isinstance(which, np.ndarray) else rows.copy()  # an array of indices has made a copy

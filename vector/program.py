@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -17,10 +18,12 @@ from penstock.buffers.ordering import fence
 from penstock.buffers.results import MessageKind, ObjectMessage
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.envs.calls import EnvCall, perform, pickled
-from penstock.envs.checks import episode_flags, require_info, require_number, step_values_error
+from penstock.envs.checks import StepValues, episode_flags, require_info, require_number, step_values_error
 from penstock.envs.factory import EnvContext
+from penstock.envs.into import cells_of, step_into_of, with_observation
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_cell, write_row
 from penstock.envs.seeding import Purpose
+from penstock.envs.wrappers import flattened
 from penstock.errors import ConfigError, SpaceError, brief
 from penstock.vector.memory import VectorMemory, copy_rows
 from penstock.vector.objects import ObjectParts, shared_part
@@ -61,6 +64,7 @@ class VectorProgram:
     observation_space: gym.Space[Any]
     action_space: gym.Space[Any]
     autoreset_mode: AutoresetMode
+    flatten_wrappers: bool
 
     share_name = "env_fns"
 
@@ -83,7 +87,6 @@ class VectorProgram:
                 f"two of the env_fns of env_rank {plan.env_ranks.start} to {plan.env_ranks.stop - 1} return the same "
                 "environment: each must build its own"
             )
-        self._steps: list[Any] = [env.step for env in self._envs]
         self._split = action_splitter(shared_part(self.action_space))
         self._objects = memory.objects
         self._observation_parts = ObjectParts(self.observation_space)
@@ -99,10 +102,23 @@ class VectorProgram:
         self._observation = arrays_like(space, own.observation[np.newaxis])
         self._final = arrays_like(space, own.final_observation[np.newaxis])
         self._last = arrays_like(space, own.observation)
+        self._bind_methods()
         is_replacement = plan.generation > 0
         self._next = [_Next.TRUNCATE if is_replacement else _Next.STEP] * len(self._envs)
         self._unseeded = set(range(len(self._envs))) if is_replacement else set()
         self._infos: dict[int, dict[str, Any]] = {}  # pickled infos of the current requests
+
+    def _bind_methods(self) -> None:
+        """The functions that step and reset each environment."""
+        flat = [(flattened(env) if self.flatten_wrappers else None) or (env.step, env.reset) for env in self._envs]
+        self._steps: list[Any] = [step for step, _ in flat]
+        self._resets = [reset for _, reset in flat]
+        if self._observation_parts:  # they have no place in shared memory to step into
+            return
+        cells = cells_of(self._observation, 0, len(self._envs))
+        for i, (env, env_rank) in enumerate(zip(self._envs, self._plan.env_ranks, strict=True)):
+            if (step_into := step_into_of(env, env_rank)) is not None:
+                self._steps[i] = partial(_step_into, step_into, cells[i], env_rank)
 
     def idle(self) -> None:
         """There is nothing to do without a request."""
@@ -306,7 +322,7 @@ class VectorProgram:
             self._unseeded.remove(i)
             seed = self._replacement_seed(i) if seed is None else seed
         began = self._progress.enter(Phase.RESETTING)
-        returned = self._envs[i].reset(seed=seed, options=options)
+        returned = self._resets[i](seed=seed, options=options)
         self._progress.add_resetting_since(began)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise SpaceError(
@@ -326,6 +342,11 @@ class VectorProgram:
         results = perform(call, self._envs, self._plan.columns, self._plan.env_ranks)
         self._context.put(results)
         self._progress.n_results = len(results)
+
+
+def _step_into(step_into: Callable[..., Any], cell: Any, env_rank: int, action: Any) -> StepValues:
+    """`env.step(action)`, by `env.step_into`: the observation is written into `cell`, the place where it is sent."""
+    return with_observation(cell, step_into(cell, action), env_rank)
 
 
 def _keeps_types(arrays: Any, value: Any) -> bool:
