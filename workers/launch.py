@@ -143,19 +143,23 @@ class Launcher:
         """Start the process; errors call it `name`. `check` is called while the fork server does not answer, and may
         raise."""
         _refuse_unsafe_fork(self._start_method)
-        self.prepare()  # again: the fork server may have ended, or its socket was removed
         main_module = contextlib.nullcontext() if self._start_method == "fork" else _no_main_module()
         known = _known_start_method(self._start_method)
         with _start_lock, main_module, known, _not_daemonic(), _explaining(name):
             try:
                 if self._start_method == "forkserver":
-                    self._start_by_server(process, name, check)
+                    with _no_current_folder():
+                        self._start_by_server(process, name, check)
                 else:
                     process.start()
             except BrokenPipeError as error:  # the child has died before the fork server could send its process id
                 raise WorkerDiedError(f"{name} died before it received its program (start-up)") from error
 
     def _start_by_server(self, process: Any, name: str, check: Callable[[], None]) -> None:
+        def start() -> None:
+            self._ensure_fork_server()  # again: the fork server may have ended, or its socket was removed
+            process.start()
+
         def undo(_: None) -> None:
             process.kill()
             process.join(_KILL_SECONDS)
@@ -172,7 +176,7 @@ class Launcher:
                     f"{name} could not be started within {seconds:.0f} s: the fork server (pid {pid}) {why} (start-up)"
                 )
 
-        uninterrupted(process.start, undo, refuse_to_wait)
+        uninterrupted(start, undo, refuse_to_wait)
 
 
 @contextlib.contextmanager

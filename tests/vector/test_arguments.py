@@ -57,7 +57,7 @@ def test_an_unknown_argument_is_named_with_the_nearest(name: str, hint: str) -> 
 
 
 def test_an_unknown_argument_without_a_near_one_is_named_with_all_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"has no argument 'zzz'; it has env_fns, in_series, .*check_finite$"):
+    with pytest.raises(ConfigError, match=r"has no argument 'zzz'; it has env_fns, in_series, .*flatten_wrappers$"):
         ShmVectorEnv([CountingEnv], zzz=2)  # type: ignore[arg-type]
 
 
