@@ -9,6 +9,9 @@ import psutil
 
 from penstock.errors import ConfigError
 
+#: What is smaller is not checked: to read the limits takes longer than to allocate it, up to some milliseconds.
+SMALL_BYTES = 2**20
+
 _CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -19,6 +22,8 @@ def free_memory() -> int:
 
 def check_memory(needed: int, purpose: str) -> None:
     """Raise `ConfigError`, with both sizes, if `needed` bytes for `purpose` are more than the free memory."""
+    if needed < SMALL_BYTES:
+        return
     free = free_memory()
     if needed > free:
         raise ConfigError(

@@ -150,10 +150,15 @@ def test_this_machine_has_some_memory_free() -> None:
 
 
 def test_the_check_passes_up_to_the_last_free_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_limits, "free_memory", lambda: 1000)
-    check_memory(1000, "a test")
+    monkeypatch.setattr(memory_limits, "free_memory", lambda: MIB)
+    check_memory(MIB, "a test")
     with pytest.raises(ConfigError):
-        check_memory(1001, "a test")
+        check_memory(MIB + 1, "a test")
+
+
+def test_small_memory_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_limits, "free_memory", None)  # a call would raise
+    check_memory(memory_limits.SMALL_BYTES - 1, "a test")
 
 
 @pytest.mark.parametrize(("needed", "free"), [(1536 * MIB, 20 * MIB), (2 * MIB, 3 * MIB // 2), (5000 * MIB, 0)])

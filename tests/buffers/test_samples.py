@@ -139,6 +139,7 @@ def test_the_torch_view_shows_what_columns_write_later() -> None:
 
 def test_the_error_for_too_large_a_buffer_names_its_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.buffers.memory_limits.free_memory", lambda: 10)
+    monkeypatch.setattr("penstock.buffers.memory_limits.SMALL_BYTES", 0)
     with pytest.raises(ValueError, match="batch_T=5, batch_B=4 needs"):
         buffer_of(shared=True)
 

@@ -375,6 +375,7 @@ def test_an_observation_of_the_wrong_shape_is_named(cls: type[Sampler]) -> None:
 
 def test_memory_beyond_the_limit_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.buffers.memory_limits.free_memory", lambda: 10_000)
+    monkeypatch.setattr("penstock.buffers.memory_limits.SMALL_BYTES", 0)
     with (
         ParallelSampler(CountingEnv, batch_T=1000, batch_B=8) as sampler,
         pytest.raises(ConfigError, match="MiB are free"),
