@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from penstock.errors import ConfigError, brief
 
-#: How a worker runs the model: torch's modules, torch's functions in a row, or numpy.
+#: How a worker runs the model: it calls the module, or torch's functions one after the other, or numpy's.
 Inference = Literal["torch", "traced", "numpy"]
 
 
@@ -35,8 +35,8 @@ def _layer(path: str, module: nn.Module) -> str:
 
 # ---- tracing -----------------------------------------------------------------------------------
 
-#: By the type of a layer: a function, its arguments after the input, and its keyword arguments. None: the input itself.
-#: Tensors among the arguments are the layer's weights.
+#: What the call of a layer becomes, by the layer's type: a function, its arguments after the input (among them the
+#: layer's weights), and its keyword arguments. None: the layer returns its input.
 _FUNCTIONS: dict[
     type[nn.Module], Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None]
 ] = {
@@ -58,7 +58,7 @@ _FUNCTIONS: dict[
 
 
 class _Tracer(fx.Tracer):
-    """Notes the layer of every node, and the layer in which tracing failed."""
+    """Writes the layer of every node into `node.meta["layer"]`, and keeps the layer in which tracing failed."""
 
     failed: str | None = None
 
@@ -77,10 +77,11 @@ class _Tracer(fx.Tracer):
 
 
 def trace(model: nn.Module, inference: str) -> tuple[fx.Graph, list[torch.Tensor]]:
-    """The operations of `model`, which is in eval mode, and its weights, which are the first inputs of the graph.
+    """The operations of `model`, which is in eval mode, as a graph, and the model's weights.
 
-    Layers that are functions of their weights have become calls of these functions. `node.meta["layer"]` says in which
-    layer a node is. Raises `ConfigError` with the name of the layer if the model cannot be traced.
+    The weights are the first inputs of the graph. The layers in `_FUNCTIONS` have become calls of functions.
+    `node.meta["layer"]` says in which layer a node is. `inference` is for errors. Raises `ConfigError` with the name of
+    the layer if the model cannot be traced.
     """
     for path, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:
@@ -95,12 +96,12 @@ def trace(model: nn.Module, inference: str) -> tuple[fx.Graph, list[torch.Tensor
 
 
 def _expose_weights(graph: fx.Graph, model: nn.Module) -> list[torch.Tensor]:
-    """Make the weights inputs of the graph, before its own inputs; returns them."""
+    """Turn the weights into inputs of the graph, before its own inputs. Returns the weights."""
     weights: dict[torch.Tensor, fx.Node] = {}
     first = next(iter(graph.nodes))
 
     def with_weights(value: Any) -> Any:
-        """`value`, or the input of the graph that stands for this weight."""
+        """If `value` is a weight, the input of the graph that stands for it; otherwise `value`."""
         if not isinstance(value, torch.Tensor):
             return value
         if value not in weights:
@@ -135,7 +136,7 @@ def _inline(graph: fx.Graph, node: fx.Node, layer: nn.Module, with_weights: Call
 
 
 class TracedModel:
-    """Calls torch's functions in a row, with the tensors of `model` as weights. So it follows changes of the weights.
+    """Calls torch's functions one after the other. Changes of the weights of `model` take effect: nothing is copied.
 
     A call takes and returns what `model` does.
     """
@@ -144,7 +145,7 @@ class TracedModel:
         self._model = model
         graph, weights = trace(model, "traced")
         module = fx.GraphModule(model, graph)
-        self._run = partial(type(module).forward, module, *weights)
+        self._run = partial(type(module).forward, module, *weights)  # without the checks of `nn.Module.__call__`
 
     def __call__(self, *inputs: Any) -> Any:
         return self._run(*inputs)

@@ -1,4 +1,4 @@
-"""A small torch model as a list of numpy calls: for a few rows, torch takes several times as long."""
+"""A small torch model as a list of numpy calls, which takes much less time than torch for a few rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.errors import ConfigError
 
 _Array = npt.NDArray[Any]
 
-_MOST_PROGRAMS = 32  # numbers of rows whose arrays are kept
+_MOST_PROGRAMS = 32  # for how many numbers of rows the arrays are kept
 _DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 
 
@@ -35,12 +35,13 @@ def _linear_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 class NumpyModel:
-    """Runs the operations of `model` in numpy, with transposed copies of the matrices. `refresh` renews these.
+    """Runs the operations of `model` in numpy, with transposed copies of the matrices. `refresh` copies them again.
 
-    A call takes arrays `[B, ...]` (`NamedArrays` for Dict and Tuple spaces), and returns arrays in the structure of the
-    model's outputs. The caller may keep these. Linear layers with the same input are computed together.
+    A call takes the number of rows B, and arrays `[B, ...]` (`NamedArrays` for Dict and Tuple spaces). It returns an
+    array or a tuple of arrays `[B, ...]`, as the model does, which the caller may keep. Linear layers with the same
+    input are computed together.
 
-    The constructor raises `ConfigError` with the name of the layer for a model with other operations.
+    The constructor raises `ConfigError`, with the name of the layer, for operations that `OPERATIONS` does not have.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,13 +68,13 @@ class NumpyModel:
 
     def _common_dtype(self) -> np.dtype[Any]:
         """The dtype of all weights."""
-        first = torch.float32
-        for i, (name, weight) in enumerate(_floats(self._model)):
-            first = first if i else weight.dtype
-            if weight.dtype not in _DTYPES or weight.dtype != first:
+        weights = _floats(self._model)
+        dtype = weights[0][1].dtype if weights else torch.float32
+        for name, weight in weights:
+            if weight.dtype not in _DTYPES or weight.dtype != dtype:
                 why = f"it has dtype {weight.dtype}; all weights must be float32, or all float64"
                 raise refusal("numpy", f"the parameter {name}", why)
-        return _DTYPES[first]
+        return _DTYPES[dtype]
 
     def _require_known(self, node: fx.Node) -> None:
         """Raise `ConfigError` unless there is an operation for this node."""
@@ -83,13 +84,15 @@ class NumpyModel:
             raise self._refusal(node, "there is no numpy version of it")
 
     def _refusal(self, node: fx.Node, why: str) -> ConfigError:
+        """The error for a node that cannot be computed, with the name of the operation and the layer."""
         if node.op == "call_module":
             return refusal("numpy", node.meta["layer"], why)
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
         return refusal("numpy", f"{name!r} in {node.meta['layer']}", why)
 
     def _path(self, node: Any) -> tuple[Any, ...] | None:
-        """For a field of a nested observation: the names that lead to it, after the input's node."""
+        """If `node` is an input of the model, or a field of a nested input: the node of the input, and the names that
+        lead to the field. Otherwise None."""
         if node in self._inputs:
             return (node,)
         if isinstance(node, fx.Node) and node.target in (getattr, operator.getitem) and isinstance(node.args[1], str):
@@ -98,7 +101,8 @@ class NumpyModel:
         return None
 
     def _new_matrix(self, group: Sequence[fx.Node]) -> tuple[_Array, _Array | None]:
-        """Memory for the weights of linear layers with the same input, side by side, and for their biases."""
+        """Memory for the matrices of linear layers with the same input, side by side `[n_inputs, n_outputs]`, and for
+        their biases `[n_outputs]` (None if no layer has one)."""
         weights = [self._linear_weights(node) for node in group]
         n_outputs, n_inputs = sum(len(weight) for weight, _ in weights), weights[0][0].shape[1]
         has_bias = any(bias is not None for _, bias in weights)
@@ -106,6 +110,7 @@ class NumpyModel:
         return np.empty((n_inputs, n_outputs), self._dtype), bias
 
     def _linear_weights(self, node: fx.Node) -> tuple[_Array, _Array | None]:
+        """The matrix `[n_outputs, n_inputs]` and the biases of a linear layer. They share the memory of the model."""
         arguments = _linear_arguments(node)
         weight, bias = arguments["weight"], arguments.get("bias")
         if weight not in self._weights or (bias is not None and bias not in self._weights):
@@ -113,7 +118,7 @@ class NumpyModel:
         return self._weights[weight], None if bias is None else self._weights[bias]
 
     def refresh(self) -> None:
-        """Take the weights that the model has now."""
+        """Copy the matrices and biases that the model has now. All other weights share the memory of the model."""
         for first, (matrix, biases) in self._matrices.items():
             at = 0
             for node in self._groups[first]:
@@ -128,7 +133,7 @@ class NumpyModel:
     # ---- calls -----------------------------------------------------------------------------
 
     def __call__(self, rows: int, *inputs: Any) -> Any:
-        """The model's outputs for `rows` rows."""
+        """The model's outputs for inputs of `rows` rows."""
         program = self._programs.get(rows)
         if program is None:
             program = self._new_program(rows, inputs)
@@ -143,6 +148,7 @@ class NumpyModel:
         return tuple([array.copy() for array in outputs]) if outputs.__class__ is tuple else outputs.copy()
 
     def _new_program(self, rows: int, inputs: Sequence[Any]) -> Program:
+        """The calls for this number of rows. `inputs` are examples of the inputs."""
         program, values = Program(rows, self._dtype), dict(self._weights)
         for node in self._graph.nodes:
             if node.op == "output":
@@ -156,7 +162,7 @@ class NumpyModel:
         return program
 
     def _value(self, program: Program, values: dict[fx.Node, Any], node: fx.Node, inputs: Sequence[Any]) -> Any:
-        """The array of `node`. A field of the inputs gets one when it is used for the first time."""
+        """The array of `node`. An input, or a field of one, gets its array when it is used for the first time."""
         path = self._path(node)
         if node not in values and path is not None:
             index, names = self._inputs.index(path[0]), path[1:]
@@ -190,12 +196,15 @@ class NumpyModel:
             raise self._refusal(node, str(error)) from error
 
     def _outputs(self, program: Program, values: dict[fx.Node, Any], found: Any, inputs: Sequence[Any]) -> Any:
-        if isinstance(found, tuple | list):
-            return tuple(self._outputs(program, values, part, inputs) for part in found)
-        if not isinstance(found, fx.Node):
-            raise refusal("numpy", "the model", "it must return a tensor or a tuple of tensors")
-        array = self._value(program, values, found, inputs)
-        return array[: program.rows] if found in self._has_rows else array
+        """The array or the tuple of arrays that the model returns, without the zeros after the last row."""
+
+        def output(part: Any) -> Any:
+            if not isinstance(part, fx.Node):
+                raise refusal("numpy", "the model", "it must return a tensor or a tuple of tensors")
+            array = self._value(program, values, part, inputs)
+            return array[: program.rows] if part in self._has_rows else array
+
+        return tuple(map(output, found)) if isinstance(found, tuple | list) else output(found)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NumpyModel, (self._model,)

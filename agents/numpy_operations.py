@@ -15,24 +15,25 @@ from torch.nn import functional as F
 
 _Array = npt.NDArray[Any]
 
-
-#: Matrices are multiplied by this many rows at a time. BLAS rounds in another way for another number of rows. So the
-#: result for a row does not depend on how many others there are.
+#: This many rows are multiplied by a matrix at a time. For another number of rows, BLAS may round in another way. With
+#: a fixed number, the result for a row does not depend on how many others there are.
 TILE = 8
 
 
 class Program:
-    """The calls for one number of rows. Each has its arguments and writes into an array that was allocated before.
+    """The calls of numpy that compute the model for one number of rows, with their arguments and the arrays for their
+    results, which are allocated here.
 
-    The arrays have zeros after the last row, so that their length is a multiple of `TILE`.
+    The arrays have rows of zeros after the last row, so that their length is a multiple of `TILE`.
     """
 
     def __init__(self, rows: int, dtype: np.dtype[Any]) -> None:
         self.rows, self.dtype = rows, dtype
         self.length = -(-rows // TILE) * TILE
-        self.inputs: list[tuple[_Array, int, tuple[Any, ...]]] = []  #: array, index of the input, path in the input
-        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], _Array]] = []
-        self.biases: list[tuple[_Array, _Array]] = []  #: the biases of a layer for every row, and for one
+        #: Where an input is copied to: array, index of the input, names that lead to a field of it.
+        self.inputs: list[tuple[_Array, int, tuple[Any, ...]]] = []
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], _Array]] = []  #: function, arguments, `out`
+        self.biases: list[tuple[_Array, _Array]] = []  #: of each layer: its biases repeated in every row, its biases
         self.outputs: Any = None
 
     def empty(self, *shape: int) -> _Array:
@@ -43,94 +44,96 @@ class Program:
         for rows, one in self.biases:
             rows[...] = one
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Append a call, which writes into the last argument; returns that. Numbers become arrays, to save time."""
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Add a call that writes into the last argument. Returns this argument. Floats become arrays, to save time."""
         *inputs, out = (np.asarray(x, self.dtype) if isinstance(x, float) else x for x in arguments)
         self.calls.append((function, tuple(inputs), out))
         return out
 
 
-# Each operation takes a program, then the arguments of torch's function, and returns the array with the result.
+# Each operation takes a program, and the arguments of torch's function, with arrays in place of tensors. It adds calls
+# to the program, and returns the array that will hold the result. It raises `ValueError` for arguments that it does not
+# support.
 
 
 def _unary(function: Callable[..., Any]) -> Callable[..., _Array]:
-    def emit(p: Program, x: _Array) -> Any:
-        return p.run(function, x, np.empty_like(x))
+    def operation(p: Program, x: _Array) -> Any:
+        return p.call(function, x, np.empty_like(x))
 
-    return emit
+    return operation
 
 
 def _binary(function: Callable[..., Any]) -> Callable[..., _Array]:
-    def emit(p: Program, x: Any, y: Any) -> Any:
+    def operation(p: Program, x: Any, y: Any) -> Any:
         x, y = (float(value) if isinstance(value, int | float) else value for value in (x, y))
-        return p.run(function, x, y, p.empty(*np.broadcast_shapes(np.shape(x), np.shape(y))))
+        return p.call(function, x, y, p.empty(*np.broadcast_shapes(np.shape(x), np.shape(y))))
 
-    return emit
+    return operation
 
 
 def linear(p: Program, x: _Array, matrix: _Array, biases: _Array | None) -> Any:
     """`x` times `matrix`, plus the biases."""
     out = p.empty(*x.shape[:-1], matrix.shape[1])
     if x.ndim == 2:
-        p.run(np.matmul, x.reshape(-1, TILE, x.shape[1]), matrix, out.reshape(-1, TILE, out.shape[1]))
+        p.call(np.matmul, x.reshape(-1, TILE, x.shape[1]), matrix, out.reshape(-1, TILE, out.shape[1]))
     else:
-        p.run(np.matmul, x, matrix, out)
+        p.call(np.matmul, x, matrix, out)
     if biases is not None:  # for every row: to add one row to all takes twice as long
         p.biases.append((np.empty_like(out), biases))
-        p.run(np.add, out, p.biases[-1][0], out)
+        p.call(np.add, out, p.biases[-1][0], out)
     return out
 
 
 def _relu(p: Program, x: _Array, inplace: bool = False) -> Any:
-    return p.run(np.maximum, x, 0.0, np.empty_like(x))
+    return p.call(np.maximum, x, 0.0, np.empty_like(x))
 
 
 def _sigmoid(p: Program, x: _Array) -> Any:
-    out = p.run(np.multiply, x, 0.5, np.empty_like(x))  # by tanh, since exp would overflow
-    p.run(np.tanh, out, out)
-    p.run(np.multiply, out, 0.5, out)
-    return p.run(np.add, out, 0.5, out)
+    out = p.call(np.multiply, x, 0.5, np.empty_like(x))  # by tanh, since exp would overflow
+    p.call(np.tanh, out, out)
+    p.call(np.multiply, out, 0.5, out)
+    return p.call(np.add, out, 0.5, out)
 
 
 def _elu(p: Program, x: _Array, alpha: float = 1.0, inplace: bool = False) -> Any:
-    below = p.run(np.minimum, x, 0.0, np.empty_like(x))
-    p.run(np.exp, below, below)
-    p.run(np.subtract, below, 1.0, below)
-    p.run(np.multiply, below, float(alpha), below)
-    out = p.run(np.maximum, x, 0.0, np.empty_like(x))
-    return p.run(np.add, out, below, out)
+    below = p.call(np.minimum, x, 0.0, np.empty_like(x))
+    p.call(np.exp, below, below)
+    p.call(np.subtract, below, 1.0, below)
+    p.call(np.multiply, below, float(alpha), below)
+    out = p.call(np.maximum, x, 0.0, np.empty_like(x))
+    return p.call(np.add, out, below, out)
 
 
 def _gelu(p: Program, x: _Array, approximate: str = "none") -> Any:
     if approximate == "tanh":
         scale = math.sqrt(2 / math.pi)
-        out = p.run(np.multiply, x, x, np.empty_like(x))
-        p.run(np.multiply, out, 0.044715 * scale, out)
-        p.run(np.add, out, scale, out)
-        p.run(np.multiply, out, x, out)
-        p.run(np.tanh, out, out)
-        p.run(np.add, out, 1.0, out)
-        p.run(np.multiply, out, x, out)
-        return p.run(np.multiply, out, 0.5, out)
+        out = p.call(np.multiply, x, x, np.empty_like(x))
+        p.call(np.multiply, out, 0.044715 * scale, out)
+        p.call(np.add, out, scale, out)
+        p.call(np.multiply, out, x, out)
+        p.call(np.tanh, out, out)
+        p.call(np.add, out, 1.0, out)
+        p.call(np.multiply, out, x, out)
+        return p.call(np.multiply, out, 0.5, out)
     # max(x, 0) - |x| / 2 (1 - erf(|x| / sqrt 2)). numpy has no erf: this is formula 7.1.26 of Abramowitz and Stegun,
     # whose error is below 1.5e-7.
-    size = p.run(np.absolute, x, np.empty_like(x))
-    z = p.run(np.multiply, size, math.sqrt(0.5), np.empty_like(x))
-    t = p.run(np.multiply, z, 0.3275911, np.empty_like(x))
-    p.run(np.add, t, 1.0, t)
-    p.run(np.reciprocal, t, t)
-    y = p.run(np.multiply, t, 1.061405429, np.empty_like(x))
+    size = p.call(np.absolute, x, np.empty_like(x))
+    z = p.call(np.multiply, size, math.sqrt(0.5), np.empty_like(x))
+    t = p.call(np.multiply, z, 0.3275911, np.empty_like(x))
+    p.call(np.add, t, 1.0, t)
+    p.call(np.reciprocal, t, t)
+    y = p.call(np.multiply, t, 1.061405429, np.empty_like(x))
     for coefficient in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
-        p.run(np.add, y, coefficient, y)
-        p.run(np.multiply, y, t, y)
-    p.run(np.multiply, z, z, z)
-    p.run(np.negative, z, z)
-    p.run(np.exp, z, z)
-    p.run(np.multiply, y, z, y)
-    p.run(np.multiply, y, size, y)
-    p.run(np.multiply, y, 0.5, y)
-    out = p.run(np.maximum, x, 0.0, t)
-    return p.run(np.subtract, out, y, out)
+        p.call(np.add, y, coefficient, y)
+        p.call(np.multiply, y, t, y)
+    p.call(np.multiply, z, z, z)
+    p.call(np.negative, z, z)
+    p.call(np.exp, z, z)
+    p.call(np.multiply, y, z, y)
+    p.call(np.multiply, y, size, y)
+    p.call(np.multiply, y, 0.5, y)
+    out = p.call(np.maximum, x, 0.0, t)
+    return p.call(np.subtract, out, y, out)
 
 
 _row_sums = partial(np.add.reduce, axis=-1, keepdims=True)
@@ -142,18 +145,18 @@ def _layer_norm(
     if tuple(normalized_shape) != x.shape[-1:]:
         raise ValueError("it normalizes more than the last dimension")
     mean, part = p.empty(*x.shape[:-1], 1), 1.0 / x.shape[-1]
-    p.run(_row_sums, x, mean)
-    p.run(np.multiply, mean, part, mean)
-    out = p.run(np.subtract, x, mean, np.empty_like(x))
-    square = p.run(np.multiply, out, out, np.empty_like(x))
-    p.run(_row_sums, square, mean)
-    p.run(np.multiply, mean, part, mean)
-    p.run(np.add, mean, float(eps), mean)
-    p.run(np.sqrt, mean, mean)
-    p.run(np.divide, out, mean, out)
+    p.call(_row_sums, x, mean)
+    p.call(np.multiply, mean, part, mean)
+    out = p.call(np.subtract, x, mean, np.empty_like(x))
+    square = p.call(np.multiply, out, out, np.empty_like(x))
+    p.call(_row_sums, square, mean)
+    p.call(np.multiply, mean, part, mean)
+    p.call(np.add, mean, float(eps), mean)
+    p.call(np.sqrt, mean, mean)
+    p.call(np.divide, out, mean, out)
     for function, value in ((np.multiply, weight), (np.add, bias)):
         if value is not None:
-            p.run(function, out, value, out)
+            p.call(function, out, value, out)
     return out
 
 
@@ -167,7 +170,7 @@ def _flatten(p: Program, x: _Array, start_dim: int = 0, end_dim: int = -1) -> An
 def _reshaped(p: Program, x: _Array, shape: tuple[int, ...]) -> Any:
     if not x.flags.c_contiguous:  # a part of another array
         whole = np.empty(x.shape, x.dtype)
-        x = p.run(np.positive, x, whole)
+        x = p.call(np.positive, x, whole)
     return x.reshape(shape)
 
 
@@ -180,13 +183,16 @@ def _squeeze(p: Program, x: _Array, dim: int | None = None) -> Any:
 def _item(p: Program, x: _Array, index: Any) -> Any:
     if not (isinstance(index, tuple) and index and index[0] in (slice(None), Ellipsis)):
         raise ValueError("an index must keep the batch dimension, as x[:, 0] does")
-    return x[index]
+    part: _Array = x[index]
+    if part.size and not np.may_share_memory(part, x):  # a copy: it would keep the values that x has now
+        raise ValueError("an index must consist of integers and slices")
+    return part
 
 
 def _clamp(p: Program, x: _Array, min: float | None = None, max: float | None = None) -> Any:
     for function, bound in ((np.maximum, min), (np.minimum, max)):
         if bound is not None:
-            x = p.run(function, x, float(bound), np.empty_like(x))
+            x = p.call(function, x, float(bound), np.empty_like(x))
     return x
 
 
@@ -195,7 +201,7 @@ def _cat(p: Program, parts: Sequence[_Array], dim: int = 0) -> Any:
         raise ValueError("it would join batches")
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
-    return p.run(np.concatenate, tuple(parts), dim, p.empty(*shape))
+    return p.call(np.concatenate, tuple(parts), dim, p.empty(*shape))
 
 
 def _expand_as(p: Program, x: _Array, other: _Array) -> Any:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.agents.torch_agent import TorchAgent
 
 
-_TOLERANCE = 1e-4  # of the difference to torch's outputs, where these are up to 1; in proportion where they are larger
+_TOLERANCE = 1e-4  # the largest difference to torch's outputs; where these are larger than 1, a share of them
 
 
 class TorchRuntime(AgentRuntime):
@@ -46,7 +46,7 @@ class TorchRuntime(AgentRuntime):
         return self._with_inference(copied)
 
     def _with_inference(self, copied: TorchAgent) -> TorchAgent:
-        """`copied`, which runs its model as `inference` says."""
+        """Make `copied` run its model as its `inference` says; returns it."""
         if copied.inference != "torch":
             copied._act_mode()
         if copied.inference == "traced":

@@ -1,10 +1,10 @@
-"""Sampling while the learner trains: what it gains, and what it costs. All figures are ratios of turns in one run.
+"""Sampling while the learner trains: what it gains, and what it costs. Contestants take turns in one run.
 
 1. An idle learner: the steps per second of AsyncSampler, divided by those of ParallelSampler.
 2. A learner that takes as long as sampling does: the wall clock of a loop with AsyncSampler, divided by that of the
-   same loop with ParallelSampler. Learner and worker have a CPU each. At best it is 0.5.
-3. The time that `obtain_samples` takes if a batch is complete: while the workers collect the next ones, and while they
-   wait.
+   same loop with ParallelSampler. Learner and worker have a CPU each. The best possible figure is 0.5.
+3. The microseconds that `obtain_samples` takes if a batch is complete: while the workers collect the next batches, and
+   while they wait.
 
     python benchmarks/async.py --json async.json
 """
@@ -85,7 +85,7 @@ class Paused:
         return {name: cls(loop) for name, loop in loops.items()}
 
     def batch(self) -> int:
-        """Twenty batches, and then those that the workers have begun already: all work is done within the turn."""
+        """Twenty batches, and the batches that the workers have begun by then: no work is left for the next turn."""
         sampler, steps = self._loop.sampler, 0
         if isinstance(sampler, AsyncSampler) and sampler.state.name == "PAUSED":
             sampler.resume()

@@ -1,8 +1,8 @@
 """How much faster is a small policy with inference="traced" and inference="numpy"?
 
 CartPole-v1 with the 64-64 MLP. Each contestant is a separate process tree, and they take short turns in one run, in
-random order. "One row" is `agent.step` alone, for 16 environments. The ceiling in step is that of `throughput.py`: bare
-loops with torch's agent in one process per worker, at the speed of the slowest.
+random order. "One row" is `agent.step` alone, for 16 environments. The "ceiling in step" is that of `throughput.py`:
+bare loops with torch's agent, one process per worker, where each process counts at the speed of the slowest.
 
 `--before FOLDER` adds an earlier version of penstock, installed as the docstring of `compare.py` shows:
 

@@ -28,14 +28,13 @@ from penstock.vector import ShmVectorEnv
 
 @dataclass(frozen=True)
 class Work:
-    """What the contestants sample. `where` says which process has the policy: "any", "worker" or "main"."""
+    """What the contestants sample."""
 
     title: str
     make_env: Callable[[], gym.Env[Any, Any]]
     n_envs: int
     T: int
     policy: str = "random"
-    where: str = "any"
     n_workers: int = 2
     rows: int = 16  #: time steps between two looks at the clock, for contestants that need no whole batch
 
@@ -78,12 +77,12 @@ class Work:
 
 WORKS = {
     "random": Work("CartPole, random actions", ENV, 32, 128),
-    "mlp": Work("CartPole, MLP in the workers", ENV, 32, 128, "mlp", "worker"),
+    "mlp": Work("CartPole, MLP in the workers", ENV, 32, 128, "mlp"),
     "pixels": Work("84 x 84 x 4 bytes, random actions", PixelEnv, 16, 64),
     "sleeping": Work(
         "steps of 1 ms, 5 % of 10 ms", partial(SleepingEnv, 0.001, 0.010, 0.05), 16, 1024, n_workers=16, rows=8
     ),
-    "central": Work("CartPole, MLP in one process", ENV, 32, 128, "mlp", "main"),
+    "central": Work("CartPole, MLP in one process", ENV, 32, 128, "mlp"),
     "short": Work("CartPole, MLP, T = 5", ENV, 32, 5, "mlp", rows=5),
 }
 
@@ -310,7 +309,7 @@ class TorchRL:
 
 # ---- who takes part --------------------------------------------------------------------------------
 
-ONE, ALL = "bare loop, 1 process", "bare loops"  #: of which the ratios and the number of cores are taken
+ONE, ALL = "bare loop, 1 process", "bare loops"  #: the contestants that others are compared with
 CARTPOLE = ("random", "mlp", "central", "short")
 EVERY = tuple(WORKS)
 

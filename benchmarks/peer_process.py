@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from clocks import cpu_clocks
 
 Turn = dict[str, float]
 
@@ -22,7 +23,7 @@ Turn = dict[str, float]
 
 
 def one_turn(contestant: Any, seconds: float, pause: float, kind: str) -> Turn:
-    """Steps for `seconds`, with a pause of `pause` seconds after each batch that does not count."""
+    """Steps for `seconds`. The pauses of `pause` seconds after each batch do not count."""
     if hasattr(contestant, "turn"):
         turn: Turn = contestant.turn(seconds)
         return {**turn, "pause_cpu": 0.0}
@@ -52,7 +53,7 @@ def rest(seconds: float, kind: str) -> float:
 
 
 def serve(work_name: str, name: str, whole_batches: bool) -> None:
-    """Run one turn for each line of stdin."""
+    """Make the contestant, and run one turn for each line of stdin, which has the arguments of `one_turn` as JSON."""
     # Not stdout: the contestant's processes inherit it, and an environment may print.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -83,16 +84,6 @@ def serve(work_name: str, name: str, whole_batches: bool) -> None:
 
 
 # ---- in the process that compares ------------------------------------------------------------------
-
-
-def cpu_seconds(pids: Sequence[int]) -> float:
-    """CPU seconds of these processes so far."""
-    total = 0.0
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended
-            # Linux's clock of another process: exact, where /proc counts in hundredths of a second.
-            total += time.clock_gettime((~pid << 3) | 2)
-    return total
 
 
 def involuntary_switches(pids: Sequence[int]) -> int:
@@ -167,7 +158,7 @@ class Contestant:
         """Let it run for one turn. None if it failed; then `missing` says why."""
         pids = self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
-        before = cpu_seconds(pids), involuntary_switches(pids), steal_seconds()
+        before = sum(cpu_clocks(pids).values()), involuntary_switches(pids), steal_seconds()
         began = time.perf_counter()
         self._process.stdin.write((json.dumps(how) + "\n").encode())
         self._process.stdin.flush()
@@ -178,7 +169,7 @@ class Contestant:
             self.missing = str(turn["missing"])
             self.close()
             return None
-        cpu = cpu_seconds(pids) - before[0] - turn.pop("pause_cpu")
+        cpu = sum(cpu_clocks(pids).values()) - before[0] - turn.pop("pause_cpu")
         return {
             **turn,
             "cpu_us": cpu / turn["steps"] * 1e6,

@@ -27,7 +27,7 @@ def ratios(rounds: Rounds, name: str, other: str, key: str = "rate") -> list[flo
 
 
 def cores(rounds: Rounds) -> list[float]:
-    """What bare loops in all processes make, if one makes 1."""
+    """The speed of the bare loops in all processes, divided by that of one bare loop."""
     return ratios(rounds, ALL, ONE)
 
 
@@ -123,7 +123,7 @@ def draw(results: Sequence[dict[str, Any]], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     n_rows = (len(results) + 1) // 2
-    figure, parts = plt.subplots(n_rows, 2, figsize=(11, 2.6 * n_rows), squeeze=False, layout="constrained")
+    picture, parts = plt.subplots(n_rows, 2, figsize=(11, 2.6 * n_rows), squeeze=False, layout="constrained")
     for part in parts.flat[len(results) :]:
         part.axis("off")
     for part, result in zip(parts.flat, results, strict=False):
@@ -143,8 +143,8 @@ def draw(results: Sequence[dict[str, Any]], file: Path) -> None:
         part.set_title(WORKS[result["work"]].title, fontsize=9)
         part.tick_params(labelsize=7)
         part.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(
+    picture.suptitle(
         "Speed in relation to bare loops in step, which record nothing (median and middle half)", fontsize=9
     )
-    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
-    plt.close(figure)
+    picture.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    plt.close(picture)

@@ -1,14 +1,15 @@
-"""penstock and its peers: who steps the same environments how fast, in turns, in one run.
+"""How fast penstock and other libraries step the same environments. They take turns in one run.
 
     python benchmarks/peers.py random mlp --json peers.json     # measure
     python benchmarks/peers.py --report peers*.json             # the tables and the picture
 
-`make peers` does both, in a virtual environment with all peers. Works: `random`, `mlp`, `pixels`, `sleeping`, `central`
-and `short`; see `WORKS` in peer_adapters.py. Each contestant is a process tree, which is stopped while others have
-their turn. A ratio is computed for each round, to the bare loops in step (the slowest of their processes, times their
-number), and to the fastest peer with the same environments. "Cores" is what a second bare process adds on this machine
-in the same round: bare loops in all processes / in one. It is 2.0 for two processes on a quiet machine, and less on a
-shared one.
+`make peers` does both, in a virtual environment with all peers. A *work* is what all contestants sample: `random`,
+`mlp`, `pixels`, `sleeping`, `central` or `short`; see `WORKS` in peer_adapters.py. Each contestant is a process tree,
+which is stopped while others have their turn.
+
+For each round, the speed is divided by that of the bare loops in step (the slowest of their processes, times their
+number), and by that of the fastest peer with the same environments. "Cores" is the speed of the bare loops in all
+processes, divided by that of one bare loop. It is 2.0 for two processes on a quiet machine, and less on a shared one.
 
 A turn is disturbed if the host took more than 1 % of the machine's CPU time away (steal in /proc/stat). Ratios of
 disturbed and undisturbed rounds are reported apart.

@@ -53,7 +53,7 @@ def vectors(T: int) -> Samples:
 
 
 def filled(replay: Replay, samples: Samples) -> Replay:
-    """The replay after so many batches that the first, whose episodes have no begin, is overwritten."""
+    """The replay, filled until its first batch is overwritten: the begin of those episodes is unknown."""
     while replay.n_steps < replay.capacity + samples.env.reward.size:
         replay.append(samples)
     return replay
@@ -79,7 +79,7 @@ def vector_calls(capacity: int) -> dict[str, dict[str, Call]]:
 
 
 def bare_append(capacity: int, samples: Samples) -> Call:
-    """The assignments of the arrays alone, to rows that move on."""
+    """Only the assignments of the arrays, each time to the next rows."""
     T = len(samples.env.reward)
     parts = [samples.env.observation, samples.agent.action, samples.env.reward, samples.env.valid]
     rows = capacity // B // T
@@ -178,8 +178,7 @@ def pixel_calls(capacity: int) -> dict[str, dict[str, Call]]:
     stacks = np.stack([pictures[(np.arange(T) + i) % T] for i in range(1 - n, 1)], 2)
     replay = filled(Replay(capacity, 3, frames=Frames(n), seed=0), make_samples(stacks, T))
     kept = [replay.sample(BATCH)]
-    frames = np.zeros((capacity, 84, 84), np.uint8)
-    frames[:] = 1
+    frames = np.ones((capacity, 84, 84), np.uint8)  # written once, so that the memory is there
     rng = np.random.default_rng(1)
     out = [np.empty((BATCH, n, 84, 84), np.uint8) for _ in range(2)]
 

@@ -1,10 +1,10 @@
-"""What the gates cost: batches of one time step of environments that do nothing, beside a bare hub of eventfds.
+"""What the gates cost: batches of one time step, with environments that do nothing, compared with bare eventfds.
 
     python benchmarks/waits.py --workers 2 8 32
 
-Each worker has one environment. In the hub, the main process writes to one eventfd for each process, and each process
-writes to one eventfd that the main process reads: this is the least that processes which sleep must do. Contestants
-take turns in one run, for each number of workers. `--busy 2` runs two endless loops beside them.
+Each worker has one environment. The contestant "hub" has only eventfds: the main process writes to one for each worker,
+and all workers write to one that the main process reads. Processes that sleep cannot do with less. The contestants take
+turns in one run, for each number of workers. `--busy 2` runs two endless loops beside them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-/* Drawing the actions of a row from logits, bit for bit as the numpy calls of agents/distributions.py do: see native.py. */
+/* Draws the actions of one time step from logits: bit for bit the results of the numpy calls in agents/distributions.py.
+   native.py says what each function does. */
 
 #define PY_SSIZE_T_CLEAN
 #define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
@@ -15,7 +16,7 @@ static int check_arguments(Py_ssize_t given, Py_ssize_t expected) {
     return given == expected || PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, given);
 }
 
-/* float32 is computed in float64 and rounded after each operation: the result is that of float32 arithmetic. */
+/* float32 numbers are computed in float64 and rounded after each operation: the results are those of float32. */
 static double read_float(PyArrayObject *table, npy_intp i, npy_intp j) {
     const void *at = PyArray_GETPTR2(table, i, j);
     return PyArray_TYPE(table) == NPY_FLOAT64 ? *(const npy_float64 *)at : *(const npy_float32 *)at;
@@ -36,6 +37,7 @@ static PyArrayObject *as_floats(PyObject *object) {
     return PyArray_TYPE(table) == NPY_FLOAT32 || PyArray_TYPE(table) == NPY_FLOAT64 ? table : NULL;
 }
 
+/* shift_rows(logits) */
 PyObject *penstock_shift_rows(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     if (!check_arguments(n, 1)) {
         return NULL;
@@ -64,6 +66,7 @@ PyObject *penstock_shift_rows(PyObject *Py_UNUSED(module), Arguments arguments, 
     return (PyObject *)shifted;
 }
 
+/* draw_rows(weights, uniform, shifted) */
 PyObject *penstock_draw_rows(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     if (!check_arguments(n, 3)) {
         return NULL;

@@ -326,6 +326,7 @@ static PyObject *fence(PyObject *Py_UNUSED(module), Arguments Py_UNUSED(argument
 /* ---- the end of the parent process ------------------------------------------------------------- */
 
 #ifdef __linux__
+/* The kernel signals only this process when its parent exits. So this handler kills the process group. */
 static void kill_group(int Py_UNUSED(number)) { kill(getpgrp() == getpid() ? 0 : getpid(), SIGKILL); }
 #endif
 
@@ -334,7 +335,7 @@ static PyObject *end_group_with_parent(PyObject *Py_UNUSED(module), Arguments Py
         return NULL;
     }
 #ifdef __linux__
-    int number = SIGRTMAX - 7; /* any signal that nobody uses */
+    int number = SIGRTMAX - 7; /* a signal without another use */
     struct sigaction action = {.sa_handler = kill_group};
     return PyBool_FromLong(sigaction(number, &action, NULL) == 0 && prctl(PR_SET_PDEATHSIG, number) == 0);
 #else

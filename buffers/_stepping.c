@@ -1,5 +1,5 @@
-/* The loop over one row of environments, and steps and resets without the Python frames of Gymnasium's wrappers: see
-   native.py, which says what each function does. */
+/* One time step of all environments of a worker, and steps and resets without the Python functions of Gymnasium's
+   wrappers. native.py says what each function does. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -15,9 +15,9 @@ static int read_index(PyObject *argument, Py_ssize_t *index) {
     return *index != -1 || !PyErr_Occurred();
 }
 
-/* ---- a row of environments --------------------------------------------------------------------- */
+/* ---- one time step ------------------------------------------------------------------------------ */
 
-/* The arguments of step_ordinary. `on_end` may be None, and so may `outs`. */
+/* The arguments of step_ordinary. `outs` and `on_end` may be None. */
 typedef struct {
     PyObject *bound, *actions, *outs, *observations, *rewards, *on_end;
     int64_t *words;
@@ -25,7 +25,7 @@ typedef struct {
     int is_watched;
 } Row;
 
-/* One environment's step: its column, the observation, the result, and where in it the reward is. */
+/* One environment's step: its column, the array that step_into writes (NULL with step), and the result. */
 typedef struct {
     Py_ssize_t column;
     PyObject *out, *result;
@@ -96,13 +96,14 @@ static int store(const Row *row, const Step *step) {
     return is_stored ? 1 : -1;
 }
 
+/* Step the environments from `first` on. Returns None, or (index, result) of the first step that is not ordinary. */
 static PyObject *step_all(const Row *row, Py_ssize_t first) {
     Py_ssize_t n = PyList_GET_SIZE(row->bound);
     for (Py_ssize_t i = first; i < n; i++) {
         if (i >= PyList_GET_SIZE(row->bound) || i >= PyList_GET_SIZE(row->actions)) {
             return PyErr_Format(PyExc_IndexError, "bound or actions became shorter during a step");
         }
-        /* The step may remove entry and action from the lists. */
+        /* New references, because the step may remove them from the lists. */
         PyObject *entry = Py_NewRef(PyList_GET_ITEM(row->bound, i)), *action = Py_NewRef(PyList_GET_ITEM(row->actions, i));
         Step step = {0, NULL, NULL};
         int result = call_step(row, entry, action, &step) ? store(row, &step) : -1;
@@ -121,6 +122,7 @@ static PyObject *step_all(const Row *row, Py_ssize_t first) {
     Py_RETURN_NONE;
 }
 
+/* Check the arguments, then step the environments. */
 static PyObject *step_row(Row *row, Py_ssize_t first) {
     if (!PyList_Check(row->bound) || !PyList_Check(row->actions) || !PyList_Check(row->observations) ||
         !PyList_Check(row->rewards) || !(row->outs == Py_None || PyList_Check(row->outs))) {
@@ -178,8 +180,8 @@ int penstock_make_names(void) {
            (ONE = PyLong_FromLong(1)) && (SEED_AND_OPTIONS = PyTuple_Pack(2, SEED, OPTIONS));
 }
 
-/* What a flat function knows, a tuple: (method of the outermost wrapper, environment inside, layers, finish). Each
-   layer is (wrapper, its attributes, what it wraps, whether it is a TimeLimit), the outermost first. */
+/* The `self` of a flat function (step or reset): a tuple (step of the outermost wrapper, environment inside, layers,
+   finish). Each layer is (wrapper, its attributes, what it wraps, whether it is a TimeLimit), the outermost first. */
 #define METHOD(self) PyTuple_GET_ITEM(self, 0)
 #define INSIDE(self) PyTuple_GET_ITEM(self, 1)
 #define LAYERS(self) PyTuple_GET_ITEM(self, 2)
@@ -198,8 +200,8 @@ static PyObject *attribute(PyObject *layer, PyObject *name) {
     return value;
 }
 
-/* Whether no wrapper has got another environment, or an attribute that hides its method `name`. The method of the
-   outermost wrapper is only looked at if `first` is 0. */
+/* Whether every wrapper still wraps the same environment, and no wrapper from layer `first` on has an attribute that
+   hides its method `name`. */
 static int are_unchanged(PyObject *layers, PyObject *name, Py_ssize_t first) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(layers); i++) {
         PyObject *layer = PyTuple_GET_ITEM(layers, i);
@@ -210,7 +212,8 @@ static int are_unchanged(PyObject *layers, PyObject *name, Py_ssize_t first) {
     return 1;
 }
 
-/* What TimeLimit.step does with the `result` of the step inside. Takes the reference to `result`. */
+/* What TimeLimit.step does with the `result` of the step inside. Takes over the reference to `result`. If the values
+   are unusual, the Python function FINISH does it. */
 static PyObject *count_step(PyObject *self, PyObject *layer, PyObject *result) {
     PyObject *elapsed = attribute(layer, ELAPSED_STEPS), *most = attribute(layer, MAX_EPISODE_STEPS), *next, *cut;
     if (!PyTuple_CheckExact(result) || PyTuple_GET_SIZE(result) != 5 || elapsed == NULL || !PyLong_CheckExact(elapsed) ||
@@ -239,7 +242,7 @@ static PyObject *count_step(PyObject *self, PyObject *layer, PyObject *result) {
 /* `step(action)` */
 static PyObject *flat_step(PyObject *self, PyObject *action) {
     PyObject *layers = LAYERS(self);
-    int is_flat = are_unchanged(layers, STEP, 1);
+    int is_flat = are_unchanged(layers, STEP, 1); /* 1: the outermost `step`, which is METHOD, was looked up only once */
     for (Py_ssize_t i = 0; is_flat && i < PyTuple_GET_SIZE(layers); i++) {
         PyObject *layer = PyTuple_GET_ITEM(layers, i);
         is_flat = IS_TIME_LIMIT(layer) || attribute(layer, HAS_RESET) == Py_True;

@@ -65,11 +65,11 @@ put_cell: Callable[[Any, int, int, Any], bool]
 #: the result has no observation, and `outs[column]` is the observation.
 #: The results are stored in the lists `observations` and `rewards`, by column. Where an episode ends,
 #: `on_end(column, observation, reward, terminated, truncated)` returns the observation to store.
-#: A step is ordinary if the result, the flags and info have the usual types. The last step of an episode is ordinary
-#: if also the reward is a float, and `on_end` is not None. At the first step that is not ordinary, or at the first step
-#: if `is_watched`, store nothing and return `(index in bound, result of the step)`. Return None after the last
-#: environment. The last of `words`, int64 `[n]`, always holds the env_rank of the environment that steps. The first
-#: gets the value again that it had before `on_end`.
+#: A step is ordinary if the result, the flags and info have the usual types. At the end of an episode, the reward must
+#: be a float too, and `on_end` must not be None. At the first step that is not ordinary, or at the first step if
+#: `is_watched`, store nothing of it and return `(index in bound, result of the step)`. Return None after the last
+#: environment. `words` int64 `[n]` are words of the progress row: the last gets the env_rank of the environment that
+#: steps, and the first (the phase) gets back the value that it had before `on_end`.
 step_ordinary: Callable[[Any, Any, Any, Any, int, bool, Any, Any, Any], tuple[int, Any] | None]
 #: `flat_methods(step, inside, layers, finish)`: functions `step(action)` and `reset(seed=...)` that do what the methods
 #: of nested wrappers do, but call only the methods of `inside`, the environment within. `step` is the outermost
@@ -85,9 +85,9 @@ sum_episodes: Callable[[Any, Any, Any, Any, int, int, float], int]
 #: `shift_rows(logits)`: `logits` `[N, n]` minus the largest of each row. None if it cannot handle the array, or if the
 #: largest of a row is not finite.
 shift_rows: Callable[[Any], Any]
-#: `draw_rows(weights, uniform, shifted)`: one index per row of `weights` `[N, n]`, and the entry of `shifted` there;
-#: both `[N]`. The probability of an index is in proportion to its weight. `uniform` `[N]` decides. Afterwards `weights`
-#: holds its cumulative sums. None if it cannot handle the arguments.
+#: `draw_rows(weights, uniform, shifted)`: for each row of `weights` `[N, n]` an index, and the entry of `shifted`
+#: `[N, n]` there; both `[N]`. The probability of an index is in proportion to its weight; `uniform` `[N]`, from 0 to 1,
+#: decides. Afterwards `weights` holds the cumulative sums of each row. None if it cannot handle the arguments.
 draw_rows: Callable[[Any, Any, Any], tuple[Any, Any] | None]
 
 #: The functions that are used if nothing is compiled.

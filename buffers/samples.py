@@ -37,7 +37,7 @@ class AgentSamples(NamedArrays):
     agent_info: Any  #: what `agent.step` returned beside the action
     bootstrap_value: Any  #: `[B]`, value of the observation after the last step
     final_value: Any  #: value of `final_obs` where truncated and not terminated, zero elsewhere
-    policy_version: Any  #: int64, the version of the parameters that acted; it is the same in the whole column
+    policy_version: Any  #: int64, the version of the parameters that acted; the same in all rows of a column
 
     def _field_index(self, name: str, loc: Any) -> Any:
         if name != "bootstrap_value":

@@ -32,7 +32,7 @@ class CollectorParts:
 
     envs: EnvBatch  #: the environments: `EnvColumns`, or `VectorColumns` if the collector is `batched`
     agent: Agent  #: a copy of the agent, with a state for each of these columns
-    samples: BatchColumns  #: where to write: arrays `[T, B, ...]`; some have T + 1 rows. If there are slots: the first
+    samples: BatchColumns  #: where to write: arrays `[T, B, ...]`; some have T + 1 rows. With several slots, the first
     tracker: Tracker  #: follows the trajectories and sends the finished ones to the main process
     progress: Progress  #: the worker's row of shared words: phase, t, env_rank, heartbeat
     streams: ColumnStreams  #: seeds and random generators of these columns
@@ -69,10 +69,10 @@ class Collector(ABC):
         self.batch_T = samples.batch_T
         self._max_decorrelation_steps = parts.max_decorrelation_steps
         self._agent_has_state = type(parts.agent).reset_one is not Agent.reset_one
-        # All that depends on the slot is made once for each of them.
+        # What depends on the slot is made once for each slot.
         self._slots = [self._writers(slot) for slot in parts.slots or [samples]]
         vars(self).update(self._slots[0])
-        self._before = samples  # the slot of the batch before
+        self._before = samples  # where the batch before was written
         # Copies, not views of the batch. Where an episode starts these are zero, but the batch keeps the last action
         # and reward of the episode before.
         self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), samples.action)

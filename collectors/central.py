@@ -18,7 +18,7 @@ class Request(enum.IntEnum):
     """What a worker requests from the inference server."""
 
     STEP = 1
-    VALUE = URGENT  # in the middle of a step
+    VALUE = URGENT  # because a worker needs it in the middle of a step
 
 
 class RemoteAgent(Agent):

@@ -32,7 +32,7 @@ class EnvColumns(EnvBatch):
     `step` advances all of them by one time step, and calls an `EpisodeEndHook` where an episode ends. Raises
     `SpaceError`, with the field and the env_rank, for data that do not fit their space or have a wrong type.
 
-    With `flatten_wrappers`, Gymnasium's TimeLimit and OrderEnforcing take no Python frames.
+    With `flatten_wrappers`, Gymnasium's TimeLimit and OrderEnforcing are stepped without their Python functions.
     """
 
     def __init__(

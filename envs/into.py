@@ -10,18 +10,17 @@ from penstock.errors import SpaceError, brief
 
 
 def step_into_of(env: Any, env_rank: int) -> Callable[..., Any] | None:
-    """`env.step_into`, or None if there is none, or if `env` has a newer `step`.
-
-    A subclass may override `step` alone. Then its `step_into`, which it inherits, does something else.
+    """`env.step_into`. None if there is none, or if a subclass overrides `step` alone: then the `step_into` that it
+    inherits does something else.
 
     Raises `SpaceError` if `step_into` is not a method.
     """
     for cls in type(env).__mro__:
         if vars(cls).get("step_into") is not None:
             break
-        if "step" in vars(cls) or "step_into" in vars(cls):
+        if "step" in vars(cls) or "step_into" in vars(cls):  # `step_into = None` turns it off
             return None
-    else:
+    else:  # no class defines it
         return None
     if "step" in vars(env):
         return None

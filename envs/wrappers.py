@@ -1,4 +1,8 @@
-"""Gymnasium's TimeLimit and OrderEnforcing: recognised, so that they can be stepped without their Python frames."""
+"""Steps and resets without the Python functions of Gymnasium's TimeLimit and OrderEnforcing.
+
+The classes `_Known...` have copies of Gymnasium's code. They are never used, only compared with the installed code. If
+that differs, nothing is left out.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +17,25 @@ from penstock.buffers.native import flat_methods
 
 
 class _Known(gym.Wrapper[Any, Any, Any, Any]):
-    """The methods of `gymnasium.Wrapper`, as this module knows them."""
+    """Copies of the methods of `gymnasium.Wrapper`."""
 
     def step(self, action: Any) -> Any:
-        """Gymnasium's."""
+        """A copy."""
         return self.env.step(action)
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        """Gymnasium's."""
+        """A copy."""
         return self.env.reset(seed=seed, options=options)
 
 
 class _KnownTimeLimit(_Known):
-    """The methods of `TimeLimit`."""
+    """Copies of the methods of `TimeLimit`."""
 
     _elapsed_steps: Any
     _max_episode_steps: Any
 
     def step(self, action: Any) -> Any:
-        """Gymnasium's."""
+        """A copy."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         self._elapsed_steps += 1
 
@@ -41,24 +45,24 @@ class _KnownTimeLimit(_Known):
         return observation, reward, terminated, truncated, info
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        """Gymnasium's."""
+        """A copy."""
         self._elapsed_steps = 0
         return super().reset(seed=seed, options=options)
 
 
 class _KnownOrderEnforcing(_Known):
-    """The methods of `OrderEnforcing`."""
+    """Copies of the methods of `OrderEnforcing`."""
 
     _has_reset: Any
 
     def step(self, action: Any) -> Any:
-        """Gymnasium's."""
+        """A copy."""
         if not self._has_reset:
             raise ResetNeeded("Cannot call env.step() before calling env.reset()")
         return super().step(action)
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        """Gymnasium's."""
+        """A copy."""
         self._has_reset = True
         return super().reset(seed=seed, options=options)
 
@@ -66,9 +70,9 @@ class _KnownOrderEnforcing(_Known):
 def flattened(env: Any) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Functions `step(action)` and `reset(seed=..., options=...)` that do exactly what these methods of `env` do.
 
-    They leave out the Python frames of the outermost wrappers, as far as these are exactly `TimeLimit` or
+    They leave out the Python functions of the outermost wrappers, as far as these are exactly `TimeLimit` or
     `OrderEnforcing`. They read and write the same attributes of the wrappers at every call. If these attributes have
-    unusual values, or if a wrapper has got another environment, they call the methods of `env`.
+    unusual values, or if a wrapper now wraps another environment, they call the methods of `env`.
 
     Returns None if there is no such wrapper, if nothing is compiled, or if Gymnasium's wrappers are not the known ones.
     """
@@ -82,7 +86,7 @@ def flattened(env: Any) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
 
 
 def _finish_step(wrapper: Any, result: Any) -> Any:
-    """What `TimeLimit.step` does after the step of its environment, for unusual values."""
+    """What `TimeLimit.step` does after the step of its environment. The C code calls this for unusual values."""
     observation, reward, terminated, truncated, info = result
     wrapper._elapsed_steps += 1
     if wrapper._elapsed_steps >= wrapper._max_episode_steps:
@@ -91,7 +95,7 @@ def _finish_step(wrapper: Any, result: Any) -> Any:
 
 
 def _are_known() -> bool:
-    """Whether Gymnasium's wrappers have the code that this module knows. Another version may have other code."""
+    """Whether Gymnasium's wrappers have the code that is copied here. Another version may have other code."""
     known: tuple[tuple[Any, Any], ...] = (
         (gym.Wrapper, _Known),
         (TimeLimit, _KnownTimeLimit),
@@ -109,13 +113,11 @@ _ATTRIBUTE_ACCESS = ("__getattribute__", "__getattr__", "__setattr__")
 
 
 def _is_same_code(one: Any, other: Any) -> bool:
-    codes = [getattr(function, "__code__", None) for function in (one, other)]
-    if None in codes:
-        return False
-    return _essence(codes[0], one) == _essence(codes[1], other)
+    return hasattr(one, "__code__") and hasattr(other, "__code__") and _behaviour(one) == _behaviour(other)
 
 
-def _essence(code: Any, function: Any) -> tuple[Any, ...]:
-    """What a function does, without its docstring and its place."""
+def _behaviour(function: Any) -> tuple[Any, ...]:
+    """All that decides what a function does, without its docstring and line numbers."""
+    code = function.__code__
     constants = tuple(constant for constant in code.co_consts if constant is not None and constant != function.__doc__)
     return code.co_code, code.co_names, constants, code.co_varnames, code.co_kwonlyargcount, function.__kwdefaults__

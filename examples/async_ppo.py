@@ -2,10 +2,11 @@
 
     python examples/async_ppo.py --out runs/async_cartpole
 
-The workers collect batch k + 1 while the learner trains on batch k. So they act with parameters that are one batch old.
-So the objective separates the policy that acted from the one that may change little (Hilton et al. 2021, "Batch size-
-invariance for policy optimization").
-The same seed gives the same batches (`--lag 1`). With `--lag 0` the workers run freely.
+The workers collect batch k + 1 while the learner trains on batch k. So the parameters that act are one batch old. The
+objective treats the policy that acted and the policy at the start of the update as two different ones (Hilton et al.
+2021, "Batch size-invariance for policy optimization").
+With `--lag 1`, the default, the same seed gives the same batches. With `--lag 0` the workers never wait for the learner
+as long as there are free slots.
 
 Stops after two evaluations in a row reach the goal. Exits with status 1 if this takes too long.
 """
@@ -44,7 +45,7 @@ class Config:
     total_steps: int = 300_000  # limit of environment steps
     time_limit: float = 80.0  # seconds
     n_workers: int = 0  # 0: one per CPU
-    lag: int = 1  # 1: exactly one batch late, and reproducible. 0: as far ahead as there are slots
+    lag: int = 1  # 1: exactly one batch late, and reproducible. 0: `lag=None`, as far ahead as there are slots
     n_slots: int = 2  # batches in memory: one that is trained on, and one that is collected
     batch_T: int = 128
     batch_B: int = 32
@@ -59,7 +60,7 @@ class Config:
     epochs: int = 8  # passes over each batch
     minibatches: int = 8
     clip: float = 0.2
-    max_correction: float = 2.0  # largest weight of a step that the present policy would take more often
+    max_correction: float = 2.0  # limit of the correction: how much more likely an action is now than when it was taken
     value_weight: float = 0.5
     max_grad_norm: float = 0.5
 
@@ -119,25 +120,26 @@ def advantages(samples: Samples, cfg: Config) -> Tensor:
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
     """Several epochs of minibatches with PPO's clipped objective, in its decoupled form.
 
-    The objective clips changes from the present policy, and corrects with a weight for the older one, which acted.
-    If it clipped changes from the older one, the last update would have used up most of what the clip allows.
+    The clip limits the change from the policy at the start of this update. The older policy, which acted, enters with
+    `correction`. If the clip limited the change from the older policy, the update before this one would already have
+    used up most of what the clip allows.
     """
     env, agent, advantage = samples.env, samples.agent, advantages(samples, cfg)
     with torch.no_grad():
         logits, _ = model(env.observation)
-        present_log_prob = logits.log_softmax(-1).gather(-1, agent.action[..., None]).squeeze(-1)
-        correction = (present_log_prob - agent.agent_info.log_prob).exp().clamp(max=cfg.max_correction)
+        old_log_prob = logits.log_softmax(-1).gather(-1, agent.action[..., None]).squeeze(-1)
+        correction = (old_log_prob - agent.agent_info.log_prob).exp().clamp(max=cfg.max_correction)
     target = advantage + agent.agent_info.value
-    columns = env.observation, agent.action, present_log_prob, advantage, correction, target
+    columns = env.observation, agent.action, old_log_prob, advantage, correction, target
     # From [T, B, ...] to [T * B, ...]. Nothing is copied: these are views of the memory that the workers wrote.
     rows = [column.flatten(0, 1) for column in columns]
     for _ in range(cfg.epochs):
         for index in torch.randperm(cfg.batch_T * cfg.batch_B).chunk(cfg.minibatches):
-            observation, action, old_log_prob, weight, corrected, target = (row[index] for row in rows)
+            observation, action, old_log_prob, weight, correction, target = (row[index] for row in rows)
             logits, value = model(observation)
             log_prob = logits.log_softmax(1).gather(1, action[:, None]).squeeze(1)
             ratio = (log_prob - old_log_prob).exp()
-            weight = corrected * (weight - weight.mean()) / (weight.std() + 1e-8)
+            weight = correction * (weight - weight.mean()) / (weight.std() + 1e-8)
             objective = torch.min(ratio * weight, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * weight).mean()
             optimizer.zero_grad()
             (cfg.value_weight * mse_loss(value, target) - objective).backward()

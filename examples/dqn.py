@@ -1,4 +1,4 @@
-"""Double DQN in one file, by default on CartPole-v1: n-step returns and priorities. Change what you like.
+"""Double DQN in one file, by default on CartPole-v1, with n-step returns and priorities. Change what you like.
 
     python examples/dqn.py
 
@@ -39,10 +39,10 @@ class Config:
     capacity: int = 100_000
     n_step: int = 3
     discount: float = 0.99
-    alpha: float = 0.6  # of priorities
-    beta: float = 0.4
+    alpha: float = 0.6  # the exponent of the priorities
+    beta: float = 0.4  # the exponent of the importance weights
     batch_size: int = 128
-    samples_per_step: float = 32.0
+    samples_per_step: float = 32.0  # positions drawn for each environment step
     min_steps: int = 1_000  # before training begins
     epsilon: float = 0.05  # from `explore_steps` on; 1 at the start
     explore_steps: int = 10_000
@@ -83,7 +83,7 @@ class Learner:
         self.n_updates = 0
 
     def update(self, batch: ReplayBatch) -> Tensor:
-        """One step of gradient descent. Returns the absolute temporal-difference errors."""
+        """One step of gradient descent. Returns the absolute temporal-difference errors `[n]`."""
         with torch.no_grad():
             best = self.q(batch.next_observation).argmax(1, keepdim=True)  # double DQN
             after = self.target(batch.next_observation).gather(1, best).squeeze(1)
@@ -126,7 +126,7 @@ def main(cfg: Config) -> dict[str, Any]:
             replay.append(samples)
             while not ratio.may_append(replay):
                 batch = replay.sample(cfg.batch_size)
-                replay.update(batch.index, learner.update(batch) + 1e-3)
+                replay.update(batch.index, learner.update(batch) + 1e-3)  # a step with priority 0 is never drawn
             agent.sync_shared_memory()
             result |= {"total_steps": replay.n_steps, "seconds": time.monotonic() - began}
             if replay.n_steps >= next_eval:

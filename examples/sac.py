@@ -1,4 +1,4 @@
-"""Soft actor-critic in one file, by default on Pendulum-v1. penstock samples and replays; change the rest as you like.
+"""Soft actor-critic in one file, by default on Pendulum-v1. Change what you like.
 
     python examples/sac.py
 
@@ -39,7 +39,7 @@ class Config:
     total_steps: int = 40_000  # limit of environment steps
     time_limit: float = 600.0  # seconds
     max_episode_steps: int = 200  # of training episodes; evaluations have 200
-    truncation_terminates: int = 0  # 1: a wrong learner, which takes the end of the time for the end of the task
+    truncation_terminates: int = 0  # 1: treat truncations as terminations, which is wrong
     batch_B: int = 4
     capacity: int = 100_000
     discount: float = 0.99
@@ -47,7 +47,7 @@ class Config:
     updates_per_step: float = 1.0
     min_steps: int = 1_000  # of random actions, before training begins
     learning_rate: float = 1e-3
-    target_rate: float = 0.01  # how fast the target networks follow
+    target_rate: float = 0.01  # how much of the critics goes into the target networks at each update
     eval_every: int = 1_000  # steps
     eval_episodes: int = 16
 
@@ -77,7 +77,7 @@ class Policy(nn.Module):
 
 
 class Critics(nn.Module):
-    """Two action values `[2, n]`, of which the smaller counts."""
+    """Two critics. They return action values `[2, n]`; the learner uses the smaller of both."""
 
     def __init__(self, n_inputs: int) -> None:
         super().__init__()
@@ -124,8 +124,8 @@ class Learner:
         step(self.policy_optimizer, (alpha * log_prob - self.critics(batch.observation, action).amin(0)).mean())
         step(self.alpha_optimizer, -(self.log_alpha * (log_prob.detach() + self.wanted_entropy)).mean())
         with torch.no_grad():
-            for old, new in zip(self.target.parameters(), self.critics.parameters(), strict=True):
-                old.lerp_(new, self.cfg.target_rate)
+            for target, source in zip(self.target.parameters(), self.critics.parameters(), strict=True):
+                target.lerp_(source, self.cfg.target_rate)
 
 
 def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:

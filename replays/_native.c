@@ -8,17 +8,18 @@
 
 typedef PyObject *const *Arguments;
 
-/* The contiguous array `object` with this type of numbers and one dimension. NULL with an exception set otherwise. */
+/* `object`, if it is a contiguous array of one dimension with this type of numbers. NULL with an exception set
+   otherwise. */
 static PyArrayObject *as_line(PyObject *object, int type) {
     PyArrayObject *array = PyArray_CheckExact(object) ? (PyArrayObject *)object : NULL;
     if (array == NULL || PyArray_NDIM(array) != 1 || PyArray_TYPE(array) != type || !PyArray_ISCARRAY(array)) {
-        PyErr_SetString(PyExc_TypeError, "expected a contiguous array of one dimension, float64 or int64");
+        PyErr_SetString(PyExc_TypeError, "expected a contiguous array of one dimension and of the right dtype");
         return NULL;
     }
     return array;
 }
 
-/* Both trees, of the same length 2 * size. */
+/* The trees of sums and of maxima, each an array of 2 * size numbers: see sum_tree.py. */
 typedef struct {
     double *sum, *max;
     npy_intp size;
@@ -152,6 +153,7 @@ enum { VALID = 1, TERMINATED = 2, TRUNCATED = 4, BEGINS = 8 };
 
 /* read_windows(flags, reward, positions, powers, B, at, last, after, return, discount, end, eligible) */
 static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n_arguments) {
+    /* The dtypes of the arguments; -1: B, which is a number. */
     static const int types[] = {NPY_UINT8, NPY_FLOAT32, NPY_INT64, NPY_FLOAT64, -1, NPY_INT64, NPY_INT64,
                                 NPY_INT64, NPY_FLOAT32, NPY_FLOAT32, NPY_UINT8, NPY_BOOL};
     enum { N_ARGUMENTS = sizeof(types) / sizeof(*types) };

@@ -16,7 +16,7 @@ from penstock.replays.options import Frames, Sequences
 from penstock.replays.ring import BEGINS, PARTIAL, VALID, Ring, Shape, lacks_next
 
 STATE = "prev_rnn_state"  # the field of agent_info
-_CHECKED = 0.01  # the share of rows whose frames are compared
+_CHECKED = 0.01  # the share of rows whose frames are compared, after the first batch
 
 
 def array(leaf: Any) -> npt.NDArray[Any]:
@@ -34,7 +34,7 @@ def shape_of(
 ) -> Shape:
     """The shape of the ring for batches such as `samples` `[T, B]`, or for one step.
 
-    Raises `ConfigError` if the observations are no stacks of frames, or the capacity is too small.
+    Raises `ConfigError` if there are `frames` and the observations have another shape.
     """
     is_batch = len(samples.env.reward.shape) == 2
     B = samples.env.reward.shape[1] if is_batch else 1
@@ -108,14 +108,16 @@ class Appender:
         if n_lost and not self.n_without_final:
             warnings.warn(
                 f"more than max_truncations={self._ring.shape.max_finals} episodes in the replay were truncated: the "
-                "oldest of them are not drawn, since their final observations are gone. Raise max_truncations",
+                "oldest of these truncations are not drawn, since their final observations are gone. Raise "
+                "max_truncations",
                 RuntimeWarning,
                 stacklevel=3,
             )
         self.n_without_final += n_lost
 
     def _require_shape(self, samples: Any) -> None:
-        """Raise `SpaceError` unless the fields have the shapes and dtypes of the ring."""
+        """Raise `ConfigError` if the batch has too many rows or other columns than the ring, and `SpaceError` if the
+        fields have other shapes or dtypes."""
         shape = self._ring.shape
         batch_T, batch_B = samples.env.reward.shape
         if batch_B != shape.B:
@@ -131,7 +133,7 @@ class Appender:
                 raise SpaceError(f"the {name} of this batch is {found}, that of the first batch was {expected}")
 
     def _is_continued(self, env: Any, prev_action: Any, prev_done: Any) -> bool:
-        """Whether row 0 follows the newest row, to judge by its previous action and reward."""
+        """Whether row 0 follows the newest row of the ring, as far as its previous action and reward show it."""
         follows, arrays_, last = ~prev_done[0], self._ring.arrays, self._last_row
         same = (array(env.prev_reward)[0] == arrays_.reward[last])[follows].all()
         return bool(same) and _same(prev_action, arrays_.action, last, follows)
@@ -167,7 +169,8 @@ class Appender:
         return self._rng.integers(1, batch_T, max(1, round(_CHECKED * batch_T)))
 
     def _states(self, state: Any, flags: npt.NDArray[np.uint8]) -> Any:
-        """The states of the steps that are multiples of `state_every`."""
+        """The states of the steps that are multiples of `state_every`. Raises `ConfigError` if the agent does not seem
+        to record them: they are all zero in the first batch."""
         every = self._ring.shape.state_every
         first = -self._ring.end % every
         kept = map_leaves(lambda leaf: leaf[first::every], state)

@@ -15,7 +15,7 @@ from penstock.replays.windows import Positions, WindowReader
 
 
 class ReplayBatch(NamedArrays):
-    """N transitions over up to n steps. Every field is `[N, ...]`."""
+    """N transitions. The window of each is n steps, or fewer if the episode ends before. Every field is `[N, ...]`."""
 
     __slots__ = ()
     observation: Any  #: what the agent acted on
@@ -28,7 +28,8 @@ class ReplayBatch(NamedArrays):
 
 
 class SequenceBatch(NamedArrays):
-    """N sequences of `length` steps, and n more for the last windows. Fields are `[length + n, N, ...]`."""
+    """N sequences of `length` steps, and n more for the windows of the last ones. Fields are `[length + n, N, ...]`,
+    where no other shape is given."""
 
     __slots__ = ()
     observation: Any  #: what the agent acted on
@@ -42,7 +43,7 @@ class SequenceBatch(NamedArrays):
     return_: Any  #: `[length, N]`, as in `ReplayBatch`
     discount: Any  #: `[length, N]`, as in `ReplayBatch`
     next_row: Any  #: int64 `[length, N]`, the row of the observation after the window
-    mask: Any  #: bool `[length, N]`, whether the step counts: after the burn-in, valid, and its target is in the rows
+    mask: Any  #: bool `[length, N]`, whether the step counts in the loss: see docs/replay.md
     state: Any  #: `[N, ...]`, the recurrent state before the first step; only if the agent records it
     index: Any  #: int64 `[N]`, the absolute position of the first step
     weight: Any  #: float32 `[N]`; only with priorities
@@ -56,8 +57,8 @@ class Transitions:
     def __init__(self, ring: Ring, windows: WindowReader, frames: Frames | None) -> None:
         self._ring, self._windows = ring, windows
         self._observations = WholeObservations(ring) if frames is None else FrameStacks(ring, frames)
-        self.back = self._observations.back  #: rows before a position that its batch is made of
-        self.ahead = windows.n_step  #: rows after it
+        self.back = self._observations.back  #: how many rows before a position its fields need
+        self.ahead = windows.n_step  #: how many rows after it
 
     def eligible(self, positions: Positions) -> npt.NDArray[np.bool_]:
         """Whether each of `positions` `[N]` may be drawn. All must be within the bounds."""
@@ -65,17 +66,16 @@ class Transitions:
         return windows.eligible & self._observations.is_known(windows.at)
 
     def read(self, positions: Positions, out: ReplayBatch | None = None) -> dict[str, Any] | None:
-        """The fields of a batch, or None if one of `positions` is not eligible."""
+        """The fields of a batch, or None if one of `positions` is not eligible. `out`: memory for the large fields."""
         windows = self._windows.read(positions)
         if not (windows.eligible & self._observations.is_known(windows.at)).all():
             return None
-        into = NamedArrays() if out is None else out
         return {
-            "observation": self._observations.take(windows.at, _field(into, "observation")),
-            "action": take(self._ring.action, windows.at, _field(into, "action")),
+            "observation": self._observations.take(windows.at, _field(out, "observation")),
+            "action": take(self._ring.action, windows.at, _field(out, "action")),
             "return_": windows.return_,
             "discount": windows.discount,
-            "next_observation": self._observations.take_next(windows, _field(into, "next_observation")),
+            "next_observation": self._observations.take_next(windows, _field(out, "next_observation")),
         }
 
 
@@ -89,6 +89,7 @@ class SequenceReader:
         self.back = 1 + self._observations.back
         self._n_rows = sequences.length + windows.n_step
         self.ahead = self._n_rows - 1
+        # From one row before the sequence, which has the previous action and reward of its first step.
         self._rows = np.arange(-1, self._n_rows)[:, None] * ring.B
 
     def eligible(self, positions: Positions) -> npt.NDArray[np.bool_]:
@@ -99,7 +100,7 @@ class SequenceReader:
         return eligible & self._observations.is_known(at[1])
 
     def read(self, positions: Positions, out: SequenceBatch | None = None) -> dict[str, Any] | None:
-        """The fields of a batch, or None if one of `positions` is not eligible."""
+        """The fields of a batch, or None if one of `positions` is not eligible. `out`: memory for the observations."""
         if not self.eligible(positions).all():
             return None
         ring, length = self._ring, self._sequences.length
@@ -111,15 +112,13 @@ class SequenceReader:
 
         starts = positions + self._rows[1 : length + 1]
         windows = self._windows.read(starts.reshape(-1))
-        # The value after a truncation is that of the final observation, which is not in the rows.
-        is_known = windows.eligible
-        is_known[windows.truncated] = False
-        mask = is_known.reshape(starts.shape)
+        mask = windows.eligible
+        mask[windows.truncated] = False  # the value after it is that of the final observation, which is not in the rows
+        mask = mask.reshape(starts.shape)
         mask[: self._sequences.burn_in] = False
-        next_row = (windows.after - windows.at) % ring.size // ring.B
-        into = NamedArrays() if out is None else out
+        n_rows_ahead = (windows.after - windows.at) % ring.size // ring.B
         fields = {
-            "observation": self._observations.take(rows, _field(into, "observation")),
+            "observation": self._observations.take(rows, _field(out, "observation")),
             "action": take(ring.action, rows),
             "reward": ring.reward.take(rows),
             "terminated": (flags & TERMINATED) != 0,
@@ -129,14 +128,15 @@ class SequenceReader:
             "prev_done": begins,
             "return_": windows.return_.reshape(starts.shape),
             "discount": windows.discount.reshape(starts.shape),
-            "next_row": next_row.reshape(starts.shape) + np.arange(length)[:, None],
+            "next_row": n_rows_ahead.reshape(starts.shape) + np.arange(length)[:, None],
             "mask": mask,
         }
         if "state" in ring.arrays:
-            unit, column = positions // ring.B // self.every, positions % ring.B
-            fields["state"] = ring.arrays.state[unit % (ring.T // self.every), column]
+            number, column = positions // ring.B // self.every, positions % ring.B
+            fields["state"] = ring.arrays.state[number % (ring.T // self.every), column]
         return fields
 
 
-def _field(batch: NamedArrays, name: str) -> Any:
-    return getattr(batch, name, None)
+def _field(out: NamedArrays | None, name: str) -> Any:
+    """The memory for this field; None if it is to be allocated."""
+    return getattr(out, name, None)

@@ -12,8 +12,8 @@ from penstock.errors import ConfigError, SamplerStateError
 from penstock.replays.ring import Ring
 from penstock.replays.windows import Positions
 
-_ROUNDS = 20  # of redrawing what is not eligible, before all positions are examined
-AT_ONCE = 65_536  # positions that are examined together
+_ROUNDS = 20  # how often places that are not eligible are drawn again, before all places are examined
+AT_ONCE = 65_536  # places that are examined together, so that the arrays for this stay small
 
 
 class Reader(Protocol):
@@ -42,7 +42,7 @@ class Places:
         return self.ring.size // self.reader.every
 
     def bounds(self) -> tuple[int, int]:
-        """The first place whose rows are all in the ring, and the one after the last."""
+        """The first place whose rows are all in the ring, and the place after the last one."""
         ring, every = self.ring, self.reader.every
         first = ring.first
         start = first + self.reader.back if first else 0  # nothing is missing before step 0
@@ -83,7 +83,7 @@ def nothing_to_draw(why: str) -> SamplerStateError:
 
 
 class UniformDraw:
-    """Every eligible place with the same probability."""
+    """Draws every eligible place with the same probability."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -95,7 +95,7 @@ class UniformDraw:
         return places if newer_than is None else self.redraw(places, rng, newer_than)
 
     def redraw(self, places: Positions, rng: np.random.Generator, newer_than: int | None) -> Positions:
-        """`places`, where each that is not eligible is replaced."""
+        """`places`, with another one in place of each that is not eligible."""
         low, high = self._bounds(newer_than)
         places[places < low] = low
         bad = np.flatnonzero(~self._is_usable(places, newer_than))
@@ -135,7 +135,7 @@ class UniformDraw:
         return newer
 
     def _first_newer(self, low: int, high: int, newer_than: int) -> int:
-        """The first place of the first row that has a newer one. Versions never fall along a column."""
+        """The first place of the first row with a newer version, by bisection: versions never fall along a column."""
         B = self._places.ring.B
         first, last = low // B, high // B
         while first < last:

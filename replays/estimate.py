@@ -21,10 +21,8 @@ class Estimate:
 
     @classmethod
     def of(cls, shape: Shape, tree_nbytes: int = 0) -> Estimate:
-        """The estimate for a ring of this shape and a tree of this size."""
-        nbytes: dict[str, int] = {}
-        for name, spec in shape.specs().leaves():
-            nbytes[name] = spec.nbytes
+        """The estimate for a ring of this shape, and a tree of priorities of `tree_nbytes` bytes (0: none)."""
+        nbytes = {name: spec.nbytes for name, spec in shape.specs().leaves()}
         if tree_nbytes:
             nbytes["priorities"] = tree_nbytes
         return cls(shape.T * shape.B, nbytes)

@@ -13,13 +13,11 @@ from penstock.replays.options import Frames
 from penstock.replays.ring import BEGINS, PARTIAL, TERMINATED, TRUNCATED, Ring
 from penstock.replays.windows import Positions, Windows
 
-_FIRST_MASK = BEGINS | PARTIAL
-
 
 class WholeObservations:
     """Observations that are stored as they are."""
 
-    back = 0  #: how many rows before a position are needed
+    back = 0  #: how many rows before a position its observation needs
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
@@ -43,7 +41,8 @@ class WholeObservations:
 
 
 class FrameStacks:
-    """Stacks `[n, ...]`, of which the ring holds the newest frames. The older ones are in the rows before."""
+    """Stacks `[n, ...]` of frames. The ring holds the newest frame of each stack; the older ones are in the rows before
+    it. The methods are those of `WholeObservations`."""
 
     def __init__(self, ring: Ring, frames: Frames) -> None:
         self._ring, self._frames = ring, frames
@@ -53,7 +52,8 @@ class FrameStacks:
     def is_known(self, at: Positions) -> npt.NDArray[np.bool_] | bool:
         age, flags = self._ages(at)
         first = np.take_along_axis(flags, age[None], 0)[0]
-        known: npt.NDArray[np.bool_] = (age == self.back) | ((first & _FIRST_MASK) != _FIRST_MASK)
+        # If the row where the episode begins is PARTIAL, the frames before it are missing.
+        known: npt.NDArray[np.bool_] = (age == self.back) | ((first & PARTIAL) == 0)
         return known
 
     def take(self, at: Positions, out: Any = None) -> Any:

@@ -17,7 +17,7 @@ def require_count(name: str, value: Any, lowest: int = 1) -> int:
     return int(value)
 
 
-def require_fraction(name: str, value: Any, highest: float = 1.0) -> float:
+def require_number(name: str, value: Any, highest: float) -> float:
     """`value` as a float. Raises `ConfigError` if it is not between 0 and `highest`."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 <= value <= highest:
         raise ConfigError(f"{name} must be a number between 0 and {highest:g}, got {value!r}")
@@ -28,21 +28,22 @@ def require_fraction(name: str, value: Any, highest: float = 1.0) -> float:
 class Prioritized:
     """Draw with probabilities in proportion to `priority ** alpha` (Schaul et al. 2016).
 
-    The batch gets `weight` = (N * probability) ** -beta, divided by the largest weight of the batch. A step that was
-    never updated has the largest priority that is now in the replay. `replay.alpha` and `replay.beta` can be set later.
+    The batch gets `weight` = (N * probability) ** -beta, divided by the largest weight of the batch. A new step gets
+    the largest priority that is in the replay at that moment. `replay.alpha` and `replay.beta` can be set later.
     """
 
     alpha: float = 0.6
     beta: float = 0.4
 
     def __post_init__(self) -> None:
-        require_fraction("alpha", self.alpha, np.inf)
-        require_fraction("beta", self.beta, np.inf)
+        for name in ("alpha", "beta"):
+            object.__setattr__(self, name, require_number(name, getattr(self, name), np.inf))
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Draw sequences of `length` steps, of which the first `burn_in` only warm up a recurrent model.
+    """Draw sequences of `length` steps. The first `burn_in` only prepare the state of a recurrent model: `mask` is
+    False there.
 
     Sequences start at every `state_every`-th step. If the agent records its recurrent state (`prev_rnn_state`), the
     replay keeps the states of these steps only. Agents with `record_state="batch"` need `state_every=batch_T`.
@@ -53,9 +54,8 @@ class Sequences:
     state_every: int = 1
 
     def __post_init__(self) -> None:
-        require_count("length", self.length)
-        require_count("burn_in", self.burn_in, 0)
-        require_count("state_every", self.state_every)
+        for name, lowest in (("length", 1), ("burn_in", 0), ("state_every", 1)):
+            object.__setattr__(self, name, require_count(name, getattr(self, name), lowest))
         if self.burn_in >= self.length:
             raise ConfigError(
                 f"burn_in={self.burn_in} leaves nothing of sequences of length={self.length} to train on: lower burn_in"
@@ -74,6 +74,6 @@ class Frames:
     padding: str = "reset"
 
     def __post_init__(self) -> None:
-        require_count("n", self.n, 2)
+        object.__setattr__(self, "n", require_count("n", self.n, 2))
         if self.padding not in ("reset", "zero"):
             raise ConfigError(f'padding must be "reset" or "zero", got {self.padding!r}')

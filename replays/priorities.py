@@ -12,7 +12,8 @@ from penstock.replays.windows import Positions
 
 
 class PriorityDraw:
-    """Each eligible place with a probability in proportion to `priority ** alpha`, which its leaf holds."""
+    """Draws each eligible place with a probability in proportion to `priority ** alpha`: its leaf in the tree. The
+    leaves of all other places are 0."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -21,7 +22,7 @@ class PriorityDraw:
         self.n_stale = 0
 
     def draw(self, n: int, rng: np.random.Generator, newer_than: int | None) -> Positions:
-        """`n` places. Some may have stopped being eligible since: the reader finds out."""
+        """`n` places. Some may have stopped being eligible since: the reader finds out. `newer_than` is None."""
         self.catch_up()
         if not self.tree.total:
             raise nothing_to_draw("no window is complete, or all priorities are 0")
@@ -29,7 +30,7 @@ class PriorityDraw:
         return self.low + (leaves - self.low) % self._places.size
 
     def redraw(self, places: Positions, rng: np.random.Generator, newer_than: int | None) -> Positions:
-        """`places`, where each that is not eligible is replaced. It will not be drawn again."""
+        """`places`, with another one in place of each that is not eligible. Those will not be drawn again."""
         self.catch_up()
         gone = places < self.low
         places[gone] = self.low
@@ -45,7 +46,7 @@ class PriorityDraw:
     def weight(self, places: Positions, beta: float) -> npt.NDArray[np.float32]:
         """The importance weights `[n]` of drawn places: (N * probability) ** -beta, divided by the largest."""
         leaf = self.tree.leaves[places % self._places.size]
-        # N and the sum of the priorities are in all weights alike, so dividing removes them.
+        # N and the sum of the priorities are the same in all weights, so the division removes them.
         weight: npt.NDArray[np.float64] = (leaf / leaf.min()) ** -beta
         return weight.astype(np.float32)
 
@@ -85,13 +86,11 @@ class PriorityDraw:
         return self.tree.leaves[np.arange(self.low, self.high) % self._places.size]
 
     def restore(self, low: int, high: int, leaves: npt.NDArray[np.float64]) -> None:
-        """Set the `leaves` of the places from `low` to `high`, as far as they are in the ring."""
+        """Set the `leaves` of the places from `low` to `high`, as far as they are in the ring, which may be smaller."""
         first, last = self._places.bounds()
         start = max(low, first)
         self.tree.set_range(start, leaves[start - low :])
-        self.low, self.high = first, max(high, start)
-        # In a smaller ring, other places may be eligible at its begin.
-        self.high = min(self.high, last)
+        self.low, self.high = first, min(max(high, start), last)
 
     def _update(self, places: Positions, values: npt.NDArray[np.float64]) -> None:
         self.tree.update(places % self._places.size, values)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.replays.options import require_count, require_fraction
+from penstock.replays.options import require_count, require_number
 from penstock.replays.replay import Replay
 
 
@@ -19,11 +19,11 @@ class Ratio:
         samples_per_step: positions drawn for each step, such as 8.
         batch_steps: steps of one batch that is appended, `batch_T * batch_B`.
         batch_size: positions of one `replay.sample`.
-        min_steps: steps to append before the first draw. They count for nothing.
-        slack: how many positions the draws may be ahead of the target, or behind it. By default the smallest that
-            works, `samples_per_step * batch_steps + batch_size`.
+        min_steps: steps to append before the first draw. No positions are drawn for these.
+        slack: how many positions the draws may be ahead of the target, or behind it: at least
+            `samples_per_step * batch_steps + batch_size`, which is the default.
 
-    One of `may_append` and `may_sample` is always True, so a loop that asks both never stalls:
+    At least one of `may_append` and `may_sample` is always True, so a loop that asks both never stalls:
 
         while ...:
             if ratio.may_append(replay):
@@ -31,7 +31,7 @@ class Ratio:
             if ratio.may_sample(replay):
                 train(replay.sample(256))
 
-    Raises `ConfigError` if `slack` is too small for this.
+    Raises `ConfigError` if `slack` is too small.
     """
 
     samples_per_step: float
@@ -41,14 +41,14 @@ class Ratio:
     slack: float | None = None
 
     def __post_init__(self) -> None:
-        if not require_fraction("samples_per_step", self.samples_per_step, np.finfo(float).max) > 0:
+        if not require_number("samples_per_step", self.samples_per_step, np.finfo(float).max) > 0:
             raise ConfigError("samples_per_step must be more than 0")
         require_count("batch_steps", self.batch_steps)
         require_count("batch_size", self.batch_size)
         require_count("min_steps", self.min_steps, 0)
         if self.slack is None:
             return
-        require_fraction("slack", self.slack, np.finfo(float).max)
+        require_number("slack", self.slack, np.finfo(float).max)
         if self.slack < self._smallest_slack:
             raise ConfigError(
                 f"slack={self.slack:g} is too small: one batch of {self.batch_steps} steps is worth "

@@ -16,14 +16,14 @@ from penstock.replays.batches import ReplayBatch, SequenceBatch, SequenceReader,
 from penstock.replays.checkpoint import read_index, read_priorities, read_steps, saved_shape, write_checkpoint
 from penstock.replays.drawing import Places, UniformDraw
 from penstock.replays.estimate import Estimate
-from penstock.replays.options import Frames, Prioritized, Sequences, require_count, require_fraction
+from penstock.replays.options import Frames, Prioritized, Sequences, require_count, require_number
 from penstock.replays.priorities import PriorityDraw
 from penstock.replays.ring import Ring, Shape
 from penstock.replays.sum_tree import SumTree
 from penstock.replays.windows import Positions, WindowReader
 
 _OPTIONS = {"prioritized": Prioritized, "sequences": Sequences, "frames": Frames}
-_SETTINGS = ("capacity", "n_step", "discount", "max_truncations", "alpha", "beta", "n_drawn")
+_SETTINGS = ("capacity", "n_step", "discount", "max_truncations", "n_drawn")
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,24 @@ class Replay:
 
     Args:
         capacity: steps to keep, of all environments together. It is rounded up to whole rows of `B` steps.
-        n_step: rewards that `return_` sums, at most. A window ends with its episode.
-        discount: the factor of each later reward.
+        n_step: rewards that `return_` sums, at most: a window ends with its episode.
+        discount: the factor for each time step between now and a later reward or value.
         prioritized: draw by priority instead of uniformly; see `Prioritized`.
         sequences: draw sequences instead of transitions; see `Sequences`.
         frames: observations are stacks of frames; keep each frame once. See `Frames`.
-        file: keep the steps in this file, for replays that are larger than the memory. The file must not exist. It has
-            no name while it is used, so nothing is left of it when the process ends: use `save` to keep the steps.
+        file: keep the steps in this file, for replays that are larger than the memory. The file must not exist. Its
+            name is removed at once, so nothing is left of it when the process ends: use `save` to keep the steps.
         max_truncations: final observations to keep. By default, one for each 32 steps. If there are more truncated
-            episodes in the ring, the oldest of them are not drawn, and `n_without_final` counts them.
-        seed: fixes the draws; None takes a new one.
+            episodes in the ring, windows that end with the oldest truncations are not drawn. `n_without_final` counts
+            these truncations.
+        seed: fixes the draws; None: a different seed each time.
 
     A step has an absolute position, its *index*: `step * B + b`, where `step` counts the rows since the first batch.
     Positions never repeat. `replay.update` with the index of a step that was overwritten in the meantime changes
     nothing, and is counted (`n_stale`).
 
-    No window or sequence reaches a row that is not in the ring, a row of another episode, or one that is not valid.
+    No window contains a row that is not in the ring, a row of another episode, or one that is not valid. A sequence may
+    contain several episodes: `prev_done` is True where one begins.
     Memory is allocated at the first `append`, which raises `ConfigError` if there is not enough; see `estimate`.
     """
 
@@ -75,7 +77,7 @@ class Replay:
         seed: int | None = None,
     ) -> None:
         self.capacity = require_count("capacity", capacity)
-        self.n_step, self.discount = require_count("n_step", n_step), require_fraction("discount", discount)
+        self.n_step, self.discount = require_count("n_step", n_step), require_number("discount", discount, 1.0)
         for name, value, cls in (
             ("prioritized", prioritized, Prioritized),
             ("sequences", sequences, Sequences),
@@ -155,7 +157,7 @@ class Replay:
 
         Raises `SamplerStateError` if no step can be drawn yet.
         """
-        require_count("n", n)
+        n = require_count("n", n)
         if newer_than is not None and self.prioritized is not None:
             raise ConfigError("newer_than needs a replay without priorities: make it with prioritized=None")
         storage = self._require_storage("sample")
@@ -163,7 +165,7 @@ class Replay:
         while True:
             places = storage.draw.draw(n, self._rng, newer_than)
             positions = storage.places.positions(places)
-            while (fields := storage.reader.read(positions, into)) is None:
+            while (fields := storage.reader.read(positions, into)) is None:  # some places are not eligible
                 places = storage.draw.redraw(places, self._rng, newer_than)
                 positions = storage.places.positions(places)
             if self._is_whole(storage, positions):
@@ -176,7 +178,7 @@ class Replay:
         return (ReplayBatch if self.sequences is None else SequenceBatch)(fields).torch()
 
     def _is_whole(self, storage: _Storage, positions: Positions) -> bool:
-        """Whether no other process was overwriting what was read."""
+        """Whether no other process has overwritten these rows while they were read."""
         ring = storage.ring
         if not ring.is_shared:
             return True
@@ -184,7 +186,9 @@ class Replay:
         is_eligible = storage.reader.eligible(positions).all()
         fence()
         first = ring.first
-        return bool(is_eligible) and int(positions.min()) // ring.B - storage.reader.back >= (first or -ring.T)
+        oldest = int(positions.min()) // ring.B - storage.reader.back
+        # As long as the ring has all rows, none has been overwritten. `oldest` may be less than 0 then.
+        return bool(is_eligible) and (first == 0 or oldest >= first)
 
     def update(self, index: Any, priority: Any) -> None:
         """Set the priorities `[N]` of the positions `index` `[N]` of a batch: tensors or arrays.
@@ -213,9 +217,12 @@ class Replay:
         if isinstance(draw, PriorityDraw):
             draw.catch_up()
             places, leaves = [draw.low, draw.high], draw.leaves()
+        options = {name: getattr(self, name) for name in _OPTIONS}
         facts = {
-            "options": {name: asdict(of) if (of := getattr(self, name)) else None for name in _OPTIONS},
+            "options": {name: asdict(option) if option else None for name, option in options.items()},
             **{name: getattr(self, name) for name in _SETTINGS},
+            "alpha": float(self.alpha),  # the user may have set a number of numpy or torch
+            "beta": float(self.beta),
             "generator": self._rng.bit_generator.state,
             "n_stale": self.n_stale,
             "n_without_final": self.n_without_final,
@@ -233,15 +240,18 @@ class Replay:
     ) -> Replay:
         """The replay that was saved in `folder`. It draws what the saved one would have drawn next.
 
-        With another `capacity`, it keeps as many of the newest steps as fit. The next batch that is appended is taken
-        for the first one of a new sampler: no window crosses from the saved steps to it.
+        With another `capacity`, it keeps as many of the newest steps as fit, and the draws may differ. The next batch
+        that is appended is taken for the first one of a new sampler: no window crosses from the saved steps to it.
 
         Raises `ConfigError` if there is no checkpoint, or not enough memory.
         """
         index = read_index(Path(folder))
-        options = {name: option(**of) if (of := index["options"][name]) else None for name, option in _OPTIONS.items()}
-        settings = {name: index[name] for name in ("capacity", "n_step", "discount", "max_truncations")}
-        replay = cls(**{**settings, **options, "file": file, "capacity": capacity or index["capacity"]})
+        saved = index["options"]
+        arguments = {name: index[name] for name in ("capacity", "n_step", "discount", "max_truncations")}
+        arguments |= {name: option(**saved[name]) if saved[name] else None for name, option in _OPTIONS.items()}
+        if capacity is not None:
+            arguments["capacity"] = capacity
+        replay = cls(**arguments, file=file)
         replay.alpha, replay.beta, replay.n_drawn = index["alpha"], index["beta"], index["n_drawn"]
         replay._rng.bit_generator.state = index["generator"]
         every, B = index["state_every"], index["shape"]["B"]
@@ -275,7 +285,7 @@ class Replay:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there are complete windows to draw from."""
+        """Whether there are complete windows. Even then, all of them may be ineligible, for example not valid."""
         if self._storage is None:
             return False
         low, high = self._storage.places.bounds()
@@ -283,7 +293,7 @@ class Replay:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the ring. 0 before the first `append`."""
+        """Bytes of the ring, without the priorities. 0 before the first `append`."""
         return 0 if self._storage is None else sum(leaf.nbytes for _, leaf in self._storage.ring.arrays.leaves())
 
     @property
@@ -294,7 +304,7 @@ class Replay:
 
     @property
     def n_without_final(self) -> int:
-        """Truncated steps whose final observation was overwritten before they were. They are not drawn."""
+        """Truncated steps whose final observation was overwritten before the steps were. They are not drawn."""
         return 0 if self._storage is None else self._storage.appender.n_without_final
 
 

@@ -93,8 +93,8 @@ class Ring:
         self.T, self.B, self.size = self.shape.T, self.shape.B, self.shape.T * self.shape.B
         self.arrays = arrays
         self._begun, self._done = arrays.begun, arrays.done
-        self._oldest = 0  # no row before it was ever written
-        self._writer_of = np.arange(self.B) * self.shape.n_writers // self.B
+        self._oldest = 0  # no row before this step was ever written
+        self._writer_of = np.arange(self.B) * self.shape.n_writers // self.B  # by column
 
         def flat(leaf: npt.NDArray[Any]) -> npt.NDArray[Any]:
             return leaf.reshape(self.size, *leaf.shape[2:])
@@ -160,8 +160,8 @@ class Ring:
         """Write the next rows: fields `[t, b, ...]` for the writer's b columns, t <= T.
 
         `finals` `[n, ...]` are the final observations of the truncated steps, in the order of numpy.nonzero.
-        `rows.state` has the rows of steps that are multiples of `state_every`. Returns how many truncated steps are in
-        the ring whose final observation has now been overwritten.
+        `rows.state` has the rows of steps that are multiples of `state_every`. Returns how many truncated steps in the
+        ring have now lost their final observation.
         """
         columns = self.columns(writer)
         begun, done = self._begun[writer], self._done[writer]

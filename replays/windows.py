@@ -35,16 +35,16 @@ def _read_windows(
 ) -> None:
     n = len(powers) - 1
     rows = (positions + np.arange(n + 1)[:, None] * B) % len(flags)
-    of = flags.take(rows)
-    goes_on = np.empty(rows.shape, np.bool_)  # whether the episode still runs at this step
+    row_flags = flags.take(rows)
+    goes_on = np.empty(rows.shape, np.bool_)  # whether the episode has not ended before this row
     goes_on[0] = True
-    ends = of & (TERMINATED | TRUNCATED)
+    ends = row_flags & (TERMINATED | TRUNCATED)
     for j in range(n):
         np.greater(goes_on[j], ends[j] != 0, out=goes_on[j + 1])
     # The row itself must be valid. The rows after it must also continue its episode.
     mask = np.full((n + 1, 1), VALID | BEGINS, np.uint8)
     mask[0] = VALID
-    eligible[:] = ~(goes_on & ((of & mask) != VALID)).any(0)
+    eligible[:] = ~(goes_on & ((row_flags & mask) != VALID)).any(0)
     length, i = goes_on[:n].sum(0), np.arange(len(positions))
     at[:], last[:], after[:] = rows[0], rows[length - 1, i], rows[length, i]
     end[:] = np.where(goes_on[n], 0, ends[length - 1, i])
@@ -57,8 +57,8 @@ def _read_windows(
 
 
 #: `read_windows(flags, reward, positions, powers, B, at, last, after, return_, discount, end, eligible)`: fill the last
-#: seven arrays `[N]` for `positions` `[N]`; see `Windows`. `powers` `[n + 1]` are the powers of the discount. `end` has
-#: the flags of the end of the episode, or 0.
+#: seven arrays `[N]` for `positions` `[N]`; see `Windows`. `flags` and `reward` are those of the ring, `[T * B]`.
+#: `powers` `[n + 1]` are the powers of the discount. `end` gets TERMINATED and TRUNCATED of the window's last step.
 read_windows: Callable[..., None]
 
 #: The function that is used if nothing is compiled.
@@ -79,7 +79,7 @@ class Windows:
     after: Positions  # entry of the step after the window; of another episode if this one has ended
     return_: npt.NDArray[np.float32]  # discounted sum of the rewards
     discount: npt.NDArray[np.float32]  # factor of the value after the window
-    eligible: npt.NDArray[np.bool_]  # whether the window and what follows it is in the ring, and is one episode
+    eligible: npt.NDArray[np.bool_]  # whether all steps of the window are valid, and what follows it is known
     terminated: npt.NDArray[np.intp]  # the windows that end with a termination
     truncated: npt.NDArray[np.intp]  # the windows that end with a truncation alone
 

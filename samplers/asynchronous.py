@@ -1,4 +1,4 @@
-"""AsyncSampler: the workers run on while the learner trains, as far ahead as there are free slots."""
+"""AsyncSampler: the workers continue to sample while the learner trains, as far ahead as there are free slots."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RUNNING, _PAUSED = SamplerState.RUNNING, SamplerState.PAUSED
 
 @dataclass
 class _OpenBatch:
-    """A batch that the workers may collect, and that the user does not have yet."""
+    """A batch that the workers may collect or have collected, and that the user has not had yet."""
 
     number: int  #: the number of the batch
     opening: int  #: the opening of the gates for it
@@ -47,9 +47,9 @@ class AsyncSampler(ParallelSampler):
     """The workers sample all the time, also while you train.
 
     After `start`, the workers collect one batch after another. `obtain_samples` returns the oldest complete batch and
-    gives the memory of the batch before back to the workers. They wait when all slots are full. So a batch is at most
-    `n_slots` batches old, and no batch is thrown away. `samples.agent.policy_version` tells for each column which
-    parameters acted.
+    gives the memory of the batch before it back to the workers. They wait when all slots are full. So no batch is
+    thrown away, and the parameters that acted are less than `n_slots` versions old, if you publish once for each batch.
+    `samples.agent.policy_version` tells for each column which parameters acted.
 
     Args, in addition to the arguments of every sampler:
         n_slots: how many batches there is memory for, from 2 to 8; 3 by default. One is in your hands, the others are
@@ -85,12 +85,12 @@ class AsyncSampler(ParallelSampler):
             SamplerState.READY: "start, which begins to sample, evaluate_agent, or a call on the environments"
         }
         # Batches are numbered from 0. Those below `_released` have been given back, those below `_taken` have been
-        # handed out, and those below `_opened` may be collected.
+        # handed out, and those below `_opened` may be collected. See docs/asynchronous.md.
         self._released = self._taken = self._opened = 0
-        self._first_itr = 0  # the `itr` of batch 0, if each call has the next one
+        self._first_itr = 0  # batch k gets the `itr` `_first_itr + k`, until a call gives another one
         self._open: deque[_OpenBatch] = deque()
         self._is_holding = False
-        self._pinned = 0, 0  # the last opening with a pinned version, and that version
+        self._pinned = 0, 0  # the last opening, and the version of the parameters that it names (0: none)
         self._lags = _Lags()
         self._n_skipped = 0
 
@@ -132,7 +132,8 @@ class AsyncSampler(ParallelSampler):
             return self._take(pool, itr, newest=newest)
 
     def poll_samples(self) -> tuple[Samples, list[TrajInfo]] | None:
-        """The same as `obtain_samples`, but None if no batch is complete. It does not wait."""
+        """The same as `obtain_samples`, but None if no batch is complete. It does not wait. The batch gets the `itr`
+        after that of the batch before."""
         with self._guard.require("poll_samples", _RUNNING, _PAUSED):
             pool, itr = self._require_batch("poll_samples"), self._first_itr + self._taken
             pool.wait_for(0, f"itr={itr}")
@@ -142,9 +143,9 @@ class AsyncSampler(ParallelSampler):
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """A context in which no batch is given back, so that several can be used together: at most `n_slots`.
+        """A context in which no batch is given back, so that you can use several together: at most `n_slots`.
 
-        At its end, all except the last are given back.
+        At its end, all except the last one are given back.
         """
         with self._guard.require("hold", _RUNNING, _PAUSED):
             if self._is_holding:
@@ -176,11 +177,11 @@ class AsyncSampler(ParallelSampler):
             self._guard.state = _RUNNING
 
     def start_samples(self, itr: int) -> NoReturn:
-        """Not for this sampler: it samples all the time. Raises `SamplerStateError`."""
+        """Raises `SamplerStateError`: this sampler samples all the time."""
         self._refuse("start_samples")
 
     def wait_samples(self) -> NoReturn:
-        """Not for this sampler: it samples all the time. Raises `SamplerStateError`."""
+        """Raises `SamplerStateError`: this sampler samples all the time."""
         self._refuse("wait_samples")
 
     def _refuse(self, call: str) -> NoReturn:
@@ -196,7 +197,7 @@ class AsyncSampler(ParallelSampler):
     # ---- the four counts -------------------------------------------------------------------
 
     def _give_credit(self) -> None:
-        """Open the gates as often as the workers may collect a batch now."""
+        """Open the gates once for each further batch that the workers may collect now."""
         limit = self._released + self.config.n_slots
         if self._lag is not None:
             limit = min(limit, self._taken + 1)
@@ -260,7 +261,8 @@ class AsyncSampler(ParallelSampler):
     def _infos(self, pool: WorkerPool, batch: _OpenBatch) -> list[TrajInfo]:
         """The trajectories that finished in this batch, which is complete."""
         if batch.infos is None:
-            batch.infos = []  # an attribute that cannot be unpickled is reported once
+            # First, so that a second call takes nothing if this one raises: the messages are gone then.
+            batch.infos = []
             batch.infos = self._take_traj_infos(pool, batch.number % self._batches.n_slots, batch.opening)
         return batch.infos
 
@@ -273,10 +275,10 @@ class AsyncSampler(ParallelSampler):
     # ---- parameters ------------------------------------------------------------------------
 
     def _must_await(self, version: int) -> bool:
-        """Whether a worker that acts will still load this version, which the next batch is pinned to."""
+        """Whether the next batch needs this version, and a worker or the server has not loaded it yet."""
         opening, pinned = self._pinned
         control, n = self._memory.control, len(self._plans)
-        readers = [n] if self._central else range(n)
+        readers = [n] if self._central else range(n)  # the server has the rank after the workers
         return version == pinned != 0 and any(
             control.arrived(rank) < opening and control.version(rank) != version for rank in readers
         )
@@ -290,7 +292,7 @@ class AsyncSampler(ParallelSampler):
 
 
 def _await_readers(sampler: AsyncSampler | None, version: int) -> None:
-    """`sync_shared_memory` overwrites this version: wait until no worker will need it."""
+    """`sync_shared_memory` is about to overwrite this version: wait until no worker needs it."""
     if sampler is not None:
         sampler._await_readers(version)
 

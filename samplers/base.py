@@ -66,7 +66,7 @@ class Sampler(ABC):
         env_kwargs: arguments for `env_fn`: one dict, or a list of `batch_B` dicts.
         batch_T: time steps per batch.
         batch_B: environments per batch.
-        n_slots: how many batches stay valid: the last `n_slots`. Each slot has the memory of one batch.
+        n_slots: the last `n_slots` batches stay valid. There is memory for so many.
         n_workers: worker processes; by default one for each CPU that this process may use. Never more than `batch_B`.
             `SerialSampler` always has one worker.
         collector_cls: the `Collector` subclass that runs in the workers.
@@ -104,8 +104,8 @@ class Sampler(ABC):
         check_finite: refuse NaN and inf in rewards and floating-point observations, with a `SpaceError` that names
             field, environment and value.
         debug: check each action and observation with `space.contains`. Slow. Shapes, dtypes and structure are always
-            checked. Samples whose memory was given back raise `StaleSamplesError`, and the memory is overwritten with
-            NaN, the smallest integer and False; it has one more slot.
+            checked. Samples whose memory was given back raise `StaleSamplesError`, and this memory is overwritten with
+            NaN, False, or the smallest or largest integer. There is memory for one more batch then.
 
     Raises `ConfigError` for arguments that cannot work.
     """
@@ -223,9 +223,9 @@ class Sampler(ABC):
         """Collect one batch.
 
         Returns torch tensors `[batch_T, batch_B, ...]` and the trajectories that finished in this batch, ordered by
-        time step, then env_rank. The samples are views of shared memory: THE NEXT BATCH OVERWRITES THEM, or with
-        `n_slots=n` the nth batch from here; use `samples.copy()` to keep them. A backward pass through a graph on
-        overwritten samples raises an error of torch.
+        time step, then env_rank. The samples are views of shared memory: THE NEXT BATCH OVERWRITES THEM (with
+        `n_slots=n`, the nth batch after this one). Use `samples.copy()` to keep them. A backward pass through a graph
+        on overwritten samples raises an error of torch.
 
         Raises a `SamplerBrokenError` if a worker fails; the sampler cannot be used again.
         """

@@ -17,7 +17,7 @@ from penstock.errors import StaleSamplesError
 
 
 class Batches:
-    """Batch k lies in slot `k % n_slots`. `held` are the batches in the user's hands, oldest first."""
+    """Batch k is in slot `k % n_slots`. `held` are the batches that the user holds, oldest first."""
 
     def __init__(self, views: Sequence[Samples], *, debug: bool) -> None:
         """`views`: the numpy arrays of each slot. With `debug`, memory that is given back is poisoned, and `Samples`
@@ -31,7 +31,7 @@ class Batches:
         self.held: deque[Samples] = deque()
 
     def hand_out(self, batch: int, valid_until: int | None) -> Samples:
-        """The tensors of this batch, as a new object."""
+        """The tensors of this batch, as a new object. `valid_until`: see `Samples`."""
         tensors = self._tensors[batch % self.n_slots]
         if self._debug:  # these objects will be made unusable, so each batch needs its own
             tensors = Samples(env=copy.copy(tensors.env), agent=copy.copy(tensors.agent))
@@ -40,13 +40,13 @@ class Batches:
         return samples
 
     def give_back(self, newer: int, *, keep_last_row: bool = False) -> None:
-        """The oldest batch in the user's hands is not valid any more, because batch `newer` begins. With
-        `keep_last_row`, workers still read the last row: poison the others."""
+        """End the validity of the oldest batch that the user holds, because batch `newer` begins. With
+        `keep_last_row`, workers still read its last row: only the other rows are poisoned."""
         samples = self.held.popleft()
         status: BatchStatus = samples._status
         status.is_current = False
         # Torch does not see what workers write. Without this, a backward pass through a graph on this batch would give
-        # a wrong gradient. Now it raises.
+        # a wrong gradient. With it, the backward pass raises an error.
         for leaf in self._leaves[status.batch % self.n_slots]:
             self._tell_torch(leaf)
         if self._debug:
@@ -60,7 +60,7 @@ class Batches:
                 object.__setattr__(part, "_values", _StaleFields(stale))
 
     def poison(self, batch: int, *, keep_last_row: bool = False) -> None:
-        """Write NaN, the smallest integer and False into the memory of this batch."""
+        """Write NaN, False, or the smallest integer (the largest, if unsigned) into the memory of this batch."""
         view = self.views[batch % self.n_slots]
         for _, leaf in (view[:-1] if keep_last_row else view).leaves():
             leaf[...] = _poison_of(leaf.dtype)
@@ -69,13 +69,13 @@ class Batches:
 def _poison_of(dtype: np.dtype[Any]) -> npt.ArrayLike:
     if dtype.kind in "fc":
         return np.nan
-    if dtype.kind == "u":  # its smallest value is zero, which is often a true one
+    if dtype.kind == "u":  # the smallest value is zero, which looks like data
         return int(np.iinfo(dtype).max)
     return int(np.iinfo(dtype).min) if dtype.kind == "i" else False
 
 
 def _line_of_user() -> str:
-    """File and line of the call into penstock that is running."""
+    """File and line of the user's code that called penstock."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("penstock."):
         frame = frame.f_back
@@ -83,7 +83,7 @@ def _line_of_user() -> str:
 
 
 class _StaleFields(dict[str, Any]):
-    """In place of the fields of `Samples` that were given back."""
+    """Takes the place of the fields of `Samples` that were given back: every use raises `StaleSamplesError`."""
 
     def __init__(self, message: str) -> None:
         super().__init__()

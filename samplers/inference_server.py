@@ -84,7 +84,7 @@ class InferenceServer:
         # The local worker, if there is one, runs in the process of the server.
         self._spin_time, self._yields = SpinTime(options.spin_seconds), is_crowded(options.n_processes)
         self._fingerprint: int | None = None  # of the arrivals and requests that leave nothing to do; None: look
-        self._idle_since: float | None = None  # when there was nothing to do, if a spin was in vain since
+        self._idle_since: float | None = None  # when the last spin began, if nothing came during it
         self.progress = memory.control.progress(len(options.plans))
         agent = options.agent
         agent.runtime.attach(memory.parameters)
@@ -117,8 +117,8 @@ class InferenceServer:
     # ---- commands --------------------------------------------------------------------------
 
     def begin(self, command: Command, number: int) -> None:
-        """The workers are about to run `command`, at opening `number` of their gates: act with the newest parameters,
-        or with those that the command names."""
+        """The workers are about to run `command`, at opening `number` of their gates. Load the newest parameters, or
+        the version that the command names."""
         self._number = number
         if command.has_message:
             return

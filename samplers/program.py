@@ -170,7 +170,7 @@ class SamplerProgram:
         version = collector.agent.runtime.pull_shared_memory(command.version)
         self._progress.note_version(version)
         if command.version and gate is not None:
-            gate.signal()  # `sync_shared_memory` may wait for this
+            gate.wake_main()  # `sync_shared_memory` may wait for this
         collector.collect_batch(command.itr)
         # With central inference, the server has noted the version before its first reply.
         collector.samples.policy_version[...] = version if self._memory.steps is None else control.version(-1)

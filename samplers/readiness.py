@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 class Readiness(Protocol):
     """Chooses the workers that the inference server acts for. Workers are given by rank."""
 
-    wants_all: bool = False  #: whether it chooses nobody while a worker is working
+    wants_all: bool = False  #: whether it chooses workers only if none is working
 
     def choose(self, requesting: Sequence[int], working: Sequence[int]) -> Sequence[int]:
         """The workers to act for now, out of the workers that are `requesting` actions. The others that run the command

@@ -46,7 +46,7 @@ class ServerProgram:
         server, progress = self._server, self._context.progress
         server.begin(command, progress.arrived + 1)  # all gates are opened equally often
         if command.version:
-            self._gate.signal()  # `sync_shared_memory` may wait until the parameters are loaded
+            self._gate.wake_main()  # `sync_shared_memory` may wait until the parameters are loaded
         with avoid_cpus(self._worker_cpus):
             while not server.all_have_arrived:
                 if self._control.quit:

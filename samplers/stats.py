@@ -47,8 +47,8 @@ class WorkerStats:
 
 @dataclass(frozen=True)
 class LagStats:
-    """How old the parameters were that acted: how many versions newer those were that had been published when the batch
-    was handed out. Over all columns of all batches so far; 0 before the first."""
+    """How many versions newer the published parameters were than those that had acted, when `obtain_samples` returned
+    the batch. Over all columns of all batches so far; 0 before the first batch."""
 
     min: int
     mean: float
@@ -61,7 +61,7 @@ class SamplerStats:
 
     With an agent of `inference="numpy"` or `"traced"`, `inference_difference` is the largest absolute difference to
     torch's outputs, on 16 observations at `initialize`. With other agents it is None.
-    Only an asynchronous sampler has `lag`, and `skipped_batches`: what `obtain_samples(newest=True)` has left out.
+    Only an `AsyncSampler` has `lag`, and `skipped_batches`: how many `obtain_samples(newest=True)` has left out.
     """
 
     workers: tuple[WorkerStats, ...]

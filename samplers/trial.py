@@ -1,4 +1,4 @@
-"""One candidate of `tune` in its own process: it may raise, hang or be slow without harm to the others."""
+"""One candidate of `tune` in its own process. If it raises, hangs or is slow, the others are not affected."""
 
 from __future__ import annotations
 
@@ -134,10 +134,11 @@ class Trial:
         try:
             self._pipe.send(message)
         except OSError:
-            pass  # it has died: `_receive` says so
+            pass  # the process has died, which `_receive` notices
 
     def _receive(self, doing: str, limit: float, since: float) -> Any:
-        """The next message. None if there is none until `limit` seconds after `since`, or if it says a failure."""
+        """The next message. After a failure None: if no message comes until `limit` seconds after `since`, if the
+        process has died, or if the message is a text, which says the failure. `doing` is for the error."""
         if self._pid is None:
             return None
         try:
@@ -154,12 +155,12 @@ class Trial:
         return None
 
     def ask_to_close(self) -> None:
-        """Tell the process to end, so that several end at the same time. `close` waits for it."""
+        """Tell the process to end, and do not wait for it, so that several can end at the same time."""
         if self._pid is not None:
             self._send(None)
 
     def close(self) -> None:
-        """Wait for the end of the process. Kill it if it does not end. May be called twice."""
+        """Wait for the end of the process, after `ask_to_close`. Kill it if it does not end. May be called twice."""
         if self._pid is not None:
             self._process.join(_CLOSE_SECONDS)
             self._kill()
@@ -202,8 +203,8 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _main(pipe: Any, candidate: Candidate, pickled: bytes) -> None:
-    """Collect batches for as many seconds as each message says. A message to the main process is a text if the trial
-    has failed."""
+    """Send a message when the imports are done, and another when the first batch is complete. Then, for each number of
+    seconds that comes, collect batches for so long and send a `Turn`. After a failure, send a text that says it."""
     os.setpgid(0, 0)  # Ctrl-C reaches the main process only
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the fork server blocks it
@@ -239,6 +240,7 @@ def _serve(pipe: Any, candidate: Candidate, pickled: bytes) -> None:
 
 
 def _take_turn(sampler: Sampler, seconds: float) -> Turn:
+    """Collect batches for `seconds`, at least one."""
     pids = [os.getpid(), *sampler.worker_pids]
     steps, cpu, began = 0, _cpu_seconds(pids), time.perf_counter()
     while not steps or time.perf_counter() - began < seconds:
@@ -249,6 +251,7 @@ def _take_turn(sampler: Sampler, seconds: float) -> Turn:
 
 
 def _cpu_seconds(pids: Sequence[int]) -> float:
+    """CPU seconds of these processes so far."""
     try:
         # Linux's clock of another process: exact, where /proc counts in hundredths of a second.
         return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
@@ -280,7 +283,7 @@ def agent_maker(policy: Policy, env_fn: EnvFn) -> Callable[..., Agent]:
 
 
 def _mlp(observation_space: spaces.Box, action_space: Any) -> Any:
-    """A model with two hidden layers of 64 units. It returns the outputs of the policy, and the value."""
+    """A model with two hidden layers of 64 units. It returns the policy's outputs `[B, n]` and the value `[B]`."""
     import torch
     from torch import nn
 

@@ -7,7 +7,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from penstock.workers.plan import PoolOptions
 
 _ROUNDS = 8  # turns of each candidate in a stage, if there is time
 _LEAST_TURN = 0.05  # seconds
-_TOLERANCE = 0.03  # a simpler candidate is chosen if it is slower by less than this share
+_TOLERANCE = 0.03  # a simpler candidate is chosen if it is slower by less than 3 %
 _MOST_WORKERS = 64
 _INFERENCE = ("traced", "numpy")  # in addition to the agent's default
 _LAUNCH = PoolOptions(
@@ -55,8 +55,8 @@ class TuneRow:
         """Steps per second by round."""
         return {number: turn.steps_per_s for number, turn in zip(self.rounds, self.turns, strict=True)}
 
-    def shares(self, other: TuneRow) -> list[float]:
-        """The speed in relation to that of `other`, for each round in which both had a turn."""
+    def ratios(self, other: TuneRow) -> list[float]:
+        """The speed divided by that of `other`, for each round in which both had a turn."""
         rates = other.rates
         return [rate / rates[number] for number, rate in self.rates.items() if number in rates]
 
@@ -80,12 +80,12 @@ class TuneReport:
         best = self.best
         if best is None:
             return "# No candidate had a turn, so there is no recommendation."
-        one, candidate = self.rows[0], best.candidate
-        shares = best.shares(one)
+        one, candidate = self.rows[0], best.candidate  # the first row is that of SerialSampler
+        ratios = best.ratios(one)
         if candidate.sampler == "SerialSampler":
             verdict = "One process is fastest here."
-        elif shares:
-            verdict = f"{np.median(shares):.2f} times the speed of one process."
+        elif ratios:
+            verdict = f"{np.median(ratios):.2f} times the speed of one process."
         else:
             verdict = f"The fastest of {sum(bool(row.turns) for row in self.rows)} candidates."
         return f"# {verdict}\n{candidate.code(self.env)}"
@@ -98,7 +98,7 @@ class TuneReport:
                 "rounds": row.rounds,
                 "steps_per_s": [turn.steps_per_s for turn in row.turns],
                 "cpu_us_per_step": [turn.cpu_us for turn in row.turns],
-                "share_of_one_process": row.shares(self.rows[0]),
+                "times_one_process": row.ratios(self.rows[0]),
                 "failure": row.failure,
             }
             for row in self.rows
@@ -128,7 +128,7 @@ class TuneReport:
         figures = [
             _figure([turn.steps_per_s for turn in row.turns], "{:,.0f}"),
             _figure([turn.cpu_us for turn in row.turns], "{:.1f}"),
-            _figure(row.shares(self.rows[0]), "{:.2f}"),
+            _figure(row.ratios(self.rows[0]), "{:.2f}"),
         ]
         if not row.turns:
             figures[0] = "failed" if row.failure else "-"
@@ -137,27 +137,27 @@ class TuneReport:
 
 
 def choose(rows: Sequence[TuneRow]) -> TuneRow | None:
-    """The fastest row, or the first that is slower by less than 3 %. `rows[0]` is the candidate that the others are
-    compared with, round by round. None if no row without a failure has a turn."""
+    """The first of the rows that are slower than the fastest by less than 3 %. The simple ones come first. All are
+    compared with `rows[0]`, round by round. None if no row without a failure has had a turn."""
     running = [row for row in rows if row.turns and not row.failure]
     if not running:
         return None
-    shares = {id(row): row.shares(rows[0]) for row in running}
-    if not all(shares.values()):  # the first candidate failed
-        shares = {id(row): list(row.rates.values()) for row in running}
-    speeds = [np.median(shares[id(row)]) for row in running]
+    figures = [row.ratios(rows[0]) for row in running]
+    if not all(figures):  # the first candidate failed: compare the steps per second
+        figures = [list(row.rates.values()) for row in running]
+    speeds = [np.median(values) for values in figures]
     return next(row for row, speed in zip(running, speeds, strict=True) if speed >= max(speeds) * (1 - _TOLERANCE))
 
 
 def first_candidates(batch_T: int, batch_B: int, n_cpus: int, n_workers: Sequence[int] | None) -> list[Candidate]:
-    """The samplers and numbers of workers to try, simple ones first. Without `n_workers`: from half as many workers as
-    CPUs, to eight times as many for environments that wait."""
-    counts = n_workers or (n_cpus // 2, n_cpus, 2 * n_cpus, min(8 * n_cpus, _MOST_WORKERS))
-    most = [n for n in sorted({min(n, batch_B) for n in counts}) if n > 1 or n_workers]
+    """The samplers and numbers of workers to try, simple ones first. Without `n_workers`, these are from half to eight
+    times the number of CPUs: environments that wait for something gain from many workers."""
+    wanted = n_workers or (n_cpus // 2, n_cpus, 2 * n_cpus, min(8 * n_cpus, _MOST_WORKERS))
+    counts = [n for n in sorted({min(n, batch_B) for n in wanted}) if n > 1 or n_workers]
     one = Candidate("SerialSampler", batch_T, batch_B)
-    candidates = [one, *(replace(one, sampler="ParallelSampler", n_workers=n) for n in most)]
-    central = [n for n in most if n_workers or n in (min(n_cpus, batch_B), most[-1])]
-    candidates += [replace(one, sampler="GpuSampler", n_workers=n) for n in central]
+    candidates = [one, *(replace(one, sampler="ParallelSampler", n_workers=n) for n in counts)]
+    central_counts = [n for n in counts if n_workers or n in (min(n_cpus, batch_B), counts[-1])]
+    candidates += [replace(one, sampler="GpuSampler", n_workers=n) for n in central_counts]
     n_served = min(max(1, n_cpus - 1), batch_B - 1)
     if n_served and not n_workers:
         candidates.append(replace(one, sampler="GpuSampler", n_workers=n_served, serve_envs="auto"))
@@ -180,11 +180,11 @@ def tune(
     report: TuneReport | None = None,
     say: Callable[[str], Any] | None = None,
 ) -> TuneReport:
-    """Try samplers and their arguments with your environment, and recommend the fastest.
+    """Try samplers and their arguments with your environment, and recommend the fastest. `AsyncSampler` is not tried.
 
-    Each candidate has its own processes, and they take turns. First the samplers and the numbers of workers compete,
-    then the agent's `inference` if the agent has this argument, then the sizes of the batch. All are compared with
-    `SerialSampler`: one process. Candidates that raise, hang or are slow are reported.
+    Each candidate has its own processes, and the candidates take turns. First the samplers and the numbers of workers
+    compete, then the agent's `inference` if the agent has this argument, then the sizes of the batch. All are compared
+    with `SerialSampler`: one process. The report names candidates that raise, hang or are too slow.
 
     Args:
         env_fn: a callable that returns a `gymnasium.Env`, or an environment id.
@@ -193,13 +193,13 @@ def tune(
         batch_T, batch_B: the sizes to try. The samplers compete with the first of each. Other sizes give the learner
             other batches: leave out what you do not want.
         n_workers: the numbers of workers to try; by default chosen from the number of CPUs.
-        seconds: the time for the turns of all candidates; starting them takes longer. Each has at least one turn of at
-            least one batch.
+        seconds: the time for the turns of all candidates; they need more time to start. Each has at least one turn of
+            at least one batch.
         limit: seconds that a candidate may take to start and collect its first batch, and for each later batch. After
             that it is stopped.
-        start_method: "fork" starts quickly. Use "forkserver" or "spawn" if your environment does not survive a fork.
-        report: is filled during the search. If Ctrl-C ends it, this has the figures so far.
-        say: is called with a line about the progress from time to time.
+        start_method: "fork" starts quickly. Use "forkserver" or "spawn" if your environment does not work after a fork.
+        report: is filled during the search. If Ctrl-C ends the search, it has the figures so far.
+        say: is called from time to time with a line about the progress.
 
     Raises `ConfigError` for arguments that cannot work.
     """
@@ -209,14 +209,14 @@ def tune(
     if not (policy in ("random", "mlp") or callable(policy)):
         raise ConfigError(f'policy must be "random", "mlp" or a function that makes an agent, got {policy!r}')
     env_factories(env_fn, None, 1)
+    seconds, limit = seconds_of("seconds", seconds), seconds_of("limit", limit)
     report = TuneReport() if report is None else report
     report.env = _code_of(env_fn)
-    search = _Search(report, seconds_of("seconds", seconds), seconds_of("limit", limit), say or (lambda text: None))
-    task = Task(env_fn, policy, start_method)
     candidates = first_candidates(sizes_T[0], sizes_B[0], len(usable_cpus()) or 1, counts)
     try:
-        with ExitStack() as resources:
-            search.start(task, resources)
+        task, launcher = Task(env_fn, policy, start_method).pickled(), Launcher(_LAUNCH, 1)
+        with closing(Guardian(launcher.prepare())) as guardian:
+            search = _Search(report, task, launcher, guardian, seconds, limit, say or (lambda text: None))
             search.run(candidates, [(T, B) for B in sizes_B for T in sizes_T], policy != "random")
     except KeyboardInterrupt:
         report.is_interrupted = True
@@ -225,18 +225,21 @@ def tune(
 
 
 class _Search:
-    """The stages of one search, and its processes."""
+    """The stages of one search. `task`, `launcher` and `guardian` are for the `Trial`s."""
 
-    def __init__(self, report: TuneReport, seconds: float, limit: float, say: Callable[[str], Any]) -> None:
-        self._report, self._seconds, self._limit, self._say = report, seconds, limit, say
+    def __init__(
+        self,
+        report: TuneReport,
+        task: bytes,
+        launcher: Launcher,
+        guardian: Guardian,
+        seconds: float,
+        limit: float,
+        say: Callable[[str], Any],
+    ) -> None:
+        self._report, self._task, self._launcher, self._guardian = report, task, launcher, guardian
+        self._seconds, self._limit, self._say = seconds, limit, say
         self._round = 0
-
-    def start(self, task: Task, resources: ExitStack) -> None:
-        """Start the fork server of the trials."""
-        self._task = task.pickled()
-        self._launcher = Launcher(_LAUNCH, 1)
-        self._guardian = Guardian(self._launcher.prepare())
-        resources.callback(self._guardian.close)
 
     def run(self, candidates: Sequence[Candidate], sizes: Sequence[tuple[int, int]], has_model: bool) -> None:
         """Let the candidates compete, then variants of the best with other inference, then with other sizes."""
@@ -283,7 +286,7 @@ class _Search:
             self._say("they take turns")
             self._take_turns(rows, trials, seconds)
         finally:
-            for row, trial in zip(rows, trials, strict=False):
+            for row, trial in zip(rows, trials, strict=False):  # there are fewer trials if a start was interrupted
                 row.failure = trial.failure
             with sigint.deferred():
                 for trial in trials:
@@ -321,7 +324,7 @@ def _integers(name: str, value: int | Iterable[int]) -> list[int]:
 
 
 def _code_of(env_fn: Any) -> str:
-    """The code of an environment function, as far as its name is known."""
+    """Python code that names the environment function: its id or name, or `env_fn` if it has none (a lambda)."""
     if isinstance(env_fn, str):
         return repr(env_fn).replace("'", '"')
     name = str(getattr(env_fn, "__name__", ""))
@@ -329,13 +332,13 @@ def _code_of(env_fn: Any) -> str:
 
 
 def _short(candidate: Candidate) -> str:
-    """A candidate in the notes below the table."""
+    """How the notes below the table name a candidate."""
     options = {**candidate.options, "inference": candidate.inference}
     return f"{candidate.sampler} ({', '.join(f'{name}={value}' for name, value in options.items() if value)})"
 
 
 def _figure(values: Sequence[float], form: str) -> str:
-    """The median and the quartiles."""
+    """The median and the quartiles; "-" without figures."""
     if not values or not all(map(math.isfinite, values)):
         return "-"
     if len(values) == 1:

@@ -140,7 +140,7 @@ class VectorProgram:
         assert self._context.gate is not None
         for i in requested:
             self._step_one(i)
-            self._context.gate.signal()
+            self._context.gate.wake_main()
 
     def close(self) -> None:
         """Close every environment; the first exception is raised when all have been closed."""

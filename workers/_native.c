@@ -1,5 +1,4 @@
-/* Looking at the words of the control block, and waiting for them to change: see native.py, which says what each
-   function does.
+/* Reads the words of the control block, and waits until they change. native.py says what each function does.
 
    Arguments that hold words are contiguous buffers of 8-byte integers. Other processes write these words, so they are
    read as atomics. While a function spins, it holds no GIL. */
@@ -12,7 +11,7 @@
 #include <stdint.h>
 #include <time.h>
 
-/* The words of a progress row, as in progress.py. spinning.py compares them at import. */
+/* The words of a progress row, as in progress.py. native.py compares them at import. */
 enum { ARRIVED = 5, REQUESTED = 13, ROW_WORDS = 16, KIND_BITS = 2, URGENT = 2 };
 #define LAYOUT "ARRIVED:5 REQUESTED:13 ROW_WORDS:16 KIND_BITS:2 URGENT:2"
 enum { KIND = (1 << KIND_BITS) - 1 };
@@ -27,7 +26,7 @@ static Word load(const Word *word) { return atomic_load_explicit((const _Atomic 
 
 /* ---- arguments ------------------------------------------------------------------------------------ */
 
-/* Words that a function reads; it must call PyBuffer_Release(&view) at its end. */
+/* A buffer of `n` words. Who has got it must call PyBuffer_Release(&view). */
 typedef struct {
     Py_buffer view;
     const Word *at;
@@ -60,7 +59,7 @@ static void release_block(Block *block) {
     PyBuffer_Release(&block->replied.view);
 }
 
-/* Read the first three arguments; `n` workers, or as many as there are if it is negative. */
+/* Read the first three arguments: the words of `n` workers. Returns 0 with an exception set if there are fewer. */
 static int get_block(Arguments arguments, Py_ssize_t n, Block *block) {
     if (!get_words(arguments[0], &block->rows)) {
         return 0;
@@ -187,7 +186,7 @@ static int open_kind(const Block *block, Py_ssize_t rank, Word *number) {
     return *number == load(block->replied.at + rank * ROW_WORDS) ? 0 : (int)(word & KIND);
 }
 
-/* Whether no worker runs, or one has an urgent request. */
+/* Whether all workers are idle, or one has an urgent request. */
 static int is_urgent_or_all_idle(const void *what) {
     const Block *block = what;
     int is_busy = 0;
@@ -247,7 +246,7 @@ static PyObject *must_wake(PyObject *Py_UNUSED(module), Arguments arguments, Py_
     return PyBool_FromLong(is_due);
 }
 
-/* A number that is another one after each arrival and each request. */
+/* A number that changes with each arrival and each request. */
 static uint64_t fingerprint_of(const Block *block) {
     uint64_t hash = 0;
     for (Py_ssize_t rank = 0; rank < block->n; rank++) {
@@ -313,7 +312,7 @@ static PyObject *look(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize
     if (!has_count(n, 4) || !get_number(arguments[3], &n_workers) || !get_block(arguments, n_workers, &block)) {
         return NULL;
     }
-    uint64_t fingerprint = fingerprint_of(&block); /* first: what comes later is another one */
+    uint64_t fingerprint = fingerprint_of(&block); /* first: what comes during the look changes the next one */
     PyObject *ordinary = PyList_New(0), *urgent = PyList_New(0), *busy = PyList_New(0), *numbers = PyList_New(0);
     int is_complete = ordinary != NULL && urgent != NULL && busy != NULL && numbers != NULL;
     for (Py_ssize_t rank = 0; rank < n_workers && is_complete; rank++) {

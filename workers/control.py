@@ -49,7 +49,8 @@ _ITR, _DO_EVAL, _HAS_MESSAGE, _VERSION, _SLOT = range(5)  # the words of a comma
 
 
 class Command(NamedTuple):
-    """What the workers do between two gates. The default: collect a batch, or step what was requested."""
+    """What a worker does between barrier_in and barrier_out. The default: collect a batch; in a vector environment, do
+    the steps that were requested."""
 
     itr: int = 0  #: the caller's iteration count
     do_eval: bool = False  #: evaluate the agent instead
@@ -69,7 +70,7 @@ class ControlBlock:
         int64 = np.dtype(np.int64)
         specs = NamedArrays(
             words=ArraySpec((ROW_WORDS,), int64),
-            commands=ArraySpec((n_workers, RING, 8), int64),
+            commands=ArraySpec((n_workers, RING, 8), int64),  # 64 bytes for each command: a cache line
             n_results=ArraySpec((n_workers, ROW_WORDS), int64),
             opened=ArraySpec((n_workers,), int64),
             generation=ArraySpec((n_workers,), int64),
@@ -82,7 +83,7 @@ class ControlBlock:
         self._bind()
 
     def _bind(self) -> None:
-        """Items of memoryviews are Python integers and cost a third of numpy's."""
+        """Make memoryviews of the arrays: reading an item takes a third of the time of numpy, and gives an int."""
         arrays = self.memory.arrays
         self._words = memoryview(arrays.words)
         #: How often the main process has opened each worker's gate.
@@ -132,6 +133,7 @@ class ControlBlock:
         place = number % RING
         # While the pool closes, a worker only sees that its gate opens; it runs no command.
         is_full = number - self._rows[worker_rank, ARRIVED] > RING and not self.quit
+        # The same command may be written over itself.
         if is_full and self.command(worker_rank, place) != command:
             raise RuntimeError(f"worker {worker_rank} has {RING} commands open: wait for it before the next")
         commands = self._commands
@@ -144,7 +146,7 @@ class ControlBlock:
         self.opened[worker_rank] = number  # last: it announces the command
 
     def command(self, worker_rank: int, number: int) -> Command:
-        """The command of this worker's gate opening `number`."""
+        """The command of opening `number` of this worker's gate."""
         commands, place = self._commands, number % RING
         return Command(
             commands[worker_rank, place, _ITR],

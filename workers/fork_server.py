@@ -1,6 +1,6 @@
-"""What the fork server imports first: when it exits after the main process, it removes its socket and the folder of it.
+"""What the fork server imports first. If it exits after the main process, it removes its socket and that folder.
 
-The main process does this itself, unless it is killed. The guardian does it too, as long as there is a sampler.
+Usually the main process does this itself. If it is killed, the guardian does it, as long as there is a sampler.
 """
 
 from __future__ import annotations

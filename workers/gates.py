@@ -17,8 +17,8 @@ If the inference server is a process, it has a gate too. Requests and arrivals w
 The counts are the truth. A wake-up only says "look again", so an extra one does no harm. There is no lock, so a process
 that dies cannot block the other side. Opening number one is start-up: the worker arrives once when it is ready.
 
-Only a process that sleeps is woken. It says so in a shared word before its last look at the counts; the other side
-reads this word after it has changed a count. Both put a full fence in between (docs/protocol.md).
+Only a process that sleeps is woken. It writes into a shared word that it sleeps, and then looks at the counts once
+more. The other side changes a count, and then reads this word. Both need a full fence in between (docs/protocol.md).
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ class Gate:
         server: Gate | None = None,
     ) -> None:
         """`spin_seconds`: the longest time that the worker spins before it sleeps. `yields`: whether it yields the CPU
-        after each look. `server` is the gate of the inference server, if that is a process."""
+        after each look at a word. `server` is the gate of the inference server, if that is a process."""
         self._control, self._rank, self._spin_seconds, self._yields = control, worker_rank, spin_seconds, yields
         #: A pidfd of the main process. The worker sets it; None: only the watchdog thread watches the main process.
         self.main_process: InheritedFd | None = None
-        self._go, self._done = WakeUp(), WakeUp()
+        self._go, self._done = WakeUp(), WakeUp()  # they wake the worker, and the main process
         self._server_go = None if server is None else server._go
         self._server_rank = -1 if server is None else server._rank
-        self._own: _WorkerSide | None = None  # the worker makes it
+        self._side: _WorkerSide | None = None  # the worker makes it
 
     # ---- main process ----------------------------------------------------------------------
 
@@ -127,25 +127,25 @@ class Gate:
     def wait_in(self, progress: Progress) -> None:
         """Wait for the next opening. Raises `MainProcessGone` if `main_process` becomes readable."""
         began = time.monotonic()
-        own = self._own or self._bind()
-        self._wait(own, own.opened, progress.arrived + 1, own.opening)
+        side = self._side or self._make_side()
+        self._wait(side, side.opened, progress.arrived + 1, side.opening)
         progress.add_waiting(time.monotonic() - began)
 
     def arrive(self, progress: Progress) -> None:
-        """Complete the opening."""
+        """Complete the opening: the worker has reached barrier_out."""
         progress.arrived += 1
-        self.signal()
+        self.wake_main()
         if self._server_go is not None:
             self._wake_server(self._server_go)
 
-    def signal(self) -> None:
-        """Wake the main process if it sleeps for what this worker has published."""
+    def wake_main(self) -> None:
+        """Wake the main process, if it sleeps and waits for what this worker has just published."""
         if must_wake(*self._control.block, self._control.main_asleep) or not HAS_FULL_FENCE:
             notify(self._done.writer.fd)
 
     def _wake_server(self, server_go: WakeUp) -> None:
-        own = self._own or self._bind()
-        if must_wake(*self._control.block, own.server_asleep) or not HAS_FULL_FENCE:
+        side = self._side or self._make_side()
+        if must_wake(*self._control.block, side.server_asleep) or not HAS_FULL_FENCE:
             notify(server_go.writer.fd)
 
     def request(self, progress: Progress, kind: int) -> None:
@@ -153,41 +153,41 @@ class Gate:
         `StopCollecting` once the sampler shuts down."""
         progress.request(kind)
         if self._server_go is None:
-            self.signal()
+            self.wake_main()
         else:
             self._wake_server(self._server_go)
-        own = self._own or self._bind()
+        side = self._side or self._make_side()
         while not progress.has_reply:
-            self._wait(own, own.replied, progress.n_requests, own.reply)
+            self._wait(side, side.replied, progress.n_requests, side.reply)
         progress.enter(Phase.ACTING)
 
-    def _bind(self) -> _WorkerSide:
-        self._own = _WorkerSide(self._control, self._rank, self._server_rank, self._spin_seconds)
-        return self._own
+    def _make_side(self) -> _WorkerSide:
+        self._side = _WorkerSide(self._control, self._rank, self._server_rank, self._spin_seconds)
+        return self._side
 
-    def _wait(self, own: _WorkerSide, word: Any, value: int, spin_time: SpinTime) -> None:
+    def _wait(self, side: _WorkerSide, word: Any, value: int, spin_time: SpinTime) -> None:
         """Wait until `word[0]` reaches `value`, or until the sampler shuts down."""
-        began, seconds, quits = time.monotonic(), spin_time.seconds, own.quits
-        has_spun = seconds > 0 and spin_for_word(word, value, quits, seconds, self._yields)
-        if not has_spun:
+        began, seconds, quits = time.monotonic(), spin_time.seconds, side.quits
+        must_sleep = seconds == 0 or not spin_for_word(word, value, quits, seconds, self._yields)
+        if must_sleep:
             while word[0] < value and not quits[0]:
                 self.sleep(lambda: word[0] >= value or quits[0])
         fence()
-        spin_time.note(time.monotonic() - began, not has_spun)
+        spin_time.note(time.monotonic() - began, must_sleep)
 
     def sleep(self, is_due: Callable[[], Any], milliseconds: int = _POLL_MS, wake_for: int = FOR_ANY) -> None:
-        """Sleep until something wakes this worker, at most for `milliseconds`; not at all if `is_due()` is True by now.
-        `wake_for` says what must wake it (progress.py). Raises as `wait_in` does."""
-        own = self._own or self._bind()
-        if own.poll is None:
-            own.poll = select.poll()
-            own.poll.register(self._go.fileno(), select.POLLIN)
+        """Sleep until something wakes this worker, at most for `milliseconds`; not at all if `is_due()` is already
+        True. `wake_for` says what must wake it (progress.py). Raises as `wait_in` does."""
+        side = self._side or self._make_side()
+        if side.poll is None:
+            side.poll = select.poll()
+            side.poll.register(self._go.fileno(), select.POLLIN)
             if self.main_process is not None:
-                own.poll.register(self.main_process.fileno(), select.POLLIN)
-        own.row[ASLEEP] = wake_for
+                side.poll.register(self.main_process.fileno(), select.POLLIN)
+        side.row[ASLEEP] = wake_for
         full_fence()
-        ready = own.poll.poll(0 if is_due() else milliseconds)  # in any case, notice the end of the main process
-        own.row[ASLEEP] = AWAKE
+        ready = side.poll.poll(0 if is_due() else milliseconds)  # poll always, to notice the end of the main process
+        side.row[ASLEEP] = AWAKE
         for fd, _ in ready:
             if fd != self._go.fileno():
                 raise MainProcessGone
@@ -196,21 +196,20 @@ class Gate:
 
 
 class _WorkerSide:
-    """What a worker keeps for its gate: the words that it looks at, and how long it spins."""
+    """What only the worker needs of its gate: the words that it looks at, and how long it spins."""
 
     def __init__(self, control: ControlBlock, rank: int, server_rank: int, spin_seconds: float) -> None:
         arrays = control.memory.arrays
         self.row, self.quits = memoryview(arrays.progress[rank]), control.quit_word
         self.opened, self.replied = memoryview(arrays.opened[rank : rank + 1]), memoryview(arrays.replied[rank])
         self.server_asleep = memoryview(arrays.progress[server_rank, ASLEEP:])
-        # Two averages, because waiting for a learner says nothing of waiting for a reply.
+        # One for each kind of wait: how long a learner takes does not say how long a reply takes.
         self.opening, self.reply = SpinTime(spin_seconds), SpinTime(spin_seconds)
         self.poll: select.poll | None = None
 
 
 class GateWakers:
-    """Lets an inference server in its own process wake the workers. It holds only the descriptors that `wake` writes
-    to."""
+    """What an inference server in its own process needs to wake the workers: only the descriptors to write to."""
 
     def __init__(self, gates: Sequence[Gate]) -> None:
         self._fds = InheritedFds([gate._go.writer.fd for gate in gates])

@@ -15,14 +15,14 @@ from penstock.workers.monitor import Monitor
 
 _log = logging.getLogger("penstock")
 
-_AGAIN_SECONDS = 0.02  # when to look again at a death during a wait
+_AGAIN_SECONDS = 0.02  # when to look again at a worker that has died while the main process waits
 
 
 class Lookout:
-    """Logs deaths of workers, and notes their progress. It changes nothing else: the next wait finds the same, and
-    reports it.
+    """Logs deaths of workers, and notes their progress. It changes nothing else: the next wait of the main process
+    finds the same, and raises the error.
 
-    Stop it before descriptors of workers are closed, and before a fork.
+    Stop it before the descriptors of workers are closed, which it polls, and before a fork, which allows no threads.
     """
 
     def __init__(self, monitor: Monitor) -> None:
@@ -64,7 +64,7 @@ class Lookout:
             if self._must_end:
                 return
             dead = [fd for fd, _ in found if fd in watched]
-            if dead and monitor.is_waiting:  # most likely, the running wait reports it
+            if dead and monitor.is_waiting:  # most likely, the running wait will report it
                 time.sleep(_AGAIN_SECONDS)
                 continue
             for fd in dead:

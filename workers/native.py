@@ -1,4 +1,4 @@
-"""Looking at all workers at once, and waiting for them: in C where it was compiled, in Python elsewhere.
+"""What all workers do, found out in one pass, and waiting for them: in C where it was compiled, in Python elsewhere.
 
 The arguments `rows`, `opened` and `replied` are memoryviews of the control block's arrays. A worker is *idle* if it has
 arrived at barrier_out, or if it waits for a reply to a request. A request of the kind `URGENT` is answered at once.
@@ -19,12 +19,12 @@ from penstock.workers.progress import ARRIVED, KIND_BITS, REQUESTED, ROW_WORDS, 
 
 _KIND = (1 << KIND_BITS) - 1
 
-#: What `look` returns: the ranks with an urgent request, those with another request, those that are not idle, the
-#: number of each worker's last request, and the fingerprint of all arrivals and requests.
+#: What `look` returns: the ranks with an urgent request, with another request, and that are not idle; the number of
+#: each worker's last request; and the fingerprint, a number that changes with each arrival and each request.
 Look = tuple[list[int], list[int], list[int], list[int], int]
 
-# Where processes outnumber CPUs, a spinning process may hold the CPU that the awaited process needs. If it yields, two
-# processes on one CPU take turns in 1 to 2 µs, faster than a wake-up.
+# If there are more processes than CPUs, a process that spins may hold the CPU that the other one needs. If it yields,
+# two processes on one CPU take turns in 1 to 2 µs, faster than a wake-up.
 yield_cpu: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
@@ -93,7 +93,7 @@ def _must_wake(rows: Any, opened: Any, replied: Any, sleeper: Any) -> bool:
 
 
 def _look(rows: Any, opened: Any, replied: Any, n_workers: int) -> Look:
-    fingerprint = _fingerprint(rows, n_workers)  # first: what comes later is another one
+    fingerprint = _fingerprint(rows, n_workers)  # first: what comes during the look changes the next one
     urgent, ordinary, busy, numbers = list[int](), list[int](), list[int](), list[int]()
     for rank in range(n_workers):
         numbers.append(rows[rank, REQUESTED] >> KIND_BITS)
@@ -109,9 +109,9 @@ def _look(rows: Any, opened: Any, replied: Any, n_workers: int) -> Look:
 spin_for_word: Callable[[Any, int, Any, float, bool], bool]
 #: `spin_for_arrivals(rows, opened, replied, n_workers, seconds, yields)`: until the first `n_workers` have arrived.
 spin_for_arrivals: Callable[[Any, Any, Any, int, float, bool], bool]
-#: `spin_for_requests(rows, opened, replied, n_workers, fingerprint, wants_all, stop, seconds, yields)`: until another
-#: request or arrival has come than those that gave `fingerprint`, or until `stop[0] != 0`. With `wants_all`, all
-#: workers must be idle too, or one must have an urgent request.
+#: `spin_for_requests(rows, opened, replied, n_workers, fingerprint, wants_all, stop, seconds, yields)`: until a request
+#: or an arrival has changed the `fingerprint`, or until `stop[0] != 0`. With `wants_all`, all workers must be idle too,
+#: or one must have an urgent request.
 spin_for_requests: Callable[[Any, Any, Any, int, int, bool, Any, float, bool], bool]
 #: `must_wake(rows, opened, replied, sleeper)`: whether the process whose sleeping word is `sleeper[0]` must be woken,
 #: after something was published. Contains a full fence. See `AWAKE` in progress.py.

@@ -61,9 +61,7 @@ class PoolOptions:
     spin_seconds: float = SPIN_SECONDS  #: how long the main process and the workers spin before they sleep
     preload: Sequence[str] = ()  #: modules that the fork server imports once, so that workers start faster
     keeps_messages: bool = False  #: keep the messages of a dead worker even if it has not completed its command
-    has_lookout: bool = (
-        False  #: look for failures between the waits too: workers run while the main process does not wait
-    )
+    has_lookout: bool = False  #: a thread looks for failures while the main process does not wait
 
 
 def span(ranks: range) -> str:

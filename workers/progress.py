@@ -47,14 +47,14 @@ PHASE, T, ENV_RANK, HEARTBEAT, BEGUN, ARRIVED, _UNUSED, BATCHES = range(8)
 STEPPING, ACTING, RESETTING, WAITING, STEPS, REQUESTED, VERSION, ASLEEP = range(8, 16)
 RING = 8  # commands that may be open at once
 ROW_WORDS = 16  # 128 bytes: two workers never write to the same pair of cache lines
-KIND_BITS = 2  # number and kind of a request are one word, so that one store publishes both
+KIND_BITS = 2  # number and kind of a request are in one word, so that one store publishes both
 URGENT = 2  # the kind of requests that are answered at once
 
 # Words that the main process writes for all workers. It has its own ASLEEP.
 QUIT, STOP_EVAL, MAIN_ASLEEP = range(3)
 
-# A process that sleeps says in its ASLEEP what must wake it: AWAKE, nothing; n above 0, that the first n workers
-# all are idle, or that one has an urgent request; FOR_ANY, whatever is published for it.
+# What must wake a process, as its word ASLEEP says. AWAKE: nothing, it does not sleep. FOR_ANY: whatever is published
+# for it. n above 0: that the first n workers are all idle, or that one of them has an urgent request.
 AWAKE, FOR_ANY = 0, -1
 
 

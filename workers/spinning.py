@@ -1,4 +1,4 @@
-"""How long a process spins before it sleeps: as long as it pays, by its recent waits."""
+"""How long a process spins before it sleeps. Its recent waits decide."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from penstock.workers.affinity import usable_cpus
 SPIN_SECONDS = 1e-3
 
 _WEIGHT = 1 / 8  # of the last wait in the moving averages
-_MARGIN_SECONDS = 20e-6  # beyond twice the average wait
-_MOST_MISSES = 0.3  # the share of spins in vain with which spinning does not pay: three in a row are too many
-_MISSES_IN_TRIAL = 0.25  # what this share is taken to be when it tries again: then one is too many
-_PAUSES = (32, 512)  # for how many waits it does not spin then: at first, and at most
+_MARGIN_SECONDS = 20e-6  # added to twice the average wait
+_MOST_MISSES = 0.3  # with a larger share of misses, pause: after three misses in a row, for example
+_MISSES_IN_TRIAL = 0.25  # the share at the end of a pause, so that one more miss begins the next pause
+_PAUSES = (32, 512)  # how many waits a pause lasts: the first one, and at most
 
 
 class SpinTime:
     """How long to spin in the next wait: about twice the moving average of the recent waits of the same kind.
 
-    Where too many spins were in vain, the next waits do not spin. Then it tries again, and waits twice as long for the
-    next trial if that is in vain too. Spins are in vain where waits are longer than `most_seconds`, and where another
-    program takes the CPU.
+    A spin is a *miss* if the process must sleep after it: because the wait is longer than `most_seconds`, or because
+    another program takes the CPU. After too many misses there is a *pause*: the next waits do not spin. If the first
+    spin after the pause is a miss too, another pause follows, which is twice as long.
     """
 
     def __init__(self, most_seconds: float) -> None:
         self._most, self._average, self._misses = most_seconds, most_seconds / 2, 0.0
-        self._pause, self._left = _PAUSES[0], 0  # the length of the next pause, and what is left of this one
-        self.seconds = most_seconds  #: for the next wait; 0.0: sleep at once
+        self._pause, self._left = _PAUSES[0], 0  # the length of the next pause, and the waits left of this one
+        self.seconds = most_seconds  #: how long to spin in the next wait; 0.0: sleep at once
 
     def note(self, seconds: float, has_slept: bool) -> None:
-        """The last wait took `seconds`, and has slept or not."""
-        # A very long wait, such as that for a learner, counts no more than a long one.
+        """After each wait: it took `seconds`. `has_slept`: spinning was not enough."""
+        # Otherwise one very long wait, for a learner for example, would hide the short ones for a long time.
         self._average += (min(seconds, self._most) - self._average) * _WEIGHT
         if self._left:
             self._left -= 1
@@ -44,6 +44,6 @@ class SpinTime:
 
 
 def is_crowded(n_processes: int) -> bool:
-    """Whether so many processes have fewer CPUs: then each of them yields the CPU while it spins."""
+    """Whether there are fewer CPUs than processes. Then each process that spins yields the CPU after each look."""
     cpus = usable_cpus()
     return not cpus or n_processes > len(cpus)

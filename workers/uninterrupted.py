@@ -1,7 +1,7 @@
 """Work that no signal handler interrupts: another thread does it, since Python runs signal handlers in the main thread.
 
-A start of a process that an exception interrupts in the middle leaves a process that nobody knows, or kills the fork
-server: that exits if a connection to it is closed before it has received the descriptors.
+The exception of a signal handler must not interrupt the start of a process. It would leave a process that the pool does
+not know. Or it would end the fork server, which exits if a connection closes before it has received the descriptors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Work(threading.Thread, Generic[T]):
             self.has_ended.set()
 
     def abandon(self) -> None:
-        """Nobody wants the result."""
+        """The caller does not want the result any more: undo the work."""
         try:
             self.has_ended.wait(_ABANDON_SECONDS)
         finally:

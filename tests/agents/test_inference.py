@@ -397,9 +397,19 @@ class OverBatch(nn.Module):
         return observation[0]
 
 
+class Picking(nn.Module):
+    def forward(self, observation: Any) -> Any:
+        return observation[:, [0, 2, 1]]
+
+
 class Mapping(nn.Module):
     def forward(self, observation: Any) -> Any:
         return {"logits": observation}
+
+
+class Nested(nn.Module):
+    def forward(self, observation: Any) -> Any:
+        return observation, (observation, observation)
 
 
 def hooked() -> nn.Module:
@@ -430,9 +440,11 @@ def test_what_cannot_be_traced_is_refused_by_name(kind: Any, layer: nn.Module, m
         (Method(), r"'cumsum' in layer 'encoder\.1\.0', a Method: there is no numpy version"),
         (Function(), r"'linalg_vector_norm' in layer 'encoder\.1\.0', a Function"),
         (OverBatch(), r"'getitem' in layer 'encoder\.1\.0', a OverBatch: an index must keep the batch dimension"),
+        (Picking(), r"'getitem' in layer 'encoder\.1\.0', a Picking: an index must consist of integers and slices"),
         (nn.Flatten(0), r"'flatten' in layer 'encoder\.1\.0', a Flatten: it would flatten the batch dimension"),
         (nn.Linear(3, 3, dtype=torch.bfloat16), r"the parameter encoder\.1\.0\.weight: it has dtype torch.bfloat16"),
         (Mapping(), r"the model: it must return a tensor or a tuple of tensors"),
+        (Nested(), r"the model: it must return a tensor or a tuple of tensors"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )

@@ -36,7 +36,7 @@ def test_every_candidate_has_turns() -> None:
     for row in report.rows:
         assert row.turns, row.candidate
         assert all(turn.steps_per_s > 0 and turn.cpu_us > 0 for turn in row.turns)
-        assert row.shares(report.rows[0])
+        assert row.ratios(report.rows[0])
     assert report.best is not None
     assert {row.candidate.batch_T for row in report.rows} == {4, 8}
     namespace: dict[str, Any] = vars(penstock).copy()
@@ -50,7 +50,7 @@ def test_many_workers_are_best_for_environments_that_wait() -> None:
     report = tune(partial(SlowEnv, 0.02), **{**TINY, "batch_B": 8, "n_workers": (2, 8), "seconds": 3})
     assert report.best is not None
     assert report.best.candidate.n_workers == 8
-    assert statistics.median(report.best.shares(report.rows[0])) > 2
+    assert statistics.median(report.best.ratios(report.rows[0])) > 2
     assert "times the speed of one process" in report.recommendation
 
 

@@ -145,6 +145,21 @@ def test_too_large_a_replay_is_refused_before_it_is_allocated(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
+def test_settings_may_be_numbers_of_numpy(tmp_path: Path) -> None:
+    prioritized = Prioritized(np.float32(0.5), np.float32(0.25))  # type: ignore[arg-type]
+    sequences = Sequences(np.int64(4), np.int64(1), np.int64(2))  # type: ignore[arg-type]
+    stream = Stream(0, 3)
+    replay = Replay(np.int64(90), prioritized=prioritized, sequences=sequences)  # type: ignore[arg-type]
+    replay.append(stream.batch(20))
+    replay.sample(np.int64(2))  # type: ignore[arg-type]
+    replay.beta = np.float32(0.75)  # type: ignore[assignment]
+    replay.save(tmp_path)
+    loaded = Replay.load(tmp_path)
+    assert (loaded.sequences, loaded.alpha, loaded.beta, loaded.n_drawn) == (Sequences(4, 1, 2), 0.5, 0.75, 2)
+    with pytest.raises(ConfigError, match="capacity must be an integer of at least 1, got 0"):
+        Replay.load(tmp_path, capacity=0)
+
+
 def test_the_estimate_is_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     def make() -> Any:
         return FrameStackObservation(Pictures(), 4)

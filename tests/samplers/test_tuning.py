@@ -54,7 +54,7 @@ def test_stages_are_compared_through_one_process() -> None:
     # The machine was half as fast in the second stage, which is rounds 3 and 4.
     one = row(ONE, 100, 100, 50, 50)
     rows = [one, row(TWO, 150, 150), row(FOUR, 100, 100, first_round=3)]
-    assert rows[2].shares(one) == [2, 2]
+    assert rows[2].ratios(one) == [2, 2]
     chosen = choose(rows)
     assert chosen is not None
     assert chosen.candidate == FOUR
