@@ -149,7 +149,8 @@ def test_settings_may_be_numbers_of_numpy(tmp_path: Path) -> None:
     prioritized = Prioritized(np.float32(0.5), np.float32(0.25))  # type: ignore[arg-type]
     sequences = Sequences(np.int64(4), np.int64(1), np.int64(2))  # type: ignore[arg-type]
     stream = Stream(0, 3)
-    replay = Replay(np.int64(90), prioritized=prioritized, sequences=sequences)  # type: ignore[arg-type]
+    options: Any = {"prioritized": prioritized, "sequences": sequences, "max_truncations": np.int64(40)}
+    replay = Replay(np.int64(90), **options)  # type: ignore[arg-type]
     replay.append(stream.batch(20))
     replay.sample(np.int64(2))  # type: ignore[arg-type]
     replay.beta = np.float32(0.75)  # type: ignore[assignment]
