@@ -60,6 +60,7 @@ DM_CONTROL = [
 # It has builds for these versions of Python, and takes some 700 MB.
 ENVPOOL = ["envpool>=1.2; python_version >= '3.11' and python_version < '3.15'"]
 SB3 = ["stable-baselines3>=2.4"]
+VIDEO = ["moviepy>=1.0.3"]  # Gymnasium's RecordVideo writes with it
 DEV = [
     # pytest-xdist 3.8 ignores its groups under pytest 9.2: tests that lease ports would disturb each other.
     "pytest>=8,<9.2",
@@ -115,6 +116,7 @@ setup(
         "dm_control": DM_CONTROL,
         "envpool": ENVPOOL,
         "sb3": SB3,
+        "video": VIDEO,
         "dev": DEV + BENCH,
     },
     entry_points={"console_scripts": ["penstock = penstock.__main__:main"]},

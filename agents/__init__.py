@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.agents.deterministic import DeterministicPgAgent
     from penstock.agents.epsilon_greedy import EpsilonGreedyAgent
     from penstock.agents.gaussian import GaussianPgAgent
+    from penstock.agents.normalization import Moments, ObservationNorm, RewardNorm
     from penstock.agents.policy_gradient import PgAgent, PolicyHead
     from penstock.agents.recurrent import RecurrentCategoricalPgAgent, RecurrentGaussianPgAgent, RecurrentPgAgent
     from penstock.agents.recurrent_state import RecurrentState
@@ -34,6 +35,8 @@ __all__ = [
     "FunctionAgent",
     "GaussianPgAgent",
     "LinearSchedule",
+    "Moments",
+    "ObservationNorm",
     "OrnsteinUhlenbeck",
     "PgAgent",
     "PolicyHead",
@@ -42,6 +45,7 @@ __all__ = [
     "RecurrentGaussianPgAgent",
     "RecurrentPgAgent",
     "RecurrentState",
+    "RewardNorm",
     "SharedParameters",
     "SquashedGaussianAgent",
     "TorchAgent",
@@ -53,12 +57,15 @@ _WITH_TORCH = {
     "DeterministicPgAgent": "deterministic",
     "EpsilonGreedyAgent": "epsilon_greedy",
     "GaussianPgAgent": "gaussian",
+    "Moments": "normalization",
+    "ObservationNorm": "normalization",
     "PgAgent": "policy_gradient",
     "PolicyHead": "policy_gradient",
     "RecurrentCategoricalPgAgent": "recurrent",
     "RecurrentGaussianPgAgent": "recurrent",
     "RecurrentPgAgent": "recurrent",
     "RecurrentState": "recurrent_state",
+    "RewardNorm": "normalization",
     "SquashedGaussianAgent": "squashed",
     "TorchAgent": "torch_agent",
 }

@@ -69,7 +69,8 @@ class CategoricalPgAgent(PgAgent):
     then of the second, and so on. The components are independent, and log_prob is the sum over them. Logit 0 belongs
     to the action `start` of the space.
 
-    Recorded in `agent_info`: `log_prob` and `value`, float32 `[T, B]`.
+    Recorded in `agent_info`: `log_prob` and `value`, float32 `[T, B]`. With `record_distribution=True`, also the
+    `logits` of the model, for losses that compare whole distributions (a KL divergence, for example).
 
     `greedy_eval=True` takes the most probable action in evaluations. Each column has its own random stream, with one
     uniform number per step and component. So the actions of a column do not depend on the number of columns in a

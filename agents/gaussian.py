@@ -89,7 +89,8 @@ class GaussianPgAgent(PgAgent):
     The agent clips the actions that it draws to the bounds of the space, and `samples.agent.action` is the clipped
     action. Recorded in `agent_info`: `raw_action` `[T, B, ...]` before clipping (float32, or float64 for a float64
     space), `mean` and `log_std` `[T, B, ...]`, `log_prob` of `raw_action` and `value`, both `[T, B]`. Compute ratios
-    of probabilities from `raw_action`: `log_prob` is not the density of the clipped action.
+    of probabilities from `raw_action`: `log_prob` is not the density of the clipped action. The whole distribution is
+    always recorded, so `record_distribution` changes nothing.
 
     `greedy_eval=True` takes the mean in evaluations. Each column has its own random stream, with one normal number
     per step and dimension.
@@ -101,9 +102,10 @@ class GaussianPgAgent(PgAgent):
         *,
         initial_log_std: float | Sequence[float] | None = 0.0,
         greedy_eval: bool = False,
+        record_distribution: bool = False,
         inference: Inference = "torch",
     ) -> None:
-        super().__init__(model, greedy_eval=greedy_eval, inference=inference)
+        super().__init__(model, greedy_eval=greedy_eval, record_distribution=record_distribution, inference=inference)
         self._initial_log_std = initial_log_std
 
     def _make_head(self, action_space: Space) -> PolicyHead:

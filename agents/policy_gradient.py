@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.agents.base import AgentStep, Space
 from penstock.agents.inference import Inference
-from penstock.agents.model_outputs import output_tuple, value_array
+from penstock.agents.model_outputs import output_array, output_tuple, value_array
 from penstock.agents.noise import ColumnNoise
 from penstock.agents.torch_agent import ModelSource, TorchAgent
 from penstock.buffers.named import NamedArrays
@@ -47,6 +47,9 @@ class PgAgent(TorchAgent):
     """Base of policy-gradient agents. The model returns the parameters of the action distribution, then the value
     `[B]` or `[B, 1]`.
 
+    `record_distribution=True` records all parameters of the distribution in `agent_info`, by the names of the model's
+    outputs.
+
     Subclasses set `head_cls`. Each column has its own random stream. So the actions of a column do not depend on the
     number of columns in a worker, except where rounding in the model decides.
     """
@@ -55,9 +58,16 @@ class PgAgent(TorchAgent):
     _head: PolicyHead
     _extra_outputs: ClassVar[tuple[str, ...]] = ("value",)
 
-    def __init__(self, model: ModelSource, *, greedy_eval: bool = False, inference: Inference = "torch") -> None:
+    def __init__(
+        self,
+        model: ModelSource,
+        *,
+        greedy_eval: bool = False,
+        record_distribution: bool = False,
+        inference: Inference = "torch",
+    ) -> None:
         super().__init__(model, inference=inference)
-        self.greedy_eval = greedy_eval
+        self.greedy_eval, self.record_distribution = greedy_eval, record_distribution
         self._greedy = False
 
     def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
@@ -99,4 +109,9 @@ class PgAgent(TorchAgent):
             *outputs, value = self.fetched([*outputs, value])
         noise = None if self._greedy else self._noise.next_row(self.selected)
         action, info = self._head.act(self.model, outputs, rows, noise)
+        if self.record_distribution:
+            (form,) = (form for form in self._head.outputs if len(form) == len(outputs))
+            for name, output in zip(form, outputs, strict=True):
+                if name not in info:  # some heads always report it
+                    more[name] = output_array(output, name, tuple(output.shape))
         return action, NamedArrays(info, value=value_array(value, rows), **more)

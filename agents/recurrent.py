@@ -46,10 +46,11 @@ class RecurrentPgAgent(PgAgent):
         model: ModelSource,
         *,
         greedy_eval: bool = False,
+        record_distribution: bool = False,
         record_state: _RecordState = "step",
         inference: Inference = "torch",
     ) -> None:
-        super().__init__(model, greedy_eval=greedy_eval, inference=inference)
+        super().__init__(model, greedy_eval=greedy_eval, record_distribution=record_distribution, inference=inference)
         if inference != "torch":
             raise ConfigError(
                 f'{type(self).__name__} needs inference="torch", got "{inference}": a recurrent model cannot be traced '
@@ -139,10 +140,17 @@ class RecurrentGaussianPgAgent(RecurrentPgAgent):
         *,
         initial_log_std: float | Sequence[float] | None = 0.0,
         greedy_eval: bool = False,
+        record_distribution: bool = False,
         record_state: _RecordState = "step",
         inference: Inference = "torch",
     ) -> None:
-        super().__init__(model, greedy_eval=greedy_eval, record_state=record_state, inference=inference)
+        super().__init__(
+            model,
+            greedy_eval=greedy_eval,
+            record_distribution=record_distribution,
+            record_state=record_state,
+            inference=inference,
+        )
         self._initial_log_std = initial_log_std
 
     def _make_head(self, action_space: Space) -> PolicyHead:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic_ns
 from typing import Any
 
@@ -19,6 +20,7 @@ from penstock.envs.checks import checked_step, require_info, require_number
 from penstock.envs.examples import example_of
 from penstock.envs.into import cells_of, step_into_of, with_observation
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
+from penstock.envs.video import recorded
 from penstock.envs.wrappers import flattened
 from penstock.errors import SpaceError, brief
 from penstock.workers.progress import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Progress
@@ -87,6 +89,22 @@ class EnvColumns(EnvBatch):
         for column, seed in enumerate(seeds):
             self.reset_one(column, seed)
             self.check_observation(column)
+
+    @contextmanager
+    def recorded(self, column: int, folder: str, itr: int) -> Iterator[None]:
+        """While the context lasts, the environment of `column` is stepped and reset through a wrapper that records its
+        first episode as a video. See `penstock.envs.video`."""
+        bound, flat_reset = self._bound, self._flat_resets[column]
+        _, env_rank, _, _ = bound[column]
+        with recorded(self.envs[column], folder, itr) as wrapper:
+            self._flat_resets[column] = wrapper.reset
+            self._bound = [*bound[:column], (column, env_rank, wrapper.step, None), *bound[column + 1 :]]
+            self.unpark_all()
+            try:
+                yield
+            finally:
+                self._bound, self._flat_resets[column] = bound, flat_reset
+                self.unpark_all()
 
     def park(self, column: int) -> None:
         self.parked = sorted([*self.parked, column])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import gymnasium as gym
@@ -42,6 +42,13 @@ class EnvBatch(Protocol):
 
     def __len__(self) -> int:
         return len(self.env_ranks)
+
+    def __getitem__(self, column: int) -> Any:
+        """The environment of this column, to read or set its attributes. Step it with `step`."""
+        return self.envs[column]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[column] for column in range(len(self)))
 
     def enter(self, phase: Phase, column: int) -> int:
         """Write the phase and this column's env_rank into the progress row. Returns `time.monotonic_ns()`."""

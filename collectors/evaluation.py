@@ -131,22 +131,27 @@ class EvalCollector(BaseEvalCollector):
         return n_rows
 
     def _on_episode_end(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
-        self._end_trajectory(column, observation)
+        self._end_episode(column, observation)
+        return self._begin_episode(column)
+
+    def _end_episode(self, column: int, observation: Any) -> bool:
+        """Returns whether the trajectory has ended too."""
+        self.envs.check_final(column, observation)
+        self._done[self._row, column] = True
+        has_ended = self.tracker.on_episode_end(self._t, column, observation)
+        # The main process reads this count, and stops the evaluation when there are enough.
+        self.progress.n_results += has_ended
+        return has_ended
+
+    def _begin_episode(self, column: int) -> Any:
         first_observation = self.envs.reset_one(column)
         self.agent.reset_one(column)
         self.prev_action[column] = 0
         return first_observation
 
-    def _end_trajectory(self, column: int, observation: Any) -> None:
-        self.envs.check_final(column, observation)
-        self._done[self._row, column] = True
-        self.tracker.on_episode_end(self._t, column, observation)
-        # The main process reads this count, and stops the evaluation when there are enough.
-        self.progress.n_results += 1
-
 
 class EpisodeEvalCollector(EvalCollector):
-    """Runs a fixed number of episodes in each environment, then parks it. Stops after `max_T` steps.
+    """Runs a fixed number of trajectories in each environment, then parks it. Stops after `max_T` steps.
 
     The number per environment is fixed, because the first n episodes that end in any environment would be short ones.
     """
@@ -169,9 +174,8 @@ class EpisodeEvalCollector(EvalCollector):
         return super().must_stop or not any(self._left)
 
     def _on_episode_end(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
-        self._left[column] -= 1
+        self._left[column] -= self._end_episode(column, observation)
         if self._left[column] > 0:
-            return super()._on_episode_end(column, observation, reward, terminated, truncated)
-        self._end_trajectory(column, observation)
+            return self._begin_episode(column)
         self.envs.park(column)
         return observation

@@ -40,8 +40,9 @@ class Tracker(ABC):
     def set_agent_info(self, agent_info: Any) -> None:
         """The agent_info `[B, ...]` of the row that is stepped next."""
 
-    def on_episode_end(self, t: int, column: int, final_observation: Any) -> None:
-        """Column's trajectory has ended at row t."""
+    def on_episode_end(self, t: int, column: int, final_observation: Any) -> bool:
+        """Column's episode has ended at row t. Returns whether its trajectory has ended too."""
+        return True
 
     @abstractmethod
     def end_rows(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int = 0) -> int:
@@ -53,7 +54,10 @@ class Tracker(ABC):
 
     @abstractmethod
     def drop(self, column: int) -> None:
-        """Start a new trajectory in column, and send nothing: the old one was not sampled."""
+        """Start a new trajectory in column, and send nothing: the old one was not sampled.
+
+        This does nothing if an episode has just ended and its trajectory goes on.
+        """
 
     def preload(self, column: int, rewards: Sequence[float]) -> None:
         """Column's trajectory starts with these rewards, from before the first batch."""
@@ -184,9 +188,12 @@ class ObjectTracker(Tracker):
 
     def restart(self) -> None:
         self._running = [self._cls(**self._kwargs) for _ in self._env_ranks]
+        # Per column: whether its last step has ended an episode, but not the trajectory.
+        self._goes_on = [False] * len(self._running)
 
     def drop(self, column: int) -> None:
-        self._running[column] = self._cls(**self._kwargs)
+        if not self._goes_on[column]:
+            self._running[column] = self._cls(**self._kwargs)
 
     def set_agent_info(self, agent_info: Any) -> None:
         # A copy, because the next batch overwrites the row, and a TrajInfo may keep its part.
@@ -195,13 +202,18 @@ class ObjectTracker(Tracker):
     def _step(
         self, b: int, observation: Any, action: Any, reward: float, terminated: bool, truncated: bool, info: Any
     ) -> None:
-        self._running[b].step(observation, action, reward, terminated, truncated, self._agent_info[b], info)
+        running = self._running[b]
+        running.step(observation, action, reward, terminated, truncated, self._agent_info[b], info)
+        self._goes_on[b] = (terminated or truncated) and not running.traj_done(terminated, truncated, info)
 
-    def on_episode_end(self, t: int, column: int, final_observation: Any) -> None:
+    def on_episode_end(self, t: int, column: int, final_observation: Any) -> bool:
+        if self._goes_on[column]:
+            return False
         info = self._running[column]
         info.terminate(snapshot(final_observation))
         self._finished.append(ObjectMessage(MessageKind.TRAJ_INFO, t, self._env_ranks[column], vars(info)))
         self._running[column] = self._cls(**self._kwargs)
+        return True
 
     def end_rows(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int = 0) -> int:
         finished, self._finished = self._finished, []

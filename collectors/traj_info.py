@@ -15,9 +15,9 @@ class TrajInfo:
 
     To record more, write a subclass. Add attributes in `__init__`. Override `step`, which is called after every
     environment step, or `terminate`, which is called once at the end. Both run in the worker; call `super().step(...)`
-    in `step`. Arguments of `__init__` come from `sampler.initialize(..., traj_info_kwargs={...})`. Attributes with a
-    leading underscore are left out of the `repr`. The instance's `__dict__` is sent to the main process, so all of it
-    must be picklable.
+    in `step`. Override `traj_done` if a trajectory has several episodes. Arguments of `__init__` come from
+    `sampler.initialize(..., traj_info_kwargs={...})`. Attributes with a leading underscore are left out of the `repr`.
+    The instance's `__dict__` is sent to the main process, so all of it must be picklable.
 
     Without a subclass nothing is called per step: the figures are computed once per batch, from its float32 rewards.
     """
@@ -54,6 +54,14 @@ class TrajInfo:
         self.NonzeroRewards += int(reward != 0)
         self.DiscountedReturn += self._weight * float(reward)
         self._weight *= self._discount
+
+    def traj_done(self, terminated: bool, truncated: bool, env_info: dict[str, Any]) -> bool:
+        """Whether the trajectory has ended. Called after `step`, where an episode has ended.
+
+        Override it if a trajectory has several episodes: if each is one life of a game, for example. Where it returns
+        False, the trajectory goes on in the environment's next episode, and nothing is reported.
+        """
+        return True
 
     def terminate(self, final_observation: Any) -> None:
         """The trajectory ended with `final_observation`, a copy that you may keep."""

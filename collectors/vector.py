@@ -101,6 +101,9 @@ class VectorColumns(EnvBatch):
         self.keep_infos = False
         self.parked: list[int] = []
 
+    def __getitem__(self, column: int) -> Any:
+        raise ConfigError("a batched environment has no single environments: self.envs.env is all of them")
+
     # ---- resets ----------------------------------------------------------------------------
 
     def reset_all(self, seeds: Sequence[int | None]) -> None:

@@ -99,7 +99,7 @@ def env_factories(
         try:
             spec = gym.spec(env_fn)
         except gym.error.Error as error:
-            raise ConfigError(f"env_fn={env_fn!r} is not a registered environment id: {error}") from error
+            raise ConfigError(f"{prefix}env_fn={env_fn!r} is not a registered environment id: {error}") from error
         # With the spec, not the id: the workers do not know environments that the user's script registers.
         fns = [partial(gym.make, spec)] * n_envs
     elif callable(env_fn):

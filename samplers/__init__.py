@@ -5,10 +5,11 @@ processes and gates behind them are in `workers/`: `control.py`, `gates.py`, `pr
 """
 
 from penstock.samplers.asynchronous import AsyncSampler
-from penstock.samplers.base import Sampler, SamplerState
+from penstock.samplers.base import Sampler
 from penstock.samplers.central import AlternatingSampler, GpuSampler
 from penstock.samplers.parallel import ParallelSampler
 from penstock.samplers.serial import SerialSampler
+from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import LagStats, SamplerStats, ServerStats, WorkerStats
 from penstock.samplers.tuning import TuneReport, TuneRow, tune
 from penstock.workers.plan import Affinity

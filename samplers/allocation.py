@@ -83,7 +83,7 @@ def allocate(config: SamplerConfig, agent: Agent, setup: Setup, resources: ExitS
     difference = worker_agent.runtime.inference_difference(lambda: _real_inputs(worker_agent, train[0], config))
     program = SamplerProgram(
         agent=worker_agent,
-        config=replace(config, env_fn="", env_kwargs=None, eval_env_kwargs=None, env_info=False),
+        config=replace(config, env_fn="", env_kwargs=None, eval_env_fn=None, eval_env_kwargs=None, env_info=False),
         eval_collector_cls=_eval_collector_cls(config),
         traj_info_kwargs=traj_info_kwargs,
         eval_max_T=eval_max_T(config.eval_max_steps, config.eval_n_envs),
@@ -132,13 +132,15 @@ def _eval_collector_cls(config: SamplerConfig) -> type[BaseEvalCollector]:
 
 
 def _eval_fn(config: SamplerConfig) -> Any:
-    """A list of functions is one per training environment; evaluation uses the first."""
+    """A list of functions is one per training environment; evaluation uses the first, unless it has its own."""
+    if config.eval_env_fn is not None:
+        return config.eval_env_fn
     is_list = not isinstance(config.env_fn, str) and not callable(config.env_fn)
     return config.env_fn[0] if is_list and config.env_fn else config.env_fn  # type: ignore[index]
 
 
 def _eval_kwargs(config: SamplerConfig) -> Any:
-    if config.eval_env_kwargs is not None:
+    if config.eval_env_kwargs is not None or config.eval_env_fn is not None:
         return config.eval_env_kwargs
     if config.env_kwargs is None or isinstance(config.env_kwargs, Mapping):
         return config.env_kwargs

@@ -14,11 +14,11 @@ from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.samplers.allocation import Allocation
-from penstock.samplers.base import SamplerState
 from penstock.samplers.central import pool_with_server
 from penstock.samplers.inference_server import ServerOptions
 from penstock.samplers.parallel import ParallelSampler, pool_options
 from penstock.samplers.readiness import LockStep
+from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import LagStats, SamplerStats
 from penstock.workers.arguments import integer
 from penstock.workers.control import Command
@@ -241,6 +241,7 @@ class AsyncSampler(ParallelSampler):
             version = int(versions[plan.columns.start])
             self._lags.add(newest_version - version, len(plan.columns))
             self.policy_version = version
+        self._metrics.training.extend(infos)
         if not self._is_holding:
             self._release()
         elif self.state is _RUNNING:

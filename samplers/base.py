@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-import warnings
+import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,14 +17,17 @@ from penstock.agents import Agent
 from penstock.buffers import Samples
 from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn, fresh_seed
-from penstock.envs.calls import EnvCall, results
+from penstock.envs.calls import EnvCall
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.samplers.allocation import Allocation, Setup, allocate
 from penstock.samplers.batches import Batches
 from penstock.samplers.config import SamplerConfig
+from penstock.samplers.evaluation import until_enough, video_message, warn_if_unfinished
 from penstock.samplers.local import SerialPool
+from penstock.samplers.metrics import Metrics
 from penstock.samplers.plan import SamplerPlan
-from penstock.samplers.results import infos_from_messages
+from penstock.samplers.results import infos_from_messages, run_call
+from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import SamplerStats, describe, worker_stats
 from penstock.workers import sigint
 from penstock.workers.arguments import integer, true_or_false
@@ -40,21 +42,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from penstock.samplers.config import SamplerOptions
-    from penstock.workers.monitor import WaitOptions
-
-_EVAL_POLL_SECONDS = 0.005  # how soon an evaluation is ended once enough trajectories have finished
-
-
-class SamplerState(enum.Enum):
-    """The state of a sampler. The value names the calls that are expected next."""
-
-    CREATED = "initialize"
-    READY = "start_samples, obtain_samples, evaluate_agent, or a call on the environments"
-    SAMPLING = "wait_samples, which returns the batch that has been started"
-    RUNNING = "obtain_samples, poll_samples, evaluate_agent, a call on the environments, hold, or pause"
-    PAUSED = "resume, evaluate_agent, or a call on the environments"
-    BROKEN = "shutdown"
-    CLOSED = "none"
 
 
 class Sampler(ABC):
@@ -79,8 +66,9 @@ class Sampler(ABC):
             more.
         eval_episodes: run exactly this many whole episodes instead. Each environment runs a fixed number of them, so
             that short episodes are not favoured. If `eval_max_steps` ends some early, a `RuntimeWarning` says how many.
-        eval_env_kwargs: the same as `env_kwargs`, for the evaluation environments; by default `env_kwargs`. From lists
-            (env_fn, env_kwargs), all evaluation environments use the first entry.
+        eval_env_fn: the same as `env_fn`, for the evaluation environments, with the same spaces; by default `env_fn`.
+        eval_env_kwargs: the same as `env_kwargs`, for the evaluation environments; by default `env_kwargs`, or nothing
+            with `eval_env_fn`. From lists (env_fn, env_kwargs), all evaluation environments use the first entry.
         eval_collector_cls: the `BaseEvalCollector` subclass that evaluates.
         start_method: "forkserver", "spawn" or "fork".
         step_timeout: seconds that a worker may make no progress (an environment step, a reset, an agent step) before
@@ -206,6 +194,8 @@ class Sampler(ABC):
                 ]
                 self._batch = 0  # the number of the batch that runs, or of the next
                 self._n_trajectories: Counter[int] = Counter()  # returned so far, by worker rank
+                example_info = self.config.traj_info_cls(**allocation.program.traj_info_kwargs)
+                self._metrics = Metrics(example_info, has_evaluation=self.config.eval_n_envs > 0)
                 self._pool = self._make_pool(allocation, resources)
             self._guard.start(self, self._pool)
             self._guard.state = SamplerState.READY
@@ -266,7 +256,9 @@ class Sampler(ABC):
             batches.poison(batch - n_slots)  # no worker reads its last row now
         self._batch, self.samples_np = batch + 1, batches.views[slot]
         samples = batches.hand_out(batch, valid_until=batch + n_slots)
-        return samples, self._take_traj_infos(pool, slot)
+        infos = self._take_traj_infos(pool, slot)
+        self._metrics.training.extend(infos)
+        return samples, infos
 
     def _take_traj_infos(
         self, pool: WorkerPool | SerialPool, slot: int = 0, opening: int | None = None
@@ -281,38 +273,28 @@ class Sampler(ABC):
             return TrajInfo.from_records(self._memory.records.take(expected, self._first_records[slot]))
         return infos_from_messages(self.config.traj_info_cls, pool.take_messages(opening))
 
-    def evaluate_agent(self, itr: int) -> list[TrajInfo]:
+    def evaluate_agent(self, itr: int, *, video: str | os.PathLike[str] | None = None) -> list[TrajInfo]:
         """Run the agent in the evaluation environments and return the trajectories that finished.
 
         Training is not disturbed: environments, agent state and random streams are separate. The agent decides in
         `eval_mode` how it acts. `CategoricalPgAgent` and `GaussianPgAgent` draw random actions here too, unless they
         were made with `greedy_eval=True`.
+
+        `video` is a folder. The first episode of the first evaluation environment is recorded there, as
+        `itr-{itr}-episode-0.mp4`. This needs moviepy, and evaluation environments with `render_mode="rgb_array"`. The
+        worker keeps the frames in memory and writes the file during the evaluation; `step_timeout` must allow for that.
         """
         with self._guard.require("evaluate_agent", *self._idle_states):
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
-            itr, pool = integer("itr", itr), self._require_pool("evaluate_agent")
-            self._finish_batches(pool, f"evaluation, itr={itr}")
-            control, limit = self._memory.control, self.config.eval_max_trajectories
-            how: WaitOptions = {}
-            if limit is not None:
-
-                def stop_if_enough() -> None:
-                    if sum(control.n_results_by_rank(len(self._plans))) >= limit:
-                        control.stop_eval = True
-
-                how = {"on_wake": stop_if_enough, "poll_interval": _EVAL_POLL_SECONDS}
-            command, occasion = Command(itr, do_eval=True), f"evaluation, itr={itr}"
-            pool.run(command, occasion, discard=lambda: self._take_traj_infos(pool), **how)
-            infos = self._take_traj_infos(pool)
-        wanted = self.config.eval_episodes
-        if wanted is not None and len(infos) < wanted:
-            warnings.warn(
-                f"evaluation, itr={itr}: {wanted - len(infos)} of {wanted} episodes had not ended after "
-                f"eval_max_steps={self.config.eval_max_steps} steps of all environments together",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            itr, pool, occasion = integer("itr", itr), self._require_pool("evaluate_agent"), f"evaluation, itr={itr}"
+            self._finish_batches(pool, occasion)
+            message = None if video is None else video_message(pool, self.config, video)
+            how = until_enough(self._memory.control, len(self._plans), self.config.eval_max_trajectories)
+            command = Command(itr, do_eval=True, has_message=message is not None)
+            pool.run(command, occasion, discard=lambda: self._take_traj_infos(pool), message=message, **how)
+            self._metrics.evaluation = infos = self._take_traj_infos(pool)
+        warn_if_unfinished(self.config, itr, len(infos))
         return infos
 
     # ---- calls on the environments -----------------------------------------------------------
@@ -344,8 +326,7 @@ class Sampler(ABC):
         with self._guard.require(call.verb, *self._idle_states):
             pool, occasion = self._require_pool(call.verb), f"{call.verb} {call.name!r} on the environments"
             self._finish_batches(pool, occasion)
-            pool.run(Command(has_message=True), occasion, discard=pool.take_messages, message=call.dumps())
-            return results(call, pool.take_messages())
+            return run_call(pool, call, occasion)
 
     # ---- inspection ------------------------------------------------------------------------
 
@@ -370,6 +351,19 @@ class Sampler(ABC):
         restarts, control = self._require_pool("stats").restarts, self._memory.control
         workers = tuple(worker_stats(plan, control, self._n_trajectories, restarts) for plan in self._plans)
         return SamplerStats(workers, self._memory.nbytes, self._inference_difference)
+
+    def metrics(self) -> dict[str, float]:
+        """The figures of the run as a flat dict of floats, for TensorBoard, W&B or a CSV file; always the same keys.
+
+        `sampler/`: `env_steps`, `steps_per_second` (with the time of the learner), `idle_share`, `policy_version` and
+        others. `worker_0/` and so on: `idle_share` (at barrier_in), `acting_share` and `stepping_share`. `server/`: the
+        same for an inference server. `train/` has the newest 100 trajectories of batches, `eval/` those of the last
+        evaluation: `Return_mean`, `Return_min`, `Return_max` and the same for each number in a `TrajInfo`; NaN while
+        there is none. Rates and shares refer to the time since the last call. `docs/recipes.md` lists all keys.
+        """
+        self._require_pool("metrics")
+        server = None if self._memory.totals is None else self._memory.totals.stats
+        return self._metrics.figures(self.stats(), server, self.policy_version)
 
     def timeline(self) -> npt.NDArray[np.float64]:
         """Times of the last batch `[n_workers, 2 * batch_T + 1]`, in seconds of `time.monotonic`. In row t, the worker

@@ -59,6 +59,7 @@ class SamplerOptions(TypedDict, total=False):
     eval_max_steps: int
     eval_max_trajectories: int | None
     eval_episodes: int | None
+    eval_env_fn: EnvFn | None
     eval_env_kwargs: EnvKwargs
     eval_collector_cls: type[BaseEvalCollector]
     start_method: str
@@ -92,6 +93,7 @@ class SamplerConfig:
     eval_max_steps: int = 10_000
     eval_max_trajectories: int | None = None
     eval_episodes: int | None = None
+    eval_env_fn: EnvFn | None = None
     eval_env_kwargs: EnvKwargs = None
     eval_collector_cls: type[BaseEvalCollector] = EvalCollector
     start_method: str = "forkserver"
@@ -151,10 +153,9 @@ class SamplerConfig:
             raise ConfigError(
                 f"eval_env_kwargs must be a dict, a list of dicts or None, got {brief(self.eval_env_kwargs)}"
             )
-        if self.eval_env_kwargs and not self.eval_n_envs:
-            raise ConfigError("eval_env_kwargs needs evaluation environments: give eval_n_envs too")
-        if self.eval_episodes is not None and not self.eval_n_envs:
-            raise ConfigError("eval_episodes needs evaluation environments: give eval_n_envs too")
+        for name in ("eval_env_fn", "eval_env_kwargs", "eval_episodes"):
+            if getattr(self, name) and not self.eval_n_envs:
+                raise ConfigError(f"{name} needs evaluation environments: give eval_n_envs too")
         if self.eval_episodes is not None and self.eval_max_trajectories is not None:
             raise ConfigError("eval_episodes and eval_max_trajectories exclude each other: leave one out")
 

@@ -120,7 +120,7 @@ class InferenceServer:
         """The workers are about to run `command`, at opening `number` of their gates. Load the newest parameters, or
         the version that the command names."""
         self._number = number
-        if command.has_message:
+        if command.has_message and not command.do_eval:  # a call on the environments
             return
         self._command, self._batch, self._rule = command, self._train, self._readiness
         self._fingerprint = self._idle_since = None

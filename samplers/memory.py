@@ -36,10 +36,10 @@ class SamplerMemory:
         They are the running ones, and the ones that finished in a command that it has not completed.
         """
         n_running = len(plan.columns)
+        if command is not None and command.do_eval:
+            return n_running + len(plan.eval_columns) + n_results  # type: ignore[attr-defined]
         if command is None or command.has_message:
             return n_running
-        if command.do_eval:
-            return n_running + len(plan.eval_columns) + n_results  # type: ignore[attr-defined]
         finished = self.slots[command.slot].done[1 : t + 2, plan.columns.start : plan.columns.stop]
         return n_running + int(finished.sum())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -48,7 +49,7 @@ class SamplerProgram:
     world_size: int  #: how many such samplers there are, on all machines
     seed: int
 
-    share_name = "env_fn (or env_kwargs, eval_env_kwargs)"
+    share_name = "env_fn (or env_kwargs, eval_env_fn, eval_env_kwargs)"
 
     def pickled_parts(self) -> dict[str, Any]:
         """Its data, by the names of the user's arguments."""
@@ -157,11 +158,18 @@ class SamplerProgram:
             self._collect(command)
             return
         records.begin()
-        if command.has_message:
+        if not command.do_eval:
             self._call(pickle.loads(self._memory.mailbox.read()))
         elif evaluator is not None:
             evaluator.agent.runtime.pull_shared_memory()
-            evaluator.collect_evaluation(command.itr)
+            with self._recording(evaluator.envs, command):
+                evaluator.collect_evaluation(command.itr)
+
+    def _recording(self, envs: EnvBatch, command: Command) -> AbstractContextManager[None]:
+        """Record the first evaluation environment, if it is this worker's, in the folder that the message names."""
+        if not command.has_message or self._plan.eval_columns.start or not isinstance(envs, EnvColumns):
+            return nullcontext()
+        return envs.recorded(0, pickle.loads(self._memory.mailbox.read()), command.itr)
 
     def _collect(self, command: Command) -> None:
         collector, control, gate = self._collector, self._memory.control, self._context.gate

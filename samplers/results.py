@@ -1,13 +1,20 @@
-"""Trajectory infos of the user's class, as the workers have sent them."""
+"""What the workers have sent: trajectory infos, and the results of calls on the environments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.results import ObjectMessage, Unreadable
 from penstock.collectors import TrajInfo
+from penstock.envs.calls import EnvCall, results
 from penstock.errors import ConfigError
+from penstock.workers.control import Command
+
+if TYPE_CHECKING:
+    from penstock.samplers.local import SerialPool
+    from penstock.workers.pool import WorkerPool
 
 
 def infos_from_messages(cls: type[TrajInfo], messages: Sequence[ObjectMessage]) -> list[TrajInfo]:
@@ -24,3 +31,9 @@ def infos_from_messages(cls: type[TrajInfo], messages: Sequence[ObjectMessage]) 
             ) from attributes.error
         infos.append(cls.restore(attributes))
     return infos
+
+
+def run_call(pool: WorkerPool | SerialPool, call: EnvCall, occasion: str) -> list[Any]:
+    """Make `call` on the environments, between two batches. Returns the results by env_rank."""
+    pool.run(Command(has_message=True), occasion, discard=pool.take_messages, message=call.dumps())
+    return results(call, pool.take_messages())

@@ -54,7 +54,7 @@ class Command(NamedTuple):
 
     itr: int = 0  #: the caller's iteration count
     do_eval: bool = False  #: evaluate the agent instead
-    has_message: bool = False  #: do what the message in the mailbox says instead
+    has_message: bool = False  #: do what the message in the mailbox says; with `do_eval`, evaluate as it says
     version: int = 0  #: act with this version of the parameters; 0: with the newest
     slot: int = 0  #: write the batch into this slot of the samples buffer
 

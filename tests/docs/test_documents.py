@@ -1,6 +1,8 @@
 """The code in README and docs is executed as it is written there."""
 
 import ast
+import csv
+import importlib.util
 import os
 import re
 import subprocess
@@ -250,3 +252,77 @@ def test_the_vector_page_runs_as_written() -> None:
     names = definitions("docs/vector_env.md")
     assert names["envs"].closed
     assert len(names["ids"]) >= 2
+
+
+def test_the_recipes_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    can_film = all(importlib.util.find_spec(name) for name in ("moviepy", "pygame"))
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks("docs/recipes.md"):
+        if not block.startswith("# ") and (can_film or "video=" not in block):
+            exec(compile(block, "docs/recipes.md", "exec"), namespace)
+    with (tmp_path / "progress.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["sampler/env_steps"]) for row in rows] == [64 * 8 * n for n in range(1, 11)]
+    assert [row["eval/Return_mean"] == "nan" for row in rows] == [True] * 4 + [False] * 6
+    assert namespace["model"].observation_norm.count == 64 * 8 * 10
+    assert namespace["GameInfo"]().traj_done(True, False, {"lives": 1}) is False
+    assert (namespace["samples"].env.reward == 2).all()
+    if can_film:
+        names = sorted(path.name for path in (tmp_path / "videos").iterdir())
+        assert names == ["itr-4-episode-0.mp4", "itr-9-episode-0.mp4"]
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Path:
+    """A folder with the scripts of the recipes."""
+    for block in blocks("docs/recipes.md"):
+        if (name := re.match(r"# (\w+\.py)\n", block)) is not None:
+            (tmp_path / name[1]).write_text(block, encoding="utf-8")
+    return tmp_path
+
+
+def start(folder: Path, *command: str) -> subprocess.Popen[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def outputs(*processes: subprocess.Popen[str]) -> list[str]:
+    """What they print. All must end well."""
+    found = []
+    try:
+        for process in processes:
+            output, errors = process.communicate(timeout=100)
+            assert process.returncode == 0, errors
+            found.append(output)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return found
+
+
+def test_four_runs_at_once_give_what_one_alone_gives(scripts: Path) -> None:
+    """Four processes, then two in a pool and two of joblib. No two pin their workers to the same CPU."""
+    runs = outputs(*(start(scripts, "train.py", str(seed)) for seed in range(4)))
+    found = [re.search(r"seed (\d) return (\S+)", run) for run in runs]
+    assert [match and match[1] for match in found] == list("0123")
+    pinned = [cpu for run in runs for cpu in re.findall(r"1 workers, on CPUs (\d+)", run)]
+    assert len(pinned) == len(set(pinned))
+    assert len(pinned) + sum("1 workers, not pinned" in run for run in runs) == 4
+    expected = " ".join(["returns", *(match[2] for match in found[:2] if match)])
+    sweep = scripts / "sweep.py"
+    sweep.write_text(sweep.read_text().replace("range(4)", "range(2)").replace("4)", "2)"))
+    for launcher in ("pool", "joblib"):
+        (output,) = outputs(start(scripts, "sweep.py", launcher))
+        assert output.splitlines()[-1] == expected, launcher
+
+
+def test_two_ranks_of_torchrun_have_one_model_and_different_environments(scripts: Path) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
+    (output,) = outputs(start(scripts, *command))
+    found = re.findall(r"rank (\d) of 2: envs range\((\d+), (\d+)\), (\S+)", output)
+    assert sorted(match[:3] for match in found) == [("0", "0", "8"), ("1", "8", "16")]
+    assert found[0][3] == found[1][3]

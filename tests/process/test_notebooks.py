@@ -1,0 +1,111 @@
+"""Samplers in a notebook: an event loop runs, `__main__` has no file, and cells keep their values."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .support import python_path
+
+pytestmark = pytest.mark.timeout(200)
+
+CELLS = [
+    """
+import asyncio
+import gymnasium as gym
+from penstock import ParallelSampler, RandomAgent
+from penstock.vector import ShmVectorEnv
+
+class Twice(gym.Wrapper):
+    def step(self, action):
+        observation, reward, *rest = self.env.step(action)
+        return observation, 2 * reward, *rest
+
+def make():
+    return Twice(gym.make("CartPole-v1"))
+
+if "sampler" in globals():
+    sampler.shutdown()
+sampler = ParallelSampler(make, batch_T=3, batch_B=2, n_workers=2)
+sampler.initialize(RandomAgent(), seed=0)
+""",
+    """
+samples, infos = sampler.obtain_samples(0)
+print("reward", samples.env.reward.mean().item())
+""",
+    """
+samples, infos = await asyncio.to_thread(sampler.obtain_samples, 1)
+print("in a thread", samples.env.reward.sum().item())
+""",
+    """
+with ShmVectorEnv([make] * 2) as envs:
+    envs.reset(seed=0)
+    print("vector", envs.step([0, 1])[1].sum())
+""",
+]
+#: The first cell is run again: it ends the sampler of its first run.
+RUN = [*CELLS, CELLS[0], CELLS[1], "sampler.shutdown()\nprint(sampler.state.name)"]
+EXPECTED = ["reward 2.0", "in a thread 12.0", "vector 4.0", "reward 2.0", "CLOSED"]
+
+# As IPython runs cells: in the module `__main__`, inside a running event loop, with `await` at the top level.
+PLAIN = f"""
+import ast, asyncio, inspect
+
+async def notebook():
+    for number, cell in enumerate({RUN!r}):
+        code = compile(cell, f"<cell {{number}}>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if inspect.iscoroutine(result := eval(code, globals())):
+            await result
+
+assert "__file__" not in globals()
+asyncio.run(notebook())
+"""
+
+
+# In a kernel of this interpreter, whatever kernels are installed for the user.
+KERNEL = f"""
+import json, os, sys
+from pathlib import Path
+import nbclient, nbformat
+
+folder = Path("kernels/own")
+folder.mkdir(parents=True)
+argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{{connection_file}}"]
+(folder / "kernel.json").write_text(json.dumps({{"argv": argv, "display_name": "own"}}))
+notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in {RUN!r}])
+nbclient.NotebookClient(notebook, timeout=100, kernel_name="own").execute()
+for cell in notebook.cells:
+    for output in cell["outputs"]:
+        print(output.get("text", ""), end="")
+"""
+
+
+def run(code: str, folder: Path, **environ: str) -> list[str]:
+    """What this script prints, in `folder`."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": python_path(), **environ},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_cells_in_a_running_event_loop_without_a_file(tmp_path: Path) -> None:
+    assert run(PLAIN, tmp_path) == EXPECTED
+
+
+def test_a_kernel_of_jupyter(tmp_path: Path) -> None:
+    for name in ("nbclient", "ipykernel"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs {name}")
+    folders = ("JUPYTER_PATH", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR")
+    assert run(KERNEL, tmp_path, **dict.fromkeys(folders, str(tmp_path))) == EXPECTED
