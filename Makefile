@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := -m pip install --quiet --disable-pip-version-check
-ROOMS := agents buffers collectors envs ports replays samplers testing vector workers
+ROOMS := agents buffers collectors envs ports replays samplers targets testing vector workers
 SOURCES := $(shell find $(ROOMS) src \( -name '*.py' -o -name '*.[ch]' \) -not -path '*/.*' 2>/dev/null)
 PYTEST := pytest --dist loadgroup
 
@@ -25,6 +25,7 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/type_checks/surface.py
 	$(BIN)/lint-imports
 
 # The whole suite, and the lines of each room that it runs, in whichever process. Fails below the share in pyproject.toml.

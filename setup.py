@@ -12,7 +12,19 @@ except ImportError:  # only possible without build isolation
     numpy = None
 
 HERE = Path(__file__).parent
-ROOMS = ("buffers", "workers", "ports", "envs", "agents", "collectors", "samplers", "vector", "replays", "testing")
+ROOMS = (
+    "buffers",
+    "targets",
+    "workers",
+    "replays",
+    "ports",
+    "envs",
+    "agents",
+    "collectors",
+    "samplers",
+    "vector",
+    "testing",
+)
 
 # src/penstock/ holds relative links to the rooms. A checkout without symbolic links has text files there instead. Then
 # each room is mapped from the top level. Either way, `penstock` is the only package that is installed.

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.agents.base import Agent, AgentStep
 from penstock.agents.drawing import draw
 from penstock.agents.function import FunctionAgent
+from penstock.agents.masks import ActionMask, mask_of
 from penstock.agents.noise import ColumnNoise, OrnsteinUhlenbeck
 from penstock.agents.random import RandomAgent
 from penstock.agents.runtime import AgentRuntime
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from penstock.agents.torch_agent import TorchAgent
 
 __all__ = [
+    "ActionMask",
     "Agent",
     "AgentRuntime",
     "AgentStep",
@@ -50,6 +52,7 @@ __all__ = [
     "SquashedGaussianAgent",
     "TorchAgent",
     "draw",
+    "mask_of",
 ]
 
 _WITH_TORCH = {

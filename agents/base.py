@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
+from penstock.agents.acting import Actor, act
 from penstock.agents.runtime import AgentRuntime
+from penstock.agents.saving import load, save
 from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.named import NamedArrays
 from penstock.errors import ConfigError, SamplerStateError
@@ -48,6 +52,10 @@ class Agent(ABC):
     #: True if actions depend on earlier inputs. Collectors then call `value` where an episode is truncated, for all
     #: columns. Otherwise they compute these values at the end of the batch, in one call with any number of rows.
     recurrent = False
+    #: Where the mask of legal actions is: "observation.NAME" or "info.NAME"; None without one. Random steps before the
+    #: first batch respect it, and a mask without a legal action raises an error that names the environment. The stock
+    #: agents for discrete actions take it as an argument. In your own agent, `penstock.agents.mask_of` reads the masks.
+    mask_key: str | None = None
     runtime_cls: ClassVar[type[AgentRuntime]] = AgentRuntime  #: what samplers do with the agent
 
     observation_space: Space
@@ -59,16 +67,16 @@ class Agent(ABC):
     selected: npt.NDArray[np.intp] | None = None
 
     # State of the runtime.
-    _is_initialized = False
     _subscribers: tuple[SharedParameters, ...] | None = None  # in the learner's agent: one per sampler
     _source: SharedParameters | None = None  # in a worker's copy: where it reads parameters
+    _actor: Actor | None = None  # what `act` uses
     _version = 0  # in a worker's copy: the version that it has read
 
     # ---- setup -----------------------------------------------------------------------------
 
     def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         """Set the spaces; raise `SpaceError` if the agent does not support them. A sampler calls this once, in the
-        main process. The agent makes its initial parameters from `seed`."""
+        main process, unless you have called it. The agent makes its initial parameters from `seed`."""
         self.observation_space, self.action_space = observation_space, action_space
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
@@ -106,6 +114,38 @@ class Agent(ABC):
         """
         self.selected = columns
 
+    def act(self, observation: Any, *, greedy: bool = True, start: Any = None, prev_reward: Any = None) -> Any:
+        """The action for one observation, or the actions `[B, ...]` for a batch of them, outside a sampler.
+
+        `observation` is in the structure of the observation space, and the action in that of the action space: pass it
+        to `env.step`. With `greedy`, the agent takes the most probable or best action. Otherwise it draws one, as in
+        evaluations. It acts with its present parameters, and draws the same numbers in every run.
+
+        A recurrent agent needs `start`: True at the first step of an episode (or `[B]` bools), False at the others. It
+        remembers its state and its last action. `prev_reward` is the reward of the step before, if the model uses it.
+
+        Raises `SamplerStateError` before `initialize`, and `SpaceError` for an observation that does not fit.
+        """
+        self._require_initialized()
+        return act(self, observation, greedy, start, prev_reward)
+
+    @contextmanager
+    def _acting(self, actor: Agent, greedy: bool) -> Iterator[None]:
+        """The time of one step of `act` with the copy `actor`."""
+        actor.eval_mode(0)
+        actor._set_greedy(greedy)
+        yield
+
+    def _set_greedy(self, greedy: bool) -> None:
+        """Whether `act` takes the best action or draws one. Called after `eval_mode`."""
+
+    def _require_initialized(self) -> None:
+        if "observation_space" not in vars(self):
+            raise SamplerStateError(
+                f"this {type(self).__name__} is not initialized: call sampler.initialize(agent), or "
+                "agent.initialize(env.observation_space, env.action_space)"
+            )
+
     # ---- modes -----------------------------------------------------------------------------
 
     def train_mode(self, itr: int) -> None:
@@ -131,8 +171,25 @@ class Agent(ABC):
         return {name: value.copy() for name, value in self.read_parameters().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the parameters of `state_dict`. Call `sync_shared_memory` to publish them."""
+        """Restore the parameters of `state_dict`, and publish them to every sampler of this agent."""
         self.write_parameters(state)
+        self._publish_if_shared()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `state_dict` into a file. If the process is killed meanwhile, the file keeps what it had."""
+        save(path, self.state_dict(), type(self).__name__)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Restore what `save` has written, and publish it to every sampler of this agent. No code in the file is run.
+
+        Raises `SamplerStateError` before `initialize`, and `ConfigError` if another kind of agent has written the file.
+        """
+        self._require_initialized()
+        self.load_state_dict(load(path, type(self).__name__))
+
+    def _publish_if_shared(self) -> None:
+        if self._subscribers:
+            self.sync_shared_memory()
 
     def sync_shared_memory(self) -> None:
         """Publish the parameters to every sampler of this agent. Workers use them from their next batch on.
@@ -163,4 +220,13 @@ class Agent(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy belongs to no sampler. So `copy.deepcopy(agent)` can serve as a target network."""
-        return {**vars(self), "_subscribers": None, "_source": None}
+        return {**vars(self), "_subscribers": None, "_source": None, "_actor": None}
+
+    def __repr__(self) -> str:
+        spaces = vars(self).get("observation_space"), vars(self).get("action_space")
+        state = "not initialized" if None in spaces else f"observations {spaces[0]}, actions {spaces[1]}"
+        return f"<{', '.join([type(self).__name__, *self._described(), state])}>"
+
+    def _described(self) -> list[str]:
+        """What `repr` says beside the class and the spaces."""
+        return [] if self.mask_key is None else [f"mask_key={self.mask_key!r}"]

@@ -12,8 +12,10 @@ from torch import nn
 
 from penstock.agents.base import Space
 from penstock.agents.distributions import choose
+from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead
+from penstock.agents.torch_agent import ModelSource
 from penstock.errors import SpaceError
 
 
@@ -75,6 +77,21 @@ class CategoricalPgAgent(PgAgent):
     `greedy_eval=True` takes the most probable action in evaluations. Each column has its own random stream, with one
     uniform number per step and component. So the actions of a column do not depend on the number of columns in a
     worker, except where rounding in the model decides.
+
+    With `mask_key`, illegal actions have probability 0, and `log_prob` is that among the legal ones. The mask has the
+    layout of the logits (see `Agent.mask_key` and `ActionMask`).
     """
 
     head_cls = CategoricalHead
+
+    def __init__(
+        self,
+        model: ModelSource,
+        *,
+        greedy_eval: bool = False,
+        record_distribution: bool = False,
+        mask_key: str | None = None,
+        inference: Inference = "torch",
+    ) -> None:
+        super().__init__(model, greedy_eval=greedy_eval, record_distribution=record_distribution, inference=inference)
+        self.mask_key = mask_key

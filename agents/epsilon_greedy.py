@@ -11,6 +11,7 @@ from gymnasium import spaces
 
 from penstock.agents.base import AgentStep, Space
 from penstock.agents.inference import Inference
+from penstock.agents.masks import ActionMask, mask_of
 from penstock.agents.model_outputs import output_array
 from penstock.agents.noise import ColumnNoise
 from penstock.agents.schedules import ColumnSetting, Setting
@@ -31,9 +32,13 @@ class EpsilonGreedyAgent(TorchAgent):
 
     Recorded in `agent_info`, all `[T, B]`: `q` of the action (float32), `epsilon` (float32), and `explored` (bool).
     `explored` is True for a random action, even if it is the best one. `value` is the largest q.
+
+    With `mask_key`, both the best and the random action are legal ones, and `value` is the largest q of a legal action
+    (see `Agent.mask_key`).
     """
 
     action_space: spaces.Discrete
+    _mask: ActionMask | None
 
     def __init__(
         self,
@@ -42,9 +47,11 @@ class EpsilonGreedyAgent(TorchAgent):
         epsilon: Setting = 0.1,
         spread: float | None = None,
         eval_epsilon: float = 0.0,
+        mask_key: str | None = None,
         inference: Inference = "torch",
     ) -> None:
         super().__init__(model, inference=inference)
+        self.mask_key = mask_key
         self._epsilon_setting = ColumnSetting("epsilon", epsilon, highest=1.0, spread=spread)
         self._eval_setting = ColumnSetting("eval_epsilon", float(eval_epsilon), highest=1.0)
         self._epsilon: npt.NDArray[np.float64] | None = None
@@ -56,6 +63,7 @@ class EpsilonGreedyAgent(TorchAgent):
                 "use an agent for this space, or discretize the actions with a wrapper"
             )
         super().initialize(observation_space, action_space, seed=seed)
+        self._mask = mask_of(self)
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
         # Two uniform numbers per step: one decides whether to explore, the other selects the random action.
@@ -74,6 +82,10 @@ class EpsilonGreedyAgent(TorchAgent):
         super().eval_mode(itr)
         self._epsilon = self._eval_setting.at(itr, self._n_columns, None, None)
 
+    def _set_greedy(self, greedy: bool) -> None:
+        if greedy and self._epsilon is not None:
+            self._epsilon = np.zeros_like(self._epsilon)
+
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         if self._epsilon is None:  # no sampler has called sample_mode
             self.sample_mode(0)
@@ -82,14 +94,23 @@ class EpsilonGreedyAgent(TorchAgent):
         q, n = self._q(observation, prev_action, prev_reward), int(self.action_space.n)
         noise = self._noise.next_row(self.selected)
         explored = noise[:, 0] < epsilon
-        index = np.where(explored, (noise[:, 1] * n).astype(np.int64), q.argmax(axis=1))
+        if self._mask is None:
+            random, best = (noise[:, 1] * n).astype(np.int64), q.argmax(axis=1)
+        else:
+            legal = self._mask.legal(observation)
+            random = self._mask.draw(legal, noise[:, 1:]).astype(np.int64) - int(self.action_space.start)
+            best = np.where(legal, q, -np.inf).argmax(axis=1)
+        index = np.where(explored, random, best)
         info = NamedArrays(
             q=q[np.arange(len(index)), index].astype(np.float32), epsilon=np.float32(epsilon), explored=explored
         )
         return AgentStep((index + self.action_space.start).astype(self.action_space.dtype, copy=False), info)
 
     def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
-        return self._q(observation, prev_action, prev_reward).max(axis=1).astype(np.float32)
+        q = self._q(observation, prev_action, prev_reward)
+        if self._mask is not None:
+            q = np.where(self._mask.legal(observation), q, -np.inf)
+        return q.max(axis=1).astype(np.float32)
 
     def _q(self, *inputs: Any) -> npt.NDArray[Any]:
         q = output_array(self.forward(*inputs), "q", (len(inputs[-1]), int(self.action_space.n)))

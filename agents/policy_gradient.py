@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.agents.base import AgentStep, Space
 from penstock.agents.inference import Inference
+from penstock.agents.masks import ActionMask, mask_of
 from penstock.agents.model_outputs import output_array, output_tuple, value_array
 from penstock.agents.noise import ColumnNoise
 from penstock.agents.torch_agent import ModelSource, TorchAgent
@@ -56,6 +57,7 @@ class PgAgent(TorchAgent):
 
     head_cls: ClassVar[type[PolicyHead]]  #: subclasses set this
     _head: PolicyHead
+    _mask: ActionMask | None
     _extra_outputs: ClassVar[tuple[str, ...]] = ("value",)
 
     def __init__(
@@ -75,6 +77,7 @@ class PgAgent(TorchAgent):
         self._forms = tuple(form + self._extra_outputs for form in self._head.outputs)
         super().initialize(observation_space, action_space, seed=seed)
         self._head.prepare_model(self.model)
+        self._mask = mask_of(self)
 
     def _make_head(self, action_space: Space) -> PolicyHead:
         return self.head_cls(action_space, type(self).__name__)
@@ -93,9 +96,12 @@ class PgAgent(TorchAgent):
         super().eval_mode(itr)
         self._greedy = self.greedy_eval
 
+    def _set_greedy(self, greedy: bool) -> None:
+        self._greedy = greedy
+
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         *outputs, value = self._outputs(observation, prev_action, prev_reward)
-        return AgentStep(*self._choose(outputs, value, len(prev_reward)))
+        return AgentStep(*self._choose(observation, outputs, value, len(prev_reward)))
 
     def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
         return value_array(self._outputs(observation, prev_action, prev_reward)[-1], len(prev_reward))
@@ -103,10 +109,15 @@ class PgAgent(TorchAgent):
     def _outputs(self, *inputs: Any) -> tuple[Any, ...]:
         return output_tuple(self.forward(*inputs), self._forms, type(self).__name__)
 
-    def _choose(self, outputs: Sequence[Any], value: Any, rows: int, **more: Any) -> tuple[Any, NamedArrays]:
+    def _choose(
+        self, observation: Any, outputs: Sequence[Any], value: Any, rows: int, **more: Any
+    ) -> tuple[Any, NamedArrays]:
         """Actions, and agent_info: what the head reports, the value, and `more`."""
         if self._link is not None:
             *outputs, value = self.fetched([*outputs, value])
+        if self._mask is not None:
+            logits = output_array(outputs[0], "logits", (rows, self._mask.n))
+            outputs = [np.where(self._mask.legal(observation), logits, -np.inf)]
         noise = None if self._greedy else self._noise.next_row(self.selected)
         action, info = self._head.act(self.model, outputs, rows, noise)
         if self.record_distribution:

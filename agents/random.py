@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.base import Agent, AgentStep
+from penstock.agents.base import Agent, AgentStep, Space
 from penstock.agents.drawing import draw
+from penstock.agents.masks import ActionMask, mask_of
 from penstock.agents.noise import ColumnNoise
 
 
@@ -19,18 +20,33 @@ class RandomAgent(Agent):
 
     Supports every action space that can be recorded. Each column has its own random stream, so that its actions do
     not depend on the sampler or on the number of workers.
+
+    With `mask_key`, only legal actions are drawn, all with the same probability (see `Agent.mask_key`).
     """
 
     _noise: ColumnNoise
+    _mask: ActionMask | None = None
+
+    def __init__(self, *, mask_key: str | None = None) -> None:
+        self.mask_key = mask_key
+
+    def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
+        super().initialize(observation_space, action_space, seed=seed)
+        self._mask = mask_of(self)
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
-        self._noise = ColumnNoise(rngs, partial(draw, self.action_space))
+        mask = self._mask
+        if mask is None:
+            self._noise = ColumnNoise(rngs, partial(draw, self.action_space))
+        else:
+            self._noise = ColumnNoise(rngs, lambda rng, n: rng.random((n, mask.n_components)))
 
     def reseed_columns(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
         self._noise.reseed(columns, rngs)
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
-        return AgentStep(self._noise.next_row(self.selected))
+        drawn = self._noise.next_row(self.selected)
+        return AgentStep(drawn if self._mask is None else self._mask.draw(self._mask.legal(observation), drawn))
 
     def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
         return np.zeros(len(prev_reward), np.float32)

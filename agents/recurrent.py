@@ -98,7 +98,7 @@ class RecurrentPgAgent(PgAgent):
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         record = {} if self.record_state is None else {"prev_rnn_state": self._recorded_state()}
         *outputs, value, state = self._outputs(observation, prev_action, prev_reward, self._state.current)
-        action, info = self._choose(outputs, value, len(prev_reward), **record)
+        action, info = self._choose(observation, outputs, value, len(prev_reward), **record)
         self._state.advance(state)
         return AgentStep(action, info)
 
@@ -124,6 +124,25 @@ class RecurrentCategoricalPgAgent(RecurrentPgAgent):
     """
 
     head_cls = CategoricalHead
+
+    def __init__(
+        self,
+        model: ModelSource,
+        *,
+        greedy_eval: bool = False,
+        record_state: _RecordState = "step",
+        record_distribution: bool = False,
+        mask_key: str | None = None,
+        inference: Inference = "torch",
+    ) -> None:
+        super().__init__(
+            model,
+            greedy_eval=greedy_eval,
+            record_state=record_state,
+            record_distribution=record_distribution,
+            inference=inference,
+        )
+        self.mask_key = mask_key
 
 
 class RecurrentGaussianPgAgent(RecurrentPgAgent):

@@ -33,9 +33,12 @@ class AgentRuntime:
         """Initialize the agent, unless an earlier sampler has done so. Raise `SpaceError` if it was initialized for
         other spaces."""
         agent = self.agent
-        if not agent._is_initialized:
-            agent.initialize(observation_space, action_space, seed=seed)
-            agent._is_initialized = True
+        if "observation_space" not in vars(agent):
+            try:
+                agent.initialize(observation_space, action_space, seed=seed)
+            except BaseException:  # the agent is as before: it may be initialized again
+                vars(agent).pop("observation_space", None)
+                raise
         elif (agent.observation_space, agent.action_space) != (observation_space, action_space):
             raise SpaceError(
                 f"the agent was initialized for {agent.observation_space} and {agent.action_space}, the environment "

@@ -70,6 +70,9 @@ class SquashedGaussianAgent(TorchAgent):
         super().eval_mode(itr)
         self._greedy, self._is_random = self.greedy_eval, False
 
+    def _set_greedy(self, greedy: bool) -> None:
+        self._greedy = greedy
+
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         output = output_tuple(
             self.forward(observation, prev_action, prev_reward), (("mean", "log_std"),), type(self).__name__

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,28 @@ class TorchAgent(Agent):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state)
+        self._publish_if_shared()
+
+    @contextmanager
+    def _acting(self, actor: Agent, greedy: bool) -> Iterator[None]:
+        assert isinstance(actor, TorchAgent)
+        actor.model = self.model
+        device = next((p.device for p in self.model.parameters()), None)
+        actor._link = DeviceLink(device) if device is not None and device.type != "cpu" else None
+        trained = [module for module in self.model.modules() if module.training]
+        try:
+            with super()._acting(actor, greedy):
+                yield
+        finally:
+            for module in trained:
+                module.training = True
+
+    def _described(self) -> list[str]:
+        described = super()._described()
+        if "model" in vars(self):
+            n = sum(parameter.numel() for parameter in self.model.parameters())
+            described.insert(0, f"{type(self.model).__name__} with {n:,} parameters")
+        return described if self.inference == "torch" else [*described, f"inference={self.inference!r}"]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar, overload
 
 _Self = TypeVar("_Self", bound="NamedArrays")
 
@@ -21,6 +21,7 @@ class NamedArrays:
 
     __slots__ = ("_values",)
     _values: dict[str, Any]
+    _remedies: ClassVar[Mapping[str, str]] = {}  # for fields that are not always there
 
     def __init__(self, values: Mapping[str, Any] | None = None, /, **fields: Any) -> None:
         object.__setattr__(self, "_values", {**(values or {}), **fields})
@@ -33,8 +34,10 @@ class NamedArrays:
         try:
             return self._values[name]
         except KeyError:
+            remedy = self._remedies.get(name)
             raise AttributeError(
                 f"{type(self).__name__} has no field {name!r}; it has {', '.join(self._values) or 'none'}"
+                + (f". To record it, {remedy}" if remedy else "")
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -85,6 +88,10 @@ class NamedArrays:
         """What the index `loc` means for field `name`. Subclasses may override it."""
         return loc
 
+    @overload
+    def __getitem__(self: _Self, loc: str) -> Any: ...
+    @overload
+    def __getitem__(self: _Self, loc: Any) -> _Self: ...
     def __getitem__(self: _Self, loc: Any) -> Any:
         if isinstance(loc, str):
             if loc in self._values:
@@ -125,6 +132,12 @@ class NamedArrays:
     def numpy(self: _Self) -> _Self:
         """The same memory as numpy arrays; nothing is copied. Tensors must be on the CPU."""
         return self.map(lambda leaf: leaf.numpy() if hasattr(leaf, "numpy") else leaf)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same arrays in nested dicts, as `torch.save` and other libraries take them."""
+        return {
+            name: value.to_dict() if isinstance(value, NamedArrays) else value for name, value in self._values.items()
+        }
 
     # ---- pickling and showing --------------------------------------------------------------
 

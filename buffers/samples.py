@@ -2,49 +2,118 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from penstock.buffers import reshaping
 from penstock.buffers.named import NamedArrays, _make, map_leaves
+from penstock.buffers.reshaping import Transitions
 from penstock.buffers.shared import ArraySpec, NamedMemory
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from typing_extensions import Self
 
 
-class EnvSamples(NamedArrays):
-    """What the environments reported. Every field is `[T, B, ...]`."""
+class _StepFields(NamedArrays):
+    """Fields `[T, B, ...]`, and one field `[B, ...]` about the time after the last row.
+
+    An index of time does not apply to this field. It is left out of a part that ends before the last row.
+    """
 
     __slots__ = ()
+    _after_last: ClassVar[str]
+    if TYPE_CHECKING:  # a misspelt field is an error: unlike other NamedArrays, these have fixed fields
+        __getattr__: ClassVar[None]  # type: ignore[assignment, misc]
+
+    def _field_index(self, name: str, loc: Any) -> Any:
+        if name != self._after_last:
+            return loc
+        has_columns = isinstance(loc, tuple) and len(loc) > 0 and loc[0] is not Ellipsis
+        return loc[1:] if has_columns else ...
+
+    def _without(self, loc: Any) -> Any:
+        """These fields, without the one after the last row if `loc` cuts rows off the end."""
+        if self._after_last not in self._values or isinstance(loc, str):
+            return self
+        rows = loc[0] if isinstance(loc, tuple) and loc else loc
+        if isinstance(rows, slice):
+            n = next((len(leaf) for name, leaf in self.leaves() if name.split(".")[0] != self._after_last), 0)
+            start, stop, step = rows.indices(n)
+            if step == 1 and stop == n > start:
+                return self
+        elif rows is Ellipsis or rows is None or isinstance(rows, int | np.integer):
+            return self
+        return _make(type(self), {name: value for name, value in self._values.items() if name != self._after_last})
+
+    @overload
+    def __getitem__(self, loc: str) -> Any: ...
+    @overload
+    def __getitem__(self, loc: Any) -> Self: ...
+    def __getitem__(self, loc: Any) -> Any:
+        kept = self._without(loc)
+        return super().__getitem__(loc) if kept is self else kept[loc]
+
+    def __setitem__(self, loc: Any, value: Any) -> None:
+        kept = self._without(loc)
+        if kept is self:
+            super().__setitem__(loc, value)
+            return
+        if isinstance(value, _StepFields):
+            value = {name: part for name, part in value.items() if name != self._after_last}
+        kept[loc] = value
+
+
+class EnvSamples(_StepFields):
+    """What the environments reported. Fields are `[T, B, ...]`, except `bootstrap_obs`, which is `[B, ...]`."""
+
+    __slots__ = ()
+    _after_last = "bootstrap_obs"
+    _remedies: ClassVar[Mapping[str, str]] = {
+        "final_obs": "make the sampler with record_final_obs=True",
+        "env_info": "make the sampler with env_info=[...], the names of entries of info",
+    }
     observation: Any  #: what the agent acted on at step t
-    reward: Any  #: float32, for the action taken at t
-    prev_reward: Any  #: `reward` one step earlier; row 0 is from before the batch
-    terminated: Any  #: bool, Gymnasium's
-    truncated: Any  #: bool, Gymnasium's
-    done: Any  #: bool, terminated or truncated
-    prev_done: Any  #: bool, `done` one step earlier; in row 0, True where an episode starts
-    valid: Any  #: bool, False where the environment waited for a reset (`WaitResetCollector`)
-    env_info: Any  #: the chosen entries of `info`; field `_name` is True where the environment returned `name`
+    reward: Tensor  #: float32, for the action taken at t
+    prev_reward: Tensor  #: `reward` one step earlier; row 0 is from before the batch
+    terminated: Tensor  #: bool, Gymnasium's
+    truncated: Tensor  #: bool, Gymnasium's
+    done: Tensor  #: bool, terminated or truncated
+    prev_done: Tensor  #: bool, `done` one step earlier; in row 0, True where an episode starts
+    valid: Tensor  #: bool, False where the environment waited for a reset (`WaitResetCollector`)
+    env_info: NamedArrays  #: the chosen entries of `info`; field `_name` is True where the environment returned `name`
     final_obs: Any  #: the true last observation where `done`, zero elsewhere
+    bootstrap_obs: Any  #: `[B, ...]`, the observation after the last step; that of the next episode after an end
+
+    @property
+    def next_observation(self) -> Any:
+        """The observation after each action `[T, B, ...]`: `final_obs` where the episode ended. A copy.
+
+        Raises `ConfigError` if the sampler does not record `final_obs`, or if rows were cut off the end.
+        """
+        return reshaping.next_observation(self)
 
 
-class AgentSamples(NamedArrays):
+class AgentSamples(_StepFields):
     """What the agent did. Fields are `[T, B, ...]`, except `bootstrap_value`, which is `[B]`."""
 
     __slots__ = ()
+    _after_last = "bootstrap_value"
+    _remedies: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("bootstrap_value", "final_value"), "call sampler.initialize(agent, bootstrap_value=True)"
+    )
     action: Any  #: the action taken at t
     prev_action: Any  #: `action` one step earlier; row 0 is from before the batch
-    agent_info: Any  #: what `agent.step` returned beside the action
-    bootstrap_value: Any  #: `[B]`, value of the observation after the last step
-    final_value: Any  #: value of `final_obs` where truncated and not terminated, zero elsewhere
-    policy_version: Any  #: int64, the version of the parameters that acted; the same in all rows of a column
-
-    def _field_index(self, name: str, loc: Any) -> Any:
-        if name != "bootstrap_value":
-            return loc
-        # bootstrap_value has no time dimension, so the first index does not apply to it.
-        has_columns = isinstance(loc, tuple) and len(loc) > 0 and loc[0] is not Ellipsis
-        return loc[1:] if has_columns else ...
+    agent_info: NamedArrays  #: what `agent.step` returned beside the action
+    bootstrap_value: Tensor  #: `[B]`, value of the observation after the last step
+    final_value: Tensor  #: value of `final_obs` where truncated and not terminated, zero elsewhere
+    policy_version: Tensor  #: int64, the version of the parameters that acted; the same in all rows of a column
 
 
 @dataclass(slots=True)
@@ -61,40 +130,136 @@ class Samples(NamedArrays):
 
     The arrays are views of the buffer that the workers write into. A later batch overwrites them: see `is_current` and
     `valid_until`. `samples.copy()` copies the arrays.
+
+    A learner adds its own fields with `with_targets`, and takes the batch apart with `flatten`, `minibatches`,
+    `sequences` or `transitions`. `bootstrap_obs` and `bootstrap_value` belong to the end of the batch. So a part
+    without its last row, and what these four methods return, does not contain them.
     """
 
     __slots__ = ("_status",)
+    if TYPE_CHECKING:
+        __getattr__: ClassVar[None]  # type: ignore[assignment, misc]
     env: EnvSamples
     agent: AgentSamples
+    targets: NamedArrays  #: `[T, B, ...]`, what `with_targets` has added
+
+    # ---- for learners ----------------------------------------------------------------------
+
+    def with_targets(self, **targets: Any) -> Samples:
+        """The same samples, with these arrays `[T, B, ...]` in `samples.targets`. Earlier targets stay.
+
+        Every index and method applies to them too: `samples.with_targets(advantage=advantage).minibatches(8)`.
+        """
+        shape = tuple(self.env.valid.shape)
+        for name, target in targets.items():
+            for _, leaf in NamedArrays({name: target}).leaves():
+                if tuple(leaf.shape[: len(shape)]) != shape:
+                    raise ConfigError(f"target {name} must be an array {list(shape)}, it has {list(leaf.shape)}")
+        joined = {**dict(self._values.get("targets", NamedArrays()).items()), **targets}
+        new: Samples = _make(type(self), {**self._values, "targets": NamedArrays(joined)})
+        return with_status(new, self.status)
+
+    def select(self, *names: str) -> Samples:
+        """Only these fields: `samples.select("env.observation", "agent.action")`, and always `env.valid` and `targets`.
+
+        Fewer fields make copies, minibatches and `to(device)` faster. Raises `ConfigError` for an unknown name.
+        """
+        return with_status(reshaping.selected(self, names), self.status)
+
+    def flatten(self) -> Samples:
+        """The valid steps as rows: every field is `[N, ...]`. Step t of column b comes before step t of column b + 1.
+
+        If every step is valid, these are views of the same memory. Otherwise they are copies.
+        """
+        return reshaping.flattened(self)
+
+    def minibatches(
+        self, n: int, rng: np.random.Generator | torch.Generator | None = None, *, length: int | None = None
+    ) -> Iterator[Samples]:
+        """The valid steps in random order, in `n` parts `[N / n, ...]`. Copies. Sizes differ by one at most.
+
+        With `length`, the parts consist of whole sequences: `[length, N / n, ...]`, see `sequences`.
+
+        `rng` is a generator of numpy or torch. None takes torch's global generator, as `torch.randperm` does.
+        """
+        return reshaping.minibatches(self, n, rng, length)
+
+    def sequences(self, length: int) -> Samples:
+        """Every column cut into sequences of `length` rows: `[length, N, ...]`, for recurrent models.
+
+        `initial_state` is the recurrent state before their first row. An episode may end within a sequence: reset the
+        state where `env.done`. Steps that are not valid stay in their sequence. Sequences without a valid step are left
+        out. `length` must divide T. With `length=T` these are views of the same memory.
+
+        Raises `ConfigError` if the state was not recorded in these rows (`record_state="batch"` of the agent).
+        """
+        return reshaping.sequences(self, length)
+
+    @property
+    def initial_state(self) -> Any:
+        """The recurrent state before the first row `[B, ...]`, as the agent recorded it."""
+        info = self.agent.agent_info
+        if "prev_rnn_state" not in info:
+            raise ConfigError(
+                "no recurrent state was recorded: use a recurrent agent with record_state other than None"
+            )
+        return info.prev_rnn_state[0]
+
+    def transitions(self, discount: float = 1.0) -> Transitions:
+        """The valid steps as rows, with the observation and the discount after each of them.
+
+        The target of a value is `reward + discount * value(next_observation)`. `discount` is 0 where the episode
+        terminated, and the given number everywhere else, also where it was truncated. There, `next_observation` is the
+        last observation of the episode.
+
+        Raises `ConfigError` if the sampler does not record `final_obs`.
+        """
+        return reshaping.transitions(self, discount)
+
+    def to(self, device: str | int | torch.device) -> Samples:
+        """The same samples as torch tensors on `device`. On the CPU nothing is copied."""
+        import torch
+
+        target = torch.device(device)
+        moved = self.map(lambda leaf: torch.as_tensor(leaf).to(target))
+        return with_status(moved, self.status) if target.type == "cpu" else moved
+
+    # ---- validity --------------------------------------------------------------------------
+
+    @property
+    def status(self) -> BatchStatus | None:
+        """The number and the validity of the batch whose memory this is; None for a copy."""
+        return getattr(self, "_status", None)
 
     @property
     def batch(self) -> int | None:
         """The number of the batch, counted from 0; None for a copy."""
-        status: BatchStatus | None = getattr(self, "_status", None)
-        return None if status is None else status.batch
+        return None if self.status is None else self.status.batch
 
     @property
     def is_current(self) -> bool:
         """Whether the arrays still hold this batch. Always True for a copy."""
-        status: BatchStatus | None = getattr(self, "_status", None)
-        return status is None or status.is_current
+        return self.status is None or self.status.is_current
 
     @property
     def valid_until(self) -> int | None:
         """The number of the batch that ends the validity of this one. The batch is valid until a synchronous sampler
         begins that batch, or until an asynchronous sampler hands it out. None for a copy, and while `hold` keeps it."""
-        status: BatchStatus | None = getattr(self, "_status", None)
-        return None if status is None else status.valid_until
+        return None if self.status is None else self.status.valid_until
 
+    @overload
+    def __getitem__(self, loc: str) -> Any: ...
+    @overload
+    def __getitem__(self, loc: Any) -> Self: ...
     def __getitem__(self, loc: Any) -> Any:
         part = super().__getitem__(loc)
-        return with_status(part, getattr(self, "_status", None)) if isinstance(part, Samples) else part
+        return with_status(part, self.status) if isinstance(part, Samples) else part
 
     def torch(self) -> Samples:
-        return with_status(super().torch(), getattr(self, "_status", None))
+        return with_status(super().torch(), self.status)
 
     def numpy(self) -> Samples:
-        return with_status(super().numpy(), getattr(self, "_status", None))
+        return with_status(super().numpy(), self.status)
 
 
 def with_status(samples: Samples, status: BatchStatus | None) -> Samples:
@@ -170,7 +335,7 @@ def _public_view(arrays: NamedArrays, batch_T: int) -> Samples:
     views = dict(arrays.items())
     for name in ("action", "reward", "done"):  # row t + 1 is step t
         views[name], views[f"prev_{name}"] = arrays[name][1:], arrays[name][:batch_T]
-    views["observation"] = arrays.observation[:batch_T]
+    views["observation"], views["bootstrap_obs"] = arrays.observation[:batch_T], arrays.observation[batch_T]
     # One number for each column, which is shown as `batch_T` equal ones.
     version = arrays.policy_version
     views["policy_version"] = as_strided(version, (batch_T, *version.shape), (0, *version.strides))

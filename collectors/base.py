@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from penstock.agents.base import Agent, AgentStep
+from penstock.agents.masks import mask_of
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import put_row
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step
-from penstock.collectors.checks import write_action
+from penstock.collectors.checks import require_legal_actions, write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.decorrelation import decorrelate
 from penstock.collectors.env_batch import EnvBatch
@@ -68,6 +69,7 @@ class Collector(ABC):
         self.progress, self.streams, self.on_step = parts.progress, parts.streams, parts.tracker.on_step
         self.batch_T = samples.batch_T
         self._max_decorrelation_steps = parts.max_decorrelation_steps
+        self._mask = mask_of(parts.agent)
         self._agent_has_state = type(parts.agent).reset_one is not Agent.reset_one
         # What depends on the slot is made once for each slot.
         self._slots = [self._writers(slot) for slot in parts.slots or [samples]]
@@ -120,6 +122,7 @@ class Collector(ABC):
                 self.prev_action,
                 self.prev_reward,
                 self._episode_start,
+                self._mask,
             )
 
     def start_agent(self) -> None:
@@ -156,6 +159,8 @@ class Collector(ABC):
         """
         self.progress.begin_acting(t)
         samples = self.samples
+        if self._mask is not None:
+            require_legal_actions(self._mask, samples.observation_rows[t], self.envs)
         step = self.agent.step(samples.observation_rows[t], self.prev_action, self.prev_reward)
         if step.__class__ is not AgentStep:
             step = as_agent_step(step, self.agent)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.agents.drawing import draw
+from penstock.agents.masks import ActionMask
+from penstock.collectors.checks import no_legal_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.tracking import Tracker, snapshot
 from penstock.workers.progress import Phase
@@ -22,20 +24,22 @@ def decorrelate(
     prev_action: Any,
     prev_reward: npt.NDArray[Any],
     episode_start: npt.NDArray[np.bool_],
+    mask: ActionMask | None = None,
 ) -> None:
     """Step environment b by 0 to `max_steps` random actions. Their number and the actions come from `rngs[b]`.
 
     Writes `prev_action` `[B, ...]` and `prev_reward` `[B]` for the agent's first step. `episode_start[b]` becomes True
     if that step starts an episode. A trajectory that is unfinished at the end continues in the first batch, with the
-    steps made here. A trajectory that finishes here is dropped.
+    steps made here. A trajectory that finishes here is dropped. With `mask`, the actions are legal ones.
     """
     on_step = tracker.on_step
     for b, rng in enumerate(rngs):
         n = int(rng.integers(0, max_steps + 1))
-        rows = draw(envs.envs[b].action_space, rng, n)
+        # With a mask, only random numbers are drawn here. The actions depend on the observations.
+        rows: Any = draw(envs.envs[b].action_space, rng, n) if mask is None else rng.random((n, mask.n_components))
         rewards: list[float] = []
         envs.enter(Phase.DECORRELATING, b)
-        for action in envs.split_actions(rows):
+        for action in envs.split_actions(rows) if mask is None else _legal_actions(envs, b, mask, rows):
             if on_step is not None:  # copies, because the environment may reuse its observation and action
                 before, given = snapshot(envs.observations[b]), snapshot(action)
             _, reward, terminated, truncated, info = envs.step_one(b, action)
@@ -51,5 +55,14 @@ def decorrelate(
         tracker.preload(b, rewards)
         episode_start[b] = not rewards
         if rewards:
-            prev_action[b] = rows[n - 1]
+            prev_action[b] = rows[n - 1] if mask is None else action
             prev_reward[b] = rewards[-1]
+
+
+def _legal_actions(envs: EnvColumns, column: int, mask: ActionMask, uniform: npt.NDArray[Any]) -> Iterator[Any]:
+    """One legal action after the other, for the column's current observation."""
+    for numbers in uniform:
+        observation = envs.observations[column]
+        if mask.has_none(observation).any():
+            raise no_legal_action(envs, column)
+        yield envs.split_actions(mask.draw(mask.legal(observation), numbers[None]))[0]

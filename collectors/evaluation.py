@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from penstock.agents.base import Agent
+from penstock.agents.masks import mask_of
 from penstock.buffers.named import map_leaves
 from penstock.collectors.acting import AgentInfoWriter, as_agent_step
-from penstock.collectors.checks import write_action
+from penstock.collectors.checks import require_legal_actions, write_action
 from penstock.collectors.env_batch import EnvBatch
 from penstock.collectors.tracking import Tracker
 from penstock.envs.rows import ColumnError, arrays_like
@@ -53,6 +54,7 @@ class BaseEvalCollector(ABC):
         self.observation, self.prev_action, self.agent_info = parts.observation, parts.action, parts.agent_info
         self.prev_reward = np.zeros(len(parts.envs), np.float32)
         self._n_evaluations = 0
+        self._mask = mask_of(parts.agent)
 
     def begin_evaluation(self, itr: int) -> None:
         """Reset the environments and the agent with new seeds: an evaluation does not depend on the one before."""
@@ -115,6 +117,8 @@ class EvalCollector(BaseEvalCollector):
             progress.begin_row(self._t)
             if self.must_stop:
                 return row
+            if self._mask is not None:
+                require_legal_actions(self._mask, self.observation, envs)
             step = as_agent_step(agent.step(self.observation, prev_action, prev_reward), agent)
             try:
                 write_action(prev_action, step.action)

@@ -42,6 +42,7 @@ class EnvFactory:
 
     fn: Callable[..., gym.Env[Any, Any]]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    wrapper: Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]] | None = None  #: applied to the environment
 
     def __call__(self, context: EnvContext = _EXAMPLE) -> gym.Env[Any, Any]:
         env: Any = self.fn(**self._arguments(context))
@@ -55,7 +56,7 @@ class EnvFactory:
                 f"env_fn must return a gymnasium.Env, got {type(env).__module__}.{type(env).__qualname__}"
                 + (": convert an old gym environment with shimmy" if hasattr(env, "step") else "")
             )
-        return env
+        return env if self.wrapper is None else self.wrapper(env)
 
     def batched(self, num_envs: int, context: EnvContext = _EXAMPLE) -> VectorEnv[Any, Any, Any]:
         """Build one batched environment: `fn(num_envs=num_envs, **kwargs)`."""

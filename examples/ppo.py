@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from penstock import CategoricalPgAgent, ParallelSampler, Samples
+from penstock.targets import gae
 
 
 @dataclass(frozen=True)
@@ -92,38 +93,21 @@ class ActorCritic(nn.Module):
         return self.policy(observation), self.value(observation).squeeze(-1)
 
 
-def advantages(samples: Samples, cfg: Config) -> Tensor:
-    """Generalized advantage estimates `[T, B]`."""
-    env, agent = samples.env, samples.agent
-    value = agent.agent_info.value
-    next_value = torch.cat([value[1:], agent.bootstrap_value[None]])
-    # After an episode's end, the next row belongs to another episode. final_value is the value of the last observation
-    # where the episode was truncated, and zero where it terminated.
-    next_value = torch.where(env.done, agent.final_value, next_value)
-    delta = env.reward + cfg.discount * next_value - value
-    decay = cfg.discount * cfg.gae_lambda * ~env.done
-    advantage, later = torch.empty_like(delta), torch.zeros_like(delta[0])
-    for t in reversed(range(len(delta))):
-        advantage[t] = later = delta[t] + decay[t] * later
-    return advantage
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
     """Several epochs of minibatches with PPO's clipped objective."""
-    env, agent, advantage = samples.env, samples.agent, advantages(samples, cfg)
-    columns = env.observation, agent.action, agent.agent_info.log_prob, advantage, advantage + agent.agent_info.value
-    # From [T, B, ...] to [T * B, ...]. Nothing is copied: these are views of the memory that the workers wrote.
-    rows = [column.flatten(0, 1) for column in columns]
+    advantage, target = gae(samples, cfg.discount, cfg.gae_lambda)
+    used = samples.select("env.observation", "agent.action", "agent.agent_info.log_prob")
+    used = used.with_targets(advantage=advantage, value=target)
     for _ in range(cfg.epochs):
-        for index in torch.randperm(cfg.batch_T * cfg.batch_B).chunk(cfg.minibatches):
-            observation, action, old_log_prob, weight, target = (row[index] for row in rows)
-            logits, value = model(observation)
+        for part in used.minibatches(cfg.minibatches):
+            logits, value = model(part.env.observation)
+            action, weight = part.agent.action, part.targets.advantage
             log_prob = logits.log_softmax(1).gather(1, action[:, None]).squeeze(1)
-            ratio = (log_prob - old_log_prob).exp()
+            ratio = (log_prob - part.agent.agent_info.log_prob).exp()
             weight = (weight - weight.mean()) / (weight.std() + 1e-8)
             objective = torch.min(ratio * weight, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * weight).mean()
             optimizer.zero_grad()
-            (cfg.value_weight * mse_loss(value, target) - objective).backward()
+            (cfg.value_weight * mse_loss(value, part.targets.value) - objective).backward()
             nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
             optimizer.step()
 

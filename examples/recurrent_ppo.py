@@ -32,6 +32,7 @@ from torch.nn.functional import mse_loss
 
 from penstock import CategoricalPgAgent, ParallelSampler, Samples
 from penstock.agents import RecurrentCategoricalPgAgent
+from penstock.targets import gae
 
 try:
     import matplotlib
@@ -172,7 +173,7 @@ class Recurrent(ActorCritic):
         """The same as in `FeedForward`, from the state at the start of the batch."""
         # Only the state is computed step by step; encoder and heads take all steps at once.
         inputs = self.encoder(samples.env.observation)
-        state, states = samples.agent.agent_info.prev_rnn_state[0], []
+        state, states = samples.initial_state, []
         for row, continues in zip(inputs, ~samples.env.done[..., None], strict=True):
             states.append(self.core(row, state))
             state = states[-1] * continues  # the agent starts each episode with zeros
@@ -182,38 +183,22 @@ class Recurrent(ActorCritic):
 # ---- PPO -----------------------------------------------------------------------------------------
 
 
-def advantages(samples: Samples, cfg: Config) -> Tensor:
-    """Generalized advantage estimates `[T, B]`."""
-    env, agent = samples.env, samples.agent
-    value = agent.agent_info.value
-    next_value = torch.cat([value[1:], agent.bootstrap_value[None]])
-    # After an episode's end, the next row belongs to another episode. final_value is the value of the last observation
-    # where the episode was truncated, and zero where it terminated.
-    next_value = torch.where(env.done, agent.final_value, next_value)
-    delta = env.reward + cfg.discount * next_value - value
-    decay = cfg.discount * cfg.gae_lambda * ~env.done
-    advantage, later = torch.empty_like(delta), torch.zeros_like(delta[0])
-    for t in reversed(range(len(delta))):
-        advantage[t] = later = delta[t] + decay[t] * later
-    return advantage
-
-
 def train(model: FeedForward | Recurrent, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
     """Several epochs of minibatches with PPO's clipped objective. A minibatch is a few whole columns."""
-    advantage = advantages(samples, cfg)
-    target = advantage + samples.agent.agent_info.value
+    advantage, target = gae(samples, cfg.discount, cfg.gae_lambda)
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    samples = samples.with_targets(advantage=advantage, value=target)
     for _ in range(cfg.epochs):
-        for columns in torch.randperm(cfg.batch_B).chunk(cfg.minibatches):
-            part, weight = samples[:, columns], advantage[:, columns]
+        for part in samples.minibatches(cfg.minibatches, length=cfg.batch_T):
             logits, value = model.replay(part)
+            weight = part.targets.advantage
             log_probs = logits.log_softmax(-1)
             log_prob = log_probs.gather(-1, part.agent.action[..., None]).squeeze(-1)
             ratio = (log_prob - part.agent.agent_info.log_prob).exp()
             objective = torch.min(ratio * weight, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * weight).mean()
             entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
             optimizer.zero_grad()
-            value_loss = mse_loss(value, target[:, columns])
+            value_loss = mse_loss(value, part.targets.value)
             (cfg.value_weight * value_loss - objective - cfg.entropy_weight * entropy).backward()
             nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
             optimizer.step()

@@ -20,6 +20,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
+from penstock.targets import Steps, gae
 from penstock.vector import ShmVectorEnv
 
 
@@ -51,18 +52,6 @@ class ActorCritic(nn.Module):
         return Categorical(logits=self.actor(observation)), self.critic(observation).squeeze(-1)
 
 
-def advantages(reward: Tensor, value: Tensor, done: Tensor, last_value: Tensor) -> Tensor:
-    """Generalized advantage estimates `[T, B]`."""
-    discount, gae_lambda = 0.99, 0.95
-    found, advantage, following = torch.zeros_like(reward), torch.zeros_like(last_value), last_value
-    for t in reversed(range(len(reward))):
-        continues = 1 - done[t]
-        delta = reward[t] + discount * following * continues - value[t]
-        advantage = delta + discount * gae_lambda * continues * advantage
-        found[t], following = advantage, value[t]
-    return found
-
-
 def main() -> None:
     args = arguments()
     torch.manual_seed(args.seed)
@@ -73,9 +62,10 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     T, B = args.num_steps, args.num_envs
     observations = torch.zeros(T, B, *envs.single_observation_space.shape)
-    actions, log_probs, values, rewards, dones = (torch.zeros(T, B) for _ in range(5))
+    actions, log_probs, values, final_values, rewards = (torch.zeros(T, B) for _ in range(5))
+    terminations, truncations = (torch.zeros(T, B, dtype=torch.bool) for _ in range(2))
     observation, _ = envs.reset(seed=args.seed)
-    returns: list[float] = []
+    episode_returns: list[float] = []
     began = time.perf_counter()
 
     for iteration in range(1, args.total_steps // (T * B) + 1):
@@ -86,18 +76,21 @@ def main() -> None:
                 action = policy.sample()
                 actions[t], log_probs[t] = action, policy.log_prob(action)
             observation, reward, terminated, truncated, infos = envs.step(action.numpy())
-            rewards[t], dones[t] = torch.as_tensor(reward), torch.as_tensor(terminated | truncated)
+            rewards[t] = torch.as_tensor(reward)
+            terminations[t], truncations[t] = torch.as_tensor(terminated), torch.as_tensor(truncated)
             if "final_info" in infos:  # an episode has ended: RecordEpisodeStatistics reports its return
                 final = infos["final_info"]
-                returns += final["episode"]["r"][final["_episode"]].tolist()
-                # Where the episode was truncated, add the discounted value of its last observation to the reward.
+                episode_returns += final["episode"]["r"][final["_episode"]].tolist()
+                # Where the episode was truncated, the value of its last observation stands for the rest.
                 for i in np.flatnonzero(truncated & ~terminated):
                     with torch.no_grad():
-                        rewards[t, i] += 0.99 * model(torch.as_tensor(infos["final_obs"][i]))[1]
+                        final_values[t, i] = model(torch.as_tensor(infos["final_obs"][i]))[1]
 
         with torch.no_grad():
-            advantage = advantages(rewards, values, dones, model(torch.as_tensor(observation))[1])
-        target = (advantage + values).flatten()
+            last_value = model(torch.as_tensor(observation))[1]
+        steps = Steps(rewards, values, terminations, truncations, last_value, final_values)
+        advantage, returns = gae(steps, 0.99, 0.95)
+        target = returns.flatten()
         columns = [x.flatten(0, 1) for x in (observations, actions, log_probs, advantage)]
         for _ in range(4):
             for index in np.array_split(shuffler.permutation(T * B), 4):
@@ -113,7 +106,7 @@ def main() -> None:
                 optimizer.step()
         if iteration % 10 == 0 or iteration == args.total_steps // (T * B):
             rate = iteration * T * B / (time.perf_counter() - began)
-            print(f"{iteration * T * B:>8} steps  return {np.mean(returns[-50:]):6.1f}  {rate:,.0f} steps/s")
+            print(f"{iteration * T * B:>8} steps  return {np.mean(episode_returns[-50:]):6.1f}  {rate:,.0f} steps/s")
 
     total = sum(float(parameter.detach().double().abs().sum()) for parameter in model.parameters())
     print(f"sum of the parameters' magnitudes: {total:.12f}")

@@ -6,11 +6,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from penstock.agents import Agent
+from penstock.agents.masks import info_key, mask_of
 from penstock.buffers import NamedArrays, RecordRings, Samples, SamplesBuffer, SampleSpec
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import map_leaves
@@ -21,6 +23,7 @@ from penstock.collectors.tracking import snapshot
 from penstock.envs import (
     ColumnStreams,
     EnvFactory,
+    MaskInObservation,
     Purpose,
     build_example_env,
     close_example_env,
@@ -76,6 +79,7 @@ def allocate(config: SamplerConfig, agent: Agent, setup: Setup, resources: ExitS
     train = env_factories(config.env_fn, config.env_kwargs, config.batch_B)
     eval_kwargs = _eval_kwargs(config)
     evals = env_factories(_eval_fn(config), eval_kwargs, config.eval_n_envs, "eval_") if config.eval_n_envs else ()
+    train, evals = (_masked(agent, factories, config) for factories in (train, evals))
     env_info = _prepare_agent(agent, train[0], setup.seed, config)
     traj_info_kwargs = _checked_traj_info_kwargs(config.traj_info_cls, setup.traj_info_kwargs)
     worker_agent = agent.runtime.worker_copy()
@@ -172,7 +176,21 @@ def _prepare_agent(agent: Agent, factory: EnvFactory, seed: int, config: Sampler
         close_example_env(env)
     model_seed = ColumnStreams(seed, range(1)).env_seeds(Purpose.MODEL)[0]
     agent.runtime.ensure_initialized(observation_space, action_space, model_seed)
+    mask_of(agent)  # raises for a wrong key
     return env_info
+
+
+def _masked(agent: Agent, factories: Sequence[EnvFactory], config: SamplerConfig) -> tuple[EnvFactory, ...]:
+    """The factories, with the agent's mask in the observations if it is in `info`."""
+    key = info_key(getattr(agent, "mask_key", None))
+    if key is None:
+        return tuple(factories)
+    if config.collector_cls.batched:
+        raise ConfigError(
+            f'mask_key="info.{key}" is for single environments: put the mask of a batched environment in its '
+            'observations, and give mask_key="observation.NAME"'
+        )
+    return tuple(replace(factory, wrapper=partial(MaskInObservation, key=key)) for factory in factories)
 
 
 def _checked_traj_info_kwargs(cls: type[TrajInfo], kwargs: Any) -> dict[str, Any]:

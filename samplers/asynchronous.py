@@ -151,8 +151,7 @@ class AsyncSampler(ParallelSampler):
             if self._is_holding:
                 raise SamplerStateError("hold was called inside hold: use one context for all batches")
             self._is_holding = True
-        for samples in self._batches.held:
-            samples._status.valid_until = None
+        self._batches.set_valid_until(None)
         try:
             yield
         finally:
@@ -256,8 +255,7 @@ class AsyncSampler(ParallelSampler):
             self._give_credit()
         while len(self._batches.held) > 1:
             self._batches.give_back(last)
-        for samples in self._batches.held:
-            samples._status.valid_until = last + 1
+        self._batches.set_valid_until(last + 1)
 
     def _infos(self, pool: WorkerPool, batch: _OpenBatch) -> list[TrajInfo]:
         """The trajectories that finished in this batch, which is complete."""

@@ -186,8 +186,8 @@ class Sampler(ABC):
                 self._inference_difference = allocation.inference_difference
                 self.observation_space: gym.Space[Any] = agent.observation_space
                 self.action_space: gym.Space[Any] = agent.action_space
-                #: The last batch as numpy arrays; the tensors of `obtain_samples` use the same memory.
-                self.samples_np: Samples = allocation.batches[0]
+                #: The last batch as `Samples` of numpy arrays. The tensors of `obtain_samples` use the same memory.
+                self.samples_np: Any = allocation.batches[0]
                 self._batches = Batches(allocation.batches, debug=self.config.debug)
                 self._first_records = [
                     [plan.first_record(self.batch_T, slot) for plan in plans] for slot in range(len(allocation.batches))

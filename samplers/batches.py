@@ -43,7 +43,8 @@ class Batches:
         """End the validity of the oldest batch that the user holds, because batch `newer` begins. With
         `keep_last_row`, workers still read its last row: only the other rows are poisoned."""
         samples = self.held.popleft()
-        status: BatchStatus = samples._status
+        status = samples.status
+        assert status is not None
         status.is_current = False
         # Torch does not see what workers write. Without this, a backward pass through a graph on this batch would give
         # a wrong gradient. With it, the backward pass raises an error.
@@ -59,10 +60,19 @@ class Batches:
             for part in (samples.env, samples.agent, samples):
                 object.__setattr__(part, "_values", _StaleFields(stale))
 
+    def set_valid_until(self, batch: int | None) -> None:
+        """What `valid_until` of all batches in the user's hands says from now on."""
+        for samples in self.held:
+            if samples.status is not None:
+                samples.status.valid_until = batch
+
     def poison(self, batch: int, *, keep_last_row: bool = False) -> None:
         """Write NaN, False, or the smallest integer (the largest, if unsigned) into the memory of this batch."""
         view = self.views[batch % self.n_slots]
-        for _, leaf in (view[:-1] if keep_last_row else view).leaves():
+        poisoned = [leaf for _, leaf in (view[:-1] if keep_last_row else view).leaves()]
+        if keep_last_row and "bootstrap_value" in view.agent:  # it is not in `view[:-1]`
+            poisoned.append(view.agent.bootstrap_value)
+        for leaf in poisoned:
             leaf[...] = _poison_of(leaf.dtype)
 
 

@@ -14,14 +14,21 @@ from penstock.workers.affinity import usable_cpus
 
 def describe_machine() -> dict[str, str]:
     """Facts by name, ready to print."""
-    from importlib.metadata import version  # here, because every worker imports this module, and this one is large
+    # Here, because every worker imports this module, and this one is large.
+    from importlib.metadata import PackageNotFoundError, version
+
+    def found(name: str) -> str:
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            return f"{name} not installed"
 
     cpus = usable_cpus()
     packages = ("numpy", "torch", "gymnasium", "cloudpickle", "psutil")
     return {
         "python": platform.python_version(),
         "system": platform.platform(),
-        "packages": ", ".join(f"{name} {version(name)}" for name in packages),
+        "packages": ", ".join(map(found, packages)),
         "usable CPUs": f"{len(cpus)} ({', '.join(map(str, cpus))})" if cpus else "unknown: workers are not pinned",
         "free memory": f"{free_memory() / 2**20:,.0f} MiB",
         "start methods": ", ".join(multiprocessing.get_all_start_methods()),

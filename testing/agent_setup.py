@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from penstock.agents import Agent, RandomAgent
+from penstock.agents.masks import info_key
 from penstock.buffers import NamedArrays, as_named
 from penstock.buffers.named import map_leaves
 from penstock.collectors.acting import as_agent_step
-from penstock.envs import ColumnStreams, Purpose, build_example_env, env_factories
+from penstock.envs import ColumnStreams, MaskInObservation, Purpose, build_example_env, env_factories
 from penstock.errors import ConfigError
 from penstock.samplers import Sampler, SerialSampler
 from penstock.testing.environments import Setup
@@ -45,7 +46,8 @@ class AgentSetup(Setup):
     def tape(self) -> Tape:
         """Inputs recorded with random actions."""
         with self.sampler(SerialSampler, max_decorrelation_steps=0) as sampler:
-            sampler.initialize(RandomAgent(), seed=self.seed)
+            mask_key = getattr(self.make_agent(), "mask_key", None)
+            sampler.initialize(RandomAgent(mask_key=mask_key), seed=self.seed)
             sampler.obtain_samples(0)
             env, agent = sampler.samples_np.env.copy(), sampler.samples_np.agent.copy()
         first = np.vstack([np.ones((1, self.batch_B), bool), env.done[:-1]])
@@ -75,6 +77,8 @@ class AgentSetup(Setup):
         if not isinstance(agent, Agent):
             raise ConfigError(f"make_agent must return a penstock Agent, got {type(agent).__name__}")
         env = build_example_env(env_factories(self.env_fn, self.env_kwargs, 1)[0])
+        if (key := info_key(agent.mask_key)) is not None:
+            env = MaskInObservation(env, key)
         observation_space, action_space = env.observation_space, env.action_space
         env.close()
         agent.runtime.ensure_initialized(observation_space, action_space, seed)

@@ -56,7 +56,7 @@ def the_agent_acts_once_per_row(trace: Trace) -> None:
     """agent.step is called once for each row t, and every environment makes at most one step after it."""
     for batch in trace.batches:
         T = len(batch.samples.env.done)
-        rows = np.flatnonzero(batch.samples.env.valid.any(axis=1))
+        rows = np.flatnonzero(batch.samples.env.valid.any(1))
         needed = rows[-1] + 1 if rows.size else 0
         calls = sum(event.kind == "agent.step" for event in batch.events)
         if not needed <= calls <= T:

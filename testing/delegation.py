@@ -67,7 +67,7 @@ class DelegatingAgent(Agent):
         if not isinstance(agent, Agent):
             raise ConfigError(f"agent must be a penstock Agent, got {type(agent).__name__}")
         self.agent = agent
-        self.recurrent = agent.recurrent
+        self.recurrent, self.mask_key = agent.recurrent, agent.mask_key
 
     # ---- setup -----------------------------------------------------------------------------
 
@@ -111,6 +111,9 @@ class DelegatingAgent(Agent):
     def eval_mode(self, itr: int) -> None:
         self.agent.eval_mode(itr)
 
+    def _set_greedy(self, greedy: bool) -> None:
+        self.agent._set_greedy(greedy)
+
     # ---- parameters ------------------------------------------------------------------------
 
     def read_parameters(self) -> Mapping[str, npt.NDArray[Any]]:
@@ -124,3 +127,4 @@ class DelegatingAgent(Agent):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.agent.load_state_dict(state)
+        self._publish_if_shared()

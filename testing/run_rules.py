@@ -108,7 +108,7 @@ def every_cell_is_written(setup: CollectorSetup, clean: Trace) -> None:
         for name, left, right in _pairs(one.samples, other.samples):
             if name == "env.final_obs":  # has its own rule; it is cleared only where the last batch wrote it
                 continue
-            columns = ("agent.bootstrap_value", "agent.policy_version")
+            columns = ("env.bootstrap_obs", "agent.bootstrap_value", "agent.policy_version")
             whole = name in ("env.terminated", "env.truncated", "env.done", *columns)
             pair = (left, right) if whole else (_zeroed(left, invalid), _zeroed(right, invalid))
             difference = first_difference([(name, *pair)])
@@ -128,8 +128,8 @@ def _fill(samples: Samples) -> None:
     """Overwrite everything that a collector must write, and nothing that it carries over or leaves as it is."""
     last = len(samples.env.done) - 1  # the next batch starts with this row of action, reward and done
     for name, field in (*samples.env.items(), *samples.agent.items()):
-        # The first three share memory with action, reward and done.
-        if name in ("prev_action", "prev_reward", "prev_done", "valid", "final_obs"):
+        # The first three share memory with action, reward and done. The next batch starts with bootstrap_obs.
+        if name in ("prev_action", "prev_reward", "prev_done", "valid", "final_obs", "bootstrap_obs"):
             continue
         for _, leaf in leaves(field, name):
             rows = leaf[:last] if name in ("action", "reward", "done") else leaf

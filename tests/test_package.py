@@ -14,7 +14,19 @@ import penstock
 from penstock.buffers import native
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("buffers", "workers", "ports", "envs", "agents", "collectors", "samplers", "vector", "replays", "testing")
+ROOMS = (
+    "buffers",
+    "targets",
+    "workers",
+    "replays",
+    "ports",
+    "envs",
+    "agents",
+    "collectors",
+    "samplers",
+    "vector",
+    "testing",
+)
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "src", *ROOMS)
 
 HAS_COMPILER = (

@@ -13,7 +13,19 @@ import pytest
 import penstock
 from penstock import errors
 
-ROOMS = ("agents", "buffers", "collectors", "envs", "ports", "replays", "samplers", "testing", "vector", "workers")
+ROOMS = (
+    "agents",
+    "buffers",
+    "collectors",
+    "envs",
+    "ports",
+    "replays",
+    "samplers",
+    "targets",
+    "testing",
+    "vector",
+    "workers",
+)
 MODULES = ("penstock", *(f"penstock.{room}" for room in ROOMS))
 
 modules = pytest.mark.parametrize("module", [importlib.import_module(name) for name in MODULES], ids=MODULES)
@@ -37,6 +49,10 @@ def test_public_names_exist_and_are_sorted(module: ModuleType) -> None:
         assert getattr(module, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'NoSuchName'"):
         _ = module.NoSuchName
+
+
+def test_completion_shows_the_public_names_and_no_others() -> None:
+    assert {name for name in dir(penstock) if not name.startswith("__")} == set(penstock.__all__)
 
 
 @modules

@@ -144,4 +144,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WITH_TORCH})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -1,4 +1,4 @@
-"""The command line: `penstock` describes this machine, `penstock tune` finds the fastest sampler for an environment."""
+"""The command line of penstock. Without a command, it describes this machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from penstock import PenstockError, TuneReport, __version__, tune
+from penstock.samplers.doctor import advice
 from penstock.samplers.machine import describe_machine
 
 _INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
@@ -19,17 +20,30 @@ _INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="penstock", description=__doc__)
-    commands = parser.add_subparsers(dest="command")
-    commands.add_parser("machine", help="the version and what this machine offers (also without a command)")
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.add_parser("machine", help="the versions, and what this machine offers (also without a command)")
+    commands.add_parser("doctor", help="the same, with advice for what is missing or slow")
     _add_tune(commands.add_parser("tune", help="try samplers with an environment, and recommend the fastest"))
     args = parser.parse_args(arguments)
-    return _tune(args) if args.command == "tune" else _machine()
+    if args.command == "tune":
+        return _tune(args)
+    return _doctor() if args.command == "doctor" else _machine()
 
 
 def _machine() -> int:
     print(f"penstock {__version__}")
     for name, value in describe_machine().items():
         print(f"{name:>24}  {value}")
+    return 0
+
+
+def _doctor() -> int:
+    _machine()
+    print()
+    found = list(advice())
+    for text in found or ["Nothing to improve was found."]:
+        print(f"- {text}")
     return 0
 
 

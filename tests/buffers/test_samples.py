@@ -14,6 +14,7 @@ from penstock.buffers import AgentSamples, BatchColumns, EnvSamples, NamedArrays
 from penstock.buffers.named import map_leaves
 
 T, B = 5, 4
+PER_COLUMN = ("agent.bootstrap_value", "env.bootstrap_obs")
 quick = settings(max_examples=30, deadline=None)
 
 OBSERVATION = NamedArrays(camera=np.zeros((2, 3), np.uint8), goal=NamedArrays(_0=np.zeros((), np.int64)))
@@ -60,6 +61,8 @@ def test_every_field_has_its_leading_dimensions_and_the_examples_dtype(n_T: int,
         "env.valid": (cells, np.bool_),
         "env.final_obs.camera": ((*cells, 2, 3), np.uint8),
         "env.final_obs.goal._0": (cells, np.int64),
+        "env.bootstrap_obs.camera": ((n_B, 2, 3), np.uint8),
+        "env.bootstrap_obs.goal._0": ((n_B,), np.int64),
         "agent.action": ((*cells, 2), np.float16),
         "agent.prev_action": ((*cells, 2), np.float16),
         "agent.agent_info.log_prob": (cells, np.float32),
@@ -82,6 +85,19 @@ def test_without_bootstrap_value_there_are_no_values() -> None:
     columns = BatchColumns(buffer.slots[0], slice(0, B))
     assert columns.bootstrap_value is None
     assert columns.final_value is None
+
+
+def test_a_field_that_was_not_recorded_says_how_to_record_it() -> None:
+    samples = buffer_of(bootstrap_value=False, final_obs=False).batches[0]
+    for name, remedy in (("bootstrap_value", "bootstrap_value=True"), ("final_value", "bootstrap_value=True")):
+        with pytest.raises(AttributeError, match=rf"no field '{name}'.*To record it, call .*{remedy}"):
+            getattr(samples.agent, name)
+    with pytest.raises(AttributeError, match="To record it, make the sampler with record_final_obs=True"):
+        _ = samples.env.final_obs
+    with pytest.raises(AttributeError, match="To record it, make the sampler with env_info="):
+        _ = samples.env.env_info
+    with pytest.raises(AttributeError, match=r"no field 'rewards'; it has .*prev_done, valid, bootstrap_obs$"):
+        _ = samples.env.rewards  # type: ignore[attr-defined]
 
 
 def test_without_final_obs_there_are_no_final_observations() -> None:
@@ -113,10 +129,13 @@ def test_one_index_goes_to_all_fields(t: slice, b: int) -> None:
     samples = buffer_of().batches[0]
     fill(samples)
     part = dict(samples[t, b].leaves())
+    has_last = list(range(T))[t][-1:] == [T - 1] and t.step in (None, 1)
     for name, leaf in samples.leaves():
-        is_per_column = name == "agent.bootstrap_value"
-        expected = leaf[b] if is_per_column else leaf[t, b]
-        np.testing.assert_array_equal(part[name], expected, err_msg=name)
+        if not name.startswith(PER_COLUMN):
+            np.testing.assert_array_equal(part.pop(name), leaf[t, b], err_msg=name)
+        elif has_last:
+            np.testing.assert_array_equal(part.pop(name), leaf[b], err_msg=name)
+    assert not part, "what belongs to the end of the batch is not in a part without its last row"
 
 
 def test_a_copy_survives_the_next_batch() -> None:
@@ -161,7 +180,7 @@ def test_columns_write_their_own_cells_and_no_others(widths: list[int]) -> None:
     owner = np.repeat(np.arange(len(widths)), widths)
     for name, leaf in buffer.batches[0].leaves():
         if leaf.dtype != np.bool_ and not name.startswith(("env.prev", "agent.prev")):
-            column_axis = 0 if name == "agent.bootstrap_value" else 1
+            column_axis = 0 if name.startswith(PER_COLUMN) else 1
             np.testing.assert_array_equal(np.moveaxis(leaf, column_axis, -1) - owner, 0, err_msg=name)
 
 

@@ -132,6 +132,7 @@ def reference(  # noqa: C901
             write(action=action, reward=reward, terminated=terminated, truncated=truncated, done=done, valid=True)
             write(final_obs=final_obs, final_value=final_value)
             write(value=step.agent_info["value"][0], age=step.agent_info["age"][0])
+        rows["bootstrap_obs"] = np.zeros_like(observation) if parked else observation
         rows["bootstrap_value"] = 0.0 if parked else float(ask(agent.value, observation)[0])
         if parked:
             agent.reset_one(0)
@@ -154,8 +155,9 @@ def compare(
             fields = {**dict(env.items()), **dict(agent.items()), **dict(agent.agent_info.items())}
             for b in range(B):
                 wanted = expected[b][itr]
-                for name in wanted.keys() - {"infos", "bootstrap_value"}:
+                for name in wanted.keys() - {"infos", "bootstrap_obs", "bootstrap_value"}:
                     np.testing.assert_array_equal(fields[name][:, b], np.array(wanted[name], fields[name].dtype), name)
+                np.testing.assert_array_equal(env.bootstrap_obs[b], wanted["bootstrap_obs"])
                 assert agent.bootstrap_value[b] == np.float32(wanted["bootstrap_value"])
             finished = sorted(row for column in expected for row in column[itr]["infos"])
             assert [(i.Length, i.Return) for i in infos] == [row[2:] for row in finished]

@@ -32,6 +32,11 @@ ROOT = Path(__file__).parent.parent.parent
 TESTING = (ROOT / "docs/testing.md").read_text(encoding="utf-8")
 
 
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def blocks(name: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL)
 
@@ -130,6 +135,16 @@ def test_batches_are_converted_as_the_extending_page_says() -> None:
     assert names["rows"].env_info.count.shape == (64,)
     assert names["first_columns"].agent.action.shape == (16, 2)
     assert "env.env_info.count" in names["names"]
+
+
+def test_masks_and_acting_as_the_extending_page_says() -> None:
+    names = definitions("docs/extending.md")
+    observation, action = names["observation"], names["masked_samples"].agent.action
+    assert observation.action_mask.gather(-1, action[..., None]).all()
+    recorded = names["masked_samples"].agent.agent_info.log_prob
+    log_prob = names["log_probs"].gather(-1, action[..., None]).squeeze(-1)
+    torch.testing.assert_close(log_prob.detach(), recorded)
+    assert names["env"].observation_space.contains(names["row"])
 
 
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
@@ -240,6 +255,13 @@ def test_the_ports_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> N
     definitions("docs/ports.md")
     first, second, third = ast.literal_eval(capsys.readouterr().out)
     assert (second, third) == (first + 1, first + 2)
+
+
+def test_the_learning_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    names = definitions("docs/learning.md")
+    assert ast.literal_eval(capsys.readouterr().out) == [[1.5, 4.0], [1.0, 6.0], [3.0, 3.0]]
+    assert names["part"].env.observation.shape == (16, 8, 4)
+    assert names["target"].shape == (512,)
 
 
 def test_the_replay_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,6 +69,8 @@ def _compare_fields(samples: Any, columns: list[dict[str, Any]]) -> None:
         for name, field in fields.items():
             if name == "env_info":
                 _compare_env_info(field[:, b], column[name])
+            elif name == "bootstrap_obs":
+                _compare_leaves(f"{name} of {b}", field[b : b + 1], column[name])
             elif name != "bootstrap_value":
                 _compare_leaves(f"{name} of {b}", field[:, b], column[name])
 

@@ -99,6 +99,7 @@ def play(  # noqa: C901
                     agent.reset_one(0)
             for name, value in cell.items():
                 batch.setdefault(name, []).append(value)
+        batch["bootstrap_obs"] = [row(seen, None if parked else observation)]
         batch["bootstrap_value"] = 0.0 if parked else float(ask(agent.value)[0])
         if parked:
             restart()

@@ -1,0 +1,108 @@
+"""Action masks: which discrete actions are legal, read from the observation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+
+from penstock.buffers.named import fields_of
+from penstock.errors import ConfigError, SpaceError
+
+if TYPE_CHECKING:
+    from penstock.agents.base import Agent
+
+_Bools = npt.NDArray[np.bool_]
+
+#: Where a mask from `info` is in the observation: `MaskInObservation` puts it there.
+_FROM_INFO = "action_mask"
+
+
+def mask_of(agent: Agent) -> ActionMask | None:
+    """The mask that an initialized agent uses. None if it has no `mask_key`."""
+    if agent.mask_key is None:
+        return None
+    return ActionMask(agent.mask_key, agent.observation_space, agent.action_space)
+
+
+def info_key(mask_key: str | None) -> str | None:
+    """The name of the entry of `info` with the mask. None if the mask is not in `info`."""
+    return mask_key.removeprefix("info.") if mask_key is not None and mask_key.startswith("info.") else None
+
+
+class ActionMask:
+    """The masks `[B, n]` in observations: nonzero where an action is legal.
+
+    n is the number of actions of a `Discrete`. For a `MultiDiscrete` it is `nvec.sum()`: first the entries of the first
+    component, then of the second, and so on. `key` is "observation" followed by the names that lead to the mask, as in
+    "observation.action_mask", or "info." and a name.
+
+    Raises `ConfigError` for a key that is not in the space, and `SpaceError` for a space that does not fit.
+    """
+
+    def __init__(self, key: str, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> None:
+        if not isinstance(action_space, spaces.Discrete | spaces.MultiDiscrete):
+            raise SpaceError(f"mask_key={key!r} needs a Discrete or MultiDiscrete action space, got {action_space}")
+        n = action_space.nvec if isinstance(action_space, spaces.MultiDiscrete) else action_space.n
+        self._sizes = np.asarray(n, np.int64).ravel()
+        self._ends = self._sizes.cumsum()
+        self._firsts = self._ends - self._sizes
+        self.n, self.n_components = int(self._sizes.sum()), len(self._sizes)
+        self._shape: tuple[int, ...] = tuple(action_space.shape or ())
+        self._dtype, self._start = action_space.dtype, np.asarray(action_space.start)
+        self._path = [_FROM_INFO] if info_key(key) else key.split(".")[1:]
+        self._require(key, observation_space)
+
+    def _require(self, key: str, space: gym.Space[Any]) -> None:
+        if not (info_key(key) or key.split(".", maxsplit=1)[0] == "observation"):
+            raise ConfigError(
+                f'mask_key must be "observation.NAME" or "info.NAME", where NAME is that of the mask: got {key!r}'
+            )
+        part: Any = space
+        for name in self._path:
+            if isinstance(part, spaces.Tuple):
+                inner = {f"_{i}": sub for i, sub in enumerate(part)}
+            else:
+                inner = {str(k): sub for k, sub in part.items()} if isinstance(part, spaces.Dict) else {}
+            if name not in inner:
+                raise ConfigError(f"mask_key={key!r}: {part} has no entry {name!r}")
+            part = inner[name]
+        if part.shape != (self.n,) or part.dtype is None or part.dtype.kind not in "buif":
+            raise SpaceError(
+                f"mask_key={key!r} must name a mask with one number for each of the {self.n} actions, such as "
+                f"MultiBinary({self.n}), the environment has {part}"
+            )
+
+    def _read(self, observation: Any) -> _Bools:
+        node = observation
+        for name in self._path:
+            fields = fields_of(node)
+            assert fields is not None
+            node = fields[name]
+        mask: _Bools = np.asarray(node).reshape(-1, self.n) != 0
+        return mask
+
+    def has_none(self, observation: Any) -> _Bools:
+        """Where `observation` `[B, ...]` allows no action: `[B]`."""
+        has_any = np.logical_or.reduceat(self._read(observation), self._firsts, axis=1)
+        none: _Bools = ~np.all(has_any, axis=1)
+        return none
+
+    def legal(self, observation: Any) -> _Bools:
+        """Which actions are legal `[B, n]`. Where none is, all are: columns that wait for a reset have no mask."""
+        mask = self._read(observation)
+        has_any = np.logical_or.reduceat(mask, self._firsts, axis=1)
+        return mask if has_any.all() else mask | np.repeat(~has_any, self._sizes, axis=1)
+
+    def draw(self, legal: _Bools, uniform: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
+        """Random legal actions `[B, ...]`, all with the same probability, from `uniform` `[B, n_components]`."""
+        index = np.empty(uniform.shape, np.int64)
+        for i, (first, end) in enumerate(zip(self._firsts, self._ends, strict=True)):
+            counts = legal[:, first:end].cumsum(axis=1)
+            chosen = (uniform[:, i] * counts[:, -1]).astype(np.int64)  # its number among the legal ones
+            index[:, i] = (counts <= chosen[:, None]).sum(axis=1)
+        actions: npt.NDArray[Any] = (index.reshape(len(index), *self._shape) + self._start).astype(self._dtype)
+        return actions

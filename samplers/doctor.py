@@ -1,0 +1,117 @@
+"""`penstock doctor`: looks for what slows samplers down or stops them on this machine, and says what to do."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from penstock.buffers import native
+from penstock.buffers.memory_limits import free_memory
+from penstock.errors import PenstockError
+from penstock.ports.lock_files import ports_with_lock_file
+from penstock.workers.affinity import usable_cpus
+
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_FEW_DESCRIPTORS = 1024
+_LITTLE_MEMORY = 2**30
+
+
+def advice() -> Iterator[str]:
+    """One sentence or two for each finding: what was found, and what to do. Starts a small sampler."""
+    for look in (_torch, _compiler, _cpus, _quota, _load, _memory, _shared_memory, _descriptors, _locks, _sampling):
+        yield from look()
+
+
+def _torch() -> Iterator[str]:
+    if find_spec("torch") is None:
+        yield "torch is not installed. Samplers return its tensors: pip install torch"
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        yield "torch finds no GPU. For small models that is no loss: ParallelSampler acts on the CPU."
+
+
+def _compiler() -> Iterator[str]:
+    if not native.COMPILED:
+        yield (
+            f"the inner loops run in Python ({native.WHY_NOT_COMPILED}). Install a C compiler, then penstock again: "
+            "pip install --force-reinstall --no-deps ."
+        )
+
+
+def _cpus() -> Iterator[str]:
+    n, n_all = len(usable_cpus() or ()), os.cpu_count() or 1
+    if 0 < n < n_all:
+        yield f"this process may use {n} of {n_all} CPUs. By default a sampler starts {n} workers (see taskset)."
+    if n == 1:
+        yield "one CPU is not enough for workers beside the learner. SerialSampler may be as fast as ParallelSampler."
+
+
+def _quota() -> Iterator[str]:
+    try:
+        quota, period = _CPU_QUOTA.read_text(encoding="ascii").split()
+        allowed = float(quota) / float(period)
+    except (OSError, ValueError):  # no such file, or "max"
+        return
+    if allowed < len(usable_cpus() or ()):
+        yield (
+            f"the container may use the time of {allowed:.3g} CPUs, less than the {len(usable_cpus() or ())} that it "
+            f"sees: give n_workers={max(1, int(allowed))}"
+        )
+
+
+def _load() -> Iterator[str]:
+    load, n = os.getloadavg()[0], len(usable_cpus() or ()) or os.cpu_count() or 1
+    if load > n:
+        yield f"{load:.1f} processes ran on average in the last minute, on {n} CPUs: figures of speed are too low now."
+
+
+def _memory() -> Iterator[str]:
+    free = free_memory()
+    if free < _LITTLE_MEMORY:
+        yield f"only {free / 2**20:,.0f} MiB of memory are free: use a smaller batch_T, batch_B or capacity."
+
+
+def _shared_memory() -> Iterator[str]:
+    try:
+        os.close(os.memfd_create("penstock"))
+    except (AttributeError, OSError) as error:
+        yield f"memory is shared through a temporary file, since memfd_create does not work ({error}). It is slower."
+
+
+def _descriptors() -> Iterator[str]:
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limit < _FEW_DESCRIPTORS:
+        yield f"a process may open {limit} files, which is too few for many workers: ulimit -n {max(most, limit)}"
+
+
+def _locks() -> Iterator[str]:
+    try:
+        ports_with_lock_file()
+    except PenstockError as error:
+        yield f"ports cannot be leased, and workers of several runs may be pinned to the same CPUs: {error}"
+
+
+def _sampling() -> Iterator[str]:
+    if find_spec("torch") is None:
+        return
+    from penstock.agents import RandomAgent
+    from penstock.envs import CountingEnv
+    from penstock.samplers.parallel import ParallelSampler
+
+    began = time.monotonic()
+    try:
+        with ParallelSampler(CountingEnv, batch_T=8, batch_B=2, n_workers=2) as sampler:
+            sampler.initialize(RandomAgent(), seed=0)
+            sampler.obtain_samples(0)
+    except PenstockError as error:
+        yield f"a ParallelSampler with two workers does not run here: {type(error).__name__}: {error}"
+        return
+    seconds = time.monotonic() - began
+    if seconds > 20:
+        yield f"two workers took {seconds:.0f} s to start. Is the disk slow, or the machine busy?"

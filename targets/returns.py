@@ -1,0 +1,84 @@
+"""Advantages and returns of a policy's own steps: GAE, n-step returns, lambda returns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, overload
+
+from penstock.buffers import Samples
+from penstock.errors import ConfigError
+from penstock.targets.steps import Array, Ends, Steps
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@overload
+def gae(steps: Samples, discount: float, lambda_: float) -> tuple[Tensor, Tensor]: ...
+@overload
+def gae(steps: Steps[Array], discount: float, lambda_: float) -> tuple[Array, Array]: ...
+def gae(steps: Samples | Steps[Array], discount: float, lambda_: float) -> tuple[Array, Array]:
+    """Generalized advantage estimates (Schulman et al., 2016), and the returns `advantage + value`. Both `[T, B]`.
+
+    `steps` is a sampler's batch, or `Steps` of other data. Nothing crosses the end of an episode: after a termination
+    the value is 0, after a truncation `final_value`, after the last row `bootstrap_value`. Rows that are not `valid`
+    are 0 in both.
+
+    Raises `ConfigError` if the values were not recorded (`initialize(agent, bootstrap_value=True)`).
+    """
+    steps = as_steps(steps, discount)
+    ends = Ends(steps)
+    delta = ends.steps_only(steps.reward + discount * ends.following(steps.value) - steps.value)
+    advantage = ends.summed_backwards(delta, float(discount * checked_lambda(lambda_)))
+    return advantage, ends.steps_only(advantage + steps.value)
+
+
+@overload
+def n_step_return(steps: Samples, n: int, discount: float) -> Tensor: ...
+@overload
+def n_step_return(steps: Steps[Array], n: int, discount: float) -> Array: ...
+def n_step_return(steps: Samples | Steps[Array], n: int, discount: float) -> Array:
+    """The discounted sum of the next `n` rewards, and the value after them. `[T, B]`
+
+    The sum ends earlier where the episode or the batch ends, with the values that `gae` describes.
+    """
+    steps = as_steps(steps, discount)
+    if n < 1:
+        raise ConfigError(f"n must be at least 1, got {n}")
+    ends = Ends(steps)
+    found: Array = steps.value
+    for _ in range(min(n, len(steps.reward))):
+        found = steps.reward + discount * ends.following(found)
+    found = ends.steps_only(found)
+    return found
+
+
+@overload
+def lambda_return(steps: Samples, discount: float, lambda_: float) -> Tensor: ...
+@overload
+def lambda_return(steps: Steps[Array], discount: float, lambda_: float) -> Array: ...
+def lambda_return(steps: Samples | Steps[Array], discount: float, lambda_: float) -> Array:
+    """The average of the n-step returns with the weights `(1 - lambda) lambda ** (n - 1)`. `[T, B]`
+
+    As in TD(lambda) and Dreamer. It is the second result of `gae`, except for rounding. Gradients flow through it.
+    """
+    steps = as_steps(steps, discount)
+    ends, weight = Ends(steps), checked_lambda(lambda_)
+    after = ends.following(steps.value)
+    # In the last row of an episode or of the batch, the value after it has the whole weight.
+    rest = ends.in_last_rows(after, (1 - weight) * after)
+    found: Array = ends.summed_backwards(ends.steps_only(steps.reward + discount * rest), float(discount * weight))
+    return found
+
+
+def as_steps(steps: Samples | Steps[Array], discount: float) -> Steps[Array]:
+    """`steps` in one form. Raises `ConfigError` for a wrong discount too."""
+    if not 0 <= discount <= 1:
+        raise ConfigError(f"discount must be from 0 to 1, got {discount}")
+    return steps if isinstance(steps, Steps) else Steps.of(steps)
+
+
+def checked_lambda(lambda_: float) -> float:
+    """`lambda_`, if it is from 0 to 1."""
+    if not 0 <= lambda_ <= 1:
+        raise ConfigError(f"lambda_ must be from 0 to 1, got {lambda_}")
+    return lambda_

@@ -1,0 +1,151 @@
+"""Rewards, values and ends of a batch: the input of every function in this package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.buffers import Samples
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: numpy arrays or torch tensors. The results are of the same kind.
+Array = TypeVar("Array", npt.NDArray[Any], "Tensor")
+
+_FLAGS = ("terminated", "truncated", "valid")
+
+
+@dataclass(frozen=True)
+class Steps(Generic[Array]):
+    """The steps of a batch: torch tensors or numpy arrays `[T, B]`, except `bootstrap_value`, which is `[B]`.
+
+    `Steps.of(samples)` takes them from a sampler's batch. In data of another source, the row after the end of an
+    episode must be the first step of the next one, or not be `valid`.
+
+    Raises `ConfigError` for wrong shapes, for flags that are not bool, and if a row that is not `valid` comes after one
+    that does not end its episode.
+    """
+
+    reward: Array  #: for the action at step t
+    value: Array  #: of the observation at step t
+    terminated: Array  #: bool, Gymnasium's: nothing comes after this step
+    truncated: Array  #: bool, Gymnasium's: `final_value` stands for the rest of the episode
+    bootstrap_value: (
+        Array  #: `[B]`, the value of the observation after the last row; unused where an episode ends there
+    )
+    final_value: Array  #: the value of the last observation of an episode that was truncated; unused elsewhere
+    valid: Array | None = None  #: bool, False for rows that are no steps: their results are zero. None if all are steps
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.reward.shape)
+        for name, array in vars(self).items():
+            if array is None:
+                continue
+            expected = shape[1:] if name == "bootstrap_value" else shape
+            if tuple(array.shape) != expected:
+                raise ConfigError(
+                    f"{name} must have the shape {list(expected)}, since rewards have {list(shape)}: got "
+                    f"{list(array.shape)}"
+                )
+            if name in _FLAGS and not str(array.dtype).endswith("bool"):
+                raise ConfigError(f"{name} must be an array of bool, got {array.dtype}")
+        if self.valid is not None:
+            is_cut = self.valid[:-1] & ~self.valid[1:] & ~(self.terminated | self.truncated)[:-1]
+            if bool(is_cut.any()):
+                t, *column = np.argwhere(np.asarray(is_cut.tolist()))[0].tolist()
+                raise ConfigError(
+                    f"the step {[t + 1, *column]} is not valid, but no episode ends at {[t, *column]}: the value after "
+                    "that step is unknown"
+                )
+
+    @classmethod
+    def of(cls, samples: Samples, *, value: Any = None, bootstrap_value: Any = None, final_value: Any = None) -> Any:
+        """The steps of `samples` `[T, B]`. `value`, `bootstrap_value` and `final_value` replace what was recorded.
+
+        Raises `ConfigError` if a value was not recorded and is not given.
+        """
+        env, agent = samples.env, samples.agent
+        info = agent.agent_info
+        given = {"value": value, "bootstrap_value": bootstrap_value, "final_value": final_value}
+        for name, source in (("value", info), ("bootstrap_value", agent), ("final_value", agent)):
+            if given[name] is None and name not in source:
+                remedy = (
+                    "the agent does not report it: give Steps.of(samples, value=...)"
+                    if name == "value"
+                    else "call sampler.initialize(agent, bootstrap_value=True), and cut no rows off the end of a batch"
+                )
+                raise ConfigError(f"these samples have no {name}: {remedy}")
+            given[name] = source[name] if given[name] is None else given[name]
+        recorded: dict[str, Any] = {name: getattr(env, name) for name in ("reward", *_FLAGS)}
+        return cls(**recorded, **given)
+
+
+class Ends:
+    """The rows of `steps` that are the last of their episode, and the values after them."""
+
+    def __init__(self, steps: Steps[Any]) -> None:
+        is_end: Any = steps.terminated | steps.truncated
+        is_worthless: Any = steps.terminated
+        if steps.valid is not None:
+            is_end, is_worthless = is_end | ~steps.valid, is_worthless | ~steps.valid
+        self._is_end, self._valid = is_end, steps.valid
+        self._end_value: Any = zero_where(is_worthless, steps.final_value)
+        self._bootstrap_value: Any = steps.bootstrap_value
+
+    def following(self, rows: Any) -> Any:
+        """`rows` one step later. After the last row this is the bootstrap value, after an episode the value there."""
+        return _where(self._is_end, self._end_value, _concatenated(rows[1:], self._bootstrap_value[None]))
+
+    def in_last_rows(self, these: Any, others: Any) -> Any:
+        """`these` in the last row of each episode and of the batch, `others` everywhere else."""
+        is_last = self._is_end | self._is_end  # a copy
+        is_last[-1] = True
+        return _where(is_last, these, others)
+
+    def steps_only(self, rows: Any) -> Any:
+        """`rows` with zero where there is no step."""
+        return rows if self._valid is None else zero_where(~self._valid, rows)
+
+    def summed_backwards(self, terms: Any, decay: Any) -> Any:
+        """x[t] = terms[t] + decay[t] * x[t + 1], within episodes. `decay` is a number, or an array as `terms`."""
+        later: Any = None
+        found = []
+        for t in reversed(range(len(terms))):
+            factor = decay if isinstance(decay, float) else decay[t]
+            later = terms[t] if later is None else terms[t] + factor * zero_where(self._is_end[t], later)
+            found.append(later)
+        return _stacked(found[::-1])
+
+
+def _concatenated(rows: Any, last: Any) -> Any:
+    if isinstance(rows, np.ndarray):
+        return np.concatenate([rows, last])
+    import torch
+
+    return torch.cat([rows, last])
+
+
+def _stacked(rows: list[Any]) -> Any:
+    if isinstance(rows[0], np.ndarray):
+        return np.stack(rows)
+    import torch
+
+    return torch.stack(rows)
+
+
+def _where(mask: Any, these: Any, others: Any) -> Any:
+    if isinstance(mask, np.ndarray):
+        return np.where(mask, these, others)
+    import torch
+
+    return torch.where(mask, these, others)
+
+
+def zero_where(mask: Any, rows: Any) -> Any:
+    """`rows` with zero where `mask` is True, whatever is there: NaN too."""
+    return np.where(mask, rows.dtype.type(0), rows) if isinstance(rows, np.ndarray) else rows.masked_fill(mask, 0)

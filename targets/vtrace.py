@@ -1,0 +1,63 @@
+"""V-trace: values and advantages from the steps of an older policy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from penstock.buffers import Samples
+from penstock.targets.returns import as_steps, checked_lambda
+from penstock.targets.steps import Array, Ends, Steps
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@overload
+def vtrace(
+    steps: Samples,
+    log_ratio: Tensor,
+    discount: float,
+    lambda_: float = 1.0,
+    *,
+    clip_rho: float = 1.0,
+    clip_c: float = 1.0,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def vtrace(
+    steps: Steps[Array],
+    log_ratio: Array,
+    discount: float,
+    lambda_: float = 1.0,
+    *,
+    clip_rho: float = 1.0,
+    clip_c: float = 1.0,
+) -> tuple[Array, Array]: ...
+def vtrace(
+    steps: Samples | Steps[Array],
+    log_ratio: Array,
+    discount: float,
+    lambda_: float = 1.0,
+    *,
+    clip_rho: float = 1.0,
+    clip_c: float = 1.0,
+) -> tuple[Array, Array]:
+    """The advantages for the policy's gradient, and the targets of the value (Espeholt et al., 2018). Both `[T, B]`.
+
+    `log_ratio` `[T, B]` is the log-probability of the action now, minus `agent_info.log_prob`: that of the policy which
+    acted. `clip_rho` and `clip_c` limit the ratios. The values should be those of the present parameters:
+    `Steps.of(samples, value=..., bootstrap_value=..., final_value=...)`. What is not given is taken as it was recorded.
+
+    Ends of episodes are treated as `gae` describes. If the policies are equal, the targets are those of
+    `lambda_return`.
+    """
+    steps = as_steps(steps, discount)
+    ends = Ends(steps)
+    log_ratio = ends.steps_only(log_ratio)  # where there is no step, it may be anything
+    ratio: Any = np.exp(log_ratio) if isinstance(log_ratio, np.ndarray) else log_ratio.exp()
+    rho, c = ratio.clip(max=clip_rho), checked_lambda(lambda_) * ratio.clip(max=clip_c)
+    delta = rho * (steps.reward + discount * ends.following(steps.value) - steps.value)
+    target = steps.value + ends.summed_backwards(ends.steps_only(delta), discount * c)
+    advantage = rho * (steps.reward + discount * ends.following(target) - steps.value)
+    return ends.steps_only(advantage), ends.steps_only(target)

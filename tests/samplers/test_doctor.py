@@ -1,0 +1,93 @@
+"""`penstock doctor`: each finding is said, with what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.errors import PortLeaseError
+from penstock.samplers import doctor
+from penstock.samplers.machine import describe_machine
+
+
+def refuse(*_: Any) -> Any:
+    raise OSError("not here")
+
+
+def refuse_folder() -> Any:
+    raise PortLeaseError("unsafe permissions")
+
+
+@pytest.mark.parametrize(
+    ("look", "name", "value", "message"),
+    [
+        ("_torch", "find_spec", lambda _: None, "torch is not installed.*pip install torch"),
+        ("_cpus", "usable_cpus", lambda: (3,), "may use 1 of 64 CPUs.*SerialSampler"),
+        ("_memory", "free_memory", lambda: 2**20, "only 1 MiB of memory are free"),
+        ("_locks", "ports_with_lock_file", refuse_folder, "ports cannot be leased.*unsafe permissions"),
+        ("_descriptors", "resource.getrlimit", lambda _: (256, 4096), "may open 256 files.*ulimit -n 4096"),
+        ("_load", "os.getloadavg", lambda: (999.0, 0, 0), "999.0 processes ran"),
+        ("_shared_memory", "os.memfd_create", refuse, "temporary file.*not here"),
+    ],
+)
+def test_findings(monkeypatch: pytest.MonkeyPatch, look: str, name: str, value: Any, message: str) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(f"penstock.samplers.doctor.{name}", value, raising=False)
+    found = " ".join(getattr(doctor, look)())
+    assert re.search(message, found), found
+
+
+def test_a_quota_of_the_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "usable_cpus", lambda: tuple(range(8)))
+    monkeypatch.setattr(doctor, "_CPU_QUOTA", tmp_path / "cpu.max")
+    for text, expected in (("250000 100000", ["n_workers=2"]), ("max 100000", []), ("800000 100000", [])):
+        (tmp_path / "cpu.max").write_text(text)
+        found = list(doctor._quota())
+        assert len(found) == len(expected)
+        assert all(part in line for part, line in zip(expected, found, strict=True))
+
+
+def test_without_the_compiled_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = namedtuple("native", "COMPILED WHY_NOT_COMPILED")
+    monkeypatch.setattr(doctor, "native", native(False, "no compiler"))
+    assert "Install a C compiler" in next(doctor._compiler())
+
+
+def test_a_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    def version(name: str) -> str:
+        if name == "torch":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert "torch not installed" in describe_machine()["packages"]
+
+
+def run(*arguments: str) -> str:
+    command = [sys.executable, "-m", "penstock", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    return done.stdout
+
+
+def test_the_command_line() -> None:
+    assert run("--version").split() == ["penstock", penstock.__version__]
+    text = run("--help")
+    for command in ("doctor", "machine", "tune"):
+        assert command in text
+
+
+def test_the_doctor_starts_a_sampler_and_finds_it_well() -> None:
+    text = run("doctor")
+    assert "usable CPUs" in text
+    assert "does not run here" not in text
+    assert any(line.startswith("- ") for line in text.splitlines())

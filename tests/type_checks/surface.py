@@ -1,0 +1,70 @@
+"""What a type checker knows of penstock. `make check` runs mypy on this file; nobody imports it.
+
+Each line with `type: ignore` must be an error: an unused comment is one itself.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import assert_type
+
+from penstock import AgentStep, CategoricalPgAgent, FunctionAgent, NamedArrays, ParallelSampler, Samples, TrajInfo
+from penstock.buffers import AgentSamples, EnvSamples
+from penstock.targets import Steps, gae, n_step_return, vtrace
+
+
+def fields_of_a_batch(samples: Samples) -> None:
+    assert_type(samples.env, EnvSamples)
+    assert_type(samples.agent, AgentSamples)
+    for tensor in (samples.env.reward, samples.env.prev_reward, samples.env.terminated, samples.env.truncated):
+        assert_type(tensor, Tensor)
+    for tensor in (samples.env.done, samples.env.prev_done, samples.env.valid):
+        assert_type(tensor, Tensor)
+    for tensor in (samples.agent.bootstrap_value, samples.agent.final_value, samples.agent.policy_version):
+        assert_type(tensor, Tensor)
+    assert_type(samples.env.env_info, NamedArrays)
+    assert_type(samples.agent.agent_info.value, Any)
+    assert_type(samples.targets.advantage, Any)
+    samples.env.rewards  # type: ignore[attr-defined]
+    samples.env.observationn  # type: ignore[attr-defined]
+    samples.agent.actions  # type: ignore[attr-defined]
+    samples.envs  # type: ignore[attr-defined]
+
+
+def an_index_keeps_the_class(samples: Samples) -> None:
+    assert_type(samples[3], Samples)
+    assert_type(samples[:, 1:4], Samples)
+    assert_type(samples.env[:, 3], EnvSamples)
+    assert_type(samples.env[2:].reward, Tensor)
+    assert_type(samples.copy(), Samples)
+    assert_type(samples.flatten().agent, AgentSamples)
+
+
+def parts_of_a_batch(samples: Samples) -> None:
+    for part in samples.minibatches(4):
+        assert_type(part.env.valid, Tensor)
+    steps = samples.transitions(0.99)
+    assert_type(steps.discount, Tensor)
+    steps.next_obs  # type: ignore[attr-defined]
+    samples.minibatches(n_minibatches=4)  # type: ignore[call-arg]
+    samples.sequences("16")  # type: ignore[arg-type]
+
+
+def targets(samples: Samples, log_ratio: Tensor, steps: Steps[Tensor]) -> None:
+    assert_type(gae(samples, 0.99, 0.95), tuple[Tensor, Tensor])
+    assert_type(n_step_return(steps, 3, 0.99), Tensor)
+    assert_type(vtrace(samples, log_ratio, 0.99), tuple[Tensor, Tensor])
+    gae(samples, 0.99)  # type: ignore[call-overload]
+    gae(samples, discount=0.99, lam=0.95)  # type: ignore[call-overload]
+
+
+def arguments(model: Any) -> None:
+    with ParallelSampler("CartPole-v1", batch_T=4, batch_B=2) as sampler:
+        assert_type(sampler, ParallelSampler)
+        samples, infos = sampler.obtain_samples(0)
+        assert_type(samples, Samples)
+        assert_type(infos, list[TrajInfo])
+        sampler.initialize(CategoricalPgAgent(model), sead=0)  # type: ignore[call-arg]
+    ParallelSampler("CartPole-v1", batch_T=4, batch_B=2, num_workers=3)  # type: ignore[call-arg]
+    CategoricalPgAgent(model, greedy=True)  # type: ignore[call-arg]
+    FunctionAgent(AgentStep, params=3)  # type: ignore[call-arg]
