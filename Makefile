@@ -8,7 +8,7 @@ ROOMS := agents buffers collectors envs ports replays samplers targets testing v
 SOURCES := $(shell find $(ROOMS) src \( -name '*.py' -o -name '*.[ch]' \) -not -path '*/.*' 2>/dev/null)
 PYTEST := pytest --dist loadgroup
 
-.PHONY: run quick test check coverage floors pythons bench sanitize chaos faults real peers clean
+.PHONY: run quick test check coverage floors pythons docs dist bench sanitize chaos faults real peers clean
 
 run: $(VENV)/.installed
 	$(BIN)/python examples/ppo.py --out runs/cartpole
@@ -27,6 +27,16 @@ check: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/mypy tests/type_checks/surface.py
 	$(BIN)/lint-imports
+
+# The site in site/: open site/index.html. A warning, for example about a link without a target, is an error.
+docs: $(VENV)/.dependencies
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "open site/index.html"
+
+# An sdist, and a wheel for each version of Python that is installed. Each is installed in a new environment and tried.
+DIST_PYTHONS ?= 3.10 3.11 3.12 3.13
+dist: $(VENV)/.dependencies
+	.ci/dist $(BIN)/python $(DIST_PYTHONS)
 
 # The whole suite, and the lines of each room that it runs, in whichever process. Fails below the share in pyproject.toml.
 COVERAGE := $(BIN)/coverage
@@ -128,4 +138,4 @@ real: $(VENV)/.installed
 	PENSTOCK_REAL_STEPS=20000 $(BIN)/pytest -n 2 tests/real/test_long.py
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEERS) build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -59,7 +59,7 @@ if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # the
 
 BENCH = ["rich>=13", "matplotlib>=3.7"]
 # Environments for the tests.
-ATARI = ["ale-py>=0.10"]
+ATARI = ["ale-py>=0.10", "opencv-python-headless>=4.8"]
 MUJOCO = ["gymnasium[mujoco]>=1.1"]
 DM_CONTROL = [
     # dm_control needs labmaze, which has no wheels from Python 3.13 on.
@@ -73,6 +73,7 @@ DM_CONTROL = [
 ENVPOOL = ["envpool>=1.2; python_version >= '3.11' and python_version < '3.15'"]
 SB3 = ["stable-baselines3>=2.4"]
 VIDEO = ["moviepy>=1.0.3"]  # Gymnasium's RecordVideo writes with it
+DOCS = ["mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.26"]
 DEV = [
     # pytest-xdist 3.8 ignores its groups under pytest 9.2: tests that lease ports would disturb each other.
     "pytest>=8,<9.2",
@@ -88,21 +89,25 @@ DEV = [
     "setuptools>=68",
     "wheel",
     "build>=1.2",
+    "twine>=5.1",
     "joblib>=1.3",  # its processes are one more place where users start samplers
     *ATARI,
     *MUJOCO,
     *DM_CONTROL,
     *ENVPOOL,
     *SB3,
+    *DOCS,
 ]
 
 setup(
     name="penstock",
-    version="0.1.0",
+    version="0.2.0",
     description="Sample reinforcement-learning environments in parallel, straight into shared memory.",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    author="The penstock developers",
     license="Apache-2.0",
+    keywords=["reinforcement learning", "gymnasium", "pytorch", "parallel sampling", "shared memory"],
     python_requires=">=3.10",
     package_dir=package_dir,
     packages=["penstock", *(f"penstock.{room}" for room in ROOMS)],
@@ -129,14 +134,16 @@ setup(
         "envpool": ENVPOOL,
         "sb3": SB3,
         "video": VIDEO,
+        "docs": DOCS,
         "dev": DEV + BENCH,
     },
     entry_points={"console_scripts": ["penstock = penstock.__main__:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",
-        "Operating System :: POSIX",
-        "Programming Language :: Python :: 3",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

@@ -14,6 +14,7 @@ from gymnasium.vector import VectorEnv
 from penstock.envs.seeding import Purpose
 from penstock.errors import ConfigError, brief
 
+#: What a sampler accepts as `env_fn`: a callable, an environment id, or a list of callables.
 EnvFn = Callable[..., gym.Env[Any, Any]] | str | Sequence[Callable[..., gym.Env[Any, Any]]]
 
 

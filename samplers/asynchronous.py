@@ -51,7 +51,9 @@ class AsyncSampler(ParallelSampler):
     thrown away, and the parameters that acted are less than `n_slots` versions old, if you publish once for each batch.
     `samples.agent.policy_version` tells for each column which parameters acted.
 
-    Args, in addition to the arguments of every sampler:
+    It has the arguments of `Sampler`, and these:
+
+    Args:
         n_slots: how many batches there is memory for, from 2 to 8; 3 by default. One is in your hands, the others are
             being collected, or are complete and wait. With two, all workers wait for the slowest one after each batch.
         lag: 1 makes the run reproducible. The workers may begin batch k + 1 when `obtain_samples` returns batch k, and

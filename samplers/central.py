@@ -51,7 +51,9 @@ class GpuSampler(ParallelSampler):
     `wait_samples`, only steps that have already started finish. With `server="process"` a dedicated process acts, and
     workers continue the batch while the caller trains.
 
-    Args, in addition to the arguments of every sampler:
+    It has the arguments of `Sampler`, and these:
+
+    Args:
         min_ready: how many environments must wait before the agent acts for them: an integer, or a float up to 1.0 as a
             fraction of all. Slow steps of some then do not delay the others. Each environment still makes
             `batch_T` steps in a batch. None: the agent acts for all of them together.
@@ -212,7 +214,9 @@ class AlternatingSampler(GpuSampler):
     By default there are two workers per CPU, one of each half. Within a half, the agent acts for all environments
     together.
 
-    Args, in addition to the arguments of `GpuSampler` except `min_ready`:
+    It has the arguments of `GpuSampler` except `min_ready`, and these:
+
+    Args:
         overlap: a half continues as soon as its actions are computed. False: only one half steps at a time, so that it
             has the CPUs for itself; the actions of the other wait until it has finished.
     """

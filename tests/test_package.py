@@ -1,6 +1,7 @@
 """How penstock installs: one top-level package, from a wheel, an sdist or a checkout, with and without links."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -163,6 +164,17 @@ def test_an_editable_install_works(tmp_path: Path, links: bool) -> None:
 )
 def test_the_installed_package_is_compiled_where_there_is_a_compiler() -> None:
     assert native.COMPILED or not HAS_COMPILER
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    places = {
+        "setup.py": r'version="(.*)"',
+        "src/penstock/__init__.py": r'__version__ = "(.*)"',
+        "CITATION.cff": r"^version: (.*)$",
+        "CHANGELOG.md": r"^## (\d\S*)",
+    }
+    found = {name: re.search(pattern, (ROOT / name).read_text(), re.MULTILINE) for name, pattern in places.items()}
+    assert {name: match and match[1] for name, match in found.items()} == dict.fromkeys(places, penstock.__version__)
 
 
 def test_the_installed_package_is_what_is_tested() -> None:

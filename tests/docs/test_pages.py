@@ -1,0 +1,138 @@
+"""The code of the site's pages runs as it is written there. A page about another library is skipped without it."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import ParallelSampler
+
+ROOT = Path(__file__).parent.parent.parent
+DOCS = ROOT / "docs"
+NEEDS = {
+    "migration/rllib.md": "ray.rllib.algorithms.ppo",
+    "migration/sb3.md": "stable_baselines3",
+    "migration/skrl.md": "skrl",
+    "migration/tianshou.md": "tianshou",
+    "migration/torchrl.md": "torchrl",
+}
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def definitions(page: str, first: int = 0, last: int | None = None) -> dict[str, Any]:
+    """All names that the blocks of the page define, executed one after the other in one module."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}  # as in a script: classes are pickled by value
+    for block in blocks(page)[first:last]:
+        exec(compile(block, page, "exec"), namespace)
+    return namespace
+
+
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if "```python" in path.read_text())
+# Other tests execute these, and look at their results.
+ELSEWHERE = re.findall(r'"docs/(\w+\.md)"', (Path(__file__).parent / "test_documents.py").read_text(encoding="utf-8"))
+OWN = [page for page in PAGES if page not in ELSEWHERE and page != "migration/rlpyt.md"]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some blocks write files
+
+
+def skip_without(library: str) -> None:
+    try:
+        importlib.import_module(library)
+    except ImportError as error:
+        pytest.skip(f"needs {library.partition('.')[0]}: {error}")
+
+
+@pytest.mark.filterwarnings("default")  # a page may warn: for example, tune on a busy machine
+@pytest.mark.parametrize("page", [page for page in OWN if page not in NEEDS])
+def test_a_page_runs_as_written(page: str) -> None:
+    definitions(page)
+
+
+@pytest.mark.filterwarnings("default")  # other libraries warn
+@pytest.mark.parametrize("page", NEEDS)
+def test_a_page_about_another_library_runs_as_written(page: str, tmp_path: Path) -> None:
+    skip_without(NEEDS[page])
+    # In a process of its own: these libraries leave processes and descriptors until theirs ends.
+    (tmp_path / "page.py").write_text("\n\n".join(blocks(page)), encoding="utf-8")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "page.py"], env=environ, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("recipes/")])
+def test_a_recipe_is_short(page: str) -> None:
+    assert max(len(block.splitlines()) for block in blocks(page)) <= 40
+
+
+def test_two_processes_train_one_model(tmp_path: Path) -> None:
+    page = blocks("recipes/practice.md")
+    (loop,) = (block for block in page if "DistributedDataParallel(" in block)
+    (tmp_path / "ddp.py").write_text(page[0] + loop, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    ranks = dict(re.findall(r"rank (\d): (.*)", done.stdout))
+    assert ranks.keys() == {"0", "1"}
+    assert ranks["0"] == ranks["1"]
+    assert ranks["0"].startswith("10 batches")
+
+
+class RlpytLikeAgent:
+    """The methods of rlpyt's agents that the bridge calls."""
+
+    def __init__(self) -> None:
+        self._rw_lock = open(os.devnull)  # noqa: SIM115  like a lock, it cannot be pickled
+
+    def initialize(self, env_spaces: Any) -> None:
+        self.model = torch.nn.Linear(env_spaces.observation.shape[0], int(env_spaces.action.n))
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        info, dist_info = namedtuple("AgentInfo", "dist_info value"), namedtuple("DistInfo", "prob")
+        with torch.no_grad():
+            prob = self.model(observation).softmax(-1)
+        action = torch.multinomial(prob, 1).squeeze(-1)
+        return action, info(dist_info(prob), prob[:, 0])
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        with torch.no_grad():
+            return self.model(observation).softmax(-1)[:, 0]
+
+    def sample_mode(self, itr: int) -> None:
+        self.model.eval()
+
+    eval_mode = sample_mode
+
+
+def test_the_bridge_to_rlpyt() -> None:
+    bridge, inner = definitions("migration/rlpyt.md", last=1)["RlpytAgent"], RlpytLikeAgent()
+    agent = bridge(inner)
+    with inner._rw_lock, ParallelSampler("CartPole-v1", batch_T=8, batch_B=4, n_workers=2) as sampler:
+        sampler.initialize(agent, seed=0, bootstrap_value=True)
+        for itr in range(2):
+            samples, _ = sampler.obtain_samples(itr)
+            prob = inner.model(samples.env.observation).softmax(-1)
+            info = samples.agent.agent_info
+            assert prob.detach().numpy() == pytest.approx(info.dist_info.prob.numpy(), abs=1e-6)
+            assert samples.agent.bootstrap_value.shape == (4,)
+            inner.model.bias.data[0] += 1.0  # what an algorithm of rlpyt does
+            agent.sync_shared_memory()
+
+
+@pytest.mark.filterwarnings("default")
+def test_an_algorithm_of_rlpyt_trains() -> None:
+    skip_without("rlpyt")
+    definitions("migration/rlpyt.md")
