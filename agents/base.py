@@ -145,6 +145,22 @@ class Agent(ABC):
                 f"this {type(self).__name__} is not initialized: call sampler.initialize(agent), or "
                 "agent.initialize(env.observation_space, env.action_space)"
             )
+    # ---- resuming --------------------------------------------------------------------------
+
+    def column_state(self, column: int) -> dict[str, Any]:
+        """What this copy keeps for one column: random stream, noise, recurrent state. `sampler.state_dict` saves it.
+
+        The base saves every attribute that has the methods `column_state(column)` and
+        `load_column_state(column, state)`, as those of the stock agents do. An agent of your own that has more methods
+        than its base must define both methods too; the base's are enough if it keeps nothing per column.
+        """
+        parts = {name: getattr(part, "column_state", None) for name, part in vars(self).items()}
+        return {name: save(column) for name, save in parts.items() if save is not None}
+
+    def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
+        """Restore what `column_state` has returned, perhaps for another column of another copy."""
+        for name, part in state.items():
+            getattr(self, name).load_column_state(column, part)
 
     # ---- modes -----------------------------------------------------------------------------
 

@@ -133,6 +133,12 @@ class FunctionAgent(Agent):
         for b, rng in zip(columns, rngs, strict=True):
             self._rngs[b] = rng
 
+    def column_state(self, column: int) -> dict[str, Any]:
+        return {"rng": self._rngs[column].bit_generator.state}
+
+    def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
+        self._rngs[column].bit_generator.state = state["rng"]
+
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         rngs = self._rngs if self.selected is None else [self._rngs[b] for b in self.selected]
         inputs = (observation,) if self.parameters is None else (self.parameters, observation)

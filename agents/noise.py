@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,22 @@ class ColumnNoise:
         for b, rng in zip(columns, rngs, strict=True):
             self._rngs[b] = rng
         positions[columns] = _CHUNK
+
+    def column_state(self, column: int) -> dict[str, Any]:
+        """The column's stream, and the values that were drawn from it and are not used yet."""
+        position = self._position if self._positions is None else int(self._positions[column])
+        left = None if self._chunk is None else map_leaves(np.copy, self._chunk[position:, column])
+        return {"rng": self._rngs[column].bit_generator.state, "position": position, "left": left}
+
+    def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
+        """Continue as the column with this `column_state`."""
+        positions = self._separate_columns()
+        self._rngs[column].bit_generator.state = state["rng"]
+        positions[column] = position = state["position"]
+        if state["left"] is not None:
+            self._chunk[position:, column] = state["left"]
+        if (positions == position).all():  # all columns go together again, which is faster
+            self._position, self._positions = position, None
 
     def next_row(self, columns: npt.NDArray[np.intp] | None = None) -> Any:
         """The next row, of all columns or of `columns`. Later calls do not change it."""
@@ -97,3 +113,11 @@ class OrnsteinUhlenbeck:
     def reset_one(self, column: int) -> None:
         """Set one column to zero."""
         self._x[column] = 0.0
+
+    def column_state(self, column: int) -> npt.NDArray[Any]:
+        """The column's x."""
+        return self._x[column].copy()  # type: ignore[no-any-return]
+
+    def load_column_state(self, column: int, state: npt.NDArray[Any]) -> None:
+        """Continue with this x."""
+        self._x[column] = state

@@ -48,6 +48,17 @@ class RecurrentState:
             for leaf, initial in zip(self._leaves, _parts(self._initial()).values(), strict=True):
                 leaf[column] = initial
 
+    def column_state(self, column: int) -> list[Any]:
+        """The column's numbers, one nested list for each tensor."""
+        return [leaf[column].tolist() for leaf in self._leaves]
+
+    def load_column_state(self, column: int, state: Sequence[Any]) -> None:
+        """Continue with these numbers."""
+        with torch.inference_mode():
+            self._leaves = [leaf.clone() for leaf in self._leaves]
+            for leaf, numbers in zip(self._leaves, state, strict=True):
+                leaf[column] = torch.tensor(numbers, dtype=leaf.dtype)
+
     @property
     def current(self) -> Any:
         """The state `[B, ...]`, in the structure that the model uses."""

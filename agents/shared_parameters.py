@@ -75,6 +75,16 @@ class SharedParameters:
         fence()
         self.version_word[0] = version
 
+    def continue_at(self, version: int, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Writer: make `parameters` this version, or the next if this one is not newer. If it is not newer and nothing
+        has changed, do nothing. No worker may read meanwhile."""
+        newest, _ = self.read()
+        if version > self.version:
+            self.version_word[0] = version - 1
+        elif all(np.array_equal(newest[name], value, equal_nan=False) for name, value in parameters.items()):
+            return
+        self.publish(parameters)
+
     def read(self, wanted: int = 0) -> tuple[dict[str, npt.NDArray[Any]], int]:
         """Reader: a copy of the newest parameters, and their version.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from penstock.collectors.columns import EnvColumns
 from penstock.collectors.decorrelation import decorrelate
 from penstock.collectors.env_batch import EnvBatch
 from penstock.collectors.episode_ends import EpisodeEndRecorder
+from penstock.collectors.episodes import EpisodeRecorder
 from penstock.collectors.tracking import Tracker
 from penstock.envs.infos import InfoWriter
 from penstock.envs.rows import ColumnError, arrays_like
@@ -39,6 +40,7 @@ class CollectorParts:
     streams: ColumnStreams  #: seeds and random generators of these columns
     max_decorrelation_steps: int  #: most random steps before the first batch
     slots: Sequence[BatchColumns] = ()  #: where to write, for each slot; empty if there is only one
+    episodes: EpisodeRecorder | None = None  #: numbers and seeds the episodes, and keeps their actions; None: no need
 
 
 class Collector(ABC):
@@ -67,7 +69,7 @@ class Collector(ABC):
         samples = parts.samples
         self.envs, self.agent, self.tracker = parts.envs, parts.agent, parts.tracker
         self.progress, self.streams, self.on_step = parts.progress, parts.streams, parts.tracker.on_step
-        self.batch_T = samples.batch_T
+        self.batch_T, self._episodes = samples.batch_T, parts.episodes
         self._max_decorrelation_steps = parts.max_decorrelation_steps
         self._mask = mask_of(parts.agent)
         self._agent_has_state = type(parts.agent).reset_one is not Agent.reset_one
@@ -86,6 +88,8 @@ class Collector(ABC):
         # replaced. So the first batch writes the first row.
         self._is_first_batch = True
         self._episode_start = np.ones(len(parts.envs), np.bool_)  # where row 0 starts an episode
+        # What the first batch has in row 0 of action and reward. The same arrays, unless a state is loaded.
+        self._first_action, self._first_reward = self.prev_action, self.prev_reward
 
     def _writers(self, samples: BatchColumns) -> dict[str, Any]:
         """The attributes that belong to one slot."""
@@ -113,16 +117,20 @@ class Collector(ABC):
         self.envs.reset_all(self.streams.env_seeds(Purpose.TRAIN))
         self.tracker.restart()
         self.tracker.set_agent_info(map_leaves(lambda leaf: np.zeros_like(leaf[0]), self.samples.agent_info))
+        self._decorrelate(self.streams)
+
+    def _decorrelate(self, streams: ColumnStreams, columns: Sequence[int] | None = None) -> None:
         if isinstance(self.envs, EnvColumns):  # the columns of a batched environment cannot be stepped one by one
             decorrelate(
                 self.envs,
                 self.tracker,
-                self.streams.rngs(Purpose.DECORRELATE),
+                streams.rngs(Purpose.DECORRELATE),
                 self._max_decorrelation_steps,
                 self.prev_action,
                 self.prev_reward,
                 self._episode_start,
                 self._mask,
+                columns,
             )
 
     def start_agent(self) -> None:
@@ -134,6 +142,51 @@ class Collector(ABC):
 
         It must not write to the samples.
         """
+
+    # ---- resuming --------------------------------------------------------------------------
+
+    def column_state(self, column: int) -> dict[str, Any]:
+        """What the collector keeps of one column between two batches, to be pickled; not its environment and agent.
+
+        A collector of your own that keeps more adds it here, and restores it in `load_column_state`. One that has other
+        methods than its base must define both: otherwise `sampler.state_dict` does not trust them.
+        """
+        if self._is_first_batch:
+            action, reward = self._first_action[column], self._first_reward[column]
+            is_start = self._episode_start[column]
+        else:  # as `begin_batch` copies them
+            action, reward = self.samples.action_rows[-1][column], self.samples.reward_rows[-1][column]
+            is_start = self.samples.valid[-1, column] <= self.samples.done[-1, column]
+        state = {"first_action": action, "first_reward": reward, "episode_start": bool(is_start)}
+        state |= {"prev_action": self.prev_action[column], "prev_reward": self.prev_reward[column]}
+        state = {name: map_leaves(np.copy, value) for name, value in state.items()}
+        return {**state, "trajectory": self.tracker.column_state(column)}
+
+    def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
+        """Before the first batch: continue as the column with this `column_state`."""
+        self._separate_first_row()
+        self._first_action[column], self._first_reward[column] = state["first_action"], state["first_reward"]
+        self.prev_action[column], self.prev_reward[column] = state["prev_action"], state["prev_reward"]
+        self._episode_start[column] = state["episode_start"]
+        self.tracker.load_column_state(column, state["trajectory"])
+
+    def restart_columns(self, columns: Sequence[int], streams: ColumnStreams) -> None:
+        """Before the first batch: start again in these columns, with other seeds."""
+        self._separate_first_row()
+        seeds = streams.env_seeds(Purpose.TRAIN)
+        for column in columns:
+            if self._episodes is not None:
+                self._episodes.restart(column, streams.generation)
+            self.envs.reset_one(column, seeds[column])
+            self.tracker.drop(column)
+            self.prev_action[column], self.prev_reward[column], self._episode_start[column] = 0, 0, True
+        self._decorrelate(streams, columns)
+        for column in columns:
+            self._first_action[column], self._first_reward[column] = self.prev_action[column], self.prev_reward[column]
+
+    def _separate_first_row(self) -> None:
+        if self._first_reward is self.prev_reward:
+            self._first_action, self._first_reward = map_leaves(np.copy, self.prev_action), self.prev_reward.copy()
 
     @abstractmethod
     def collect_batch(self, itr: int) -> None:
@@ -149,7 +202,9 @@ class Collector(ABC):
             self._is_first_batch = False
             samples.episode_start[...] = self._episode_start
             self.envs.write_observations(samples.observation_rows[0])
-            samples.action[0], samples.reward[0] = self.prev_action, self.prev_reward
+            samples.action[0], samples.reward[0] = self._first_action, self._first_reward
+        if self._episodes is not None:
+            self._episodes.begin_batch()
         self.agent.sample_mode(itr)
 
     def act(self, t: int) -> None:
@@ -230,4 +285,6 @@ class Collector(ABC):
         if self._episode_ends.pending:
             self._episode_ends.write_values()
         progress.enter(Phase.SENDING)
+        if self._episodes is not None:  # after the last phase in which an environment may fail
+            self._episodes.end_batch(samples.action[1:], samples.reward[1:])
         progress.n_results = self.tracker.end_rows(samples.reward[1:], samples.done)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,12 @@ class RemoteAgent(Agent):
 
     def reset_one(self, column: int) -> None:
         self._reset[column] = True
+
+    def column_state(self, column: int) -> dict[str, Any]:
+        return {"reset": bool(self._reset[column])}
+
+    def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
+        self._reset[column] = state["reset"]
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         inputs = self._inputs

@@ -15,6 +15,7 @@ from penstock.buffers.named import map_leaves
 from penstock.buffers.native import step_ordinary
 from penstock.collectors.checks import Checks, check_row
 from penstock.collectors.env_batch import NO_CHECKS, EnvBatch, EpisodeEndHook
+from penstock.collectors.episodes import EpisodeRecorder
 from penstock.collectors.tracking import StepHook, snapshot
 from penstock.envs.checks import checked_step, require_info, require_number
 from penstock.envs.examples import example_of
@@ -35,7 +36,10 @@ class EnvColumns(EnvBatch):
     `SpaceError`, with the field and the env_rank, for data that do not fit their space or have a wrong type.
 
     With `flatten_wrappers`, Gymnasium's TimeLimit and OrderEnforcing are stepped without their Python functions.
+    `episodes`, if there is one, gives every reset its seed.
     """
+
+    episodes: EpisodeRecorder | None = None
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class EnvColumns(EnvBatch):
             (b, env_rank, step, step_into_of(env, env_rank))
             for b, (env_rank, (step, _), env) in enumerate(zip(env_ranks, flat, envs, strict=True))
         ]
+        self._flatten_wrappers = flatten_wrappers
         self._writes_in_place = any(step_into is not None for *_, step_into in self._bound)
         self.parked: list[int] = []
         self.observations: list[Any] = [None] * len(envs)
@@ -74,6 +79,8 @@ class EnvColumns(EnvBatch):
         words, (_, env_rank, _, _) = self._words, self._bound[column]
         words[PHASE], words[ENV_RANK] = _IS_RESETTING, env_rank
         words[HEARTBEAT] = began = monotonic_ns()
+        if self.episodes is not None:
+            seed = self.episodes.begin(column)
         result: Any = (self._flat_resets[column] or self.envs[column].reset)(seed=seed)
         words[RESETTING] += monotonic_ns() - began
         if not isinstance(result, tuple) or len(result) != 2:
@@ -105,6 +112,15 @@ class EnvColumns(EnvBatch):
             finally:
                 self._bound, self._flat_resets[column] = bound, flat_reset
                 self.unpark_all()
+
+    def replace_env(self, column: int, env: gym.Env[Any, Any], observation: Any) -> None:
+        """Use this environment from now on; `observation` is its last one. No column is parked."""
+        (_, env_rank, _, _), envs = self._bound[column], list(self.envs)
+        envs[column] = env
+        step, reset = (flattened(env) if self._flatten_wrappers else None) or (env.step, None)
+        self._bound[column], self._flat_resets[column] = (column, env_rank, step, step_into_of(env, env_rank)), reset
+        self.envs, self.observations[column] = envs, observation
+        self.check_observation(column)
 
     def park(self, column: int) -> None:
         self.parked = sorted([*self.parked, column])

@@ -25,24 +25,33 @@ def decorrelate(
     prev_reward: npt.NDArray[Any],
     episode_start: npt.NDArray[np.bool_],
     mask: ActionMask | None = None,
+    columns: Sequence[int] | None = None,
 ) -> None:
-    """Step environment b by 0 to `max_steps` random actions. Their number and the actions come from `rngs[b]`.
+    """Step environment b by 0 to `max_steps` random actions, for each b or those of `columns`. Their number and the
+    actions come from `rngs[b]`.
 
     Writes `prev_action` `[B, ...]` and `prev_reward` `[B]` for the agent's first step. `episode_start[b]` becomes True
     if that step starts an episode. A trajectory that is unfinished at the end continues in the first batch, with the
     steps made here. A trajectory that finishes here is dropped. With `mask`, the actions are legal ones.
     """
-    on_step = tracker.on_step
-    for b, rng in enumerate(rngs):
+    on_step, episodes = tracker.on_step, envs.episodes
+    for b in range(len(rngs)) if columns is None else columns:
+        rng = rngs[b]
         n = int(rng.integers(0, max_steps + 1))
         # With a mask, only random numbers are drawn here. The actions depend on the observations.
         rows: Any = draw(envs.envs[b].action_space, rng, n) if mask is None else rng.random((n, mask.n_components))
         rewards: list[float] = []
+        if episodes is not None:
+            episodes.plan_steps(b, rows if mask is None else None, n)
         envs.enter(Phase.DECORRELATING, b)
         for action in envs.split_actions(rows) if mask is None else _legal_actions(envs, b, mask, rows):
             if on_step is not None:  # copies, because the environment may reuse its observation and action
                 before, given = snapshot(envs.observations[b]), snapshot(action)
+            if episodes is not None:
+                episodes.begin_step(b)
             _, reward, terminated, truncated, info = envs.step_one(b, action)
+            if episodes is not None:
+                episodes.end_step(b, reward)
             if on_step is not None:
                 on_step(b, before, given, reward, terminated, truncated, info)
             rewards.append(reward)
@@ -65,4 +74,7 @@ def _legal_actions(envs: EnvColumns, column: int, mask: ActionMask, uniform: npt
         observation = envs.observations[column]
         if mask.has_none(observation).any():
             raise no_legal_action(envs, column)
-        yield envs.split_actions(mask.draw(mask.legal(observation), numbers[None]))[0]
+        row = mask.draw(mask.legal(observation), numbers[None])
+        if envs.episodes is not None:
+            envs.episodes.plan_next(column, row)
+        yield envs.split_actions(row)[0]

@@ -58,8 +58,8 @@ class EnvBatch(Protocol):
     def reset_all(self, seeds: Sequence[int | None]) -> None:
         """Reset every environment, each with its seed if it has one."""
 
-    def reset_one(self, column: int) -> Any:
-        """Reset one environment, unless it resets itself. Returns its first observation."""
+    def reset_one(self, column: int, seed: int | None = None) -> Any:
+        """Reset one environment, unless it resets itself. Returns its first observation. Batched ones take no seed."""
 
     def park(self, column: int) -> None:
         """Park this column: from the next `step` on it is ignored, and its reward is zero."""

@@ -39,6 +39,12 @@ class EnvBuilder:
         self._built.append((context.env_rank, env))
         return env
 
+    def replace(self, old: Any, new: Any) -> None:
+        """Close `old`, which was built here, and remember `new` in its place."""
+        at = next(i for i, (_, env) in enumerate(self._built) if env is old)
+        self._built[at] = self._built[at][0], new
+        old.close()
+
     def _at(self, context: EnvContext) -> None:
         self._progress.enter(Phase.BUILDING)
         self._progress.at_env(context.env_rank)

@@ -62,6 +62,14 @@ class Tracker(ABC):
     def preload(self, column: int, rewards: Sequence[float]) -> None:
         """Column's trajectory starts with these rewards, from before the first batch."""
 
+    @abstractmethod
+    def column_state(self, column: int) -> Any:
+        """Column's unfinished trajectory, to be pickled."""
+
+    @abstractmethod
+    def load_column_state(self, column: int, state: Any) -> None:
+        """Continue with this trajectory in column."""
+
 
 def make_tracker(
     cls: type[TrajInfo],
@@ -104,6 +112,12 @@ class BatchTracker(Tracker):
         for reward in rewards:
             info.step(None, None, reward, False, False, None, {})
         self._running[column] = (*(getattr(info, name) for name in FIGURES), info._weight)
+
+    def column_state(self, column: int) -> Any:
+        return self._running[column].copy()
+
+    def load_column_state(self, column: int, state: Any) -> None:
+        self._running[column] = state
 
     def end_rows(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int = 0) -> int:
         n = -1
@@ -194,6 +208,12 @@ class ObjectTracker(Tracker):
     def drop(self, column: int) -> None:
         if not self._goes_on[column]:
             self._running[column] = self._cls(**self._kwargs)
+
+    def column_state(self, column: int) -> Any:
+        return vars(self._running[column])
+
+    def load_column_state(self, column: int, state: Any) -> None:
+        self._running[column] = self._cls.restore(state)
 
     def set_agent_info(self, agent_info: Any) -> None:
         # A copy, because the next batch overwrites the row, and a TrajInfo may keep its part.

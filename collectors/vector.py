@@ -145,7 +145,7 @@ class VectorColumns(EnvBatch):
             return False, self._reset(seeds[0])
         raise refusal
 
-    def reset_one(self, column: int) -> Any:
+    def reset_one(self, column: int, seed: int | None = None) -> Any:
         self.reset_columns([column])
         return element(self.observations, column)
 

@@ -6,8 +6,10 @@ from penstock.envs.examples import example_of, observation_example
 from penstock.envs.factory import EnvContext, EnvFactory, EnvFn, build_example_env, close_example_env, env_factories
 from penstock.envs.infos import InfoWanted, InfoWriter, info_example
 from penstock.envs.masks import MaskInObservation
+from penstock.envs.replay import EpisodeReplay
 from penstock.envs.rows import action_splitter, arrays_like, write_row
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed, stream
+from penstock.envs.state import check_env_state
 from penstock.envs.toy import CountingEnv, CrashingEnv, NestedEnv, SlowEnv
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "EnvContext",
     "EnvFactory",
     "EnvFn",
+    "EpisodeReplay",
     "InfoWanted",
     "InfoWriter",
     "MaskInObservation",
@@ -29,6 +32,7 @@ __all__ = [
     "action_splitter",
     "arrays_like",
     "build_example_env",
+    "check_env_state",
     "close_example_env",
     "env_factories",
     "example_of",

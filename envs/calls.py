@@ -78,11 +78,12 @@ def _perform_one(call: EnvCall, env: gym.Env[Any, Any], column: int) -> Any:
     return attribute
 
 
-def results(call: EnvCall, messages: Sequence[ObjectMessage]) -> list[Any]:
-    """Main process: what the environments returned, by env_rank. Raises `EnvCallError` for the first that raised."""
+def single_results(what: str, messages: Sequence[ObjectMessage]) -> list[Any]:
+    """Main process: what each message carries, by env_rank. `what` names the call in errors, which are as those of
+    `results`."""
     found = []
     for message in sorted(messages, key=lambda message: message.env_rank):
-        where, outcome = f"{call.verb_in_errors} {call.name!r} on env_rank {message.env_rank}", message.payload
+        where, outcome = f"{what} on env_rank {message.env_rank}", message.payload
         if isinstance(outcome, Unreadable):
             problem = f"a result that cannot be unpickled in the main process: {in_one_line(outcome.error)}"
             raise EnvCallError(f"{where} returned {problem}") from outcome.error
@@ -91,3 +92,8 @@ def results(call: EnvCall, messages: Sequence[ObjectMessage]) -> list[Any]:
             raise EnvCallError(f"{where} raised {report.headline}") from report.as_cause()
         found.append(outcome["result"])
     return found
+
+
+def results(call: EnvCall, messages: Sequence[ObjectMessage]) -> list[Any]:
+    """Main process: what the environments returned, by env_rank. Raises `EnvCallError` for the first that raised."""
+    return single_results(f"{call.verb_in_errors} {call.name!r}", messages)

@@ -21,6 +21,7 @@ class Purpose(enum.IntEnum):
     ACTION = 3
     EVAL_ACTION = 4
     MODEL = 5
+    EPISODE = 6
 
 
 def fresh_seed() -> int:
@@ -31,6 +32,15 @@ def fresh_seed() -> int:
 def stream(seed: int, purpose: Purpose, *key: int) -> np.random.Generator:
     """The generator for `purpose` and `key`; the key usually starts with an env_rank."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(purpose, *key))))
+
+
+def episode_seed(seed: int, env_rank: int, episode: int, generation: int = 0) -> int:
+    """The seed of the reset that begins this episode, if every reset is seeded (`seed_episodes=True`).
+
+    Episode 0 has the seed that it has without that option.
+    """
+    streams = ColumnStreams(seed, range(env_rank, env_rank + 1), generation)
+    return streams.env_seeds(*((Purpose.EPISODE, episode) if episode else (Purpose.TRAIN,)))[0]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from penstock.samplers.asynchronous import AsyncSampler
 from penstock.samplers.base import Sampler
 from penstock.samplers.central import AlternatingSampler, GpuSampler
 from penstock.samplers.parallel import ParallelSampler
+from penstock.samplers.restoring import ResumeReport
 from penstock.samplers.serial import SerialSampler
 from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import LagStats, SamplerStats, ServerStats, WorkerStats
@@ -21,6 +22,7 @@ __all__ = [
     "GpuSampler",
     "LagStats",
     "ParallelSampler",
+    "ResumeReport",
     "Sampler",
     "SamplerState",
     "SamplerStats",

@@ -14,6 +14,7 @@ import numpy as np
 from penstock.agents import Agent
 from penstock.agents.masks import info_key, mask_of
 from penstock.buffers import NamedArrays, RecordRings, Samples, SamplesBuffer, SampleSpec
+from penstock.buffers.episode_log import EpisodeLog
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import map_leaves
 from penstock.collectors import BaseEvalCollector, EpisodeEvalCollector, EvalCollector, TrajInfo
@@ -39,6 +40,7 @@ from penstock.samplers.config import SamplerConfig
 from penstock.samplers.memory import SamplerMemory
 from penstock.samplers.plan import SamplerPlan, eval_max_T
 from penstock.samplers.program import EnvShare, SamplerProgram
+from penstock.samplers.replaying import Replays
 from penstock.samplers.stats import ServerTotals
 from penstock.samplers.step_buffer import StepBuffer
 from penstock.workers.control import ControlBlock
@@ -69,6 +71,11 @@ class Allocation:
     program: SamplerProgram
     shares: Sequence[EnvShare]  #: by worker rank
     inference_difference: float | None  #: see `SamplerStats`
+    replays: Replays | None  #: makes replays, if `seed_episodes=True`
+
+    def replay_of(self, status: Any) -> Any:
+        """`PoolOptions.replay_of`."""
+        return None if self.replays is None else self.replays.of_failure(status)
 
 
 def allocate(config: SamplerConfig, agent: Agent, setup: Setup, resources: ExitStack) -> Allocation:
@@ -100,7 +107,8 @@ def allocate(config: SamplerConfig, agent: Agent, setup: Setup, resources: ExitS
     memory = _allocate_memory(config, agent, setup, buffer, program.eval_max_T)
     resources.callback(memory.close)
     resources.callback(agent.runtime.unshare_memory, memory.parameters)
-    return Allocation(buffer.batches, memory, program, shares, difference)
+    replays = Replays(memory, train, setup.seed, config.crash_dir) if config.seed_episodes else None
+    return Allocation(buffer.batches, memory, program, shares, difference, replays)
 
 
 def _allocate_memory(
@@ -124,8 +132,14 @@ def _allocate_memory(
         records=RecordRings(capacities, shared=shared),
         parameters=agent.runtime.share_memory(shared=shared),
         mailbox=Mailbox(),
+        episodes=_episode_log(config, buffer, setup) if config.seed_episodes else None,
         **server,
     )
+
+
+def _episode_log(config: SamplerConfig, buffer: SamplesBuffer, setup: Setup) -> EpisodeLog:
+    action, n_before = buffer.slots[0].action, config.max_decorrelation_steps
+    return EpisodeLog(action, config.batch_T, n_before, shared=setup.shared)
 
 
 def _eval_collector_cls(config: SamplerConfig) -> type[BaseEvalCollector]:

@@ -65,6 +65,7 @@ class AsyncSampler(ParallelSampler):
     """
 
     _idle_states = (SamplerState.READY, _RUNNING, _PAUSED)
+    _no_restore = "on an AsyncSampler, whose workers are ahead of the batch in your hands: use another sampler"
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class AsyncSampler(ParallelSampler):
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
         this = weakref.ref(self)  # the parameters must not keep the sampler alive
         allocation.memory.parameters.before_overwrite = lambda version: _await_readers(this(), version)
-        options = pool_options(self.config, preload=() if self._central else ("torch",), has_lookout=True)
+        options = pool_options(self.config, allocation, preload=() if self._central else ("torch",), has_lookout=True)
         if not self._central:
             programs = [allocation.program] * len(self._plans)
             return WorkerPool(self._plans, programs, allocation.shares, allocation.memory, options, resources)

@@ -18,7 +18,7 @@ from penstock.buffers import Samples
 from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn, fresh_seed
 from penstock.envs.calls import EnvCall
-from penstock.errors import ConfigError, SamplerStateError
+from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation, Setup, allocate
 from penstock.samplers.batches import Batches
 from penstock.samplers.config import SamplerConfig
@@ -26,6 +26,7 @@ from penstock.samplers.evaluation import until_enough, video_message, warn_if_un
 from penstock.samplers.local import SerialPool
 from penstock.samplers.metrics import Metrics
 from penstock.samplers.plan import SamplerPlan
+from penstock.samplers.restoring import RestoringCalls
 from penstock.samplers.results import infos_from_messages, run_call
 from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import SamplerStats, describe, worker_stats
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from penstock.samplers.config import SamplerOptions
 
 
-class Sampler(ABC):
+class Sampler(RestoringCalls, ABC):
     """Samples batches `[batch_T, batch_B]` from `batch_B` environments.
 
     Args:
@@ -94,6 +95,9 @@ class Sampler(ABC):
         debug: check each action and observation with `space.contains`. Slow. Shapes, dtypes and structure are always
             checked. Samples whose memory was given back raise `StaleSamplesError`, and this memory is overwritten with
             NaN, False, or the smallest or largest integer. There is memory for one more batch then.
+        seed_episodes: seed every reset of a training environment by (env_rank, episode), so that `error.replay` and
+            `sampler.replay` can repeat an episode. It keeps the last actions of each environment, up to 4 MB each.
+        crash_dir: a folder in which the replay of each failure is written too, as a file for `EpisodeReplay.load`.
 
     Raises `ConfigError` for arguments that cannot work.
     """
@@ -183,7 +187,7 @@ class Sampler(ABC):
                     allocation = allocate(self.config, agent, setup, resources)
                 self._memory = allocation.memory
                 self._guard.announce(self._memory.control)
-                self._inference_difference = allocation.inference_difference
+                self._inference_difference, self._replays = allocation.inference_difference, allocation.replays
                 self.observation_space: gym.Space[Any] = agent.observation_space
                 self.action_space: gym.Space[Any] = agent.action_space
                 #: The last batch as `Samples` of numpy arrays. The tensors of `obtain_samples` use the same memory.
@@ -201,11 +205,6 @@ class Sampler(ABC):
             self._guard.state = SamplerState.READY
             example: Samples = self.samples_np[0, 0].copy()
             return example
-
-    def _require_pool(self, call: str) -> WorkerPool | SerialPool:
-        if self._pool is None:
-            raise SamplerStateError(f"{call} was called before initialize: call sampler.initialize(agent) first")
-        return self._pool
 
     # ---- sampling --------------------------------------------------------------------------
 

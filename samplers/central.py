@@ -150,6 +150,22 @@ class GpuSampler(ParallelSampler):
         n_envs = self.batch_B // (n_workers + 1) if self._serve_envs == "auto" else int(self._serve_envs)
         return n_envs, self.config.eval_n_envs * n_envs // self.batch_B
 
+    # ---- resuming --------------------------------------------------------------------------
+
+    def _server_agent(self) -> Agent | None:
+        if self._is_process:
+            raise ConfigError('server="process" cannot be saved or continued: use server="caller"')
+        return self._server.agent
+
+    def _resume_server(self, generation: int) -> None:
+        self._server.resume(generation)
+
+    @property
+    def _server(self) -> InferenceServer:
+        pool = self._require_pool("the inference server")
+        assert isinstance(pool, CentralPool)
+        return pool.server
+
     # ---- the pool --------------------------------------------------------------------------
 
     def _readiness(self) -> Readiness:
@@ -168,13 +184,13 @@ class GpuSampler(ParallelSampler):
             compile_options=self._compile_options,
             n_processes=len(plans) + (not self._steps_locally),
         )
-        options = pool_options(self.config, self._spin_seconds, preload=())
+        options = pool_options(self.config, allocation, self._spin_seconds, preload=())
         if self._is_process:
             return pool_with_server(agent, plans, allocation, options, resources, server_options)
         program = replace(allocation.program, agent=RemoteAgent(agent))
         server = InferenceServer(server_options, memory)
         resources.callback(server.close)
-        local = LocalWorker(plans[-1], program, memory) if self._steps_locally else None
+        local = LocalWorker(plans[-1], program, memory, allocation.replay_of) if self._steps_locally else None
         return CentralPool(plans, program, allocation.shares, memory, options, resources, server, local)
 
 

@@ -41,7 +41,7 @@ class CentralPool(WorkerPool):
         local: LocalWorker | None,
     ) -> None:
         """If there is a `local` worker, the last plan and the last share belong to it."""
-        self._server, self._local, self._was_interrupted = server, local, False
+        self.server, self._local, self._was_interrupted = server, local, False
         self._occasion = "start-up"
         self._on_wake: Callable[[], None] | None = None
         self._worker_cpus = {cpu for plan in plans for cpu in plan.cpus}
@@ -59,7 +59,7 @@ class CentralPool(WorkerPool):
                 raise
 
     def _submit(self, command: Command, ranks: Iterable[int] | None = None) -> None:
-        self._server.begin(command, self._wanted_openings[0] + 1)
+        self.server.begin(command, self._wanted_openings[0] + 1)
         super()._submit(command, ranks)
         if self._local is not None:
             self._local.open(command)
@@ -103,13 +103,13 @@ class CentralPool(WorkerPool):
     def _serve(self, until: Callable[[], bool] = lambda: False) -> None:
         if sigint.is_pending():
             self.control.stop_eval = True  # end a running evaluation early: its results will be dropped
-        self._server.serve(self._wake, until)
+        self.server.serve(self._wake, until)
         if self._on_wake is not None:
             self._on_wake()
 
     def _serving(self) -> WaitOptions:
         """The arguments of a wait in which requests get replies."""
-        server = self._server
+        server = self.server
         return {"on_wake": self._serve, "is_due": lambda: server.has_work, "wake_for_any": server.wake_for_any}
 
     def _request_locally(self, kind: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -74,6 +75,8 @@ class SamplerOptions(TypedDict, total=False):
     flatten_wrappers: bool
     check_finite: bool
     debug: bool
+    seed_episodes: bool
+    crash_dir: str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +111,8 @@ class SamplerConfig:
     flatten_wrappers: bool = True
     check_finite: bool = False
     debug: bool = False
+    seed_episodes: bool = False
+    crash_dir: str | os.PathLike[str] | None = None
 
     @classmethod
     def of(cls, caller: str, env_fn: EnvFn, options: Mapping[str, Any]) -> SamplerConfig:
@@ -131,12 +136,13 @@ class SamplerConfig:
         for name in ("step_timeout", "start_timeout", "restart_window"):
             if name != "step_timeout" or self.step_timeout is not None:
                 self._put(name, seconds(name, getattr(self, name)))
-        for name in ("record_final_obs", "flatten_wrappers", "check_finite", "debug"):
+        for name in ("record_final_obs", "flatten_wrappers", "check_finite", "debug", "seed_episodes"):
             self._put(name, true_or_false(name, getattr(self, name)))
         self._check_evaluation()
         one_of("start_method", self.start_method, START_METHODS)
         one_of("on_worker_failure", self.on_worker_failure, ON_WORKER_FAILURE)
         self._check_kinds()
+        self._check_replays()
 
     @property
     def memory_slots(self) -> int:
@@ -158,6 +164,16 @@ class SamplerConfig:
                 raise ConfigError(f"{name} needs evaluation environments: give eval_n_envs too")
         if self.eval_episodes is not None and self.eval_max_trajectories is not None:
             raise ConfigError("eval_episodes and eval_max_trajectories exclude each other: leave one out")
+
+    def _check_replays(self) -> None:
+        if self.seed_episodes and self.collector_cls.batched:
+            raise ConfigError("seed_episodes=True needs single environments: the collector uses a batched one")
+        if self.crash_dir is None:
+            return
+        if not isinstance(self.crash_dir, str | os.PathLike):
+            raise ConfigError(f"crash_dir must be the path of a folder or None, got {self.crash_dir!r}")
+        if not self.seed_episodes:
+            raise ConfigError("crash_dir needs seed_episodes=True: otherwise no failure can be replayed")
 
     def _check_kinds(self) -> None:
         if self.observation_dtype is not None and not _is_float_dtype(self.observation_dtype):

@@ -110,6 +110,16 @@ class InferenceServer:
         self._is_acting = False  # stays True if a second Ctrl-C ended a step of the agent
         self._served_until = time.monotonic()  # when `serve` last returned
 
+    @property
+    def agent(self) -> Agent:
+        """The agent that acts for the training environments."""
+        return self._train.agent
+
+    def resume(self, generation: int) -> None:
+        """A saved run continues: the streams of evaluations are of this generation from now on."""
+        self._plans = [replace(plan, generation=generation) for plan in self._plans]
+        self._n_replaced, self._n_evaluations = self._control.n_replaced, 0
+
     def close(self) -> None:
         """Unlock the step buffers. It may be called twice."""
         self._page_locks.close()

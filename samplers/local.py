@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 class LocalWorker:
     """A worker in the caller's thread: `open` gives it a command, and `work` runs it."""
 
-    def __init__(self, plan: WorkerPlan, program: WorkerProgram, memory: SharedMemory) -> None:
-        self._plan, self._memory = plan, memory
+    def __init__(
+        self, plan: WorkerPlan, program: WorkerProgram, memory: SharedMemory, replay_of: Callable[[Any], Any]
+    ) -> None:
+        self._plan, self._memory, self._replay_of = plan, memory, replay_of
         self._program: WorkerProgram | None = program
         self.progress = memory.control.progress(plan.worker_rank)
         self._messages: list[ObjectMessage] = []
@@ -86,8 +88,10 @@ class LocalWorker:
     def error(self, cause: BaseException, occasion: str) -> WorkerError:
         """The same error as for a worker process that raised `cause`."""
         status = self.status()
-        error = WorkerError(f"{status} raised {type(cause).__name__}: {cause} while {status.doing} ({occasion})")
-        error.__cause__ = cause
+        text = f"{status} raised {type(cause).__name__}: {cause} while {status.doing} ({occasion})"
+        replay = self._replay_of(status)
+        error = WorkerError(text if replay is None else f"{text}\n{replay.advice}")
+        error.__cause__, error.replay = cause, replay
         return error
 
     def close(self, *, broken: bool) -> None:
@@ -116,10 +120,16 @@ class SerialPool:
     has_lost_command = False  #: there is no process that might not get it
 
     def __init__(
-        self, plan: WorkerPlan, program: WorkerProgram, share: Any, memory: SharedMemory, resources: ExitStack
+        self,
+        plan: WorkerPlan,
+        program: WorkerProgram,
+        share: Any,
+        memory: SharedMemory,
+        resources: ExitStack,
+        replay_of: Callable[[Any], Any],
     ) -> None:
         self._memory, self._resources = memory, resources
-        self._worker = LocalWorker(plan, program, memory)
+        self._worker = LocalWorker(plan, program, memory, replay_of)
         self.restarts = Restarts(max_restarts=0, window=0.0)  # there is no process to replace
         self._error: WorkerError | SamplerClosedError | None = None
         self.is_closed = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.agents.shared_parameters import SharedParameters
+from penstock.buffers.episode_log import EpisodeLog
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.results import RecordRings
@@ -29,6 +30,7 @@ class SamplerMemory:
     steps: StepBuffer | None = None
     eval_steps: StepBuffer | None = None
     totals: ServerTotals | None = None
+    episodes: EpisodeLog | None = None  #: only with `seed_episodes=True`
 
     def count_lost(self, plan: WorkerPlan, command: Command | None, t: int, n_results: int) -> int:
         """How many trajectories are lost with a worker that dies in row `t` of `command` (None: between two).
@@ -51,7 +53,7 @@ class SamplerMemory:
     @property
     def _own(self) -> list[NamedMemory]:
         """All of it but the parameters, which the agent owns."""
-        parts = (self.control, self.records, self.steps, self.eval_steps, self.totals)
+        parts = (self.control, self.records, self.steps, self.eval_steps, self.totals, self.episodes)
         return [self.samples, *(part.memory for part in parts if part is not None)]
 
     @property

@@ -49,12 +49,13 @@ class ParallelSampler(Sampler):
         return max(1, min(self.config.n_workers or len(mask) or 1, self.batch_B))
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
-        programs, options = [allocation.program] * len(self._plans), pool_options(self.config)
+        programs, options = [allocation.program] * len(self._plans), pool_options(self.config, allocation)
         return WorkerPool(self._plans, programs, allocation.shares, allocation.memory, options, resources)
 
 
 def pool_options(
     config: SamplerConfig,
+    allocation: Allocation,
     spin_seconds: float = SPIN_SECONDS,
     *,
     preload: Sequence[str] = ("torch",),
@@ -69,5 +70,6 @@ def pool_options(
         restart_window=config.restart_window,
         spin_seconds=spin_seconds,
         has_lookout=has_lookout,
+        replay_of=allocation.replay_of,
         preload=(*preload, "penstock.samplers.program", "gymnasium.envs.classic_control"),
     )

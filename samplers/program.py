@@ -20,6 +20,7 @@ from penstock.collectors.checks import Checks
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.env_batch import EnvBatch
 from penstock.collectors.env_builder import EnvBuilder
+from penstock.collectors.episodes import EpisodeRecorder
 from penstock.collectors.evaluation import BaseEvalCollector, EvalCollectorParts
 from penstock.collectors.tracking import Tracker, make_tracker
 from penstock.collectors.vector import VectorColumns
@@ -29,6 +30,7 @@ from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.memory import SamplerMemory
 from penstock.samplers.plan import SamplerPlan, episodes_per_env
+from penstock.samplers.saving import StateMessage, WorkerParts
 from penstock.workers.control import Command
 from penstock.workers.program import WorkerContext
 from penstock.workers.progress import Phase
@@ -65,7 +67,7 @@ class SamplerProgram:
         if self._memory.steps is None:  # with central inference, only the server needs the parameters
             self.agent.runtime.attach(self._memory.parameters)
             self.agent.runtime.pull_shared_memory()
-        self._n_slots = len(self._memory.slots)
+        self._n_slots, self._proofs = len(self._memory.slots), list[tuple[EnvFactory, str]]()
         self._builder = EnvBuilder(self._progress, self.agent.observation_space, self.agent.action_space)
         env_factories, eval_env_factories = context.share
         self._collector = self._build_collector(env_factories)
@@ -76,9 +78,12 @@ class SamplerProgram:
         streams = ColumnStreams(self.seed, plan.env_ranks, plan.generation)
         columns = slice(plan.columns.start, plan.columns.stop)
         slots = [BatchColumns(arrays, columns, is_poisoned=self.config.debug) for arrays in self._memory.slots]
+        envs, episodes = self._build_envs(factories, streams, Purpose.TRAIN), None
+        if self._memory.episodes is not None and isinstance(envs, EnvColumns):
+            envs.episodes = episodes = EpisodeRecorder(self._memory.episodes, plan.columns, streams, self._progress)
         collector = self.config.collector_cls(
             CollectorParts(
-                envs=self._build_envs(factories, streams, Purpose.TRAIN),
+                envs=envs,
                 agent=self._build_agent(streams, Purpose.ACTION, self.config.batch_B),
                 samples=slots[0],
                 slots=slots,
@@ -86,6 +91,7 @@ class SamplerProgram:
                 progress=self._progress,
                 streams=streams,
                 max_decorrelation_steps=self.config.max_decorrelation_steps,
+                episodes=episodes,
             )
         )
         collector.start_envs()
@@ -159,7 +165,7 @@ class SamplerProgram:
             return
         records.begin()
         if not command.do_eval:
-            self._call(pickle.loads(self._memory.mailbox.read()))
+            self._answer(pickle.loads(self._memory.mailbox.read()))
         elif evaluator is not None:
             evaluator.agent.runtime.pull_shared_memory()
             with self._recording(evaluator.envs, command):
@@ -182,6 +188,16 @@ class SamplerProgram:
         collector.collect_batch(command.itr)
         # With central inference, the server has noted the version before its first reply.
         collector.samples.policy_version[...] = version if self._memory.steps is None else control.version(-1)
+
+    def _answer(self, message: EnvCall | StateMessage) -> None:
+        if isinstance(message, EnvCall):
+            self._call(message)
+            return
+        factories, _ = self._context.share
+        builder, collectors = self._builder, (self._collector, self._eval_collector)
+        results = message.perform(WorkerParts(self._plan, self.seed, factories, builder, *collectors, self._proofs))
+        self._context.put(results)
+        self._progress.n_results = len(results)
 
     def _call(self, call: EnvCall) -> None:
         plan = self._plan

@@ -26,4 +26,4 @@ class SerialSampler(Sampler):
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> SerialPool:
         plan, share, memory = self._plans[0], allocation.shares[0], allocation.memory
-        return SerialPool(plan, allocation.program, share, memory, resources.pop_all())
+        return SerialPool(plan, allocation.program, share, memory, resources.pop_all(), allocation.replay_of)

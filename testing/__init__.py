@@ -1,5 +1,6 @@
 """For your tests: make workers fail, and check your own collectors, agents, evaluation collectors and `TrajInfo`s."""
 
+from penstock.envs import check_env_state
 from penstock.testing.conformance import check_agent, check_collector, check_eval_collector, check_traj_info
 from penstock.testing.delegation import DelegatingAgent
 from penstock.testing.faults import HOWS, Fault, InjectedFault, Trigger, UnpicklableFault, UnprintableFault
@@ -26,6 +27,7 @@ __all__ = [
     "UnprintableFault",
     "check_agent",
     "check_collector",
+    "check_env_state",
     "check_eval_collector",
     "check_traj_info",
     "faulty_collector",

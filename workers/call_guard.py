@@ -179,6 +179,8 @@ class CallGuard(Generic[_State]):
         if self._error is not None:  # the same error every time, with a new traceback
             error = type(self._error)(*self._error.args)
             error.__cause__ = self._error.__cause__
+            if isinstance(error, SamplerBrokenError) and isinstance(self._error, SamplerBrokenError):
+                error.replay = self._error.replay
             return error
         if self.state is self._closed:
             return SamplerClosedError(f"{name} was called after {self._close_call}: make a new {self._noun}")

@@ -247,12 +247,17 @@ class ControlBlock:
     # ---- progress rows ---------------------------------------------------------------------
 
     def generation(self, worker_rank: int) -> int:
-        """How many workers with this rank have failed and been replaced."""
+        """How many workers with this rank have failed and been replaced; more, if a saved run continues."""
         return self._generation[worker_rank]
+
+    def raise_generation(self, generation: int) -> None:
+        """Count the generations of all workers from here: a worker that is started from now on has a later one."""
+        for worker_rank in range(len(self._generation)):
+            self._generation[worker_rank] = generation
 
     @property
     def n_replaced(self) -> int:
-        """How many workers have failed and been replaced."""
+        """The sum of the generations: it changes when a worker is replaced."""
         return sum(self._generation)
 
     def progress(self, worker_rank: int) -> Progress:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -77,6 +77,7 @@ class WorkerFailure:
     report: Report | None  #: its exception, if it raised
     stack: str = ""  #: its Python stack, if it crashed or hung
     hung: str = ""  #: how it hung, if the main process killed it for that
+    replay: Any = None  #: what `PoolOptions.replay_of` has returned for it
 
     @property
     def rank(self) -> int:
@@ -134,12 +135,15 @@ def make_error(
         lines += [f"  {status.heartbeat_text}" for status in everyone]
     elif others:
         lines.append("the others: " + "; ".join(f"{status.plan.name} {status.doing}" for status in others))
+    replays = [failure.replay for failure in failures if failure.replay is not None]
+    lines += [replay.advice for replay in replays[:1]]
     if note:
         lines.append(note)
     for failure in [failure for failure in failures if failure.stack][:_MAX_STACKS]:
         lines += [f"the stack of {failure.status.plan.name}:", failure.stack]
     kind = WorkerTimeoutError if hung else WorkerError if reports else WorkerDiedError
     error = kind("\n".join(lines))
+    error.replay = next(iter(replays), None)
     if reports:
         error.__cause__ = reports[0].as_cause()
     return error

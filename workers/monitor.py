@@ -205,7 +205,8 @@ class Monitor:
         for rank in sorted(found):
             handle = self._handles[rank]
             status, exitcode = self.status(handle), handle.reap()
-            failures.append(WorkerFailure(status, exitcode, self._reports.read(rank), handle.stacks.read()))
+            report, stack, replay = self._reports.read(rank), handle.stacks.read(), self._options.replay_of(status)
+            failures.append(WorkerFailure(status, exitcode, report, stack, replay=replay))
         return failures
 
     def _examine_hung(self, pending: Sequence[int]) -> list[WorkerFailure]:
@@ -218,7 +219,8 @@ class Monitor:
             stack = handle.stacks.ask(handle.pid)
             handle.signal_group(signal.SIGKILL)
             hung = f"made no progress for {limit:g} s{stopped}"
-            failures.append(WorkerFailure(status, handle.reap(), None, stack, hung))
+            exitcode = handle.reap()
+            failures.append(WorkerFailure(status, exitcode, None, stack, hung, self._options.replay_of(status)))
         return failures
 
     # ---- deadlines -------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.workers.spinning import SPIN_SECONDS
@@ -62,6 +63,8 @@ class PoolOptions:
     preload: Sequence[str] = ()  #: modules that the fork server imports once, so that workers start faster
     keeps_messages: bool = False  #: keep the messages of a dead worker even if it has not completed its command
     has_lookout: bool = False  #: a thread looks for failures while the main process does not wait
+    #: For the status of a worker that has failed: what its failure can be repeated from. It has a text `advice`.
+    replay_of: Callable[[Any], Any] = lambda status: None
 
 
 def span(ranks: range) -> str:

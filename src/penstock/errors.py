@@ -5,6 +5,7 @@ PenstockError
 ├── SpaceError (ValueError)           A space cannot be recorded, or data does not fit its space.
 ├── PortLeaseError (RuntimeError)     No port is left to lease, or the folder of lock files is not safe.
 ├── EnvCallError (RuntimeError)       An environment raised in `sampler.call`, `get_attr` or `set_attr`.
+├── ReplayError (RuntimeError)        An environment does not repeat its recorded episode.
 ├── StaleSamplesError (RuntimeError)  With `debug=True`: the memory of this batch was given back for a later batch.
 └── SamplerStateError (RuntimeError)  A call came out of order.
     ├── SamplerClosedError            A call came after `shutdown`.
@@ -26,6 +27,7 @@ __all__ = [
     "EnvCallError",
     "PenstockError",
     "PortLeaseError",
+    "ReplayError",
     "SamplerBrokenError",
     "SamplerClosedError",
     "SamplerStateError",
@@ -75,6 +77,10 @@ class PortLeaseError(PenstockError, RuntimeError):
     says what is wrong with the folder."""
 
 
+class ReplayError(PenstockError, RuntimeError):
+    """An environment does not repeat its recorded episode. The message names the first step that differs."""
+
+
 class StaleSamplesError(PenstockError, RuntimeError):
     """Only with `debug=True`: samples were used after their memory was given back for a later batch. The message names
     both batches, and the line that began the later one. Use the samples before that line, or a `copy()` of them."""
@@ -89,7 +95,13 @@ class SamplerClosedError(SamplerStateError):
 
 
 class SamplerBrokenError(SamplerStateError):
-    """A worker failed. The sampler stays broken and raises this same error on every call."""
+    """A worker failed. The sampler stays broken and raises this same error on every call.
+
+    `replay` is an `EpisodeReplay` of the environment that failed, if the sampler has `seed_episodes=True` and a training
+    environment was being stepped or reset; otherwise None.
+    """
+
+    replay: Any = None
 
 
 class WorkerError(SamplerBrokenError):

@@ -262,6 +262,27 @@ def test_the_learning_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -
     assert ast.literal_eval(capsys.readouterr().out) == [[1.5, 4.0], [1.0, 6.0], [3.0, 3.0]]
     assert names["part"].env.observation.shape == (16, 8, 4)
     assert names["target"].shape == (512,)
+def test_the_resume_page_runs_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = definitions("docs/resume.md")
+    assert capsys.readouterr().out.splitlines() == ["8 environments continue exactly, 0 began new episodes", "pickle"]
+    for (name, ours), (_, theirs) in zip(names["resumed"].leaves(), names["straight"].leaves(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)
+
+
+def test_a_failure_is_repeated_as_the_failures_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = (block for block in blocks("docs/failures.md") if "replay.run()" in block)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(block, "docs/failures.md", "exec"), names)
+    assert re.match(r"episode \d+ of env_rank \d until its step \d+ \(worker \d", capsys.readouterr().out)
+    with pytest.raises(ValueError, match="this case was forgotten"):
+        names["env"].step(names["action"])
+    assert list((tmp_path / "crashes").iterdir())
 
 
 def test_the_replay_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,165 @@
+"""An episode of one environment that can be repeated in any process, up to one step: see `EpisodeReplay`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+
+from penstock.buffers.named import map_leaves
+from penstock.envs.factory import EnvContext, EnvFactory
+from penstock.envs.rows import action_splitter, arrays_like, write_cell
+from penstock.errors import ConfigError, ReplayError, brief
+
+
+@dataclass(frozen=True)
+class EpisodeReplay:
+    """The beginning of an episode: how the environment was built and reset, and which actions it got.
+
+    `run` repeats it in this process and stops before one step, or before the reset if there are no actions. After a
+    failure (`error.replay`) this is the step or reset that failed. It works for environments whose episodes depend on
+    nothing but `env.reset(seed=...)` and the actions.
+    """
+
+    factory: EnvFactory  #: builds the environment
+    context: EnvContext  #: what it was built for; `context.env_rank` is its index
+    episode: int  #: the number of the episode, counted by environment from 0
+    seed: int  #: of the reset that begins the episode
+    actions: Any  #: `[n + 1, ...]` as they are recorded, the last one that of the step to stop before; or `[0, ...]`
+    rewards: npt.NDArray[np.float32]  #: `[n]`, of the steps before
+    observation: Any = None  #: what the step to stop before acts on, as it was recorded; None if it is unknown
+    n_missing: int = 0  #: steps at the start of the episode whose actions are not kept any more
+    failure: str = ""  #: what happened then, for a replay of a failure
+    path: str = ""  #: the file that holds a copy, or why there is none
+
+    @property
+    def step(self) -> int:
+        """How many steps the episode has made before the one to stop before."""
+        return len(self.rewards) + self.n_missing
+
+    @property
+    def is_reset(self) -> bool:
+        """Whether `run` stops before the reset."""
+        return self.n_missing == 0 and len(self) == 0
+
+    def __len__(self) -> int:
+        leaves = [leaf for _, leaf in self.actions.leaves()] if hasattr(self.actions, "leaves") else [self.actions]
+        return len(leaves[0])
+
+    def run(self) -> tuple[gym.Env[Any, Any], Any]:
+        """Build the environment in this process and repeat the episode. Returns the environment and the action of the
+        next step, or None if the next call is `env.reset(seed=replay.seed)`. You close the environment.
+
+        Raises `ReplayError`, naming the step, as soon as the environment does not do what was recorded.
+        """
+        if self.n_missing:
+            raise ReplayError(
+                f"{self._name} cannot be repeated: of the {self.step} steps before the one to stop at, the first "
+                f"{self.n_missing} are not kept any more"
+            )
+        env = self.factory(self.context)
+        try:
+            return env, None if self.is_reset else self._follow(env)
+        except BaseException:
+            env.close()
+            raise
+
+    def _follow(self, env: gym.Env[Any, Any]) -> Any:
+        """Repeat the steps in `env`. Returns the next action."""
+        *actions, next_action = action_splitter(env.action_space)(self.actions)
+        observation = follow(env, self.seed, actions, self.rewards, self._name)
+        if self.observation is not None:
+            self._compare(env, observation)
+        return next_action
+
+    def _compare(self, env: gym.Env[Any, Any], observation: Any) -> None:
+        """Raise `ReplayError` unless `observation` is the recorded one."""
+        row = map_leaves(lambda leaf: np.zeros((1, 1, *leaf.shape), leaf.dtype), self.observation)
+        write_cell(arrays_like(env.observation_space, row), 0, 0, observation)
+        recorded = map_leaves(lambda leaf: np.asarray(leaf)[None, None], self.observation)
+        pairs = (
+            zip(row.leaves(), recorded.leaves(), strict=True)
+            if hasattr(row, "leaves")
+            else [(("observation", row), ("observation", recorded))]
+        )
+        for (name, ours), (_, theirs) in pairs:
+            if ours.tobytes() != theirs.tobytes():
+                got, expected = brief(ours[0, 0]), brief(theirs[0, 0])
+                problem = f"{name} before step {self.step} is {got}, recorded was {expected}"
+                raise _differs(self._name, self.step, problem)
+
+    @property
+    def _name(self) -> str:
+        return f"episode {self.episode} of env_rank {self.context.env_rank}"
+
+    @property
+    def _stop(self) -> str:
+        return "its reset" if self.is_reset else f"its step {self.step}"
+
+    def __str__(self) -> str:
+        return f"{self._name} until {self._stop}" + (f" ({self.failure})" if self.failure else "")
+
+    @property
+    def advice(self) -> str:
+        """For an error: how to use this replay."""
+        text = f"error.replay.run() repeats {self._name} in this process, until {self._stop}"
+        return f"{text}; a copy for EpisodeReplay.load: {self.path}" if self.path else text
+
+    # ---- files -----------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it into a file, by cloudpickle. Raises `ConfigError` if the environment's factory cannot be pickled."""
+        try:
+            pickled = cloudpickle.dumps(self)
+        except Exception as error:  # pickling runs the user's code
+            raise ConfigError(f"the replay cannot be pickled: {type(error).__name__}: {error}") from error
+        Path(path).write_bytes(pickled)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> EpisodeReplay:
+        """Read it from a file, which may contain code: load only your own. Raises `ConfigError` for another file."""
+        replay = pickle.loads(Path(path).read_bytes())
+        if not isinstance(replay, EpisodeReplay):
+            raise ConfigError(f"{path} does not contain an EpisodeReplay, but a {type(replay).__name__}")
+        return replay
+
+
+def follow(
+    env: gym.Env[Any, Any], seed: int, actions: Sequence[Any], rewards: npt.NDArray[np.float32], name: str
+) -> Any:
+    """Reset `env` and make the steps of a recorded episode. Returns the last observation.
+
+    Raises `ReplayError`, with the episode's `name` and the step, as soon as a reward differs, a call raises, or the
+    episode ends.
+    """
+    try:
+        observation, _ = env.reset(seed=seed)
+    except Exception as error:
+        raise _differs(name, len(actions), f"env.reset raised {type(error).__name__}: {error}") from error
+    for i, (action, recorded) in enumerate(zip(actions, rewards, strict=True)):
+        try:
+            observation, reward, terminated, truncated, _ = env.step(action)
+        except Exception as error:
+            raise _differs(name, len(actions), f"step {i} raised {type(error).__name__}: {error}") from error
+        with np.errstate(over="ignore"):
+            is_equal = np.array_equal(np.float32(reward), recorded, equal_nan=True)
+        if not is_equal:
+            raise _differs(name, len(actions), f"the reward of step {i} is {reward}, recorded was {recorded}")
+        if terminated or truncated:
+            raise _differs(name, len(actions), f"it ends at step {i}")
+    return observation
+
+
+def _differs(name: str, n_steps: int, problem: str) -> ReplayError:
+    return ReplayError(
+        f"{name} differs from the recording of its {n_steps} steps: {problem}. The environment depends on something "
+        "beside the seed of its reset and its actions"
+    )

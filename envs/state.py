@@ -1,0 +1,205 @@
+"""The state of an environment: saved and loaded, with a proof that a loaded copy continues as the original does."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+
+from penstock.envs.factory import EnvContext, EnvFactory, EnvFn, env_factories
+from penstock.errors import ConfigError, brief
+
+#: How an environment is saved: by its own `get_state` and `set_state`, or as a whole, by pickle.
+StateKind = Literal["get_state", "pickle"]
+
+_N_CHECKED = 3  # how often a check saves the environment
+_STEPS_AFTER_RESET = 10
+_RESULTS = ("observation", "reward", "terminated", "truncated")
+
+
+def check_env_state(
+    env_fn: EnvFn, env_kwargs: Mapping[str, Any] | None = None, *, n_steps: int = 100, seed: int = 0
+) -> StateKind:
+    """Prove that an environment continues exactly after it was saved and loaded, as `sampler.state_dict` needs it.
+
+    The environment is saved at three points of its episodes. The copy and the original then get the same random
+    actions, `n_steps` of them, and are reset without a seed. Observations, rewards, `terminated` and `truncated` must
+    be equal all the time.
+
+    Returns how it is saved: "get_state" if the environment, or one inside its wrappers, has the methods `get_state()`
+    and `set_state(state)`; otherwise "pickle". The attributes of the wrappers around `get_state` are saved too.
+
+    Raises `ConfigError` with the reason if the environment cannot be saved, or if the copy differs. An environment with
+    an `EzPickle` base class is refused: its copy is a new environment, not one in the same state.
+    """
+    factory = env_factories(env_fn, env_kwargs, 1)[0]
+    return prove(factory, EnvContext(0, -1, seed, None), n_steps, seed)
+
+
+def prove(
+    factory: EnvFactory,
+    context: EnvContext,
+    n_steps: int = 100,
+    seed: int = 0,
+    on_step: Callable[[], object] = lambda: None,
+) -> StateKind:
+    """As `check_env_state`, for one factory. Calls `on_step` after each step."""
+    env = factory(context)
+    try:
+        actions = copy.deepcopy(env.action_space)
+        actions.seed(seed)
+        env.reset(seed=seed)
+        for _ in range(_N_CHECKED):
+            for _ in range(1 + n_steps // _N_CHECKED):
+                _, _, terminated, truncated, _ = env.step(actions.sample())
+                on_step()
+                if terminated or truncated:
+                    env.reset()
+            kind, data = save_env(env)
+            other = _new_copy(factory, context, kind, data, seed)
+            try:
+                _compare(env, other, actions, n_steps, on_step)
+            finally:
+                other.close()
+    finally:
+        env.close()
+    return kind
+
+
+def _new_copy(factory: EnvFactory, context: EnvContext, kind: StateKind, data: bytes, seed: int) -> Any:
+    if kind == "pickle":
+        return load_env(None, kind, data)
+    env = factory(context)
+    try:
+        env.reset(seed=seed + 1)
+        return load_env(env, kind, data)
+    except BaseException:
+        env.close()
+        raise
+
+
+def _compare(env: Any, other: Any, actions: gym.Space[Any], n_steps: int, on_step: Callable[[], object]) -> None:
+    """Raise `ConfigError` unless both do the same."""
+    is_over = False
+    for i in range(n_steps + _STEPS_AFTER_RESET):
+        if is_over or i == n_steps:
+            first, other_first = (copy.deepcopy(each.reset()[0]) for each in (env, other))
+            _check_same("the first observation of an episode", i, first, other_first)
+        action = actions.sample()
+        result, other_result = (copy.deepcopy(each.step(copy.deepcopy(action))[:4]) for each in (env, other))
+        on_step()
+        for name, ours, theirs in zip(_RESULTS, result, other_result, strict=True):
+            _check_same(name, i, ours, theirs)
+        is_over = bool(result[2] or result[3])
+
+
+def _check_same(name: str, i: int, ours: Any, theirs: Any) -> None:
+    if not is_same(ours, theirs):
+        raise ConfigError(
+            f"the environment does not continue alike after it was saved and loaded: {name} of step {i} after that is "
+            f"{brief(theirs)}, without it {brief(ours)}"
+        )
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two observations or other values are equal, NaN included."""
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    arrays = np.asarray(one), np.asarray(other)
+    is_float = arrays[0].dtype.kind in "fc"
+    return arrays[0].dtype == arrays[1].dtype and np.array_equal(*arrays, equal_nan=is_float)
+
+
+# ---- saving and loading ----------------------------------------------------------------------
+
+
+def save_env(env: Any) -> tuple[StateKind, bytes]:
+    """How `env` is saved, and its state. Raises `ConfigError` with the reason if that is impossible."""
+    layers = _layers(env)
+    n_outside = _n_outside(layers)
+    try:
+        if n_outside is None:
+            return "pickle", _dumps(env, [])
+        state = [_own_attributes(layer) for layer in layers[:n_outside]], layers[n_outside].get_state()
+        return "get_state", _dumps(state, layers)
+    except ConfigError:
+        raise
+    except Exception as error:  # saving runs the user's code
+        raise ConfigError(f"{env} cannot be saved: {type(error).__name__}: {error}") from error
+
+
+def load_env(env: Any, kind: str, data: bytes) -> Any:
+    """The environment with the state `data`: a new one for "pickle"; for "get_state" `env`, which has been reset."""
+    if kind == "pickle":
+        return pickle.loads(data)
+    layers = _layers(env)
+    outside, state = _Unpickler(io.BytesIO(data), layers).load()
+    for layer, attributes in zip(layers, outside, strict=False):
+        vars(layer).update(attributes)
+    layers[len(outside)].set_state(state)
+    return env
+
+
+def _layers(env: Any) -> list[Any]:
+    """`env` and what it wraps, the outermost first."""
+    layers = [env]
+    while isinstance(layers[-1], gym.Wrapper):
+        layers.append(layers[-1].env)
+    return layers
+
+
+def _n_outside(layers: list[Any]) -> int | None:
+    """How many wrappers are around the outermost layer with `get_state` and `set_state`; None if none has them."""
+    for i, layer in enumerate(layers):
+        if all(callable(getattr(type(layer), name, None)) for name in ("get_state", "set_state")):
+            return i
+    return None
+
+
+def _own_attributes(layer: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(layer).items() if name != "env"}
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Refuses objects with an `EzPickle` base class anywhere, and writes the index of a layer in its place."""
+
+    def __init__(self, file: Any, layers: list[Any]) -> None:
+        super().__init__(file)
+        self._index = {id(layer): i for i, layer in enumerate(layers)}
+
+    def persistent_id(self, value: Any) -> int | None:
+        """The index of a layer."""
+        return self._index.get(id(value))
+
+    def reducer_override(self, value: Any) -> Any:
+        """How `value` is pickled."""
+        if any(cls.__name__ == "EzPickle" for cls in type(value).__mro__):
+            raise ConfigError(
+                f"{type(value).__name__} is an EzPickle: pickle makes a new environment of it, and loses its state. "
+                "Give it get_state() and set_state(state)"
+            )
+        return super().reducer_override(value)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, layers: list[Any]) -> None:
+        super().__init__(file)
+        self._layers = layers
+
+    def persistent_load(self, pid: Any) -> Any:
+        """The layer of this index."""
+        return self._layers[pid]
+
+
+def _dumps(value: Any, layers: list[Any]) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream, layers).dump(value)
+    return stream.getvalue()

@@ -1,0 +1,164 @@
+"""Replays: an environment's episode as shared memory has it, when its worker fails or when a batch is complete."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.buffers.episode_log import (
+    AT,
+    EPISODE,
+    FIRST_EPISODE,
+    FIRST_START,
+    GENERATION,
+    POSITION,
+    START,
+    EpisodeLog,
+)
+from penstock.buffers.named import map_leaves
+from penstock.envs.factory import EnvContext, EnvFactory
+from penstock.envs.replay import EpisodeReplay
+from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
+from penstock.errors import ConfigError
+from penstock.samplers.memory import SamplerMemory
+from penstock.samplers.plan import SamplerPlan
+from penstock.workers.failures import WorkerStatus
+from penstock.workers.plan import WorkerPlan
+from penstock.workers.progress import Phase
+
+_IN_ENVIRONMENT = (Phase.STEPPING, Phase.RESETTING, Phase.DECORRELATING)
+
+
+class Replays:
+    """Makes the `EpisodeReplay` of a failure, or of any step of the last batch."""
+
+    def __init__(
+        self,
+        memory: SamplerMemory,
+        factories: Sequence[EnvFactory],
+        seed: int,
+        crash_dir: str | os.PathLike[str] | None,
+    ) -> None:
+        """`factories` has one entry per column. Raises `ConfigError` if the folder `crash_dir` cannot be made."""
+        assert memory.episodes is not None
+        self._memory, self._factories, self._seed = memory, factories, seed
+        self._log: EpisodeLog = memory.episodes
+        self._crash_dir, self._n_saved = None if crash_dir is None else Path(crash_dir), 0
+        if self._crash_dir is not None:
+            try:
+                self._crash_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"crash_dir={os.fspath(self._crash_dir)!r} cannot be made: {error}") from error
+
+    # ---- failures --------------------------------------------------------------------------
+
+    def of_failure(self, status: WorkerStatus) -> EpisodeReplay | None:
+        """The replay for a worker that failed, whose last status this is. None unless it was in a training environment,
+        or if the memory has impossible values, since a crash may write anywhere."""
+        plan, progress, control = status.plan, status.progress, self._memory.control
+        rank = plan.worker_rank
+        if not isinstance(plan, SamplerPlan) or progress.phase not in _IN_ENVIRONMENT:
+            return None
+        command = control.command(rank, control.begun(rank)) if control.is_running(rank) else None
+        is_other_command = command is not None and (command.do_eval or command.has_message)
+        if is_other_command or progress.env_rank not in plan.env_ranks:
+            return None
+        column = plan.columns[plan.env_ranks.index(progress.env_rank)]
+        words = self._log.words(column)
+        position, start = words[POSITION], words[START]
+        if progress.phase is Phase.RESETTING:
+            row = start - 1
+        elif progress.phase is Phase.STEPPING and command is not None:
+            row = position + progress.t
+        else:
+            row = words[AT]
+        is_possible = words[EPISODE] >= 0 and start <= row + 1 and progress.t < len(self._slot(0).done) - 1
+        if not is_possible:
+            return None
+        slot = 0 if command is None else command.slot
+        found = self._make(plan, column, words[EPISODE], words[GENERATION], (start, row, position), slot)
+        return self._saved(replace(found, failure=f"{status} failed while {status.doing}"))
+
+    def _saved(self, found: EpisodeReplay) -> EpisodeReplay:
+        """`found`, after it has been written into the folder `crash_dir`, if there is one."""
+        if self._crash_dir is None:
+            return found
+        name = f"env_rank_{found.context.env_rank}-episode_{found.episode}-step_{found.step}"
+        self._n_saved += 1
+        path = self._crash_dir / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self._n_saved}.replay"
+        found = replace(found, path=os.fspath(path))
+        try:
+            found.save(path)
+        except (OSError, ConfigError) as error:  # the failure itself must be reported in any case
+            return replace(found, path=f"not written: {error}")
+        return found
+
+    # ---- any step --------------------------------------------------------------------------
+
+    def at(self, plan: WorkerPlan, env_rank: int, t: int, slot: int) -> EpisodeReplay:
+        """The replay until step t of the last batch, which is complete and lies in `slot`. Raises `ConfigError` if the
+        environment waited for a reset then."""
+        column = plan.columns[plan.env_ranks.index(env_rank)]
+        arrays, words = self._slot(slot), self._log.words(column)
+        if not arrays.valid[t, column]:
+            raise ConfigError(f"env_rank {env_rank} made no step at t={t}: it waited for a reset (valid is False)")
+        ends = np.flatnonzero(arrays.done[1 : t + 1, column])
+        first = words[POSITION] - len(arrays.valid)
+        start = first + int(ends[-1]) + 1 if len(ends) else words[FIRST_START]
+        episode, stop = words[FIRST_EPISODE] + len(ends), words[POSITION]
+        return self._make(plan, column, episode, words[GENERATION], (start, first + t, stop), slot, t)
+
+    # ---- both ------------------------------------------------------------------------------
+
+    def _slot(self, slot: int) -> Any:
+        return self._memory.slots[slot]
+
+    def _make(
+        self,
+        plan: WorkerPlan,
+        column: int,
+        episode: int,
+        generation: int,
+        positions: tuple[int, int, int],
+        slot: int,
+        t: int | None = None,
+    ) -> EpisodeReplay:
+        """The replay of an episode that began at position `start`, until position `row`. The log has the positions
+        below `stop`, the slot those from there on."""
+        start, row, stop = positions
+        kept = max(start, stop - self._log.n_rows)
+        actions, rewards = self._log.read(column, kept, max(kept, min(row + 1, stop)))
+        arrays = self._slot(slot)
+        if row >= stop:  # in the batch that was being collected; row t + 1 of these arrays is step t
+            rows = slice(1 + max(0, start - stop), row - stop + 2)
+            actions = _joined(actions, map_leaves(lambda leaf: leaf[rows, column], arrays.action))
+            rewards = np.concatenate([rewards, arrays.reward[rows, column]])
+            t = row - stop
+        has_observation = t is not None and row >= start
+        env_rank = plan.env_ranks[plan.columns.index(column)]
+        seed_when_built = ColumnStreams(self._seed, range(env_rank, env_rank + 1), plan.generation)
+        return EpisodeReplay(
+            factory=self._factories[column],
+            context=EnvContext(env_rank, plan.worker_rank, seed_when_built.env_seeds(Purpose.TRAIN)[0], Purpose.TRAIN),
+            episode=episode,
+            seed=episode_seed(self._seed, env_rank, episode, generation),
+            actions=actions,
+            rewards=rewards[:-1].copy(),  # the last step has not returned yet
+            observation=map_leaves(lambda leaf: leaf[t, column].copy(), arrays.observation)
+            if has_observation
+            else None,
+            n_missing=kept - start,
+        )
+
+
+def _joined(one: Any, other: Any) -> Any:
+    """Two parts of a column's actions, one after the other."""
+    if hasattr(one, "leaves"):
+        return type(one)({name: _joined(one[name], other[name]) for name in one.keys()})  # noqa: SIM118
+    return np.concatenate([one, other])

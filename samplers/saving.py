@@ -1,0 +1,232 @@
+"""What a worker does to save its environments, agent and collector column by column, or to continue a saved run."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
+
+import cloudpickle
+import numpy as np
+
+from penstock.agents.base import Agent
+from penstock.buffers.reports import dump_exception, in_one_line
+from penstock.buffers.results import MessageKind, ObjectMessage
+from penstock.collectors.base import Collector
+from penstock.collectors.columns import EnvColumns
+from penstock.collectors.env_builder import EnvBuilder
+from penstock.collectors.evaluation import BaseEvalCollector
+from penstock.collectors.tracking import snapshot
+from penstock.envs.factory import EnvContext, EnvFactory
+from penstock.envs.replay import follow
+from penstock.envs.rows import action_splitter
+from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
+from penstock.envs.state import is_same, load_env, prove, save_env
+from penstock.errors import ConfigError, ReplayError, brief
+from penstock.samplers.plan import SamplerPlan
+from penstock.workers.progress import Phase
+
+#: How an environment continues: "get_state", "pickle" and "replay" are exact.
+RESEEDED = "reseeded"
+
+
+class SavedColumn(TypedDict):
+    """One column of a saved run, as text and bytes."""
+
+    kind: str  #: "get_state", "pickle", "replay" or "reseeded"
+    why: str  #: why it is not exact
+    data: bytes  #: everything that the column continues with, pickled; empty if it is reseeded
+
+
+@dataclass
+class WorkerParts:
+    """What a worker's program has, for these messages."""
+
+    plan: SamplerPlan
+    seed: int
+    factories: Sequence[EnvFactory]
+    builder: EnvBuilder
+    collector: Collector
+    eval_collector: BaseEvalCollector | None
+    #: What the checks of the environments have found so far: pairs of a factory, and why its environments cannot be
+    #: saved (empty: they can).
+    proofs: list[tuple[EnvFactory, str]]
+
+    def context(self, column: int) -> EnvContext:
+        """What the environment of this column was built for."""
+        streams = self.collector.streams
+        return EnvContext(
+            streams.env_ranks[column],
+            self.plan.worker_rank,
+            streams.env_seeds(Purpose.TRAIN)[column],
+            Purpose.TRAIN,
+        )
+
+
+class StateMessage(ABC):
+    """A message to all workers, which each answers with one result."""
+
+    def perform(self, parts: WorkerParts) -> list[ObjectMessage]:
+        """Do it. An exception is returned as a result, and the worker continues."""
+        parts.collector.progress.enter(Phase.CALLING)
+        try:
+            outcome = {"result": self.answer(parts)}
+        except Exception as error:  # the user's code may raise anything
+            outcome = {"error": dump_exception(error)}
+        return [ObjectMessage(MessageKind.CALL_RESULT, 0, parts.plan.env_ranks[0], outcome)]
+
+    @abstractmethod
+    def answer(self, parts: WorkerParts) -> Any:
+        """What the worker answers."""
+
+
+# ---- saving ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SaveMessage(StateMessage):
+    """Save every column: returns a `SavedColumn` by env_rank, and `{env_rank: (evaluations, generation)}` of the
+    evaluation environments."""
+
+    saves_envs: bool
+    untrusted: str  #: why no column is exact: the agent or collector may keep what it does not save; empty if none does
+
+    def answer(self, parts: WorkerParts) -> Any:
+        """The columns by env_rank, and the counts of the evaluation environments."""
+        env_ranks = parts.collector.envs.env_ranks
+        columns = {env_rank: self._save(parts, column) for column, env_rank in enumerate(env_ranks)}
+        evaluator = parts.eval_collector
+        counts = (0, 0) if evaluator is None else (evaluator._n_evaluations, evaluator.streams.generation)
+        return columns, dict.fromkeys(parts.plan.eval_env_ranks, counts)
+
+    def _save(self, parts: WorkerParts, column: int) -> SavedColumn:
+        collector, envs = parts.collector, parts.collector.envs
+        if self.untrusted or not self.saves_envs:
+            return SavedColumn(kind=RESEEDED, why=self.untrusted or 'env_state="never"', data=b"")
+        episodes = None if collector._episodes is None else collector._episodes.column_state(column)
+        kind, env, why = "", b"", _proof(parts, column)
+        if not why:
+            try:
+                kind, env = save_env(envs.envs[column])
+            except ConfigError as error:
+                why = str(error)
+        if why:
+            if episodes is None or episodes["n_missing"]:
+                return SavedColumn(kind=RESEEDED, why=why, data=b"")
+            kind = "replay"
+        values = {
+            "env": env,
+            "observation": snapshot(envs.observations[column]),
+            "episodes": episodes,
+            "collector": collector.column_state(column),
+            "agent": collector.agent.column_state(column),
+        }
+        try:
+            data = cloudpickle.dumps(values)
+            pickle.loads(data)
+        except Exception as error:  # for example an attribute of a TrajInfo subclass
+            return SavedColumn(kind=RESEEDED, why=f"its state cannot be pickled: {in_one_line(error)}", data=b"")
+        return SavedColumn(kind=kind, why="", data=data)
+
+
+def _proof(parts: WorkerParts, column: int) -> str:
+    """Why the environment of this column cannot be saved; empty if that is proven to work. One proof serves all columns
+    with the same factory."""
+    factory = parts.factories[column]
+    for other, why in parts.proofs:
+        if other.fn is factory.fn and other.kwargs is factory.kwargs:
+            return why
+    progress, why = parts.collector.progress, ""
+    try:
+        prove(factory, parts.context(column), on_step=lambda: progress.enter(Phase.CALLING))
+    except ConfigError as error:
+        why = str(error)
+    except Exception as error:  # the user's environment may raise anything
+        why = f"the check of its state raised {in_one_line(error)}"
+    parts.proofs.append((factory, why))
+    return why
+
+
+def untrusted_class(*classes: type) -> str:
+    """Why one of these agents and collectors may keep what its `column_state` does not save; empty if none does."""
+    for each in classes:
+        for cls in each.__mro__:
+            if cls.__module__.split(".")[0] == "penstock" or "column_state" in vars(cls):
+                break
+            if any(inspect.isroutine(value) and not name.startswith("__") for name, value in vars(cls).items()):
+                return f"{cls.__name__} does not define column_state and load_column_state"
+    return ""
+
+
+# ---- loading -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoadMessage(StateMessage):
+    """Continue saved columns; the others start again. Returns `{env_rank: why}` for those that start again."""
+
+    columns: Mapping[int, SavedColumn]  #: by env_rank
+    evaluations: tuple[int, int]  #: how many there have been, and the generation of their streams
+    generation: int  #: of the streams of columns that start again
+
+    def answer(self, parts: WorkerParts) -> Any:
+        """Why columns start again, by env_rank."""
+        collector, refused = parts.collector, dict[int, str]()
+        streams = ColumnStreams(parts.seed, collector.envs.env_ranks, self.generation)
+        for column, env_rank in enumerate(streams.env_ranks):
+            saved = self.columns[env_rank]
+            why = saved["why"] if saved["kind"] == RESEEDED else _load(parts, column, saved)
+            if why:
+                refused[env_rank] = why
+        if refused:
+            indices = [rank - streams.env_ranks[0] for rank in refused]
+            collector.restart_columns(indices, streams)
+            restart_agent(collector.agent, indices, streams)
+        if parts.eval_collector is not None:
+            evaluator = parts.eval_collector
+            evaluator._n_evaluations, generation = self.evaluations
+            evaluator.streams = replace(evaluator.streams, generation=generation)
+        return refused
+
+
+def restart_agent(agent: Agent, columns: Sequence[int], streams: ColumnStreams) -> None:
+    """New random streams and no state in these columns."""
+    rngs = streams.rngs(Purpose.ACTION)
+    if len(columns) == len(rngs):
+        agent.seed_columns(rngs)
+        agent.reset()
+        return
+    agent.reseed_columns(np.asarray(columns, np.intp), [rngs[column] for column in columns])
+    for column in columns:
+        agent.reset_one(column)
+
+
+def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
+    """Continue this column. Returns why that is impossible, if it is a replay that differs."""
+    collector, state = parts.collector, pickle.loads(saved["data"])
+    envs, episodes = collector.envs, state["episodes"]
+    assert isinstance(envs, EnvColumns)
+    old = envs.envs[column]
+    if saved["kind"] == "replay":
+        env_rank, numbers = envs.env_ranks[column], (episodes["episode"], episodes["generation"])
+        seed, new = episode_seed(parts.seed, env_rank, *numbers), old
+        actions = action_splitter(old.action_space)(episodes["actions"])
+        try:
+            last = follow(old, seed, actions, episodes["rewards"], f"the episode of env_rank {env_rank}")
+        except ReplayError as error:
+            return str(error)
+        if not is_same(last, state["observation"]):
+            return f"its last observation differs after its episode was repeated: {brief(last)}"
+    else:
+        new = load_env(old, saved["kind"], state["env"])
+    if new is not old:
+        parts.builder.replace(old, new)
+    envs.replace_env(column, new, state["observation"])
+    collector.load_column_state(column, state["collector"])
+    collector.agent.load_column_state(column, state["agent"])
+    if collector._episodes is not None and episodes is not None:
+        collector._episodes.load_column_state(column, episodes)
+    return ""

@@ -1,0 +1,314 @@
+"""seed_episodes=True: any step of the last batch, and any failure, can be repeated in another environment."""
+
+import pickle
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from penstock import (
+    AlternatingSampler,
+    AsyncSampler,
+    ConfigError,
+    EpisodeReplay,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    ReplayError,
+    Sampler,
+    SamplerStateError,
+    SerialSampler,
+    VectorEnvCollector,
+    WaitResetCollector,
+    WorkerError,
+)
+from penstock.buffers import episode_log
+from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
+from penstock.testing import Fault, FaultyAgent, faulty_env
+
+T, B = 12, 4
+
+
+def make(env_fn: Any = "CartPole-v1", cls: type[Sampler] = SerialSampler, **kwargs: Any) -> Sampler:
+    arguments = {"batch_T": T, "batch_B": B, "n_workers": 2, "max_decorrelation_steps": 30, "seed_episodes": True}
+    return cls(env_fn, **{**arguments, **kwargs})
+
+
+class Walk(gym.Env[Any, Any]):
+    """A random walk from the seed of its reset. Every third step pays a random reward; an episode has 5 to 40 steps."""
+
+    observation_space = gym.spaces.Box(-1e9, 1e9, (2,), np.float64)
+    action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, noise: float = 0.0, fails_at: int = -1) -> None:
+        self.noise, self.fails_at = noise, fails_at
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.count, self.length = 0, int(self.np_random.integers(5, 40))
+        self.position = self.np_random.normal(size=2)
+        return self.position.copy(), {}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        if self.count == self.fails_at:
+            raise ValueError(f"step {self.count} fails")
+        self.count += 1
+        self.position = self.position + action + self.np_random.normal(size=2)
+        reward = float(self.position[0]) if self.count % 3 == 0 else 0.0
+        if self.noise:
+            reward += self.noise * np.random.default_rng().normal()
+        return self.position.copy(), reward, self.count == self.length, False, {}
+
+
+@pytest.mark.parametrize("wait_reset", [False, True])
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler])
+@pytest.mark.parametrize("env_fn", [Walk, partial(NestedEnv, 31)], ids=["Walk", "NestedEnv"])
+def test_any_step_of_the_last_batch_is_repeated(env_fn: Any, cls: type[Sampler], wait_reset: bool) -> None:
+    rng = np.random.default_rng(0)
+    collector = {"collector_cls": WaitResetCollector} if wait_reset else {}
+    n_long = 0
+    with make(env_fn, cls, **collector) as sampler:
+        sampler.initialize(RandomAgent(), seed=4)
+        for itr in range(6):
+            sampler.obtain_samples(itr)
+            samples = sampler.samples_np
+            for t, b in zip(*np.nonzero(samples.env.valid), strict=True):
+                if rng.random() > 0.2:
+                    continue
+                replay = sampler.replay(int(b), int(t))
+                env, action = replay.run()
+                _, reward, terminated, truncated, _ = env.step(action)
+                env.close()
+                assert np.float32(reward) == samples.env.reward[t, b]
+                assert (terminated, truncated) == (samples.env.terminated[t, b], samples.env.truncated[t, b])
+                n_long += replay.step > t
+    assert n_long > 10, "episodes that began before this batch, some before the first"
+
+
+def test_the_seeds_of_the_episodes_depend_on_env_rank_and_episode_only() -> None:
+    batches = []
+    for cls, kwargs in ((SerialSampler, {}), (ParallelSampler, {"n_workers": 3}), (GpuSampler, {"n_workers": 2})):
+        with make(Walk, cls, **kwargs) as sampler:
+            sampler.initialize(RandomAgent(), seed=4)
+            batches.append([])
+            for itr in range(4):
+                sampler.obtain_samples(itr)
+                batches[-1].append(sampler.samples_np.copy())
+    for other in batches[1:]:
+        for ours, theirs in zip(batches[0], other, strict=True):
+            for (name, a), (_, b) in zip(ours.leaves(), theirs.leaves(), strict=True):
+                assert a.tobytes() == b.tobytes(), name
+
+
+def test_only_later_episodes_differ_from_a_run_without_the_option() -> None:
+    starts = []
+    for seed_episodes in (False, True):
+        with make(Walk, batch_T=50, max_decorrelation_steps=0, seed_episodes=seed_episodes) as sampler:
+            sampler.initialize(RandomAgent(), seed=4)
+            sampler.obtain_samples(0)
+            env = sampler.samples_np.env
+            starts.append((env.observation[0].copy(), [env.observation[:, b][env.prev_done[:, b]] for b in range(B)]))
+    assert np.array_equal(starts[0][0], starts[1][0])
+    for plain, seeded in zip(starts[0][1], starts[1][1], strict=True):
+        assert not np.array_equal(plain[1:2], seeded[1:2])
+        assert len(np.unique(seeded[:, 0])) == len(seeded), "no episode is repeated"
+
+
+# ---- failures ------------------------------------------------------------------------------
+
+
+def failure(sampler: Sampler, n_batches: int = 50, agent: Any = None) -> WorkerError:
+    with sampler, pytest.raises(WorkerError) as caught:
+        sampler.initialize(agent or RandomAgent(), seed=1)
+        for itr in range(n_batches):
+            sampler.obtain_samples(itr)
+    return caught.value
+
+
+@pytest.mark.parametrize("where", ["batch", "decorrelation"])
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_run_stops_before_the_step_that_failed(cls: type[Sampler], where: str, tmp_path: Path) -> None:
+    n = 400 if where == "decorrelation" else 0
+    error = failure(
+        make(Walk, cls, batch_T=5, max_decorrelation_steps=n, env_kwargs={"fails_at": 17}, crash_dir=tmp_path)
+    )
+    assert ("decorrelating" in str(error)) == (where == "decorrelation")
+    assert "error.replay.run() repeats episode" in str(error)
+    path = error.replay.path  # the worker of another environment may have failed too
+    assert path in str(error)
+    for replay in (error.replay, EpisodeReplay.load(path)):
+        assert replay.step == 17
+        assert f"until its step 17 (worker {replay.context.worker_rank}" in str(replay)
+        env, action = replay.run()
+        assert env.count == 17
+        with pytest.raises(ValueError, match="step 17 fails"):
+            env.step(action)
+
+
+def test_run_stops_before_a_reset_that_failed() -> None:
+    error = failure(make(faulty_env(Walk, Fault("raise", at=4), "reset")))
+    env, action = error.replay.run()
+    assert action is None
+    assert (error.replay.is_reset, error.replay.step, error.replay.episode) == (True, 0, 3)
+    env.reset(seed=error.replay.seed)
+    assert env.unwrapped.count == 0
+
+
+def test_data_that_do_not_fit_are_replayed_too() -> None:
+    class Wrong(Walk):
+        def step(self, action: Any) -> Any:
+            observation, *rest = super().step(action)
+            return (observation[:1] if self.count == 9 else observation), *rest
+
+    error = failure(make(Wrong, max_decorrelation_steps=0))
+    env, action = error.replay.run()
+    assert len(env.step(action)[0]) == 1
+
+
+def test_every_later_call_raises_the_error_with_its_replay() -> None:
+    sampler = make(Walk, env_kwargs={"fails_at": 17})
+    with sampler, pytest.raises(WorkerError) as caught:
+        sampler.initialize(RandomAgent(), seed=1)
+        for itr in range(50):
+            sampler.obtain_samples(itr)
+    with pytest.raises(WorkerError) as again:
+        sampler.obtain_samples(99)
+    assert again.value.replay is caught.value.replay is not None
+
+
+def test_a_failure_outside_of_training_environments_has_no_replay() -> None:
+    assert failure(make(Walk), agent=FaultyAgent(RandomAgent(), Fault("raise", at=3))).replay is None
+    assert failure(make(Walk, env_kwargs={"fails_at": 17}, seed_episodes=False)).replay is None
+    sampler = make(Walk, eval_n_envs=2, eval_env_kwargs={"fails_at": 3})
+    with sampler, pytest.raises(WorkerError) as caught:
+        sampler.initialize(RandomAgent())
+        sampler.evaluate_agent(0)
+    assert caught.value.replay is None
+
+
+def test_a_file_that_cannot_be_written_does_not_hide_the_failure(tmp_path: Path) -> None:
+    sampler = make(Walk, env_kwargs={"fails_at": 17}, crash_dir=tmp_path / "crashes")
+    with sampler, pytest.raises(WorkerError, match=r"step 17 fails(.|\n)*not written: .*No such file") as caught:
+        sampler.initialize(RandomAgent(), seed=1)
+        (tmp_path / "crashes").rmdir()
+        for itr in range(50):
+            sampler.obtain_samples(itr)
+    assert caught.value.replay.step == 17
+
+
+def test_a_replaced_worker_leaves_a_file(tmp_path: Path) -> None:
+    fault = Fault("raise", at=60, marker=str(tmp_path / "marker"))
+    folder = tmp_path / "crashes"
+    with make(faulty_env(Walk, fault), ParallelSampler, on_worker_failure="restart", crash_dir=folder) as sampler:
+        sampler.initialize(RandomAgent(), seed=1)
+        for itr in range(10):
+            sampler.obtain_samples(itr)
+        assert sampler.stats().restarts == 1
+        for env_rank in range(B):
+            sampler.replay(env_rank, 3).run()[0].close()  # the new worker's episodes can be repeated too
+    (path,) = folder.iterdir()
+    EpisodeReplay.load(path).run()[0].close()
+
+
+# ---- what cannot be repeated ---------------------------------------------------------------
+
+
+def test_an_environment_that_is_not_deterministic_is_named_with_its_first_step_that_differs() -> None:
+    with make(Walk, env_kwargs={"noise": 1.0}, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.obtain_samples(0)
+        with pytest.raises(ReplayError, match=r"of env_rank 2 differs .* of its 4 steps: the reward of step 0 is"):
+            sampler.replay(2, 4).run()
+    with make(CountingEnv, max_decorrelation_steps=0) as sampler:  # it counts episodes, so they are not alike
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.obtain_samples(0)
+        sampler.replay(1, 4).run()
+        with pytest.raises(ReplayError, match=r"episode 1 of env_rank 1 differs .* observation before step 2 is"):
+            sampler.replay(1, 7).run()
+
+
+def test_a_step_that_raises_or_ends_too_early_is_named() -> None:
+    class Other(Walk):
+        """Another environment than the one that was recorded, from the second that is built on."""
+
+        how = ""
+
+        def step(self, action: Any) -> Any:
+            observation, reward, terminated, truncated, info = super().step(action)
+            if Other.how == "raise" and self.count == 3:
+                raise KeyError("x")
+            return observation, reward, terminated or (Other.how == "end" and self.count == 2), truncated, info
+
+    with make(Other, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.obtain_samples(0)
+        replay = sampler.replay(0, 4)
+    Other.how = "raise"
+    with pytest.raises(ReplayError, match=r"of its 4 steps: step 2 raised KeyError"):
+        replay.run()
+    Other.how = "end"
+    with pytest.raises(ReplayError, match=r"of its 4 steps: it ends at step 1"):
+        replay.run()
+
+
+def test_an_episode_that_is_longer_than_the_log_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episode_log, "_MOST_STEPS", 7)
+    with make("Pendulum-v1", max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(4):
+            sampler.obtain_samples(itr)
+            if itr == 0:
+                sampler.replay(0, T - 1).run()[0].close()
+        with pytest.raises(ReplayError, match=r"of the 46 steps before the one to stop at, the first 29 are not kept"):
+            sampler.replay(0, 10).run()
+
+
+def test_calls_and_arguments_that_cannot_work(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="seed_episodes=True needs single environments"):
+        make(BatchedCartPole, collector_cls=VectorEnvCollector)
+    with pytest.raises(ConfigError, match="crash_dir needs seed_episodes=True"):
+        make(seed_episodes=False, crash_dir=tmp_path)
+    with pytest.raises(ConfigError, match="crash_dir must be the path of a folder"):
+        make(crash_dir=3)
+    (tmp_path / "file").touch()
+    with make(crash_dir=tmp_path / "file") as sampler, pytest.raises(ConfigError, match="cannot be made"):
+        sampler.initialize(RandomAgent())
+    with make(seed_episodes=False) as sampler:
+        sampler.initialize(RandomAgent())
+        with pytest.raises(ConfigError, match="construct the sampler with seed_episodes=True"):
+            sampler.replay(0, 0)
+    with make(collector_cls=WaitResetCollector, batch_T=60) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(SamplerStateError, match="before the first batch"):
+            sampler.replay(0, 0)
+        sampler.obtain_samples(0)
+        for env_rank, t in ((B, 0), (-1, 0), (0, 60)):
+            with pytest.raises(ConfigError, match=r"must be (at most|an integer of at least)"):
+                sampler.replay(env_rank, t)
+        t, b = np.argwhere(~sampler.samples_np.env.valid)[0]
+        with pytest.raises(ConfigError, match=f"env_rank {b} made no step at t={t}"):
+            sampler.replay(int(b), int(t))
+    with make(cls=AsyncSampler) as sampler:
+        sampler.initialize(RandomAgent())
+        with pytest.raises(SamplerStateError, match="on an AsyncSampler"):
+            sampler.replay(0, 0)
+
+
+def test_a_file_that_is_no_replay_and_a_factory_that_cannot_be_pickled(tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(pickle.dumps(3))
+    with pytest.raises(ConfigError, match="does not contain an EpisodeReplay, but a int"):
+        EpisodeReplay.load(tmp_path / "other")
+
+    class Unpicklable(Walk):
+        def __reduce__(self) -> Any:
+            raise TypeError("not this one")
+
+    env = Unpicklable()
+    with make(lambda: env) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.obtain_samples(0)
+        with pytest.raises(ConfigError, match="the replay cannot be pickled"):
+            sampler.replay(0, 0).save(tmp_path / "replay")

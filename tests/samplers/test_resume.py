@@ -1,0 +1,422 @@
+"""state_dict and load_state_dict: N batches, a new sampler, and N more are the same as 2N."""
+
+import io
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils import EzPickle
+from torch import nn
+
+from penstock import (
+    Agent,
+    AgentStep,
+    AlternatingSampler,
+    AsyncSampler,
+    CategoricalPgAgent,
+    ConfigError,
+    DeterministicPgAgent,
+    EpsilonGreedyAgent,
+    FunctionAgent,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    RecurrentGaussianPgAgent,
+    ResetCollector,
+    ResumeReport,
+    Sampler,
+    SamplerStateError,
+    SerialSampler,
+    SquashedGaussianAgent,
+    TrajInfo,
+    VectorEnvCollector,
+    WaitResetCollector,
+)
+from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
+from penstock.testing import Fault, faulty_env
+
+N = 5
+
+
+class MinimalRecurrent(nn.Module):
+    """For Pendulum: a state of its own per column, and outputs that depend on all inputs."""
+
+    state_shape = ((3,), (2,))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
+        first, second = state[0] * 0.5 + observation, state[1] + prev_reward[:, None] * 0.1
+        return first[:, :1] * self.scale, second[:, 0], (first, second)
+
+
+class Bits(nn.Module):
+    """Outputs that do not depend on the number of rows."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n, self.scale = n, nn.Parameter(torch.ones(1))
+
+    def forward(self, observation: Any) -> Any:
+        return observation[:, : self.n] * self.scale
+
+
+class LogitsAndValue(Bits):
+    def forward(self, observation: Any) -> Any:
+        return super().forward(observation), observation[:, 0]
+
+
+class MeanAndLogStd(Bits):
+    def forward(self, observation: Any) -> Any:
+        return super().forward(observation), -torch.abs(observation[:, : self.n])
+
+
+def draws(observation: Any, rngs: Any) -> Any:
+    return np.array([rng.integers(2) for rng in rngs])
+
+
+class LongInfo(TrajInfo):
+    """Goes through the pipe, and keeps what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def step(self, observation: Any, *rest: Any) -> None:
+        super().step(observation, *rest)
+        self.seen.append(float(np.sum(observation)))
+
+
+class Rebuilt(gym.Wrapper[Any, Any, Any, Any], EzPickle):
+    """Cannot be pickled in its state, but is deterministic."""
+
+    def __init__(self) -> None:
+        EzPickle.__init__(self)
+        gym.Wrapper.__init__(self, gym.make("Pendulum-v1"))
+
+
+def make(env_fn: Any = "CartPole-v1", cls: type[Sampler] = SerialSampler, **kwargs: Any) -> Sampler:
+    arguments = {"batch_T": 9, "batch_B": 5, "n_workers": 2, "max_decorrelation_steps": 15}
+    return cls(env_fn, **{**arguments, **kwargs})
+
+
+Batch = tuple[Any, list[dict[str, Any]]]
+
+
+def collect(sampler: Sampler, first: int, last: int) -> list[Batch]:
+    """Batches and their infos; after every second batch an evaluation, if there are environments for it."""
+    found: list[Batch] = []
+    for itr in range(first, last):
+        _, infos = sampler.obtain_samples(itr)
+        found.append((sampler.samples_np.copy(), [vars(info) for info in infos]))
+        if sampler.config.eval_n_envs and itr % 2:
+            found.append((None, [vars(info) for info in sampler.evaluate_agent(itr)]))
+    return found
+
+
+def started(sampler: Sampler, agent: Agent) -> Sampler:
+    sampler.initialize(agent, seed=3, bootstrap_value=isinstance(agent, RandomAgent | CategoricalPgAgent))
+    return sampler
+
+
+def check_same(ours: list[Batch], theirs: list[Batch]) -> None:
+    for (one, infos), (other, other_infos) in zip(ours, theirs, strict=True):
+        assert infos == other_infos
+        for (name, a), (_, b) in zip(*(() if each is None else each.leaves() for each in (one, other)), strict=True):
+            assert a.tobytes() == b.tobytes(), name
+
+
+def through_a_file(state: Any) -> Any:
+    """As torch saves and loads it by default: without code."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def resumed(make_agent: Any, cls: type[Sampler], other_cls: type[Sampler], **kwargs: Any) -> ResumeReport:
+    """Check that N + N batches are the same as 2N; returns what `load_state_dict` has said."""
+    with started(make(cls=cls, **kwargs), make_agent()) as sampler:
+        expected = collect(sampler, 0, 2 * N)
+    with started(make(cls=cls, **kwargs), make_agent()) as sampler:
+        found = collect(sampler, 0, N)
+        state = through_a_file(sampler.state_dict())
+        check_same(collect(sampler, N, 2 * N), expected[len(found) :])  # saving changes nothing
+    with started(make(cls=other_cls, **{**kwargs, "n_workers": 3}), make_agent()) as sampler:
+        report = sampler.load_state_dict(state)
+        found += collect(sampler, N, 2 * N)
+        assert sampler.samples_np is not None
+        assert sampler.obtain_samples(2 * N)[0].batch == 2 * N
+    check_same(found, expected)
+    return report
+
+
+EVALUATED = {"eval_n_envs": 2, "eval_max_steps": 60}
+CONTINUOUS = {"env_fn": "Pendulum-v1", "batch_T": 30}
+OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "random": (RandomAgent, EVALUATED),
+    "wait reset": (RandomAgent, {"collector_cls": WaitResetCollector, **EVALUATED}),
+    "nested": (RandomAgent, {"env_fn": NestedEnv}),
+    "in place": (RandomAgent, {"env_fn": partial(CountingEnv, 40)}),
+    "slots": (RandomAgent, {"n_slots": 3, "debug": True}),
+    "traj info": (RandomAgent, {"traj_info_cls": LongInfo, "env_fn": partial(CountingEnv, 40)}),
+    "env info": (RandomAgent, {"env_info": ["count"], "env_fn": CountingEnv}),
+    "seeded episodes": (RandomAgent, {"seed_episodes": True}),
+    "replayed": (RandomAgent, {"seed_episodes": True, "env_fn": Rebuilt, "batch_T": 50}),
+    "categorical": (lambda: CategoricalPgAgent(LogitsAndValue(2)), EVALUATED),
+    "epsilon greedy": (lambda: EpsilonGreedyAgent(Bits(2), epsilon=0.3), {"batch_T": 40}),
+    "recurrent": (lambda: RecurrentGaussianPgAgent(MinimalRecurrent()), CONTINUOUS),
+    "noise with drift": (lambda: DeterministicPgAgent(Bits(1), noise="ou", warmup_random_itrs=3), CONTINUOUS),
+    "squashed": (lambda: SquashedGaussianAgent(MeanAndLogStd(1), warmup_random_itrs=3), CONTINUOUS),
+    "function": (lambda: FunctionAgent(draws), {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_run_continues_exactly(name: str) -> None:
+    make_agent, kwargs = OPTIONS[name]
+    report = resumed(make_agent, SerialSampler, SerialSampler, **kwargs)
+    assert (report.exact, report.reseeded) == ((0, 1, 2, 3, 4), {})
+    assert str(report) == "5 environments continue exactly, 0 began new episodes"
+
+
+@pytest.mark.parametrize("name", ["random", "wait reset", "traj info", "replayed", "recurrent"])
+def test_a_run_continues_exactly_with_another_number_of_workers(name: str) -> None:
+    make_agent, kwargs = OPTIONS[name]
+    resumed(make_agent, ParallelSampler, ParallelSampler, **kwargs)
+    assert len(resumed(make_agent, SerialSampler, ParallelSampler, **kwargs).exact) == 5
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"min_ready": 1}, {"serve_envs": 2}], ids=["all", "first ready", "local"])
+@pytest.mark.parametrize("name", ["slots", "recurrent", "noise with drift"])
+def test_a_run_with_central_inference_continues_exactly(name: str, kwargs: dict[str, Any]) -> None:
+    make_agent, options = OPTIONS[name]
+    other = AlternatingSampler if kwargs == {} else GpuSampler
+    assert len(resumed(make_agent, GpuSampler, other, **options, **kwargs).exact) == 5
+
+
+# ---- reseeded ------------------------------------------------------------------------------
+
+
+def saved(n_batches: int = N, agent: Any = None, env_state: Any = "auto", state: Any = None, **kwargs: Any) -> Any:
+    """The state after some batches, and these batches."""
+    with started(make(**kwargs), agent or RandomAgent()) as sampler:
+        if state is not None:
+            sampler.load_state_dict(state)
+        batches = collect(sampler, 0, n_batches)
+        return sampler.state_dict(env_state=env_state), batches
+
+
+def first_observations(batches: list[Batch]) -> set[bytes]:
+    """Where episodes begin, by their bytes: in CartPole no two are alike."""
+    return {
+        row.tobytes() for batch, _ in batches if batch is not None for row in batch.env.observation[batch.env.prev_done]
+    }
+
+
+@pytest.mark.parametrize("seed_episodes", [False, True])
+def test_new_episodes_never_repeat_old_ones(seed_episodes: bool) -> None:
+    kwargs = {"batch_T": 80, "max_decorrelation_steps": 0, "env_state": "never", "seed_episodes": seed_episodes}
+    state, batches = saved(**kwargs)
+    again, other = (saved(state=state, **kwargs) for _ in range(2))
+    check_same(again[1], other[1])  # what begins again depends on nothing but the state
+    third = saved(state=again[0], **kwargs)
+    parts = [first_observations(each) for each in (batches, again[1], third[1])]
+    assert all(len(part) > 20 for part in parts)
+    assert len(set.union(*parts)) == sum(map(len, parts))
+    actions = [each[0][0].agent.action.tobytes() for each in (batches, again[1], third[1])]
+    assert len(set(actions)) == 3, "the noise of the actions does not repeat either"
+
+
+@pytest.mark.parametrize("cls", [ParallelSampler, GpuSampler])
+def test_exact_and_reseeded_environments_side_by_side(cls: type[Sampler]) -> None:
+    fns = [partial(gym.make, "Pendulum-v1"), Rebuilt, partial(gym.make, "Pendulum-v1"), Rebuilt, Rebuilt]
+    kwargs = {"env_fn": fns, "cls": cls, "batch_T": 30}
+    with started(make(**kwargs), RandomAgent()) as sampler:
+        expected = collect(sampler, 0, 4)
+    state, _ = saved(2, **kwargs)
+    runs = []
+    for n_workers in (1, 3):
+        with started(make(**kwargs | {"n_workers": n_workers}), RandomAgent()) as sampler:
+            report = sampler.load_state_dict(state)
+            runs.append(collect(sampler, 2, 4))
+    assert report.exact == (0, 2)
+    assert list(report.reseeded) == [1, 3, 4]
+    assert "2 environments continue exactly, 3 began new episodes: env_rank 1, 3, 4: Rebuilt is an Ez" in str(report)
+    check_same(*runs)
+    for (ours, _), (theirs, _) in zip(runs[0], expected[2:], strict=True):
+        for name in ("observation", "reward", "prev_done"):
+            a, b = ours.env[name], theirs.env[name]
+            assert np.array_equal(a[:, [0, 2]], b[:, [0, 2]])
+            assert name == "prev_done" or not np.array_equal(a[:, 1], b[:, 1])
+
+
+def test_a_worker_that_is_replaced_later_gets_new_streams() -> None:
+    kwargs = {"cls": ParallelSampler, "on_worker_failure": "restart", "batch_T": 80, "max_decorrelation_steps": 0}
+    env_fn = faulty_env("CartPole-v1", Fault("raise", at=200))
+    runs, state = [], None
+    for _ in range(3):
+        with started(make(env_fn, **kwargs), RandomAgent()) as sampler:
+            if state is not None:
+                sampler.load_state_dict(state)
+            runs.append(first_observations(collect(sampler, 0, 4)))
+            assert sampler.stats().restarts > 0
+            state = sampler.state_dict(env_state="never")
+    assert len(set.union(*runs)) == sum(map(len, runs)), "no episode begins twice"
+
+
+def test_an_environment_that_does_not_repeat_its_episode_is_reseeded() -> None:
+    class Drifts(Rebuilt):
+        """Another process adds something else to its rewards."""
+
+        drift = 0.0
+
+        def step(self, action: Any) -> Any:
+            observation, reward, *rest = super().step(action)
+            return observation, float(reward) + Drifts.drift, *rest
+
+    state, _ = saved(env_fn=Drifts, seed_episodes=True)
+    assert {column["kind"] for column in state["columns"].values()} == {"replay"}
+    Drifts.drift = 1.0
+    with started(make(Drifts, seed_episodes=True), RandomAgent()) as sampler:
+        report = sampler.load_state_dict(state)
+        assert report.exact == ()
+        assert "env_rank 0 differs from the recording of its" in report.reseeded[0]
+        collect(sampler, 0, 2)
+
+
+def test_a_failure_after_a_resume_is_replayed_from_the_start_of_its_episode() -> None:
+    state, _ = saved(env_fn="Pendulum-v1", seed_episodes=True)
+    with started(make("Pendulum-v1", seed_episodes=True), RandomAgent()) as sampler:
+        sampler.load_state_dict(state)
+        with pytest.raises(SamplerStateError, match="replay was called before the first batch"):
+            sampler.replay(0, 0)
+        sampler.obtain_samples(0)
+        replay = sampler.replay(2, 3)
+        assert replay.step >= N * 9 + 3
+        env, action = replay.run()
+        assert np.float32(env.step(action)[1]) == sampler.samples_np.env.reward[3, 2]
+        env.close()
+
+
+class Sticky(ResetCollector):
+    """Keeps something per column, and does not say so."""
+
+    def collect_batch(self, itr: int) -> None:
+        self.last = self.prev_action
+        super().collect_batch(itr)
+
+
+class Trusted(Sticky):
+    def column_state(self, column: int) -> dict[str, Any]:
+        return {**super().column_state(column), "last": int(self.last[column])}
+
+    def load_column_state(self, column: int, state: Any) -> None:
+        super().load_column_state(column, state)
+        self.last = {**getattr(self, "last", {}), column: state["last"]}
+
+
+class Own(Agent):
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        return AgentStep(np.zeros(len(prev_reward), np.int64))
+
+
+def test_classes_that_may_keep_more_are_not_trusted() -> None:
+    class Unpicklable(TrajInfo):
+        def __init__(self) -> None:
+            super().__init__()
+            self.handle = (i for i in range(3))
+
+        def terminate(self, final_observation: Any) -> None:
+            del self.handle
+
+    for kwargs, why in (
+        ({"collector_cls": Sticky}, "Sticky does not define column_state and load_column_state"),
+        ({"agent": Own()}, "Own does not define column_state"),
+        ({"traj_info_cls": Unpicklable}, "its state cannot be pickled: TypeError"),
+    ):
+        state, _ = saved(2, **kwargs)
+        assert all(column["kind"] == "reseeded" and why in column["why"] for column in state["columns"].values())
+        with pytest.raises(ConfigError, match=f'env_state="require".*env_rank 0, 1, 2, 3, 4: {why}'):
+            saved(2, env_state="require", **kwargs)
+    state, _ = saved(2, env_state="require", collector_cls=Trusted)
+    with started(make(collector_cls=Trusted), RandomAgent()) as sampler:
+        assert len(sampler.load_state_dict(state).exact) == 5
+        assert len(sampler._pool._worker._program._collector.last) == 5
+
+
+# ---- what cannot be resumed ----------------------------------------------------------------
+
+
+def test_samplers_that_cannot_be_saved_say_so() -> None:
+    for sampler, error, message in (
+        (make(cls=AsyncSampler), SamplerStateError, "on an AsyncSampler"),
+        (make(BatchedCartPole, collector_cls=VectorEnvCollector), ConfigError, "needs single environments"),
+        (make(cls=GpuSampler, server="process"), ConfigError, 'use server="caller"'),
+    ):
+        with started(sampler, RandomAgent()):
+            with pytest.raises(error, match=message):
+                sampler.state_dict()
+            with pytest.raises(error, match=message):
+                sampler.load_state_dict({"format": 1, **sampler._described()})
+
+
+def test_a_state_of_another_run_is_refused() -> None:
+    state, _ = saved(1)
+    for sampler, seed, message in (
+        (make(), 4, r"the state has seed=3, this sampler has 4: initialize\(agent, seed=3\)"),
+        (make(batch_B=6), 3, r"the state has env_ranks=\[0, 1, 2, 3, 4\], this sampler has"),
+        (make("FrozenLake-v1"), 3, "the state has spaces="),
+        (make(collector_cls=WaitResetCollector), 3, "the state has classes="),
+        (make(seed_episodes=True), 3, "the state has seed_episodes=False"),
+        (make(cls=GpuSampler), 3, "the state has central=False"),
+    ):
+        with sampler, pytest.raises(ConfigError, match=message):
+            sampler.initialize(RandomAgent(), seed=seed)
+            sampler.load_state_dict(state)
+    with started(make(), RandomAgent()) as sampler:
+        for other in ({}, None, {**state, "format": 0}):
+            with pytest.raises(ConfigError, match="needs what state_dict has returned"):
+                sampler.load_state_dict(other)
+        with pytest.raises(ConfigError, match="env_state must be one of auto, require, never"):
+            sampler.state_dict(env_state="always")
+        sampler.obtain_samples(0)
+        with pytest.raises(SamplerStateError, match="after initialize, before the first batch"):
+            sampler.load_state_dict(state)
+
+
+def test_a_run_that_is_saved_before_its_first_batch() -> None:
+    with started(make(), RandomAgent()) as sampler:
+        state = sampler.state_dict()
+        expected = collect(sampler, 0, 3)
+    with started(make(), RandomAgent()) as sampler:
+        sampler.load_state_dict(state)
+        again = sampler.state_dict()  # loading and saving at once
+        check_same(collect(sampler, 0, 3), expected)
+    with started(make(), RandomAgent()) as sampler:
+        sampler.load_state_dict(again)
+        check_same(collect(sampler, 0, 3), expected)
+
+
+def test_the_version_of_the_parameters_continues() -> None:
+    versions = []
+    agent = CategoricalPgAgent(LogitsAndValue(2))
+    with started(make(), agent) as sampler:
+        for itr in range(4):
+            agent.sync_shared_memory()
+            sampler.obtain_samples(itr)
+            versions.append(int(sampler.samples_np.agent.policy_version[0, 0]))
+        state = sampler.state_dict()
+    agent = CategoricalPgAgent(LogitsAndValue(2))
+    with started(make(), agent) as sampler:
+        sampler.load_state_dict(state)
+        for itr in range(2):
+            agent.sync_shared_memory()
+            sampler.obtain_samples(itr)
+            versions.append(int(sampler.samples_np.agent.policy_version[0, 0]))
+    assert versions == [2, 3, 4, 5, 6, 7]
