@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     from penstock.agents.gaussian import GaussianPgAgent
     from penstock.agents.normalization import Moments, ObservationNorm, RewardNorm
     from penstock.agents.policy_gradient import PgAgent, PolicyHead
-    from penstock.agents.recurrent import RecurrentCategoricalPgAgent, RecurrentGaussianPgAgent, RecurrentPgAgent
+    from penstock.agents.recurrent import (
+        RecurrentCategoricalPgAgent,
+        RecurrentEpsilonGreedyAgent,
+        RecurrentGaussianPgAgent,
+        RecurrentPgAgent,
+    )
     from penstock.agents.recurrent_state import RecurrentState
     from penstock.agents.squashed import SquashedGaussianAgent
     from penstock.agents.torch_agent import TorchAgent
@@ -44,6 +49,7 @@ __all__ = [
     "PolicyHead",
     "RandomAgent",
     "RecurrentCategoricalPgAgent",
+    "RecurrentEpsilonGreedyAgent",
     "RecurrentGaussianPgAgent",
     "RecurrentPgAgent",
     "RecurrentState",
@@ -65,6 +71,7 @@ _WITH_TORCH = {
     "PgAgent": "policy_gradient",
     "PolicyHead": "policy_gradient",
     "RecurrentCategoricalPgAgent": "recurrent",
+    "RecurrentEpsilonGreedyAgent": "recurrent",
     "RecurrentGaussianPgAgent": "recurrent",
     "RecurrentPgAgent": "recurrent",
     "RecurrentState": "recurrent_state",

@@ -145,6 +145,7 @@ class Agent(ABC):
                 f"this {type(self).__name__} is not initialized: call sampler.initialize(agent), or "
                 "agent.initialize(env.observation_space, env.action_space)"
             )
+
     # ---- resuming --------------------------------------------------------------------------
 
     def column_state(self, column: int) -> dict[str, Any]:

@@ -87,33 +87,44 @@ class EpsilonGreedyAgent(TorchAgent):
             self._epsilon = np.zeros_like(self._epsilon)
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
+        q = self._q(self.forward(observation, prev_action, prev_reward), len(prev_reward))
+        return self._choose(q, self._legal(observation))
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
+        q = self._q(self.forward(observation, prev_action, prev_reward), len(prev_reward))
+        return self._largest(q, self._legal(observation))
+
+    def _largest(self, q: npt.NDArray[Any], legal: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.float32]:
+        largest: npt.NDArray[Any] = (q if legal is None else np.where(legal, q, -np.inf)).max(axis=1)
+        return largest.astype(np.float32)
+
+    def _choose(self, q: npt.NDArray[Any], legal: npt.NDArray[np.bool_] | None, **more: Any) -> AgentStep:
+        """Actions for q `[B, n]`, of the `legal` ones `[B, n]` (None: all are), and agent_info with `more`."""
         if self._epsilon is None:  # no sampler has called sample_mode
             self.sample_mode(0)
             assert self._epsilon is not None
         epsilon = self._epsilon if self.selected is None else self._epsilon[self.selected]
-        q, n = self._q(observation, prev_action, prev_reward), int(self.action_space.n)
+        n = int(self.action_space.n)
         noise = self._noise.next_row(self.selected)
         explored = noise[:, 0] < epsilon
-        if self._mask is None:
+        if legal is None:
             random, best = (noise[:, 1] * n).astype(np.int64), q.argmax(axis=1)
         else:
-            legal = self._mask.legal(observation)
+            assert self._mask is not None
             random = self._mask.draw(legal, noise[:, 1:]).astype(np.int64) - int(self.action_space.start)
             best = np.where(legal, q, -np.inf).argmax(axis=1)
         index = np.where(explored, random, best)
-        info = NamedArrays(
-            q=q[np.arange(len(index)), index].astype(np.float32), epsilon=np.float32(epsilon), explored=explored
-        )
+        q_of_action = q[np.arange(len(index)), index].astype(np.float32)
+        info = NamedArrays(q=q_of_action, epsilon=np.float32(epsilon), explored=explored, **more)
         return AgentStep((index + self.action_space.start).astype(self.action_space.dtype, copy=False), info)
 
-    def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
-        q = self._q(observation, prev_action, prev_reward)
-        if self._mask is not None:
-            q = np.where(self._mask.legal(observation), q, -np.inf)
-        return q.max(axis=1).astype(np.float32)
+    def _legal(self, observation: Any) -> npt.NDArray[np.bool_] | None:
+        """Which actions are legal `[B, n]`; None without a mask."""
+        return None if self._mask is None else self._mask.legal(observation)
 
-    def _q(self, *inputs: Any) -> npt.NDArray[Any]:
-        q = output_array(self.forward(*inputs), "q", (len(inputs[-1]), int(self.action_space.n)))
+    def _q(self, output: Any, rows: int) -> npt.NDArray[Any]:
+        """The model's output as an array `[B, n]`."""
+        q = output_array(output, "q", (rows, int(self.action_space.n)))
         if np.isnan(q).any():  # argmax would choose NaN
             raise FloatingPointError(f"the model returned NaN as q: {q[np.isnan(q).any(axis=1)][0]}")
         return q

@@ -1,4 +1,4 @@
-"""Recurrent policy-gradient agents: the model passes a state from step to step."""
+"""Recurrent agents: the model passes a state from step to step."""
 
 from __future__ import annotations
 
@@ -11,50 +11,31 @@ import numpy.typing as npt
 
 from penstock.agents.base import AgentStep, Space
 from penstock.agents.categorical import CategoricalHead
+from penstock.agents.epsilon_greedy import EpsilonGreedyAgent
 from penstock.agents.gaussian import GaussianHead
 from penstock.agents.inference import Inference
-from penstock.agents.model_outputs import value_array
+from penstock.agents.model_outputs import output_tuple, value_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead
 from penstock.agents.recurrent_state import RecurrentState
-from penstock.agents.torch_agent import ModelSource
+from penstock.agents.schedules import Setting
+from penstock.agents.torch_agent import ModelSource, TorchAgent
 from penstock.errors import ConfigError
 
 _RecordState = Literal["step", "batch"] | None
 
 
-class RecurrentPgAgent(PgAgent):
-    """A policy-gradient agent whose model passes a state from step to step. Subclasses set `head_cls`.
-
-    `model(observation, prev_action, prev_reward, state)` gets one step of B columns. It returns the outputs of the
-    corresponding agent without recurrence, followed by the new state. Every tensor of the state has the leading
-    dimension B. The state of `nn.LSTMCell` has this form. The state of `nn.LSTM` is `[layers, B, hidden]`: swap the
-    first two dimensions in the module. `RecurrentState` explains the initial state. At the first step of an episode
-    the state is the initial one, and `prev_action` and `prev_reward` are zero.
-
-    `record_state="step"` records the state before each step as `agent_info.prev_rnn_state` `[T, B, ...]`: an array,
-    or `NamedArrays` if the state has several tensors. `"batch"` records the state before the batch's first step in
-    row 0, and zeros in the other rows, for learners that start the model at the batch's first step. None records
-    nothing.
-    """
+class _RecurrentAgent(TorchAgent):
+    """The state of each column, from step to step, for an agent whose model returns it last."""
 
     recurrent = True
-    _extra_outputs = ("value", "new_state")
     _state: RecurrentState
 
-    def __init__(
-        self,
-        model: ModelSource,
-        *,
-        greedy_eval: bool = False,
-        record_distribution: bool = False,
-        record_state: _RecordState = "step",
-        inference: Inference = "torch",
-    ) -> None:
-        super().__init__(model, greedy_eval=greedy_eval, record_distribution=record_distribution, inference=inference)
-        if inference != "torch":
+    def __init__(self, model: ModelSource, *, record_state: _RecordState = "step", **options: Any) -> None:
+        super().__init__(model, **options)
+        if self.inference != "torch":
             raise ConfigError(
-                f'{type(self).__name__} needs inference="torch", got "{inference}": a recurrent model cannot be traced '
-                "with its state"
+                f'{type(self).__name__} needs inference="torch", got "{self.inference}": a recurrent model cannot be '
+                "traced with its state"
             )
         if record_state not in ("step", "batch", None):
             raise ConfigError(f'record_state must be "step", "batch" or None, got {record_state!r}')
@@ -95,8 +76,54 @@ class RecurrentPgAgent(PgAgent):
         super().sample_mode(itr)
         self._has_stepped[...] = False
 
+    def _record(self) -> dict[str, Any]:
+        """What agent_info has of the state before the step."""
+        if self.record_state is None:
+            return {}
+        recorded = self._state.numpy()
+        if self.record_state == "batch":
+            columns = slice(None) if self.selected is None else self.selected
+            recorded[self._has_stepped[columns]] = 0
+            self._has_stepped[columns] = True
+        return {"prev_rnn_state": recorded}
+
+
+class RecurrentPgAgent(_RecurrentAgent, PgAgent):
+    """A policy-gradient agent whose model passes a state from step to step. Subclasses set `head_cls`.
+
+    `model(observation, prev_action, prev_reward, state)` gets one step of B columns. It returns the outputs of the
+    corresponding agent without recurrence, followed by the new state. Every tensor of the state has the leading
+    dimension B. The state of `nn.LSTMCell` has this form. The state of `nn.LSTM` is `[layers, B, hidden]`: swap the
+    first two dimensions in the module. `RecurrentState` explains the initial state. At the first step of an episode
+    the state is the initial one, and `prev_action` and `prev_reward` are zero.
+
+    `record_state="step"` records the state before each step as `agent_info.prev_rnn_state` `[T, B, ...]`: an array,
+    or `NamedArrays` if the state has several tensors. `"batch"` records the state before the batch's first step in
+    row 0, and zeros in the other rows, for learners that start the model at the batch's first step. None records
+    nothing.
+    """
+
+    _extra_outputs = ("value", "new_state")
+
+    def __init__(
+        self,
+        model: ModelSource,
+        *,
+        greedy_eval: bool = False,
+        record_distribution: bool = False,
+        record_state: _RecordState = "step",
+        inference: Inference = "torch",
+    ) -> None:
+        super().__init__(
+            model,
+            greedy_eval=greedy_eval,
+            record_distribution=record_distribution,
+            record_state=record_state,
+            inference=inference,
+        )
+
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
-        record = {} if self.record_state is None else {"prev_rnn_state": self._recorded_state()}
+        record = self._record()
         *outputs, value, state = self._outputs(observation, prev_action, prev_reward, self._state.current)
         action, info = self._choose(observation, outputs, value, len(prev_reward), **record)
         self._state.advance(state)
@@ -106,14 +133,6 @@ class RecurrentPgAgent(PgAgent):
         # A copy: the model might change its state in place.
         outputs = self._outputs(observation, prev_action, prev_reward, self._state.copy())
         return value_array(outputs[-2], len(prev_reward))
-
-    def _recorded_state(self) -> Any:
-        recorded = self._state.numpy()
-        if self.record_state == "batch":
-            columns = slice(None) if self.selected is None else self.selected
-            recorded[self._has_stepped[columns]] = 0
-            self._has_stepped[columns] = True
-        return recorded
 
 
 class RecurrentCategoricalPgAgent(RecurrentPgAgent):
@@ -174,3 +193,45 @@ class RecurrentGaussianPgAgent(RecurrentPgAgent):
 
     def _make_head(self, action_space: Space) -> PolicyHead:
         return GaussianHead(action_space, type(self).__name__, self._initial_log_std)
+
+
+class RecurrentEpsilonGreedyAgent(_RecurrentAgent, EpsilonGreedyAgent):
+    """`EpsilonGreedyAgent` with a recurrent model, which returns `(q, new_state)`.
+
+    See `RecurrentPgAgent` for the model, its state and `record_state`, `EpsilonGreedyAgent` for epsilon. A replay with
+    `Sequences` keeps the recorded states.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource,
+        *,
+        epsilon: Setting = 0.1,
+        spread: float | None = None,
+        eval_epsilon: float = 0.0,
+        mask_key: str | None = None,
+        record_state: _RecordState = "step",
+    ) -> None:
+        super().__init__(
+            model,
+            epsilon=epsilon,
+            spread=spread,
+            eval_epsilon=eval_epsilon,
+            mask_key=mask_key,
+            record_state=record_state,
+        )
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
+        record = self._record()
+        q, state = self._outputs(observation, prev_action, prev_reward, self._state.current)
+        step = self._choose(self._q(q, len(prev_reward)), self._legal(observation), **record)
+        self._state.advance(state)
+        return step
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
+        # A copy: the model might change its state in place.
+        q, _ = self._outputs(observation, prev_action, prev_reward, self._state.copy())
+        return self._largest(self._q(q, len(prev_reward)), self._legal(observation))
+
+    def _outputs(self, *inputs: Any) -> tuple[Any, ...]:
+        return output_tuple(self.forward(*inputs), (("q", "new_state"),), type(self).__name__)

@@ -24,6 +24,7 @@ from turns import CAPTION, Figures, cell, machine, ratios
 
 from penstock import NamedArrays, Samples
 from penstock.buffers import AgentSamples, EnvSamples
+from penstock.buffers.samples import BatchStatus, with_status
 from penstock.replays import Frames, Prioritized, Replay
 
 N_INPUTS, N_ACTIONS, B, BATCH = 17, 6, 32, 256
@@ -44,7 +45,8 @@ def make_samples(observation: Any, T: int) -> Samples:
         prev_done=flags,
         valid=~flags,
     )
-    return Samples(env=env, agent=AgentSamples(action=action, prev_action=action, agent_info=NamedArrays()))
+    samples = Samples(env=env, agent=AgentSamples(action=action, prev_action=action, agent_info=NamedArrays()))
+    return with_status(samples, BatchStatus(0, None))  # as a sampler does, whose batches have the same arrays
 
 
 def vectors(T: int) -> Samples:

@@ -301,7 +301,7 @@ class SamplesBuffer:
         self.slots: tuple[NamedArrays, ...] = self.memory.arrays.values()
         for arrays in self.slots:
             arrays.valid[...] = True
-        self.batches = tuple(_public_view(arrays, batch_T) for arrays in self.slots)
+        self.batches = tuple(public_view(arrays, batch_T) for arrays in self.slots)
 
 
 def _slot_specs(spec: SampleSpec, batch_T: int, batch_B: int) -> NamedArrays:
@@ -331,7 +331,8 @@ def _slot_specs(spec: SampleSpec, batch_T: int, batch_B: int) -> NamedArrays:
     return NamedArrays(fields)
 
 
-def _public_view(arrays: NamedArrays, batch_T: int) -> Samples:
+def public_view(arrays: NamedArrays, batch_T: int) -> Samples:
+    """The batch as the user sees it, from the arrays of one slot."""
     views = dict(arrays.items())
     for name in ("action", "reward", "done"):  # row t + 1 is step t
         views[name], views[f"prev_{name}"] = arrays[name][1:], arrays[name][:batch_T]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -65,63 +65,127 @@ def shape_of(
     )
 
 
-class Appender:
-    """Writes batches into the ring, and checks that they fit."""
+def _pack_flags(valid: Any, terminated: Any, truncated: Any, begins: Any, out: Any) -> int:
+    out[...] = 0
+    for bit, flag in enumerate((valid, terminated, truncated, begins)):
+        out |= (flag != 0).view(np.uint8) << np.uint8(bit)
+    return int(np.count_nonzero(lacks_next(out)))
 
-    def __init__(self, ring: Ring, frames: Frames | None) -> None:
-        self._ring, self._frames = ring, frames
-        self.n_without_final = 0
+
+#: `pack_flags(valid, terminated, truncated, begins, out)`: write the flags of a row of the ring into `out` `[T, B]`,
+#: from arrays of bools. Returns how many steps were truncated only, and have no next observation in the rows. The
+#: compiled function returns -1 if it does not know the layout of the arrays.
+pack_flags: Callable[..., int]
+
+#: The function that is used if nothing is compiled.
+PYTHON: dict[str, Callable[..., int]] = {"pack_flags": _pack_flags}
+
+try:
+    from penstock.replays._native import pack_flags
+except ImportError:  # no C compiler, or a checkout that was never built
+    pack_flags = _pack_flags
+
+
+class Batch(NamedTuple):
+    """The arrays of a batch `[T, B]` that was checked; the memory is that of the samples."""
+
+    observation: Any
+    final_obs: Any  # or None
+    action: Any
+    prev_action: Any
+    reward: Any
+    prev_reward: Any
+    prev_done: Any
+    flags: tuple[Any, Any, Any]  # valid, terminated, truncated
+    state: Any  # or None
+
+
+class Appender:
+    """Writes the batches of one writer into the ring, and checks that they fit."""
+
+    def __init__(self, ring: Ring, frames: Frames | None, writer: int = 0) -> None:
+        self.ring, self._frames, self._writer = ring, frames, writer
+        # What the ring has when the first batch of a sampler comes.
+        self._first_step, self._first_version = ring.end, 0
+        if ring.end and ring.is_shared:
+            self._first_version = int(ring.arrays.policy_version[(ring.end - 1) % ring.T].max())
+        self._columns = ring.columns(writer)
         self._layouts = {"observation": _layout(ring.shape.observation), "action": _layout(ring.shape.action)}
         if frames is not None:
             self._layouts["observation"] = [(path, (frames.n, *of), t) for path, of, t in self._layouts["observation"]]
+        self._bound: tuple[Any, Any, Batch] | None = None
         self._is_first = True
         self._rng = np.random.default_rng(0)  # rows to check; draws do not depend on it
 
-    def append(self, samples: Any, policy_version: Any, continues: bool) -> None:
-        """Write one batch. `continues`: whether it follows the batch before without a gap."""
-        env, agent = samples.env, samples.agent
-        self._require_shape(samples)
-        reward, prev_done, action = array(env.reward), array(env.prev_done), arrays(agent.action)
-        flags = array(env.valid).astype(np.uint8)
-        for bit, name in enumerate(("terminated", "truncated", "prev_done"), 1):
-            flags |= array(env[name]).view(np.uint8) << np.uint8(bit)
-        if self._is_first or not (continues and self._is_continued(env, arrays(agent.prev_action), prev_done)):
-            flags[0] |= np.where(prev_done[0], np.uint8(BEGINS), np.uint8(BEGINS | PARTIAL))
+    def of_writer(self, writer: int) -> Appender:
+        """The appender of another writer of the same ring."""
+        appender = Appender(self.ring, self._frames, writer)
+        appender._first_step, appender._first_version = self._first_step, self._first_version
+        return appender
 
-        observation = arrays(env.observation)
-        final_obs = arrays(env.final_obs) if "final_obs" in env else None
-        finals = self._finals(final_obs, observation, flags)
+    def has_batch(self, number: int, batch_T: int) -> bool:
+        """Whether this writer, or the one that it replaces, has written batch `number` of its sampler."""
+        return self.end > self._first_step + number * batch_T
+
+    @property
+    def end(self) -> int:
+        """The step that the next batch begins with."""
+        return self.ring.written(self._writer)
+
+    def bind(self, samples: Any) -> Batch:
+        """The arrays of `samples` `[T, B]`. Raises `SpaceError` or `ConfigError` if they do not fit the ring."""
+        env, agent = samples.env, samples.agent
+        if self._bound is not None and self._bound[0] is env and self._bound[1] is agent:
+            return self._bound[2]
+        self._require_shape(samples)
+        batch = Batch(
+            observation=arrays(env.observation),
+            final_obs=arrays(env.final_obs) if "final_obs" in env else None,
+            action=arrays(agent.action),
+            prev_action=arrays(agent.prev_action),
+            reward=array(env.reward),
+            prev_reward=array(env.prev_reward),
+            prev_done=array(env.prev_done),
+            flags=(array(env.valid), array(env.terminated), array(env.truncated)),
+            state=None if self.ring.shape.state is None else arrays(agent.agent_info[STATE]),
+        )
+        if samples.batch is not None:  # the next batch of the sampler has the same arrays
+            self._bound = env, agent, batch
+        return batch
+
+    def append(self, batch: Batch, policy_version: Any, continues: bool) -> None:
+        """Write one batch. `continues`: whether it follows the batch before without a gap."""
+        flags = np.empty(batch.reward.shape, np.uint8)
+        n_truncated = pack_flags(*batch.flags, batch.prev_done, flags)
+        if n_truncated < 0:
+            n_truncated = _pack_flags(*batch.flags, batch.prev_done, flags)
+        if self._is_first or not (continues and self._is_continued(batch)):
+            flags[0] |= np.where(batch.prev_done[0], np.uint8(BEGINS), np.uint8(BEGINS | PARTIAL))
+        observation, finals = batch.observation, self._finals(batch, flags) if n_truncated else None
         if self._frames is not None:
-            check_frames(self._frames, observation, final_obs, flags, self._rows_to_check(len(reward)))
-            observation, finals = newest_frames(observation), finals[:, -1]
+            check_frames(self._frames, observation, batch.final_obs, flags, self._rows_to_check(len(flags)))
+            observation = newest_frames(observation)
+            finals = None if finals is None else finals[:, -1]
         fields = {
             "observation": observation,
-            "action": action,
-            "reward": reward,
+            "action": batch.action,
+            "reward": batch.reward,
             "flags": flags,
-            "policy_version": self._versions(policy_version, reward.shape),
+            "policy_version": self._versions(policy_version),
         }
-        if self._ring.shape.state is not None:
-            fields["state"] = self._states(arrays(agent.agent_info[STATE]), flags)
-        n_lost = self._ring.write(NamedArrays(fields), finals)
+        if batch.state is not None:
+            fields["state"] = self._states(batch.state, flags)
+        self.ring.write(fields, finals, self._writer)
         self._is_first = False
-        if n_lost and not self.n_without_final:
-            warnings.warn(
-                f"more than max_truncations={self._ring.shape.max_finals} episodes in the replay were truncated: the "
-                "oldest of these truncations are not drawn, since their final observations are gone. Raise "
-                "max_truncations",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        self.n_without_final += n_lost
 
     def _require_shape(self, samples: Any) -> None:
         """Raise `ConfigError` if the batch has too many rows or other columns than the ring, and `SpaceError` if the
         fields have other shapes or dtypes."""
-        shape = self._ring.shape
+        shape = self.ring.shape
         batch_T, batch_B = samples.env.reward.shape
-        if batch_B != shape.B:
-            raise ConfigError(f"the batch has {batch_B} columns, the replay {shape.B}: use one replay per sampler")
+        expected_B = self._columns.stop - self._columns.start
+        if batch_B != expected_B:
+            raise ConfigError(f"the batch has {batch_B} columns, the replay {expected_B}: use one replay per sampler")
         if batch_T > shape.T:
             raise ConfigError(
                 f"a batch of {batch_T} x {batch_B} steps does not fit into capacity={shape.T * shape.B}: raise "
@@ -132,36 +196,38 @@ class Appender:
             if found != expected:
                 raise SpaceError(f"the {name} of this batch is {found}, that of the first batch was {expected}")
 
-    def _is_continued(self, env: Any, prev_action: Any, prev_done: Any) -> bool:
+    def _is_continued(self, batch: Batch) -> bool:
         """Whether row 0 follows the newest row of the ring, as far as its previous action and reward show it."""
-        follows, arrays_, last = ~prev_done[0], self._ring.arrays, self._last_row
-        same = (array(env.prev_reward)[0] == arrays_.reward[last])[follows].all()
-        return bool(same) and _same(prev_action, arrays_.action, last, follows)
+        follows, kept, last = ~batch.prev_done[0], self.ring.arrays, self._last_row
+        return _same(batch.prev_reward, kept.reward, last, follows) and _same(
+            batch.prev_action, kept.action, last, follows
+        )
 
     @property
-    def _last_row(self) -> int:
-        return (self._ring.end - 1) % self._ring.T
+    def _last_row(self) -> tuple[int, slice]:
+        """The index of the newest row of this writer."""
+        return (self.end - 1) % self.ring.T, self._columns
 
-    def _versions(self, version: Any, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
-        version = np.asarray(array(version), np.int32)
-        if self._ring.end and (version < self._ring.arrays.policy_version[self._last_row]).any():
+    def _versions(self, version: Any) -> Any:
+        """The versions to write: a number, or `[B]` or `[T, B]` of them."""
+        if not isinstance(version, int):
+            version = np.asarray(array(version), np.int32)
+        version = version + self._first_version
+        if self.end and np.less(version, self.ring.arrays.policy_version[self._last_row]).any():
             raise ConfigError(
                 f"policy_version={version} is lower than that of the batch before: versions must not fall. After "
                 "replay.load, add the version that the earlier run had reached"
             )
-        return np.broadcast_to(version, shape)
+        return version
 
-    def _finals(self, final_obs: Any, observation: Any, flags: npt.NDArray[np.uint8]) -> Any:
+    def _finals(self, batch: Batch, flags: npt.NDArray[np.uint8]) -> Any:
         """The final observations of the truncated steps `[n, ...]`."""
-        t, b = np.nonzero(lacks_next(flags))
-        if final_obs is None:
-            if t.size:
-                raise ConfigError(
-                    "an episode was truncated, but the samples have no final_obs, whose value would be needed: make "
-                    "the sampler with record_final_obs=True"
-                )
-            final_obs = observation
-        return final_obs[t, b]
+        if batch.final_obs is None:
+            raise ConfigError(
+                "an episode was truncated, but the samples have no final_obs, whose value would be needed: make the "
+                "sampler with record_final_obs=True"
+            )
+        return batch.final_obs[np.nonzero(lacks_next(flags))]
 
     def _rows_to_check(self, batch_T: int) -> npt.NDArray[np.intp]:
         if self._is_first or batch_T == 1:
@@ -171,8 +237,8 @@ class Appender:
     def _states(self, state: Any, flags: npt.NDArray[np.uint8]) -> Any:
         """The states of the steps that are multiples of `state_every`. Raises `ConfigError` if the agent does not seem
         to record them: they are all zero in the first batch."""
-        every = self._ring.shape.state_every
-        first = -self._ring.end % every
+        every = self.ring.shape.state_every
+        first = -self.end % every
         kept = map_leaves(lambda leaf: leaf[first::every], state)
         if self._is_first and first + every < len(flags):
             rows = slice(first + every, None, every) if first == 0 else slice(first, None, every)
@@ -192,8 +258,11 @@ def _layout(tree: Any, n_leading: int = 0) -> list[tuple[str, tuple[int, ...], n
     return [(path, leaf.shape[n_leading:], leaf.dtype) for path, leaf in leaves]
 
 
-def _same(rows: Any, kept: Any, last: int, where: npt.NDArray[np.bool_]) -> bool:
-    """Whether row 0 of every leaf is equal to row `last` of `kept` in the columns `where`."""
+def _same(rows: Any, kept: Any, last: tuple[int, slice], where: npt.NDArray[np.bool_]) -> bool:
+    """Whether row 0 of every leaf is equal to the row at `last` of `kept` in the columns `where`."""
     if isinstance(rows, NamedArrays):
         return all(_same(part, kept[name], last, where) for name, part in rows.items())
-    return bool((rows[0] == kept[last])[where].all())
+    row, kept_row = rows[0], kept[last]
+    if row.tobytes() == kept_row.tobytes():  # most often, and quicker
+        return True
+    return bool((row == kept_row)[where].all())

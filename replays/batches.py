@@ -63,15 +63,16 @@ class Transitions:
     def eligible(self, positions: Positions) -> npt.NDArray[np.bool_]:
         """Whether each of `positions` `[N]` may be drawn. All must be within the bounds."""
         windows = self._windows.read(positions)
-        return windows.eligible & self._observations.is_known(windows.at)
+        return windows.eligible & self._observations.is_known(self._observations.ages(windows.at))
 
     def read(self, positions: Positions, out: ReplayBatch | None = None) -> dict[str, Any] | None:
         """The fields of a batch, or None if one of `positions` is not eligible. `out`: memory for the large fields."""
         windows = self._windows.read(positions)
-        if not (windows.eligible & self._observations.is_known(windows.at)).all():
+        ages = self._observations.ages(windows.at)
+        if not (windows.eligible & self._observations.is_known(ages)).all():
             return None
         return {
-            "observation": self._observations.take(windows.at, _field(out, "observation")),
+            "observation": self._observations.take(windows.at, _field(out, "observation"), ages),
             "action": take(self._ring.action, windows.at, _field(out, "action")),
             "return_": windows.return_,
             "discount": windows.discount,
@@ -97,7 +98,7 @@ class SequenceReader:
         at = (positions + self._rows) % self._ring.size
         flags = self._ring.flags.take(at[1:])
         eligible: npt.NDArray[np.bool_] = ((flags & PARTIAL) == 0).all(0) & ((flags[0] & VALID) != 0)
-        return eligible & self._observations.is_known(at[1])
+        return eligible & self._observations.is_known(self._observations.ages(at[1]))
 
     def read(self, positions: Positions, out: SequenceBatch | None = None) -> dict[str, Any] | None:
         """The fields of a batch, or None if one of `positions` is not eligible. `out`: memory for the observations."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from penstock.buffers import NamedArrays
 from penstock.errors import ConfigError
+from penstock.replays.moving import of_one_writer
 from penstock.replays.ring import Ring, Shape
 
 _INDEX, _FORMAT = "replay.json", 1
@@ -29,8 +30,10 @@ def write_checkpoint(folder: Path, ring: Ring, facts: dict[str, Any], priorities
     data = folder / f"data-{uuid.uuid4().hex}"
     data.mkdir(parents=True)
     first, end = ring.first, ring.end
+    arrays, n_finals, max_finals = of_one_writer(ring)
+    fields = _saved_fields(arrays, ring.shape.state_every, first, end, n_finals)
     names = {}
-    for i, (name, pieces) in enumerate(_saved_fields(ring, first, end)):
+    for i, (name, pieces) in enumerate(fields):
         names[name] = f"{i:02d}.npy"
         _write_array(data / names[name], pieces)
     if priorities is not None:
@@ -44,10 +47,10 @@ def write_checkpoint(folder: Path, ring: Ring, facts: dict[str, Any], priorities
         "arrays": names,
         "shape": {**{name: _describe(tree) for name, tree in examples.items()}, "B": shape.B, "T": shape.T},
         "state_every": shape.state_every,
-        "max_finals": shape.max_finals,
+        "max_finals": max_finals,
         "first": first,
         "end": end,
-        "n_finals": ring.n_finals,
+        "n_finals": n_finals,
         **facts,
     }
     _sync(data)
@@ -92,17 +95,17 @@ def saved_shape(index: dict[str, Any], T: int) -> Shape:
 def read_steps(folder: Path, index: dict[str, Any], ring: Ring) -> None:
     """Fill `ring` with the newest of the saved steps."""
     end, n_finals = index["end"], index["n_finals"]
-    for name, field in _rows_of(ring):
+    for name, field in _rows_of(ring.arrays):
         every = ring.shape.state_every if name.split(".")[0] == "state" else 1
         saved = _read_array(folder, index, name)
         count = min(len(saved), len(field))
         step = -(-end // every) - count + np.arange(count)
         field[step % len(field)] = saved[len(saved) - count :]
-    for name, field in _finals_of(ring):
+    for name, field in _finals_of(ring.arrays):
         saved = _read_array(folder, index, name)
         count = min(len(saved), ring.shape.max_finals)
         field[0, np.arange(n_finals - count, n_finals) % ring.shape.max_finals] = saved[len(saved) - count :]
-    ring.resume(index["first"], end, n_finals)
+    ring.resume(index["first"], end, [n_finals], index["n_without_final"])
 
 
 def read_priorities(folder: Path, index: dict[str, Any]) -> npt.NDArray[np.float64]:
@@ -110,24 +113,25 @@ def read_priorities(folder: Path, index: dict[str, Any]) -> npt.NDArray[np.float
     return np.array(_read_array(folder, index, "priorities"))
 
 
-def _saved_fields(ring: Ring, first: int, end: int) -> Iterator[tuple[str, list[Any]]]:
+def _saved_fields(
+    arrays: NamedArrays, state_every: int, first: int, end: int, n_finals: int
+) -> Iterator[tuple[str, list[Any]]]:
     """Each array with the pieces of it to save, oldest first."""
-    for name, field in _rows_of(ring):
-        every = ring.shape.state_every if name.split(".")[0] == "state" else 1
+    for name, field in _rows_of(arrays):
+        every = state_every if name.split(".")[0] == "state" else 1
         yield name, _pieces(field, -(-first // every), -(-end // every))
-    n_finals = ring.n_finals
-    for name, field in _finals_of(ring):
-        yield name, _pieces(field[0], max(n_finals - ring.shape.max_finals, 0), n_finals)
+    for name, field in _finals_of(arrays):
+        yield name, _pieces(field[0], max(n_finals - field.shape[1], 0), n_finals)
 
 
-def _rows_of(ring: Ring) -> Iterator[tuple[str, Any]]:
-    for name, field in ring.arrays.leaves():
+def _rows_of(arrays: NamedArrays) -> Iterator[tuple[str, Any]]:
+    for name, field in arrays.leaves():
         if name.split(".")[0] not in ("final_obs", "final_step", "begun", "done"):
             yield name, field
 
 
-def _finals_of(ring: Ring) -> Iterator[tuple[str, Any]]:
-    for name, field in ring.arrays.leaves():
+def _finals_of(arrays: NamedArrays) -> Iterator[tuple[str, Any]]:
+    for name, field in arrays.leaves():
         if name.split(".")[0] in ("final_obs", "final_step"):
             yield name, field
 

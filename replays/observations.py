@@ -22,12 +22,15 @@ class WholeObservations:
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
 
-    def is_known(self, at: Positions) -> npt.NDArray[np.bool_] | bool:
-        """Whether all that the observations in entries `at` `[N]` consist of is in the ring."""
+    def ages(self, at: Positions) -> Any:
+        """What `is_known` and `take` need to know of entries `at` `[N]`."""
+
+    def is_known(self, ages: Any) -> npt.NDArray[np.bool_] | bool:
+        """Whether all that the observations of these entries consist of is in the ring."""
         return True
 
-    def take(self, at: Positions, out: Any = None) -> Any:
-        """The observations of entries `at`, in its shape."""
+    def take(self, at: Positions, out: Any = None, ages: Any = None) -> Any:
+        """The observations of entries `at`, in its shape. `ages`: those of `at`, if they are known already."""
         return take(self._ring.observation, at, out)
 
     def take_next(self, windows: Windows, out: Any = None) -> Any:
@@ -49,16 +52,16 @@ class FrameStacks:
         self.back = frames.n - 1
         self._offsets = np.arange(frames.n)[::-1] * ring.B  # how far back each frame is, oldest first
 
-    def is_known(self, at: Positions) -> npt.NDArray[np.bool_] | bool:
-        age, flags = self._ages(at)
+    def is_known(self, ages: Any) -> npt.NDArray[np.bool_] | bool:
+        age, flags = ages
         first = np.take_along_axis(flags, age[None], 0)[0]
         # If the row where the episode begins is PARTIAL, the frames before it are missing.
         known: npt.NDArray[np.bool_] = (age == self.back) | ((first & PARTIAL) == 0)
         return known
 
-    def take(self, at: Positions, out: Any = None) -> Any:
+    def take(self, at: Positions, out: Any = None, ages: Any = None) -> Any:
         flat = at.reshape(-1)
-        frames, is_padding = self._frame_entries(flat, self._ages(flat)[0])
+        frames, is_padding = self._frame_entries(flat, (ages or self.ages(flat))[0])
         if out is not None:
             out = out.reshape(len(flat), *out.shape[at.ndim :])
         found = take(self._ring.observation, frames, out)
@@ -83,7 +86,7 @@ class FrameStacks:
         stacks[which, :-1] = older
         stacks[which, -1] = self._ring.final_obs(last)
 
-    def _ages(self, at: Positions) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.uint8]]:
+    def ages(self, at: Positions) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.uint8]]:
         """How many rows back the episode began `[N]`, at most `back`, and the flags `[back + 1, N]` of these rows."""
         rows = (at - np.arange(self.back + 1)[:, None] * self._ring.B) % self._ring.size
         flags = self._ring.flags.take(rows)

@@ -17,13 +17,16 @@ class Ratio:
 
     Args:
         samples_per_step: positions drawn for each step, such as 8.
-        batch_steps: steps of one batch that is appended, `batch_T * batch_B`.
-        batch_size: positions of one `replay.sample`.
+        batch_steps: steps of one batch that is appended, `batch_T * batch_B`. `AsyncSampler` knows it.
+        batch_size: positions of one `replay.sample`. With `AsyncSampler` it may be left out: then it is what
+            `replay.sample` gets.
         min_steps: steps to append before the first draw. No positions are drawn for these.
         slack: how many positions the draws may be ahead of the target, or behind it: at least
             `samples_per_step * batch_steps + batch_size`, which is the default.
 
-    At least one of `may_append` and `may_sample` is always True, so a loop that asks both never stalls:
+    With `AsyncSampler(..., replay=replay, ratio=Ratio(8))`, `replay.sample` waits for the workers, and the workers wait
+    for it. With other samplers, ask before each step. At least one of `may_append` and `may_sample` is always True, so
+    a loop that asks both never stalls:
 
         while ...:
             if ratio.may_append(replay):
@@ -35,34 +38,37 @@ class Ratio:
     """
 
     samples_per_step: float
-    batch_steps: int
-    batch_size: int
+    batch_steps: int | None = None
+    batch_size: int | None = None
     min_steps: int = 0
     slack: float | None = None
 
     def __post_init__(self) -> None:
         if not require_number("samples_per_step", self.samples_per_step, np.finfo(float).max) > 0:
             raise ConfigError("samples_per_step must be more than 0")
-        require_count("batch_steps", self.batch_steps)
-        require_count("batch_size", self.batch_size)
+        for name in ("batch_steps", "batch_size"):
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name))
         require_count("min_steps", self.min_steps, 0)
         if self.slack is None:
             return
         require_number("slack", self.slack, np.finfo(float).max)
-        if self.slack < self._smallest_slack:
+        if self.slack < (least := self._least_slack(self.batch_steps or 1, self.batch_size or 1)):
             raise ConfigError(
-                f"slack={self.slack:g} is too small: one batch of {self.batch_steps} steps is worth "
-                f"{self.samples_per_step * self.batch_steps:g} positions, and one sample draws {self.batch_size}. "
-                f"Set slack to at least {self._smallest_slack:g}"
+                f"slack={self.slack:g} is too small: one batch of {self.batch_steps or 1} steps is worth "
+                f"{self.samples_per_step * (self.batch_steps or 1):g} positions, and one sample draws "
+                f"{self.batch_size or 1}. Set slack to at least {least:g}"
             )
 
-    @property
-    def _smallest_slack(self) -> float:
-        return self.samples_per_step * self.batch_steps + self.batch_size
+    def _least_slack(self, batch_steps: int, batch_size: int) -> float:
+        return self.samples_per_step * batch_steps + batch_size
 
-    @property
-    def _slack(self) -> float:
-        return self._smallest_slack if self.slack is None else self.slack
+    def _sizes(self) -> tuple[int, int, float]:
+        """`batch_steps`, `batch_size` and the slack."""
+        if self.batch_steps is None or self.batch_size is None:
+            raise ConfigError("without an AsyncSampler, Ratio needs batch_steps and batch_size")
+        slack = self._least_slack(self.batch_steps, self.batch_size) if self.slack is None else self.slack
+        return self.batch_steps, self.batch_size, slack
 
     def behind(self, replay: Replay) -> float:
         """How many positions fewer than the target were drawn; negative if more were."""
@@ -70,12 +76,16 @@ class Ratio:
 
     def may_sample(self, replay: Replay) -> bool:
         """Whether a draw of `batch_size` positions keeps the draws within `slack` of the target."""
+        _, batch_size, slack = self._sizes()
         if replay.n_steps < self.min_steps or not replay.is_ready:
             return False
-        return self.behind(replay) + self._slack >= self.batch_size
+        return self.behind(replay) + slack >= batch_size
 
-    def may_append(self, replay: Replay) -> bool:
-        """Whether the draws have come near enough to the target for another batch of steps."""
-        if replay.n_steps < self.min_steps or not replay.is_ready:
+    def may_append(self, replay: Replay, n_begun: int | None = None) -> bool:
+        """Whether the draws have come near enough to the target for another batch of steps. `n_begun`: all steps so
+        far, with those that are being sampled now; None: there are no such steps."""
+        batch_steps, _, slack = self._sizes()
+        n_steps = replay.n_steps if n_begun is None else n_begun
+        if n_steps < self.min_steps or (not replay.is_ready and n_steps <= replay.n_steps):
             return True
-        return self.behind(replay) + self.samples_per_step * self.batch_steps <= self._slack
+        return (n_steps + batch_steps - self.min_steps) * self.samples_per_step - replay.n_drawn <= slack

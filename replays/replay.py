@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from penstock.replays.batches import ReplayBatch, SequenceBatch, SequenceReader,
 from penstock.replays.checkpoint import read_index, read_priorities, read_steps, saved_shape, write_checkpoint
 from penstock.replays.drawing import Places, UniformDraw
 from penstock.replays.estimate import Estimate
+from penstock.replays.moving import move
 from penstock.replays.options import Frames, Prioritized, Sequences, require_count, require_number
 from penstock.replays.priorities import PriorityDraw
 from penstock.replays.ring import Ring, Shape
@@ -24,6 +27,20 @@ from penstock.replays.windows import Positions, WindowReader
 
 _OPTIONS = {"prioritized": Prioritized, "sequences": Sequences, "frames": Frames}
 _SETTINGS = ("capacity", "n_step", "discount", "max_truncations", "n_drawn")
+
+
+class Feeder(Protocol):
+    """The sampler whose workers write into a replay."""
+
+    @property
+    def is_feeding(self) -> bool:
+        """Whether its workers may still write."""
+
+    def before_sample(self, n: int) -> None:
+        """`n` positions will be drawn: report failures, let the workers continue, and wait until enough is there."""
+
+    def stand_still(self) -> AbstractContextManager[None]:
+        """A context in which no worker writes."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +112,8 @@ class Replay:
         self.n_drawn = 0
         self._rng = np.random.default_rng(seed)
         self._storage: _Storage | None = None
+        self._feeder: Feeder | None = None
+        self._has_warned = False
 
     # ---- append ----------------------------------------------------------------------------
 
@@ -111,12 +130,51 @@ class Replay:
         Raises `ConfigError` if the ring does not fit into the memory, or the batch does not fit into the ring. Raises
         `SpaceError` if shapes or dtypes have changed, or if observations are no stacks of frames.
         """
+        if self._feeder is not None:
+            raise ConfigError("the workers of a sampler write into this replay: use another one for other batches")
         storage = self._storage
         if storage is None:
             storage = self._storage = self._allocate(self._shape_for(samples))
         if policy_version is None:
             policy_version = samples.agent.policy_version if "policy_version" in samples.agent else 0
-        storage.appender.append(samples, policy_version, continues)
+        storage.appender.append(storage.appender.bind(samples), policy_version, continues)
+        self._warn_of_lost_finals()
+
+    def _warn_of_lost_finals(self) -> None:
+        if self.n_without_final and not self._has_warned:
+            self._has_warned = True
+            shape = self._require_storage("append").ring.shape
+            warnings.warn(
+                f"more than max_truncations={shape.max_finals * shape.n_writers} episodes in the replay were "
+                "truncated: the oldest of these truncations are not drawn, since their final observations are gone. "
+                "Raise max_truncations",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _feed_from(self, feeder: Feeder, samples: Any, n_writers: int, rows_ahead: int) -> Appender:
+        """For `AsyncSampler`: from now on `n_writers` workers write into the ring. Returns their appender.
+
+        `samples` `[T, B]` is an example. No worker is more than `rows_ahead` rows ahead of another.
+        """
+        if self._feeder is not None and self._feeder.is_feeding:
+            raise ConfigError("another sampler writes into this replay: shut it down first, or use another replay")
+        shape, before = self._shape_for(samples), self._storage
+        shape = replace(shape, n_writers=n_writers, max_finals=-(-shape.max_finals // n_writers))
+        storage = self._allocate(shape, rows_ahead)
+        if before is not None and before.ring.end:
+            storage = self._move(before, storage)
+        self._storage, self._feeder = storage, feeder
+        return storage.appender
+
+    def _move(self, before: _Storage, storage: _Storage) -> _Storage:
+        """`storage`, with the steps and priorities of `before`."""
+        move(before.ring, storage.ring)
+        if isinstance(before.draw, PriorityDraw) and isinstance(storage.draw, PriorityDraw):
+            before.draw.catch_up()
+            storage.draw.restore(before.draw.low, before.draw.high, before.draw.leaves())
+            storage.draw.n_stale = before.draw.n_stale
+        return replace(storage, appender=Appender(storage.ring, self.frames))
 
     def estimate(self, samples: Any) -> Estimate:
         """The memory that this replay takes: print it. Nothing is allocated.
@@ -130,18 +188,21 @@ class Replay:
     def _shape_for(self, samples: Any) -> Shape:
         return shape_of(samples, self.capacity, self.frames, self.sequences, self.max_truncations)
 
-    def _allocate(self, shape: Shape) -> _Storage:
-        ring = Ring(shape, file=self.file)
+    def _allocate(self, shape: Shape, rows_ahead: int | None = None) -> _Storage:
+        """`rows_ahead`: how many rows writers in other processes may be ahead; None if this process writes."""
+        ring = Ring(shape, shared=rows_ahead is not None, file=self.file)
         windows = WindowReader(ring, self.n_step, self.discount)
         reader: Transitions | SequenceReader
         if self.sequences is None:
             reader = Transitions(ring, windows, self.frames)
         else:
             reader = SequenceReader(ring, windows, self.frames, self.sequences)
-        if reader.back + reader.ahead >= shape.T:
+        n_rows, ahead = reader.back + reader.ahead + 1, rows_ahead or 0
+        if n_rows + ahead > shape.T:
+            writers = f", and workers may be writing {ahead} others" if ahead else ""
             raise ConfigError(
-                f"capacity={self.capacity} is {shape.T} rows of B={shape.B} steps, but a window has "
-                f"{reader.back + reader.ahead + 1} rows: raise capacity"
+                f"capacity={self.capacity} is {shape.T} rows of B={shape.B} steps, but a window has {n_rows} rows"
+                f"{writers}: raise capacity"
             )
         places = Places(ring, reader)
         draw = UniformDraw(places) if self.prioritized is None else PriorityDraw(places)
@@ -155,11 +216,17 @@ class Replay:
         The batch has its own memory, which is not overwritten. `newer_than`: only steps of later policy versions.
         `out`: an earlier batch of the same size, whose memory is used again for the large fields.
 
+        If the workers of an `AsyncSampler` write into this replay, this first waits as its `ratio` says, and raises a
+        `SamplerBrokenError` if a worker has failed.
+
         Raises `SamplerStateError` if no step can be drawn yet.
         """
         n = require_count("n", n)
         if newer_than is not None and self.prioritized is not None:
             raise ConfigError("newer_than needs a replay without priorities: make it with prioritized=None")
+        if self._feeder is not None:
+            self._feeder.before_sample(n)
+            self._warn_of_lost_finals()
         storage = self._require_storage("sample")
         into = None if out is None else out.numpy()
         while True:
@@ -210,9 +277,13 @@ class Replay:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the steps, the priorities, the counts and the state of the draws into `folder`.
 
-        If the process is killed meanwhile, the folder keeps the checkpoint that it had.
+        If the process is killed meanwhile, the folder keeps the checkpoint that it had. Workers that write into the
+        replay finish their batches first, and wait.
         """
-        storage = self._require_storage("save")
+        with nullcontext() if self._feeder is None else self._feeder.stand_still():
+            self._save(Path(folder), self._require_storage("save"))
+
+    def _save(self, folder: Path, storage: _Storage) -> None:
         draw, leaves, places = storage.draw, None, None
         if isinstance(draw, PriorityDraw):
             draw.catch_up()
@@ -228,7 +299,7 @@ class Replay:
             "n_without_final": self.n_without_final,
             "places": places,
         }
-        write_checkpoint(Path(folder), storage.ring, facts, leaves)
+        write_checkpoint(folder, storage.ring, facts, leaves)
 
     @classmethod
     def load(
@@ -258,7 +329,7 @@ class Replay:
         shape = saved_shape(index, -(-replay.capacity // (B * every)) * every)
         storage = replay._storage = replay._allocate(shape)
         read_steps(Path(folder), index, storage.ring)
-        storage.appender.n_without_final = index["n_without_final"]
+        replay._has_warned = replay.n_without_final > 0
         if isinstance(storage.draw, PriorityDraw):
             storage.draw.n_stale = index["n_stale"]
             low, high = index["places"]
@@ -305,7 +376,7 @@ class Replay:
     @property
     def n_without_final(self) -> int:
         """Truncated steps whose final observation was overwritten before the steps were. They are not drawn."""
-        return 0 if self._storage is None else self._storage.appender.n_without_final
+        return 0 if self._storage is None else self._storage.ring.n_lost
 
 
 def _on_cpu(values: Any) -> Any:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers import ArraySpec, NamedArrays, NamedMemory
+from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.memory_limits import free_memory
 from penstock.buffers.named import map_leaves
 from penstock.buffers.ordering import fence
@@ -29,7 +31,7 @@ from penstock.errors import ConfigError
 VALID, TERMINATED, TRUNCATED, BEGINS, PARTIAL = 1, 2, 4, 8, 16
 
 _WORDS = 16  # int64 numbers per writer: 128 bytes, so that no two writers share a cache line
-_STEP, _FINAL = 0, 1  # in these words: the step, and the number of final observations
+_STEP, _FINAL, _LOST = 0, 1, 2  # in these words: the step, the number of final observations, and in `done` of lost ones
 
 
 @dataclass(frozen=True)
@@ -73,28 +75,31 @@ class Ring:
     """Rows `[T, B]` of steps, with `write` for writers and the rest for the reader.
 
     With `file`, the arrays are in this file, which has no name while it is used: its space is freed when the last
-    process that has mapped it ends. With `shared`, they are in memory that workers get when they are started.
+    process that has mapped it ends. With `shared`, workers get the memory, or the file, when they are started.
 
     Raises `ConfigError` if there is not enough memory, or not enough space for the file.
     """
 
     def __init__(self, shape: Shape, *, shared: bool = False, file: str | os.PathLike[str] | None = None) -> None:
         self.shape, self.is_shared = shape, shared
-        self._memory: NamedMemory | None = None
+        self.memory: NamedMemory | _FileMemory
         if file is None:
             _require_memory(sum(spec.nbytes for _, spec in shape.specs().leaves()))
-            self._memory = NamedMemory(shape.specs(), shared=shared, purpose="a replay")
-            arrays = self._memory.arrays
+            self.memory = NamedMemory(shape.specs(), shared=shared, purpose="a replay")
         else:
-            arrays = _file_arrays(shape.specs(), Path(file))
-        self._bind(arrays)
+            self.memory = _FileMemory(shape.specs(), Path(file))
+            if not shared:
+                self.memory.close()
+        self._bind(self.memory.arrays)
 
     def _bind(self, arrays: NamedArrays) -> None:
         self.T, self.B, self.size = self.shape.T, self.shape.B, self.shape.T * self.shape.B
         self.arrays = arrays
         self._begun, self._done = arrays.begun, arrays.done
         self._oldest = 0  # no row before this step was ever written
-        self._writer_of = np.arange(self.B) * self.shape.n_writers // self.B  # by column
+        self._writer_of = writers_of(self.B, self.shape.n_writers)
+        bounds = np.searchsorted(self._writer_of, np.arange(self.shape.n_writers + 1)).tolist()
+        self._columns = [slice(first, last) for first, last in pairwise(bounds)]
 
         def flat(leaf: npt.NDArray[Any]) -> npt.NDArray[Any]:
             return leaf.reshape(self.size, *leaf.shape[2:])
@@ -104,15 +109,13 @@ class Ring:
         self.reward, self.flags, self.final = flat(arrays.reward), flat(arrays.flags), flat(arrays.final)
         self.policy_version = flat(arrays.policy_version)
 
-    def __getstate__(self) -> tuple[Shape, NamedMemory]:
-        if self._memory is None:
-            raise TypeError("a replay in a file cannot be sent to a worker")
-        return self.shape, self._memory
+    def __getstate__(self) -> tuple[Shape, Any]:
+        return self.shape, self.memory
 
-    def __setstate__(self, state: tuple[Shape, NamedMemory]) -> None:
-        self.shape, self._memory = state
+    def __setstate__(self, state: tuple[Shape, Any]) -> None:
+        self.shape, self.memory = state
         self.is_shared = True
-        self._bind(self._memory.arrays)
+        self._bind(self.memory.arrays)
 
     # ---- for the reader --------------------------------------------------------------------
 
@@ -125,18 +128,28 @@ class Ring:
     @property
     def end(self) -> int:
         """The step after the newest that all writers have written."""
-        return int(self._done[0, _STEP] if len(self._done) == 1 else self._done[:, _STEP].min())
+        if not self.is_shared:
+            return int(self._done[0, _STEP])
+        end = int(self._done[:, _STEP].min())
+        fence()  # the rows are read after this word
+        return end
 
     @property
-    def n_finals(self) -> int:
-        """Final observations that were ever written, by the only writer."""
-        return int(self._done[0, _FINAL])
+    def n_finals(self) -> list[int]:
+        """How many final observations each writer has ever written."""
+        return [int(n) for n in self._done[:, _FINAL]]
 
-    def resume(self, first: int, end: int, n_finals: int) -> None:
-        """Let the only writer continue at step `end`. The rows from `first` on are there."""
+    @property
+    def n_lost(self) -> int:
+        """Truncated steps whose final observation was overwritten before they were."""
+        return int(self._done[:, _LOST].sum())
+
+    def resume(self, first: int, end: int, n_finals: Sequence[int], n_lost: int = 0) -> None:
+        """Let the writers continue at step `end`. The rows from `first` on are there."""
         self._oldest = max(first, end - self.T)
         for words in (self._begun, self._done):
-            words[0, [_STEP, _FINAL]] = end, n_finals
+            words[:, _STEP], words[:, _FINAL] = end, n_finals
+        self._done[0, _LOST] = n_lost
 
     def has_final(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Whether the final observations of the truncated steps in entries `at` `[n]` are still there."""
@@ -151,33 +164,40 @@ class Ring:
 
     # ---- for writers -----------------------------------------------------------------------
 
+    def written(self, writer: int) -> int:
+        """The step up to which `writer` has written."""
+        return int(self._done[writer, _STEP])
+
     def columns(self, writer: int) -> slice:
         """The columns that `writer` owns."""
-        first, last = np.searchsorted(self._writer_of, [writer, writer + 1])
-        return slice(int(first), int(last))
+        return self._columns[writer]
 
-    def write(self, rows: NamedArrays, finals: Any, writer: int = 0) -> int:
-        """Write the next rows: fields `[t, b, ...]` for the writer's b columns, t <= T.
+    def write(self, rows: Mapping[str, Any], finals: Any, writer: int = 0) -> None:
+        """Write the next rows: fields `[t, b, ...]` for the writer's b columns, t <= T. A number or `[b]` is written
+        into every row.
 
-        `finals` `[n, ...]` are the final observations of the truncated steps, in the order of numpy.nonzero.
-        `rows.state` has the rows of steps that are multiples of `state_every`. Returns how many truncated steps in the
-        ring have now lost their final observation.
+        `finals` `[n, ...]` are the final observations of the truncated steps, in the order of numpy.nonzero; None if
+        there are none. `rows["state"]` has the rows of steps that are multiples of `state_every`.
         """
         columns = self.columns(writer)
         begun, done = self._begun[writer], self._done[writer]
         start, first_final = int(done[_STEP]), int(done[_FINAL])
-        t, n_finals = len(rows.flags), len(next(_leaves(finals)))
+        t, n_finals = len(rows["flags"]), 0 if finals is None else len(next(_leaves(finals)))
         begun[_FINAL], begun[_STEP] = first_final + n_finals, start + t
         fence()
         for name, field in rows.items():
-            every = self.shape.state_every if name == "state" else 1
-            _put(self.arrays[name], columns, -(-start // every), field)
-        n_lost = self._write_finals(rows.flags, finals, writer) if n_finals else 0
+            if name == "state":
+                every = self.shape.state_every
+                _put(self.arrays[name], columns, -(-start // every), -(-(start + t) // every), field)
+            else:
+                _put(self.arrays[name], columns, start, start + t, field)
+        if n_finals:
+            done[_LOST] += self._write_finals(rows["flags"], finals, writer)
         fence()
         done[_FINAL], done[_STEP] = first_final + n_finals, start + t
-        return n_lost
 
     def _write_finals(self, flags: npt.NDArray[np.uint8], finals: Any, writer: int) -> int:
+        """Returns how many truncated steps are in the ring whose final observation is now overwritten."""
         start, first = (int(word) for word in self._done[writer, [_STEP, _FINAL]])
         row, column = np.nonzero(lacks_next(flags))
         number, step = np.arange(first, first + len(row)), start + row
@@ -185,14 +205,20 @@ class Ring:
         n_kept = min(len(number), self.shape.max_finals)  # the newest
         place, steps = number[-n_kept:] % self.shape.max_finals, self.arrays.final_step[writer]
         is_new = number[-n_kept:] < self.shape.max_finals  # nothing was there before
-        n_lost = len(number) - n_kept + int(((steps[place] >= start + len(flags) - self.T) & ~is_new).sum())
+        # After a death these may be steps that the dead writer has begun, and that are written again.
+        is_old = ~is_new & (steps[place] < start)
+        n_lost = len(number) - n_kept + int((is_old & (steps[place] >= start + len(flags) - self.T)).sum())
         steps[place] = step[-n_kept:]
 
-        def copy(into: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
-            into[writer, place] = values[-n_kept:]
-
-        _pairs(copy, self.arrays.final_obs, finals)
+        newest = map_leaves(lambda leaf: leaf[-n_kept:], finals)
+        self.arrays.final_obs[writer, place] = newest
         return n_lost
+
+
+def writers_of(B: int, n_writers: int) -> npt.NDArray[np.intp]:
+    """The writer of each column `[B]`: as many columns each as samplers give to their workers."""
+    size, n_longer = divmod(B, n_writers)
+    return np.repeat(np.arange(n_writers), [size + (writer < n_longer) for writer in range(n_writers)])
 
 
 def lacks_next(flags: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
@@ -205,26 +231,21 @@ def _leaves(tree: Any) -> Any:
     return (leaf for _, leaf in tree.leaves()) if isinstance(tree, NamedArrays) else iter((tree,))
 
 
-def _pairs(fn: Callable[[Any, Any], None], target: Any, source: Any) -> None:
+def _put(target: Any, columns: slice, first: int, end: int, source: Any) -> None:
+    """Write `source` into the rows of the steps from `first` to `end`, with at most one wrap."""
     if isinstance(target, NamedArrays):
         for name, part in target.items():
-            _pairs(fn, part, source[name])
-    else:
-        fn(target, source)
-
-
-def _put(target: Any, columns: slice, step: int, source: Any) -> None:
-    """Write the rows of `source` from row `step % T` on, with at most one wrap."""
-
-    def copy(into: npt.NDArray[Any], rows: npt.NDArray[Any]) -> None:
-        T, t = len(into), len(rows)
-        row = step % T
-        fits = min(t, T - row)
-        into[row : row + fits, columns] = rows[:fits]
-        if fits < t:
-            into[: t - fits, columns] = rows[fits:]
-
-    _pairs(copy, target, source)
+            _put(part, columns, first, end, source[name])
+        return
+    T = len(target)
+    row, stop = first % T, first % T + end - first
+    if stop <= T:
+        target[row:stop, columns] = source
+        return
+    fits = T - row
+    is_rows = np.ndim(source) == target.ndim
+    target[row:, columns] = source[:fits] if is_rows else source
+    target[: stop - T, columns] = source[fits:] if is_rows else source
 
 
 def _require_memory(nbytes: int) -> None:
@@ -237,34 +258,53 @@ def _require_memory(nbytes: int) -> None:
         )
 
 
-def _file_arrays(specs: NamedArrays, path: Path) -> NamedArrays:
-    """Zeroed arrays in a new file at `path`, whose name is removed at once."""
-    offsets, nbytes = {}, 0
-    for name, spec in specs.leaves():
-        offsets[name], nbytes = nbytes, nbytes + -(-spec.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        raise ConfigError(f"file={str(path)!r} exists: remove it, or choose another name") from None
-    except OSError as error:
-        raise ConfigError(f"file={str(path)!r} cannot be made: {error.strerror}") from error
-    try:
-        path.unlink()
-        os.posix_fallocate(fd, 0, nbytes)  # otherwise a full disk is a SIGBUS later
-        block = mmap.mmap(fd, nbytes)
-    except OSError as error:
-        raise ConfigError(
-            f"the replay needs {nbytes / 2**30:,.2f} GiB in file={str(path)!r}: {error.strerror}. Lower capacity, or "
-            "choose another disk"
-        ) from error
-    finally:
-        os.close(fd)
-    block.madvise(mmap.MADV_RANDOM)  # samples are drawn at random, so reading ahead only takes time
+class _FileMemory:
+    """Zeroed arrays in a new file, whose name is removed at once. A worker maps the same file when it is started."""
 
-    def array(prefix: str, tree: Any) -> Any:
-        if isinstance(tree, NamedArrays):
-            return NamedArrays({name: array(f"{prefix}.{name}", part) for name, part in tree.items()})
-        count = int(np.prod(tree.shape))
-        return np.frombuffer(block, tree.dtype, count, offsets[prefix[1:]]).reshape(tree.shape)
+    def __init__(self, specs: NamedArrays, path: Path) -> None:
+        self._specs = specs
+        self.nbytes = sum(_in_pages(spec.nbytes) for _, spec in specs.leaves())
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            raise ConfigError(f"file={str(path)!r} exists: remove it, or choose another name") from None
+        except OSError as error:
+            raise ConfigError(f"file={str(path)!r} cannot be made: {error.strerror}") from error
+        self._descriptor = InheritedFd(fd)
+        try:
+            path.unlink()
+            os.posix_fallocate(fd, 0, self.nbytes)  # otherwise a full disk is a SIGBUS later
+            self._map()
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"the replay needs {self.nbytes / 2**30:,.2f} GiB in file={str(path)!r}: {error.strerror}. Lower "
+                "capacity, or choose another disk"
+            ) from error
 
-    return NamedArrays({name: array(f".{name}", part) for name, part in specs.items()})
+    def _map(self) -> None:
+        block, offset = mmap.mmap(self._descriptor.fd, self.nbytes), 0
+        block.madvise(mmap.MADV_RANDOM)  # samples are drawn at random, so reading ahead only takes time
+
+        def array(spec: ArraySpec) -> npt.NDArray[Any]:
+            nonlocal offset
+            begin, offset = offset, offset + _in_pages(spec.nbytes)
+            return np.frombuffer(block, spec.dtype, int(np.prod(spec.shape)), begin).reshape(spec.shape)
+
+        self.arrays = self._specs.map(array)
+
+    def close(self) -> None:
+        """Close the descriptor. Then no other worker can get the file, but the arrays stay valid."""
+        self._descriptor.close()
+
+    def __getstate__(self) -> tuple[NamedArrays, int, InheritedFd]:
+        return self._specs, self.nbytes, self._descriptor
+
+    def __setstate__(self, state: tuple[NamedArrays, int, InheritedFd]) -> None:
+        self._specs, self.nbytes, self._descriptor = state
+        self._map()
+        self.close()
+
+
+def _in_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -15,6 +15,7 @@ from penstock.envs import EnvFn
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.central import pool_with_server
+from penstock.samplers.feeding import ReplayFeed
 from penstock.samplers.inference_server import ServerOptions
 from penstock.samplers.parallel import ParallelSampler, pool_options
 from penstock.samplers.readiness import LockStep
@@ -29,6 +30,7 @@ from penstock.workers.spinning import SPIN_SECONDS
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from penstock.replays import Ratio, Replay
     from penstock.samplers.config import SamplerOptions
 
 _RUNNING, _PAUSED = SamplerState.RUNNING, SamplerState.PAUSED
@@ -62,6 +64,10 @@ class AsyncSampler(ParallelSampler):
             soon as a slot is free, with the parameters that are the newest then.
         server: None: each worker acts, with its own copy of the agent. "process": a separate process, the
             inference server, acts for all of them, as in `GpuSampler(server="process")`.
+        replay: a `penstock.replays.Replay` that the workers write into. `replay.sample` draws from it, and
+            `take_traj_infos` returns the trajectories. There are no batches to obtain then.
+        ratio: how many positions are drawn for each step: `replay.sample` waits for the workers, and they wait for it.
+            None: the workers continue with each `replay.sample`, at most `n_slots` batches.
     """
 
     _idle_states = (SamplerState.READY, _RUNNING, _PAUSED)
@@ -73,6 +79,8 @@ class AsyncSampler(ParallelSampler):
         *,
         lag: Literal[1] | None = None,
         server: Literal["process"] | None = None,
+        replay: Replay | None = None,
+        ratio: Ratio | None = None,
         **options: Unpack[SamplerOptions],
     ) -> None:
         options.setdefault("n_slots", 3)
@@ -83,6 +91,11 @@ class AsyncSampler(ParallelSampler):
             raise ConfigError(f"lag must be 1 (reproducible) or None, got {lag!r}")
         if server not in (None, "process"):
             raise ConfigError(f'server must be "process" or None, got {server!r}')
+        if replay is None and ratio is not None:
+            raise ConfigError("ratio needs a replay: give replay too, or leave ratio out")
+        if replay is not None and lag is not None:
+            raise ConfigError("with a replay, steps are drawn at any age: leave out lag")
+        self._feed = None if replay is None else ReplayFeed(self, replay, ratio)
         self._lag, self._central = lag, server == "process"
         self._guard.expected = {
             SamplerState.READY: "start, which begins to sample, evaluate_agent, or a call on the environments"
@@ -100,6 +113,12 @@ class AsyncSampler(ParallelSampler):
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
         this = weakref.ref(self)  # the parameters must not keep the sampler alive
         allocation.memory.parameters.before_overwrite = lambda version: _await_readers(this(), version)
+        if self._feed is not None:
+            appender = self._feed.connect(allocation.batches[0], len(self._plans), self.config.n_slots)
+            memory = replace(allocation.memory, appender=appender)
+            allocation = replace(allocation, memory=memory)
+            resources.callback(appender.ring.memory.close)
+            self._memory = memory
         options = pool_options(self.config, allocation, preload=() if self._central else ("torch",), has_lookout=True)
         if not self._central:
             programs = [allocation.program] * len(self._plans)
@@ -128,6 +147,7 @@ class AsyncSampler(ParallelSampler):
         Returns torch tensors `[batch_T, batch_B, ...]` and the trajectories that finished in this batch, ordered by
         time step, then env_rank. Raises a `SamplerBrokenError` if a worker fails, also if a complete batch waits.
         """
+        self._refuse_with_replay("obtain_samples")
         with self._guard.require("obtain_samples", _RUNNING, _PAUSED):
             itr = integer("itr", itr)
             pool = self._require_batch("obtain_samples")
@@ -137,6 +157,7 @@ class AsyncSampler(ParallelSampler):
     def poll_samples(self) -> tuple[Samples, list[TrajInfo]] | None:
         """The same as `obtain_samples`, but None if no batch is complete. It does not wait. The batch gets the `itr`
         after that of the batch before."""
+        self._refuse_with_replay("poll_samples")
         with self._guard.require("poll_samples", _RUNNING, _PAUSED):
             pool, itr = self._require_batch("poll_samples"), self._first_itr + self._taken
             pool.wait_for(0, f"itr={itr}")
@@ -150,6 +171,7 @@ class AsyncSampler(ParallelSampler):
 
         At its end, all except the last one are given back.
         """
+        self._refuse_with_replay("hold")
         with self._guard.require("hold", _RUNNING, _PAUSED):
             if self._is_holding:
                 raise SamplerStateError("hold was called inside hold: use one context for all batches")
@@ -192,9 +214,69 @@ class AsyncSampler(ParallelSampler):
             "obtain_samples(itr) or poll_samples() for each batch"
         )
 
+    def _refuse_with_replay(self, call: str) -> None:
+        if self._feed is not None:
+            raise SamplerStateError(
+                f"{call} was called on a sampler whose workers write into a replay: call replay.sample(n), and "
+                "take_traj_infos() for the trajectories"
+            )
+
     def stats(self) -> SamplerStats:
         """Where the workers' time went since `initialize`, and how old the parameters were that acted."""
-        return replace(super().stats(), lag=self._lags.stats, skipped_batches=self._n_skipped)
+        n_dropped = 0 if self._feed is None else self._feed.n_dropped
+        own = {"lag": self._lags.stats, "skipped_batches": self._n_skipped, "dropped_trajectories": n_dropped}
+        return replace(super().stats(), **own)  # type: ignore[arg-type]
+
+    # ---- with a replay -----------------------------------------------------------------------
+
+    def take_traj_infos(self) -> list[TrajInfo]:
+        """With a replay: the trajectories that have finished since the last call, batch by batch, ordered by time step,
+        then env_rank. The newest 65,536 are kept; `stats().dropped_trajectories` counts the others.
+
+        It does not wait. Raises a `SamplerBrokenError` if a worker has failed.
+        """
+        if self._feed is None:
+            raise SamplerStateError("take_traj_infos needs a replay: obtain_samples returns the trajectories")
+        with self._guard.require("take_traj_infos", _RUNNING, _PAUSED):
+            pool = self._require_pool("take_traj_infos")
+            assert isinstance(pool, WorkerPool)
+            pool.wait_for(0, "take_traj_infos")
+            self._pass_on(pool)
+            infos = list(self._feed.traj_infos)
+            self._feed.traj_infos.clear()
+            return infos
+
+    def _await_replay(self, n: int) -> None:
+        """`n` positions of the replay will be drawn: wait until the ratio allows it."""
+        assert self._feed is not None
+        with self._guard.require("replay.sample", _RUNNING, _PAUSED):
+            pool, done = self._require_pool("replay.sample"), 0
+            assert isinstance(pool, WorkerPool)
+            self._feed.expect(n)
+            while True:
+                pool.wait_for(done, "replay.sample")
+                self._pass_on(pool)
+                # After the line before: a batch that has been completed meanwhile may be the one that was missing.
+                if self._feed.may_draw():
+                    return
+                if not self._open:  # the ratio never stops both sides
+                    raise SamplerStateError(
+                        "replay.sample would wait for ever: the sampler is paused, and ratio allows no draw before "
+                        "there are more steps. Call resume() first"
+                    )
+                done = self._open[0].opening
+
+    def _pass_on(self, pool: WorkerPool) -> None:
+        """Take the trajectories of the complete batches, which are in the replay, and let the workers continue."""
+        assert self._feed is not None
+        while self._open and pool.has_completed(self._open[0].opening):
+            batch = self._open[0]
+            self._feed.add_infos(self._infos(pool, batch))
+            self._note_versions(batch.number)
+            self._open.popleft()
+            self._released = self._taken = batch.number + 1
+        if self.state is _RUNNING:
+            self._give_credit()
 
     # ---- the four counts -------------------------------------------------------------------
 
@@ -204,9 +286,9 @@ class AsyncSampler(ParallelSampler):
         if self._lag is not None:
             limit = min(limit, self._taken + 1)
         version = self._memory.parameters.version if self._lag is not None else 0
-        while self._opened < limit:
+        while self._opened < limit and (self._feed is None or self._feed.may_begin(self._opened)):
             batch = self._opened
-            command = Command(self._first_itr + batch, version=version, slot=batch % self._batches.n_slots)
+            command = Command(self._first_itr + batch, version=version, batch=batch)
             opening = self._require_pool("start").submit(command)
             self._open.append(_OpenBatch(batch, opening))
             self._opened, self._pinned = batch + 1, (opening, version)
@@ -235,20 +317,23 @@ class AsyncSampler(ParallelSampler):
             batch = self._open.popleft().number
             self._n_skipped += 1
         self._taken, self._first_itr = batch + 1, itr - batch
-        newest_version = self._memory.parameters.version
         samples = self._batches.hand_out(batch, None if self._is_holding else batch + 1)
         self.samples_np = self._batches.views[batch % self._batches.n_slots]
-        versions = self.samples_np.agent.policy_version[0]
-        for plan in self._plans:  # all columns of a worker have the same version
-            version = int(versions[plan.columns.start])
-            self._lags.add(newest_version - version, len(plan.columns))
-            self.policy_version = version
+        self._note_versions(batch)
         self._metrics.training.extend(infos)
         if not self._is_holding:
             self._release()
         elif self.state is _RUNNING:
             self._give_credit()
         return samples, infos
+
+    def _note_versions(self, batch: int) -> None:
+        newest = self._memory.parameters.version
+        versions = self._batches.views[batch % self._batches.n_slots].agent.policy_version[0]
+        for plan in self._plans:  # all columns of a worker have the same version
+            version = int(versions[plan.columns.start])
+            self._lags.add(newest - version, len(plan.columns))
+            self.policy_version = version
 
     def _release(self) -> None:
         """Give all batches back except the last one that was handed out, and let the workers continue."""

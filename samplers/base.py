@@ -238,7 +238,7 @@ class Sampler(RestoringCalls, ABC):
         pool, batch, batches = self._pool, self._batch, self._batches
         assert pool is not None
         try:
-            pool.submit(Command(self._itr, slot=batch % batches.n_slots))
+            pool.submit(Command(self._itr, batch=batch))
         finally:  # after `submit`, so that workers do not wait for this
             if len(batches.held) == self.config.n_slots:
                 batches.give_back(batch, keep_last_row=True)

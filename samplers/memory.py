@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.episode_log import EpisodeLog
@@ -10,6 +11,7 @@ from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.results import RecordRings
 from penstock.buffers.shared import NamedMemory
+from penstock.replays.appending import Appender
 from penstock.samplers.stats import ServerTotals
 from penstock.samplers.step_buffer import StepBuffer
 from penstock.workers.control import Command, ControlBlock
@@ -31,6 +33,8 @@ class SamplerMemory:
     eval_steps: StepBuffer | None = None
     totals: ServerTotals | None = None
     episodes: EpisodeLog | None = None  #: only with `seed_episodes=True`
+    # Only if the workers write into a replay.
+    appender: Appender | None = None
 
     def count_lost(self, plan: WorkerPlan, command: Command | None, t: int, n_results: int) -> int:
         """How many trajectories are lost with a worker that dies in row `t` of `command` (None: between two).
@@ -42,7 +46,7 @@ class SamplerMemory:
             return n_running + len(plan.eval_columns) + n_results  # type: ignore[attr-defined]
         if command is None or command.has_message:
             return n_running
-        finished = self.slots[command.slot].done[1 : t + 2, plan.columns.start : plan.columns.stop]
+        finished = self.slots[command.batch % len(self.slots)].done[1 : t + 2, plan.columns.start : plan.columns.stop]
         return n_running + int(finished.sum())
 
     @property
@@ -51,9 +55,10 @@ class SamplerMemory:
         return self.samples.arrays.values()
 
     @property
-    def _own(self) -> list[NamedMemory]:
+    def _own(self) -> list[Any]:
         """All of it but the parameters, which the agent owns."""
-        parts = (self.control, self.records, self.steps, self.eval_steps, self.totals, self.episodes)
+        ring = None if self.appender is None else self.appender.ring
+        parts = (self.control, self.records, self.steps, self.eval_steps, self.totals, self.episodes, ring)
         return [self.samples, *(part.memory for part in parts if part is not None)]
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.agents.base import Agent
 from penstock.buffers.named import map_leaves
-from penstock.buffers.samples import BatchColumns
+from penstock.buffers.samples import BatchColumns, public_view
 from penstock.collectors.base import Collector, CollectorParts
 from penstock.collectors.central import RemoteAgent
 from penstock.collectors.checks import Checks
@@ -68,6 +68,12 @@ class SamplerProgram:
             self.agent.runtime.attach(self._memory.parameters)
             self.agent.runtime.pull_shared_memory()
         self._n_slots, self._proofs = len(self._memory.slots), list[tuple[EnvFactory, str]]()
+        if (appender := self._memory.appender) is not None:
+            columns = slice(self._plan.columns.start, self._plan.columns.stop)
+            self._appender = own = appender.of_writer(self._plan.worker_rank)
+            self._batches = [
+                own.bind(public_view(slot, self.config.batch_T)[:, columns]) for slot in self._memory.slots
+            ]
         self._builder = EnvBuilder(self._progress, self.agent.observation_space, self.agent.action_space)
         env_factories, eval_env_factories = context.share
         self._collector = self._build_collector(env_factories)
@@ -160,8 +166,14 @@ class SamplerProgram:
         """Run one command: collect a batch, evaluate, or make a call on the environments."""
         evaluator, records = self._eval_collector, self._memory.records
         if not (command.has_message or command.do_eval):
-            records.begin(self._plan.first_record(self.config.batch_T, command.slot))
-            self._collect(command)
+            slot = command.batch % self._n_slots
+            records.begin(self._plan.first_record(self.config.batch_T, slot))
+            if self._memory.appender is None:
+                self._collect(command, slot)
+            # The worker that this one replaces may have died when the batch was in the replay.
+            elif not self._appender.has_batch(command.batch, self.config.batch_T):
+                self._collect(command, slot)
+                self._append(slot)
             return
         records.begin()
         if not command.do_eval:
@@ -177,10 +189,14 @@ class SamplerProgram:
             return nullcontext()
         return envs.recorded(0, pickle.loads(self._memory.mailbox.read()), command.itr)
 
-    def _collect(self, command: Command) -> None:
+    def _append(self, slot: int) -> None:
+        """Copy the batch into the replay."""
+        self._appender.append(self._batches[slot], self._collector.samples.policy_version, continues=True)
+
+    def _collect(self, command: Command, slot: int) -> None:
         collector, control, gate = self._collector, self._memory.control, self._context.gate
         if self._n_slots > 1:
-            collector.use_slot(command.slot)
+            collector.use_slot(slot)
         version = collector.agent.runtime.pull_shared_memory(command.version)
         self._progress.note_version(version)
         if command.version and gate is not None:

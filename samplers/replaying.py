@@ -81,7 +81,7 @@ class Replays:
         is_possible = words[EPISODE] >= 0 and start <= row + 1 and progress.t < len(self._slot(0).done) - 1
         if not is_possible:
             return None
-        slot = 0 if command is None else command.slot
+        slot = 0 if command is None else command.batch % len(self._memory.slots)
         found = self._make(plan, column, words[EPISODE], words[GENERATION], (start, row, position), slot)
         return self._saved(replace(found, failure=f"{status} failed while {status.doing}"))
 

@@ -61,7 +61,8 @@ class SamplerStats:
 
     With an agent of `inference="numpy"` or `"traced"`, `inference_difference` is the largest absolute difference to
     torch's outputs, on 16 observations at `initialize`. With other agents it is None.
-    Only an `AsyncSampler` has `lag`, and `skipped_batches`: how many `obtain_samples(newest=True)` has left out.
+    Only an `AsyncSampler` has `lag`, and `skipped_batches`: how many `obtain_samples(newest=True)` has left out. With a
+    replay, `dropped_trajectories` counts those that were too old when `take_traj_infos` was called.
     """
 
     workers: tuple[WorkerStats, ...]
@@ -69,6 +70,7 @@ class SamplerStats:
     inference_difference: float | None = None
     lag: LagStats | None = None
     skipped_batches: int = 0
+    dropped_trajectories: int = 0
 
     @property
     def restarts(self) -> int:

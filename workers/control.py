@@ -45,7 +45,7 @@ from penstock.workers.progress import (
 )
 
 _KIND = (1 << KIND_BITS) - 1
-_ITR, _DO_EVAL, _HAS_MESSAGE, _VERSION, _SLOT = range(5)  # the words of a command
+_ITR, _DO_EVAL, _HAS_MESSAGE, _VERSION, _BATCH = range(5)  # the words of a command
 
 
 class Command(NamedTuple):
@@ -56,7 +56,7 @@ class Command(NamedTuple):
     do_eval: bool = False  #: evaluate the agent instead
     has_message: bool = False  #: do what the message in the mailbox says; with `do_eval`, evaluate as it says
     version: int = 0  #: act with this version of the parameters; 0: with the newest
-    slot: int = 0  #: write the batch into this slot of the samples buffer
+    batch: int = 0  #: the number of the batch, which says into which slot of the samples buffer it goes
 
 
 class ControlBlock:
@@ -141,7 +141,7 @@ class ControlBlock:
         commands[worker_rank, place, _DO_EVAL] = command.do_eval
         commands[worker_rank, place, _HAS_MESSAGE] = command.has_message
         commands[worker_rank, place, _VERSION] = command.version
-        commands[worker_rank, place, _SLOT] = command.slot
+        commands[worker_rank, place, _BATCH] = command.batch
         fence()
         self.opened[worker_rank] = number  # last: it announces the command
 
@@ -153,7 +153,7 @@ class ControlBlock:
             bool(commands[worker_rank, place, _DO_EVAL]),
             bool(commands[worker_rank, place, _HAS_MESSAGE]),
             commands[worker_rank, place, _VERSION],
-            commands[worker_rank, place, _SLOT],
+            commands[worker_rank, place, _BATCH],
         )
 
     def has_arrived(self, worker_rank: int) -> bool:

@@ -8,7 +8,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from penstock.buffers.ordering import fence, full_fence
 from penstock.buffers.reports import ReportBoard
@@ -205,7 +205,7 @@ class Monitor:
         for rank in sorted(found):
             handle = self._handles[rank]
             status, exitcode = self.status(handle), handle.reap()
-            report, stack, replay = self._reports.read(rank), handle.stacks.read(), self._options.replay_of(status)
+            report, stack, replay = self._reports.read(rank), handle.stacks.read(), self._replay_of(status)
             failures.append(WorkerFailure(status, exitcode, report, stack, replay=replay))
         return failures
 
@@ -220,8 +220,11 @@ class Monitor:
             handle.signal_group(signal.SIGKILL)
             hung = f"made no progress for {limit:g} s{stopped}"
             exitcode = handle.reap()
-            failures.append(WorkerFailure(status, exitcode, None, stack, hung, self._options.replay_of(status)))
+            failures.append(WorkerFailure(status, exitcode, None, stack, hung, self._replay_of(status)))
         return failures
+
+    def _replay_of(self, status: WorkerStatus) -> Any:
+        return None if self._options.replay_of is None else self._options.replay_of(status)
 
     # ---- deadlines -------------------------------------------------------------------------
 

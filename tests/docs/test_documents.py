@@ -262,6 +262,8 @@ def test_the_learning_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -
     assert ast.literal_eval(capsys.readouterr().out) == [[1.5, 4.0], [1.0, 6.0], [3.0, 3.0]]
     assert names["part"].env.observation.shape == (16, 8, 4)
     assert names["target"].shape == (512,)
+
+
 def test_the_resume_page_runs_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

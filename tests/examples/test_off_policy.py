@@ -32,3 +32,12 @@ def test_a_short_sac_runs_with_and_without_the_wrong_learner() -> None:
         assert done.returncode == 1
         assert "goal of -200 missed" in done.stderr
         assert "1,200 steps" in done.stdout
+
+
+def test_a_short_r2d1_runs_in_both_ways() -> None:
+    for asynchronous in (0, 1):
+        options = ["--total-steps", 4000, "--min-steps", 1000, "--eval-every", 1500, "--eval-episodes", 32]
+        done = run("examples/r2d1.py", *options, "--asynchronous", asynchronous, "--stored-state", asynchronous)
+        assert done.returncode == 1, done.stderr
+        assert "goal of 0.95 missed" in done.stderr
+        assert done.stdout.count(" steps, ") == 2

@@ -73,6 +73,16 @@ def test_after_load_the_draws_are_the_same(tmp_path: Path, kind: str, n_batches:
                 each.append(samples, continues=itr > 39)
 
 
+def test_only_states_of_steps_that_are_kept_are_saved(tmp_path: Path) -> None:
+    stream, replay = make("sequences", n_batches=11)
+    replay.save(tmp_path)
+    index = json.loads((tmp_path / "replay.json").read_text())
+    first, end = index["first"], index["end"]
+    assert (first, end) == (27, 77), "otherwise nothing is rounded"
+    states = np.load(tmp_path / index["data"] / index["arrays"]["state"])
+    assert states[:, 0, 0].tolist() == [row.number for row in stream.history[0][28:77:2]]
+
+
 @kinds
 @pytest.mark.parametrize("capacity", [3 * 20, 3 * 90])
 def test_the_capacity_may_change(tmp_path: Path, kind: str, capacity: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,8 @@ from penstock import ConfigError
 from penstock.replays import Ratio, Replay
 
 from .streams import Stream
+
+FULL = os.environ.get("PENSTOCK_FAULTS") == "full"  # see tests/process/support.py
 
 
 class Counts:
@@ -33,7 +37,7 @@ class Counts:
     extra=st.sampled_from([0.0, 1.0, 1e4]),
     preference=st.sampled_from(["append", "sample", "random"]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=1000 if FULL else 100, deadline=None)
 def test_no_setting_stalls_and_the_draws_stay_within_the_slack(
     samples_per_step: float, batch_steps: int, batch_size: int, min_steps: int, extra: float, preference: str
 ) -> None:
@@ -45,6 +49,48 @@ def test_no_setting_stalls_and_the_draws_stay_within_the_slack(
         assert any(may), "nobody may go on"
         wants_append = preference == "append" or (preference == "random" and bool(rng.integers(2)))
         if may[0] and (wants_append or not may[1]):
+            replay.n_steps += batch_steps
+        else:
+            replay.n_drawn += batch_size
+        if replay.n_steps > max(min_steps, replay.n_needed) + batch_steps and replay.n_drawn:
+            late = max(replay.n_needed - min_steps, 0) * samples_per_step  # while nothing could be drawn
+            assert -slack - 1e-6 <= ratio.behind(replay) <= slack + late + 1e-6  # type: ignore[arg-type]
+
+
+@given(
+    samples_per_step=st.sampled_from([0.01, 0.3, 1.0, 8.0, 256.0]),
+    batch_steps=st.integers(1, 2000),
+    batch_size=st.integers(1, 2000),
+    min_steps=st.integers(0, 5000),
+    extra=st.sampled_from([0.0, 1.0, 1e4]),
+    n_slots=st.integers(2, 8),
+    n_needed=st.integers(1, 10),
+    p_worker=st.sampled_from([0.02, 0.5, 0.98]),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=1000 if FULL else 100, deadline=None)
+def test_workers_that_run_ahead_never_stall_and_stay_within_the_slack(
+    samples_per_step: float,
+    batch_steps: int,
+    batch_size: int,
+    min_steps: int,
+    extra: float,
+    n_slots: int,
+    n_needed: int,
+    p_worker: float,
+    seed: int,
+) -> None:
+    """As `AsyncSampler` does it: up to `n_slots` batches are begun, and become complete at any time."""
+    slack = samples_per_step * batch_steps + batch_size + extra
+    ratio = Ratio(samples_per_step, batch_steps, batch_size, min_steps, slack)
+    replay, rng, n_begun = Counts(n_needed * batch_steps), np.random.default_rng(seed), 0
+    for _ in range(400):
+        n_open = n_begun - replay.n_steps // batch_steps
+        while n_open < n_slots and ratio.may_append(replay, n_begun * batch_steps):  # type: ignore[arg-type]
+            n_begun, n_open = n_begun + 1, n_open + 1
+        may_draw = ratio.may_sample(replay)  # type: ignore[arg-type]
+        assert n_open or may_draw, "nobody may go on"
+        if n_open and (rng.random() < p_worker or not may_draw):
             replay.n_steps += batch_steps
         else:
             replay.n_drawn += batch_size
@@ -81,3 +127,11 @@ def test_impossible_settings_are_refused(arguments: tuple[float, ...], message: 
     with pytest.raises(ConfigError, match=message):
         Ratio(*arguments)  # type: ignore[arg-type]
     Ratio(8, 512, 256, 0, 4352)
+
+
+def test_a_ratio_without_the_sizes_is_for_samplers_only() -> None:
+    replay = Counts(1)
+    for ratio in (Ratio(1), Ratio(1, 10), Ratio(1, batch_size=10)):
+        for call in (ratio.may_append, ratio.may_sample):
+            with pytest.raises(ConfigError, match="needs batch_steps and batch_size"):
+                call(replay)  # type: ignore[arg-type]

@@ -10,21 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.buffers import NamedArrays
 from penstock.replays.batches import Transitions
 from penstock.replays.drawing import Places
 from penstock.replays.ring import TRUNCATED, VALID, Ring, Shape
 from penstock.replays.windows import WindowReader
 
-WIDTH = 64
+FULL = os.environ.get("PENSTOCK_FAULTS") == "full"  # see tests/process/support.py
+N_READ = 100_000_000 if FULL else 200_000  # rows
+AT_ONCE = 1024 if FULL else 64
+WIDTH = 16 if FULL else 64  # numbers in a row
+N_WRITERS = 3 if FULL else 2
+
+pytestmark = pytest.mark.timeout(3600 if FULL else 60)
 
 
 def make_ring(n_writers: int) -> Ring:
-    shape = Shape(64, 4, np.zeros(WIDTH), np.zeros((), np.int64), max_finals=512, n_writers=n_writers)
+    T = 4096 if FULL else 64
+    shape = Shape(T, 4, np.zeros(WIDTH), np.zeros((), np.int64), max_finals=8 * T, n_writers=n_writers)
     return Ring(shape, shared=True)
 
 
-def rows_of(ring: Ring, writer: int, start: int, t: int) -> tuple[NamedArrays, Any]:
+def rows_of(ring: Ring, writer: int, start: int, t: int) -> tuple[dict[str, Any], Any]:
     """Rows of which every number tells the step and the column."""
     columns = ring.columns(writer)
     b = np.arange(columns.start, columns.stop)
@@ -33,7 +39,7 @@ def rows_of(ring: Ring, writer: int, start: int, t: int) -> tuple[NamedArrays, A
     flags[number % 5 == 0] |= TRUNCATED
     observation = np.repeat(number[..., None].astype(np.float64), WIDTH, -1)
     fields = {"observation": observation, "action": number, "reward": number.astype(np.float32), "flags": flags}
-    return NamedArrays(fields), -observation[flags == VALID | TRUNCATED]
+    return fields, -observation[flags == VALID | TRUNCATED]
 
 
 def _write_for_ever(ring: Ring, writer: int) -> None:
@@ -44,9 +50,9 @@ def _write_for_ever(ring: Ring, writer: int) -> None:
             ring.write(*rows_of(ring, writer, start, 8), writer)
 
 
-@pytest.mark.parametrize("n_kills", [0, 10])
+@pytest.mark.parametrize("n_kills", [0, 200 if FULL else 10])
 def test_no_row_is_torn(n_kills: int) -> None:
-    ring, context = make_ring(2), multiprocessing.get_context("fork")
+    ring, context = make_ring(N_WRITERS), multiprocessing.get_context("fork")
     transitions = Transitions(ring, WindowReader(ring, 1, 1.0), None)
     places, rng = Places(ring, transitions), np.random.default_rng(0)
 
@@ -55,19 +61,19 @@ def test_no_row_is_torn(n_kills: int) -> None:
         process.start()
         return process
 
-    writers, n_read, n_redrawn = [start(0), start(1)], 0, 0
+    writers, n_read, n_redrawn = [start(writer) for writer in range(N_WRITERS)], 0, 0
     try:
-        kill_at = [int(n) for n in np.linspace(0, 200_000, n_kills + 2)[1:-1]]
-        while n_read < 200_000:
+        kill_at = [int(n) for n in np.linspace(0, N_READ, n_kills + 2)[1:-1]]
+        while n_read < N_READ:
             if kill_at and n_read >= kill_at[0]:
-                writer = kill_at.pop(0) % 2
+                writer = kill_at.pop(0) % N_WRITERS
                 os.kill(writers[writer].pid, signal.SIGKILL)
                 writers[writer].join()
                 writers[writer] = start(writer)
             low, high = places.bounds()
             if high <= low:
                 continue
-            index = rng.integers(low, high, 64)
+            index = rng.integers(low, high, AT_ONCE)
             fields = transitions.read(index)
             if fields is None or not transitions.eligible(index).all() or ring.first * ring.B > index.min():
                 n_redrawn += 1

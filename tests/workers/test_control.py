@@ -75,7 +75,7 @@ def test_openings_are_counted_per_worker(ranks: list[int]) -> None:
 
 
 words = st.integers(0, 2**62)
-commands = st.builds(Command, words, st.booleans(), st.booleans(), version=words, slot=words)
+commands = st.builds(Command, words, st.booleans(), st.booleans(), version=words, batch=words)
 
 
 @quick

@@ -1,0 +1,168 @@
+"""AsyncSampler that feeds a replay, when its workers or the main process are killed."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock import AsyncSampler, RandomAgent, SamplerState, WorkerDiedError
+from penstock.envs import CountingEnv, SlowEnv
+from penstock.replays import Ratio, Replay
+from penstock.replays.ring import PARTIAL, VALID
+
+from .support import BOUND, ERROR_SECONDS, SLACK, Script, generator, gone_after, killer, note, pause, scaled
+
+N_WORKERS, B, T, LENGTH, N_STEP = 3, 6, 8, 5, 2
+
+pytestmark = pytest.mark.timeout(scaled(3600, 60))
+servers = pytest.mark.parametrize("server", [None, "process"], ids=["workers act", "server acts"])
+ends = pytest.mark.parametrize("truncate", [False, True], ids=["terminated", "truncated"])
+
+
+def sampler_of(replay: Replay, env_fn: Any, **kwargs: Any) -> AsyncSampler:
+    arguments = {"batch_T": T, "batch_B": B, "n_workers": N_WORKERS, "max_decorrelation_steps": 0, **kwargs}
+    return AsyncSampler(env_fn, replay=replay, ratio=Ratio(1.0), **arguments)
+
+
+def replay_of() -> Replay:
+    return Replay(B * 12 * T, N_STEP, 1.0, max_truncations=B * 12 * T, seed=0)
+
+
+def check(batch: Any, truncate: bool) -> None:
+    """Every number of a `CountingEnv`'s transition follows from its observation."""
+    count = batch.observation[:, 1].int()
+    steps = torch.minimum(torch.full_like(count, N_STEP), LENGTH - count)
+    ends = count + steps == LENGTH
+    assert torch.equal(batch.return_, (count + 1 + (steps - 1) * (count + 2)).float())
+    assert torch.equal(batch.discount, (~ends | truncate).float())
+    after = batch.observation + torch.stack([torch.zeros_like(steps), steps], -1)
+    after[ends & (not truncate)] = 0
+    assert torch.equal(batch.next_observation, after)
+
+
+@servers
+@ends
+def test_a_worker_killed_at_a_random_moment(server: Any, truncate: bool) -> None:
+    rng = generator("feed", server, truncate)
+    with killer() as kill:
+        for i in range(scaled(50, 2)):
+            replay = replay_of()
+            with sampler_of(replay, partial(CountingEnv, truncate=truncate), server=server) as sampler:
+                sampler.initialize(RandomAgent(), seed=1)
+                sampler.start()
+                replay.sample(32)
+                kill.kill([sampler.worker_pids[rng.randrange(N_WORKERS)]], rng.uniform(0, 0.05))
+                when = 0.0
+                if i % 2:  # the learner is in its own code
+                    when = kill.when()
+                began = time.monotonic()
+                with pytest.raises(WorkerDiedError, match=r"was killed by SIGKILL"):
+                    while True:
+                        began = time.monotonic()
+                        check(replay.sample(32), truncate)
+                seen = time.monotonic()
+                note("replay, kill or next sample to error, s", seen - max(when or kill.when(), began), ERROR_SECONDS)
+                assert sampler.state is SamplerState.BROKEN
+            for _ in range(20):  # training can go on with what there is
+                check(replay.sample(64), truncate)
+
+
+@servers
+@ends
+def test_a_replacement_goes_on_in_the_same_columns(server: Any, truncate: bool) -> None:
+    rng, wanted = generator("feed restart", server, truncate), scaled(75, 3)
+    endless: dict[str, Any] = {"on_worker_failure": "restart", "max_restarts": 1_000_000, "server": server}
+    replay = replay_of()
+    with killer() as kill, sampler_of(replay, partial(CountingEnv, truncate=truncate), **endless) as sampler:
+        sampler.initialize(RandomAgent(), seed=1)
+        sampler.start()
+        for n_kills in range(1, wanted + 1):
+            kill.kill([sampler.worker_pids[rng.randrange(N_WORKERS)]], rng.uniform(0, 0.02))
+            deadline = time.monotonic() + BOUND
+            while sampler.stats().restarts < n_kills:
+                assert time.monotonic() < deadline
+                check(replay.sample(32), truncate)
+            kill.when()
+        sampler.pause()
+        check_columns(replay)
+        assert sampler._released == sampler._opened or sampler._open[-1].number + 1 == sampler._opened
+        ring = replay._storage.ring  # type: ignore[union-attr]
+        assert [ring.written(rank) for rank in range(N_WORKERS)] == [sampler._opened * T] * N_WORKERS
+
+
+def check_columns(replay: Replay) -> None:
+    """All rows of the ring continue the row before, or begin an episode with a new environment."""
+    ring = replay._storage.ring  # type: ignore[union-attr]
+    rows = np.arange(ring.first, ring.end) % ring.T
+    observation, reward = ring.arrays.observation[rows], ring.arrays.reward[rows]
+    flags = ring.arrays.flags[rows]
+    assert ((flags & VALID) != 0).all()
+    assert ((flags & PARTIAL) == 0).all()
+    assert (reward == observation[..., 1] + 1).all()
+    continues = observation[1:, :, 1] > 0
+    assert (observation[1:] - observation[:-1])[continues].tolist() == [[0, 1]] * int(continues.sum())
+    begins = observation[1:][~continues]
+    before = observation[:-1][~continues]
+    is_next = (begins[:, 0] == before[:, 0] + 1) & (before[:, 1] == LENGTH - 1)
+    is_new = begins[:, 0] <= 0  # the environment of a replacement
+    assert (is_next | is_new).all()
+
+
+RUNNING = """
+from penstock.replays import Ratio, Replay
+replay = Replay(4 * 400, seed=0)
+sampler = AsyncSampler(CountingEnv, batch_T=20, batch_B=4, n_workers=2, replay=replay, ratio=Ratio(1.0))
+sampler.initialize(RandomAgent())
+sampler.start()
+say(*sampler.worker_pids)
+for itr in range(10**9):
+    replay.sample(32)
+    if itr % 50 == 20:
+        replay.save("saved")
+"""
+
+
+def test_a_killed_main_process_leaves_nothing_but_a_checkpoint(tmp_path: Path) -> None:
+    rng = generator("feed main")
+    for _ in range(scaled(50, 1)):
+        with Script(tmp_path, RUNNING) as script:
+            script.pids()
+            pause(rng.uniform(0.2, 0.6))
+            everyone = script.descendants()
+            began = time.monotonic()
+            script.process.kill()
+            _, stderr = script.end()
+            note(
+                "replay, main process killed to nothing left, s", gone_after(everyone, began, 2.0 * SLACK), 2.0 * SLACK
+            )
+        assert stderr == ""
+        if (tmp_path / "saved" / "replay.json").exists():
+            loaded = Replay.load(tmp_path / "saved")
+            assert (loaded.sample(100).return_ > 0).all()
+
+
+@pytest.mark.parametrize(("env_seconds", "learn_seconds"), [(0.0, 0.0), (0.001, 0.0), (0.0, 0.001)])
+def test_the_ratio_over_many_steps(env_seconds: float, learn_seconds: float) -> None:
+    """A learner that is as fast as the workers, faster, or slower."""
+    n, per_step = 32, 0.5
+    replay = Replay(B * 20 * T, seed=0)
+    wanted = scaled(1_000_000 if not (env_seconds or learn_seconds) else 100_000, 3_000)
+    env_fn = partial(SlowEnv, env_seconds) if env_seconds else CountingEnv
+    with AsyncSampler(
+        env_fn, batch_T=T, batch_B=B, n_workers=2, replay=replay, ratio=Ratio(per_step), n_slots=4
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=1)
+        sampler.start()
+        while replay.n_steps < wanted:
+            replay.sample(n)
+            if learn_seconds:
+                pause(learn_seconds)
+        sampler.pause()
+    slack = per_step * T * B + n
+    assert abs(replay.n_drawn - replay.n_steps * per_step) <= slack

@@ -1,0 +1,391 @@
+"""AsyncSampler with a replay: the workers write into it, and the ratio holds both sides."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import (
+    AsyncSampler,
+    ConfigError,
+    RandomAgent,
+    RecurrentCategoricalPgAgent,
+    SamplerState,
+    SamplerStateError,
+    SerialSampler,
+    WorkerError,
+)
+from penstock.envs import CountingEnv, SlowEnv
+from penstock.replays import Frames, Prioritized, Ratio, Replay, Sequences
+
+from .async_support import VersionAgent
+
+T, B = 4, 5
+LENGTH = 5
+
+pytestmark = pytest.mark.timeout(60)
+servers = pytest.mark.parametrize("server", [None, "process"], ids=["workers act", "server acts"])
+
+
+def make(replay: Replay, env_fn: Any = CountingEnv, ratio: Ratio | None = None, **kwargs: Any) -> AsyncSampler:
+    options: dict[str, Any] = {"batch_T": T, "batch_B": B, "n_workers": 2, "max_decorrelation_steps": 0, **kwargs}
+    return AsyncSampler(env_fn, replay=replay, ratio=ratio, **options)
+
+
+def started(replay: Replay, env_fn: Any = CountingEnv, ratio: Ratio | None = None, **kwargs: Any) -> AsyncSampler:
+    sampler = make(replay, env_fn, ratio, **kwargs)
+    sampler.initialize(RandomAgent(), seed=1)
+    sampler.start()
+    return sampler
+
+
+def check_transitions(replay: Replay, batch: Any, truncates: bool = False) -> None:
+    """The environment is a `CountingEnv`."""
+    count, discount = batch.observation[:, 1].int(), torch.tensor(replay.discount, dtype=torch.float64)
+    steps = torch.minimum(torch.full_like(count, replay.n_step), LENGTH - count)
+    return_ = torch.zeros(len(count), dtype=torch.float64)
+    for k in range(replay.n_step):
+        return_ += torch.where(k < steps, discount**k * (count + 1 + k), 0.0)
+    assert torch.equal(batch.return_, return_.float())
+    terminates = (count + steps == LENGTH) & (not truncates)
+    assert torch.equal(batch.discount, torch.where(terminates, 0.0, (discount**steps).float()))
+    after = batch.observation + torch.stack([torch.zeros_like(steps), steps], -1)
+    after[terminates] = 0
+    assert torch.equal(batch.next_observation, after)
+
+
+# ---- what is in the replay -----------------------------------------------------------------------
+
+
+@servers
+@pytest.mark.parametrize("truncates", [False, True])
+def test_the_replay_holds_what_the_environments_did(server: Any, truncates: bool, tmp_path: Path) -> None:
+    file = tmp_path / "steps" if truncates else None
+    replay = Replay(B * 80, 3, 1.0, file=file, max_truncations=B * 40, seed=0)
+    with started(replay, partial(CountingEnv, truncate=truncates), Ratio(4), server=server) as sampler:
+        for _ in range(60):
+            batch = replay.sample(64)
+            check_transitions(replay, batch, truncates)
+            # One stream for each column: nothing is missing and nothing comes twice.
+            step, b = batch.index // B, batch.index % B
+            assert torch.equal(batch.observation[:, 0] * LENGTH + batch.observation[:, 1], step.float())
+        infos = sampler.take_traj_infos()
+        assert {info.Length for info in infos} == {LENGTH}
+        assert set(b.tolist()) == set(range(B))
+    assert replay.n_steps > B * 80, "the ring has wrapped"
+
+
+def everything(replay: Replay) -> dict[str, Any]:
+    """All transitions that can be drawn."""
+    storage = replay._storage
+    assert storage is not None
+    positions = storage.places.positions(storage.places.all_eligible(*storage.places.bounds()))
+    return {"index": positions, **(storage.reader.read(positions) or {})}
+
+
+def test_the_same_steps_as_with_append() -> None:
+    replay, other = Replay(B * 80, seed=0), Replay(B * 80, seed=0)
+    with started(replay, ratio=Ratio(1, min_steps=B * 20)) as sampler:
+        replay.sample(1)
+        sampler.pause()
+    with SerialSampler(CountingEnv, batch_T=T, batch_B=B, max_decorrelation_steps=0) as serial:
+        serial.initialize(RandomAgent(), seed=1)
+        while other.n_steps < replay.n_steps:
+            other.append(serial.obtain_samples(0)[0])
+    a, b = everything(replay), everything(other)
+    assert len(a["index"]) > 50
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name])
+
+
+def test_sequences_with_stored_states() -> None:
+    class Memory(nn.Module):
+        state_shape = (2,)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 3)
+
+        def forward(self, observation: Tensor, action: Tensor, reward: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+            return self.layer(observation), observation[:, 0], observation + 0.25
+
+    replay = Replay(B * 64, sequences=Sequences(6, 2, 2), prioritized=Prioritized(), seed=0)
+    with make(replay, CountingEnv, Ratio(2)) as sampler:
+        sampler.initialize(RecurrentCategoricalPgAgent(Memory), seed=1)
+        sampler.start()
+        for _ in range(50):
+            batch = replay.sample(16)
+            replay.update(batch.index, torch.rand(16))
+            assert (batch.index // B % 2 == 0).all()
+            # The state is made of the observation before. Where an episode begins, it is 0.
+            before = batch.observation[0] - torch.tensor([0.0, 1.0]) + 0.25
+            assert torch.equal(batch.state, torch.where(batch.prev_done[0][:, None], 0.0, before))
+            moved = (batch.observation[1:] - batch.observation[:-1]).sum(-1)
+            assert (moved[~batch.prev_done[1:]] == 1).all()
+
+
+def test_frames_and_what_is_no_stack() -> None:
+    class Stacked(CountingEnv):
+        def __init__(self, is_stack: bool = True) -> None:
+            super().__init__()
+            from gymnasium.spaces import Box
+
+            self.observation_space, self.is_stack = Box(0, 2**20, (3, 1), np.float32), is_stack
+
+        def _observation(self) -> Any:
+            counts = np.maximum(np.arange(self.count - 2, self.count + 1), 0)
+            return (counts if self.is_stack else counts[::-1].copy()).astype(np.float32)[:, None]
+
+        step_into = None  # type: ignore[assignment]
+
+    replay = Replay(B * 60, 2, 1.0, frames=Frames(3), seed=0)
+    with started(replay, Stacked, Ratio(1)):
+        for _ in range(20):
+            newest = (batch := replay.sample(16)).observation[:, -1, 0]
+            assert torch.equal(batch.observation[:, 0, 0], (newest - 2).clamp(min=0))
+    replay = Replay(B * 60, 2, 1.0, frames=Frames(3))
+    with started(replay, partial(Stacked, False), Ratio(1)), pytest.raises(WorkerError, match="is no stack"):
+        replay.sample(16)
+
+
+def test_policy_versions_and_newer_than() -> None:
+    agent, replay = VersionAgent(), Replay(B * 60, seed=0)
+    with make(replay, ratio=Ratio(4)) as sampler:
+        sampler.initialize(agent, seed=1)
+        sampler.start()
+        for _ in range(40):
+            replay.sample(32)
+            agent.publish()
+        sampler.pause()
+        assert sampler.stats().lag.max > 0  # type: ignore[union-attr]
+    ring = replay._storage.ring  # type: ignore[union-attr]
+    versions = ring.arrays.policy_version[np.arange(ring.first, ring.end) % ring.T]
+    assert (np.diff(versions, axis=0) >= 0).all()
+    newest = int(versions[:-1].max())  # of the last row, no window is complete
+    batch = replay.sample(50, newer_than=newest - 1)
+    assert (ring.policy_version[batch.index % ring.size] == newest).all()
+    assert (batch.action == (newest - 1) % 3).all()  # version v acts with the number v - 1
+
+
+# ---- the ratio -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("env_seconds", "learn_seconds"), [(0.002, 0.0), (0.0, 0.004), (0.0005, 0.001)])
+def test_the_draws_stay_within_the_slack(env_seconds: float, learn_seconds: float) -> None:
+    n, per_step, min_steps = 16, 2.0, 2 * T * B
+    replay = Replay(B * 200, seed=0)
+    slack = per_step * T * B + n
+    with started(replay, partial(SlowEnv, env_seconds), Ratio(per_step, min_steps=min_steps)) as sampler:
+        for itr in range(60):
+            replay.sample(n)
+            ahead = replay.n_drawn - (replay.n_steps - min_steps) * per_step
+            assert -slack - per_step * T * B <= ahead <= slack, itr  # a batch may have been completed since
+            time.sleep(learn_seconds)
+        sampler.pause()
+        assert replay.n_drawn - (replay.n_steps - min_steps) * per_step >= -slack
+
+
+def test_a_batch_that_becomes_complete_while_the_learner_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its two looks, all batches become complete, and the ratio allows no further one."""
+    take = AsyncSampler._pass_on
+
+    def take_all(sampler: AsyncSampler, pool: Any) -> None:
+        if sampler._open:
+            pool.wait_for(sampler._open[-1].opening, "the test")
+        take(sampler, pool)
+
+    monkeypatch.setattr(AsyncSampler, "_pass_on", take_all)
+    replay = Replay(B * 400, seed=0)
+    with started(replay, ratio=Ratio(1.0)):
+        for _ in range(50):
+            replay.sample(32)
+
+
+def test_the_workers_wait_for_the_learner() -> None:
+    replay = Replay(B * 400, seed=0)
+    with started(replay, ratio=Ratio(1.0, batch_size=T * B)) as sampler:
+        replay.sample(T * B)
+        sampler.pause()  # waits for what they may collect
+        assert replay.n_steps <= 3 * T * B
+        sampler.resume()
+        for _ in range(30):
+            replay.sample(T * B)
+        sampler.pause()
+        assert 28 * T * B <= replay.n_steps <= 33 * T * B
+
+
+def test_without_a_ratio_the_workers_continue_with_each_draw() -> None:
+    replay = Replay(B * 400, seed=0)
+    with started(replay) as sampler:
+        for _ in range(5):
+            replay.sample(1000)
+            sampler.pause()
+            sampler.resume()
+        assert replay.n_steps >= 5 * 2 * T * B
+
+
+# ---- other calls ---------------------------------------------------------------------------------
+
+
+@servers
+def test_evaluations_calls_and_pauses_change_nothing_in_the_replay(server: Any) -> None:
+    replay = Replay(B * 80, seed=0)
+    options: dict[str, Any] = {"eval_n_envs": 2, "eval_max_steps": 40, "server": server}
+    with started(replay, ratio=Ratio(2), **options) as sampler:
+        for itr in range(12):
+            assert len(sampler.evaluate_agent(itr)) == 2 * (20 // LENGTH)
+            assert sampler.get_attr("length") == [LENGTH] * B
+            batch = replay.sample(64)
+            check_transitions(replay, batch)
+            number = batch.observation[:, 0] * LENGTH + batch.observation[:, 1]
+            assert torch.equal(number, (batch.index // B).float())
+            if itr % 3 == 0:
+                sampler.pause()
+                sampler.resume()
+
+
+def test_all_trajectories_arrive_once() -> None:
+    replay = Replay(B * 80, seed=0)
+    with started(replay, ratio=Ratio(1)) as sampler:
+        n_infos = 0
+        for itr in range(100):
+            replay.sample(40)
+            if itr % 7 == 0:
+                n_infos += len(sampler.take_traj_infos())
+        sampler.pause()
+        n_infos += len(sampler.take_traj_infos())
+        assert n_infos == replay.n_steps // B // LENGTH * B
+        assert sampler.stats().dropped_trajectories == 0
+
+
+def test_old_trajectories_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.samplers import feeding
+
+    monkeypatch.setattr(feeding, "_MOST_INFOS", 10)
+    replay = Replay(B * 80, seed=0)
+    with started(replay, ratio=Ratio(1, min_steps=B * 40)) as sampler:
+        replay.sample(40)
+        sampler.pause()
+        infos = sampler.take_traj_infos()
+        assert len(infos) == 10
+        assert sampler.stats().dropped_trajectories == replay.n_steps // B // LENGTH * B - 10
+
+
+def test_a_paused_sampler_and_one_that_was_shut_down() -> None:
+    replay = Replay(B * 80, seed=0)
+    with started(replay, ratio=Ratio(1)) as sampler:
+        replay.sample(40)
+        sampler.pause()
+        with pytest.raises(SamplerStateError, match=r"paused.*Call resume\(\) first"):
+            while True:
+                replay.sample(40)
+        sampler.resume()
+        replay.sample(40)
+    assert sampler.state is SamplerState.CLOSED
+    for _ in range(10):
+        check_transitions(replay, replay.sample(40))  # it keeps what it has
+
+
+@pytest.mark.parametrize("options", [{}, {"prioritized": Prioritized()}], ids=["uniform", "prioritized"])
+@pytest.mark.parametrize("truncates", [False, True])
+def test_save_while_the_workers_run_and_go_on_with_another_sampler(
+    tmp_path: Path, options: dict[str, Any], truncates: bool
+) -> None:
+    env_fn = partial(CountingEnv, truncate=truncates)
+    replay = Replay(B * 60, 2, 1.0, **options, max_truncations=B * 30, seed=0)
+    with started(replay, env_fn, Ratio(2), n_workers=3) as sampler:
+        for _ in range(40):
+            replay.sample(20)
+        replay.save(tmp_path)
+        assert sampler.state is SamplerState.RUNNING
+        sampler.pause()
+    loaded = Replay.load(tmp_path)
+    assert len(loaded) > 0
+    draws = [loaded.sample(50) for _ in range(20)]
+    for batch in draws:
+        check_transitions(loaded, batch, truncates)
+    loaded, n_steps = Replay.load(tmp_path), loaded.n_steps
+    with started(loaded, env_fn, Ratio(2)) as sampler:
+        while loaded.n_steps < n_steps + 200 * B:
+            batch = loaded.sample(50)
+            check_transitions(loaded, batch, truncates)
+        assert (batch.index >= n_steps).any()
+    # The replay of a sampler that was shut down serves another one.
+    with started(loaded, env_fn, Ratio(2), n_workers=4) as sampler:
+        for _ in range(50):
+            check_transitions(loaded, loaded.sample(50), truncates)
+
+
+def test_lost_final_observations_are_counted_and_warned_of() -> None:
+    replay = Replay(B * 60, max_truncations=B, seed=0)
+    with started(replay, partial(CountingEnv, truncate=True), Ratio(2)):
+        while not replay.n_without_final:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                check_transitions(replay, replay.sample(16), truncates=True)
+        if not caught:  # lost after the draw had begun
+            with pytest.warns(RuntimeWarning, match="max_truncations"):
+                replay.sample(16)
+        for _ in range(60):  # no further warning
+            check_transitions(replay, replay.sample(16), truncates=True)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def test_calls_that_do_not_fit() -> None:
+    replay = Replay(B * 80, seed=0)
+    with make(replay, ratio=Ratio(1)) as sampler:
+        sampler.initialize(RandomAgent(), seed=1)
+        with pytest.raises(SamplerStateError, match=r"replay\.sample was called out of order.*start"):
+            replay.sample(1)
+        sampler.start()
+        for call in (lambda: sampler.obtain_samples(0), sampler.poll_samples, lambda: sampler.hold().__enter__()):
+            with pytest.raises(SamplerStateError, match=r"workers write into a replay: call replay\.sample"):
+                call()
+        samples = sampler._batches.views[0]
+        with pytest.raises(ConfigError, match="workers of a sampler write into this replay"):
+            replay.append(samples)
+        with make(replay) as other, pytest.raises(ConfigError, match="another sampler writes into this replay"):
+            other.initialize(RandomAgent(), seed=1)
+        replay.sample(10)
+    with AsyncSampler(CountingEnv, batch_T=T, batch_B=B) as sampler:
+        sampler.initialize(RandomAgent())
+        with pytest.raises(SamplerStateError, match="needs a replay"):
+            sampler.take_traj_infos()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratio": Ratio(1)}, "ratio needs a replay"),
+        ({"replay": Replay(1000), "lag": 1}, "leave out lag"),
+        ({"replay": 1000}, "must be a penstock.replays.Replay"),
+        ({"replay": Replay(1000), "ratio": 8}, "must be a penstock.replays.Ratio"),
+        ({"replay": Replay(1000), "ratio": Ratio(1, 7)}, "batch_steps=7.*has 20"),
+        ({"replay": Replay(1000), "ratio": Ratio(1, batch_size=10, slack=29)}, "at least 30"),
+    ],
+)
+def test_settings_that_cannot_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AsyncSampler(CountingEnv, batch_T=T, batch_B=B, **options)
+
+
+def test_a_replay_that_is_too_small() -> None:
+    message = "workers may be writing 12 others: raise capacity"
+    with make(Replay(B * 12)) as sampler, pytest.raises(ConfigError, match=message):
+        sampler.initialize(RandomAgent())
+
+
+def test_a_slack_that_is_too_small_for_the_draw() -> None:
+    replay = Replay(B * 80)
+    with started(replay, ratio=Ratio(1, slack=30)), pytest.raises(ConfigError, match="at least 60"):
+        replay.sample(40)
