@@ -115,6 +115,7 @@ class Appender:
             self._layouts["observation"] = [(path, (frames.n, *of), t) for path, of, t in self._layouts["observation"]]
         self._bound: tuple[Any, Any, Batch] | None = None
         self._is_first = True
+        self._row_before: Any = None  # of batches of one row: the observations of the last one, if it was kept
         self._rng = np.random.default_rng(0)  # rows to check; draws do not depend on it
 
     def of_writer(self, writer: int) -> Appender:
@@ -164,6 +165,8 @@ class Appender:
         observation, finals = batch.observation, self._finals(batch, flags) if n_truncated else None
         if self._frames is not None:
             check_frames(self._frames, observation, batch.final_obs, flags, self._rows_to_check(len(flags)))
+            if len(flags) == 1:
+                self._check_one_row(observation, flags)
             observation = newest_frames(observation)
             finals = None if finals is None else finals[:, -1]
         fields = {
@@ -233,6 +236,14 @@ class Appender:
         if self._is_first or batch_T == 1:
             return np.arange(1, batch_T)
         return self._rng.integers(1, batch_T, max(1, round(_CHECKED * batch_T)))
+
+    def _check_one_row(self, stacks: Any, flags: npt.NDArray[np.uint8]) -> None:
+        """Compare the only row of a batch with the row before, if that was kept. Keep this one now and then."""
+        assert self._frames is not None
+        if self._row_before is not None and not (flags & PARTIAL).any():
+            check_frames(self._frames, np.concatenate([self._row_before, stacks]), None, flags[[0, 0]], [1])
+        is_kept = self._is_first or self._rng.random() < _CHECKED
+        self._row_before = stacks.copy() if is_kept else None
 
     def _states(self, state: Any, flags: npt.NDArray[np.uint8]) -> Any:
         """The states of the steps that are multiples of `state_every`. Raises `ConfigError` if the agent does not seem

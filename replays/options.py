@@ -19,7 +19,8 @@ def require_count(name: str, value: Any, lowest: int = 1) -> int:
 
 def require_number(name: str, value: Any, highest: float) -> float:
     """`value` as a float. Raises `ConfigError` if it is not between 0 and `highest`."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 <= value <= highest:
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not (is_number and 0 <= value <= highest and np.isfinite(value)):
         raise ConfigError(f"{name} must be a number between 0 and {highest:g}, got {value!r}")
     return float(value)
 

@@ -145,6 +145,21 @@ def test_too_large_a_replay_is_refused_before_it_is_allocated(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
+def test_frames_of_batches_with_one_row_are_compared_with_the_row_before() -> None:
+    stream = Stream(0, 2, frames=Frames(3), p_end=0.3)
+    replay = Replay(200, frames=Frames(3), max_truncations=200)
+    for _ in range(60):
+        replay.append(stream.batch(1))
+    other = Stream(1, 2, frames=Frames(3), p_end=0.0)
+    replay = Replay(200, frames=Frames(3), max_truncations=200)
+    replay.append(other.batch(1))
+    with pytest.raises(SpaceError, match="is no stack of the last 3 frames"):
+        for _ in range(20):
+            samples = other.batch(1)
+            samples.env.observation[...] = np.random.default_rng(0).normal(size=samples.env.observation.shape)
+            replay.append(samples)
+
+
 def test_settings_may_be_numbers_of_numpy(tmp_path: Path) -> None:
     prioritized = Prioritized(np.float32(0.5), np.float32(0.25))  # type: ignore[arg-type]
     sequences = Sequences(np.int64(4), np.int64(1), np.int64(2))  # type: ignore[arg-type]
