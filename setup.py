@@ -23,6 +23,7 @@ ROOMS = (
     "collectors",
     "samplers",
     "vector",
+    "cluster",
     "testing",
 )
 
@@ -74,6 +75,9 @@ ENVPOOL = ["envpool>=1.2; python_version >= '3.11' and python_version < '3.15'"]
 SB3 = ["stable-baselines3>=2.4"]
 VIDEO = ["moviepy>=1.0.3"]  # Gymnasium's RecordVideo writes with it
 DOCS = ["mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.26"]
+# The control plane over sockets, and Ray for many machines.
+WIRE = ["pyzmq>=25", "msgpack>=1.0"]
+CLUSTER = ["ray>=2.40", *WIRE]
 DEV = [
     # pytest-xdist 3.8 ignores its groups under pytest 9.2: tests that lease ports would disturb each other.
     "pytest>=8,<9.2",
@@ -97,6 +101,7 @@ DEV = [
     *ENVPOOL,
     *SB3,
     *DOCS,
+    *WIRE,
 ]
 
 setup(
@@ -135,6 +140,7 @@ setup(
         "sb3": SB3,
         "video": VIDEO,
         "docs": DOCS,
+        "cluster": CLUSTER,
         "dev": DEV + BENCH,
     },
     entry_points={"console_scripts": ["penstock = penstock.__main__:main"]},

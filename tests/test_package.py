@@ -26,6 +26,7 @@ ROOMS = (
     "collectors",
     "samplers",
     "vector",
+    "cluster",
     "testing",
 )
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "src", *ROOMS)

@@ -16,6 +16,7 @@ from penstock import errors
 ROOMS = (
     "agents",
     "buffers",
+    "cluster",
     "collectors",
     "envs",
     "ports",
@@ -32,8 +33,18 @@ modules = pytest.mark.parametrize("module", [importlib.import_module(name) for n
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """What `module` lists in `__all__`. A room without that list offers nothing."""
-    return list(getattr(module, "__all__", ()))
+    """What `module` lists in `__all__`, except what needs an extra that is not installed. Without a list: nothing."""
+    return [name for name in getattr(module, "__all__", ()) if not lacks_extra(module, name)]
+
+
+def lacks_extra(module: ModuleType, name: str) -> bool:
+    try:
+        getattr(module, name)
+    except ImportError:
+        return True
+    except AttributeError:
+        return False  # the tests report it
+    return False
 
 
 def place(name: str) -> tuple[bool, bool, str]:
@@ -95,6 +106,12 @@ def test_importing_penstock_does_not_import_torch() -> None:
     code = "import sys, penstock, penstock.workers.process; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_importing_the_cluster_imports_neither_ray_nor_zmq() -> None:
+    code = "import sys, penstock.cluster; print({'ray', 'zmq', 'msgpack', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
 def test_the_command_line_describes_the_machine() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -25,9 +26,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("machine", help="the versions, and what this machine offers (also without a command)")
     commands.add_parser("doctor", help="the same, with advice for what is missing or slow")
     _add_tune(commands.add_parser("tune", help="try samplers with an environment, and recommend the fastest"))
+    _add_worker(commands.add_parser("worker", help="run a worker of a distributed experiment"))
+    _add_status(commands.add_parser("status", help="show the workers of a distributed experiment"))
     args = parser.parse_args(arguments)
     if args.command == "tune":
         return _tune(args)
+    if args.command in ("worker", "status"):
+        return _worker(args) if args.command == "worker" else _status(args)
     return _doctor() if args.command == "doctor" else _machine()
 
 
@@ -87,13 +92,66 @@ def _tune(args: argparse.Namespace) -> int:
     return status or int(report.best is None)
 
 
+def _add_worker(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("worker", metavar="MODULE:CLASS/INDEX", help="a subclass of penstock.cluster.Worker")
+    parser.add_argument("--join", metavar="FILE", required=True, help="the connection file of the control panel")
+    parser.add_argument("--host", help="the address of this machine at which the others reach it (127.0.0.1)")
+    parser.add_argument("--name", help="name of the worker (by default that of the class, in snake case)")
+
+
+def _worker(args: argparse.Namespace) -> int:
+    from penstock.cluster.launch import load_worker, snake
+    from penstock.cluster.statuses import Status
+
+    _search_here()
+    try:
+        cls, index = load_worker(args.worker)
+        connection = _connection(args.join, args.host)
+        status = cls().run(connection, f"{args.name or snake(cls)}/{index}")
+    except PenstockError as error:
+        print(f"penstock worker: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.worker}: {status.value}", file=sys.stderr)
+    return int(status is Status.ERROR)
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--join", metavar="FILE", required=True, help="the connection file of the control panel")
+    parser.add_argument("--host", help="the address of this machine at which the others reach it (127.0.0.1)")
+    parser.add_argument("--json", action="store_true", help="print the figures as one line of JSON")
+
+
+def _status(args: argparse.Namespace) -> int:
+    from penstock.cluster import ControlPanel
+
+    try:
+        with ControlPanel.join(_connection(args.join, args.host)) as panel:
+            print(json.dumps(panel.stats()) if args.json else panel.table())
+    except PenstockError as error:
+        print(f"penstock status: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _connection(file: str, host: str | None) -> Any:
+    from penstock.cluster import Connection
+
+    connection = Connection.read(file)
+    # The file has the host of the panel's machine, which is not that of this one.
+    return replace(connection, host=host or "127.0.0.1")
+
+
+def _search_here() -> None:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as with `python -m`
+
+
 def _load(name: str) -> Any:
     """What `MODULE:NAME` names. Other texts, such as an environment id, are returned as they are."""
     module, colon, attribute = name.partition(":")
     if not colon or not attribute.isidentifier():
         return name
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as with `python -m`
+    _search_here()
     try:
         return getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:

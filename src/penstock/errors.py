@@ -6,6 +6,11 @@ PenstockError
 ├── PortLeaseError (RuntimeError)     No port is left to lease, or the folder of lock files is not safe.
 ├── EnvCallError (RuntimeError)       An environment raised in `sampler.call`, `get_attr` or `set_attr`.
 ├── ReplayError (RuntimeError)        An environment does not repeat its recorded episode.
+├── ClusterError (RuntimeError)        Something went wrong between the workers of a distributed experiment.
+│   ├── PeerLostError                 The other side of a wire has ended, or was silent for too long.
+│   ├── NoReplyError (TimeoutError)   The other side did not answer in time.
+│   ├── RequestError                  The other side refused a request, or its handler raised.
+│   └── NameTableError                A name is taken, or is not in the name table.
 ├── StaleSamplesError (RuntimeError)  With `debug=True`: the memory of this batch was given back for a later batch.
 └── SamplerStateError (RuntimeError)  A call came out of order.
     ├── SamplerClosedError            A call came after `shutdown`.
@@ -23,11 +28,16 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "ClusterError",
     "ConfigError",
     "EnvCallError",
+    "NameTableError",
+    "NoReplyError",
+    "PeerLostError",
     "PenstockError",
     "PortLeaseError",
     "ReplayError",
+    "RequestError",
     "SamplerBrokenError",
     "SamplerClosedError",
     "SamplerStateError",
@@ -79,6 +89,26 @@ class PortLeaseError(PenstockError, RuntimeError):
 
 class ReplayError(PenstockError, RuntimeError):
     """An environment does not repeat its recorded episode. The message names the first step that differs."""
+
+
+class ClusterError(PenstockError, RuntimeError):
+    """Something went wrong between the workers of a distributed experiment."""
+
+
+class PeerLostError(ClusterError):
+    """The other side of a wire has ended, or was silent for too long. What it was asked may or may not have happened."""
+
+
+class NoReplyError(ClusterError, TimeoutError):
+    """The other side did not answer before the deadline. It may still do what it was asked."""
+
+
+class RequestError(ClusterError):
+    """The other side refused a request, or its handler raised. The message quotes the error of the other side."""
+
+
+class NameTableError(ClusterError):
+    """A name is taken by somebody else, or is not in the name table."""
 
 
 class StaleSamplesError(PenstockError, RuntimeError):

@@ -1,0 +1,95 @@
+"""Many machines and the control plane. The libraries that it needs come with `pip install "penstock[cluster]"`.
+
+Everything is imported on first use: `import penstock.cluster` imports neither ray nor zmq.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.cluster.actor_worker import ActorWorker
+    from penstock.cluster.experiment import Actors, Experiment, Policies, Run, RunState, Training
+    from penstock.cluster.keys import Connection
+    from penstock.cluster.panel import ControlPanel, Response
+    from penstock.cluster.pieces import Batch
+    from penstock.cluster.policy_worker import AgentPlan, PolicyWorker
+    from penstock.cluster.remote import RpcClient, RpcServer
+    from penstock.cluster.statuses import Status
+    from penstock.cluster.streams import InferenceClient, InferenceServer, SampleConsumer, SampleProducer
+    from penstock.cluster.trainer_worker import Trainer, TrainerWorker
+    from penstock.cluster.worker import PollResult, Worker
+
+__all__ = [
+    "ActorWorker",
+    "Actors",
+    "AgentPlan",
+    "Batch",
+    "Connection",
+    "ControlPanel",
+    "Experiment",
+    "InferenceClient",
+    "InferenceServer",
+    "Policies",
+    "PolicyWorker",
+    "PollResult",
+    "Response",
+    "RpcClient",
+    "RpcServer",
+    "Run",
+    "RunState",
+    "SampleConsumer",
+    "SampleProducer",
+    "Status",
+    "Trainer",
+    "TrainerWorker",
+    "Training",
+    "Worker",
+]
+
+_SOCKETS = ("zmq", "msgpack")
+
+# Where each public name is defined, and the libraries that it needs.
+_PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "ActorWorker": ("actor_worker", ()),
+    "Actors": ("experiment", ()),
+    "AgentPlan": ("policy_worker", ()),
+    "Batch": ("pieces", ()),
+    "Connection": ("keys", _SOCKETS),
+    "ControlPanel": ("panel", ()),
+    "Experiment": ("experiment", ()),
+    "InferenceClient": ("streams", ()),
+    "InferenceServer": ("streams", ()),
+    "Policies": ("experiment", ()),
+    "PolicyWorker": ("policy_worker", ()),
+    "PollResult": ("worker", ()),
+    "Response": ("panel", ()),
+    "RpcClient": ("remote", _SOCKETS),
+    "RpcServer": ("remote", _SOCKETS),
+    "Run": ("experiment", ()),
+    "RunState": ("experiment", ()),
+    "SampleConsumer": ("streams", ()),
+    "SampleProducer": ("streams", ()),
+    "Status": ("statuses", ()),
+    "Trainer": ("trainer_worker", ()),
+    "TrainerWorker": ("trainer_worker", ()),
+    "Training": ("experiment", ()),
+    "Worker": ("worker", ()),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, libraries = _PLACES[name]
+    missing = [library for library in libraries if find_spec(library) is None]
+    if missing:
+        raise ImportError(
+            f"penstock.cluster.{name} needs {' and '.join(missing)}, which is not installed: "
+            'pip install "penstock[cluster]"'
+        )
+    return getattr(import_module(f"penstock.cluster.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})

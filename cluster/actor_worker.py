@@ -1,0 +1,111 @@
+"""A worker that samples, and puts the samples into a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.agents import Agent
+from penstock.cluster.parameters import ParameterClient
+from penstock.cluster.pieces import piece_of
+from penstock.cluster.policy_worker import AgentPlan
+from penstock.cluster.statuses import FINAL
+from penstock.cluster.stream_agent import StreamAgent
+from penstock.cluster.streams import InferenceClient, SampleProducer
+from penstock.cluster.worker import PollResult, Worker
+from penstock.errors import PenstockError
+from penstock.samplers import Sampler
+
+_PUT_SECONDS = 0.2
+
+
+class ActorWorker(Worker):
+    """Runs any sampler of penstock, one batch per poll.
+
+    Args:
+        make_sampler: returns a sampler that is not initialized.
+        plan: how to make the agent, for `inference=None`.
+        rank, world_size: of this actor, and the number of actors: its environments are those from
+            `rank * batch_B` on.
+        inference: name of the inference stream that acts; None: the agent acts here, with the newest parameters.
+        parameters: name of the policy, as the trainer publishes it.
+        samples: name of the sample stream.
+        routing: of the sample stream; see `SampleProducer`.
+        bootstrap_value: as in `sampler.initialize`.
+        generation: how often this actor was restarted. Each generation has other random streams.
+    """
+
+    def __init__(
+        self,
+        make_sampler: Callable[[], Sampler],
+        plan: AgentPlan,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        inference: str | None = None,
+        parameters: str = "policy",
+        samples: str = "train",
+        routing: str = "any",
+        bootstrap_value: bool = True,
+        generation: int = 0,
+    ) -> None:
+        self._make_sampler, self._plan, self._rank, self._world_size = make_sampler, plan, rank, world_size
+        self._inference, self._policy, self._stream, self._routing = inference, parameters, samples, routing
+        self._bootstrap_value, self._generation = bootstrap_value, generation
+        self._sampler: Sampler | None = None
+        self._piece: dict[str, Any] | None = None  # one that no consumer has had room for yet
+        self._itr = self._version = 0
+
+    def _configure(self) -> None:
+        self._parameters = ParameterClient(self.wire, self.names, self._policy)
+        self._producer = SampleProducer(
+            self.wire, self.names, self._stream, routing=self._routing, name=self.name, credit=2
+        )
+        self._agent: Agent
+        if self._inference is None:
+            self._agent = self._plan.agent()
+        else:
+            is_over = lambda: self.status in FINAL  # noqa: E731
+            self._agent = StreamAgent(
+                InferenceClient(self.wire, self.names, self._inference, self.name, is_over=is_over)
+            )
+        self._sampler = self._make_sampler()
+        self._sampler.initialize(
+            self._agent,
+            seed=self._plan.seed + 1_000_003 * self._generation,
+            bootstrap_value=self._bootstrap_value,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
+
+    def _poll(self) -> PollResult:
+        assert self._sampler is not None
+        if self._piece is None:
+            if self._inference is None:
+                self._update()
+            try:
+                samples, infos = self._sampler.obtain_samples(self._itr)
+            except PenstockError:
+                if self.status in FINAL:  # no policy worker acts for it any more, and it must end anyway
+                    return PollResult()
+                raise
+            self._itr += 1
+            self._piece = piece_of(samples.numpy(), infos, self._version, self.name)
+        if not self._producer.put(self._piece, _PUT_SECONDS):
+            return PollResult()
+        self._piece = None
+        return PollResult(self._sampler.batch_T * self._sampler.batch_B, 1)
+
+    def _update(self) -> None:
+        newer = self._parameters.newer()
+        if newer is not None:
+            self._agent.write_parameters(newer)
+            self._agent.sync_shared_memory()
+            self._version = self._parameters.version
+
+    def _stats(self) -> Mapping[str, float]:
+        return {"version": self._version} if self._inference is None else {}
+
+    def _close(self) -> None:
+        if self._sampler is not None:
+            self._sampler.shutdown()

@@ -1,0 +1,252 @@
+"""An experiment of actors, policy workers and a trainer: what it consists of, and its run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.agents import Agent
+from penstock.cluster.actor_worker import ActorWorker
+from penstock.cluster.panel import ControlPanel
+from penstock.cluster.policy_worker import AgentPlan, PolicyWorker
+from penstock.cluster.statuses import Status
+from penstock.cluster.trainer_worker import Trainer, TrainerWorker
+from penstock.cluster.worker import Worker
+from penstock.envs import fresh_seed
+from penstock.envs.factory import build_example_env, close_example_env, env_factories
+from penstock.errors import ClusterError, ConfigError
+from penstock.samplers import Sampler
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_LOOK_SECONDS = 0.25
+_START_SECONDS = 120.0
+_ENDED = (Status.ERROR.value, Status.LOST.value)
+
+
+@dataclass(frozen=True)
+class Actors:
+    """`count` actors, each with a sampler that `make_sampler` returns, for example
+    `partial(AlternatingSampler, "CartPole-v1", batch_T=64, batch_B=16)`.
+
+    With `inference`, the policy workers of this stream act for them. Otherwise each acts itself, with the newest
+    parameters. `routing`: see `SampleProducer`.
+    """
+
+    count: int
+    make_sampler: Callable[[], Sampler]
+    inference: str | None = None
+    samples: str = "train"
+    routing: str = "any"
+    bootstrap_value: bool = True
+
+
+@dataclass(frozen=True)
+class Policies:
+    """`count` policy workers; see `PolicyWorker`."""
+
+    count: int
+    stream: str = "policy"
+    max_batch: int = 256
+    max_delay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Training:
+    """One trainer worker; see `TrainerWorker`."""
+
+    make_trainer: Callable[[Agent], Trainer]
+    stream: str = "train"
+    batch: int = 1
+    max_staleness: int | None = None
+    checkpoint: str | Path | None = None
+    save_every: int = 10
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A look at a run: the trainer's version, seconds since the start, and the figures of each worker."""
+
+    version: int
+    seconds: float
+    workers: Mapping[str, Mapping[str, Any]] = field(repr=False)
+
+    @property
+    def trainer(self) -> Mapping[str, Any]:
+        """The trainer's figures: what its `step` returned, and `version`, `stale`, `largest_staleness`."""
+        return self.workers.get("trainer/0", {})
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What an experiment consists of.
+
+    Args:
+        name: of the experiment.
+        make_agent: returns an agent that is not initialized. All workers make theirs with it, from the same seed.
+        actors, policies, training: its workers. Without `policies` the actors act themselves.
+        seed: fixes the first parameters and all random streams; None takes a new one.
+    """
+
+    name: str
+    make_agent: Callable[[], Agent]
+    actors: Actors
+    training: Training
+    policies: Policies | None = None
+    seed: int | None = None
+
+    def run(self, trial: str = "trial0", *, wire: str = "local", max_restarts: int = 3, **panel: Any) -> Run:
+        """Start all workers, and return the run. Use it in a `with` statement.
+
+        Args:
+            trial: name of this run.
+            wire: "local": threads of this process; "zmq": processes.
+            max_restarts: how often a worker of each name may be started again after it has failed.
+            panel: more arguments of `ControlPanel`, such as `file` and `host`.
+
+        Raises `ConfigError` if the parts do not fit together, and what stopped a worker from starting.
+        """
+        if self.policies is not None and self.policies.stream != self.actors.inference:
+            raise ConfigError(
+                f"the policies serve the stream {self.policies.stream!r}, the actors ask {self.actors.inference!r}"
+            )
+        if self.policies is None and self.actors.inference is not None:
+            raise ConfigError(f"there are no policies for the inference stream {self.actors.inference!r}")
+        if self.actors.samples != self.training.stream:
+            raise ConfigError(f"actors fill {self.actors.samples!r}, the trainer reads {self.training.stream!r}")
+        makers = self._makers(self._plan())
+        return Run(ControlPanel(self.name, trial, wire=wire, **panel), makers, max_restarts)
+
+    def _plan(self) -> AgentPlan:
+        sampler = self.actors.make_sampler()
+        config = sampler.config
+        batched = config.collector_cls.batched
+        env = build_example_env(env_factories(config.env_fn, config.env_kwargs, config.batch_B)[0], batched=batched)
+        try:
+            prefix = "single_" if batched else ""
+            spaces = [getattr(env, f"{prefix}{kind}_space") for kind in ("observation", "action")]
+        finally:
+            close_example_env(env)
+            sampler.shutdown()
+        seed = fresh_seed() if self.seed is None else self.seed
+        return AgentPlan(self.make_agent, spaces[0], spaces[1], seed, sampler.batch_B * self.actors.count)
+
+    def _makers(self, plan: AgentPlan) -> dict[str, Callable[[int], Worker]]:
+        """For each name of a worker: makes it, given how often it was restarted. In the order in which they start."""
+        training, policies, actors = self.training, self.policies, self.actors
+        options: dict[str, Any] = {"samples": training.stream, "batch": training.batch}
+        for name in ("max_staleness", "checkpoint", "save_every"):
+            options[name] = getattr(training, name)
+        makers: dict[str, Callable[[int], Worker]] = {}
+        makers["trainer/0"] = partial(_make, TrainerWorker, (training.make_trainer, plan), options, "")
+        if policies is not None:
+            options = {"stream": policies.stream, "max_batch": policies.max_batch, "max_delay": policies.max_delay}
+            for i in range(policies.count):
+                makers[f"policy/{i}"] = partial(_make, PolicyWorker, (plan,), options, "")
+        for i in range(actors.count):
+            options = {"rank": i, "world_size": actors.count, "bootstrap_value": actors.bootstrap_value}
+            options |= {"inference": actors.inference, "samples": actors.samples, "routing": actors.routing}
+            make = partial(_make, ActorWorker, (actors.make_sampler, plan), options, "generation")
+            makers[f"actor/{i}"] = make
+        return makers
+
+
+def _make(cls: type[Worker], args: tuple[Any, ...], options: dict[str, Any], word: str, generation: int) -> Worker:
+    return cls(*args, **options, **({word: generation} if word else {}))
+
+
+class Run:
+    """A running experiment. `panel` commands its workers.
+
+    Workers that fail are started again: a policy worker gets the newest parameters, a trainer continues from its
+    checkpoint, an actor begins new trajectories.
+
+    Args:
+        panel: owned by the run, which closes it.
+        makers: for each worker's name, what makes it.
+        max_restarts: for each worker.
+    """
+
+    def __init__(self, panel: ControlPanel, makers: Mapping[str, Callable[[int], Worker]], max_restarts: int) -> None:
+        self.panel, self._makers, self._max_restarts = panel, makers, max_restarts
+        #: How often each worker was started again.
+        self.restarts = dict.fromkeys(makers, 0)
+        self._began = time.monotonic()
+        try:
+            for name in makers:
+                self._launch(name)
+            for name in makers:  # in this order: an actor needs its policy worker, which needs the trainer
+                self._start(name)
+        except BaseException:
+            panel.close()
+            raise
+
+    def state(self) -> RunState:
+        """A look at the workers."""
+        workers = self.panel.stats(list(self._makers), timeout=5.0)
+        version = int(workers["trainer/0"].get("version", 0))
+        return RunState(version, time.monotonic() - self._began, workers)
+
+    def wait(
+        self,
+        until: Callable[[RunState], bool],
+        *,
+        timeout: float = float("inf"),
+        metrics: str | Path | None = None,
+    ) -> RunState:
+        """Watch the workers until `until(state)` is True, or for `timeout` seconds. Returns the last state.
+
+        Args:
+            until: called four times a second.
+            metrics: append the figures of all workers to this file, one line of JSON per second.
+
+        Raises `ClusterError` if a worker has failed more often than `max_restarts`.
+        """
+        deadline, write_at = time.monotonic() + timeout, 0.0
+        while True:
+            state = self.state()
+            if metrics is not None and time.monotonic() >= write_at:
+                write_at = time.monotonic() + 1.0
+                with open(metrics, "a", encoding="utf-8") as file:
+                    figures = {"version": state.version, "seconds": state.seconds, "workers": state.workers}
+                    file.write(json.dumps(figures) + "\n")
+            if until(state) or time.monotonic() >= deadline:
+                return state
+            for name, facts in state.workers.items():
+                if facts["status"] in _ENDED:
+                    self._restart(name, facts)
+            time.sleep(_LOOK_SECONDS)
+
+    def close(self) -> None:
+        """End all workers. Calling it again does nothing."""
+        self.panel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _launch(self, name: str) -> None:
+        base, _, index = name.partition("/")
+        self.panel.launch(partial(self._makers[name], self.restarts[name]), name=base, first=int(index))
+
+    def _restart(self, name: str, facts: Mapping[str, Any]) -> None:
+        reason = f"{facts['status']}: {facts.get('text') or 'it ended without a word'}"
+        if self.restarts[name] >= self._max_restarts:
+            raise ClusterError(f"worker {name} has failed {self.restarts[name] + 1} times; last {reason}")
+        self.restarts[name] += 1
+        self.panel.discard(name)
+        self._launch(name)
+        self._start(name)
+
+    def _start(self, name: str) -> None:
+        self.panel.connect([name], timeout=_START_SECONDS)
+        self.panel.request(name, "configure", timeout=_START_SECONDS)
+        self.panel.request(name, "start")

@@ -1,0 +1,72 @@
+"""The connection file: where the name table of a trial is, and the keys that open its sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from penstock.cluster.wire import Wire
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What a process needs to join a trial. Everybody who can read this can join: keep it in a file with mode 0600.
+
+    Attributes:
+        trial: names of the experiment and the trial, joined by a slash.
+        address: where the name table is.
+        server_public, server_secret, client_public, client_secret: CURVE keys of this trial alone.
+        host: the address at which this process's own wire can be reached.
+    """
+
+    trial: str
+    address: str
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+    host: str = "127.0.0.1"
+
+    @classmethod
+    def make(cls, trial: str, *, host: str = "127.0.0.1") -> Connection:
+        """With new keys, and no address yet."""
+        import zmq
+
+        server, client = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
+        return cls(trial, "", server[0], server[1], client[0], client[1], host)
+
+    def wire(self) -> Wire:
+        """A new wire with these keys."""
+        from penstock.cluster.wire_zmq import zmq_wire
+
+        return zmq_wire(self, host=self.host)
+
+    def write(self, path: str | Path) -> None:
+        """Write the file, readable for its owner alone. An older file is replaced."""
+        path = Path(path)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.unlink(missing_ok=True)
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
+        part.replace(path)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Connection:
+        """Raises `ConfigError` if the file is not this user's own, can be read by others, or is no connection file."""
+        try:
+            with open(path, encoding="utf-8") as file:
+                facts = os.fstat(file.fileno())
+                if stat.S_IMODE(facts.st_mode) & 0o077 or facts.st_uid != os.getuid():
+                    raise ConfigError(
+                        f"the connection file {path} holds keys, and must be readable for you alone: chmod 600 {path}"
+                    )
+                values = json.load(file)
+            return cls(**{name: str(values[name]) for name in cls.__dataclass_fields__})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{path} is no connection file of penstock: {error}") from error

@@ -1,0 +1,150 @@
+"""Starts workers: as threads of this process, or as processes that end with it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+from penstock.cluster.statuses import Status
+from penstock.cluster.worker import Connection, Worker
+from penstock.errors import ConfigError
+
+_CHILD = "from penstock.cluster.launch import run_child; run_child()"
+_LENGTHS = struct.Struct("!QQ")
+
+
+class LaunchedThread:
+    """A worker in a thread of this process."""
+
+    pid = os.getpid()
+
+    def __init__(self, make: Callable[[], Worker], connection: Connection, name: str) -> None:
+        self._thread = threading.Thread(target=lambda: make().run(connection, name), name=name, daemon=True)
+        self._thread.start()
+
+    def ending(self) -> str | None:
+        """How it has ended, or None while it runs."""
+        return None if self._thread.is_alive() else "its thread has ended"
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until it has ended. Returns whether it has."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def kill(self) -> None:
+        """A thread cannot be killed: it ends with this process."""
+
+
+class LaunchedProcess:
+    """A worker in another process. It gets its code through a pipe, and ends when the pipe is closed: at the
+    latest when this process ends, in whatever way."""
+
+    def __init__(self, make: Callable[[], Worker], connection: Connection, name: str) -> None:
+        paths = json.dumps(sys.path).encode()
+        code = cloudpickle.dumps((make, connection, name))
+        command = [sys.executable, *_warnings(), "-c", _CHILD]
+        # A new process group: Ctrl-C reaches this process only, and the worker can be killed with all that it started.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self.pid = self._process.pid
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(_LENGTHS.pack(len(paths), len(code)) + paths + code)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended already: `ending` tells
+
+    def ending(self) -> str | None:
+        """How it has ended, or None while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until it has ended. Returns whether it has. Then nothing of it is left."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        self._clear()
+        return True
+
+    def kill(self) -> None:
+        """Kill it, with everything that it has started."""
+        if self._process.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        self._clear()
+
+    def _clear(self) -> None:
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # nothing of its group is left
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass  # it ended before it had read everything
+
+
+def run_child() -> None:
+    """The main function of a process that `LaunchedProcess` has started."""
+    n_paths, n_code = _LENGTHS.unpack(_read(_LENGTHS.size))
+    sys.path[:] = json.loads(_read(n_paths))
+    code = _read(n_code)  # from this process's parent: cloudpickle is as safe here as the parent is
+    threading.Thread(target=_end_with_pipe, name="watchdog", daemon=True).start()
+    make, connection, name = cloudpickle.loads(code)
+    status = make().run(connection, name)
+    sys.exit(1 if status is Status.ERROR else 0)
+
+
+def _read(length: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < length:
+        part = os.read(0, min(length - len(parts), 2**20))
+        if not part:
+            os._exit(1)  # the parent has ended
+        parts += part
+    return bytes(parts)
+
+
+def _end_with_pipe() -> None:
+    while os.read(0, 1024):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+def _warnings() -> list[str]:
+    return [f"-W{option}" for option in sys.warnoptions]
+
+
+def load_worker(text: str) -> tuple[type[Worker], int]:
+    """The class and the index in `MODULE:CLASS/INDEX`. Raises `ConfigError`."""
+    path, _, index = text.partition("/")
+    module, _, name = path.partition(":")
+    if not module or not name.isidentifier() or not (index or "0").isdigit():
+        raise ConfigError(f"a worker is named MODULE:CLASS or MODULE:CLASS/INDEX, got {text!r}")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cannot load {path}: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Worker)):
+        raise ConfigError(f"{path} is {cls!r}, not a subclass of penstock.cluster.Worker")
+    return cls, int(index or 0)
+
+
+def snake(cls: Any) -> str:
+    """`my_worker` for the class `MyWorker`."""
+    name = cls.__name__
+    return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))

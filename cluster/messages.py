@@ -1,0 +1,141 @@
+"""What crosses a wire: plain values and arrays, as one msgpack header and one raw frame for each array. No pickle.
+
+A message consists of None, bool, int (64 bits), float, str, bytes, lists, dicts with str keys, and numpy arrays of
+numbers or booleans. Tuples arrive as lists, numpy scalars as Python's. Arrays that arrive are read-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ClusterError
+
+MOST_BYTES = 256 * 2**20  #: of one message
+_MOST_DEPTH = 64
+_MOST_FRAMES = 1024
+_MOST_HEADER = 2**18  # everything except arrays. A byte of msgpack becomes up to 64 bytes of Python objects
+_KINDS = "biufc"
+_ARRAY = 1  # the msgpack extension type
+
+
+class BadMessageError(ClusterError):
+    """A message cannot cross a wire, or what came over a wire is no message."""
+
+
+def plain_copy(value: Any) -> Any:
+    """A copy of `value` as it would arrive at the other side of a wire. Raises `BadMessageError`."""
+    _check_tree(value)
+    return _copy(value)
+
+
+def _copy(value: Any) -> Any:
+    if value is None or (isinstance(value, bool | float | str | bytes) and not isinstance(value, np.generic)):
+        return value
+    if isinstance(value, int):
+        if not -(2**63) <= value < 2**64:
+            raise BadMessageError(f"an integer in a message has at most 64 bits, got {value}")
+        return value
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copy(item) for item in value]
+    if isinstance(value, np.generic):
+        return _copy(value.item())
+    array = np.array(_checked(value))
+    array.flags.writeable = False
+    return array
+
+
+def encode(value: Any) -> list[Any]:
+    """`value` as frames: the header, then a copy of the bytes of each array. Raises `BadMessageError`."""
+    import msgpack
+
+    arrays: list[Any] = []
+
+    def other(item: Any) -> Any:
+        if isinstance(item, np.generic):
+            return item.item()
+        if isinstance(item, dict):  # a subclass: msgpack is strict about types
+            return dict(item)
+        array = _checked(item)
+        arrays.append(array.tobytes())
+        return msgpack.ExtType(_ARRAY, msgpack.packb([len(arrays), array.dtype.str, list(array.shape)]))
+
+    _check_tree(value)
+    try:
+        header = msgpack.packb(value, default=other)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise BadMessageError(f"this message cannot cross a wire: {error}") from error
+    if len(header) > _MOST_HEADER or len(arrays) >= _MOST_FRAMES:
+        raise BadMessageError(
+            f"this message has {len(header)} bytes beside its {len(arrays)} arrays: at most {_MOST_HEADER} bytes and "
+            f"{_MOST_FRAMES - 1} arrays can cross a wire. Put long data into arrays"
+        )
+    return [header, *arrays]
+
+
+def decode(frames: Sequence[Any]) -> Any:
+    """The message in `frames`. Its arrays use the memory of the frames. Raises `BadMessageError` for anything else."""
+    import msgpack
+
+    if not 0 < len(frames) <= _MOST_FRAMES or len(frames[0]) > _MOST_HEADER:
+        raise BadMessageError(f"no message: {len(frames)} frames")
+
+    def array(code: int, data: bytes) -> Any:
+        if code != _ARRAY:
+            raise BadMessageError(f"no message: extension type {code}")
+        index, dtype, shape = msgpack.unpackb(data)
+        return _array(frames[index] if 0 < index < len(frames) else None, dtype, shape)
+
+    try:
+        value = msgpack.unpackb(frames[0], ext_hook=array, strict_map_key=True)
+        _check_tree(value)
+    except BadMessageError:
+        raise
+    except Exception as error:  # whatever msgpack, numpy or the arithmetic say about hostile bytes
+        raise BadMessageError(f"no message: {type(error).__name__}: {error}"[:200]) from error
+    return value
+
+
+def _array(frame: Any, dtype: Any, shape: Any) -> np.ndarray[Any, Any]:
+    if frame is None or not isinstance(dtype, str) or len(dtype) > 5 or not isinstance(shape, list) or len(shape) > 32:
+        raise BadMessageError("no message: an array without frame, dtype or shape")
+    kind = np.dtype(dtype)
+    size = kind.itemsize
+    for length in shape:
+        if type(length) is not int or length < 0:
+            raise BadMessageError("no message: the shape of an array")
+        size *= length
+    if kind.kind not in _KINDS or size != len(frame):
+        raise BadMessageError(f"no message: an array of {dtype} {shape} in {len(frame)} bytes")
+    array: np.ndarray[Any, Any] = np.frombuffer(frame, kind).reshape(shape)
+    array.flags.writeable = False
+    return array
+
+
+def _check_tree(value: Any, depth: int = 0) -> None:
+    """Raise `BadMessageError` for too many levels, and for keys that are no str."""
+    if depth > _MOST_DEPTH:
+        raise BadMessageError(f"a message is nested at most {_MOST_DEPTH} levels deep")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise BadMessageError(f"the keys of a dict in a message must be str, got {list(value)[:5]}")
+            if isinstance(item, dict | list | tuple):
+                _check_tree(item, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            if isinstance(item, dict | list | tuple):
+                _check_tree(item, depth + 1)
+
+
+def _checked(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS and value.ndim <= 32:
+        return value
+    kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+    raise BadMessageError(
+        f"{kind} cannot cross a wire: send numbers, str, bytes, lists, dicts with str keys, and arrays of numbers"
+    )

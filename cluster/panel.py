@@ -1,0 +1,359 @@
+"""The control panel of a trial: it starts workers, commands them, and sees how they are."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cluster.launch import LaunchedProcess, LaunchedThread, load_worker, snake
+from penstock.cluster.name_table import NameClient, NameHost
+from penstock.cluster.peer import Peer
+from penstock.cluster.statuses import Status
+from penstock.cluster.wire import Wire
+from penstock.cluster.wire_local import LocalConnection, LocalHub
+from penstock.cluster.worker import Connection, Worker
+from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError, RequestError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_log = logging.getLogger("penstock")
+
+_WATCH_SECONDS = 0.1  # between two looks at the processes that were launched
+
+
+@dataclass(frozen=True)
+class Response:
+    """One worker's answer in a `group_request`: a result, or what went wrong."""
+
+    worker_name: str
+    result: Any = None
+    error: str | None = None
+    timed_out: bool = False
+    lost: bool = False
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether there is a result."""
+        return self.error is None
+
+
+class ControlPanel:
+    """Commands the workers of one trial. It hosts the name table, so a trial ends with its panel.
+
+    Args:
+        experiment, trial: names of this run.
+        wire: "local" starts workers as threads of this process; "zmq" as processes, and other machines can join.
+        host: the address of this machine at which other machines reach it; by default only this machine does.
+        port: of the name table; 0 for any free one.
+        file: "zmq": write the connection file here. A worker elsewhere joins with it, and `penstock status` reads it.
+    """
+
+    def __init__(
+        self,
+        experiment: str,
+        trial: str = "trial0",
+        *,
+        wire: str = "local",
+        host: str | None = None,
+        port: int = 0,
+        file: str | Path | None = None,
+    ) -> None:
+        self._wire, self.connection, self._hosts = _open(f"{experiment}/{trial}", wire, host, port, file)
+        self._launched: dict[str, LaunchedThread | LaunchedProcess] = {}
+        self._peers: dict[str, Peer] = {}
+        self._closing = threading.Event()
+        try:
+            if self._hosts:
+                self._host = NameHost(self._wire)
+            self.names = NameClient(self._wire, self.connection.address)
+        except BaseException:
+            self._wire.close()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="control panel", daemon=True)
+        self._watcher.start()
+
+    @classmethod
+    def join(cls, connection: Connection) -> Self:
+        """A second panel for the trial of another one. It launches no workers."""
+        panel = cls.__new__(cls)
+        panel._wire, panel.connection, panel._hosts = connection.wire(), connection, False
+        panel._launched, panel._peers, panel._closing = {}, {}, threading.Event()
+        panel.names = NameClient(panel._wire, connection.address)
+        panel._watcher = threading.Thread(target=panel._watch, name="control panel", daemon=True)
+        panel._watcher.start()
+        return panel
+
+    # ---- workers ---------------------------------------------------------------------------
+
+    def launch(
+        self, worker: Callable[[], Worker] | str, count: int = 1, *, name: str | None = None, first: int = 0
+    ) -> list[str]:
+        """Start workers, and return their names: `name/first`, `name/first+1`, ...
+
+        Args:
+            worker: a `Worker` subclass, another callable that makes a worker, or the text "module:Class".
+            name: by default that of the class, as in `my_worker` for `MyWorker`.
+        """
+        if not self._hosts:
+            raise ConfigError("this panel has joined a trial: only the panel that began it launches workers")
+        make = load_worker(worker)[0] if isinstance(worker, str) else worker
+        base = name or snake(make.func if isinstance(make, partial) else make)
+        kind = LaunchedThread if isinstance(self.connection, LocalConnection) else LaunchedProcess
+        names = [f"{base}/{first + i}" for i in range(count)]
+        for each in names:
+            old = self._launched.get(each)
+            if old is not None and old.ending() is None:
+                raise NameTableError(f"there is a worker {each!r} already")
+            if old is not None:
+                old.wait(0)
+            self._forget(each)
+            self._launched[each] = kind(make, self.connection, each)
+        return names
+
+    def connect(self, names: Iterable[str] | None = None, *, timeout: float = 30.0) -> list[str]:
+        """Wait until these workers (by default all that were launched) can be reached.
+
+        Raises `ClusterError` as soon as a launched one has ended, and `NoReplyError` after `timeout` seconds.
+        """
+        wanted = list(self._launched if names is None else names)
+        deadline = time.monotonic() + timeout
+        while True:
+            found = self.auto_connect()
+            missing = [name for name in wanted if name not in found]
+            if not missing:
+                return wanted
+            for name in missing:
+                ending = self._launched[name].ending() if name in self._launched else None
+                if ending is not None:
+                    reason = self._final(name) or [Status.LOST.value, ""]
+                    raise ClusterError(f"worker {name} has ended before it could be reached ({ending}): {reason[1]}")
+            if time.monotonic() >= deadline:
+                raise NoReplyError(f"these workers could not be reached within {timeout:g} s: {', '.join(missing)}")
+            self._closing.wait(0.05)
+
+    def auto_connect(self) -> list[str]:
+        """Connect to all workers that the name table lists. Returns their names."""
+        found = self.names.find("workers")
+        for key, place in found.items():
+            name = key.partition("/")[2]
+            peer = self._peers.get(name)
+            if name in self._launched and self._launched[name].ending() is not None:
+                continue  # its name has not run out yet
+            if peer is None or peer.is_dead or peer.place != list(place):
+                self._peers[name] = self.names.reach(place)
+        return [name for name, peer in self._peers.items() if not peer.is_dead]
+
+    @property
+    def worker_names(self) -> list[str]:
+        """All workers that this panel has launched or connected to."""
+        return sorted({*self._launched, *self._peers})
+
+    # ---- requests --------------------------------------------------------------------------
+
+    def async_request(self, worker_name: str, command: str, *, timeout: float = 30.0, **kwargs: Any) -> Future[Any]:
+        """Send a request. The future gets the result, or `RequestError`, `NoReplyError` or `PeerLostError`.
+
+        Raises `PeerLostError` if the worker cannot be reached.
+        """
+        return self._peer(worker_name).ask({"command": command, "kwargs": kwargs}, timeout)
+
+    def request(self, worker_name: str, command: str, *, timeout: float = 30.0, **kwargs: Any) -> Any:
+        """As `async_request`, and wait for the result."""
+        return self.async_request(worker_name, command, timeout=timeout, **kwargs).result()
+
+    def group_request(
+        self,
+        command: str,
+        *,
+        names: Iterable[str] | None = None,
+        regex: str | None = None,
+        kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        timeout: float = 30.0,
+    ) -> list[Response]:
+        """Send a request to many workers, and wait for all of them with one deadline. Raises nothing for a single one.
+
+        Args:
+            names: which workers; by default all.
+            regex: only the workers whose whole name matches.
+            kwargs: the same for all, or a list with one for each worker, in the order of the names.
+        """
+        chosen = [name for name in (self.worker_names if names is None else names) if re.fullmatch(regex or ".*", name)]
+        each = [kwargs or {}] * len(chosen) if isinstance(kwargs, Mapping | None) else list(kwargs)
+        if len(each) != len(chosen):
+            raise ConfigError(f"{len(each)} kwargs for {len(chosen)} workers: {', '.join(chosen)}")
+        futures = []
+        for name, arguments in zip(chosen, each, strict=True):
+            try:
+                futures.append(self._peer(name).ask({"command": command, "kwargs": dict(arguments)}, timeout))
+            except PeerLostError as error:
+                failed: Future[Any] = Future()
+                failed.set_exception(error)
+                futures.append(failed)
+        return [_response(name, future) for name, future in zip(chosen, futures, strict=True)]
+
+    # ---- statuses --------------------------------------------------------------------------
+
+    def get_worker_status(self, worker_name: str, *, timeout: float = 1.0) -> Status:
+        """How a worker is. LOST: it was there, and has ended without a word, or does not answer."""
+        return self.pulse([worker_name], timeout=timeout)[worker_name]
+
+    def pulse(self, names: Iterable[str] | None = None, *, timeout: float = 1.0) -> dict[str, Status]:
+        """How these workers (by default all) are, with one deadline for all."""
+        answers = self._ask_all("status", names, timeout)
+        return {name: Status(answer) if isinstance(answer, str) else answer[0] for name, answer in answers.items()}
+
+    def stats(self, names: Iterable[str] | None = None, *, timeout: float = 1.0) -> dict[str, dict[str, Any]]:
+        """The figures of these workers (by default all). Of one that does not answer, only the status."""
+        answers = self._ask_all("stats", names, timeout)
+        return {
+            name: answer if isinstance(answer, dict) else {"status": answer[0].value, "text": answer[1]}
+            for name, answer in answers.items()
+        }
+
+    def table(self, *, timeout: float = 1.0) -> str:
+        """All workers and their figures, as text."""
+        lines = [f"{'worker':<24}{'status':<13}figures"]
+        for name, facts in self.stats(timeout=timeout).items():
+            figures = "  ".join(
+                f"{key}={value:.6g}" if isinstance(value, int | float) else f"{key}={value}"
+                for key, value in facts.items()
+                if key != "status" and value != ""
+            )
+            lines.append(f"{name:<24}{facts['status']:<13}{figures}")
+        return "\n".join(lines)
+
+    def _ask_all(self, command: str, names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
+        """The answers of these workers. Of one that does not answer: (status, text)."""
+        self.auto_connect()
+        chosen = self.worker_names if names is None else list(names)
+        responses = self.group_request(command, names=chosen, timeout=timeout)
+        return {
+            response.worker_name: response.result if response.is_ok else self._status_from_outside(response.worker_name)
+            for response in responses
+        }
+
+    def _status_from_outside(self, name: str) -> tuple[Status, str]:
+        final = self._final(name)
+        if final is not None:
+            return Status(final[0]), str(final[1])
+        if name in self._peers or name in self._launched:
+            return Status.LOST, ""
+        return Status.UNKNOWN, ""
+
+    def _final(self, name: str) -> list[str] | None:
+        try:
+            found = self.names.get(f"status/{name}")
+        except NameTableError:
+            return None
+        return [str(part) for part in found]
+
+    # ---- the end ---------------------------------------------------------------------------
+
+    def discard(self, worker_name: str) -> None:
+        """Kill a worker that this panel has launched, if it still runs, so that another one can have its name."""
+        worker = self._launched.get(worker_name)
+        if worker is not None and not worker.wait(2.0):
+            worker.kill()
+
+    def kill(self, worker_name: str) -> None:
+        """Kill a worker that this panel has launched as a process."""
+        self._launched[worker_name].kill()
+
+    def pid(self, worker_name: str) -> int:
+        """The process id of a worker that this panel has launched."""
+        return self._launched[worker_name].pid
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Let the launched workers exit, kill them if they take longer than `timeout` seconds, and close the wire.
+        Calling it again does nothing."""
+        if self._closing.is_set():
+            return
+        running = [name for name, worker in self._launched.items() if worker.ending() is None]
+        try:
+            if running and not self._wire.is_closed:
+                self.auto_connect()
+                self.group_request("exit", names=running, timeout=min(timeout, 2.0))
+        finally:
+            self._closing.set()
+            self._watcher.join()
+            deadline = time.monotonic() + timeout
+            for name, worker in self._launched.items():
+                if not worker.wait(max(0.0, deadline - time.monotonic())):
+                    worker.kill()
+                    if isinstance(worker, LaunchedThread):
+                        _log.warning("worker %s has not ended: its thread ends with this process", name)
+            if self._hosts:
+                self._host.close()
+            self._wire.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _peer(self, name: str) -> Peer:
+        peer = self._peers.get(name)
+        if peer is None or peer.is_dead:
+            self.auto_connect()
+            peer = self._peers.get(name)
+        if peer is None:
+            raise PeerLostError(f"there is no worker {name!r}")
+        return peer
+
+    def _forget(self, name: str) -> None:
+        peer = self._peers.pop(name, None)
+        if peer is not None:
+            peer.release()
+        self.names.clear(f"status/{name}")
+        self.names.clear(f"workers/{name}")
+
+    def _watch(self) -> None:
+        """Requests to a worker whose process has ended fail at once."""
+        while not self._closing.wait(_WATCH_SECONDS):
+            for name, worker in list(self._launched.items()):
+                peer = self._peers.get(name)
+                if peer is not None and not peer.is_dead:
+                    ending = worker.ending()
+                    if ending is not None:
+                        peer.lose(ending)
+
+
+def _open(trial: str, wire: str, host: str | None, port: int, file: str | Path | None) -> tuple[Wire, Connection, bool]:
+    if wire == "local":
+        hub = LocalHub()
+        own = hub.wire()
+        return own, LocalConnection(trial, own.address, hub), True
+    if wire != "zmq":
+        raise ConfigError(f'wire must be "local" or "zmq", got {wire!r}')
+    from dataclasses import replace
+
+    from penstock.cluster.keys import Connection as ZmqConnection
+    from penstock.cluster.wire_zmq import zmq_wire
+
+    keys = ZmqConnection.make(trial, host=host or "127.0.0.1")
+    own = zmq_wire(keys, host=host or "127.0.0.1", port=port)
+    connection = replace(keys, address=own.address)
+    if file is not None:
+        connection.write(file)
+    return own, connection, True
+
+
+def _response(name: str, future: Future[Any]) -> Response:
+    try:
+        return Response(name, future.result())
+    except NoReplyError as error:
+        return Response(name, error=str(error), timed_out=True)
+    except PeerLostError as error:
+        return Response(name, error=str(error), lost=True)
+    except RequestError as error:
+        return Response(name, error=str(error))

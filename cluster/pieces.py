@@ -1,0 +1,79 @@
+"""Samples as messages, and back: a piece is what one actor puts into a sample stream at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.buffers import NamedArrays, Samples
+from penstock.buffers.samples import AgentSamples, EnvSamples
+from penstock.collectors import TrajInfo
+
+
+def to_tree(value: Any) -> Any:
+    """Named arrays as nested dicts, which can cross a wire."""
+    return {name: to_tree(part) for name, part in value.items()} if isinstance(value, NamedArrays | dict) else value
+
+
+def from_tree(value: Any) -> Any:
+    """Nested dicts as named arrays."""
+    return NamedArrays({name: from_tree(part) for name, part in value.items()}) if isinstance(value, dict) else value
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a trainer gets at once: the pieces of its sample stream, side by side.
+
+    Attributes:
+        samples: torch tensors `[T, B, ...]`; B counts the environments of all pieces. An actor has one piece after
+            the other, and may have several in one batch.
+        infos: figures of the trajectories that have finished, by name: `infos["Return"]` `[n]`.
+        versions: the version of the parameters of each piece, `[number of pieces]`.
+    """
+
+    samples: Samples
+    infos: Mapping[str, np.ndarray[Any, Any]]
+    versions: np.ndarray[Any, Any]
+
+
+def piece_of(samples: Samples, infos: Sequence[TrajInfo], version: int, actor: str) -> dict[str, Any]:
+    """A piece as a message. `version` stamps it, except where the inference stream has stamped every action."""
+    tree = to_tree(samples)
+    stamped = tree["agent"]["agent_info"].pop("stream_version", None)
+    policy_version = np.full_like(tree["agent"]["policy_version"], version) if stamped is None else stamped
+    tree["agent"]["policy_version"] = policy_version
+    names = [name for name, value in vars(infos[0]).items() if _is_figure(name, value)] if infos else []
+    figures = {name: np.array([getattr(info, name) for info in infos], np.float64) for name in names}
+    return {"samples": tree, "infos": figures, "version": int(policy_version.min()), "actor": actor}
+
+
+def _is_figure(name: str, value: Any) -> bool:
+    return not name.startswith("_") and isinstance(value, int | float | np.number)
+
+
+def batch_of(pieces: Sequence[Mapping[str, Any]]) -> Batch:
+    """Join pieces along B."""
+    tree = _join([piece["samples"] for piece in pieces], 1)
+    samples = Samples(env=EnvSamples(_named(tree["env"])), agent=AgentSamples(_named(tree["agent"])))
+    names = {name for piece in pieces for name in piece["infos"]}
+    infos = {
+        name: np.concatenate([piece["infos"][name] for piece in pieces if name in piece["infos"]])
+        for name in sorted(names)
+    }
+    return Batch(samples.torch(), infos, np.array([piece["version"] for piece in pieces]))
+
+
+def _named(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: from_tree(value) for name, value in tree.items()}
+
+
+def _join(values: Sequence[Any], axis: int) -> Any:
+    if isinstance(values[0], dict):
+        return {
+            name: _join([value[name] for value in values], 0 if name == "bootstrap_value" else axis)
+            for name in values[0]
+        }
+    return np.concatenate(values, axis=axis)

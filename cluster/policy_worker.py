@@ -1,0 +1,215 @@
+"""A worker that acts for the environments of many actors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.agents import Agent
+from penstock.buffers import NamedArrays
+from penstock.cluster.parameters import ParameterClient
+from penstock.cluster.pieces import from_tree, to_tree
+from penstock.cluster.streams import InferenceServer
+from penstock.cluster.wire import Letter
+from penstock.cluster.worker import PollResult, Worker
+from penstock.collectors.acting import as_agent_step
+from penstock.envs.seeding import ColumnStreams, Purpose
+
+_WAIT_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class AgentPlan:
+    """How to make the agent of an experiment, and with what."""
+
+    make_agent: Callable[[], Agent]
+    observation_space: Any
+    action_space: Any
+    seed: int
+    n_envs: int  #: of all actors together
+
+    def agent(self) -> Agent:
+        """A new agent. Its first parameters depend on the seed only."""
+        agent = self.make_agent()
+        model_seed = ColumnStreams(self.seed, range(1)).env_seeds(Purpose.MODEL)[0]
+        agent.runtime.ensure_initialized(self.observation_space, self.action_space, model_seed)
+        return agent
+
+
+@dataclass
+class _Asked:
+    """One request for a step."""
+
+    letter: Letter
+    ranks: np.ndarray[Any, Any]
+    starts: np.ndarray[Any, Any]
+    inputs: tuple[Any, Any, Any] = field(repr=False)
+
+
+class PolicyWorker(Worker):
+    """Batches the requests that came while the model was busy, and keeps noise and state by env_rank.
+
+    If it ends, its actors go to another policy worker, or to this one when it was restarted. Recurrent state begins
+    again then, as at the start of an episode.
+
+    Args:
+        plan: how to make the agent.
+        stream: name of the inference stream.
+        parameters: name of the policy, as the trainer publishes it.
+        max_batch: the most environments that the agent acts for at once, if there are several requests.
+        max_delay: seconds to wait for more requests after the first.
+    """
+
+    def __init__(
+        self,
+        plan: AgentPlan,
+        *,
+        stream: str = "policy",
+        parameters: str = "policy",
+        max_batch: int = 256,
+        max_delay: float = 0.0,
+    ) -> None:
+        self._plan, self._stream, self._policy = plan, stream, parameters
+        self._max_batch, self._max_delay = max_batch, max_delay
+        self._server: InferenceServer | None = None
+        self._n_rows = self._n_batches = 0
+
+    def _configure(self) -> None:
+        plan = self._plan
+        self._agent = plan.agent().runtime.worker_copy()
+        ranks = range(plan.n_envs)
+        self._columns = self._agent.runtime.column_copy(ColumnStreams(plan.seed, ranks).rngs(Purpose.ACTION))
+        self._columns.runtime.set_columns(ranks, plan.n_envs)
+        self._columns.sample_mode(0)
+        self._sessions = [""] * plan.n_envs
+        self._parameters = ParameterClient(self.wire, self.names, self._policy)
+        self._server = InferenceServer(self.wire, self.names, self._stream, self.name)
+
+    def _poll(self) -> PollResult:
+        newer = self._parameters.newer()
+        if newer is not None:
+            self._columns.write_parameters(newer)
+        letters = self._gather()
+        steps: list[_Asked] = []
+        try:
+            for letter in letters:
+                asked = self._read(letter)
+                if asked is None:
+                    continue
+                if any(np.isin(asked.ranks, other.ranks).any() for other in steps):  # two halves of a client that moved
+                    self._step(steps)
+                    steps = []
+                steps.append(asked)
+            if steps:
+                self._step(steps)
+        except Exception as error:
+            for letter in (letter for letter in letters if not letter.is_answered):
+                letter.fail(f"the policy {self.name} has failed: {type(error).__name__}: {error}")
+            raise
+        n_rows = sum(len(letter.message["env_ranks"]) for letter in letters)
+        self._n_rows += n_rows
+        self._n_batches += bool(letters)
+        return PollResult(n_rows, int(bool(letters)))
+
+    def _gather(self) -> list[Letter]:
+        assert self._server is not None
+        letters, n_rows, until = list[Letter](), 0, 0.0
+        while n_rows < self._max_batch:
+            wait = _WAIT_SECONDS if not letters else max(0.0, until - time.monotonic())
+            letter = self._server.receive(wait)
+            if letter is None:
+                break
+            if not letters:
+                until = time.monotonic() + self._max_delay
+            letters.append(letter)
+            n_rows += len(letter.message["env_ranks"])
+        return letters
+
+    def _read(self, letter: Letter) -> _Asked | None:
+        """A request for a step. The others are answered here."""
+        message = letter.message
+        inputs = (
+            _writable(from_tree(message["observation"])),
+            _writable(from_tree(message["prev_action"])),
+            message["prev_reward"].copy(),
+        )
+        ranks, kind = message["env_ranks"].copy(), message["kind"]
+        if kind.startswith("trial"):  # the actor wants to see what the agent reports
+            trial = self._agent.runtime.column_copy(ColumnStreams(0, range(len(ranks))).rngs(Purpose.ACTION))
+            trial.runtime.set_columns([0] * len(ranks), self._plan.n_envs)
+            trial.sample_mode(0)
+            letter.reply(self._stepped(trial, inputs) if kind == "trial step" else _valued(trial, inputs))
+            return None
+        starts = self._begin_sessions(message, ranks)
+        if kind == "value":
+            for rank in ranks[starts].tolist():
+                self._columns.reset_one(rank)
+            self._columns.select(ranks)
+            letter.reply(_valued(self._columns, inputs))
+            return None
+        return _Asked(letter, ranks, starts, inputs)
+
+    def _begin_sessions(self, message: Mapping[str, Any], ranks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Which columns begin with their first state: a new episode begins there, or another policy worker had them."""
+        starts: np.ndarray[Any, Any] = message["starts"].copy()
+        for i, rank in enumerate(ranks.tolist()):
+            if self._sessions[rank] != message["session"]:
+                self._sessions[rank], starts[i] = message["session"], True
+        return starts
+
+    def _step(self, asked: Sequence[_Asked]) -> None:
+        ranks = np.concatenate([each.ranks for each in asked])
+        for rank in ranks[np.concatenate([each.starts for each in asked])].tolist():
+            self._columns.reset_one(rank)
+        self._columns.select(ranks.astype(np.intp))
+        inputs = tuple(_joined([each.inputs[i] for each in asked]) for i in range(3))
+        answer = self._stepped(self._columns, inputs)
+        start = 0
+        for each in asked:
+            end = start + len(each.ranks)
+            each.letter.reply(_part(answer, start, end))
+            start = end
+
+    def _stepped(self, agent: Agent, inputs: Sequence[Any]) -> dict[str, Any]:
+        step = as_agent_step(agent.step(*inputs), agent)
+        info = {name: np.asarray(value) for name, value in _fields(step.agent_info).items()}
+        info["stream_version"] = np.full(len(inputs[-1]), self._parameters.version, np.int64)
+        return {"action": to_tree(step.action), "agent_info": info}
+
+    def _stats(self) -> Mapping[str, float]:
+        mean = self._n_rows / self._n_batches if self._n_batches else 0.0
+        return {"version": self._parameters.version, "mean_batch": mean} if self._server is not None else {}
+
+    def _close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+
+def _fields(info: Any) -> dict[str, Any]:
+    return dict(to_tree(info)) if isinstance(info, NamedArrays | dict) else {}
+
+
+def _valued(agent: Agent, inputs: Sequence[Any]) -> dict[str, Any]:
+    return {"value": np.asarray(agent.value(*inputs))}
+
+
+def _writable(value: Any) -> Any:
+    return value.map(lambda leaf: leaf.copy()) if isinstance(value, NamedArrays) else value.copy()
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    if len(values) == 1:
+        return values[0]
+    if isinstance(values[0], NamedArrays):
+        return NamedArrays({name: _joined([value[name] for value in values]) for name in values[0].keys()})  # noqa: SIM118
+    return np.concatenate(values)
+
+
+def _part(value: Any, start: int, end: int) -> Any:
+    if isinstance(value, dict):
+        return {name: _part(item, start, end) for name, item in value.items()}
+    return value[start:end]

@@ -1,0 +1,133 @@
+"""Remote calls in a few lines: a server on a port, with handlers, and clients. It needs no name table.
+
+with RpcServer() as server:
+    server.register("double", lambda x: 2 * x)
+    server.write("server.json")             # where it is, and the keys: a file that only you can read
+    server.serve(seconds=60)
+
+with RpcClient("server.json") as client:    # in another process
+    print(client.call("double", x=21))
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cluster.keys import Connection
+from penstock.errors import ConfigError
+from penstock.ports import lease_port
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_INBOX = "calls"
+
+
+class RpcServer:
+    """Answers calls in the thread that calls `serve`.
+
+    Args:
+        host: the address of this machine at which other machines reach it; by default only this machine does.
+        port: None leases a port that no other server of this machine uses.
+    """
+
+    def __init__(self, *, host: str = "127.0.0.1", port: int | None = None) -> None:
+        from penstock.cluster.wire_zmq import zmq_wire
+
+        self._handlers: dict[str, Callable[..., Any]] = {}
+        self._lease = lease_port() if port is None else None
+        keys = Connection.make("remote calls", host=host)
+        try:
+            if self._lease is not None:
+                port = self._lease.port
+            assert port is not None
+            self._wire = zmq_wire(keys, host=host, port=port)
+        except BaseException:
+            if self._lease is not None:
+                self._lease.release()
+            raise
+        self._inbox = self._wire.open(_INBOX)
+        #: What a client needs.
+        self.connection = replace(keys, address=self._wire.address)
+
+    def write(self, path: str | Path) -> None:
+        """Write the connection file, with mode 0600."""
+        self.connection.write(path)
+
+    def register(self, command: str, handler: Callable[..., Any]) -> None:
+        """Answer calls of `command` with `handler(**kwargs)`."""
+        self._handlers[command] = handler
+
+    def serve(self, seconds: float) -> int:
+        """Answer calls for this long. Returns how many."""
+        until, n = time.monotonic() + seconds, 0
+        while (left := until - time.monotonic()) > 0:
+            letter = self._inbox.receive(left)
+            if letter is None:
+                break
+            n += 1
+            command, handler = _command(letter.message), None
+            handler = self._handlers.get(command)
+            if handler is None:
+                letter.fail(f"there is no command {command!r}: {', '.join(sorted(self._handlers)) or 'none at all'}")
+                continue
+            try:
+                letter.reply(handler(**letter.message["kwargs"]))
+            except Exception as error:
+                letter.fail(f"{command} raised {type(error).__name__}: {error}\n{traceback.format_exc()}")
+        return n
+
+    def close(self) -> None:
+        """Close the port. Calling it again does nothing."""
+        self._wire.close()
+        if self._lease is not None:
+            self._lease.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class RpcClient:
+    """Calls the commands of one server.
+
+    Args:
+        connection: `server.connection`, or the file that the server has written.
+    """
+
+    def __init__(self, connection: Connection | str | Path) -> None:
+        if not isinstance(connection, Connection):
+            connection = Connection.read(connection)
+        if not connection.address:
+            raise ConfigError("this connection has no address: use that of a server")
+        self._wire = replace(connection, host="127.0.0.1").wire()
+        self._peer = self._wire.reach(connection.address, _INBOX)
+
+    def call(self, command: str, *, timeout: float = 30.0, **kwargs: Any) -> Any:
+        """The result of `command` on the server, which runs it once.
+
+        Raises `RequestError` with what the handler raised, `NoReplyError` after `timeout` seconds, or `PeerLostError`
+        if the server has ended.
+        """
+        return self._peer.ask({"command": command, "kwargs": kwargs}, timeout).result()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._wire.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _command(message: Any) -> str:
+    return str(message.get("command")) if isinstance(message, dict) else repr(message)[:50]

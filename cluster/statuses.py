@@ -1,0 +1,66 @@
+"""The statuses of a worker, and which command is allowed in which of them."""
+
+from __future__ import annotations
+
+import enum
+import threading
+
+from penstock.errors import RequestError
+
+
+class Status(str, enum.Enum):
+    """The status of a worker. LOST and UNKNOWN are seen from outside only."""
+
+    READY = "READY"  #: it runs, and waits for `configure` or `start`
+    RUNNING = "RUNNING"  #: it polls
+    PAUSED = "PAUSED"
+    COMPLETED = "COMPLETED"  #: it has ended after `exit`
+    INTERRUPTED = "INTERRUPTED"  #: it has ended after `interrupt`
+    ERROR = "ERROR"  #: it has ended because `_poll` raised
+    LOST = "LOST"  #: it has ended without a word, or cannot be reached
+    UNKNOWN = "UNKNOWN"  #: no worker of this name has ever been seen
+
+
+FINAL = frozenset({Status.COMPLETED, Status.INTERRUPTED, Status.ERROR})
+
+_STARTS = {  # command: from which statuses, to which
+    "start": ((Status.READY, Status.PAUSED), Status.RUNNING),
+    "pause": ((Status.RUNNING,), Status.PAUSED),
+    "exit": ((Status.READY, Status.RUNNING, Status.PAUSED), Status.COMPLETED),
+    "interrupt": ((Status.READY, Status.RUNNING, Status.PAUSED), Status.INTERRUPTED),
+}
+
+
+class StatusMachine:
+    """The status of one worker. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self.status, self.is_configured = Status.READY, False
+        self._lock = threading.Lock()
+
+    def apply(self, command: str) -> str:
+        """Do `start`, `pause`, `exit` or `interrupt`. Returns the new status. Raises `RequestError` out of order."""
+        sources, target = _STARTS[command]
+        with self._lock:
+            if self.status not in sources:
+                raise RequestError(f"{command}: the worker is {self.status.value}, not {_either(sources)}")
+            if command == "start" and not self.is_configured:
+                raise RequestError("start: the worker is not configured: send configure first")
+            self.status = target
+            return target.value
+
+    def check_configure(self) -> None:
+        """Raise `RequestError` if the worker cannot be configured now."""
+        if self.is_configured:
+            raise RequestError("configure: the worker is configured already: send reconfigure")
+        if self.status is not Status.READY:
+            raise RequestError(f"configure: the worker is {self.status.value}, not READY")
+
+    def fail(self) -> None:
+        """`_poll` has raised."""
+        with self._lock:
+            self.status = Status.ERROR
+
+
+def _either(statuses: tuple[Status, ...]) -> str:
+    return " or ".join(status.value for status in statuses)

@@ -1,0 +1,267 @@
+"""Sample streams, from producers to consumers, and inference streams, from clients to servers. They find each other by
+name."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any, NoReturn
+
+from penstock.cluster.name_table import NameClient
+from penstock.cluster.peer import Peer
+from penstock.cluster.wire import Inbox, Letter, Wire
+from penstock.errors import ClusterError, ConfigError, NoReplyError, PeerLostError
+
+ROUTINGS = ("any", "all", "one")
+_LOOK_SECONDS = 0.5  # between two looks at the name table, for consumers or servers that have come or gone
+
+
+class _Others:
+    """The live inboxes below one root of the name table."""
+
+    def __init__(self, wire: Wire, names: NameClient, root: str, credit: int) -> None:
+        self._wire, self._names, self._root, self._credit = wire, names, root, credit
+        self._peers: dict[str, Peer] = {}
+        self._look_at = 0.0
+        self._lock = threading.Lock()
+
+    def live(self) -> list[Peer]:
+        """Sorted by name. It looks at the name table every half second; while there is none, at each call."""
+        with self._lock:
+            now = time.monotonic()
+            alive = {key: peer for key, peer in self._peers.items() if not peer.is_dead}
+            if now >= self._look_at or not alive:
+                self._look_at = now + _LOOK_SECONDS
+                try:
+                    found = self._names.find(self._root, timeout=1.0)
+                except NoReplyError:  # go on with those that are known
+                    self._look_at += 10 * _LOOK_SECONDS
+                    return list(alive.values())
+                for key in alive.keys() - found.keys():
+                    alive.pop(key).lose("its name has gone")
+                for key, place in found.items():
+                    old = self._peers.get(key)
+                    if old is None or old.place != list(place):
+                        if old is not None:
+                            old.release()
+                        alive[key] = self._names.reach(place, credit=self._credit)
+                self._peers = dict(sorted(alive.items()))
+            return [peer for peer in self._peers.values() if not peer.is_dead]
+
+
+class SampleProducer:
+    """Puts pieces into a sample stream.
+
+    A piece waits at the consumer until that takes it. When `credit` pieces wait there, `put` waits: so memory is
+    bounded, and nothing is dropped. If a consumer ends, the pieces that it has not taken go to another one ("any") with
+    the next `put` or `flush`, or are lost with it ("all", "one"); `n_lost` counts them. If a consumer ends just when it
+    takes a piece, that piece may be consumed twice. Do not change a piece after `put`.
+
+    Args:
+        wire, names: the worker's.
+        stream: the name of the stream.
+        routing: "any": each piece goes to the consumer with the fewest waiting pieces; "all": to every consumer;
+            "one": this producer's pieces all go to one consumer, chosen by the name of the producer.
+        name: the producer, for "one".
+        credit: the most pieces of this producer that wait at one consumer.
+    """
+
+    def __init__(
+        self, wire: Wire, names: NameClient, stream: str, *, routing: str = "any", name: str = "", credit: int = 4
+    ) -> None:
+        if routing not in ROUTINGS:
+            raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}, got {routing!r}")
+        self._stream, self._routing, self._name = stream, routing, name
+        self._consumers = _Others(wire, names, f"streams/{stream}", credit)
+        self._lock = threading.Lock()
+        self._returned: list[Any] = []  # pieces of consumers that have ended
+        self.n_put = self.n_lost = 0
+
+    def put(self, piece: Any, timeout: float) -> bool:
+        """Send a piece. Returns False if there was no consumer with credit for `timeout` seconds: put it again then."""
+        deadline = time.monotonic() + timeout
+        while True:
+            if self._flush_returned() and self._try(piece):
+                self.n_put += 1
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until consumers have taken every piece. Returns whether they have."""
+        deadline = time.monotonic() + timeout
+        while not self._flush_returned() or any(peer.n_told for peer in self._consumers.live()):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def _flush_returned(self) -> bool:
+        with self._lock:
+            pieces, self._returned = self._returned, []
+        for i, piece in enumerate(pieces):
+            if not self._try(piece):
+                with self._lock:
+                    self._returned += pieces[i:]
+                return False
+        return True
+
+    def _try(self, piece: Any) -> bool:
+        consumers = self._consumers.live()
+        if not consumers:
+            return False
+        if self._routing == "one":
+            consumers = [consumers[zlib.crc32(self._name.encode()) % len(consumers)]]
+        elif self._routing == "any":
+            consumers = [min(consumers, key=lambda peer: peer.n_told)]
+        if not all(peer.has_credit for peer in consumers):
+            return False
+        for peer in consumers:
+            try:
+                taken = peer.tell_and_hear(piece)
+            except PeerLostError:  # just now
+                if self._routing == "all":
+                    self.n_lost += 1
+                    continue
+                return False
+            if taken is None:
+                raise ClusterError(f"stream {self._stream}: two threads put pieces with one producer")
+            taken.add_done_callback(partial(self._on_taken, piece))
+        return True
+
+    def _on_taken(self, piece: Any, future: Future[Any]) -> None:
+        if isinstance(future.exception(), PeerLostError):
+            if self._routing == "any":
+                with self._lock:
+                    self._returned.append(piece)
+            else:
+                self.n_lost += 1
+
+
+class SampleConsumer:
+    """Takes the pieces of a sample stream.
+
+    Args:
+        wire, names: the worker's.
+        stream: the name of the stream.
+        name: of this consumer; each consumer of a stream has another one.
+    """
+
+    def __init__(self, wire: Wire, names: NameClient, stream: str, name: str) -> None:
+        self._names, self._key = names, f"streams/{stream}/{name}"
+        self._inbox: Inbox = wire.open(self._key)
+        names.announce(self._key, self._inbox, replace=True)  # an earlier one of this name has ended
+
+    def get(self, timeout: float) -> Any:
+        """The next piece. Raises `NoReplyError` if none comes in time."""
+        letter = self._inbox.receive(timeout)
+        if letter is None:
+            raise NoReplyError(f"no piece has come through {self._key} within {timeout:g} s")
+        return letter.message
+
+    def __len__(self) -> int:
+        return len(self._inbox)
+
+    def close(self) -> None:
+        """Take no more pieces."""
+        withdraw(self._names, self._key, self._inbox)
+
+
+class InferenceClient:
+    """Asks the servers of an inference stream. It keeps to one server, chosen by its own name; if that ends, it asks
+    another one again.
+
+    Args:
+        wire, names: the worker's.
+        stream: the name of the stream.
+        name: of this client.
+        timeout: seconds without an answer, after which `ask` raises.
+        is_over: whether to stop waiting for an answer. Then `ask` raises too.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        names: NameClient,
+        stream: str,
+        name: str,
+        *,
+        timeout: float = 60.0,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._servers = _Others(wire, names, f"policies/{stream}", 1)
+        self._wire, self._stream, self._name, self._timeout = wire, stream, name, timeout
+        self._index, self._is_over = zlib.crc32(name.encode()), is_over
+        self._server: str | None = None  # its place
+        #: How often another server had to be asked.
+        self.n_moves = 0
+
+    def ask(self, message: dict[str, Any]) -> Any:
+        """The answer to `message`, to which a `session` is added: the first request to
+        a server begins a new session. Raises `NoReplyError` if no server answers in time, `RequestError` if one
+        refuses."""
+        deadline = time.monotonic() + self._timeout
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0 or self._is_over():
+                raise NoReplyError(f"no server of the inference stream {self._stream} has answered in time")
+            servers = self._servers.live()
+            if not servers:
+                time.sleep(0.05)
+                continue
+            server = next((peer for peer in servers if str(peer.place) == self._server), None)
+            if server is None:
+                server = servers[self._index % len(servers)]
+                self.n_moves += self._server is not None
+                self._server = str(server.place)
+            try:
+                future = server.ask({**message, "session": f"{self._wire.id}.{self.n_moves}"}, left)
+                while not wait([future], _LOOK_SECONDS).done and not self._is_over():
+                    self._servers.live()  # it finds out when a server has gone
+                if future.done():
+                    return future.result()
+            except PeerLostError:
+                pass  # ask another one
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            "an agent that asks an inference stream cannot go into other processes: give the actor a GpuSampler, an "
+            "AlternatingSampler or a SerialSampler"
+        )
+
+
+class InferenceServer:
+    """The inbox of a server of an inference stream.
+
+    Args:
+        wire, names: the worker's.
+        stream: the name of the stream.
+        name: of this server.
+    """
+
+    def __init__(self, wire: Wire, names: NameClient, stream: str, name: str) -> None:
+        self._names, self._key = names, f"policies/{stream}/{name}"
+        self._inbox = wire.open(self._key)
+        names.announce(self._key, self._inbox, replace=True)  # an earlier one of this name has ended
+
+    def receive(self, timeout: float) -> Letter | None:
+        """The next request, or None."""
+        return self._inbox.receive(timeout)
+
+    def close(self) -> None:
+        """Answer no more requests."""
+        withdraw(self._names, self._key, self._inbox)
+
+
+def withdraw(names: NameClient, key: str, inbox: Inbox) -> None:
+    """Close `inbox`, and delete its name."""
+    inbox.close()
+    try:
+        names.delete(key)
+    except (PeerLostError, NoReplyError):
+        pass  # the table has ended before: so has the name

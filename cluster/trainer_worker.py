@@ -1,0 +1,136 @@
+"""A worker that trains with the pieces of a sample stream, and publishes parameters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.agents import Agent
+from penstock.cluster.parameters import ParameterServer
+from penstock.cluster.pieces import Batch, batch_of
+from penstock.cluster.policy_worker import AgentPlan
+from penstock.cluster.statuses import Status
+from penstock.cluster.streams import SampleConsumer
+from penstock.cluster.worker import PollResult, Worker
+from penstock.errors import NoReplyError
+
+_WAIT_SECONDS = 0.05
+
+
+class Trainer(Protocol):
+    """What the user writes: a class that is called with the agent, which has been initialized."""
+
+    def step(self, batch: Batch) -> Mapping[str, float]:
+        """Train on one batch: change the parameters of the agent. Returns figures for the table."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save beside the agent: the optimizer's state, for example."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` has returned."""
+        ...
+
+
+class TrainerWorker(Worker):
+    """Gives the user's trainer `batch` pieces at a time, and publishes a version after each step.
+
+    Args:
+        make_trainer: called with the agent; returns a `Trainer`.
+        plan: how to make the agent.
+        samples: name of the sample stream.
+        parameters: name of the policy.
+        batch: pieces per step.
+        max_staleness: pieces whose parameters are more versions old than this are dropped, and counted; None: none.
+        checkpoint: a file. The trainer saves here every `save_every` steps and at the end, and begins from it if it is
+            there.
+    """
+
+    def __init__(
+        self,
+        make_trainer: Callable[[Agent], Trainer],
+        plan: AgentPlan,
+        *,
+        samples: str = "train",
+        parameters: str = "policy",
+        batch: int = 1,
+        max_staleness: int | None = None,
+        checkpoint: str | Path | None = None,
+        save_every: int = 10,
+    ) -> None:
+        self._make_trainer, self._plan, self._stream, self._policy = make_trainer, plan, samples, parameters
+        self._batch, self._max_staleness = batch, max_staleness
+        self._checkpoint, self._save_every = None if checkpoint is None else Path(checkpoint), save_every
+        self._consumer: SampleConsumer | None = None
+        self._server: ParameterServer | None = None
+        self._pieces: list[Any] = []
+        self._version, self._n_stale, self._largest_staleness = 1, 0, 0
+        self._results: dict[str, float] = {}
+
+    def _configure(self) -> None:
+        self._agent = self._plan.agent()
+        self._trainer = self._make_trainer(self._agent)
+        if self._checkpoint is not None and self._checkpoint.exists():
+            self._load(self._checkpoint)
+        self._server = ParameterServer(self.wire, self.names, self._policy)
+        self._server.publish(self._version, self._agent.read_parameters())
+        self._consumer = SampleConsumer(self.wire, self.names, self._stream, self.name)
+
+    def _poll(self) -> PollResult:
+        assert self._consumer is not None
+        assert self._server is not None
+        self._server.serve()
+        try:
+            piece = self._consumer.get(_WAIT_SECONDS)
+        except NoReplyError:
+            return PollResult()
+        self._pieces.append(piece)
+        self._drop_stale()
+        if len(self._pieces) < self._batch:
+            return PollResult()
+        staleness = max(self._version - piece["version"] for piece in self._pieces)
+        self._largest_staleness = max(self._largest_staleness, staleness)
+        batch, self._pieces = batch_of(self._pieces), []
+        self._results = {name: float(value) for name, value in self._trainer.step(batch).items()}
+        self._version += 1
+        self._server.publish(self._version, self._agent.read_parameters())
+        if self._checkpoint is not None and self._version % self._save_every == 0:
+            self._save(self._checkpoint)
+        return PollResult(batch.samples.env.reward.numel(), 1)
+
+    def _drop_stale(self) -> None:
+        if self._max_staleness is not None:
+            fresh = [piece for piece in self._pieces if self._version - piece["version"] <= self._max_staleness]
+            self._n_stale += len(self._pieces) - len(fresh)
+            self._pieces = fresh
+
+    def _save(self, path: Path) -> None:
+        import torch
+
+        part = path.with_name(f".{path.name}.part")
+        state = {"version": self._version, "agent": self._agent.state_dict(), "trainer": self._trainer.state_dict()}
+        torch.save(state, part)
+        os.replace(part, path)
+
+    def _load(self, path: Path) -> None:
+        import torch
+
+        state = torch.load(path, weights_only=False)  # the user's own file
+        self._version = int(state["version"])
+        self._agent.load_state_dict(state["agent"])
+        self._trainer.load_state_dict(state["trainer"])
+
+    def _stats(self) -> Mapping[str, float]:
+        own = {"version": self._version, "stale": self._n_stale, "largest_staleness": self._largest_staleness}
+        return {**own, **self._results}
+
+    def _close(self) -> None:
+        if self._consumer is not None:
+            self._consumer.close()
+        if self._server is not None:
+            if self._checkpoint is not None and self.status is not Status.ERROR:
+                self._save(self._checkpoint)
+            self._server.close()

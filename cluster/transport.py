@@ -1,0 +1,59 @@
+"""What a wire is built on: a transport, which carries packets, and the header of a packet."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.cluster.wire import Wire
+
+ASK, TELL, REPLY, ERROR, PROBE, PENDING, MISSING, GONE = range(8)
+
+TICK_SECONDS = 0.05
+
+# kind, wire id of the receiver ("" for any), inbox, sender, number of the request, first number still in use
+Header = tuple[int, str, str, str, int, int]
+
+
+class Transport(ABC):
+    """Carries packets between wires. It may lose, double and delay them."""
+
+    #: Where others reach this wire.
+    address: str
+
+    @abstractmethod
+    def start(self, wire: Wire) -> None:
+        """From now on call `wire.deliver` for each packet, and `wire.tick` every `TICK_SECONDS`, in one thread."""
+
+    @abstractmethod
+    def pack(self, message: Any) -> Any:
+        """`message` as it is sent. Raises `BadMessageError`."""
+
+    @abstractmethod
+    def unpack(self, packed: Any) -> Any:
+        """The message in `packed`. Raises `BadMessageError`."""
+
+    @abstractmethod
+    def send(self, route: Any, header: Header, packed: Any) -> None:
+        """Send a packet to an address, or back on the route on which a packet came. It never blocks."""
+
+    @abstractmethod
+    def disconnect(self, address: str) -> None:
+        """Nothing more will be sent to `address` for now."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Send what is on its way, and end the thread."""
+
+
+def is_header(header: Any) -> bool:
+    """Whether this is a header, and not something that a stranger has sent."""
+    return (
+        isinstance(header, list | tuple)
+        and len(header) == 6
+        and all(type(item) is kind for item, kind in zip(header, (int, str, str, str, int, int), strict=True))
+        and ASK <= header[0] <= GONE
+        and 0 <= header[5] <= header[4] < 2**62
+        and len(header[2]) + len(header[3]) < 1000
+    )

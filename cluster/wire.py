@@ -1,0 +1,260 @@
+"""A wire: mailboxes with names, requests that are executed exactly once, and messages with credit.
+
+The transport below may lose, double and delay packets, and lose connections. The sender keeps a request until it has
+the reply. If none comes, it sends a probe. The other side then answers that it is at work, or sends its reply again. If
+it has never seen the request, it says so, and the sender sends it again. The receiver remembers the requests and
+replies of each sender for as long as the sender may need them. So a request is executed once, however often it arrives.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.cluster.messages import BadMessageError
+from penstock.cluster.peer import Peer
+from penstock.cluster.transport import (
+    ASK,
+    ERROR,
+    GONE,
+    MISSING,
+    PENDING,
+    PROBE,
+    REPLY,
+    TELL,
+    Header,
+    Transport,
+    is_header,
+)
+from penstock.errors import ClusterError
+
+_MOST_LETTERS = 10_000  # in one inbox. More are not accepted, and the senders send them again
+_FORGET_SECONDS = 600.0  # after which a silent sender is forgotten
+
+
+@dataclass
+class _Sender:
+    """What an inbox remembers of one sender: for each request in use its reply; None before it is answered."""
+
+    route: Any
+    heard: float
+    done: int = 0
+    replies: dict[int, tuple[int, Any] | None] = field(default_factory=dict)
+
+
+class Letter:
+    """A request in an inbox. The receiver calls `reply` or `fail` once, at any time, in any thread."""
+
+    def __init__(self, inbox: Inbox, sender: str, number: int, message: Any) -> None:
+        self.message, self.sender = message, sender
+        self._inbox, self._number = inbox, number
+        self.is_answered = False  #: whether `reply` or `fail` was called
+
+    def reply(self, message: Any = None) -> None:
+        """Send the result. Raises `BadMessageError` if it cannot cross a wire."""
+        self._answer(REPLY, message)
+
+    def fail(self, reason: str) -> None:
+        """Say why there is no result: the sender gets a `RequestError`."""
+        self._answer(ERROR, reason[:20_000])
+
+    def _answer(self, kind: int, message: Any) -> None:
+        packed = self._inbox.wire.transport.pack(message)
+        if self.is_answered:
+            raise ClusterError(f"inbox {self._inbox.name}: this letter was answered already")
+        self.is_answered = True
+        self._inbox.answer(self.sender, self._number, kind, packed)
+
+
+class Inbox:
+    """A mailbox with a name, on one wire."""
+
+    def __init__(self, wire: Wire, name: str) -> None:
+        self.wire, self.name = wire, name
+        self._letters: queue.SimpleQueue[tuple[Letter, int] | None] = queue.SimpleQueue()
+        self._senders: dict[str, _Sender] = {}
+        self.is_closed = False
+
+    def __len__(self) -> int:
+        return self._letters.qsize()
+
+    def receive(self, timeout: float | None = None) -> Letter | None:
+        """The next letter, or None after `timeout` seconds, or if the inbox was closed. The sender of a
+        message by `tell` gets its credit back now."""
+        if self.is_closed:
+            return None
+        try:
+            item = self._letters.get(timeout=timeout) if timeout != 0 else self._letters.get_nowait()
+        except queue.Empty:
+            return None
+        if item is None:
+            return None
+        letter, kind = item
+        if kind == TELL:
+            letter.reply()
+        return letter
+
+    def close(self) -> None:
+        """Accept no more letters. Senders of requests without a reply learn that the inbox is gone."""
+        self.is_closed = True
+        with self.wire.lock:
+            self.wire.inboxes.pop(self.name, None)
+        self._letters.put(None)
+
+    def deliver(self, header: Header, packed: Any, route: Any) -> None:
+        """A packet of a sender has come."""
+        kind, _, _, sender_id, number, done = header
+        with self.wire.lock:
+            sender = self._senders.setdefault(sender_id, _Sender(route, 0.0))
+            sender.route, sender.heard = route, time.monotonic()
+            for old in range(sender.done, done) if done - sender.done < 1000 else list(sender.replies):
+                if old < done:
+                    sender.replies.pop(old, None)
+            sender.done = max(sender.done, done)
+            is_known, reply = number < sender.done or number in sender.replies, sender.replies.get(number)
+            is_new = not is_known and kind != PROBE and len(self) < _MOST_LETTERS
+            if is_new:
+                sender.replies[number] = None
+        if is_new:
+            self._accept(header, packed)
+        elif reply is not None:
+            self.wire.back(route, *reply, header)
+        elif kind == PROBE:
+            self.wire.back(route, PENDING if is_known else MISSING, None, header)
+
+    def _accept(self, header: Header, packed: Any) -> None:
+        kind, _, _, sender_id, number, _ = header
+        try:
+            message = self.wire.transport.unpack(packed)
+        except BadMessageError as error:
+            self.wire.count("refused")
+            self.answer(sender_id, number, ERROR, self.wire.transport.pack(str(error)))
+        else:
+            self._letters.put((Letter(self, sender_id, number, message), kind))
+
+    def answer(self, sender_id: str, number: int, kind: int, packed: Any) -> None:
+        """Remember a reply, and send it."""
+        with self.wire.lock:
+            sender = self._senders.get(sender_id)
+            if sender is None or number not in sender.replies:  # it has given up
+                return
+            sender.replies[number] = (kind, packed)
+        self.wire.back(sender.route, kind, packed, (kind, "", self.name, sender_id, number, 0))
+
+    def forget_silent(self, before: float) -> None:
+        """Forget the senders that were last heard of before this time."""
+        with self.wire.lock:
+            for sender_id in [key for key, sender in self._senders.items() if sender.heard < before]:
+                del self._senders[sender_id]
+
+
+class Wire:
+    """What one process, or one worker in it, holds of a wire: its inboxes, its peers, and the thread of `transport`.
+
+    Closing it ends all of them. `on_tick` functions run in its thread every 50 ms, and must not block.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.id = uuid.uuid4().hex[:12]
+        self.lock = threading.RLock()
+        self.transport = transport
+        self.inboxes: dict[str, Inbox] = {}
+        self.on_tick: list[Callable[[float], None]] = []
+        self.numbers = iter(range(2**62))
+        self.counts: dict[str, int] = {"refused": 0}
+        self._peers: dict[str, Peer] = {}
+        self._forget_at = time.monotonic() + _FORGET_SECONDS
+        self._is_closed = False
+        transport.start(self)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called, or the transport has failed."""
+        return self._is_closed
+
+    @property
+    def address(self) -> str:
+        """Where others reach this wire."""
+        return self.transport.address
+
+    def open(self, name: str) -> Inbox:
+        """Open an inbox. Raises `ClusterError` if this wire has one of this name."""
+        with self.lock:
+            if name in self.inboxes or self._is_closed:
+                raise ClusterError(f"this wire {'is closed' if self._is_closed else f'has an inbox {name!r} already'}")
+            self.inboxes[name] = inbox = Inbox(self, name)
+        return inbox
+
+    def reach(self, address: str, name: str, *, target: str = "", credit: int = 16, lost_after: float = 5.0) -> Peer:
+        """The inbox `name` at `address`, of the wire whose id is `target` ("": whichever has the address).
+
+        Args:
+            credit: how many messages by `tell` may lie in its inbox.
+            lost_after: seconds of silence after which it counts as lost.
+        """
+        peer = Peer(self, name, address, target, credit, lost_after)
+        with self.lock:
+            self._peers[peer._id] = peer
+        return peer
+
+    def close(self) -> None:
+        """Close the inboxes, fail the requests that wait, and end the thread. Calling it again does nothing."""
+        with self.lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        for inbox in list(self.inboxes.values()):
+            inbox.close()
+        self.transport.close()
+        for peer in list(self._peers.values()):
+            peer.lose("this wire was closed")
+
+    # ---- for the transport and the classes above -------------------------------------------
+
+    def deliver(self, header: Any, packed: Any, route: Any) -> None:
+        """A packet has come. The transport calls this in its thread."""
+        if not is_header(header):
+            return self.count("refused")
+        kind, target, name, sender, number, _ = header
+        if kind in (ASK, TELL, PROBE):
+            inbox = self.inboxes.get(name) if target in ("", self.id) else None
+            if inbox is None:
+                return self.back(route, GONE, None, header)
+            return inbox.deliver(header, packed, route)
+        peer = self._peers.get(sender)
+        return None if peer is None else peer.heard(kind, number, packed)
+
+    def back(self, route: Any, kind: int, packed: Any, header: Header) -> None:
+        """Send a packet back to the sender of `header`."""
+        self.transport.send(route, (kind, "", *header[2:]), packed)
+
+    def tick(self) -> None:
+        """The transport calls this in its thread, every `TICK_SECONDS`."""
+        now = time.monotonic()
+        for peer in list(self._peers.values()):
+            if peer._requests:
+                peer.tick(now)
+        for function in list(self.on_tick):
+            function(now)
+        if now > self._forget_at:
+            self._forget_at = now + _FORGET_SECONDS
+            for inbox in list(self.inboxes.values()):
+                inbox.forget_silent(now - _FORGET_SECONDS)
+
+    def forget(self, peer: Peer) -> None:
+        """`peer` is lost."""
+        with self.lock:
+            self._peers.pop(peer._id, None)
+            is_last = all(other.address != peer.address for other in self._peers.values())
+        if is_last and not self._is_closed:
+            self.transport.disconnect(peer.address)
+
+    def count(self, what: str) -> None:
+        """Count something that went wrong."""
+        with self.lock:
+            self.counts[what] = self.counts.get(what, 0) + 1

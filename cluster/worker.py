@@ -1,0 +1,269 @@
+"""A worker of a distributed experiment, and the server through which a control panel commands it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock.cluster.name_table import NameClient
+from penstock.cluster.statuses import FINAL, Status, StatusMachine
+from penstock.cluster.wire import Letter, Wire
+from penstock.errors import ClusterError, RequestError
+
+_log = logging.getLogger("penstock")
+
+Handler = Callable[..., Any]
+
+ORPHAN_SECONDS = 30.0  # without the name table, after which a worker ends
+_IDLE_SECONDS = 0.002  # between polls that had nothing to do
+_STATS_SECONDS = 0.5
+
+
+class Connection(Protocol):
+    """How to join a trial: `keys.Connection`, or `LocalConnection`."""
+
+    @property
+    def trial(self) -> str:
+        """Experiment and trial."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Where the name table is."""
+        ...
+
+    def wire(self) -> Wire:
+        """A new wire."""
+        ...
+
+
+@dataclass(frozen=True)
+class PollResult:
+    """What one poll has done. If both are 0, the worker waits a little before the next poll."""
+
+    sample_count: int = 0
+    batch_count: int = 0
+
+
+class WorkerServer:
+    """Receives the requests to one worker. Urgent handlers run at once, in the thread of this server; the others in
+    the worker's own thread, when that calls `handle`.
+
+    Raises `NameTableError` if there is a worker of this name.
+    """
+
+    def __init__(self, connection: Connection, name: str) -> None:
+        self.name = name
+        self._handlers: dict[str, tuple[Handler, bool]] = {}
+        self._is_announced = False
+        self._requests: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
+        self.wire = connection.wire()
+        try:
+            self.names = NameClient(self.wire, connection.address)
+            self._inbox = self.wire.open(f"worker/{name}")
+        except BaseException:
+            self.wire.close()
+            raise
+        self._thread = threading.Thread(target=self._receive, name=f"server of {name}", daemon=True)
+        self._thread.start()
+
+    def register(self, command: str, handler: Handler, *, urgent: bool = False) -> None:
+        """Call `handler(**kwargs)` for requests of this command. What it returns must be able to cross a wire."""
+        self._handlers[command] = (handler, urgent)
+
+    def announce(self) -> None:
+        """Tell the name table that this worker can be reached."""
+        self.names.announce(f"workers/{self.name}", self._inbox)
+        self._is_announced = True
+        self.names.clear(f"status/{self.name}")
+
+    def handle(self, timeout: float) -> bool:
+        """Answer the requests that wait; wait for one at most `timeout` seconds. Returns whether there was one."""
+        try:
+            letter = self._requests.get(timeout=timeout) if timeout else self._requests.get_nowait()
+        except queue.Empty:
+            return False
+        while letter is not None:
+            self._answer(letter)
+            try:
+                letter = self._requests.get_nowait()
+            except queue.Empty:
+                break
+        return True
+
+    def wake(self) -> None:
+        """End a `handle` that waits."""
+        self._requests.put(None)
+
+    def close(self, status: Status, text: str) -> None:
+        """Leave the final status in the name table, and close the wire."""
+        self.names.timeout = 2.0  # if the table has ended, do not wait for it
+        try:
+            if self._is_announced:  # otherwise another worker has this name
+                self.names.add(f"status/{self.name}", [status.value, text], replace=True, lasting=True)
+                self.names.delete(f"workers/{self.name}")
+        except ClusterError as error:
+            _log.warning("worker %s could not report that it has ended: %s", self.name, error)
+        finally:
+            self._inbox.close()
+            self._thread.join()
+            self.wire.close()
+
+    def _receive(self) -> None:
+        while (letter := self._inbox.receive()) is not None:
+            message = letter.message
+            command = message.get("command") if isinstance(message, dict) else None
+            if not isinstance(command, str) or command not in self._handlers:
+                letter.fail(f"there is no command {command!r}: {', '.join(sorted(self._handlers))}")
+            elif self._handlers[command][1]:
+                self._answer(letter)
+            else:
+                self._requests.put(letter)
+
+    def _answer(self, letter: Letter) -> None:
+        command = letter.message["command"]
+        try:
+            letter.reply(self._handlers[command][0](**letter.message.get("kwargs", {})))
+        except RequestError as error:
+            letter.fail(str(error))
+        except Exception as error:
+            letter.fail(f"{command} raised {type(error).__name__}: {error}\n{traceback.format_exc()}")
+
+
+class Worker:
+    """Subclass it, and override `_configure` and `_poll`, and perhaps `_reconfigure`, `_stats` and `_close`.
+
+    `self.name`, `self.wire` and `self.names` are there from `_configure` on.
+
+    Commands: configure, reconfigure, start, pause, exit, interrupt, ping, status, stats, stacks, and what
+    `register_handler` adds.
+    """
+
+    name: str
+    wire: Wire
+    names: NameClient
+
+    # ---- for subclasses --------------------------------------------------------------------
+
+    def _configure(self, *args: Any, **config: Any) -> None:
+        """Prepare for polling. If it raises, the worker stays READY, and can be configured again."""
+
+    def _reconfigure(self, *args: Any, **config: Any) -> None:
+        """Change the configuration between two polls."""
+        raise RequestError("reconfigure: this worker has nothing to reconfigure")
+
+    def _poll(self) -> PollResult | None:
+        """One piece of work, of limited length: between two polls the worker answers requests."""
+        raise NotImplementedError
+
+    def _stats(self) -> Mapping[str, float]:
+        """Figures for `stats` and the table. Called between polls, from `_configure` on."""
+        return {}
+
+    def _close(self) -> None:
+        """Release what `_configure` has acquired. Called once at the end, whatever the status."""
+
+    def register_handler(self, command: str, handler: Handler, *, urgent: bool = False) -> None:
+        """Answer requests of this command with `handler(**kwargs)`: between polls, or if `urgent` at once, in another
+        thread."""
+        self._worker_server.register(command, handler, urgent=urgent)
+
+    @property
+    def status(self) -> Status:
+        """The status. A long poll should end early if this is final."""
+        return self._worker_machine.status
+
+    # ---- the loop --------------------------------------------------------------------------
+
+    def run(self, connection: Connection, name: str) -> Status:
+        """Join a trial, and work until it ends. Returns the final status."""
+        self.name, self._worker_machine = name, StatusMachine()
+        self._worker_server = server = WorkerServer(connection, name)
+        self.wire, self.names = server.wire, server.names
+        self._worker_counts = {"samples": 0, "batches": 0, "polls": 0}
+        self._worker_figures: dict[str, float] = {}
+        self._worker_thread = threading.get_ident()
+        self._worker_began = time.monotonic()
+        text = ""
+        try:
+            self._register_commands(server)
+            server.announce()
+            self._loop(server)
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+            self._worker_machine.fail()
+            _log.exception("worker %s has failed", name)
+        finally:
+            try:
+                self._close()
+            except Exception as error:
+                self._worker_machine.fail()
+                text = text or f"_close raised {type(error).__name__}: {error}"
+                _log.exception("worker %s could not close", name)
+            finally:
+                server.close(self._worker_machine.status, text)
+        return self._worker_machine.status
+
+    def _loop(self, server: WorkerServer) -> None:
+        machine, next_stats, idle = self._worker_machine, 0.0, 0.0
+        while machine.status not in FINAL:
+            server.handle(idle if machine.status is Status.RUNNING else 0.2)
+            if machine.status is Status.RUNNING:
+                result = self._poll() or PollResult()
+                self._worker_counts["polls"] += 1
+                self._worker_counts["samples"] += result.sample_count
+                self._worker_counts["batches"] += result.batch_count
+                idle = 0.0 if result.sample_count or result.batch_count else _IDLE_SECONDS
+            now = time.monotonic()
+            if now >= next_stats:
+                next_stats = now + _STATS_SECONDS
+                self._worker_figures = {**self._worker_counts, **(self._stats() if machine.is_configured else {})}
+                if now - self.names.heard > ORPHAN_SECONDS:
+                    raise ClusterError(f"the name table was silent for {ORPHAN_SECONDS:g} s: the panel has ended")
+
+    def _register_commands(self, server: WorkerServer) -> None:
+        machine = self._worker_machine
+
+        def change(command: str) -> Callable[[], str]:
+            def run() -> str:
+                status = machine.apply(command)
+                server.wake()
+                return status
+
+            return run
+
+        for command in ("start", "pause", "exit", "interrupt"):
+            server.register(command, change(command), urgent=True)
+        server.register("ping", lambda: "pong", urgent=True)
+        server.register("status", lambda: machine.status.value, urgent=True)
+        server.register("stats", self._report, urgent=True)
+        server.register("stacks", self._stacks, urgent=True)
+        server.register("configure", self._configure_once)
+        server.register("reconfigure", self._reconfigure_now)
+
+    def _configure_once(self, **config: Any) -> str:
+        self._worker_machine.check_configure()
+        self._configure(**config)
+        self._worker_machine.is_configured = True
+        return self._worker_machine.status.value
+
+    def _reconfigure_now(self, **config: Any) -> str:
+        if not self._worker_machine.is_configured:
+            raise RequestError("reconfigure: the worker is not configured: send configure first")
+        self._reconfigure(**config)
+        return self._worker_machine.status.value
+
+    def _report(self) -> dict[str, Any]:
+        seconds = time.monotonic() - self._worker_began
+        return {"status": self._worker_machine.status.value, "seconds": seconds, **self._worker_figures}
+
+    def _stacks(self) -> str:
+        frame = sys._current_frames().get(self._worker_thread)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "the worker's thread has ended"

@@ -1,0 +1,130 @@
+"""PPO on CartPole with actors, a policy worker and a trainer: as threads, or as processes that talk over sockets.
+
+    python examples/cluster_experiment.py --wire zmq
+
+Stops when the mean return of the last 100 episodes reaches the goal. Exits with status 1 if this takes too long. Model
+and loss are as in examples/ppo.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from penstock import CategoricalPgAgent, GpuSampler
+from penstock.cluster import Actors, Batch, Experiment, Policies, RunState, Training
+
+DISCOUNT, GAE_LAMBDA, CLIP, EPOCHS, MINIBATCH = 0.98, 0.9, 0.2, 8, 512
+
+
+class ActorCritic(nn.Module):
+    def __init__(self, observation_space: Any, action_space: Any) -> None:
+        super().__init__()
+
+        def mlp(n_out: int) -> nn.Sequential:
+            layers = nn.Linear(observation_space.shape[0], 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()
+            return nn.Sequential(*layers, nn.Linear(64, n_out))
+
+        self.policy, self.value = mlp(int(action_space.n)), mlp(1)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.policy(observation), self.value(observation).squeeze(-1)
+
+
+class PpoTrainer:
+    """One PPO update per batch."""
+
+    def __init__(self, agent: CategoricalPgAgent) -> None:
+        torch.set_num_threads(1)
+        self.model = agent.model
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-3)
+        self.returns: deque[float] = deque(maxlen=100)
+
+    def step(self, batch: Batch) -> Mapping[str, float]:
+        env, agent = batch.samples.env, batch.samples.agent
+        value = agent.agent_info.value
+        next_value = torch.cat([value[1:], agent.bootstrap_value[None]])
+        next_value = torch.where(env.done, agent.final_value, next_value)
+        delta = env.reward + DISCOUNT * next_value - value
+        decay = DISCOUNT * GAE_LAMBDA * ~env.done
+        advantage, later = torch.empty_like(delta), torch.zeros_like(delta[0])
+        for t in reversed(range(len(delta))):
+            advantage[t] = later = delta[t] + decay[t] * later
+        columns = env.observation, agent.action, agent.agent_info.log_prob, advantage, advantage + value
+        rows = [column.flatten(0, 1) for column in columns]
+        for _ in range(EPOCHS):
+            for index in torch.randperm(len(rows[0])).split(MINIBATCH):
+                self._update(*(row[index] for row in rows))
+        self.returns.extend(batch.infos.get("Return", ()))
+        return {"return": sum(self.returns) / max(1, len(self.returns)), "episodes": len(self.returns)}
+
+    def _update(
+        self,
+        observation: torch.Tensor,
+        action: torch.Tensor,
+        old_log_prob: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+    ) -> None:
+        logits, value = self.model(observation)
+        ratio = (logits.log_softmax(1).gather(1, action[:, None]).squeeze(1) - old_log_prob).exp()
+        weight = (weight - weight.mean()) / (weight.std() + 1e-8)
+        objective = torch.min(ratio * weight, ratio.clamp(1 - CLIP, 1 + CLIP) * weight).mean()
+        self.optimizer.zero_grad()
+        (0.5 * mse_loss(value, target) - objective).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def make_agent() -> CategoricalPgAgent:
+    return CategoricalPgAgent(ActorCritic)
+
+
+def make_experiment(*, seed: int = 0, checkpoint: Path | None = None) -> Experiment:
+    """Two actors with 16 environments each; one batch is a piece of each, on average."""
+    make_sampler = partial(GpuSampler, "CartPole-v1", batch_T=64, batch_B=16, n_workers=1)
+    return Experiment(
+        "cartpole",
+        make_agent,
+        Actors(2, make_sampler, inference="policy"),
+        Training(PpoTrainer, batch=2, max_staleness=4, checkpoint=checkpoint),
+        Policies(1),
+        seed=seed,
+    )
+
+
+def has_learned(state: RunState, goal: float) -> bool:
+    return state.trainer.get("episodes", 0) >= 100 and state.trainer["return"] >= goal
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wire", default="local", choices=["local", "zmq"])
+    parser.add_argument("--goal", type=float, default=400.0, help="mean return (400)")
+    parser.add_argument("--time-limit", type=float, default=150.0, help="seconds (150)")
+    parser.add_argument("--metrics", type=Path, help="write the figures of all workers to this file, as JSON lines")
+    args = parser.parse_args()
+    with make_experiment().run(wire=args.wire) as run:
+        state = run.wait(lambda s: has_learned(s, args.goal), timeout=args.time_limit, metrics=args.metrics)
+        print(run.panel.table())
+    print(f"version {state.version}, mean return {state.trainer.get('return', 0):.0f}, {state.seconds:.0f} s")
+    return 0 if has_learned(state, args.goal) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

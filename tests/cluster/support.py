@@ -1,0 +1,99 @@
+"""Wires of each make for the tests, and one that loses, doubles and delays packets."""
+
+from __future__ import annotations
+
+import heapq
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from penstock.cluster import peer
+from penstock.cluster.transport import Header
+from penstock.cluster.wire import Wire
+from penstock.cluster.wire_local import LocalHub
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
+    """Fail if `condition` does not become true in time."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "this has not happened in time"
+        time.sleep(0.005)
+
+
+class FaultyHub(LocalHub):
+    """Drops and doubles packets, and delays a third of them, so that they overtake each other."""
+
+    def __init__(self, drop: float = 0.3, double: float = 0.3, delay: float = 0.02) -> None:
+        super().__init__()
+        self.drop, self.double, self.delay = drop, double, delay
+        self.n_dropped = 0
+        self._rng = random.Random(0)
+        self._late: list[tuple[float, int, tuple[Any, ...]]] = []
+        self._number = 0
+        self._late_changed = threading.Condition()
+        self._is_closed = False
+        self._carrier = threading.Thread(target=self._bring, name="late packets", daemon=True)
+        self._carrier.start()
+
+    def carry(self, address: str, header: Header, packed: Any, route: str) -> None:
+        with self._late_changed:
+            copies = (self._rng.random() >= self.drop) + (self._rng.random() < self.double)
+            self.n_dropped += copies == 0
+            waits = [self._rng.random() * self.delay if self._rng.random() < 0.3 else 0.0 for _ in range(copies)]
+            for wait in waits:
+                self._number += 1
+                heapq.heappush(self._late, (time.monotonic() + wait, self._number, (address, header, packed, route)))
+            self._late_changed.notify()
+
+    def _bring(self) -> None:
+        while True:
+            with self._late_changed:
+                if self._is_closed:
+                    return
+                wait = self._late[0][0] - time.monotonic() if self._late else 1.0
+                if wait > 0:
+                    self._late_changed.wait(wait)
+                    continue
+                packet = heapq.heappop(self._late)[2]
+            super().carry(*packet)
+
+    def close(self) -> None:
+        with self._late_changed:
+            self._is_closed = True
+            self._late_changed.notify()
+        self._carrier.join()
+
+
+class Wires:
+    """Makes wires of one kind, and closes them."""
+
+    def __init__(self, make: str) -> None:
+        self.make, self._open = make, list[Wire]()
+        self.hub = FaultyHub() if make == "faulty" else LocalHub()
+        self._probes = peer._FIRST_PROBE, peer._LAST_PROBE
+        if make == "faulty":  # so many packets are lost that the usual times would take minutes
+            peer._FIRST_PROBE = peer._LAST_PROBE = 0.05
+        if make == "zmq":
+            from penstock.cluster.keys import Connection
+
+            self.connection = Connection.make("test/trial")
+
+    def __call__(self) -> Wire:
+        if self.make == "zmq":
+            from penstock.cluster.wire_zmq import zmq_wire
+
+            wire = zmq_wire(self.connection)
+        else:
+            wire = self.hub.wire()
+        self._open.append(wire)
+        return wire
+
+    def close(self) -> None:
+        peer._FIRST_PROBE, peer._LAST_PROBE = self._probes
+        for wire in self._open:
+            wire.close()
+        if isinstance(self.hub, FaultyHub):
+            self.hub.close()

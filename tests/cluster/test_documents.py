@@ -1,0 +1,49 @@
+"""The code of docs/control_plane.md, and the example, run as they are written."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("zmq", reason="the documents use the wire over sockets")
+pytest.importorskip("msgpack", reason="the documents use the wire over sockets")
+
+ROOT = Path(__file__).parent.parent.parent
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/control_plane.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_experiment_of_the_document_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    example = runpy.run_path(str(ROOT / "examples/cluster_experiment.py"))
+    assert "state.version >= 200" in BLOCKS[0]
+    exec(BLOCKS[0].replace(">= 200", ">= 3"), example)
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") >= 1
+    assert (tmp_path / "trainer.pt").exists()
+
+
+def test_the_worker_of_the_document_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(BLOCKS[1], {"__name__": "__main__"})
+    first, pulse = capsys.readouterr().out.splitlines()
+    assert first == "30"
+    assert pulse.count("RUNNING") == 8  # name and value of each status
+
+
+def test_the_other_blocks_name_what_exists() -> None:
+    for block in BLOCKS[2:]:
+        compile(block, "control_plane.md", "exec")
+    assert "RpcServer" in BLOCKS[3]
+    exec(BLOCKS[3].partition("with RpcServer")[0], {})
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("wire", ["local", "zmq"])
+def test_the_example_learns(wire: str) -> None:
+    command = [sys.executable, ROOT / "examples/cluster_experiment.py", "--wire", wire, "--goal", "40"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trainer/0" in done.stdout

@@ -1,0 +1,250 @@
+"""Experiments: actors, policy workers and a trainer, as threads, over sockets, and as processes that are killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import signal
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import (
+    AlternatingSampler,
+    CategoricalPgAgent,
+    ConfigError,
+    GpuSampler,
+    RandomAgent,
+    RecurrentCategoricalPgAgent,
+    SerialSampler,
+)
+from penstock.cluster import (
+    Actors,
+    ActorWorker,
+    Batch,
+    ControlPanel,
+    Experiment,
+    InferenceClient,
+    Policies,
+    PolicyWorker,
+    SampleConsumer,
+    TrainerWorker,
+    Training,
+)
+from penstock.cluster.launch import LaunchedThread
+from penstock.cluster.name_table import NameClient
+from penstock.cluster.pieces import batch_of
+from penstock.cluster.stream_agent import StreamAgent
+
+from .support import wait_until
+
+HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
+needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
+SAMPLER = partial(SerialSampler, "CartPole-v1", batch_T=8, batch_B=4)
+
+
+def small_model(observation_space: Any, action_space: Any) -> Any:
+    from torch import nn
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, observation: Any) -> tuple[Any, Any]:
+            out = self.layer(observation)
+            return out[:, :2], out[:, 2]
+
+    return Model()
+
+
+class CountingTrainer:
+    """Adds 1 to every parameter at each step, and checks its batches."""
+
+    def __init__(self, agent: Any) -> None:
+        self.agent, self.n_rows = agent, 0
+
+    def step(self, batch: Batch) -> Mapping[str, float]:
+        env, agent = batch.samples.env, batch.samples.agent
+        assert env.observation.shape[:2] == env.reward.shape == agent.policy_version.shape
+        assert agent.bootstrap_value.shape == env.reward.shape[1:]
+        assert batch.versions.min() <= int(agent.policy_version.min())
+        self.agent.write_parameters({name: value + 1 for name, value in self.agent.read_parameters().items()})
+        self.n_rows += env.reward.numel()
+        return {"rows": self.n_rows}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.n_rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n_rows = state["rows"]
+
+
+def experiment(inference: str | None = "policy", agent: Any = None, **training: Any) -> Experiment:
+    return Experiment(
+        "test",
+        agent or partial(CategoricalPgAgent, small_model),
+        Actors(2, SAMPLER, inference=inference),
+        Training(CountingTrainer, batch=2, **training),
+        Policies(1) if inference else None,
+        seed=3,
+    )
+
+
+@pytest.mark.parametrize("wire", ["local", pytest.param("zmq", marks=needs_zmq)])
+@pytest.mark.parametrize("inference", [None, "policy"])
+def test_an_experiment_runs(wire: str, inference: str | None, tmp_path: Path) -> None:
+    with experiment(inference, max_staleness=6).run(wire=wire) as run:
+        state = run.wait(lambda s: s.version >= 8, timeout=60, metrics=tmp_path / "metrics.jsonl")
+        assert state.version >= 8
+        assert state.trainer["rows"] >= 7 * 64
+        assert state.trainer["largest_staleness"] <= 6
+        assert run.restarts == dict.fromkeys(run.restarts, 0)
+        wait_until(lambda: all(facts["version"] > 1 for facts in run.state().workers.values() if "version" in facts))
+    assert (tmp_path / "metrics.jsonl").read_text().startswith('{"version": ')
+
+
+@needs_zmq
+def test_an_experiment_goes_on_after_its_workers_were_killed(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "trainer.pt"
+    with experiment(checkpoint=checkpoint, save_every=1, max_staleness=6).run(wire="zmq") as run:
+        version = run.wait(lambda s: s.version >= 3, timeout=60).version
+        for name in ("policy/0", "actor/1", "trainer/0"):
+            os.kill(run.panel.pid(name), signal.SIGKILL)
+            state = run.wait(lambda s, n=name, v=version: run.restarts[n] == 1 and s.version >= v + 3, timeout=60)
+            assert run.restarts[name] == 1
+            assert state.version >= version + 3
+            assert state.trainer["largest_staleness"] <= 6
+            version = state.version
+    assert set(run.restarts.values()) == {0, 1}
+
+
+@needs_zmq
+def test_no_worker_unpickles_what_comes_over_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = experiment()._plan()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("pickle was used")
+
+    with ControlPanel("test", wire="zmq") as panel:
+        for name in ("load", "loads", "Unpickler"):
+            monkeypatch.setattr(pickle, name, refuse)
+        makers = {
+            "trainer/0": lambda: TrainerWorker(CountingTrainer, plan),
+            "policy/0": lambda: PolicyWorker(plan),
+            "actor/0": lambda: ActorWorker(SAMPLER, plan, inference="policy"),
+        }
+        threads = [LaunchedThread(make, panel.connection, name) for name, make in makers.items()]
+        panel.connect(list(makers))
+        for name in makers:
+            panel.request(name, "configure")
+            panel.request(name, "start")
+        wait_until(lambda: panel.stats()["trainer/0"].get("version", 0) >= 4, 30)
+        panel.group_request("exit", names=list(makers))
+        assert all(thread.wait(10) for thread in threads)
+
+
+@pytest.fixture
+def panel() -> Iterator[ControlPanel]:
+    with ControlPanel("test") as made:
+        yield made
+
+
+SAMPLERS = {
+    "serial": SAMPLER,
+    "gpu": partial(GpuSampler, "CartPole-v1", batch_T=8, batch_B=4, n_workers=2),
+    "first ready": partial(GpuSampler, "CartPole-v1", batch_T=8, batch_B=4, n_workers=2, min_ready=2),
+    "alternating": partial(AlternatingSampler, "CartPole-v1", batch_T=8, batch_B=4, n_workers=2),
+}
+
+
+def recurrent_model(observation_space: Any, action_space: Any) -> Any:
+    from torch import nn
+
+    class Model(nn.Module):
+        state_shape = (5,)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.out = nn.GRUCell(4, 5), nn.Linear(5, 3)
+
+        def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> tuple[Any, Any, Any]:
+            state = self.cell(observation, state)
+            out = self.out(state)
+            return out[:, :2], out[:, 2], state
+
+    return Model()
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("agent", ["random", "recurrent"])
+def test_an_inference_stream_gives_the_samples_of_an_agent_in_the_actor(
+    panel: ControlPanel, kind: str, agent: str
+) -> None:
+    make = RandomAgent if agent == "random" else partial(RecurrentCategoricalPgAgent, recurrent_model)
+    plan = experiment(agent=make)._plan()
+    panel.launch(partial(PolicyWorker, plan), name="policy")
+    panel.connect()
+    panel.request("policy/0", "configure")
+    panel.request("policy/0", "start")
+    wire = panel.connection.wire()
+    names = NameClient(wire, panel.connection.address)
+    batches = []
+    try:
+        for acting in (StreamAgent(InferenceClient(wire, names, "policy", "actor/0")), make()):
+            with (SAMPLERS[kind] if isinstance(acting, StreamAgent) else SAMPLER)() as sampler:
+                sampler.initialize(acting, seed=plan.seed, bootstrap_value=True, world_size=2)
+                batches.append([sampler.obtain_samples(itr)[0].numpy().copy() for itr in range(6)])
+    finally:
+        wire.close()
+    for streamed, inline in zip(*batches, strict=True):
+        for field in ("observation", "reward", "done", "final_obs"):
+            assert (streamed.env[field] == inline.env[field]).all(), field
+        assert (streamed.agent.action == inline.agent.action).all()
+        np.testing.assert_allclose(streamed.agent.bootstrap_value, inline.agent.bootstrap_value, rtol=1e-5)
+        np.testing.assert_allclose(streamed.agent.final_value, inline.agent.final_value, rtol=1e-5)
+    assert any(batch.env.done.any() for batch in batches[0])
+
+
+def test_pieces_join_along_the_environments(panel: ControlPanel) -> None:
+    plan = experiment(None)._plan()
+    panel.launch(partial(ActorWorker, SAMPLER, plan, world_size=2), name="actor")
+    wire = panel.connection.wire()
+    consumer = SampleConsumer(wire, NameClient(wire, panel.connection.address), "train", "test")
+    panel.connect()
+    panel.request("actor/0", "configure")
+    panel.request("actor/0", "start")
+    pieces = [consumer.get(20) for _ in range(6)]
+    wire.close()
+    batch = batch_of(pieces)
+    assert batch.samples.env.observation.shape == (8, 24, 4)
+    assert batch.samples.agent.bootstrap_value.shape == (24,)
+    assert len(batch.infos["Return"]) == sum(len(piece["infos"].get("Return", ())) for piece in pieces) > 0
+    # The sampler's own batches, in order.
+    with SAMPLER() as sampler:
+        sampler.initialize(plan.agent(), seed=plan.seed, bootstrap_value=True, world_size=2)
+        for i in range(6):
+            samples, _ = sampler.obtain_samples(i)
+            part = slice(4 * i, 4 * i + 4)
+            assert (batch.samples.env.observation[:, part] == samples.env.observation).all()
+            assert (batch.samples.agent.bootstrap_value[part] == samples.agent.bootstrap_value).all()
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no policies for the inference stream 'policy'"):
+        Experiment("x", RandomAgent, Actors(1, SAMPLER, inference="policy"), Training(CountingTrainer)).run()
+    with pytest.raises(ConfigError, match="serve the stream 'a', the actors ask None"):
+        Experiment("x", RandomAgent, Actors(1, SAMPLER), Training(CountingTrainer), Policies(1, stream="a")).run()
+    with pytest.raises(ConfigError, match="actors fill 'a', the trainer reads 'train'"):
+        Experiment("x", RandomAgent, Actors(1, SAMPLER, samples="a"), Training(CountingTrainer)).run()
+
+
+def test_an_agent_of_a_stream_cannot_go_into_workers(panel: ControlPanel) -> None:
+    client = InferenceClient(None, None, "policy", "actor/0")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="cannot go into other processes"):
+        pickle.dumps(client)

@@ -1,0 +1,366 @@
+"""The control panel and its workers, as threads and as processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError, RequestError
+from penstock.cluster import ControlPanel, PollResult, Status, Worker
+
+from .support import wait_until
+
+HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
+needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
+MAKES = ("local", pytest.param("zmq", marks=needs_zmq))
+
+
+class Counter(Worker):
+    """Counts its polls, and fails or sleeps if its configuration says so."""
+
+    def _configure(self, step: int = 1, fail_at: int | None = None, sleep: float = 0.0) -> None:
+        if step < 0:
+            raise ValueError("step must not be negative")
+        self.step, self.fail_at, self.sleep, self.count = step, fail_at, sleep, 0
+        self.register_handler("add", self.add)
+        self.register_handler("count", lambda: self.count, urgent=True)
+        self.register_handler("unplain", object)
+
+    def _reconfigure(self, step: int) -> None:
+        self.step = step
+
+    def add(self, n: int) -> int:
+        if n < 0:
+            raise ValueError("n must not be negative")
+        self.count += n
+        return self.count
+
+    def _poll(self) -> PollResult:
+        if self.fail_at is not None and self.count >= self.fail_at:
+            raise RuntimeError("the counter is full")
+        if self.sleep:
+            time.sleep(self.sleep)
+        self.count += self.step
+        return PollResult(self.step, 0)
+
+    def _stats(self) -> dict[str, float]:
+        return {"count": getattr(self, "count", 0)}
+
+
+@pytest.fixture(params=MAKES)
+def panel(request: pytest.FixtureRequest) -> Iterator[ControlPanel]:
+    with ControlPanel("test", wire=request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def local() -> Iterator[ControlPanel]:
+    with ControlPanel("test") as made:
+        yield made
+
+
+def started(panel: ControlPanel, count: int = 1, **config: Any) -> list[str]:
+    names = panel.launch(Counter, count)
+    panel.connect(timeout=60)
+    panel.group_request("configure", names=names, kwargs=config)
+    assert all(response.is_ok for response in panel.group_request("start", names=names))
+    return names
+
+
+def test_a_worker_from_start_to_exit(panel: ControlPanel) -> None:
+    assert panel.launch(Counter) == ["counter/0"]
+    assert panel.connect(timeout=60) == ["counter/0"]
+    assert panel.request("counter/0", "ping") == "pong"
+    assert panel.get_worker_status("counter/0") is Status.READY
+    assert panel.request("counter/0", "configure", step=2) == "READY"
+    assert panel.request("counter/0", "start") == "RUNNING"
+    wait_until(lambda: panel.request("counter/0", "count") > 4)
+    assert panel.request("counter/0", "pause") == "PAUSED"
+    assert panel.request("counter/0", "add", n=1) % 2 == 1
+    assert panel.request("counter/0", "reconfigure", step=1) == "PAUSED"
+    assert panel.request("counter/0", "start") == "RUNNING"
+    assert panel.stats()["counter/0"]["status"] == "RUNNING"
+    assert "in _loop" in panel.request("counter/0", "stacks")
+    assert panel.request("counter/0", "exit") == "COMPLETED"
+    wait_until(lambda: panel.get_worker_status("counter/0") is Status.COMPLETED)
+    assert "counter/0" in panel.table()
+
+
+def test_errors_of_a_worker_reach_the_panel(panel: ControlPanel) -> None:
+    started(panel)
+    with pytest.raises(RequestError, match="there is no command 'nonsense': add, configure"):
+        panel.request("counter/0", "nonsense")
+    with pytest.raises(RequestError, match="add raised ValueError: n must not be negative"):
+        panel.request("counter/0", "add", n=-1)
+    with pytest.raises(RequestError, match="add raised TypeError"):
+        panel.request("counter/0", "add", m=1)
+    with pytest.raises(RequestError, match="unplain raised BadMessageError: a object cannot cross a wire"):
+        panel.request("counter/0", "unplain")
+    with pytest.raises(RequestError, match="configured already"):
+        panel.request("counter/0", "configure")
+    with pytest.raises(RequestError, match="the worker is RUNNING, not READY or PAUSED"):
+        panel.request("counter/0", "start")
+    assert panel.get_worker_status("counter/0") is Status.RUNNING
+
+
+def test_a_worker_that_could_not_be_configured_can_be_configured_again(local: ControlPanel) -> None:
+    local.launch(Counter)
+    local.connect()
+    with pytest.raises(RequestError, match="send configure first"):
+        local.request("counter/0", "start")
+    with pytest.raises(RequestError, match="step must not be negative"):
+        local.request("counter/0", "configure", step=-1)
+    assert local.request("counter/0", "configure", step=1) == "READY"
+
+
+def test_a_poll_that_raises_ends_the_worker_with_its_error(
+    panel: ControlPanel, caplog: pytest.LogCaptureFixture
+) -> None:
+    started(panel, fail_at=3)
+    wait_until(lambda: panel.get_worker_status("counter/0") is Status.ERROR)
+    wait_until(lambda: panel.stats()["counter/0"].get("text") == "RuntimeError: the counter is full")
+
+
+def test_an_interrupted_worker_is_interrupted(local: ControlPanel) -> None:
+    started(local)
+    assert local.request("counter/0", "interrupt") == "INTERRUPTED"
+    wait_until(lambda: local.get_worker_status("counter/0") is Status.INTERRUPTED)
+
+
+def test_urgent_requests_are_answered_while_a_poll_sleeps(panel: ControlPanel) -> None:
+    started(panel, sleep=3.0)
+    wait_until(lambda: "time.sleep" in panel.request("counter/0", "stacks"))
+    answers = {}
+    for command in ("ping", "status", "stats", "count", "pause", "exit"):
+        began = time.monotonic()
+        answers[command] = panel.request("counter/0", command)
+        assert time.monotonic() - began < 0.5, command
+    assert (answers["ping"], answers["status"], answers["pause"]) == ("pong", "RUNNING", "PAUSED")
+
+
+def test_a_group_of_two_hundred(local: ControlPanel) -> None:
+    names = local.launch(Counter, 200)
+    hung = local.launch(Counter, 2, name="hung")
+    local.connect(timeout=60)
+    local.group_request("configure", names=hung, kwargs={"sleep": 1.5})
+    local.group_request("start", names=hung)
+    configured = local.group_request("configure", regex="counter/.*", kwargs=[{"step": i} for i in range(200)])
+    assert [response.worker_name for response in configured] == sorted(names)
+    assert all(response.is_ok for response in configured)
+    adds = local.group_request("add", names=names, kwargs=[{"n": i} for i in range(200)], timeout=20)
+    assert [response.result for response in adds] == list(range(200))
+    tens = local.group_request("ping", regex=r"counter/\d")
+    assert [response.worker_name for response in tens] == [f"counter/{i}" for i in range(10)]
+    wait_until(lambda: all("time.sleep" in local.request(name, "stacks") for name in hung))
+    began = time.monotonic()
+    late = local.group_request("add", names=[*hung, "counter/0"], kwargs={"n": 1}, timeout=0.4)
+    assert time.monotonic() - began < 1.3  # one deadline for both
+    assert [response.timed_out for response in late] == [True, True, False]
+    assert set(local.pulse(names).values()) == {Status.READY}
+
+
+def test_kwargs_must_fit_the_workers(local: ControlPanel) -> None:
+    local.launch(Counter, 2)
+    local.connect()
+    with pytest.raises(ConfigError, match="1 kwargs for 2 workers: counter/0, counter/1"):
+        local.group_request("ping", kwargs=[{}])
+
+
+def test_requests_to_nobody(local: ControlPanel) -> None:
+    with pytest.raises(PeerLostError, match="there is no worker 'nobody'"):
+        local.request("nobody", "ping")
+    (response,) = local.group_request("ping", names=["nobody"])
+    assert response.lost
+    assert local.get_worker_status("nobody") is Status.UNKNOWN
+    with pytest.raises(NoReplyError, match=r"could not be reached within 0\.2 s: nobody"):
+        local.connect(["nobody"], timeout=0.2)
+
+
+def test_a_name_is_used_once(local: ControlPanel) -> None:
+    local.launch(Counter)
+    with pytest.raises(NameTableError, match="there is a worker 'counter/0' already"):
+        local.launch(Counter)
+    local.connect()
+    local.request("counter/0", "exit")
+    wait_until(lambda: local.get_worker_status("counter/0") is Status.COMPLETED)
+    local.discard("counter/0")
+    local.launch(Counter)
+    local.connect()
+    assert local.get_worker_status("counter/0") is Status.READY
+
+
+def test_an_unknown_wire_is_refused() -> None:
+    with pytest.raises(ConfigError, match='"local" or "zmq"'):
+        ControlPanel("test", wire="carrier pigeon")
+
+
+@needs_zmq
+def test_a_killed_worker_is_lost_within_a_second_and_the_others_answer() -> None:
+    with ControlPanel("test", wire="zmq") as panel:
+        names = started(panel, 2, sleep=30.0)
+        future = panel.async_request(names[0], "add", n=1)
+        os.kill(panel.pid(names[0]), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(PeerLostError, match="killed by SIGKILL"):
+            future.result()
+        assert panel.get_worker_status(names[0]) is Status.LOST
+        assert time.monotonic() - began < 1.0
+        lost, found = panel.group_request("ping")
+        assert (lost.lost, found.result) == (True, "pong")
+
+
+@needs_zmq
+def test_a_worker_that_cannot_start_is_reported_at_once() -> None:
+    def fail() -> Worker:
+        raise RuntimeError("no such worker")
+
+    with ControlPanel("test", wire="zmq") as panel:
+        panel.launch(fail, name="failing")
+        with pytest.raises(ClusterError, match="has ended before it could be reached \\(exit code 1\\)"):
+            panel.connect(timeout=60)
+
+
+PANEL = """
+import sys, time
+from penstock.cluster import ControlPanel, Worker
+class Sleeper(Worker):
+    def _poll(self):
+        time.sleep(60)
+if __name__ == "__main__":
+    panel = ControlPanel("test", wire="zmq")
+    names = panel.launch(Sleeper, 2)
+    panel.connect(timeout=60)
+    panel.group_request("configure")
+    panel.group_request("start")
+    print(*map(panel.pid, names), flush=True)
+    sys.stdin.read()
+"""
+
+
+@needs_zmq
+def test_launched_workers_end_with_a_panel_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "panel.py"
+    script.write_text(PANEL)
+    with subprocess.Popen(
+        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2
+        workers = [psutil.Process(pid) for pid in pids]
+        process.kill()
+        assert psutil.wait_procs(workers, timeout=2)[1] == []
+
+
+@needs_zmq
+def test_a_worker_and_a_panel_from_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "sleepers.py").write_text(PANEL)
+    file = tmp_path / "trial.json"
+    run = [sys.executable, "-m", "penstock"]
+    with ControlPanel("test", wire="zmq", file=file) as panel:
+        command = [*run, "worker", "sleepers:Sleeper/3", "--join", file]
+        with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+            assert panel.connect(["sleeper/3"], timeout=60) == ["sleeper/3"]
+            status = subprocess.run([*run, "status", "--join", file], capture_output=True, text=True, timeout=60)
+            assert (status.returncode, status.stderr) == (0, "")
+            assert "sleeper/3               READY" in status.stdout
+            panel.request("sleeper/3", "exit")
+            assert process.wait(20) == 0
+            assert process.stderr is not None
+            assert process.stderr.read() == "sleepers:Sleeper/3: COMPLETED\n"
+        file.chmod(0o644)
+        status = subprocess.run([*run, "status", "--join", file], capture_output=True, text=True, timeout=60)
+        assert status.returncode == 2
+        assert f"must be readable for you alone: chmod 600 {file}" in status.stderr
+
+
+@needs_zmq
+def test_a_worker_that_was_not_launched_here_is_lost_when_its_lease_has_run_out(tmp_path: Path) -> None:
+    (tmp_path / "sleepers.py").write_text(PANEL)
+    file = tmp_path / "trial.json"
+    command = [sys.executable, "-m", "penstock", "worker", "sleepers:Sleeper", "--join", file]
+    with (
+        ControlPanel("test", wire="zmq", file=file) as panel,
+        subprocess.Popen(command, cwd=tmp_path) as process,
+    ):
+        panel.connect(["sleeper/0"], timeout=60)
+        process.kill()
+        process.wait()
+        began = time.monotonic()
+        wait_until(lambda: panel.get_worker_status("sleeper/0") is Status.LOST)
+        wait_until(lambda: panel.names.find("workers") == {})
+        assert time.monotonic() - began < 5.0
+
+
+@needs_zmq
+def test_the_name_table_may_end_and_come_again() -> None:
+    from dataclasses import replace
+
+    from penstock.cluster.keys import Connection
+    from penstock.cluster.name_table import NameClient, NameHost
+
+    keys = Connection.make("test/names")
+    first, mine, other = keys.wire(), keys.wire(), keys.wire()
+    host = NameHost(first)
+    connection = replace(keys, address=first.address)
+    names, others = NameClient(mine, first.address, lease=1.0), NameClient(other, first.address, lease=1.0)
+    inbox = mine.open("inbox")
+    names.announce("workers/mine", inbox)
+    names.add("status/mine", "READY", lasting=True)
+    watch = others.watch(["workers/mine"])
+    peer = others.peer("workers/mine")
+    threading.Thread(target=lambda: [letter.reply("here") for _ in range(2) if (letter := inbox.receive(30))]).start()
+    assert peer.ask("", 10).result() == "here"
+    host.close()
+    first.close()
+    assert peer.ask("", 10).result() == "here"  # without the table
+    port = int(connection.address.rpartition(":")[2])
+    from penstock.cluster.wire_zmq import zmq_wire
+
+    second = zmq_wire(keys, port=port)
+    host = NameHost(second)
+    try:
+        wait_until(lambda: sorted(others.find()) == ["status/mine", "workers/mine"])
+        assert not (watch.done() and watch.exception() is None), "the watch has fired"
+    finally:
+        mine.close()
+        wait_until(lambda: sorted(others.find()) == ["status/mine"])  # its lease has run out
+        host.close()
+        other.close()
+        second.close()
+
+
+def test_waiting_for_a_name_and_watching_names(local: ControlPanel) -> None:
+    from penstock.cluster.name_table import NameClient
+
+    wire = local.connection.wire()
+    names = NameClient(wire, local.connection.address, lease=0.4)
+    try:
+        with pytest.raises(NoReplyError, match=r"the name .late. was not added within 0\.1 s"):
+            names.wait("late", 0.1)
+        timer = threading.Timer(0.1, lambda: local.names.add("late", 5))
+        timer.start()
+        assert names.wait("late", 10) == 5
+        timer.join()
+        with pytest.raises(NameTableError, match="taken"):
+            names.add("late", 6)
+        names.add("a", 1)
+        names.add("b", 2)
+        one, both = local.names.watch(["a", "b"]), local.names.watch(["a", "b"], until="all")
+        names.delete("a")
+        assert one.result(10) == ["a"]
+        assert not both.done()
+    finally:
+        wire.close()
+    assert sorted(both.result(10)) == ["a", "b"]  # the lease of b has run out

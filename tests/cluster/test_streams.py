@@ -1,0 +1,219 @@
+"""Sample streams: every piece once, bounded memory, lost consumers. Inference streams: the right answer to each."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import ConfigError, NoReplyError
+from penstock.cluster import InferenceClient, InferenceServer, SampleConsumer, SampleProducer
+from penstock.cluster.name_table import NameClient, NameHost
+from penstock.cluster.wire import Wire
+
+from .support import Wires, wait_until
+
+PIECES = 10_000
+
+
+class Trial:
+    """A name table, and wires with a client of it."""
+
+    def __init__(self, make: str) -> None:
+        self.wires = Wires(make)
+        self._host = NameHost(self.wires())
+        self.address = self.wires._open[0].address
+
+    def join(self) -> tuple[Wire, NameClient]:
+        wire = self.wires()
+        return wire, NameClient(wire, self.address)
+
+    def close(self) -> None:
+        for wire in self.wires._open[1:]:
+            wire.close()
+        self._host.close()
+        self.wires.close()
+
+
+@pytest.fixture(params=["local", "zmq", "faulty"])
+def trial(request: pytest.FixtureRequest) -> Iterator[Trial]:
+    if request.param == "zmq":
+        pytest.importorskip("zmq", reason="the wire over sockets needs pyzmq")
+        pytest.importorskip("msgpack", reason="the wire over sockets needs msgpack")
+    made = Trial(request.param)
+    yield made
+    made.close()
+
+
+class Taker(threading.Thread):
+    """Consumes pieces until "end" has come from every producer."""
+
+    def __init__(self, consumer: SampleConsumer) -> None:
+        super().__init__(daemon=True)
+        self.consumer, self.pieces, self.stop = consumer, list[tuple[int, int]](), False
+        self.start()
+
+    def run(self) -> None:
+        while not self.stop:
+            try:
+                piece = self.consumer.get(0.05)
+            except NoReplyError:
+                continue
+            self.pieces.append((piece["producer"], piece["number"]))
+
+
+@pytest.mark.parametrize("routing", ["any", "all", "one"])
+def test_each_piece_arrives_once(trial: Trial, routing: str) -> None:
+    n = PIECES // 160 if trial.wires.make == "faulty" else PIECES // 8
+    takers = [Taker(SampleConsumer(*trial.join(), "train", f"trainer/{i}")) for i in range(2)]
+    producers = [
+        SampleProducer(*trial.join(), "train", routing=routing, name=f"actor/{i}", credit=16) for i in range(4)
+    ]
+
+    def produce(index: int) -> None:
+        for number in range(n):
+            assert producers[index].put({"producer": index, "number": number}, 60)
+        assert producers[index].flush(60)
+
+    threads = [threading.Thread(target=produce, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for taker in takers:
+        taker.stop = True
+        taker.join()
+    everything = [(i, number) for i in range(4) for number in range(n)]
+    if routing == "all":
+        assert [sorted(taker.pieces) for taker in takers] == [everything, everything]
+        return
+    assert sorted(takers[0].pieces + takers[1].pieces) == everything
+    if routing == "one":
+        assert not {piece[0] for piece in takers[0].pieces} & {piece[0] for piece in takers[1].pieces}
+    else:
+        assert all(taker.pieces for taker in takers)
+
+
+def test_a_consumer_that_stops_stops_the_producer(trial: Trial) -> None:
+    consumer = SampleConsumer(*trial.join(), "train", "trainer/0")
+    producer = SampleProducer(*trial.join(), "train", credit=3)
+    assert [producer.put(i, 5) for i in range(3)] == [True] * 3
+    assert not producer.put(3, 0.2)
+    wait_until(lambda: len(consumer) == 3)
+    assert sorted(consumer.get(5) for _ in range(3)) == [0, 1, 2]
+    assert producer.put(3, 5)
+    assert consumer.get(5) == 3
+
+
+def test_pieces_of_a_consumer_that_ends_go_to_another(trial: Trial) -> None:
+    first = SampleConsumer(*trial.join(), "train", "a")
+    producer = SampleProducer(*trial.join(), "train", credit=5)
+    for i in range(5):
+        assert producer.put(i, 5)
+    wait_until(lambda: len(first) == 5)
+    taken = [first.get(5), first.get(5)]
+    wait_until(lambda: producer._consumers.live()[0].n_told == 3)
+    first.close()
+    second = SampleConsumer(*trial.join(), "train", "b")
+    assert producer.put(5, 20)
+    flushing = threading.Thread(target=producer.flush, args=(20,))
+    flushing.start()
+    taken += [second.get(20) for _ in range(4)]
+    flushing.join()
+    assert sorted(taken) == list(range(6))
+    assert producer.n_lost == 0
+
+
+def test_without_consumers_put_waits_and_returns_false(trial: Trial) -> None:
+    producer = SampleProducer(*trial.join(), "train")
+    assert not producer.put(1, 0.2)
+    consumer = SampleConsumer(*trial.join(), "train", "late")
+    assert producer.put(1, 10)
+    assert consumer.get(5) == 1
+
+
+def test_routings_are_checked() -> None:
+    trial = Trial("local")
+    with pytest.raises(ConfigError, match="any, all, one"):
+        SampleProducer(*trial.join(), "train", routing="some")
+    trial.close()
+
+
+# ---- inference streams -------------------------------------------------------------------------
+
+
+class Doubler(threading.Thread):
+    """Answers with twice the numbers, its name, and a checksum of the version that it stamps on the answer."""
+
+    def __init__(self, server: InferenceServer, name: str) -> None:
+        super().__init__(daemon=True)
+        self.server, self.label, self.stop, self.sessions = server, name, False, Counter[str]()
+        self.start()
+
+    def run(self) -> None:
+        version = 0
+        while not self.stop:
+            letter = self.server.receive(0.05)
+            if letter is not None:
+                version += 1
+                self.sessions[letter.message["session"]] += 1
+                answer: dict[str, Any] = {"x": 2 * letter.message["x"], "by": self.label, "version": version}
+                letter.reply({**answer, "sum": int(answer["x"].sum()) * 1000 + version})
+
+
+def test_every_question_has_its_own_answer(trial: Trial) -> None:
+    servers = [Doubler(InferenceServer(*trial.join(), "policy", f"p{i}"), f"p{i}") for i in range(2)]
+    failures = []
+
+    def ask(index: int) -> None:
+        client = InferenceClient(*trial.join(), "policy", f"actor/{index}")
+        by = set()
+        for i in range(50):
+            x = np.arange(3) + 100 * index + i
+            answer = client.ask({"x": x})
+            if (answer["x"] != 2 * x).any() or answer["sum"] != int(2 * x.sum()) * 1000 + answer["version"]:
+                failures.append((index, i))
+            by.add(answer["by"])
+        if len(by) != 1 or client.n_moves:
+            failures.append((index, -1))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for server in servers:
+        server.stop = True
+        server.join()
+    assert failures == []
+    assert sum(sum(server.sessions.values()) for server in servers) == 200
+
+
+def test_a_client_moves_to_another_server_in_a_new_session(trial: Trial) -> None:
+    first = Doubler(InferenceServer(*trial.join(), "policy", "a"), "a")
+    client = InferenceClient(*trial.join(), "policy", "actor/0")
+    assert client.ask({"x": np.ones(1)})["by"] == "a"
+    first.stop = True
+    first.join()
+    first.server.close()
+    second = Doubler(InferenceServer(*trial.join(), "policy", "b"), "b")
+    assert client.ask({"x": np.ones(1)})["by"] == "b"
+    second.stop = True
+    second.join()
+    assert client.n_moves == 1
+    assert not first.sessions.keys() & second.sessions.keys()
+
+
+def test_a_client_without_servers_gives_up() -> None:
+    trial = Trial("local")
+    try:
+        with pytest.raises(NoReplyError, match="no server of the inference stream policy"):
+            InferenceClient(*trial.join(), "policy", "actor/0", timeout=0.2).ask({})
+        with pytest.raises(NoReplyError):
+            InferenceClient(*trial.join(), "policy", "actor/0", is_over=lambda: True).ask({})
+    finally:
+        trial.close()
