@@ -71,7 +71,8 @@ class ZmqTransport(Transport):
             self._router.curve_publickey = connection.server_public.encode()
             self._router.zap_domain = b"penstock"
             self._router.bind(f"tcp://{host}:{port or '*'}")
-            self.address = self._router.last_endpoint.decode()
+            endpoint: Any = self._router.last_endpoint
+            self.address = endpoint.decode()
         except zmq.ZMQError as error:
             self._release()
             raise ConfigError(f"cannot listen at host={host!r}, port={port}: {error}") from error
