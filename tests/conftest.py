@@ -27,6 +27,8 @@ from penstock.envs import CountingEnv
 from penstock.ports.lock_files import FOLDER_VARIABLE, ports_with_lock_file
 from penstock.vector import ShmVectorEnv
 
+from .starter import starting
+
 # In the background a shell ignores SIGINT, and nohup ignores SIGHUP. Processes that the tests start would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -132,6 +134,13 @@ def _servers(_port_folder: None) -> None:
             sampler.initialize(RandomAgent())
     else:
         ShmVectorEnv([CountingEnv]).close()
+
+
+@pytest.fixture(scope="session")
+def starter(_servers: None) -> Iterator[None]:
+    """What `starter.Program` and `starter.run` need."""
+    with starting():
+        yield
 
 
 def _children() -> set[int]:

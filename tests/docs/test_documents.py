@@ -28,6 +28,8 @@ from penstock.testing import (
     traj_info_rules,
 )
 
+from ..starter import run
+
 ROOT = Path(__file__).parent.parent.parent
 TESTING = (ROOT / "docs/testing.md").read_text(encoding="utf-8")
 
@@ -54,16 +56,16 @@ def test_the_asynchronous_example_runs_as_written(capsys: pytest.CaptureFixture[
     assert "LagStats(min=" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("starter")
 def test_the_readme_example_runs_as_a_script_and_learns(tmp_path: Path) -> None:
     example = blocks("README.md")[0]
     sampling = example[example.index("agent = CategoricalPgAgent(") :]
     assert len(sampling.strip().splitlines()) <= 15
     script = tmp_path / "script.py"
     script.write_text(example, encoding="utf-8")
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    run = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, timeout=100)
-    assert run.returncode == 0, run.stderr
-    returns = [float(line.split()[1]) for line in run.stdout.splitlines()]
+    done = run(script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    returns = [float(line.split()[1]) for line in done.stdout.splitlines()]
     assert len(returns) == 10
     assert returns[-1] > 2 * returns[0]
 

@@ -1,15 +1,14 @@
 """A2C, shortened."""
 
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
+
+from .. import starter
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def run(*command: object) -> "subprocess.CompletedProcess[str]":
-    line = [sys.executable, "examples/a2c.py", *map(str, command)]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=110)
+run = partial(starter.run, "examples/a2c.py", cwd=ROOT)
 
 
 def test_a_short_a2c_learns() -> None:

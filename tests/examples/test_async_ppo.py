@@ -2,17 +2,16 @@
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from .. import starter
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 def run(folder: Path, *options: object) -> tuple[list[dict[str, str]], dict[str, Any]]:
-    line = [sys.executable, "examples/async_ppo.py", "--out", str(folder), "--n-workers", "2", *map(str, options)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = starter.run("examples/async_ppo.py", "--out", folder, "--n-workers", 2, *options, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     with (folder / "progress.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

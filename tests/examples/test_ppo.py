@@ -4,19 +4,19 @@ import csv
 import importlib
 import json
 import runpy
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from .. import starter
+
 ROOT = Path(__file__).parent.parent.parent
 
 
-def run(*command: object) -> "subprocess.CompletedProcess[str]":
-    line = [sys.executable, *map(str, command)]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=110)
+run = partial(starter.run, cwd=ROOT)
 
 
 def test_a_short_run_learns_and_is_reported(tmp_path: Path) -> None:

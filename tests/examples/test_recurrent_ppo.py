@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,8 @@ import torch
 from penstock import Samples, SerialSampler
 from penstock.agents import RecurrentCategoricalPgAgent
 from penstock.targets import gae
+
+from .. import starter
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -34,9 +35,7 @@ def example() -> Any:
         del sys.modules[name]
 
 
-def run(*options: object) -> "subprocess.CompletedProcess[str]":
-    line = [sys.executable, "examples/recurrent_ppo.py", *map(str, options)]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=110)
+run = partial(starter.run, "examples/recurrent_ppo.py", cwd=ROOT)
 
 
 def walk(env: Any, sign: int, *actions: int) -> list[Any]:

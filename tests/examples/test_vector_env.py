@@ -1,18 +1,17 @@
 """The examples around the vector environment run, and do what they say."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from .. import starter
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 def run(*command: object) -> str:
-    line = [sys.executable, *map(str, command)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = starter.run(*command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -13,6 +13,11 @@ from . import support
 cloudpickle.register_pickle_by_value(support)
 
 
+@pytest.fixture(autouse=True)
+def _starter(starter: None) -> None:
+    """Many tests run scripts."""
+
+
 # Where several processes share the tests, each has figures, and only the one that began them can print.
 
 

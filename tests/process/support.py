@@ -25,6 +25,8 @@ import pytest
 from penstock.envs import CountingEnv
 from penstock.testing import Fault
 
+from ..starter import Program
+
 T = TypeVar("T")
 
 #: PENSTOCK_FAULTS=full runs the numbers that the failure table promises; otherwise a sample of each.
@@ -241,22 +243,29 @@ def say(*words):
 
 
 class Script:
-    """A script in a session of its own, run as users run theirs: from a file, without a __main__ guard."""
+    """A script in a session of its own, run as users run theirs: from a file, without a __main__ guard.
+
+    new: In a new interpreter, else in a fork of `starter`.
+    before: Is called in the new process first. The interpreter is new then.
+    """
 
     def __init__(
         self,
         folder: Path,
         body: str,
         *,
-        options: Sequence[str] = (),
+        new: bool = False,
         before: Callable[[], None] | None = None,
         **variables: Any,
     ) -> None:
         path = folder / "script.py"
         settings = "".join(f"{name} = {value!r}\n" for name, value in variables.items())
         path.write_text(f"{settings}{HEAD}{textwrap.dedent(body)}")
+        if before is None and not new:
+            self.process = Program([path], cwd=folder, strict=True, light=True)
+            return
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", *options, str(path)],
+            [sys.executable, "-W", "error", str(path)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from .support import methods, python_path
+from ..starter import run
+from .support import methods
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -60,7 +58,5 @@ def test_classes_of_the_script_reach_the_workers(tmp_path: Path, pool: str, star
         pytest.skip("a pool's process has threads, so fork is refused")
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    command = [sys.executable, str(path), pool, start_method]
-    env = {**os.environ, "PYTHONPATH": python_path()}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=tmp_path, env=env)
+    done = run(path, pool, start_method, cwd=tmp_path, seconds=180)
     assert done.stdout == "[6.0, 6.0]\n", done.stderr

@@ -120,7 +120,7 @@ def test_the_fork_server_imports_nothing_from_the_current_folder(tmp_path: Path)
     (folder / "gymnasium.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
     (folder / "random.py").write_text("raise SystemExit('executed')")
     body = f"os.chdir({str(folder)!r})\n{ONE_BATCH}say(os.getcwd(), os.environ.get('PYTHONSAFEPATH'))"
-    with Script(tmp_path, body, METHOD="forkserver") as script:
+    with Script(tmp_path, body, new=True, METHOD="forkserver") as script:
         assert script.end(60) == (f"batch\n{folder} None\n", "")
     assert not (tmp_path / "executed").exists()
 
@@ -249,7 +249,7 @@ for _ in range(3):
 @pytest.mark.parametrize("delay", scaled([0.1 * i for i in range(30)], [0.5, 0.9]))
 def test_ctrl_c_while_the_fork_server_imports_spoils_no_later_start(tmp_path: Path, delay: float) -> None:
     """A terminal sends it to the fork server too, which may be importing numpy for all workers."""
-    with Script(tmp_path, SEVERAL_TRIES) as script:
+    with Script(tmp_path, SEVERAL_TRIES, new=True) as script:
         assert script.line() == ["go"]
         pause(delay)
         os.killpg(script.pid, signal.SIGINT)

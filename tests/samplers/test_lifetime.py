@@ -10,6 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ..starter import Program
+
+pytestmark = pytest.mark.usefixtures("starter")
+
 HEAD = """
 import os, sys, time, signal
 from penstock import ParallelSampler, RandomAgent
@@ -23,11 +27,13 @@ def start(env=CountingEnv, **kwargs):
 """
 
 
-def launch(tmp_path: Path, method: str, body: str) -> "subprocess.Popen[str]":
-    """Run a script that prints its workers' process ids in its first line."""
+def launch(tmp_path: Path, method: str, body: str, *, new: bool = False) -> "subprocess.Popen[str]":
+    """Run a script that prints its workers' process ids in its first line. `new`: in a new interpreter."""
     script = tmp_path / "script.py"
     # At the script's top level, without a __main__ guard: the workers must not run it again.
     script.write_text(f"METHOD = {method!r}\n{HEAD}\n{textwrap.dedent(body)}")
+    if not new:
+        return Program([script], strict=True, light=True)
     return subprocess.Popen(
         [sys.executable, "-W", "error", str(script)],
         stdout=subprocess.PIPE,
@@ -56,7 +62,7 @@ def assert_gone(workers: list[psutil.Process]) -> None:
     ids=["forgotten", "in a batch", "deleted", "exit", "exception"],
 )
 def test_a_forgotten_shutdown_leaves_no_process(tmp_path: Path, ending: str, start_method: str) -> None:
-    process = launch(tmp_path, start_method, f"sampler = start()\n{ending}")
+    process = launch(tmp_path, start_method, f"sampler = start()\n{ending}", new=not ending)
     workers = workers_of(process)
     _, stderr = process.communicate(timeout=30)
     assert_gone(workers)
