@@ -151,10 +151,9 @@ class Samples(NamedArrays):
         Every index and method applies to them too: `samples.with_targets(advantage=advantage).minibatches(8)`.
         """
         shape = tuple(self.env.valid.shape)
-        for name, target in targets.items():
-            for _, leaf in NamedArrays({name: target}).leaves():
-                if tuple(leaf.shape[: len(shape)]) != shape:
-                    raise ConfigError(f"target {name} must be an array {list(shape)}, it has {list(leaf.shape)}")
+        for name, leaf in NamedArrays(targets).leaves():
+            if tuple(leaf.shape[: len(shape)]) != shape:
+                raise ConfigError(f"target {name} must be an array {list(shape)}, it has {list(leaf.shape)}")
         joined = {**dict(self._values.get("targets", NamedArrays()).items()), **targets}
         new: Samples = _make(type(self), {**self._values, "targets": NamedArrays(joined)})
         return with_status(new, self.status)
@@ -179,7 +178,6 @@ class Samples(NamedArrays):
         """The valid steps in random order, in `n` parts `[N / n, ...]`. Copies. Sizes differ by one at most.
 
         With `length`, the parts consist of whole sequences: `[length, N / n, ...]`, see `sequences`.
-
         `rng` is a generator of numpy or torch. None takes torch's global generator, as `torch.randperm` does.
         """
         return reshaping.minibatches(self, n, rng, length)
@@ -191,7 +189,7 @@ class Samples(NamedArrays):
         state where `env.done`. Steps that are not valid stay in their sequence. Sequences without a valid step are left
         out. `length` must divide T. With `length=T` these are views of the same memory.
 
-        Raises `ConfigError` if the state was not recorded in these rows (`record_state="batch"` of the agent).
+        Raises `ConfigError` if these rows have no recorded state (`record_state="batch"` of the agent).
         """
         return reshaping.sequences(self, length)
 
@@ -200,9 +198,7 @@ class Samples(NamedArrays):
         """The recurrent state before the first row `[B, ...]`, as the agent recorded it."""
         info = self.agent.agent_info
         if "prev_rnn_state" not in info:
-            raise ConfigError(
-                "no recurrent state was recorded: use a recurrent agent with record_state other than None"
-            )
+            raise ConfigError('no recurrent state was recorded: use a recurrent agent with record_state="step"')
         return info.prev_rnn_state[0]
 
     def transitions(self, discount: float = 1.0) -> Transitions:
