@@ -321,6 +321,15 @@ def test_the_recipes_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert names == ["itr-4-episode-0.mp4", "itr-9-episode-0.mp4"]
 
 
+def test_the_checkpoint_of_the_recipes_is_continued(capsys: pytest.CaptureFixture[str]) -> None:
+    page = blocks("docs/recipes.md")
+    (loop,) = (block for block in page if "checkpoint.pt" in block)
+    for last_itr in (9, 19):
+        exec(compile(page[0] + loop, "docs/recipes.md", "exec"), {"__name__": "__main__"})
+        assert torch.load("checkpoint.pt")["itr"] == last_itr
+    assert capsys.readouterr().out == "8 environments continue exactly, 0 began new episodes\n"
+
+
 @pytest.fixture
 def scripts(tmp_path: Path) -> Path:
     """A folder with the scripts of the recipes."""
