@@ -129,6 +129,7 @@ class ShmVectorEnv(CallsOnEnvs):
             self.single_action_space,
             self.autoreset_mode,
             true_or_false("flatten_wrappers", flatten_wrappers),
+            may_be_replaced=options.max_restarts > 0,
         )
         self._ended = np.zeros(self.num_envs, np.bool_)
         with self._guard.require("ShmVectorEnv", State.NEW), naming_descriptor_limit(), ExitStack() as resources:

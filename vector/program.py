@@ -65,6 +65,7 @@ class VectorProgram:
     action_space: gym.Space[Any]
     autoreset_mode: AutoresetMode
     flatten_wrappers: bool
+    may_be_replaced: bool  #: whether a worker that dies is replaced
 
     share_name = "env_fns"
 
@@ -113,7 +114,9 @@ class VectorProgram:
         flat = [(flattened(env) if self.flatten_wrappers else None) or (env.step, env.reset) for env in self._envs]
         self._steps: list[Any] = [step for step, _ in flat]
         self._resets = [reset for _, reset in flat]
-        if self._observation_parts:  # they have no place in shared memory to step into
+        # Parts without a fixed shape have no place to step into. A worker that may be replaced does not write there
+        # during a step: if it dies in it, the place must still have the last observation.
+        if self._observation_parts or self.may_be_replaced:
             return
         cells = cells_of(self._observation, 0, len(self._envs))
         for i, (env, env_rank) in enumerate(zip(self._envs, self._plan.env_ranks, strict=True)):
