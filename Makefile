@@ -8,7 +8,7 @@ ROOMS := agents buffers cluster collectors envs ports replays samplers targets t
 SOURCES := $(shell find $(ROOMS) src \( -name '*.py' -o -name '*.[ch]' \) -not -path '*/.*' 2>/dev/null)
 PYTEST := pytest --dist loadgroup
 
-.PHONY: run quick test check coverage floors pythons docs dist bench sanitize chaos faults real peers clean
+.PHONY: run quick test check coverage floors pythons docs dist bench sanitize ray chaos faults real peers clean
 
 run: $(VENV)/.installed
 	$(BIN)/python examples/ppo.py --out runs/cartpole
@@ -125,6 +125,18 @@ PYTHONS ?= 3.10 3.10-floors 3.12 3.13
 pythons:
 	.ci/versions $(PYTHONS)
 
+# The tests of RaySampler, which `make test` skips: Ray is large, so it has a virtual environment of its own.
+RAY := .venv-ray
+ray: $(RAY)/.installed
+	$(RAY)/bin/pytest -m ray tests/cluster
+
+$(RAY)/.installed: setup.py constraints.txt $(SOURCES)
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python $(PIP) -c constraints.txt torch
+	rm -rf build
+	$(RAY)/bin/python $(PIP) -c constraints.txt setuptools wheel "pytest<9.2" pytest-timeout hypothesis ".[cluster]"
+	touch $@
+
 chaos: $(VENV)/.installed
 	$(BIN)/python benchmarks/chaos.py --seconds 600
 
@@ -138,4 +150,4 @@ real: $(VENV)/.installed
 	PENSTOCK_REAL_STEPS=20000 $(BIN)/pytest -n 2 tests/real/test_long.py
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEERS) $(RAY) build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

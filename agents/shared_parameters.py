@@ -49,14 +49,15 @@ class SharedParameters:
         version: int = self.version_word[0]
         return version
 
-    def publish(self, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Writer: make `parameters` the next version. Raises `ConfigError` if names, shapes or dtypes have changed."""
+    def publish(self, parameters: Mapping[str, npt.NDArray[Any]], version: int | None = None) -> None:
+        """Writer: make `parameters` the next version, or a later one. Raises `ConfigError` if names, shapes or dtypes
+        have changed."""
         if tuple(parameters) != self._names:
             raise ConfigError(
                 "the agent's parameters have changed since the sampler was initialized. These names differ: "
                 f"{sorted(set(parameters) ^ set(self._names))[:5]}. Initialize a new sampler for a new model"
             )
-        version = self.version + 1
+        version = self.version + 1 if version is None else version
         targets = self.memory.arrays.slots.values()[version % 2].values()
         for target, (name, value) in zip(targets, parameters.items(), strict=True):
             if (target.shape, target.dtype) != (value.shape, value.dtype):

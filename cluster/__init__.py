@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from penstock.cluster.panel import ControlPanel, Response
     from penstock.cluster.pieces import Batch
     from penstock.cluster.policy_worker import AgentPlan, PolicyWorker
+    from penstock.cluster.ray_sampler import RaySampler, RayStats, ShardStats
     from penstock.cluster.remote import RpcClient, RpcServer
     from penstock.cluster.statuses import Status
+    from penstock.cluster.stream import Piece
     from penstock.cluster.streams import InferenceClient, InferenceServer, SampleConsumer, SampleProducer
     from penstock.cluster.trainer_worker import Trainer, TrainerWorker
     from penstock.cluster.worker import PollResult, Worker
@@ -30,9 +32,12 @@ __all__ = [
     "Experiment",
     "InferenceClient",
     "InferenceServer",
+    "Piece",
     "Policies",
     "PolicyWorker",
     "PollResult",
+    "RaySampler",
+    "RayStats",
     "Response",
     "RpcClient",
     "RpcServer",
@@ -40,6 +45,7 @@ __all__ = [
     "RunState",
     "SampleConsumer",
     "SampleProducer",
+    "ShardStats",
     "Status",
     "Trainer",
     "TrainerWorker",
@@ -48,6 +54,7 @@ __all__ = [
 ]
 
 _SOCKETS = ("zmq", "msgpack")
+_RAY = ("ray",)
 
 # Where each public name is defined, and the libraries that it needs.
 _PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -60,9 +67,12 @@ _PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
     "Experiment": ("experiment", ()),
     "InferenceClient": ("streams", ()),
     "InferenceServer": ("streams", ()),
+    "Piece": ("stream", _RAY),
     "Policies": ("experiment", ()),
     "PolicyWorker": ("policy_worker", ()),
     "PollResult": ("worker", ()),
+    "RaySampler": ("ray_sampler", _RAY),
+    "RayStats": ("ray_sampler", _RAY),
     "Response": ("panel", ()),
     "RpcClient": ("remote", _SOCKETS),
     "RpcServer": ("remote", _SOCKETS),
@@ -70,6 +80,7 @@ _PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
     "RunState": ("experiment", ()),
     "SampleConsumer": ("streams", ()),
     "SampleProducer": ("streams", ()),
+    "ShardStats": ("ray_sampler", _RAY),
     "Status": ("statuses", ()),
     "Trainer": ("trainer_worker", ()),
     "TrainerWorker": ("trainer_worker", ()),

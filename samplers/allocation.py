@@ -38,7 +38,7 @@ from penstock.envs.rows import arrays_like, write_row
 from penstock.errors import ConfigError, PenstockError, SpaceError
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.memory import SamplerMemory
-from penstock.samplers.plan import SamplerPlan, eval_max_T
+from penstock.samplers.plan import SamplerPlan, Share, eval_max_T
 from penstock.samplers.program import EnvShare, SamplerProgram
 from penstock.samplers.replaying import Replays
 from penstock.samplers.stats import ServerTotals
@@ -55,7 +55,7 @@ class Setup:
 
     plans: tuple[SamplerPlan, ...]
     seed: int
-    world_size: int
+    share: Share
     bootstrap_value: bool
     traj_info_kwargs: Mapping[str, Any] | None
     shared: bool  #: whether workers are processes
@@ -84,8 +84,8 @@ def allocate(config: SamplerConfig, agent: Agent, setup: Setup, resources: ExitS
     What must be closed goes onto `resources`. Raises `ConfigError` or `SpaceError`.
     """
     train = env_factories(config.env_fn, config.env_kwargs, config.batch_B)
-    eval_kwargs = _eval_kwargs(config)
-    evals = env_factories(_eval_fn(config), eval_kwargs, config.eval_n_envs, "eval_") if config.eval_n_envs else ()
+    n_evals = config.eval_n_envs
+    evals = env_factories(eval_fn(config), eval_kwargs(config), n_evals, "eval_") if n_evals else ()
     train, evals = (_masked(agent, factories, config) for factories in (train, evals))
     env_info = _prepare_agent(agent, train[0], setup.seed, config)
     traj_info_kwargs = _checked_traj_info_kwargs(config.traj_info_cls, setup.traj_info_kwargs)
@@ -98,7 +98,7 @@ def allocate(config: SamplerConfig, agent: Agent, setup: Setup, resources: ExitS
         eval_collector_cls=_eval_collector_cls(config),
         traj_info_kwargs=traj_info_kwargs,
         eval_max_T=eval_max_T(config.eval_max_steps, config.eval_n_envs),
-        world_size=setup.world_size,
+        share=setup.share,
         seed=setup.seed,
     )
     shares = [([train[b] for b in plan.columns], [evals[b] for b in plan.eval_columns]) for plan in setup.plans]
@@ -149,15 +149,17 @@ def _eval_collector_cls(config: SamplerConfig) -> type[BaseEvalCollector]:
     return config.eval_collector_cls
 
 
-def _eval_fn(config: SamplerConfig) -> Any:
-    """A list of functions is one per training environment; evaluation uses the first, unless it has its own."""
+def eval_fn(config: SamplerConfig) -> Any:
+    """What builds the evaluation environments. A list in `env_fn` is one function per training environment; evaluation
+    uses the first, unless it has its own."""
     if config.eval_env_fn is not None:
         return config.eval_env_fn
     is_list = not isinstance(config.env_fn, str) and not callable(config.env_fn)
     return config.env_fn[0] if is_list and config.env_fn else config.env_fn  # type: ignore[index]
 
 
-def _eval_kwargs(config: SamplerConfig) -> Any:
+def eval_kwargs(config: SamplerConfig) -> Any:
+    """The arguments for it."""
     if config.eval_env_kwargs is not None or config.eval_env_fn is not None:
         return config.eval_env_kwargs
     if config.env_kwargs is None or isinstance(config.env_kwargs, Mapping):
@@ -280,7 +282,7 @@ def _trial(agent: Agent, observation: Any, config: SamplerConfig, setup: Setup) 
     try:
         trial = agent.runtime.column_copy(rngs)
         # Both columns stand for the first environment, since there may be only one.
-        trial.runtime.set_columns([0] * _TRIAL_COLUMNS, config.batch_B * setup.world_size)
+        trial.runtime.set_columns([0] * _TRIAL_COLUMNS, setup.share.n_envs)
         trial.sample_mode(0)
         step = as_agent_step(trial.step(*inputs), agent)
         value = np.asarray(trial.value(*inputs)) if setup.bootstrap_value else None

@@ -17,17 +17,16 @@ from penstock.agents import Agent
 from penstock.buffers import Samples
 from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn, fresh_seed
-from penstock.envs.calls import EnvCall
 from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation, Setup, allocate
 from penstock.samplers.batches import Batches
 from penstock.samplers.config import SamplerConfig
+from penstock.samplers.env_calls import EnvironmentCalls
 from penstock.samplers.evaluation import until_enough, video_message, warn_if_unfinished
 from penstock.samplers.local import SerialPool
 from penstock.samplers.metrics import Metrics
-from penstock.samplers.plan import SamplerPlan
-from penstock.samplers.restoring import RestoringCalls
-from penstock.samplers.results import infos_from_messages, run_call
+from penstock.samplers.plan import SamplerPlan, Share
+from penstock.samplers.results import Trajectories, as_traj_infos
 from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import SamplerStats, describe, worker_stats
 from penstock.workers import sigint
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from penstock.samplers.config import SamplerOptions
 
 
-class Sampler(RestoringCalls, ABC):
+class Sampler(EnvironmentCalls, ABC):
     """Samples batches `[batch_T, batch_B]` from `batch_B` environments.
 
     Args:
@@ -125,15 +124,18 @@ class Sampler(RestoringCalls, ABC):
     #: Whether one agent acts for the environments of all workers. The workers hold no agent then.
     _central = False
 
+    #: How often the environments have been built again, in a sampler that replaces a lost one.
+    _generation = 0
+
+    #: Why evaluations cannot be recorded as videos; empty if they can.
+    _no_video = ""
+
     #: The states in which evaluations and calls on the environments are allowed.
     _idle_states: tuple[SamplerState, ...] = (SamplerState.READY,)
 
-    def _finish_batches(self, pool: Any, occasion: str) -> None:
-        """An evaluation or a call on the environments comes next: finish the batches that run."""
-
     @abstractmethod
-    def _make_plans(self, affinity: Affinity, rank: int) -> tuple[SamplerPlan, ...]:
-        """Divide the environments among workers."""
+    def _make_plans(self, affinity: Affinity, share: Share, resources: ExitStack) -> tuple[SamplerPlan, ...]:
+        """Divide the environments among workers. What must be closed goes onto `resources`."""
 
     @abstractmethod
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool | SerialPool:
@@ -151,6 +153,10 @@ class Sampler(RestoringCalls, ABC):
         traj_info_kwargs: Mapping[str, Any] | None = None,
         rank: int = 0,
         world_size: int = 1,
+        first_env_rank: int | None = None,
+        n_envs: int | None = None,
+        first_eval_env_rank: int | None = None,
+        n_eval_envs: int | None = None,
     ) -> Samples:
         """Allocate the samples buffer, start the workers and wait until all are ready.
 
@@ -163,15 +169,17 @@ class Sampler(RestoringCalls, ABC):
             traj_info_kwargs: arguments of `traj_info_cls`, for example `{"discount": 0.99}`.
             rank, world_size: this sampler's index among several on many machines, and their number; `env_rank` is
                 `rank * batch_B + b`.
+            first_env_rank, n_envs: the same for samplers of unequal `batch_B`: the `env_rank` of column 0, and the
+                number of environments on all machines.
+            first_eval_env_rank, n_eval_envs: the same for the evaluation environments.
 
         Returns an example of every recorded field, without the leading dimensions.
 
         Raises `ConfigError`, `SpaceError`, or a `SamplerBrokenError` if a worker fails to start.
         """
         with self._guard.require("initialize", SamplerState.CREATED):
-            rank, world_size = integer("rank", rank), integer("world_size", world_size, 1, 2**31)
-            if not 0 <= rank < world_size:
-                raise ConfigError(f"rank must be in range(world_size), got rank={rank!r}, world_size={world_size!r}")
+            given = (first_env_rank, first_eval_env_rank), (n_envs, n_eval_envs)
+            share = Share.of(self.config.own_envs, rank, world_size, given, self._generation)
             self.seed = seed = fresh_seed() if seed is None else integer("seed", seed, 0, None)
             bootstrap_value = true_or_false("bootstrap_value", bootstrap_value)
             if not isinstance(affinity, Affinity):
@@ -180,12 +188,13 @@ class Sampler(RestoringCalls, ABC):
             with naming_descriptor_limit(), ExitStack() as resources:
                 self._cpu_claims = CpuClaims()
                 resources.callback(self._cpu_claims.close)
-                self._plans = plans = self._make_plans(affinity, rank)
+                self._plans = plans = self._make_plans(affinity, share, resources)
                 shared, central = self._shared_memory, self._central
-                setup = Setup(plans, seed, world_size, bootstrap_value, traj_info_kwargs, shared, central)
+                setup = Setup(plans, seed, share, bootstrap_value, traj_info_kwargs, shared, central)
                 with sigint.allowed():  # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest
                     allocation = allocate(self.config, agent, setup, resources)
                 self._memory = allocation.memory
+                self._memory.control.raise_generation(share.generation)
                 self._guard.announce(self._memory.control)
                 self._inference_difference, self._replays = allocation.inference_difference, allocation.replays
                 self.observation_space: gym.Space[Any] = agent.observation_space
@@ -264,13 +273,17 @@ class Sampler(RestoringCalls, ABC):
     ) -> list[TrajInfo]:
         """The trajectories that the workers have sent for the last command, or for that of this opening of the gates,
         ordered by time step, then env_rank. `slot` is that of the batch; 0 for an evaluation."""
+        return as_traj_infos(self.config.traj_info_cls, self._take_trajectories(pool, slot, opening))
+
+    def _take_trajectories(self, pool: Any, slot: int, opening: int | None) -> Trajectories:
+        """The same as the workers have sent them: with time step and env_rank."""
         expected = self._memory.control.n_results_by_rank(len(self._plans), opening)
         if not any(expected):
             return []
         self._n_trajectories.update(dict(enumerate(expected)))
         if self.config.traj_info_cls is TrajInfo:
-            return TrajInfo.from_records(self._memory.records.take(expected, self._first_records[slot]))
-        return infos_from_messages(self.config.traj_info_cls, pool.take_messages(opening))
+            return self._memory.records.take(expected, self._first_records[slot])
+        return pool.take_messages(opening)  # type: ignore[no-any-return]
 
     def evaluate_agent(self, itr: int, *, video: str | os.PathLike[str] | None = None) -> list[TrajInfo]:
         """Run the agent in the evaluation environments and return the trajectories that finished.
@@ -286,6 +299,8 @@ class Sampler(RestoringCalls, ABC):
         with self._guard.require("evaluate_agent", *self._idle_states):
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
+            if video is not None and self._no_video:
+                raise ConfigError(self._no_video)
             itr, pool, occasion = integer("itr", itr), self._require_pool("evaluate_agent"), f"evaluation, itr={itr}"
             self._finish_batches(pool, occasion)
             message = None if video is None else video_message(pool, self.config, video)
@@ -295,37 +310,6 @@ class Sampler(RestoringCalls, ABC):
             self._metrics.evaluation = infos = self._take_traj_infos(pool)
         warn_if_unfinished(self.config, itr, len(infos))
         return infos
-
-    # ---- calls on the environments -----------------------------------------------------------
-
-    def call(self, name: str, /, *args: Any, evaluation: bool = False, **kwargs: Any) -> list[Any]:
-        """Call the method `name` of every training (or evaluation) environment, between two batches.
-
-        Wrappers are searched from the outermost inwards. Returns the results by env_rank. Raises `EnvCallError` naming
-        the environment if one raises; the sampler stays usable.
-        """
-        return self._call(EnvCall("call", name, evaluation, args, kwargs))
-
-    def get_attr(self, name: str, /, *, evaluation: bool = False) -> list[Any]:
-        """The attribute `name` of every environment; see `call`."""
-        return self._call(EnvCall("get_attr", name, evaluation))
-
-    def set_attr(self, name: str, /, value: Any, *, evaluation: bool = False) -> None:
-        """Set the attribute `name` of every environment to `value`; a list or tuple has one value per environment.
-
-        A worker that replaces another builds its environments again, without these values.
-        """
-        n_envs = self.config.eval_n_envs if evaluation else self.batch_B
-        values = value if isinstance(value, list | tuple) else [value] * n_envs
-        if len(values) != n_envs:
-            raise ConfigError(f"set_attr({name!r}) got {len(values)} values for {n_envs} environments")
-        self._call(EnvCall("set_attr", name, evaluation, values=values))
-
-    def _call(self, call: EnvCall) -> list[Any]:
-        with self._guard.require(call.verb, *self._idle_states):
-            pool, occasion = self._require_pool(call.verb), f"{call.verb} {call.name!r} on the environments"
-            self._finish_batches(pool, occasion)
-            return run_call(pool, call, occasion)
 
     # ---- inspection ------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from penstock.samplers.central_pool import CentralPool
 from penstock.samplers.inference_server import InferenceServer, ServerOptions
 from penstock.samplers.local import LocalWorker
 from penstock.samplers.parallel import ParallelSampler, pool_options
-from penstock.samplers.plan import SamplerPlan
+from penstock.samplers.plan import SamplerPlan, Share
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
 from penstock.samplers.server_program import ServerProgram
 from penstock.samplers.stats import ServerStats
@@ -275,7 +275,7 @@ class AlternatingSampler(GpuSampler):
         middle = len(ranks) - len(ranks) // 2
         return Alternating((ranks[:middle], ranks[middle:]), overlap=self._overlap)
 
-    def _make_plans(self, affinity: Affinity, rank: int) -> tuple[SamplerPlan, ...]:
+    def _make_plans(self, affinity: Affinity, share: Share, resources: ExitStack) -> tuple[SamplerPlan, ...]:
         mask = usable_cpus()
         if affinity.cpus is None and affinity.pin and mask:
             # Worker i of one half shares its CPU with worker i of the other.
@@ -284,4 +284,4 @@ class AlternatingSampler(GpuSampler):
             chosen = self._cpu_claims.choose(affinity, middle, mask)
             cpus = [chosen[i % middle % len(chosen)] for i in range(n_workers)] if chosen else None
             affinity = replace(affinity, cpus=cpus, pin=bool(cpus))
-        return super()._make_plans(affinity, rank)
+        return super()._make_plans(affinity, share, resources)

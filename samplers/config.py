@@ -145,6 +145,11 @@ class SamplerConfig:
         self._check_replays()
 
     @property
+    def own_envs(self) -> tuple[int, int]:
+        """How many training and evaluation environments there are."""
+        return self.batch_B, self.eval_n_envs
+
+    @property
     def memory_slots(self) -> int:
         """How many batches there is memory for. With `debug`, one more, which stays poisoned for a while."""
         return self.n_slots + self.debug

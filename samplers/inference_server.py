@@ -21,7 +21,7 @@ from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SamplerBrokenError, WorkerError
 from penstock.samplers.inference_batch import InferenceBatch
 from penstock.samplers.memory import SamplerMemory
-from penstock.samplers.plan import SamplerPlan
+from penstock.samplers.plan import SamplerPlan, Share
 from penstock.samplers.program import SamplerProgram
 from penstock.samplers.readiness import LockStep, Readiness
 from penstock.samplers.step_buffer import StepBuffer
@@ -42,7 +42,7 @@ class ServerOptions:
     plans: Sequence[SamplerPlan]  #: the plans of all workers that send requests
     readiness: Readiness
     seed: int
-    world_size: int  #: how many such samplers there are
+    share: Share  #: the environments of this sampler among all
     spin_seconds: float  #: the longest time that it spins for requests before it sleeps
     compile_options: Mapping[str, Any] | None  #: arguments of `torch.compile`; None: the model is not compiled
     n_processes: int  #: how many processes take part, the server included
@@ -65,7 +65,7 @@ class ServerOptions:
             plans=plans,
             readiness=readiness,
             seed=program.seed,
-            world_size=program.world_size,
+            share=program.share,
             spin_seconds=spin_seconds,
             n_processes=n_processes,
             compile_options=compile_options,
@@ -332,11 +332,11 @@ def _inference_batch(agent: Agent, options: ServerOptions, steps: StepBuffer, pu
     is_eval = purpose is Purpose.EVAL_ACTION
     columns = [plan.eval_columns if is_eval else plan.columns for plan in options.plans]
     ranks = [plan.eval_env_ranks if is_eval else plan.env_ranks for plan in options.plans]
-    env_ranks = range(ranks[0].start, ranks[-1].stop)
+    env_ranks, share = range(ranks[0].start, ranks[-1].stop), options.share
 
     def copy_of_agent() -> Agent:
-        copy = agent.runtime.column_copy(ColumnStreams(options.seed, env_ranks).rngs(purpose))
-        copy.runtime.set_columns(env_ranks, len(env_ranks) * options.world_size)
+        copy = agent.runtime.column_copy(ColumnStreams(options.seed, env_ranks, share.generation).rngs(purpose))
+        copy.runtime.set_columns(env_ranks, share.n_eval_envs if is_eval else share.n_envs)
         return copy
 
     if options.compile_options is not None:

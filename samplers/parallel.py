@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.base import Sampler
 from penstock.samplers.config import SamplerConfig
-from penstock.samplers.plan import SamplerPlan, make_plans
+from penstock.samplers.plan import SamplerPlan, Share, make_plans
 from penstock.workers.affinity import usable_cpus
 from penstock.workers.plan import Affinity, PoolOptions
 from penstock.workers.pool import WorkerPool
@@ -26,7 +26,7 @@ class ParallelSampler(Sampler):
     for a CPU core: for such policies it is the fastest.
     """
 
-    def _make_plans(self, affinity: Affinity, rank: int) -> tuple[SamplerPlan, ...]:
+    def _make_plans(self, affinity: Affinity, share: Share, resources: ExitStack) -> tuple[SamplerPlan, ...]:
         mask = usable_cpus()
         wanted, n_workers = self.config.n_workers, self._count_workers(mask)
         if wanted is not None and wanted > n_workers:
@@ -35,8 +35,8 @@ class ParallelSampler(Sampler):
             self.batch_B,
             self.config.eval_n_envs,
             self._cpu_claims.assign(affinity, n_workers, mask),
+            share,
             torch_threads=affinity.torch_threads,
-            rank=rank,
             n_local=self._count_local_envs(n_workers),
         )
 

@@ -5,7 +5,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.errors import ConfigError
+from penstock.workers.arguments import integer
 from penstock.workers.plan import WorkerPlan, span, split
+
+_FIRSTS, _TOTALS = ("first_env_rank", "first_eval_env_rank"), ("n_envs", "n_eval_envs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Which environments one sampler holds, of those of all samplers on all machines."""
+
+    first_env_rank: int
+    n_envs: int  #: of all samplers together
+    first_eval_env_rank: int  #: the same for evaluation
+    n_eval_envs: int
+    generation: int = 0  #: how often these environments have been built again elsewhere
+
+    @classmethod
+    def of(
+        cls,
+        own: tuple[int, int],
+        rank: int,
+        world_size: int,
+        given: tuple[tuple[int | None, int | None], tuple[int | None, int | None]],
+        generation: int,
+    ) -> Share:
+        """The share of a sampler of `own` training and evaluation environments, from the arguments of `initialize`.
+        `given`: the first ranks and the totals, or None. Without them, all samplers are equally large."""
+        rank, world_size = integer("rank", rank), integer("world_size", world_size, 1, 2**31)
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank must be in range(world_size), got rank={rank!r}, world_size={world_size!r}")
+        are_equal, numbers = given == ((None, None), (None, None)), {}
+        for n, first, total, start, n_all in zip(own, _FIRSTS, _TOTALS, *given, strict=True):
+            numbers[first], numbers[total] = rank * n, world_size * n
+            if are_equal or (start is None and n_all is None and not n):
+                continue
+            if world_size != 1 or start is None or n_all is None:
+                raise ConfigError(f"give {first} and {total} together, in place of rank and world_size")
+            numbers[first] = integer(first, start, 0)
+            numbers[total] = integer(total, n_all, numbers[first] + n, 2**31)
+        return cls(**numbers, generation=generation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +78,12 @@ def make_plans(
     batch_B: int,
     eval_n_envs: int,
     cpus: Sequence[tuple[int, ...]],
+    share: Share,
     *,
     torch_threads: int = 1,
-    rank: int = 0,
     n_local: tuple[int, int] = (0, 0),
 ) -> tuple[SamplerPlan, ...]:
-    """One plan per entry of `cpus`. `rank` is this sampler's index among several on many machines.
+    """One plan per entry of `cpus`. `share` is this sampler's share of all environments.
 
     If the main process steps environments itself, one more plan comes last, for the last `n_local[0]` training and the
     last `n_local[1]` evaluation environments.
@@ -52,7 +92,7 @@ def make_plans(
         [*split(n - local, len(cpus)), *([range(n - local, n)] if any(n_local) else [])]
         for n, local in zip((batch_B, eval_n_envs), n_local, strict=True)
     )
-    first, first_eval = rank * batch_B, rank * eval_n_envs
+    first, first_eval = share.first_env_rank, share.first_eval_env_rank
     return tuple(
         SamplerPlan(
             worker_rank=worker_rank,
@@ -62,6 +102,7 @@ def make_plans(
             eval_env_ranks=range(first_eval + eval_columns.start, first_eval + eval_columns.stop),
             cpus=own_cpus,
             torch_threads=torch_threads,
+            generation=share.generation,
         )
         for worker_rank, (columns, eval_columns, own_cpus) in enumerate(
             zip(train, evals, [*cpus, ()][: len(train)], strict=True)

@@ -29,7 +29,7 @@ from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.memory import SamplerMemory
-from penstock.samplers.plan import SamplerPlan, episodes_per_env
+from penstock.samplers.plan import SamplerPlan, Share, episodes_per_env
 from penstock.samplers.saving import StateMessage, WorkerParts
 from penstock.workers.control import Command
 from penstock.workers.program import WorkerContext
@@ -48,7 +48,7 @@ class SamplerProgram:
     eval_collector_cls: type[BaseEvalCollector]
     traj_info_kwargs: Mapping[str, Any]
     eval_max_T: int
-    world_size: int  #: how many such samplers there are, on all machines
+    share: Share  #: the environments of this sampler among those of all machines
     seed: int
 
     share_name = "env_fn (or env_kwargs, eval_env_fn, eval_env_kwargs)"
@@ -90,7 +90,7 @@ class SamplerProgram:
         collector = self.config.collector_cls(
             CollectorParts(
                 envs=envs,
-                agent=self._build_agent(streams, Purpose.ACTION, self.config.batch_B),
+                agent=self._build_agent(streams, Purpose.ACTION),
                 samples=slots[0],
                 slots=slots,
                 tracker=self._build_tracker(plan.env_ranks),
@@ -114,7 +114,7 @@ class SamplerProgram:
         return self.eval_collector_cls(
             EvalCollectorParts(
                 envs=self._build_envs(factories, streams, Purpose.EVAL),
-                agent=self._build_agent(streams, Purpose.EVAL_ACTION, config.eval_n_envs),
+                agent=self._build_agent(streams, Purpose.EVAL_ACTION),
                 tracker=self._build_tracker(env_ranks),
                 progress=self._progress,
                 streams=streams,
@@ -140,15 +140,15 @@ class SamplerProgram:
         ]
         return EnvColumns(envs, env_ranks, self._progress, checks, self.config.flatten_wrappers)
 
-    def _build_agent(self, streams: ColumnStreams, purpose: Purpose, n_envs: int) -> Agent:
-        agent = self.agent.runtime.column_copy(streams.rngs(purpose))
+    def _build_agent(self, streams: ColumnStreams, purpose: Purpose) -> Agent:
+        agent, is_eval = self.agent.runtime.column_copy(streams.rngs(purpose)), purpose is Purpose.EVAL_ACTION
         if isinstance(agent, RemoteAgent):
-            is_eval, plan, memory = purpose is Purpose.EVAL_ACTION, self._plan, self._memory
+            plan, memory = self._plan, self._memory
             steps, columns = (memory.eval_steps, plan.eval_columns) if is_eval else (memory.steps, plan.columns)
             assert steps is not None
             assert self._context.request is not None
             agent.connect(steps.columns(columns), self._context.request)
-        agent.runtime.set_columns(streams.env_ranks, n_envs * self.world_size)
+        agent.runtime.set_columns(streams.env_ranks, self.share.n_eval_envs if is_eval else self.share.n_envs)
         return agent
 
     def _build_tracker(self, env_ranks: range) -> Tracker:

@@ -90,12 +90,14 @@ class RestoringCalls(ABC):
         """
         with self._guard.require("replay", *self._idle_states):
             replays, first = self._replays, self._plans[0].env_ranks[0]
+            if self._no_restore:
+                raise SamplerStateError(f"replay was called {self._no_restore}")
             if replays is None:
                 raise ConfigError(
                     "replay needs known seeds of the episodes: construct the sampler with seed_episodes=True"
                 )
-            if self._no_restore or not self._batches.held:
-                raise SamplerStateError(f"replay was called {self._no_restore or 'before the first batch'}")
+            if not self._batches.held:
+                raise SamplerStateError("replay was called before the first batch")
             env_rank = integer("env_rank", env_rank, first, first + self.batch_B - 1)
             t = integer("t", t, 0, self.batch_T - 1)
             statuses = self._require_pool("replay").statuses()

@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from penstock.samplers.local import SerialPool
     from penstock.workers.pool import WorkerPool
 
+#: Trajectories as the workers send them: records of `TrajInfo` itself, or one `ObjectMessage` for each other object.
+Trajectories = list[Any]
+
+
+def as_traj_infos(cls: type[TrajInfo], found: Trajectories) -> list[TrajInfo]:
+    """The trajectory infos of `found`, ordered by time step, then env_rank. Records are in this order."""
+    return TrajInfo.from_records(found) if cls is TrajInfo else infos_from_messages(cls, found)
+
 
 def infos_from_messages(cls: type[TrajInfo], messages: Sequence[ObjectMessage]) -> list[TrajInfo]:
     """The trajectory infos of the user's class, ordered by time step, then env_rank.
@@ -35,5 +43,10 @@ def infos_from_messages(cls: type[TrajInfo], messages: Sequence[ObjectMessage]) 
 
 def run_call(pool: WorkerPool | SerialPool, call: EnvCall, occasion: str) -> list[Any]:
     """Make `call` on the environments, between two batches. Returns the results by env_rank."""
+    return results(call, answers_to(pool, call, occasion))
+
+
+def answers_to(pool: WorkerPool | SerialPool, call: EnvCall, occasion: str) -> list[ObjectMessage]:
+    """What the workers send for `call`."""
     pool.run(Command(has_message=True), occasion, discard=pool.take_messages, message=call.dumps())
-    return results(call, pool.take_messages())
+    return pool.take_messages()

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.base import Sampler
 from penstock.samplers.local import SerialPool
-from penstock.samplers.plan import SamplerPlan, make_plans
+from penstock.samplers.plan import SamplerPlan, Share, make_plans
 from penstock.workers.plan import Affinity
 
 
@@ -21,8 +21,8 @@ class SerialSampler(Sampler):
 
     _shared_memory = False
 
-    def _make_plans(self, affinity: Affinity, rank: int) -> tuple[SamplerPlan, ...]:
-        return make_plans(self.batch_B, self.config.eval_n_envs, [()], rank=rank)
+    def _make_plans(self, affinity: Affinity, share: Share, resources: ExitStack) -> tuple[SamplerPlan, ...]:
+        return make_plans(self.batch_B, self.config.eval_n_envs, [()], share)
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> SerialPool:
         plan, share, memory = self._plans[0], allocation.shares[0], allocation.memory

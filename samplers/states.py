@@ -12,6 +12,7 @@ class SamplerState(enum.Enum):
     READY = "start_samples, obtain_samples, evaluate_agent, or a call on the environments"
     SAMPLING = "wait_samples, which returns the batch that has been started"
     RUNNING = "obtain_samples, poll_samples, evaluate_agent, a call on the environments, hold, or pause"
+    STREAMING = "the next piece of stream, or the end of its loop"
     PAUSED = "resume, evaluate_agent, or a call on the environments"
     BROKEN = "shutdown"
     CLOSED = "none"

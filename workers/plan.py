@@ -36,7 +36,7 @@ class WorkerPlan:
     env_ranks: range = range(0)  #: the global indices of the environments in those columns
     cpus: tuple[int, ...] = ()  #: CPUs to run on; empty: not pinned
     torch_threads: int = 1
-    generation: int = 0  #: how many workers with this rank have failed and been replaced
+    generation: int = 0  #: how often these environments have been built again
     server_name: str = ""  #: its name in errors, if it serves other workers and owns no environments; never replaced
 
     @property

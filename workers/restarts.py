@@ -47,18 +47,23 @@ class Restarts:
                 )
             if report is not None and isinstance(report.exception, PenstockError):
                 return f"{plan.name} is not replaced: the same would happen again"
+        return self.used_up(len(failures))
+
+    def used_up(self, n_failures: int) -> str | None:
+        """Why `n_failures` more replacements are too many; None if they are not."""
         recent = self._recent()
-        if len(recent) + len(failures) > self.max_restarts:
+        if len(recent) + n_failures > self.max_restarts:
             earlier = [f"  {time.monotonic() - when:.1f} s ago: {what}" for when, what in recent]
             limit = f"max_restarts={self.max_restarts} in {self.window:g} s are used up"
             return "\n".join([limit + (", earlier:" if earlier else ""), *earlier])
         return None
 
-    def note(self, failure: WorkerFailure, occasion: str, n_lost: int) -> None:
-        """Record that this worker is being replaced, and that `n_lost` trajectories are lost with it."""
-        self.history.append((time.monotonic(), f"{failure} ({occasion})"))
-        self.per_worker[failure.rank] += 1
-        self.lost_per_worker[failure.rank] += n_lost
+    def note(self, rank: int, what: str, n_lost: int) -> None:
+        """Record `what` has happened to this worker, which is being replaced, and that `n_lost` trajectories are lost
+        with it."""
+        self.history.append((time.monotonic(), what))
+        self.per_worker[rank] += 1
+        self.lost_per_worker[rank] += n_lost
 
     def _recent(self) -> list[tuple[float, str]]:
         since = time.monotonic() - self.window

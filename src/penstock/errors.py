@@ -18,6 +18,7 @@ PenstockError
         ├── WorkerError               An environment, collector or agent raised an exception in the worker.
         ├── WorkerDiedError           The worker process ended without an exception.
         ├── WorkerTimeoutError        The worker made no progress for longer than its limit.
+        ├── NodeLostError             A shard of a cluster was lost: its process or its machine has gone.
         └── TrajectoryCountError      Trajectories were lost or duplicated: a defect of penstock.
 """
 
@@ -33,6 +34,7 @@ __all__ = [
     "EnvCallError",
     "NameTableError",
     "NoReplyError",
+    "NodeLostError",
     "PeerLostError",
     "PenstockError",
     "PortLeaseError",
@@ -144,6 +146,11 @@ class WorkerDiedError(SamplerBrokenError):
 
 class WorkerTimeoutError(SamplerBrokenError):
     """A worker made no progress for longer than `step_timeout` or `start_timeout` allows."""
+
+
+class NodeLostError(SamplerBrokenError):
+    """A shard of a `RaySampler` was lost: its process was killed, its machine or the network to it has failed. The
+    message names the node, the shard and its env_ranks."""
 
 
 class TrajectoryCountError(SamplerBrokenError):

@@ -22,6 +22,7 @@ from penstock import (
     LinearSchedule,
     ParallelSampler,
     RecurrentCategoricalPgAgent,
+    RecurrentEpsilonGreedyAgent,
     RecurrentGaussianPgAgent,
     Sampler,
     SerialSampler,
@@ -81,6 +82,12 @@ class Lstm(nn.Module):
         return self.policy(h), self.critic(h), (h, c)
 
 
+class LstmQ(Lstm):
+    def forward(self, *inputs: Any) -> Any:
+        logits, _, state = super().forward(*inputs)
+        return logits, state
+
+
 def scripted(observation: Any, rngs: Any) -> Any:
     mode = np.stack([rng.integers(0, [2, 3]) for rng in rngs])
     return {"move": 0.9 * observation.position.astype(np.float32), "mode": mode}
@@ -98,6 +105,7 @@ CASES: dict[str, tuple[Any, Callable[[], Agent]]] = {
     "squashed": (PENDULUM, lambda: SquashedGaussianAgent(lambda: Net(3, 1, 1), warmup_random_itrs=1)),
     "recurrent categorical": (CARTPOLE, lambda: RecurrentCategoricalPgAgent(lambda: Lstm(4, 2))),
     "recurrent gaussian": (PENDULUM, lambda: RecurrentGaussianPgAgent(lambda: Lstm(3, 1), record_state="batch")),
+    "recurrent epsilon-greedy": (COUNTING, lambda: RecurrentEpsilonGreedyAgent(lambda: LstmQ(2, 3), epsilon=0.3)),
     "function": (NestedEnv, lambda: FunctionAgent(scripted)),
 }
 

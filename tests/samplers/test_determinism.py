@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import CategoricalPgAgent, ParallelSampler, RandomAgent, Sampler, SerialSampler, TrajInfo
+from penstock import CategoricalPgAgent, ConfigError, ParallelSampler, RandomAgent, Sampler, SerialSampler, TrajInfo
 from penstock.envs import NestedEnv
 
 CARTPOLE = partial(gym.make, "CartPole-v1")
@@ -165,3 +165,55 @@ def test_trajectory_infos_come_in_a_fixed_order() -> None:
     own = run(ParallelSampler, CARTPOLE, RandomAgent, n_workers=2, iterations=3, traj_info_cls=Where)[1]
     public = [[{k: v for k, v in info.items() if not k.startswith("_")} for info in infos] for infos in own]
     assert public == stock
+
+
+def test_samplers_of_unequal_size_give_the_columns_of_one_large_one() -> None:
+    options = {"batch_T": 30, "eval_max_steps": 200}
+    with SerialSampler(CARTPOLE, batch_B=7, eval_n_envs=3, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=5)
+        whole, _ = sampler.obtain_samples(0)
+        evaluated = sorted(vars(info)["Return"] for info in sampler.evaluate_agent(0))
+    first, returns = 0, []
+    for n, n_evals in ((4, 2), (3, 1)):
+        with ParallelSampler(
+            CARTPOLE, batch_B=n, eval_n_envs=n_evals, n_workers=2, **{**options, "eval_max_steps": n_evals * 66}
+        ) as sampler:
+            sampler.initialize(
+                RandomAgent(),
+                seed=5,
+                first_env_rank=first,
+                n_envs=7,
+                first_eval_env_rank=len(returns) and 2,
+                n_eval_envs=3,
+            )
+            part, _ = sampler.obtain_samples(0)
+            for (name, left), (_, right) in zip(whole[:, first : first + n].leaves(), part.leaves(), strict=True):
+                np.testing.assert_array_equal(left, right, err_msg=name)
+            returns += [info.Return for info in sampler.evaluate_agent(0)]
+            first += n
+    assert sorted(returns) == evaluated
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"first_env_rank": 2}, "give first_env_rank and n_envs together"),
+        ({"first_env_rank": 0, "n_envs": 7, "rank": 1, "world_size": 2}, "in place of rank and world_size"),
+        ({"first_env_rank": 0, "n_envs": 7}, "give first_eval_env_rank and n_eval_envs together"),
+        ({"first_env_rank": 6, "n_envs": 7}, "n_envs must be an integer of at least 8"),
+        ({"first_env_rank": -1, "n_envs": 7}, "first_env_rank must be an integer of at least 0"),
+    ],
+)
+def test_wrong_shares_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with (
+        SerialSampler(CARTPOLE, batch_T=2, batch_B=2, eval_n_envs=1) as sampler,
+        pytest.raises(ConfigError, match=message),
+    ):
+        sampler.initialize(RandomAgent(), **arguments)
+
+
+def test_evaluation_may_have_its_own_environment() -> None:
+    fns = [partial(gym.make, "CartPole-v1", max_episode_steps=n) for n in (9, 8)]
+    with SerialSampler(fns, batch_T=2, batch_B=2, eval_n_envs=2, eval_env_fn=CARTPOLE, eval_max_steps=2000) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        assert max(info.Length for info in sampler.evaluate_agent(0)) > 9

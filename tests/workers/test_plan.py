@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock import ConfigError, ParallelSampler
 from penstock.envs import CountingEnv
-from penstock.samplers.plan import eval_max_T, make_plans
+from penstock.samplers.plan import Share, eval_max_T, make_plans
 from penstock.workers.plan import Affinity, assign_cpus, split
 
 counts = st.integers(1, 200)
@@ -27,8 +27,20 @@ def test_env_ranks_are_unique_across_workers_and_machines(
     batch_B: int, eval_n_envs: int, n_workers: int, rank: int
 ) -> None:
     cpus = [()] * min(n_workers, batch_B)
-    here = make_plans(batch_B, eval_n_envs, cpus, rank=rank)
-    next_machine = make_plans(batch_B, eval_n_envs, cpus, rank=rank + 1)
+    here, next_machine = (
+        make_plans(
+            batch_B,
+            eval_n_envs,
+            cpus,
+            Share(
+                first_env_rank=r * batch_B,
+                n_envs=7 * batch_B,
+                first_eval_env_rank=r * eval_n_envs,
+                n_eval_envs=7 * eval_n_envs,
+            ),
+        )
+        for r in (rank, rank + 1)
+    )
     ranks = [r for plan in here + next_machine for r in plan.env_ranks]
     assert ranks == list(range(rank * batch_B, (rank + 2) * batch_B))
     evals = [r for plan in here for r in plan.eval_env_ranks]

@@ -1,0 +1,156 @@
+"""Ray itself, and the places of the shards: a cluster that is there, or a local one that is started and ended here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from penstock.cluster.shard import ShardHost
+from penstock.errors import ConfigError
+
+#: Ray's variables for the process of a shard. By default Ray kills the child processes of an actor that ends. Then the
+#: kernel kills the workers before their watchdogs have killed what the environments have started. And by default Ray
+#: lowers the priority of actors.
+_VARIABLES = {"RAY_kill_child_processes_on_worker_exit": "0", "RAY_worker_niceness": "0"}
+# With this variable at 0, a Ray that is started takes the loopback address, as it does on macOS. Without it, Ray
+# replaces that address by the machine's.
+_CLUSTER_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_LOOPBACK = "127.0.0.1"
+
+_lock = threading.Lock()
+_n_users = 0  # samplers that use the Ray that this module has started
+_has_warned = False
+
+
+def connect(address: str | None, n_cpus: int, *, dashboard: bool) -> Callable[[], None]:
+    """Join the cluster at `address`, or at RAY_ADDRESS, unless this process has joined one. Without an address, start
+    Ray on this machine alone, with `n_cpus` CPUs at least.
+
+    Returns the function that undoes it. Raises `ConfigError` if there is no cluster at the address.
+    """
+    global _n_users, _has_warned  # noqa: PLW0603 - properties of the process
+    with _lock:
+        if _n_users and ray.is_initialized():
+            _n_users += 1
+            return _leave
+        if not ray.is_initialized() and (address or os.environ.get("RAY_ADDRESS")) is None:
+            _start(n_cpus, dashboard)
+            _n_users = 1
+            return _leave
+        if not ray.is_initialized():
+            try:
+                ray.init(address=address, log_to_driver=True)
+            except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+                where = address or os.environ["RAY_ADDRESS"]
+                raise ConfigError(f"no Ray cluster answers at {where}: {error}") from error
+        if not _has_token() and not _has_warned:
+            _has_warned = True
+            warnings.warn(
+                "this Ray cluster has no token: whoever reaches its ports can run code on it. Start its nodes with "
+                "RAY_AUTH_MODE=token",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return lambda: None
+
+
+def _start(n_cpus: int, dashboard: bool) -> None:
+    """Start Ray for this process: reachable from this machine only, and only with a token that no file has."""
+    variables = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        _CLUSTER_VARIABLE: "0",
+    }
+    given = {name: os.environ.get(name) for name in variables}
+    os.environ |= variables
+    has_clusters, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    _reread_token()
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(n_cpus, os.cpu_count() or 1),
+            include_dashboard=dashboard,
+            logging_level=logging.WARNING,
+            _node_ip_address=_LOOPBACK,
+        )
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = has_clusters
+        for name, value in given.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _reread_token() -> None:
+    """Ray has read the variables of the token when it was imported, or for a cluster that this process has left."""
+    raylet: Any = import_module("ray._raylet")
+    if hasattr(raylet, "AuthenticationTokenLoader"):  # from Ray 2.52 on
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _leave() -> None:
+    global _n_users  # noqa: PLW0603 - a property of the process
+    with _lock:
+        _n_users -= 1
+        if _n_users == 0 and ray.is_initialized():
+            ray.shutdown()
+
+
+def _has_token() -> bool:
+    raylet: Any = import_module("ray._raylet")
+    has_tokens = hasattr(raylet, "get_authentication_mode")  # from Ray 2.52 on
+    return has_tokens and bool(raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN)
+
+
+def cluster_cpus() -> tuple[int, int]:
+    """How many nodes with CPUs there are, and how many CPUs they have together."""
+    nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+    return sum(n > 0 for n in nodes), int(sum(nodes))
+
+
+class Placement:
+    """Makes the actors. Each needs `resources`. If all shards must run, their places are reserved together, on as many
+    nodes as there are; otherwise each shard runs as soon as a node has room for it."""
+
+    def __init__(self, n_shards: int, resources: dict[str, float], spec: Any, *, together: bool) -> None:
+        self.resources, self._spec = resources, spec
+        self._group: Any = None
+        if together:
+            self._group = placement_group([resources] * n_shards, strategy="SPREAD")
+        self._cls = ray.remote(concurrency_groups={"orders": 16, "control": 4})(ShardHost)
+
+    def make(self, index: int, generation: int) -> Any:
+        """A new actor for shard `index`, which starts as soon as a node has room for it."""
+        strategy: Any = "SPREAD"
+        if self._group is not None:
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        rest = {name: n for name, n in self.resources.items() if name not in ("CPU", "GPU")}
+        return self._cls.options(
+            num_cpus=self.resources.get("CPU", 0),
+            num_gpus=self.resources.get("GPU", 0),
+            resources=rest,
+            runtime_env={"env_vars": _VARIABLES},
+            scheduling_strategy=strategy,
+            max_restarts=0,
+            max_task_retries=0,
+        ).remote(index, generation, self._spec)
+
+    def close(self, actors: Sequence[Any]) -> None:
+        """End the actors, and give their places back."""
+        if ray.is_initialized():  # Ray may have ended first, and its actors with it
+            for actor in actors:
+                ray.kill(actor)
+            if self._group is not None:
+                remove_placement_group(self._group)

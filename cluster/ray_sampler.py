@@ -1,0 +1,347 @@
+"""RaySampler: one sampler on many machines. Ray places the shards, moves their data, and notices their deaths."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+import ray
+
+from penstock.cluster.handles import ShardOptions, answers_of, no_figures
+from penstock.cluster.placement import Placement, cluster_cpus, connect
+from penstock.cluster.ray_pool import ShardPool
+from penstock.cluster.shard import ShardPlan, ShardSpec
+from penstock.cluster.stream import Piece, Stream, as_samples
+from penstock.envs import EnvFn
+from penstock.errors import ConfigError
+from penstock.samplers.allocation import Allocation
+from penstock.samplers.asynchronous import AsyncSampler
+from penstock.samplers.base import Sampler
+from penstock.samplers.parallel import ParallelSampler
+from penstock.samplers.plan import Share
+from penstock.samplers.results import Trajectories, as_traj_infos
+from penstock.samplers.states import SamplerState
+from penstock.samplers.stats import SamplerStats, WorkerStats
+from penstock.workers.arguments import integer, one_of, seconds, true_or_false
+from penstock.workers.plan import Affinity, split
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from penstock.samplers.config import SamplerOptions
+
+_ANSWER_SECONDS = 5.0  # how long `stats` and `timeline` wait for a shard
+
+
+@dataclass(frozen=True)
+class ShardStats:
+    """One shard, including those that it has replaced, since the sampler was initialized.
+
+    `batches` counts what was handed to you. `missing` counts batches without its columns. `late` counts its pieces that
+    came after their batch, or after the end of a stream, and `stale` those that were too old for a stream: both were
+    dropped. `lost_trajectories` were running when it was lost.
+    """
+
+    shard: int
+    node: str | None  #: None while it waits for a place
+    env_ranks: range
+    batches: int
+    missing: int
+    late: int
+    stale: int
+    restarts: int
+    lost_trajectories: int
+
+
+@dataclass(frozen=True)
+class RayStats(SamplerStats):
+    """As `SamplerStats`; `workers` are those of all shards, numbered through. A shard that does not answer has its last
+    figures. What a lost shard had done since the last call of `stats` or `metrics` is not counted. `parameter_puts`
+    counts how often parameters were put into Ray's object store: once per version."""
+
+    shards: tuple[ShardStats, ...] = ()
+    parameter_puts: int = 0
+
+    @property
+    def restarts(self) -> int:
+        """How many workers and shards have been replaced."""
+        return super().restarts + sum(shard.restarts for shard in self.shards)
+
+    @property
+    def lost_trajectories(self) -> int:
+        """How many trajectories were lost with workers and shards that were replaced."""
+        return super().lost_trajectories + sum(shard.lost_trajectories for shard in self.shards)
+
+
+class RaySampler(Sampler):
+    """Samples on many machines, with the same calls and, for the same seed, the same batches as on one.
+
+    The environments are divided into shards: consecutive ranges of `env_rank`. A shard is one actor of Ray, which holds
+    one sampler of its node. A batch is ordered from all shards, and their columns are copied into one buffer as they
+    arrive. `stream` hands them over shard by shard instead, without a copy.
+
+    Without an address, this process joins the cluster that it has joined already (`ray.init`) or that RAY_ADDRESS
+    names. If there is none, penstock starts Ray on this machine, reachable from here only, and ends it at `shutdown`.
+
+    Args, in addition to the arguments of every sampler:
+        n_shards: how many shards; by default one for each node.
+        n_workers: worker processes of each shard; a shard takes as many CPUs of Ray. By default all CPUs of the
+            cluster are divided among the shards.
+        sampler_cls: the sampler of each shard: ParallelSampler, SerialSampler, GpuSampler, AlternatingSampler, or a
+            subclass.
+        sampler_options: arguments of this class alone, for example `{"server": "process"}`.
+        on_node_failure: "raise" breaks the sampler when a shard is lost, with a `NodeLostError`. "restart" builds it
+            again, on whichever node has room, with new but reproducible random streams; it then collects its columns
+            of the running batch. `max_restarts` and `restart_window` limit this too.
+        min_ready: a batch is complete when so many shards have answered: a share (1.0: all) or a number. The columns of
+            the others are zero, and `valid` is False there. Their pieces are dropped when they come, and counted.
+        min_shards: with "restart", go on without lost shards as long as so many are left. The lost ones take part again
+            as soon as a node has room for them. None: wait for all.
+        unavailable_timeout: seconds that a shard may be unreachable before it counts as lost.
+        resources: what each shard needs of Ray besides CPUs, for example `{"GPU": 1}`.
+        address: the address of a Ray cluster.
+        dashboard: whether a Ray that is started here has its dashboard.
+    """
+
+    _no_restore = "on a RaySampler, whose environments are in other processes of Ray: use another sampler"
+    _no_video = "RaySampler records no videos: evaluate the agent with another sampler to record one"
+
+    def __init__(
+        self,
+        env_fn: EnvFn,
+        *,
+        n_shards: int | None = None,
+        sampler_cls: type[Sampler] = ParallelSampler,
+        sampler_options: Mapping[str, Any] | None = None,
+        on_node_failure: Literal["raise", "restart"] = "raise",
+        min_ready: int | float = 1.0,
+        min_shards: int | None = None,
+        unavailable_timeout: float = 15.0,
+        resources: Mapping[str, float] | None = None,
+        address: str | None = None,
+        dashboard: bool = False,
+        **options: Unpack[SamplerOptions],
+    ) -> None:
+        super().__init__(env_fn, **options)
+        if self.config.seed_episodes:
+            raise ConfigError("RaySampler cannot replay episodes: leave out seed_episodes and crash_dir")
+        self._n_shards = None if n_shards is None else integer("n_shards", n_shards, 1, self.batch_B)
+        is_one = isinstance(sampler_cls, type) and issubclass(sampler_cls, Sampler)
+        if not is_one or issubclass(sampler_cls, AsyncSampler | RaySampler):
+            raise ConfigError(
+                f"sampler_cls must be a synchronous sampler class, for example ParallelSampler, got {sampler_cls!r}"
+            )
+        self._sampler_cls, self._sampler_options = sampler_cls, dict(sampler_options or {})
+        one_of("on_node_failure", on_node_failure, ("raise", "restart"))
+        self._is_restarted = on_node_failure == "restart"
+        self._min_ready = _checked_min_ready(min_ready)
+        self._min_shards = None if min_shards is None else integer("min_shards", min_shards, 1)
+        if min_shards is not None and not self._is_restarted:
+            raise ConfigError('min_shards needs on_node_failure="restart"')
+        self._unavailable_timeout = seconds("unavailable_timeout", unavailable_timeout)
+        self._extra_resources, self._address = dict(resources or {}), address
+        self._dashboard = true_or_false("dashboard", dashboard)
+        # A wrong argument of the shards' sampler is found here, and not on a node.
+        sampler_cls(env_fn, **{**options, **self._sampler_options})
+
+    # ---- shards ----------------------------------------------------------------------------
+
+    def _make_plans(self, affinity: Affinity, share: Share, resources: ExitStack) -> tuple[ShardPlan, ...]:
+        n_cpus = (self._n_shards or 1) * (self.config.n_workers or 1)
+        resources.callback(connect(self._address, n_cpus, dashboard=self._dashboard))
+        n_nodes, n_cpus = cluster_cpus()
+        n_shards = self._n_shards or max(1, min(n_nodes, self.batch_B))
+        for name, number in (("min_shards", self._min_shards), ("min_ready", self._min_ready)):
+            if number is not None and number > n_shards:
+                raise ConfigError(f"{name} must be at most n_shards={n_shards}, got {number}")
+        n_workers = self.config.n_workers or max(1, n_cpus // n_shards)
+        self._workers_per_shard = min(n_workers, math.ceil(self.batch_B / n_shards))
+        self._affinity, self._share = affinity, share
+        first, first_eval = share.first_env_rank, share.first_eval_env_rank
+        columns = zip(split(self.batch_B, n_shards), split(self.config.eval_n_envs, n_shards), strict=True)
+        return tuple(
+            ShardPlan(
+                worker_rank=i,
+                columns=own,
+                env_ranks=range(first + own.start, first + own.stop),
+                eval_columns=evals,
+                eval_env_ranks=range(first_eval + evals.start, first_eval + evals.stop),
+            )
+            for i, (own, evals) in enumerate(columns)
+        )
+
+    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> ShardPool:  # type: ignore[override]
+        config, program = self.config, allocation.program
+        spec = ShardSpec(
+            sampler_cls=self._sampler_cls,
+            sampler_options=self._sampler_options,
+            config=config,
+            agent=program.agent,
+            share=self._share,
+            plans=tuple(plan for plan in self._plans if isinstance(plan, ShardPlan)),
+            n_workers=self._workers_per_shard,
+            affinity=self._affinity,
+            setup={
+                "seed": program.seed,
+                "bootstrap_value": "bootstrap_value" in allocation.memory.slots[0],
+                "traj_info_kwargs": program.traj_info_kwargs,
+            },
+        )
+        options = ShardOptions(
+            is_restarted=self._is_restarted,
+            min_ready=self._min_ready,
+            min_shards=self._min_shards,
+            unavailable_timeout=self._unavailable_timeout,
+            start_timeout=config.start_timeout,
+            max_restarts=config.max_restarts,
+            restart_window=config.restart_window,
+            eval_max_trajectories=config.eval_max_trajectories,
+        )
+        needs = {"CPU": float(self._workers_per_shard), **self._extra_resources}
+        together = self._min_shards is None
+        placement = Placement(len(self._plans), needs, ray.put(_pickled(spec)), together=together)
+        return ShardPool(spec.plans, placement, allocation.memory, options, resources)
+
+    def _take_trajectories(self, pool: Any, slot: int, opening: int | None) -> Trajectories:
+        found: Trajectories = pool.take_trajectories()
+        return found
+
+    # ---- streaming -------------------------------------------------------------------------
+
+    def stream(self, *, itr: int = 0, max_in_flight: int = 2, max_staleness: int | None = 1) -> Iterator[Piece]:
+        """Yield the shards' pieces as they come, until you end the loop. Nothing is copied.
+
+        Every shard has up to `max_in_flight` orders, counting the pieces that have come and that you have not taken: so
+        it samples while you train, and the memory is bounded. Parameters that you publish with `sync_shared_memory` go
+        to the shards at your next piece, and each acts with them from its next piece on. A piece that is more than
+        `max_staleness` versions old when it would be handed over is dropped, and counted in `stats()`; None hands over
+        all of them. If you publish after every piece, the pieces of n shards are about n versions old.
+
+        `itr` is the `itr` of each shard's first piece. At the end of the loop, pieces that are on their way are dropped
+        and counted as late.
+        """
+        integer("itr", itr)
+        integer("max_in_flight", max_in_flight, 1, 8)
+        if max_staleness is not None:
+            integer("max_staleness", max_staleness, 0)
+        return self._pieces(itr, max_in_flight, max_staleness)
+
+    def _pieces(self, itr: int, max_in_flight: int, max_staleness: int | None) -> Iterator[Piece]:
+        with self._guard.require("stream", SamplerState.READY):
+            pool: Any = self._require_pool("stream")
+            stream = Stream(pool, max_in_flight, max_staleness, itr)
+            self._guard.state = SamplerState.STREAMING
+        try:
+            while True:
+                with self._guard.require("stream", SamplerState.STREAMING):
+                    piece = self._next_piece(pool, stream)
+                yield piece
+        finally:
+            if self.state is SamplerState.STREAMING:
+                stream.end()
+                self._guard.state = SamplerState.READY
+
+    def _next_piece(self, pool: ShardPool, stream: Stream) -> Piece:
+        newest = self._memory.parameters.version
+        try:
+            shard, reply, itr, staleness = stream.take(newest)
+        except BaseException as error:
+            pool.close_if_broken(error)
+            raise
+        self.policy_version = reply.version
+        traj_infos = as_traj_infos(self.config.traj_info_cls, reply.found)
+        self._metrics.training.extend(traj_infos)
+        return Piece(
+            samples=as_samples(self._memory.slots[0], reply, self.batch_T),
+            traj_infos=traj_infos,
+            shard=shard.plan.worker_rank,
+            env_ranks=shard.plan.env_ranks,
+            policy_version=reply.version,
+            staleness=staleness,
+            itr=itr,
+        )
+
+    # ---- inspection ------------------------------------------------------------------------
+
+    @property
+    def n_workers(self) -> int:
+        """The number of workers of all shards; 0 before `initialize`."""
+        return sum(min(self._workers_per_shard, len(plan.columns)) for plan in self._plans)
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """The process ids of the workers on their nodes, by shard, as they were started. Empty before `initialize`."""
+        shards = [] if self._pool is None else self._pool.shards  # type: ignore[union-attr]
+        return [pid for shard in shards if shard.started for pid in shard.started.worker_pids]
+
+    def stats(self) -> RayStats:
+        """Where the workers' time went since `initialize`, and what happened to each shard."""
+        pool: Any = self._require_pool("stats")
+        workers: list[WorkerStats] = []
+        for shard, found in zip(pool.shards, answers_of(pool.shards, "stats", _ANSWER_SECONDS), strict=True):
+            shard.figures = shard.figures if found is None else found.workers
+            n_workers = min(self._workers_per_shard, len(shard.plan.columns))
+            own = shard.totals() or no_figures(shard.plan, n_workers)
+            workers += [replace(worker, worker_rank=len(workers) + i) for i, worker in enumerate(own)]
+        shards = tuple(
+            ShardStats(
+                shard=(rank := shard.plan.worker_rank),
+                node=shard.started.node if shard.started else None,
+                env_ranks=shard.plan.env_ranks,
+                batches=shard.batches,
+                missing=shard.missing,
+                late=shard.late,
+                stale=shard.stale,
+                restarts=pool.restarts.per_worker[rank],
+                lost_trajectories=pool.restarts.lost_per_worker[rank],
+            )
+            for shard in pool.shards
+        )
+        nbytes, difference = self._memory.nbytes, self._inference_difference
+        return RayStats(tuple(workers), nbytes, difference, shards=shards, parameter_puts=pool.parameters.n_puts)
+
+    def timeline(self) -> npt.NDArray[np.float64]:
+        """Times of the last batch, as for one sampler, of the workers of all shards that answer. Each node has its own
+        clock."""
+        pool: Any = self._require_pool("timeline")
+        found = [part for part in answers_of(pool.shards, "timeline", _ANSWER_SECONDS) if part is not None]
+        return np.concatenate(found) if found else np.zeros((0, 2 * self.batch_T + 1))
+
+    def __repr__(self) -> str:
+        state, shards = self._guard.state, [] if self._pool is None else self._pool.shards  # type: ignore[union-attr]
+        heading = f"{type(self).__name__} {state.name.lower()}: batch_T={self.batch_T}, batch_B={self.batch_B}"
+        if not shards:
+            return f"<{heading}>"
+        lines = [f"<{heading}, seed={self.seed}, {len(shards)} shards"]
+        return "\n".join([*lines, *(f"  {shard}" for shard in shards[:16])]) + ">"
+
+
+def _checked_min_ready(value: Any) -> int | float:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    is_count = isinstance(value, int | np.integer)
+    if not is_number or not (int(value) >= 1 if is_count else 0 < value <= 1):
+        raise ConfigError(f"min_ready must be a share of the shards (0 < share <= 1.0) or a number, got {value!r}")
+    return int(value) if is_count else float(value)
+
+
+def _pickled(spec: ShardSpec) -> bytes:
+    """The spec for Ray. Raises `ConfigError` naming the argument that cannot be pickled."""
+    try:
+        return bytes(cloudpickle.dumps(spec))
+    except Exception as error:  # pickling runs the user's code, which may raise anything
+        parts = {field.name: getattr(spec.config, field.name) for field in fields(spec.config)}
+        for name, part in {"agent": spec.agent, **parts}.items():
+            try:
+                cloudpickle.dumps(part)
+            except Exception as cause:
+                raise ConfigError(
+                    f"{name} cannot be pickled for the shards: {cause}. Create such objects inside the function"
+                ) from cause
+        raise ConfigError(f"the arguments cannot be pickled for the shards: {error}") from error

@@ -1,0 +1,325 @@
+"""A shard on its node: one Ray actor that holds one sampler in a thread of its own, and runs the driver's orders."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock import errors
+from penstock.agents import Agent
+from penstock.buffers.reports import RemoteTraceback, dump_exception, in_one_line, load_exception
+from penstock.buffers.results import ObjectMessage, Unreadable
+from penstock.envs.calls import EnvCall
+from penstock.samplers.allocation import eval_fn, eval_kwargs
+from penstock.samplers.base import Sampler
+from penstock.samplers.config import SamplerConfig
+from penstock.samplers.plan import SamplerPlan, Share, episodes_per_env, eval_max_T
+from penstock.samplers.results import Trajectories
+from penstock.samplers.stats import SamplerStats
+from penstock.workers.control import Command
+from penstock.workers.plan import Affinity
+
+_CLOSE_SECONDS = 2.5
+_GENERATION_BITS = 16  # a shard's own workers may be replaced this often, in bits, before it is built again
+
+#: A version of the parameters, and their values by name.
+Parameters = tuple[int, dict[str, npt.NDArray[Any]]]
+
+
+class ShardPlan(SamplerPlan):
+    """Which columns and environments a shard holds."""
+
+    @property
+    def name(self) -> str:
+        return f"shard {self.worker_rank}"
+
+    def most_trajectories(self, n_rows: int, eval_max_T: int, eval_max_trajectories: int | None) -> int:
+        return 1  # a shard's reply carries them; the driver needs no memory for records
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """What all shards of a sampler are made from."""
+
+    sampler_cls: type[Sampler]
+    sampler_options: Mapping[str, Any]  #: arguments of this class alone
+    config: SamplerConfig  #: of all shards together
+    agent: Agent  #: a copy to act with
+    share: Share  #: of all shards together
+    plans: tuple[ShardPlan, ...]
+    n_workers: int
+    affinity: Affinity
+    setup: Mapping[str, Any]  #: further arguments of `initialize`
+
+    def options(self, plan: ShardPlan) -> dict[str, Any]:
+        """The arguments of the sampler of one shard."""
+        config, n_evals = self.config, len(plan.eval_columns)
+        own = {field.name: getattr(config, field.name) for field in fields(config)}
+        own |= {"batch_B": len(plan.columns), "n_workers": min(self.n_workers, len(plan.columns)), "n_slots": 1}
+        own |= {"env_fn": _part(config.env_fn, plan.columns), "env_kwargs": _part(config.env_kwargs, plan.columns)}
+        own |= {"eval_n_envs": n_evals, "eval_env_fn": None, "eval_env_kwargs": None, "eval_episodes": None}
+        if n_evals:
+            own["eval_env_fn"], own["eval_env_kwargs"] = eval_fn(config), _part(eval_kwargs(config), plan.eval_columns)
+            own["eval_max_steps"] = n_evals * eval_max_T(config.eval_max_steps, config.eval_n_envs)
+            own["eval_episodes"] = self.episodes(plan) or config.eval_episodes  # with none, it never evaluates
+        return {**own, **self.sampler_options}
+
+    def episodes(self, plan: ShardPlan) -> int | None:
+        """How many of an evaluation's episodes this shard runs; None if it does not count them."""
+        config = self.config
+        episodes = episodes_per_env(config.eval_episodes, config.eval_n_envs or 1, plan.eval_columns)
+        return None if episodes is None else sum(episodes)
+
+
+def _part(value: Any, columns: range) -> Any:
+    """The part of these columns, if `value` is a list with an entry for each."""
+    is_list = not (value is None or isinstance(value, str | Mapping) or callable(value))
+    return value[columns.start : columns.stop] if is_list else value
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a shard is to do next. Orders are numbered from 0, and run in this order."""
+
+    number: int
+    command: Command
+    message: bytes | None = None  #: the `EnvCall`, if the command has a message
+    n_done: int = 0  #: the driver has the replies to all orders below this number
+
+
+class Failure(NamedTuple):
+    """An exception of a shard, in a form that every process can unpickle."""
+
+    kind: str  #: the class in `penstock.errors`
+    text: str
+    cause: tuple[bytes, bytes, bytes]  #: see `dump_exception`
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """From the exception that the sampler has raised."""
+        is_ours = isinstance(error, errors.PenstockError) and type(error).__name__ in errors.__all__
+        if is_ours:
+            return cls(type(error).__name__, str(error), dump_exception(error.__cause__ or error))
+        return cls("WorkerError", f"raised {in_one_line(error)}", dump_exception(error))
+
+    def as_error(self, where: str, *, is_start: bool) -> errors.PenstockError:
+        """The exception for the user; `where` comes before its message. After the start, whatever a shard raises breaks
+        the sampler."""
+        kind = getattr(errors, self.kind)
+        if not (is_start or issubclass(kind, errors.SamplerBrokenError)):
+            kind = errors.SamplerBrokenError
+        error: errors.PenstockError = kind(f"{where}: {self.text}")
+        error.__cause__ = load_exception(*self.cause).as_cause()
+        return error
+
+
+@dataclass(frozen=True)
+class Started:
+    """Where a shard runs."""
+
+    node: str
+    pid: int
+    worker_pids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a shard has done for an order."""
+
+    number: int
+    arrays: dict[str, npt.NDArray[Any]]  #: its columns of the samples buffer, by path; empty except for batches
+    found: Trajectories  #: finished trajectories, or the results of a call
+    version: int  #: of the parameters that acted
+
+
+class _Hosted(Sampler):
+    """What a shard adds to its sampler: trajectories stay as the workers have sent them."""
+
+    def _take_traj_infos(self, pool: Any, slot: int = 0, opening: int | None = None) -> Any:
+        return self._take_trajectories(pool, slot, opening)
+
+
+class ShardHost:
+    """The Ray actor. None of its methods computes: a plain thread makes the sampler and runs the orders.
+
+    Ray gives each call some thread of its own. But the death of the thread that has started a process can end that
+    process, so all of the sampler belongs to one thread that lives as long as the actor.
+    """
+
+    def __init__(self, index: int, generation: int, spec: bytes) -> None:
+        self._index, self._generation = index, generation
+        self._condition = threading.Condition()
+        self._orders: dict[int, Order] = {}
+        self._replies: dict[int, Future[Reply | Failure]] = {}
+        self._next_number = 0
+        self._parameters: Parameters | None = None
+        self._is_closing = False
+        self._sampler: Any = None
+        self._started: Future[Started | Failure] = Future()
+        self._thread = threading.Thread(target=self._work, args=(spec,), name="penstock-shard", daemon=True)
+        self._thread.start()
+
+    # ---- calls of the driver ---------------------------------------------------------------
+
+    def start(self) -> Started | Failure:
+        """Wait until the sampler is ready."""
+        return self._started.result()
+
+    def run(self, order: Order, parameters: Parameters | None) -> Reply | Failure:
+        """Run `order` after those before it, with these parameters or newer ones. The same order may be given again,
+        if the driver does not know whether it has arrived: then this returns the same reply."""
+        if parameters is not None:
+            self.take_parameters(parameters)
+        with self._condition:
+            if order.number not in self._replies:
+                self._replies[order.number] = Future()
+                self._orders[order.number] = order
+                self._condition.notify_all()
+            reply = self._replies[order.number]
+            for number in [number for number in self._replies if number < order.n_done]:
+                del self._replies[number]
+        return reply.result()
+
+    def take_parameters(self, parameters: Parameters) -> None:
+        """From the next order on, act with these parameters, unless there are newer ones."""
+        with self._condition:
+            if self._parameters is None or parameters[0] > self._parameters[0]:
+                self._parameters = parameters
+
+    def n_finished(self) -> int:
+        """How many trajectories the evaluation that runs has finished so far."""
+        sampler = self._sampler
+        return 0 if sampler is None else sum(sampler._memory.control.n_results_by_rank(sampler.n_workers))
+
+    def stop_evaluation(self) -> None:
+        """End the evaluation that runs at its next step."""
+        if self._sampler is not None:
+            self._sampler._memory.control.stop_eval = True
+
+    def stats(self) -> SamplerStats | None:
+        """The statistics of the sampler; None before it is ready."""
+        return None if self._sampler is None else self._sampler.stats()
+
+    def timeline(self) -> npt.NDArray[np.float64] | None:
+        """The times of the sampler's last batch; None before it is ready."""
+        return None if self._sampler is None else self._sampler.timeline()
+
+    def close(self) -> None:
+        """Close the sampler. Orders that run get errors as their replies."""
+        with self._condition:
+            self._is_closing = True
+            self._condition.notify_all()
+        self._thread.join(_CLOSE_SECONDS)
+
+    # ---- the thread ------------------------------------------------------------------------
+
+    def _work(self, spec: bytes) -> None:
+        closer = threading.Thread(target=self._close_when_told, name="penstock-shard-close", daemon=True)
+        try:
+            made = self._make(pickle.loads(spec))
+            closer.start()
+            self._started.set_result(made)
+        except BaseException as error:
+            self._started.set_result(Failure.of(error))
+            return
+        while (order := self._take_order()) is not None:
+            self._replies[order.number].set_result(self._execute(order))
+        self._sampler.shutdown()
+
+    def _close_when_told(self) -> None:
+        """A command that runs ends only when another thread closes the sampler."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._is_closing)
+        self._sampler.shutdown()
+
+    def _make(self, spec: ShardSpec) -> Started:
+        import ray
+
+        self._spec, self._plan = spec, spec.plans[self._index]
+        options, plan = spec.options(self._plan), self._plan
+        cls: Any = type(spec.sampler_cls.__name__, (_Hosted, spec.sampler_cls), {})
+        sampler = cls(options.pop("env_fn"), **options)
+        sampler._generation = self._generation << _GENERATION_BITS
+        context = ray.get_runtime_context()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the driver has given the same ones
+            sampler.initialize(
+                spec.agent,
+                first_env_rank=plan.env_ranks.start,
+                n_envs=spec.share.n_envs,
+                first_eval_env_rank=plan.eval_env_ranks.start,
+                n_eval_envs=spec.share.n_eval_envs,
+                affinity=_own_affinity(ray, spec),
+                **spec.setup,
+            )
+        self._sampler = sampler
+        node = f"{ray.util.get_node_ip_address()} {context.get_node_id()[:8]}"
+        return Started(node, os.getpid(), tuple(sampler.worker_pids))
+
+    def _take_order(self) -> Order | None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._is_closing or self._next_number in self._orders)
+            if self._is_closing:
+                return None
+            self._next_number += 1
+            return self._orders.pop(self._next_number - 1)
+
+    def _execute(self, order: Order) -> Reply | Failure:
+        sampler, command, arrays = self._sampler, order.command, {}
+        found: Any = []
+        with self._condition:
+            parameters, self._parameters = self._parameters, None
+        try:
+            shared = sampler._memory.parameters
+            if parameters is not None and parameters[0] > shared.version:
+                shared.publish(parameters[1], parameters[0])
+            if command.has_message:
+                found = self._call(pickle.loads(order.message or b""))
+            elif command.do_eval:
+                if self._plan.eval_columns and self._spec.episodes(self._plan) != 0:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore", RuntimeWarning)  # the driver counts the episodes of all shards
+                        found = sampler.evaluate_agent(command.itr)
+            else:
+                _, found = sampler.obtain_samples(command.itr)
+                arrays = {path: array.copy() for path, array in self._last_slot().leaves()}
+            return Reply(order.number, arrays, [_portable(item) for item in found], shared.version)
+        except BaseException as error:
+            return Failure.of(error)
+
+    def _last_slot(self) -> Any:
+        batches = self._sampler._batches
+        return self._sampler._memory.slots[(self._sampler._batch - 1) % batches.n_slots]
+
+    def _call(self, call: EnvCall) -> list[ObjectMessage]:
+        columns = self._plan.eval_columns if call.evaluation else self._plan.columns
+        if not columns:
+            return []
+        found: list[ObjectMessage] = self._sampler._perform(replace(call, values=_part(call.values, columns)))
+        return found
+
+
+def _own_affinity(ray: Any, spec: ShardSpec) -> Affinity:
+    """Workers are pinned if the shard has the whole node: other shards, and other programs of Ray, would be pinned to
+    the same CPUs."""
+    node_id = ray.get_runtime_context().get_node_id()
+    n_cpus = next((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["NodeID"] == node_id), 0)
+    has_whole_node = spec.affinity.cpus is not None or spec.n_workers >= n_cpus
+    return spec.affinity if has_whole_node else replace(spec.affinity, pin=False)
+
+
+def _portable(item: Any) -> Any:
+    """A record, or a message that the driver can unpickle whatever it carries."""
+    if isinstance(item, ObjectMessage) and isinstance(item.payload, Unreadable):
+        error = RemoteTraceback(in_one_line(item.payload.error))
+        return item._replace(payload=replace(item.payload, error=error))
+    return item

@@ -1,0 +1,93 @@
+"""A stream: the shards sample all the time, and their pieces are handed over as they come."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from penstock.buffers import NamedArrays, Samples
+from penstock.buffers.samples import public_view
+from penstock.cluster.handles import Shard
+from penstock.cluster.ray_pool import ShardPool
+from penstock.cluster.shard import Reply, Started
+from penstock.collectors import TrajInfo
+from penstock.workers.control import Command
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One shard's part of a batch, as `RaySampler.stream` yields it.
+
+    `samples` are torch tensors `[batch_T, n, ...]` of the shard's n environments. They lie in Ray's object store, in
+    memory that is only for reading: copy what you want to change. The memory is freed with the piece.
+    """
+
+    samples: Samples
+    traj_infos: list[TrajInfo]
+    shard: int
+    env_ranks: range  #: of the columns
+    policy_version: int  #: of the parameters that acted
+    staleness: int  #: how many versions newer the newest one was when the piece was handed over
+    itr: int  #: counts the pieces of this shard, from the `itr` of `stream`
+
+
+class Stream:
+    """Keeps `max_in_flight` orders at every shard, counting the pieces that have come and were not handed over."""
+
+    def __init__(self, pool: ShardPool, max_in_flight: int, max_staleness: int | None, itr: int) -> None:
+        self._pool, self._max_in_flight, self._max_staleness, self._itr = pool, max_in_flight, max_staleness, itr
+        self._number = pool.begin_stream()
+        self._given: Counter[Shard] = Counter()  # orders of this stream
+        self._taken: Counter[Shard] = Counter()  # pieces that were handed over or dropped
+        self._come: deque[tuple[Shard, Reply]] = deque()
+        for shard in pool.shards:
+            self._fill(shard)
+
+    def _fill(self, shard: Shard) -> None:
+        while shard.started is not None and self._given[shard] - self._taken[shard] < self._max_in_flight:
+            self._pool.give(shard, Command(self._itr + self._given[shard]), self._number)
+            self._given[shard] += 1
+
+    def take(self, newest_version: int) -> tuple[Shard, Reply, int, int]:
+        """Wait for the next piece that is not too old. Returns it with its itr and its staleness."""
+        self._pool.send_parameters()
+        while True:
+            while not self._come:
+                self._receive()
+            shard, reply = self._come.popleft()
+            itr = self._itr + self._taken[shard]
+            self._taken[shard] += 1
+            self._fill(shard)
+            staleness = newest_version - reply.version
+            if self._max_staleness is None or staleness <= self._max_staleness:
+                shard.batches += 1
+                return shard, reply, itr, staleness
+            shard.stale += 1
+
+    def _receive(self) -> None:
+        for pending, answer in self._pool.answers("stream"):
+            shard = pending.shard
+            if isinstance(answer, Started):  # built again: the orders that the lost one had are given again
+                n_waiting = sum(other is shard for other, _ in self._come)
+                self._given[shard] = self._taken[shard] + n_waiting
+                self._fill(shard)
+            elif pending.batch == self._number:
+                self._come.append((shard, answer))
+            else:
+                shard.late += 1
+
+    def end(self) -> None:
+        """Count the pieces that have come and were not handed over. Those that still come are counted as late."""
+        for shard, _ in self._come:
+            shard.late += 1
+        self._come.clear()
+
+
+def as_samples(template: NamedArrays, reply: Reply, batch_T: int) -> Samples:
+    """The samples of a piece; nothing is copied. `template` has the structure of a slot of the samples buffer."""
+    arrays = iter([reply.arrays[path] for path, _ in template.leaves()])
+    view = public_view(template.map(lambda _: next(arrays)), batch_T)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return view.torch()

@@ -1,0 +1,115 @@
+"""PPO on CartPole-v1 in one file, sampled by shards: on this machine, or on the cluster that RAY_ADDRESS names.
+
+    python examples/ray_ppo.py --n-shards 2
+
+Without RAY_ADDRESS, penstock starts Ray on this machine and ends it. Needs `pip install "penstock[cluster]"`. Stops
+when an evaluation reaches the goal. Exits with status 1 if this takes too long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from penstock import CategoricalPgAgent, Samples
+from penstock.cluster import RaySampler
+from penstock.targets import gae
+
+
+@dataclass(frozen=True)
+class Config:
+    """Each field is also an option of the command line: `--n-shards 4`."""
+
+    env_id: str = "CartPole-v1"
+    seed: int = 0
+    goal: float = 400.0  # mean return of an evaluation
+    time_limit: float = 120.0  # seconds of training
+    n_shards: int = 2
+    n_workers: int = 1  # of each shard
+    batch_T: int = 128
+    batch_B: int = 32
+    eval_every: int = 5  # iterations
+    learning_rate: float = 1e-3
+    discount: float = 0.98
+    gae_lambda: float = 0.9
+    epochs: int = 8
+    minibatches: int = 8
+    clip: float = 0.2
+
+
+class ActorCritic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+        self.value = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        return self.policy(observation), self.value(observation).squeeze(-1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
+    env, agent = samples.env, samples.agent
+    advantage, returns = gae(samples, cfg.discount, cfg.gae_lambda)
+    columns = env.observation, agent.action, agent.agent_info.log_prob, advantage, returns
+    rows = [column.flatten(0, 1) for column in columns]
+    for _ in range(cfg.epochs):
+        for index in torch.randperm(cfg.batch_T * cfg.batch_B).chunk(cfg.minibatches):
+            observation, action, old_log_prob, weight, target = (row[index] for row in rows)
+            logits, value = model(observation)
+            log_prob = logits.log_softmax(1).gather(1, action[:, None]).squeeze(1)
+            ratio = (log_prob - old_log_prob).exp()
+            weight = (weight - weight.mean()) / (weight.std() + 1e-8)
+            objective = torch.min(ratio * weight, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * weight).mean()
+            optimizer.zero_grad()
+            (0.5 * mse_loss(value, target) - objective).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+
+
+def main(cfg: Config) -> bool:
+    """Train until the goal or the time limit is reached. Returns whether it was the goal."""
+    torch.manual_seed(cfg.seed)
+    torch.set_num_threads(1)
+    agent = CategoricalPgAgent(ActorCritic)
+    with RaySampler(
+        cfg.env_id,
+        batch_T=cfg.batch_T,
+        batch_B=cfg.batch_B,
+        n_shards=cfg.n_shards,
+        n_workers=cfg.n_workers,
+        on_node_failure="restart",
+        eval_n_envs=2 * cfg.n_shards,
+        eval_episodes=4 * cfg.n_shards,
+    ) as sampler:
+        sampler.initialize(agent, seed=cfg.seed, bootstrap_value=True)
+        optimizer = torch.optim.Adam(agent.model.parameters(), lr=cfg.learning_rate, eps=1e-5)
+        began, itr = time.monotonic(), 0
+        while time.monotonic() - began < cfg.time_limit:
+            samples, _ = sampler.obtain_samples(itr)
+            train(agent.model, optimizer, samples, cfg)
+            agent.sync_shared_memory()  # the shards use the new parameters from the next batch on
+            itr += 1
+            if itr % cfg.eval_every == 0:
+                returns = [info.Return for info in sampler.evaluate_agent(itr)]
+                mean, steps = sum(returns) / len(returns), itr * cfg.batch_T * cfg.batch_B
+                print(f"{steps:7,} steps, {time.monotonic() - began:3.0f} s: mean return {mean:3.0f}", flush=True)
+                if mean >= cfg.goal:
+                    for shard in sampler.stats().shards:
+                        print(f"shard {shard.shard} on node {shard.node}: {shard.batches} batches")
+                    return True
+    return False
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for field in fields(Config):
+        name, default = field.name.replace("_", "-"), field.default
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
+    if not main(Config(**vars(parser.parse_args()))):
+        sys.exit("the goal was missed")

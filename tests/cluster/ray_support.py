@@ -1,0 +1,62 @@
+"""What the tests of `RaySampler` share: runs that are compared, and what may be left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock import Sampler
+
+# Ray's own processes. A shard's process is called ray::ShardHost.
+_OF_RAY = ("/ray/", "ray::IDLE", "raylet", "gcs_server")
+
+
+def our_processes(run: str | None = None) -> dict[int, str]:
+    """The processes that tests have started and that are not Ray's own, with their command lines."""
+    marker, found = f"PENSTOCK_TEST_RUN={run or os.environ['PENSTOCK_TEST_RUN']}".encode(), {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                environ, command = (folder / "environ").read_bytes(), (folder / "cmdline").read_bytes()
+            except OSError:  # it has ended
+                continue
+            text = command.replace(b"\0", b" ").decode(errors="replace").strip()
+            if marker in environ and text and not any(name in text for name in _OF_RAY):
+                found[int(folder.name)] = text
+    return found
+
+
+def wait_for_none(before: dict[int, str], seconds: float, run: str | None = None) -> dict[int, str]:
+    """Our processes that are left after `seconds` at most."""
+    deadline = time.monotonic() + seconds
+    while (left := {p: t for p, t in our_processes(run).items() if p not in before}) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def run(
+    cls: type[Sampler], env_fn: Any, make_agent: Any, *, iterations: int = 3, seed: int = 11, **options: Any
+) -> tuple[list[Any], list[Any]]:
+    """The batches (as copies) and the trajectory infos of some iterations, and those of an evaluation."""
+    batches, infos = [], []
+    with cls(env_fn, **{"batch_T": 30, "batch_B": 7, "n_workers": 1, **options}) as sampler:
+        sampler.initialize(make_agent(), seed=seed, bootstrap_value=True, traj_info_kwargs={"discount": 0.9})
+        for itr in range(iterations):
+            if itr == 1 and options.get("eval_n_envs"):
+                infos.append([vars(info) for info in sampler.evaluate_agent(itr)])
+            _, traj_infos = sampler.obtain_samples(itr)
+            batches.append(sampler.samples_np.copy())
+            infos.append([vars(info) for info in traj_infos])
+    return batches, infos
+
+
+def assert_same(a: tuple[list[Any], Any], b: tuple[list[Any], Any], columns: slice = slice(None)) -> None:
+    for itr, (x, y) in enumerate(zip(a[0], b[0], strict=True)):
+        for (name, left), (_, right) in zip(x[:, columns].leaves(), y[:, columns].leaves(), strict=True):
+            np.testing.assert_array_equal(left, right, err_msg=f"{name}, itr {itr}")
+    if columns == slice(None):
+        assert a[1] == b[1]

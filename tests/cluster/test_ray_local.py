@@ -1,0 +1,92 @@
+"""Without an address, penstock starts Ray itself: on loopback, with a token; and nothing outlives the program."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason='ray is not installed: pip install "penstock[cluster]"')
+
+from .ray_support import wait_for_none
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+
+ROOT = Path(__file__).parents[2]
+_PROGRAM = """
+import json, os, sys, time, warnings
+import gymnasium as gym
+from penstock import RandomAgent  # noqa: E402
+from penstock.cluster import RaySampler  # noqa: E402
+
+if __name__ == "__main__":
+    sampler = RaySampler("CartPole-v1", batch_T=10, batch_B=4, n_shards=2, n_workers=1)
+    sampler.initialize(RandomAgent(), seed=0)
+    sampler.obtain_samples(0)
+    import ray
+    print(json.dumps({"ip": ray.util.get_node_ip_address(), "token": "RAY_AUTH_TOKEN" in os.environ}), flush=True)
+    if sys.argv[1] == "wait":
+        while True:
+            sampler.obtain_samples(1)
+    if sys.argv[1] == "shutdown":
+        sampler.shutdown()
+        assert not ray.is_initialized()
+        again = RaySampler("CartPole-v1", batch_T=10, batch_B=4, n_shards=1, n_workers=1)
+        again.initialize(RandomAgent(), seed=0)
+        again.obtain_samples(0)  # and the program ends without a shutdown
+"""
+
+
+def start(tmp_path: Path, how: str) -> tuple[subprocess.Popen[str], str]:
+    program, run = tmp_path / "program.py", uuid.uuid4().hex
+    program.write_text(_PROGRAM)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environ |= {
+        "PENSTOCK_TEST_RUN": run,
+        "PYTHONPATH": str(ROOT / "src"),
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_object_store_memory": str(80 * 2**20),
+    }
+    process = subprocess.Popen(
+        [sys.executable, str(program), how], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
+    )
+    return process, run
+
+
+def listening(run: str) -> set[str]:
+    """The addresses on which processes of this run listen."""
+    import psutil
+
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("PENSTOCK_TEST_RUN") == run:
+                found |= {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("how", ["wait", "shutdown"])
+def test_ray_is_started_for_this_machine_alone_and_ends_with_the_program(tmp_path: Path, how: str) -> None:
+    process, run = start(tmp_path, how)
+    try:
+        assert process.stdout is not None
+        first: dict[str, Any] = json.loads(next(line for line in process.stdout if line.startswith("{")))
+        assert first == {"ip": "127.0.0.1", "token": False}, "the token is in no file, and in no variable afterwards"
+        if how == "wait":
+            assert {ip for ip in listening(run) if not ip.removeprefix("::ffff:").startswith("127.")} == set()
+            os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+        assert process.returncode == (-signal.SIGKILL if how == "wait" else 0)
+        assert wait_for_none({}, 10.0, run) == {}
+    finally:
+        process.kill()
+        process.wait()
