@@ -22,6 +22,8 @@ class InheritedFd:
 
     __slots__ = ("fd",)
 
+    _close = staticmethod(os.close)  # at the end of the interpreter, `os` may have been cleared before `__del__` runs
+
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
@@ -32,7 +34,7 @@ class InheritedFd:
         """Close the descriptor; harmless when repeated."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            os.close(fd)
+            self._close(fd)
 
     def __del__(self) -> None:
         self.close()
