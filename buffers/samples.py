@@ -138,6 +138,7 @@ class Samples(NamedArrays):
 
     __slots__ = ("_status",)
     if TYPE_CHECKING:
+        _status: BatchStatus | None
         __getattr__: ClassVar[None]  # type: ignore[assignment, misc]
     env: EnvSamples
     agent: AgentSamples
@@ -148,8 +149,7 @@ class Samples(NamedArrays):
     def with_targets(self, **targets: Any) -> Samples:
         """The same samples, with these arrays `[T, B, ...]` in `samples.targets`. Earlier targets stay.
 
-        Every index and method applies to them too: `samples.with_targets(advantage=advantage).minibatches(8)`.
-        """
+        Every index and method applies to them too: `samples.with_targets(advantage=advantage).minibatches(8)`."""
         shape = tuple(self.env.valid.shape)
         for name, leaf in NamedArrays(targets).leaves():
             if tuple(leaf.shape[: len(shape)]) != shape:

@@ -193,27 +193,31 @@ class Sampler(EnvironmentCalls, ABC):
                 setup = Setup(plans, seed, share, bootstrap_value, traj_info_kwargs, shared, central)
                 with sigint.allowed():  # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest
                     allocation = allocate(self.config, agent, setup, resources)
-                self._memory = allocation.memory
-                self._memory.control.raise_generation(share.generation)
-                self._guard.announce(self._memory.control)
-                self._inference_difference, self._replays = allocation.inference_difference, allocation.replays
-                self.observation_space: gym.Space[Any] = agent.observation_space
-                self.action_space: gym.Space[Any] = agent.action_space
-                #: The last batch as `Samples` of numpy arrays. The tensors of `obtain_samples` use the same memory.
-                self.samples_np: Any = allocation.batches[0]
-                self._batches = Batches(allocation.batches, debug=self.config.debug)
-                self._first_records = [
-                    [plan.first_record(self.batch_T, slot) for plan in plans] for slot in range(len(allocation.batches))
-                ]
-                self._batch = 0  # the number of the batch that runs, or of the next
-                self._n_trajectories: Counter[int] = Counter()  # returned so far, by worker rank
-                example_info = self.config.traj_info_cls(**allocation.program.traj_info_kwargs)
-                self._metrics = Metrics(example_info, has_evaluation=self.config.eval_n_envs > 0)
+                self._keep(allocation, share)
                 self._pool = self._make_pool(allocation, resources)
             self._guard.start(self, self._pool)
             self._guard.state = SamplerState.READY
             example: Samples = self.samples_np[0, 0].copy()
             return example
+
+    def _keep(self, allocation: Allocation, share: Share) -> None:
+        """Keep what was allocated, and begin to count."""
+        self._memory = allocation.memory
+        self._memory.control.raise_generation(share.generation)
+        self._guard.announce(self._memory.control)
+        self._inference_difference, self._replays = allocation.inference_difference, allocation.replays
+        self.observation_space: gym.Space[Any] = self._agent.observation_space
+        self.action_space: gym.Space[Any] = self._agent.action_space
+        #: The last batch as `Samples` of numpy arrays. The tensors of `obtain_samples` use the same memory.
+        self.samples_np: Any = allocation.batches[0]
+        self._batches = Batches(allocation.batches, debug=self.config.debug)
+        self._first_records = [
+            [plan.first_record(self.batch_T, slot) for plan in self._plans] for slot in range(len(allocation.batches))
+        ]
+        self._batch = 0  # the number of the batch that runs, or of the next
+        self._n_trajectories: Counter[int] = Counter()  # returned so far, by worker rank
+        example_info = self.config.traj_info_cls(**allocation.program.traj_info_kwargs)
+        self._metrics = Metrics(example_info, has_evaluation=self.config.eval_n_envs > 0)
 
     # ---- sampling --------------------------------------------------------------------------
 
@@ -264,7 +268,7 @@ class Sampler(EnvironmentCalls, ABC):
             batches.poison(batch - n_slots)  # no worker reads its last row now
         self._batch, self.samples_np = batch + 1, batches.views[slot]
         samples = batches.hand_out(batch, valid_until=batch + n_slots)
-        infos = self._take_traj_infos(pool, slot)
+        infos = as_traj_infos(self.config.traj_info_cls, self._take_trajectories(pool, slot, None))
         self._metrics.training.extend(infos)
         return samples, infos
 

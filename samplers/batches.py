@@ -43,7 +43,7 @@ class Batches:
         """End the validity of the oldest batch that the user holds, because batch `newer` begins. With
         `keep_last_row`, workers still read its last row: only the other rows are poisoned."""
         samples = self.held.popleft()
-        status = samples.status
+        status = samples._status
         assert status is not None
         status.is_current = False
         # Torch does not see what workers write. Without this, a backward pass through a graph on this batch would give
