@@ -165,8 +165,7 @@ class Appender:
         observation, finals = batch.observation, self._finals(batch, flags) if n_truncated else None
         if self._frames is not None:
             check_frames(self._frames, observation, batch.final_obs, flags, self._rows_to_check(len(flags)))
-            if len(flags) == 1:
-                self._check_one_row(observation, flags)
+            self._check_one_row(observation, flags)
             observation = newest_frames(observation)
             finals = None if finals is None else finals[:, -1]
         fields = {
@@ -240,6 +239,9 @@ class Appender:
     def _check_one_row(self, stacks: Any, flags: npt.NDArray[np.uint8]) -> None:
         """Compare the only row of a batch with the row before, if that was kept. Keep this one now and then."""
         assert self._frames is not None
+        if len(flags) != 1:
+            self._row_before = None
+            return
         if self._row_before is not None and not (flags & PARTIAL).any():
             check_frames(self._frames, np.concatenate([self._row_before, stacks]), None, flags[[0, 0]], [1])
         is_kept = self._is_first or self._rng.random() < _CHECKED
