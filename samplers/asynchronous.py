@@ -231,9 +231,8 @@ class AsyncSampler(ParallelSampler):
 
     def take_traj_infos(self) -> list[TrajInfo]:
         """With a replay: the trajectories that have finished since the last call, batch by batch, ordered by time step,
-        then env_rank. The newest 65,536 are kept; `stats().dropped_trajectories` counts the others.
-
-        It does not wait. Raises a `SamplerBrokenError` if a worker has failed.
+        then env_rank. The newest 65,536 are kept; `stats().dropped_trajectories` counts the others. It does not wait.
+        Raises a `SamplerBrokenError` if a worker has failed.
         """
         if self._feed is None:
             raise SamplerStateError("take_traj_infos needs a replay: obtain_samples returns the trajectories")
@@ -271,10 +270,11 @@ class AsyncSampler(ParallelSampler):
         assert self._feed is not None
         while self._open and pool.has_completed(self._open[0].opening):
             batch = self._open[0]
-            self._feed.add_infos(self._infos(pool, batch))
+            infos = self._infos(pool, batch)
+            self._feed.add_infos(infos)
+            self._metrics.training.extend(infos)
             self._note_versions(batch.number)
-            self._open.popleft()
-            self._released = self._taken = batch.number + 1
+            self._released = self._taken = self._open.popleft().number + 1
         if self.state is _RUNNING:
             self._give_credit()
 

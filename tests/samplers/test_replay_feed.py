@@ -79,6 +79,7 @@ def test_the_replay_holds_what_the_environments_did(server: Any, truncates: bool
             assert torch.equal(batch.observation[:, 0] * LENGTH + batch.observation[:, 1], step.float())
         infos = sampler.take_traj_infos()
         assert {info.Length for info in infos} == {LENGTH}
+        assert sampler.metrics()["train/Length_mean"] == LENGTH
         assert set(b.tolist()) == set(range(B))
     assert replay.n_steps > B * 80, "the ring has wrapped"
 
