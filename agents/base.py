@@ -151,9 +151,9 @@ class Agent(ABC):
     def column_state(self, column: int) -> dict[str, Any]:
         """What this copy keeps for one column: random stream, noise, recurrent state. `sampler.state_dict` saves it.
 
-        The base saves every attribute that has the methods `column_state(column)` and
-        `load_column_state(column, state)`, as those of the stock agents do. An agent of your own that has more methods
-        than its base must define both methods too; the base's are enough if it keeps nothing per column.
+        This saves every attribute that has the methods `column_state(column)` and `load_column_state(column, state)`.
+        The attributes of the stock agents have them. If your agent has more methods than its base class, define both
+        methods in it too. If it keeps nothing for each column, they only call those of the base class.
         """
         parts = {name: getattr(part, "column_state", None) for name, part in vars(self).items()}
         return {name: save(column) for name, save in parts.items() if save is not None}

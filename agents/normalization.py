@@ -130,7 +130,7 @@ class RewardNorm(RunningStatistics):
     Call it in the learner. As a part of the model it is saved with the model. Before the first `update`, std is 1.
 
     The return of a step is `reward + discount * the return of the step before`, and starts at 0 in each episode, as in
-    Gymnasium's `NormalizeReward` and Stable-Baselines3's `VecNormalize`. It goes on from batch to batch.
+    Gymnasium's `NormalizeReward` and Stable-Baselines3's `VecNormalize`. It continues from one batch to the next.
     """
 
     def __init__(self, discount: float = 0.99, *, clip: float = 10.0, epsilon: float = 1e-8) -> None:

@@ -115,7 +115,7 @@ class NamedArrays:
 
     def copy(self: _Self) -> _Self:
         """The same structure in new memory (`ndarray.copy` / `Tensor.clone` of every leaf)."""
-        return self.map(lambda leaf: leaf.copy() if hasattr(leaf, "copy") else leaf.clone())
+        return self.map(copied)
 
     def __copy__(self: _Self) -> _Self:
         return _make(type(self), dict(self._values))
@@ -165,6 +165,11 @@ def _make(cls: type[_Self], values: dict[str, Any]) -> _Self:
     new = object.__new__(cls)
     object.__setattr__(new, "_values", values)
     return new
+
+
+def copied(leaf: Any) -> Any:
+    """`leaf`, an array or a tensor, in new memory."""
+    return leaf.copy() if hasattr(leaf, "copy") else leaf.clone()
 
 
 def fields_of(value: Any) -> Mapping[str, Any] | None:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from penstock.buffers.named import NamedArrays, _make, map_leaves
+from penstock.buffers.named import NamedArrays, _make, copied, map_leaves
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.buffers.samples import EnvSamples, Samples
+    from penstock.buffers.samples import BatchStatus, EnvSamples, Samples
 
 _Named = TypeVar("_Named", bound=NamedArrays)
 _PER_COLUMN = ("bootstrap_obs", "bootstrap_value")  # fields without a dimension of time
@@ -84,7 +84,7 @@ def flattened(samples: Samples) -> Samples:
     T, B = dimensions(samples, "flatten")
     rows = _per_step(samples, lambda leaf: leaf.reshape(T * B, *leaf.shape[2:]))
     valid = rows.env.valid
-    return _sharing(rows, samples) if bool(valid.all()) else rows[valid]
+    return with_status(rows, samples.status) if bool(valid.all()) else rows[valid]
 
 
 def sequences(samples: Samples, length: int) -> Samples:
@@ -94,7 +94,7 @@ def sequences(samples: Samples, length: int) -> Samples:
         raise ConfigError(f"the length of sequences must divide the {T} rows of these samples, got {length}")
     n = T // length
     if n == 1:
-        cut = _sharing(_per_step(samples, lambda leaf: leaf), samples)
+        cut = with_status(_per_step(samples, lambda leaf: leaf), samples.status)
     else:
         _require_states(samples, length)
         cut = _per_step(
@@ -122,7 +122,7 @@ def transitions(samples: Samples, discount: float) -> Transitions:
     """`Samples.transitions`."""
     T, B = dimensions(samples, "transitions")
     env, agent = samples.env, samples.agent
-    discounts = map_leaves(_copied, env.reward)
+    discounts = copied(env.reward)
     discounts[...] = discount
     discounts[env.terminated] = 0
     steps = Transitions(
@@ -175,10 +175,12 @@ def _per_step(samples: Samples, fn: Callable[[Any], Any]) -> Samples:
     return _make(type(samples), parts)
 
 
-def _sharing(part: Samples, source: Samples) -> Samples:
-    """`part`, whose arrays are views of those of `source`: it is valid as long as they are."""
-    object.__setattr__(part, "_status", source.status)
-    return part
+def with_status(samples: Samples, status: BatchStatus | None) -> Samples:
+    """A new object with the same arrays and this status."""
+    new = _make(type(samples), samples._values)
+    if status is not None:
+        object.__setattr__(new, "_status", status)
+    return new
 
 
 def _map_together(fn: Callable[..., Any], first: Any, *others: Any) -> Any:
@@ -187,10 +189,6 @@ def _map_together(fn: Callable[..., Any], first: Any, *others: Any) -> Any:
     return _make(
         type(first), {name: _map_together(fn, part, *(other[name] for other in others)) for name, part in first.items()}
     )
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if is_tensor(leaf) else leaf.copy()
 
 
 def _shuffled(size: int, rng: Any, like: Any, n: int) -> Any:

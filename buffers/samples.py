@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from penstock.buffers import reshaping
 from penstock.buffers.named import NamedArrays, _make, map_leaves
-from penstock.buffers.reshaping import Transitions
+from penstock.buffers.reshaping import Transitions, with_status
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.errors import ConfigError
 
@@ -256,14 +256,6 @@ class Samples(NamedArrays):
 
     def numpy(self) -> Samples:
         return with_status(super().numpy(), self.status)
-
-
-def with_status(samples: Samples, status: BatchStatus | None) -> Samples:
-    """A new object with the same arrays and this status."""
-    new = _make(type(samples), samples._values)
-    if status is not None:
-        object.__setattr__(new, "_status", status)
-    return new
 
 
 @dataclass(frozen=True)

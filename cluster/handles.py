@@ -60,7 +60,7 @@ class Shard:
     since: float = 0.0  #: when its actor was made
     version: int = 0  #: of the parameters that it has
     n_orders: int = 0  #: given to this actor
-    waiting: set[int] = field(default_factory=set)  #: the numbers of those that have no reply
+    waiting: set[int] = field(default_factory=set)  #: the numbers of the orders without a reply
     last_batch: int = -1  #: the number of the last command that this actor has
     #: Totals of all its actors, for the statistics.
     batches: int = 0
@@ -71,7 +71,7 @@ class Shard:
     earlier: tuple[WorkerStats, ...] = ()  #: of the workers of the actors before it
 
     def totals(self) -> tuple[WorkerStats, ...]:
-        """The figures of its workers, with those of all its actors. Empty while none has ever answered."""
+        """The figures of the workers of all its actors. Empty while no actor has answered."""
         if len(self.figures) != len(self.earlier):
             return self.figures or self.earlier
         return tuple(_sum(*pair) for pair in zip(self.figures, self.earlier, strict=True))
@@ -94,7 +94,7 @@ def _sum(one: WorkerStats, other: WorkerStats) -> WorkerStats:
 
 @dataclass(eq=False)
 class Pending:
-    """A call whose answer has not come. `order` is None for the start of a shard."""
+    """A call whose answer has not come. `order` is None if the call is the start of a shard."""
 
     shard: Shard
     order: Order | None = None

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers import Samples
-from penstock.buffers.samples import BatchStatus, with_status
+from penstock.buffers.reshaping import with_status
+from penstock.buffers.samples import BatchStatus
 from penstock.errors import StaleSamplesError
 
 
