@@ -140,10 +140,11 @@ $(RAY)/.installed: setup.py constraints.txt $(SOURCES)
 chaos: $(VENV)/.installed
 	$(BIN)/python benchmarks/chaos.py --seconds 600
 
-# The failure tests with many more trials each; takes more than an hour. No traceback after 100 s: Python prints it without
-# stopping the thread that it describes, and the process can crash on the way.
+# The whole suite at full scale: the failure tests with many more trials each, and every case of each matrix. Takes more
+# than an hour. No traceback after 100 s: Python prints it without stopping the thread that it describes, and the process
+# can crash on the way.
 faults: $(VENV)/.installed
-	PENSTOCK_FAULTS=full $(BIN)/$(PYTEST) -n 3 -o faulthandler_timeout=0 tests/process
+	PENSTOCK_FAULTS=full $(BIN)/$(PYTEST) -n 3 -o faulthandler_timeout=0
 
 # Real environments, as many as are installed, at 20,000 steps each.
 real: $(VENV)/.installed

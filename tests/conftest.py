@@ -21,13 +21,20 @@ os.environ["PENSTOCK_CPU_NAMESPACE"] = f"-test-{os.getpid()}"
 import cloudpickle
 import psutil
 import pytest
+from hypothesis import settings
 
 from penstock import ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
 from penstock.ports.lock_files import FOLDER_VARIABLE, ports_with_lock_file
 from penstock.vector import ShmVectorEnv
 
+from . import scale
+from .scale import START_METHODS, scaled
 from .starter import starting
+
+# No deadline: several tests share a CPU.
+settings.register_profile("scaled", max_examples=scaled(300, 50), deadline=None)
+settings.load_profile("scaled")
 
 # In the background a shell ignores SIGINT, and nohup ignores SIGHUP. Processes that the tests start would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,7 +42,6 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
 TESTS = Path(__file__).parent
-START_METHODS = ("fork", "forkserver", "spawn")
 
 # Samplers return tensors, so most tests need torch. Without it, only the tests of these folders run.
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -47,28 +53,40 @@ if not HAS_TORCH:
 # `make quick` leaves these out: folders, files and functions that take long. It also leaves out the cases with another
 # start method than the default.
 SLOW = (
+    "agents/test_acting.py",
     "agents/test_conformance.py",
     "agents/test_drawing.py",
     "agents/test_learners_view.py",
     "agents/test_shared_parameters.py::test_no_read_is_torn_and_no_version_goes_back_while_another_process_publishes",
     "benchmarks/",
+    "buffers/test_shared.py::test_closing_and_dropping_the_views_gives_every_descriptor_back",
     "cluster/test_documents.py",
     "cluster/test_experiment.py",
+    "cluster/test_names.py",
+    "cluster/test_panel.py",
     "cluster/test_ray_failures.py",
     "cluster/test_ray_local.py",
     "cluster/test_ray_sampler.py",
+    "cluster/test_streams.py",
     "cluster/test_wire.py::test_ten_thousand_increments_count_ten_thousand",
     "collectors/test_batched_envs.py::test_envpool_gives_one_batch_per_seed_whatever_the_workers",
+    "collectors/test_checks.py::test_bad_actions_are_named_in_their_batch",
     "collectors/test_checks.py::test_bad_data_is_named_in_its_batch",
+    "collectors/test_checks.py::test_bad_data_is_named_while_decorrelating",
+    "collectors/test_checks.py::test_evaluations_in_processes",
     "collectors/test_invalid_data.py",
     "collectors/test_native.py::test_signals_are_looked_at_even_if_no_step_is_in_python",
+    "collectors/test_recorded_dtypes.py",
+    "collectors/test_vector.py",
     "docs/",
     "envs/test_rows.py::test_sampled_elements_are_recorded_exactly",
     "examples/",
     "process/",
     "real/",
     "replays/test_checkpoint.py::test_a_kill_while_saving_leaves_a_whole_checkpoint",
+    "replays/test_sequences.py",
     "replays/test_shared_ring.py::test_no_row_is_torn",
+    "replays/test_transitions.py",
     "samplers/test_agents_determinism.py",
     "samplers/test_arguments.py::test_a_type_checker_finds_wrong_arguments_of_every_sampler",
     "samplers/test_asynchronous.py",
@@ -77,17 +95,25 @@ SLOW = (
     "samplers/test_central_order.py",
     "samplers/test_central_sampling.py",
     "samplers/test_central_workers.py",
+    "samplers/test_determinism.py::test_the_random_agent_gives_bit_identical_batches_with_any_number_of_workers",
+    "samplers/test_doctor.py::test_the_doctor_starts_a_sampler_and_finds_it_well",
     "samplers/test_failures.py",
-    "samplers/test_inference.py::test_every_sampler_follows_publications",
-    "samplers/test_inference.py::test_the_number_of_workers_changes_no_more_than_the_last_bits",
-    "samplers/test_inference.py::test_workers_of_every_start_method_follow_publications",
+    "samplers/test_inference.py",
     "samplers/test_lifetime.py",
+    "samplers/test_parallel.py::test_every_one_step_episode_is_delivered_in_its_batch",
+    "samplers/test_replay.py::test_any_step_of_the_last_batch_is_repeated",
+    "samplers/test_replay_feed.py",
+    "samplers/test_resume.py::test_a_run_continues_exactly_with_another_number_of_workers",
+    "samplers/test_resume.py::test_a_run_with_central_inference_continues_exactly",
+    "samplers/test_slots.py::test_debug_changes_no_batch",
+    "samplers/test_video.py",
     "test_package.py",
     "testing/test_broken_collectors.py",
     "testing/test_conformance_agent.py",
     "testing/test_conformance_collector.py",
     "testing/test_faulty.py",
     "vector/test_async.py",
+    "vector/test_calls.py",
     "vector/test_objects.py",
     "vector/test_same.py",
     "vector/test_sb3.py",
@@ -104,7 +130,7 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Workers cannot import test modules. Definitions in them are pickled by value, like those in a script.
-    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
+    for module in {scale, *(item.module for item in items if isinstance(item, pytest.Function))}:
         cloudpickle.register_pickle_by_value(module)
     for item in items:
         name = f"{item.path.relative_to(TESTS).as_posix()}::{item.name}"

@@ -16,8 +16,9 @@ from penstock.envs import action_splitter
 from penstock.errors import SpaceError
 
 from ..envs.space_strategies import any_space, at, children, discrete, leaf_paths, path_name
+from ..scale import scaled
 
-quick = settings(max_examples=80, deadline=None)
+quick = settings(max_examples=scaled(80, 40), deadline=None)
 seeds = st.integers(0, 2**32)
 counts = st.integers(0, 20)
 
@@ -42,7 +43,7 @@ def in_bounds(space: Any, values: Any) -> bool:
     return bool(((start <= values) & (values < start + count)).all())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scaled(200, 60), deadline=None)
 @given(any_space, st.integers(1, 50), seeds)
 def test_every_element_is_contained_in_the_space(space: Any, n: int, seed: int) -> None:
     for (path, leaf_space), values in zip(leaf_paths(space), leaves(drawn_from(space, n, seed)), strict=True):

@@ -16,10 +16,12 @@ from hypothesis.extra import numpy as hnp
 from penstock.buffers import AgentSamples, NamedArrays, as_named
 from penstock.buffers.named import map_leaves
 
+from ..scale import scaled
+
 torch = pytest.importorskip("torch")
 
 T, B = 4, 3
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=scaled(40, 20), deadline=None)
 
 # Names of methods, of dunder methods and with spaces are all fair: a Dict space may have such keys.
 NAMES = st.sampled_from(["observation", "reward", "values", "copy", "a name", "_0", "map", "0", "torch"])

@@ -23,6 +23,8 @@ from hypothesis.extra import numpy as hnp
 from penstock.buffers import ArraySpec, NamedArrays, NamedMemory, SharedBlock, memory_limits
 from penstock.errors import ConfigError
 
+from ..scale import scaled
+
 MIB = 2**20
 
 
@@ -182,7 +184,7 @@ spec_trees = st.dictionaries(
 ).map(NamedArrays)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60, 30), deadline=None)
 @given(spec_trees, st.booleans())
 def test_arrays_are_zeroed_apart_and_as_specified(specs: NamedArrays, shared: bool) -> None:
     with opened(NamedMemory(specs, shared=shared, purpose="a test")) as memory:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ..scale import scaled
+
 pytest.importorskip("zmq", reason="the documents use the wire over sockets")
 pytest.importorskip("msgpack", reason="the documents use the wire over sockets")
 
@@ -41,7 +43,7 @@ def test_the_other_blocks_name_what_exists() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("wire", ["local", "zmq"])
+@pytest.mark.parametrize("wire", scaled(["local", "zmq"], ["local"]))  # test_experiment.py has processes daily
 def test_the_example_learns(wire: str) -> None:
     command = [sys.executable, ROOT / "examples/cluster_experiment.py", "--wire", wire, "--goal", "40"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)

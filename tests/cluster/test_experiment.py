@@ -41,6 +41,7 @@ from penstock.cluster.name_table import NameClient
 from penstock.cluster.pieces import batch_of
 from penstock.cluster.stream_agent import StreamAgent
 
+from ..scale import scaled
 from .support import wait_until
 
 HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
@@ -96,7 +97,7 @@ def experiment(inference: str | None = "policy", agent: Any = None, **training: 
     )
 
 
-@pytest.mark.parametrize("wire", ["local", pytest.param("zmq", marks=needs_zmq)])
+@pytest.mark.parametrize("wire", ["local", *scaled([pytest.param("zmq", marks=needs_zmq)], [])])
 @pytest.mark.parametrize("inference", [None, "policy"])
 def test_an_experiment_runs(wire: str, inference: str | None, tmp_path: Path) -> None:
     with experiment(inference, max_staleness=6).run(wire=wire) as run:
@@ -114,7 +115,7 @@ def test_an_experiment_goes_on_after_its_workers_were_killed(tmp_path: Path) -> 
     checkpoint = tmp_path / "trainer.pt"
     with experiment(checkpoint=checkpoint, save_every=1, max_staleness=6).run(wire="zmq") as run:
         version = run.wait(lambda s: s.version >= 3, timeout=60).version
-        for name in ("policy/0", "actor/1", "trainer/0"):
+        for name in scaled(("policy/0", "actor/1", "trainer/0"), ("policy/0", "trainer/0")):
             os.kill(run.panel.pid(name), signal.SIGKILL)
             state = run.wait(lambda s, n=name, v=version: run.restarts[n] == 1 and s.version >= v + 3, timeout=60)
             assert run.restarts[name] == 1

@@ -10,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from penstock import NameTableError
 from penstock.cluster.names import Names
 
+from ..scale import scaled
+
 KEYS = ("a", "a/b", "a/b/c", "a/c", "ab", "ab/b")
 OWNERS = ("x", "y", "z")
 LEASES = (None, 1.0, 2.5)
@@ -126,8 +128,8 @@ class NamesMachine(RuleBasedStateMachine):
         assert self.names.find() == {key: value[0] for key, value in sorted(self.live().items())}
 
 
-# 10,000 operations. With max_examples=2000: 100,000.
-NamesMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+# 5,000 operations; at full scale 100,000.
+NamesMachine.TestCase.settings = settings(max_examples=scaled(2000, 100), stateful_step_count=50, deadline=None)
 TestNames = NamesMachine.TestCase
 
 

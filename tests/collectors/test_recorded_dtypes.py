@@ -22,13 +22,14 @@ from penstock import (
 )
 from penstock.envs import BatchedCartPole, CountingEnv
 
+from ..scale import mostly_first
+
 SAMPLERS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
     "serial": (SerialSampler, {}),
     "parallel": (ParallelSampler, {}),
     "gpu": (GpuSampler, {}),
     "gpu parts": (GpuSampler, {"min_ready": 1}),
 }
-every_sampler = pytest.mark.parametrize("kind", SAMPLERS)
 
 
 def sampler_of(kind: str, env_fn: Any, **kwargs: Any) -> Sampler:
@@ -55,19 +56,19 @@ class Reporting(Agent):
         return AgentStep(np.zeros(B, np.int64), {"eps": values})
 
 
-@every_sampler
-@pytest.mark.parametrize(
-    ("first", "later", "message"),
-    [
-        (0, 0.5, r"agent_info.eps of env_rank 2 must have dtype int64, as in the agent's first step, got float64 0.5"),
-        (np.int8(1), np.int64(300), r"agent_info.eps of env_rank 2 must have dtype int8, .* got int64 300"),
-        (np.uint8(0), np.int64(-1), r"agent_info.eps of env_rank 2 must have dtype uint8, .* got int64 -1"),
-        (False, 2, r"agent_info.eps of env_rank \d must have dtype bool, .* got int64 \d"),
-        (np.float32(0), np.float64(1e300), r"agent_info.eps of env_rank 2 must have dtype float32, .* float64 1e\+300"),
-        (0.0, 1j, r"agent_info.eps of env_rank \d must have dtype float64, .* got complex128"),
-    ],
-)
-def test_agent_info(kind: str, first: Any, later: Any, message: str) -> None:
+CHANGED = [
+    (0, 0.5, r"agent_info.eps of env_rank 2 must have dtype int64, as in the agent's first step, got float64 0.5"),
+    (np.int8(1), np.int64(300), r"agent_info.eps of env_rank 2 must have dtype int8, .* got int64 300"),
+    (np.uint8(0), np.int64(-1), r"agent_info.eps of env_rank 2 must have dtype uint8, .* got int64 -1"),
+    (False, 2, r"agent_info.eps of env_rank \d must have dtype bool, .* got int64 \d"),
+    (np.float32(0), np.float64(1e300), r"agent_info.eps of env_rank 2 must have dtype float32, .* float64 1e\+300"),
+    (0.0, 1j, r"agent_info.eps of env_rank \d must have dtype float64, .* got complex128"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changed"), mostly_first(SAMPLERS, CHANGED))
+def test_agent_info(kind: str, changed: Any) -> None:
+    first, later, message = changed
     with sampler_of(kind, CountingEnv) as sampler:
         sampler.initialize(Reporting(first, later))
         with pytest.raises(WorkerError, match=message) as caught:
@@ -111,16 +112,16 @@ class Fixed(Agent):
         return AgentStep(good)
 
 
-@every_sampler
-@pytest.mark.parametrize(
-    ("space", "action", "message"),
-    [
-        (spaces.MultiBinary(2), np.array([1, 300]), r"action of env_rank 2 must have dtype int8, .* int64 \[1, 300\]"),
-        (spaces.MultiDiscrete([2, 2]), np.array([0, 2**63], np.uint64), r"env_rank 2 must have dtype int64, .* uint64"),
-        (spaces.Box(-1, 1, (2,)), np.array([0.0, 1e300]), r"action of env_rank 2 must have dtype float32, .* float64"),
-    ],
-)
-def test_actions(kind: str, space: Any, action: Any, message: str) -> None:
+WRONG = [
+    (spaces.MultiBinary(2), np.array([1, 300]), r"action of env_rank 2 must have dtype int8, .* int64 \[1, 300\]"),
+    (spaces.MultiDiscrete([2, 2]), np.array([0, 2**63], np.uint64), r"env_rank 2 must have dtype int64, .* uint64"),
+    (spaces.Box(-1, 1, (2,)), np.array([0.0, 1e300]), r"action of env_rank 2 must have dtype float32, .* float64"),
+]
+
+
+@pytest.mark.parametrize(("kind", "wrong"), mostly_first(SAMPLERS, WRONG))
+def test_actions(kind: str, wrong: Any) -> None:
+    space, action, message = wrong
     with sampler_of(kind, lambda: Acting(space)) as sampler:
         sampler.initialize(Fixed(lambda _: action))
         with pytest.raises(WorkerError, match=message):

@@ -17,7 +17,9 @@ from penstock.buffers.native import COMPILED, PYTHON
 from penstock.collectors import TrajInfo, make_tracker, tracking
 from penstock.collectors.tracking import BatchTracker, ObjectTracker
 
-quick = settings(max_examples=80, deadline=None)
+from ..scale import scaled
+
+quick = settings(max_examples=scaled(80, 40), deadline=None)
 FIRST_RANK = 40  # columns are not environments
 
 

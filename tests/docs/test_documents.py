@@ -5,8 +5,10 @@ import csv
 import importlib.util
 import os
 import re
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ from penstock.testing import (
     traj_info_rules,
 )
 
-from ..starter import run
+from ..scale import FULL, scaled
+from ..starter import Program, run
 
 ROOT = Path(__file__).parent.parent.parent
 TESTING = (ROOT / "docs/testing.md").read_text(encoding="utf-8")
@@ -58,7 +61,7 @@ def test_the_asynchronous_example_runs_as_written(capsys: pytest.CaptureFixture[
 
 @pytest.mark.usefixtures("starter")
 def test_the_readme_example_runs_as_a_script_and_learns(tmp_path: Path) -> None:
-    example = blocks("README.md")[0]
+    example = blocks("README.md")[0].replace("range(100)", f"range({scaled(100, 41)})")
     sampling = example[example.index("agent = CategoricalPgAgent(") :]
     assert len(sampling.strip().splitlines()) <= 15
     script = tmp_path / "script.py"
@@ -66,7 +69,7 @@ def test_the_readme_example_runs_as_a_script_and_learns(tmp_path: Path) -> None:
     done = run(script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     returns = [float(line.split()[1]) for line in done.stdout.splitlines()]
-    assert len(returns) == 10
+    assert len(returns) == scaled(10, 5)
     assert returns[-1] > 2 * returns[0]
 
 
@@ -361,9 +364,10 @@ def outputs(*processes: subprocess.Popen[str]) -> list[str]:
     return found
 
 
+@pytest.mark.usefixtures("starter")
 def test_four_runs_at_once_give_what_one_alone_gives(scripts: Path) -> None:
-    """Four processes, then two in a pool and two of joblib. No two pin their workers to the same CPU."""
-    runs = outputs(*(start(scripts, "train.py", str(seed)) for seed in range(4)))
+    """Four processes, then two in a pool, and at full scale two of joblib. No two pin their workers to the same CPU."""
+    runs = outputs(*(Program([scripts / "train.py", seed], cwd=scripts, light=True) for seed in range(4)))
     found = [re.search(r"seed (\d) return (\S+)", run) for run in runs]
     assert [match and match[1] for match in found] == list("0123")
     pinned = [cpu for run in runs for cpu in re.findall(r"1 workers, on CPUs (\d+)", run)]
@@ -372,14 +376,31 @@ def test_four_runs_at_once_give_what_one_alone_gives(scripts: Path) -> None:
     expected = " ".join(["returns", *(match[2] for match in found[:2] if match)])
     sweep = scripts / "sweep.py"
     sweep.write_text(sweep.read_text().replace("range(4)", "range(2)").replace("4)", "2)"))
-    for launcher in ("pool", "joblib"):
+    for launcher in scaled(("pool", "joblib"), ("pool",)):
         (output,) = outputs(start(scripts, "sweep.py", launcher))
         assert output.splitlines()[-1] == expected, launcher
 
 
-def test_two_ranks_of_torchrun_have_one_model_and_different_environments(scripts: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
-    (output,) = outputs(start(scripts, *command))
-    found = re.findall(r"rank (\d) of 2: envs range\((\d+), (\d+)\), (\S+)", output)
+def ranks(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Program]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for rank in range(2):
+        values = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+        yield Program([scripts / "ddp.py"], cwd=scripts, forks_server=True)
+
+
+@pytest.mark.usefixtures("starter")
+def test_two_ranks_of_torchrun_have_one_model_and_different_environments(
+    scripts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At full scale with torchrun, daily with the environment variables that it sets."""
+    if FULL:
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
+        found = outputs(start(scripts, *command))
+    else:
+        found = outputs(*ranks(scripts, monkeypatch))
+    found = re.findall(r"rank (\d) of 2: envs range\((\d+), (\d+)\), (\S+)", "".join(found))
     assert sorted(match[:3] for match in found) == [("0", "0", "8"), ("1", "8", "16")]
     assert found[0][3] == found[1][3]

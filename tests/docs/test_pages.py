@@ -3,8 +3,6 @@
 import importlib
 import os
 import re
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,9 @@ import pytest
 import torch
 
 from penstock import ParallelSampler
+
+from ..scale import FULL
+from ..starter import run
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
@@ -29,11 +30,16 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
 
 
+def shortened(block: str) -> str:
+    """The same code, with fewer iterations of training."""
+    return block if FULL else re.sub(r"(?<=for itr in range\()\d+(?=\))", lambda n: str(min(3, int(n[0]))), block)
+
+
 def definitions(page: str, first: int = 0, last: int | None = None) -> dict[str, Any]:
     """All names that the blocks of the page define, executed one after the other in one module."""
     namespace: dict[str, Any] = {"__name__": "__main__"}  # as in a script: classes are pickled by value
     for block in blocks(page)[first:last]:
-        exec(compile(block, page, "exec"), namespace)
+        exec(compile(shortened(block), page, "exec"), namespace)
     return namespace
 
 
@@ -63,13 +69,13 @@ def test_a_page_runs_as_written(page: str) -> None:
 
 
 @pytest.mark.filterwarnings("default")  # other libraries warn
+@pytest.mark.usefixtures("starter")
 @pytest.mark.parametrize("page", NEEDS)
 def test_a_page_about_another_library_runs_as_written(page: str, tmp_path: Path) -> None:
     skip_without(NEEDS[page])
     # In a process of its own: these libraries leave processes and descriptors until theirs ends.
-    (tmp_path / "page.py").write_text("\n\n".join(blocks(page)), encoding="utf-8")
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "page.py"], env=environ, capture_output=True, text=True, timeout=110)
+    (tmp_path / "page.py").write_text("\n\n".join(map(shortened, blocks(page))), encoding="utf-8")
+    done = run(tmp_path / "page.py", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -17,10 +17,13 @@ ROOT = Path(__file__).parent.parent.parent
 PACKAGES = [*(module.name for module in pkgutil.iter_modules(penstock.__path__) if module.ispkg), "errors"]
 PAGES = {"buffers": "samples"}  # of the reference, where page and package have different names
 
-pytestmark = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings")),
-    reason="needs the extra `docs`",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings")),
+        reason="needs the extra `docs`",
+    ),
+    pytest.mark.xdist_group("site"),  # it is built once
+]
 
 
 @pytest.fixture(scope="module")

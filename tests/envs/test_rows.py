@@ -17,9 +17,10 @@ from penstock.envs import action_splitter, arrays_like, write_row
 from penstock.envs.rows import write_cell
 from penstock.errors import SpaceError
 
+from ..scale import scaled
 from .space_strategies import any_space, at, empty_row, leaf_paths, nested_spaces, nodes, path_name, replaced, sample
 
-quick = settings(max_examples=80, deadline=None)
+quick = settings(max_examples=scaled(80, 30), deadline=None)
 seeds = st.integers(0, 2**31 - 1)
 counts = st.integers(1, 5)
 

@@ -18,6 +18,8 @@ from penstock.buffers.native import COMPILED
 from penstock.envs import CountingEnv, wrappers
 from penstock.envs.wrappers import flattened
 
+from ..scale import scaled
+
 pytestmark = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
 
 RESULTS: list[Any] = [
@@ -138,7 +140,7 @@ def change(envs: list[Any], name: str, argument: Any) -> None:
         env.env = Scripted([(7, 7.0, False, False, {})] * 3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scaled(300, 100), deadline=None)
 @given(
     results=st.lists(st.sampled_from(range(len(RESULTS))), max_size=8),
     layers=st.lists(st.integers(0, len(WRAPPERS) - 1), min_size=1, max_size=4),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ import pytest
 import torch
 
 from penstock.buffers import AgentSamples, EnvSamples, NamedArrays, Samples
+
+from .. import starter
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "numpy_pg.py"
 
@@ -60,7 +61,6 @@ def test_the_gradients_are_those_of_torch(example: Any) -> None:
         np.testing.assert_allclose(found[name], tensor.grad, atol=1e-5, err_msg=name)
 
 
-def test_a_short_run_learns() -> None:
-    command = [sys.executable, str(EXAMPLE), "--goal", "100", "--time-limit", "60"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+def test_a_short_run_learns(tmp_path: Path) -> None:
+    done = starter.run(EXAMPLE, "--goal", 60, "--time-limit", 60, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from .. import starter
+from ..scale import scaled
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -25,7 +26,7 @@ def test_a_dqn_that_misses_its_goal_says_so() -> None:
 
 
 def test_a_short_sac_runs_with_and_without_the_wrong_learner() -> None:
-    for wrong in (0, 1):
+    for wrong in scaled((0, 1), (1,)):
         options = ["--total-steps", 1300, "--eval-every", 200, "--eval-episodes", 8, "--max-episode-steps", 50]
         done = run("examples/sac.py", *options, "--truncation-terminates", wrong)
         assert done.returncode == 1

@@ -1,19 +1,18 @@
 """PPO for Atari, shortened to two batches."""
 
 import importlib.util
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from .. import starter
 
 ROOT = Path(__file__).parent.parent.parent
 MISSING = [name for name in ("ale_py", "cv2") if importlib.util.find_spec(name) is None]
 
 
-def run(*options: object) -> "subprocess.CompletedProcess[str]":
-    line = [sys.executable, *map(str, options)]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=110)
+run = partial(starter.run, cwd=ROOT)
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"needs the extra `atari`: {', '.join(MISSING)}")
@@ -24,8 +23,9 @@ def test_two_batches_of_pong() -> None:
     assert "128 steps" in done.stdout
 
 
-def test_without_ale_py_the_error_names_the_extra() -> None:
-    code = "import sys, runpy; sys.modules['ale_py'] = None; runpy.run_path('examples/ppo_atari.py')"
-    done = run("-c", code)
+def test_without_ale_py_the_error_names_the_extra(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys, runpy; sys.modules['ale_py'] = None; runpy.run_path('examples/ppo_atari.py')")
+    done = run(script)
     assert done.returncode == 1
     assert "pip install 'penstock[atari]'" in done.stderr

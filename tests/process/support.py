@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import statistics
-import struct
 import subprocess
 import sys
 import textwrap
@@ -16,21 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import psutil
-import pytest
 
 from penstock.envs import CountingEnv
 from penstock.testing import Fault
 
+from ..scale import FULL
 from ..starter import Program
 
-T = TypeVar("T")
-
-#: PENSTOCK_FAULTS=full runs the numbers that the failure table promises; otherwise a sample of each.
-FULL = os.environ.get("PENSTOCK_FAULTS") == "full"
 #: What a loaded machine may take of a promised time. The full scale is run on a quiet one.
 SLACK = 1.0 if FULL else 2.0
 #: From a worker's failure to the error in the main process.
@@ -40,15 +34,6 @@ BOUND = 30.0  # for what must happen at some time
 #: What was measured, in seconds (or the unit that the name says), and what it must not exceed.
 FIGURES: dict[str, list[float]] = defaultdict(list)
 LIMITS: dict[str, float] = {}
-
-
-def methods(*quick: str) -> Any:
-    """All start methods at full scale; at quick scale those where it is most likely to go wrong."""
-    return pytest.mark.parametrize("start_method", ("fork", "forkserver", "spawn") if FULL else quick)
-
-
-def scaled(full: T, quick: T) -> T:
-    return full if FULL else quick
 
 
 def note(name: str, value: float, limit: float) -> None:
@@ -317,31 +302,32 @@ def python_path() -> str:
 SYSCALLS = {"sched_setaffinity": 203, "eventfd2": 290, "memfd_create": 319, "pidfd_open": 434}
 
 
-class _Filter(ctypes.Structure):
+_REFUSE = """
+import ctypes, os, struct
+
+class Filter(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("program", ctypes.c_char_p)]
 
-
-def refusing(name: str, error: int) -> Callable[[], None]:
-    """For `Script(before=...)`: from then on the kernel answers the system call `name` with `error`."""
+def refuse(number, error):
     program = b"".join(
         struct.pack("HBBI", *instruction)
         for instruction in (
             (0x20, 0, 0, 0),  # load the number of the system call
-            (0x15, 0, 1, SYSCALLS[name]),  # skip one if it is another
+            (0x15, 0, 1, number),  # skip one if it is another
             (0x06, 0, 0, 0x00050000 | error),  # SECCOMP_RET_ERRNO
             (0x06, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
         )
     )
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, set_seccomp, filter_mode = 38, 22, 2
+    assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
+    assert libc.prctl(set_seccomp, filter_mode, ctypes.byref(Filter(4, program))) == 0, os.strerror(ctypes.get_errno())
+"""
 
-    def install() -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        no_new_privileges, set_seccomp, filter_mode = 38, 22, 2
-        assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
-        assert libc.prctl(set_seccomp, filter_mode, ctypes.byref(_Filter(4, program))) == 0, os.strerror(
-            ctypes.get_errno()
-        )
 
-    return install
+def refusing(name: str, error: int) -> str:
+    """For the begin of a script: from then on the kernel answers the system call `name` with `error`."""
+    return f"{_REFUSE}\nrefuse({SYSCALLS[name]}, {error})\n"
 
 
 # ---- environments --------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import pytest
 from penstock import ParallelSampler, RandomAgent, Sampler, SerialSampler, TrajInfo
 from penstock.envs import CountingEnv
 
-from .support import FIGURES, LIMITS, scaled
+from ..scale import scaled
+from .support import FIGURES, LIMITS
 
 N_BATCHES = scaled(10_000, 300)
 N_EPISODES = scaled(1_000_000, 30_000)

@@ -28,10 +28,10 @@ from penstock import (
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import InjectedFault, faulty_env
 
+from ..scale import FULL, pairs, scaled
 from .support import (
     BOUND,
     ERROR_SECONDS,
-    FULL,
     SLACK,
     Notebook,
     Script,
@@ -41,7 +41,6 @@ from .support import (
     killer,
     note,
     pause,
-    scaled,
     until,
 )
 
@@ -80,8 +79,7 @@ def is_dead(sampler: AsyncSampler, rank: int) -> bool:
 # ---- deaths --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("server", [None, "process"], ids=["workers act", "server acts"])
-@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Detailed], ids=["ring", "pipe"])
+@pytest.mark.parametrize(("server", "traj_info_cls"), pairs([None, "process"], [TrajInfo, Detailed]))
 def test_a_worker_killed_at_a_random_moment(
     server: Any, traj_info_cls: type[TrajInfo], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -257,8 +255,7 @@ def test_a_full_pipe_is_no_hang() -> None:
 # ---- restarts --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("server", [None, "process"], ids=["workers act", "server acts"])
-@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Detailed], ids=["ring", "pipe"])
+@pytest.mark.parametrize(("server", "traj_info_cls"), pairs([None, "process"], [TrajInfo, Detailed]))
 def test_a_replacement_collects_the_interrupted_batch_again(server: Any, traj_info_cls: type[TrajInfo]) -> None:
     rng = generator("async restart", server, traj_info_cls.__name__)
     endless: dict[str, Any] = {"on_worker_failure": "restart", "max_restarts": 1_000_000}

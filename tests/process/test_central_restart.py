@@ -30,7 +30,8 @@ from penstock import (
 from penstock.envs import CountingEnv
 from penstock.testing import DelegatingAgent, Fault, faulty_env, faulty_eval_collector
 
-from .support import FULL, Notebook, check_counting, generator, killer, methods, scaled, until
+from ..scale import FULL, methods, pairs, scaled
+from .support import Notebook, check_counting, generator, killer, until
 from .test_main_process import Interrupts
 
 cloudpickle.register_pickle_by_value(sys.modules[Interrupts.__module__])
@@ -51,7 +52,7 @@ OWN_SHARE: tuple[type[GpuSampler], dict[str, Any]] = (GpuSampler, {"serve_envs":
 ELSEWHERE: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     f"own process, {mode}": (cls, {"server": "process", **options}) for mode, (cls, options) in MODES.items()
 }
-everywhere = pytest.mark.parametrize("mode", [*MODES, *(ELSEWHERE if FULL else list(ELSEWHERE)[1::2])])
+everywhere = pytest.mark.parametrize("mode", [*list(MODES)[:: scaled(1, 3)], *list(ELSEWHERE)[:: scaled(1, 2)]])
 
 
 class Net(nn.Module):
@@ -123,10 +124,8 @@ def undisturbed(agent: str) -> list[Any]:
         return batches(sampler, AGENTS[agent]())
 
 
-@everywhere
-@pytest.mark.parametrize(
-    ("agent", "at"), [(agent, at) for agent in AGENTS for at in (1, 30) if FULL or agent == "random" or at > 1]
-)
+@pytest.mark.parametrize(("agent", "mode"), pairs(AGENTS, [*MODES, *ELSEWHERE]))
+@pytest.mark.parametrize("at", scaled([1, 30], [30]))
 def test_a_replacement_changes_no_other_column(agent: str, at: int, mode: str, tmp_path: Path) -> None:
     """env_rank 3 kills its worker, of columns 2 and 3: at once, or in the second batch."""
     fns = [faulty_env(CARTPOLE, Fault("delay", at=10**9))] * B

@@ -24,7 +24,8 @@ from penstock import (
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import Fault, faulty_env
 
-from .support import SLACK, Notebook, Script, methods, note, scaled, until
+from ..scale import START_METHODS, methods, pairs, scaled
+from .support import SLACK, Notebook, Script, note, until
 
 CLOSE_SECONDS = 2.5 * SLACK
 
@@ -122,8 +123,9 @@ def test_while_a_worker_is_writing_into_a_full_pipe() -> None:
     assert close(sampler, "with a batch outstanding") == []
 
 
-@pytest.mark.parametrize("how", ["raise", "kill", "segfault", "exit", "hang", "hold the gil", "stop"])
-@pytest.mark.parametrize("where", ["step", "init"])
+@pytest.mark.parametrize(
+    ("how", "where"), pairs(["raise", "kill", "segfault", "exit", "hang", "hold the gil", "stop"], ["step", "init"])
+)
 def test_after_each_kind_of_error(where: str, how: str, tmp_path: Path) -> None:
     fault = Notebook(tmp_path).fault(how)
     fns = [CountingEnv] * 3 + [faulty_env(CountingEnv, fault, where)]
@@ -135,8 +137,9 @@ def test_after_each_kind_of_error(where: str, how: str, tmp_path: Path) -> None:
     assert sampler.state is SamplerState.BROKEN
 
 
-@pytest.mark.parametrize("ending", ["del", "gc"])
-@methods("fork", "forkserver")
+@pytest.mark.parametrize(
+    ("ending", "start_method"), pairs(["del", "gc"], scaled(START_METHODS, ("fork", "forkserver")))
+)
 def test_in_del(ending: str, start_method: str) -> None:
     sampler = sampler_of(start_method=start_method)
     sampler.initialize(RandomAgent())

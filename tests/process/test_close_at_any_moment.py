@@ -26,7 +26,8 @@ from penstock.vector import ShmVectorEnv
 from penstock.workers import pool as pool_module
 from penstock.workers.monitor import Monitor
 
-from .support import BOUND, SLACK, scaled, until
+from ..scale import scaled
+from .support import BOUND, SLACK, until
 
 CLOSE_SECONDS = 2.5 * SLACK
 KINDS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
@@ -45,6 +46,7 @@ CALLS: dict[str, Callable[[Sampler], Any]] = {
 
 pytestmark = pytest.mark.timeout(scaled(600, 120))
 every_kind = pytest.mark.parametrize("kind", KINDS)
+N_TIMES = scaled(30, 1)
 
 
 def sampler_of(kind: str, env_fn: Any = CountingEnv, **kwargs: Any) -> Sampler:
@@ -92,7 +94,7 @@ def shut_down(sampler: Sampler) -> None:
 @every_kind
 @pytest.mark.parametrize("name", CALLS)
 def test_in_the_middle_of_calls(kind: str, name: str) -> None:
-    for _ in range(scaled(30, 3)):
+    for _ in range(N_TIMES):
         sampler, done = sampler_of(kind), [0]
         sampler.initialize(RandomAgent())
 
@@ -224,7 +226,7 @@ class _LocalOnly:
 @every_kind
 @pytest.mark.parametrize("name", ["obtain_samples", "get_attr"])
 def test_from_a_signal_handler(kind: str, name: str) -> None:
-    for _ in range(scaled(30, 3)):
+    for _ in range(N_TIMES):
         sampler = sampler_of(kind)
         sampler.initialize(RandomAgent())
         previous = signal.signal(signal.SIGALRM, lambda *_, sampler=sampler: shut_down(sampler))
@@ -241,7 +243,7 @@ def test_from_a_signal_handler(kind: str, name: str) -> None:
 
 
 def test_a_vector_environment() -> None:
-    for _ in range(scaled(30, 3)):
+    for _ in range(N_TIMES):
         envs = ShmVectorEnv([CountingEnv] * 4, n_workers=2)
         envs.reset(seed=0)
         n_steps = [0]

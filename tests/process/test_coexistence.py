@@ -16,7 +16,8 @@ import pytest
 from penstock import ConfigError, ParallelSampler, RandomAgent, WorkerDiedError
 from penstock.envs import CountingEnv
 
-from .support import BOUND, SLACK, Script, gone_after, methods, python_path, scaled
+from ..scale import methods, scaled
+from .support import BOUND, SLACK, Script, gone_after, python_path
 
 LEFT_SECONDS = 2.0 * SLACK  # until nothing is left of a main process that was killed
 
@@ -94,6 +95,7 @@ def is_shell(pid: int) -> bool:
     return psutil.Process(pid).name() in ("sh", "dash", "bash")
 
 
+@methods("forkserver")
 def test_without_its_guardian_it_goes_on(start_method: str) -> None:
     with ParallelSampler(CountingEnv, batch_T=5, batch_B=2, n_workers=2, start_method=start_method) as sampler:
         sampler.initialize(RandomAgent())
@@ -127,6 +129,7 @@ def test_a_daemonic_parent_may_have_workers(tmp_path: Path, start_method: str) -
         assert (stderr, script.process.returncode) == ("", 0)
 
 
+@methods("fork")
 def test_two_samplers_at_once_are_strangers(start_method: str) -> None:
     arguments: dict[str, Any] = {"batch_T": 6, "batch_B": 2, "n_workers": 2, "start_method": start_method}
 
@@ -154,6 +157,7 @@ def test_two_samplers_at_once_are_strangers(start_method: str) -> None:
         np.testing.assert_array_equal(samples.env.observation, alone().env.observation)
 
 
+@methods("forkserver")
 def test_a_sampler_in_a_thread(start_method: str) -> None:
     results: list[Any] = []
 
@@ -175,6 +179,7 @@ def test_a_sampler_in_a_thread(start_method: str) -> None:
         assert result > 0
 
 
+@methods("forkserver")
 def test_workers_outlive_the_thread_that_started_them(start_method: str) -> None:
     """The kernel's parent-death signal comes when a thread ends, not a process."""
     if start_method == "fork":
@@ -224,6 +229,7 @@ def test_inside_pytest_xdist(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+@methods("spawn")
 def test_workers_are_no_mpi_ranks(monkeypatch: pytest.MonkeyPatch, start_method: str) -> None:
     names = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"]
 

@@ -3,6 +3,7 @@
 import re
 import time
 import warnings
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,24 @@ from penstock.testing import (
     faulty_traj_info,
 )
 
+from ..scale import FULL
 from .crashes import HOWS, PLACES
-from .support import ERROR_SECONDS, FULL, Notebook, NotedFault, killer, note
+from .support import ERROR_SECONDS, Notebook, NotedFault, killer, note
 
 
 def combinations(places: Any) -> list[Any]:
-    """The whole matrix for forkserver. At quick scale, a diagonal of it for the other two."""
-    chosen = [("forkserver", where, how) for where in places for how in HOWS]
-    for shift, method in enumerate(("fork", "spawn")):
-        chosen += [
-            (method, where, how)
-            for i, where in enumerate(places)
-            for j, how in enumerate(HOWS)
-            if FULL or (i + shift) % len(HOWS) == j
-        ]
+    """The whole matrix. Daily, forkserver: an exception and a kill in each place, and a third way that differs from
+    place to place. The other two: each place once, and there each way."""
+    chosen = [
+        ("forkserver", where, how)
+        for i, where in enumerate(places)
+        for j, how in enumerate(HOWS)
+        if FULL or len(places) == 1 or how in ("raise", "kill") or i % len(HOWS) == j
+    ]
+    for shift, method in ((2, "fork"), (5, "spawn")):
+        hows = list(HOWS)[shift:] + list(HOWS)[:shift]
+        every = product(places, HOWS) if FULL else zip(places, cycle(hows), strict=False)
+        chosen += [(method, where, how) for where, how in every]
     return [pytest.param(*each, id="-".join(each)) for each in chosen]
 
 

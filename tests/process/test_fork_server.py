@@ -20,7 +20,8 @@ from penstock import ParallelSampler, RandomAgent, WorkerDiedError, WorkerTimeou
 from penstock.buffers.native import COMPILED
 from penstock.envs import CountingEnv
 
-from .support import BOUND, Script, gone_after, scaled, until
+from ..scale import scaled
+from .support import BOUND, Script, gone_after, until
 
 pytestmark = pytest.mark.timeout(scaled(600, 90))
 

@@ -11,7 +11,8 @@ from penstock import ParallelSampler, RandomAgent, WorkerTimeoutError
 from penstock.envs import CountingEnv
 from penstock.testing import faulty_env
 
-from .support import SLACK, Notebook, methods, note, scaled
+from ..scale import START_METHODS, pairs, scaled
+from .support import SLACK, Notebook, note
 
 LIMIT = scaled(2.0, 0.5)
 OVER = 0.5 * SLACK  # from the limit to the error
@@ -27,8 +28,7 @@ HANGS = {
 }
 
 
-@methods("fork", "forkserver")
-@pytest.mark.parametrize("how", HANGS)
+@pytest.mark.parametrize(("how", "start_method"), pairs(HANGS, scaled(START_METHODS, ("fork", "forkserver"))))
 def test_a_hang_is_named_with_its_stack(how: str, tmp_path: Path, start_method: str) -> None:
     for i in range(scaled(20, 1)):
         folder = tmp_path / str(i)

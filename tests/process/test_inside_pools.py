@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ..scale import methods, scaled
 from ..starter import run
-from .support import methods
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
 
 @methods("forkserver")
-@pytest.mark.parametrize("pool", ["spawn", "forkserver", "torch", "loky"])
+@pytest.mark.parametrize("pool", scaled(["spawn", "forkserver", "torch", "loky"], ["spawn", "loky"]))
 def test_classes_of_the_script_reach_the_workers(tmp_path: Path, pool: str, start_method: str) -> None:
     if pool == "loky":
         pytest.importorskip("joblib")

@@ -14,20 +14,8 @@ import pytest
 from penstock import ParallelSampler, RandomAgent, SamplerState
 from penstock.envs import CountingEnv, SlowEnv
 
-from .support import (
-    BOUND,
-    FULL,
-    SLACK,
-    Script,
-    check_counting,
-    generator,
-    gone_after,
-    methods,
-    note,
-    pause,
-    scaled,
-    until,
-)
+from ..scale import FULL, methods, scaled, with_start_methods
+from .support import BOUND, SLACK, Script, check_counting, generator, gone_after, note, pause, until
 
 LEFT_SECONDS = 2.0 * SLACK  # until nothing is left of a main process that was killed
 
@@ -86,7 +74,7 @@ def end_by(sig: int, folder: Path, start_method: str, delay: float, *, stuck: bo
     return stderr
 
 
-@pytest.mark.parametrize("stuck", [False, True], ids=["working", "stuck in C"])
+@with_start_methods("stuck", [False, True])
 def test_a_killed_main_process_leaves_nothing(stuck: bool, tmp_path: Path, start_method: str) -> None:
     rng = generator("main", start_method, stuck)
     full, quick = (5, 1) if stuck else (100, {"fork": 2, "forkserver": 1, "spawn": 1}[start_method])
@@ -164,7 +152,7 @@ class Interrupts:
         assert self._process.wait() == 0
 
 
-@pytest.mark.parametrize("where", ["training", "evaluation"])
+@with_start_methods("where", ["training", "evaluation"])
 def test_an_interrupted_call_changes_nothing_that_follows(where: str, start_method: str) -> None:
     def batches(interrupt: bool) -> list[Any]:
         arguments: dict[str, Any] = {"batch_T": 20, "batch_B": 2, "n_workers": 2, "eval_n_envs": 2}
@@ -194,6 +182,7 @@ def test_an_interrupted_call_changes_nothing_that_follows(where: str, start_meth
             assert a.tobytes() == b.tobytes(), name
 
 
+@methods("forkserver")
 def test_obtain_samples_interrupted_gives_its_batch_to_wait_samples(start_method: str) -> None:
     arguments: dict[str, Any] = {"batch_T": 100, "batch_B": 2, "n_workers": 2, "max_decorrelation_steps": 0}
     with ParallelSampler(SlowEnv, env_kwargs={"seconds": 0.003}, start_method=start_method, **arguments) as sampler:
@@ -207,6 +196,7 @@ def test_obtain_samples_interrupted_gives_its_batch_to_wait_samples(start_method
         sampler.obtain_samples(2)
 
 
+@methods("fork")
 def test_an_exception_in_the_users_loop_does_no_harm(start_method: str) -> None:
     with ParallelSampler(CountingEnv, batch_T=5, batch_B=2, n_workers=2, start_method=start_method) as sampler:
         sampler.initialize(RandomAgent())

@@ -14,7 +14,7 @@ from penstock.envs import CountingEnv
 from penstock.testing import Fault, faulty_env
 from penstock.workers.affinity import usable_cpus
 
-from .support import scaled
+from ..scale import methods, scaled
 
 MOST_BYTES = 64 * 1024
 
@@ -155,7 +155,7 @@ def test_a_strange_exception_is_told_in_short(name: str, tmp_path: Path, monkeyp
 
 
 def test_many_workers_fail_at_once_and_it_is_still_short() -> None:
-    n = scaled(64, 8)
+    n = scaled(64, 3)
     kwargs: dict[str, Any] = {"batch_T": 4, "batch_B": n, "n_workers": n, "max_decorrelation_steps": 0}
     raiser = RAISERS["100 MB"][0] if n < 10 else RAISERS["many lines"][0]
     with (
@@ -188,6 +188,7 @@ def test_a_segfault_shows_its_python_stack(start_method: str) -> None:
     assert len(message) <= MOST_BYTES
 
 
+@methods("forkserver")
 def test_exit_code_zero_is_a_failure_unless_it_was_asked_for(start_method: str) -> None:
     fns = [CountingEnv, faulty_env(CountingEnv, Fault("exit", at=3))]
     kwargs: dict[str, Any] = {"batch_T": 4, "batch_B": 2, "n_workers": 2, "start_method": start_method}

@@ -22,7 +22,8 @@ from penstock import (
 from penstock.envs import CountingEnv
 from penstock.testing import Fault, InjectedFault, faulty_env
 
-from .support import check_counting, scaled
+from ..scale import pairs, scaled
+from .support import check_counting
 
 pytestmark = pytest.mark.timeout(scaled(1800, 60))
 
@@ -58,8 +59,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("on_worker_failure", ["raise", "restart"])
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(("on_worker_failure", "where"), pairs(["raise", "restart"], PLACES))
 def test_an_environment_that_raises_is_told_as_one_of_a_worker(where: str, on_worker_failure: str) -> None:
     at, doing = PLACES[where]
     faulty = faulty_env(CountingEnv, Fault("raise", at=at), where.removeprefix("first "))

@@ -21,8 +21,9 @@ from penstock import PortLeaseError
 from penstock.ports import claims, lease_port, leases
 from penstock.ports.lock_files import FOLDER_VARIABLE, lock_folder, ports_with_lock_file
 
+from ..scale import scaled
 from .peers import Peer, all_at_once, bind, free_stretch, peers, server_at
-from .support import BOUND, SLACK, note, pause, scaled, until
+from .support import BOUND, SLACK, note, pause, until
 
 FREE_SECONDS = 1.0 * SLACK  # after the owner is killed, until its port can be leased
 

@@ -13,20 +13,10 @@ import pytest
 from penstock import ParallelSampler, RandomAgent, SamplerBrokenError, TrajInfo, WorkerDiedError
 from penstock.envs import CountingEnv
 
-from .support import (
-    ERROR_SECONDS,
-    FULL,
-    SLACK,
-    Killer,
-    WithChildren,
-    generator,
-    gone_after,
-    killer,
-    note,
-    scaled,
-)
+from ..scale import FULL, scaled, with_start_methods
+from .support import ERROR_SECONDS, SLACK, Killer, WithChildren, generator, gone_after, killer, note
 
-KILLS = scaled({"fork": 200, "forkserver": 200, "spawn": 200}, {"fork": 8, "forkserver": 15, "spawn": 3})
+KILLS = scaled({"fork": 200, "forkserver": 200, "spawn": 200}, {"fork": 8, "forkserver": 10, "spawn": 2})
 MEDIAN_SECONDS = 0.020 * (1 if FULL else 10)  # a fork of all that the suite has loaded takes long to die
 LONGEST_DELAY = 0.05
 
@@ -66,7 +56,7 @@ def named(error: SamplerBrokenError) -> list[tuple[int, int]]:
     return [(int(rank), int(pid)) for rank, pid in re.findall(r"^worker (\d+) \(pid (\d+)", str(error), re.MULTILINE)]
 
 
-@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Talkative], ids=["ring", "pipe"])
+@with_start_methods("traj_info_cls", [Talkative, TrajInfo])
 def test_a_random_worker_at_a_random_moment(traj_info_cls: type[TrajInfo], start_method: str) -> None:
     rng = generator("one", start_method, traj_info_cls.__name__)
     latencies = []
@@ -92,7 +82,7 @@ def _kill_one(kill: Killer, rng: Any, start_method: str, traj_info_cls: type[Tra
 
 
 @pytest.mark.timeout(scaled(300, 15))
-@pytest.mark.parametrize("cargo", [0, 20_000_000], ids=["small job", "large job"])
+@with_start_methods("cargo", [0, 20_000_000])
 def test_a_worker_that_is_being_started(cargo: int, start_method: str) -> None:
     """From its first millisecond on, when it has not even read what it is to do."""
     rng = generator("start-up", start_method, cargo)
@@ -126,7 +116,7 @@ def test_all_workers_at_once(n_workers: int, start_method: str) -> None:
             assert sorted(named(error)) == list(enumerate(pids)), error
 
 
-@pytest.mark.parametrize("how", ["sleep", "fork"])
+@with_start_methods("how", ["sleep", "fork"])
 def test_a_child_that_lives_on_delays_nothing_and_is_ended(how: str, tmp_path: Path, start_method: str) -> None:
     rng = generator("child", start_method, how)
     with killer() as kill:

@@ -25,7 +25,8 @@ from penstock import (
     WaitResetCollector,
 )
 
-from .support import generator, python_path, scaled
+from ..scale import scaled
+from .support import generator, python_path
 
 pytestmark = pytest.mark.timeout(scaled(3600, 60))
 
@@ -100,7 +101,7 @@ def outcome_in_a_fresh_process(path: Path) -> tuple[list[str], int]:
     return run.stdout.splitlines(), run.returncode
 
 
-@pytest.mark.parametrize("i", range(scaled(200, 8)))
+@pytest.mark.parametrize("i", range(scaled(200, 5)))
 def test_a_failure_is_the_same_in_a_fresh_process(i: int, tmp_path: Path) -> None:
     rng = generator("replay", i)
     # The first ones are the daily sample: each kind of death, and some exceptions.

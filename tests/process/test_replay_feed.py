@@ -16,13 +16,12 @@ from penstock.envs import CountingEnv, SlowEnv
 from penstock.replays import Ratio, Replay
 from penstock.replays.ring import PARTIAL, VALID
 
-from .support import BOUND, ERROR_SECONDS, SLACK, Script, generator, gone_after, killer, note, pause, scaled
+from ..scale import pairs, scaled
+from .support import BOUND, ERROR_SECONDS, SLACK, Script, generator, gone_after, killer, note, pause
 
 N_WORKERS, B, T, LENGTH, N_STEP = 3, 6, 8, 5, 2
 
 pytestmark = pytest.mark.timeout(scaled(3600, 60))
-servers = pytest.mark.parametrize("server", [None, "process"], ids=["workers act", "server acts"])
-ends = pytest.mark.parametrize("truncate", [False, True], ids=["terminated", "truncated"])
 
 
 def sampler_of(replay: Replay, env_fn: Any, **kwargs: Any) -> AsyncSampler:
@@ -46,8 +45,7 @@ def check(batch: Any, truncate: bool) -> None:
     assert torch.equal(batch.next_observation, after)
 
 
-@servers
-@ends
+@pytest.mark.parametrize(("server", "truncate"), pairs([None, "process"], [False, True]))
 def test_a_worker_killed_at_a_random_moment(server: Any, truncate: bool) -> None:
     rng = generator("feed", server, truncate)
     with killer() as kill:
@@ -73,8 +71,7 @@ def test_a_worker_killed_at_a_random_moment(server: Any, truncate: bool) -> None
                 check(replay.sample(64), truncate)
 
 
-@servers
-@ends
+@pytest.mark.parametrize(("server", "truncate"), pairs([None, "process"], [False, True]))
 def test_a_replacement_goes_on_in_the_same_columns(server: Any, truncate: bool) -> None:
     rng, wanted = generator("feed restart", server, truncate), scaled(75, 3)
     endless: dict[str, Any] = {"on_worker_failure": "restart", "max_restarts": 1_000_000, "server": server}

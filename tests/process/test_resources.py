@@ -15,7 +15,8 @@ import pytest
 from penstock import ConfigError, ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
 
-from .support import HEAD, Script, methods, note, python_path, scaled
+from ..scale import methods, scaled
+from .support import HEAD, Script, note, python_path
 
 SURROUNDINGS: dict[str, Any] = {"cwd": "/", "timeout": 50, "env": {**os.environ, "PYTHONPATH": python_path()}}
 

@@ -11,7 +11,8 @@ import torch
 
 from penstock import RandomAgent, SerialSampler
 
-from .support import Script, generator, pause, scaled
+from ..scale import scaled
+from .support import Script, generator, pause
 
 pytestmark = pytest.mark.timeout(scaled(3600, 60))
 

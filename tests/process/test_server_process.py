@@ -28,9 +28,9 @@ from penstock import (
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import FaultyAgent, InjectedFault, faulty_env
 
+from ..scale import FULL, START_METHODS, methods, pairs, scaled
 from .support import (
     ERROR_SECONDS,
-    FULL,
     SLACK,
     Notebook,
     Script,
@@ -38,10 +38,8 @@ from .support import (
     gone_after,
     is_running,
     killer,
-    methods,
     note,
     pause,
-    scaled,
     until,
 )
 from .test_main_process import Interrupts
@@ -85,7 +83,7 @@ PLACES = {"step": (5, "acting"), "sample_mode": (2, "beginning"), "value": (1, "
         for i, method in enumerate(("fork", "forkserver", "spawn"))
         for j, where in enumerate(PLACES)
         for k, how in enumerate(HOWS)
-        if FULL or (method == "forkserver" and (j == 0 or k == 0)) or (i, j, k) in ((0, 0, 1), (2, 0, 1))
+        if FULL or (method == "forkserver" and ((j == 0 and k < 3) or k == 0)) or (i, j, k) in ((0, 0, 3), (2, 0, 1))
     ],
 )
 def test_every_failure_of_the_server_is_named_at_once(tmp_path: Path, start_method: str, where: str, how: str) -> None:
@@ -141,6 +139,7 @@ class NotHere(RandomAgent):
         vars(self).update(state)
 
 
+@methods("forkserver")
 def test_a_server_that_cannot_be_started(start_method: str) -> None:
     with (
         sampler_of(start_method=start_method) as sampler,
@@ -199,8 +198,9 @@ def test_who_waits_for_slow_environments_is_not_overdue() -> None:
 # ---- failures of others --------------------------------------------------------------------
 
 
-@methods("forkserver", "spawn")
-@pytest.mark.parametrize("cls", [GpuSampler, AlternatingSampler])
+@pytest.mark.parametrize(
+    ("cls", "start_method"), pairs([GpuSampler, AlternatingSampler], scaled(START_METHODS, ("forkserver", "spawn")))
+)
 def test_a_dead_worker_ends_the_server_too(tmp_path: Path, cls: type[GpuSampler], start_method: str) -> None:
     notebook = Notebook(tmp_path)
     fns = [CountingEnv] * 3 + [faulty_env(CountingEnv, notebook.fault("kill", at=4))]
@@ -265,6 +265,7 @@ def test_a_shutdown_in_the_middle_of_a_batch(how: str, tmp_path: Path) -> None:
 # ---- the batch goes on ---------------------------------------------------------------------
 
 
+@methods("forkserver")
 def test_a_batch_is_run_while_the_caller_does_something_else(start_method: str) -> None:
     with sampler_of(start_method=start_method) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
@@ -423,6 +424,7 @@ def test_what_an_agent_returns_is_checked() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* did not exit while:RuntimeWarning")  # there are many processes for few CPUs
+@pytest.mark.skipif(not FULL, reason="full scale: 130 workers")
 @pytest.mark.parametrize("start_method", ["forkserver"])
 def test_more_workers_than_one_message_can_have_descriptors(start_method: str) -> None:
     """The server wakes every worker. The system sends at most 253 descriptors in one message."""

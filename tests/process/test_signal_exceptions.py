@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from .support import Script, methods, scaled
+from ..scale import methods, scaled
+from .support import Script
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -99,7 +100,7 @@ say(n_alarms, n_broken)
 @pytest.mark.parametrize("what", ["serial", "parallel", "gpu", "server", "vector"])
 def test_no_call_is_locked_and_no_column_is_ahead(tmp_path: Path, what: str, start_method: str) -> None:
     body = HEAD + (VECTOR if what == "vector" else BODY)
-    with Script(tmp_path, body, METHOD=start_method, WHAT=what, N=scaled(20_000, 1000)) as script:
+    with Script(tmp_path, body, METHOD=start_method, WHAT=what, N=scaled(20_000, 400)) as script:
         output, errors = script.end(scaled(500, 100))
     assert output, errors
     n_alarms, n_broken = map(int, output.split())

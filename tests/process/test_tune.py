@@ -148,7 +148,7 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_ctrl_c_prints_what_is_known_and_leaves_nothing() -> None:
-    command = [sys.executable, "-m", "penstock", "tune", "CartPole-v1", *COMMAND[:-1], "600"]
+    command = [sys.executable, "-m", "penstock", "tune", "CartPole-v1", *COMMAND[:-1], "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert any("each has had a turn" in line for line in process.stderr)

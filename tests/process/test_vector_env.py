@@ -20,8 +20,9 @@ from penstock.envs import CountingEnv
 from penstock.testing import Fault, InjectedFault, faulty_env
 from penstock.vector import ShmVectorEnv
 
+from ..scale import methods, pairs, scaled
 from .crashes import HOWS
-from .support import ERROR_SECONDS, methods, note, scaled, until
+from .support import ERROR_SECONDS, note, until
 
 pytestmark = pytest.mark.timeout(scaled(600, 60))
 
@@ -52,8 +53,7 @@ PLACES = {
 
 
 @methods("forkserver")
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(("how", "where"), pairs(HOWS, ["step", "reset", "init"]))
 def test_every_failure_has_a_name(where: str, how: str, start_method: str) -> None:
     kind = WorkerError if how in ("raise", "unpicklable", "system exit") else WorkerDiedError
     fault = Fault(how, at=1 if where == "init" else 2, spare_pid=os.getpid())

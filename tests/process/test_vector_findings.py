@@ -18,7 +18,7 @@ from penstock.envs import CountingEnv
 from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
 
-from .support import scaled
+from ..scale import scaled
 
 pytestmark = pytest.mark.timeout(scaled(600, 60))
 

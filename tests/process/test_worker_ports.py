@@ -14,7 +14,8 @@ from penstock.ports import PortLease, lease_port
 from penstock.ports.lock_files import FOLDER_VARIABLE, ports_with_lock_file
 from penstock.testing import Fault, faulty_env
 
-from .support import SLACK, Script, gone_after, methods, note, scaled, until
+from ..scale import methods, scaled
+from .support import SLACK, Script, gone_after, note, until
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.xdist_group("ports")]
 

@@ -7,6 +7,7 @@ import pytest
 
 from penstock import ParallelSampler, ResetCollector, SerialSampler, TrajInfo, WaitResetCollector
 
+from ..scale import pairs
 from .comparing import Diary, compare
 from .environments import ENVIRONMENTS, agent_maker, env_fns
 
@@ -14,8 +15,8 @@ T = 8
 #: Time limits within a batch, at its end, and beyond it.
 LIMITS = dict.fromkeys(ENVIRONMENTS, (3, 8, 11)) | {"Blackjack": (1, 2, 3)}  # most hands end within two steps
 
-pytestmark = pytest.mark.parametrize("name", ENVIRONMENTS)
-both_modes = pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
+each = pytest.mark.parametrize("name", ENVIRONMENTS)
+MODES = [ResetCollector, WaitResetCollector]
 
 
 def compare_on(sampler_cls: Any, name: str, recurrent: bool, **kwargs: Any) -> list[list[dict[str, Any]]]:
@@ -27,7 +28,7 @@ def compare_on(sampler_cls: Any, name: str, recurrent: bool, **kwargs: Any) -> l
     return compare(sampler_cls, fns, make_agent, T=T, env_info=True, **kwargs)
 
 
-@both_modes
+@pytest.mark.parametrize(("name", "collector_cls"), pairs(ENVIRONMENTS, MODES))
 def test_a_stateless_agent(name: str, collector_cls: Any) -> None:
     found = compare_on(SerialSampler, name, recurrent=False, n_batches=4, collector_cls=collector_cls)
     # The compared data must hold all kinds of episode ends: [environment, batch, T].
@@ -46,13 +47,14 @@ def test_a_stateless_agent(name: str, collector_cls: Any) -> None:
         assert truncated[2, 1].any()
 
 
-@both_modes
+@pytest.mark.parametrize(("name", "collector_cls"), pairs(ENVIRONMENTS, reversed(MODES)))
 def test_a_recurrent_agent_on_environments_out_of_phase(name: str, collector_cls: Any) -> None:
     traj_info_cls = TrajInfo if collector_cls is ResetCollector else Diary
     options: dict[str, Any] = {"n_batches": 3, "warm_up": 7, "traj_info_cls": traj_info_cls}
     compare_on(SerialSampler, name, recurrent=True, collector_cls=collector_cls, **options)
 
 
+@each
 @pytest.mark.timeout(60)
 def test_in_processes(name: str) -> None:
     # Every second environment with the other mode and the other kind of agent. The tests above have the rest.

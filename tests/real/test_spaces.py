@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from penstock import ParallelSampler, RandomAgent, ResetCollector, SerialSampler, WaitResetCollector
 
 from ..envs.space_strategies import any_space, discrete, sample
+from ..scale import scaled
 from .comparing import Diary, compare
 from .reference import row
 
@@ -71,7 +72,7 @@ def compare_with(sampler_cls: Any, observation_space: Any, action_space: Any, **
 
 
 @both_modes
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=scaled(50, 20), deadline=None)
 @given(observation_space=any_space, action_space=any_space, T=st.integers(1, 9))
 def test_batches_equal_what_a_plain_loop_records(
     collector_cls: Any, observation_space: Any, action_space: Any, T: int

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from penstock import ConfigError, NamedArrays
 from penstock.replays import Frames, Prioritized, Replay, Sequences
 
+from ..scale import scaled
 from .streams import DISCOUNT, Stream, can_start, wanted_transition
 from .test_drawing import chi_square
 
@@ -79,7 +80,7 @@ def _ends_truncated(stream: Stream, step: int, b: int, n: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("T", range(4, 13))
+@pytest.mark.parametrize("T", scaled(range(4, 13), (4, 7, 11)))
 def test_every_size_offset_length_and_interval_is_exact(T: int) -> None:
     n_checked = 0
     for n, length, every, batch_T in itertools.product((1, 3), (1, 2, 4), (1, 2, 3), (1, 3, T)):
@@ -104,7 +105,7 @@ def test_every_size_offset_length_and_interval_is_exact(T: int) -> None:
     p_restart=st.sampled_from([0.0, 0.3]),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scaled(200, 40))
 def test_gaps_restarts_parked_columns_and_frames(
     seed: int,
     T: int,

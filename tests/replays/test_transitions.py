@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.replays import Frames, Replay
 
+from ..scale import scaled
 from .streams import DISCOUNT, Stream, wanted_transition
 
 FULL = os.environ.get("PENSTOCK_FAULTS") == "full"  # see tests/process/support.py
@@ -60,7 +61,7 @@ def same(found: Any, expected: Any) -> None:
 FRAMES = [None, Frames(2), Frames(3, padding="zero"), Frames(4)]
 
 
-@pytest.mark.parametrize("T", range(2, 13))
+@pytest.mark.parametrize("T", scaled(range(2, 13), (2, 3, 5, 8, 10)))
 def test_every_size_offset_window_and_stack_is_exact(T: int) -> None:
     for n, batch_T, frames in itertools.product(range(1, min(T, 8)), {1, 2, 5, T - 1, T}, FRAMES):
         back = frames.n - 1 if frames else 0
@@ -85,7 +86,7 @@ def test_every_size_offset_window_and_stack_is_exact(T: int) -> None:
     max_finals=st.sampled_from([1, 3, 1000]),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=scaled(500, 75))
 @pytest.mark.filterwarnings("ignore:more than max_truncations:RuntimeWarning")
 def test_gaps_restarts_parked_columns_and_lost_final_observations(
     seed: int,
@@ -116,7 +117,7 @@ def test_gaps_restarts_parked_columns_and_lost_final_observations(
             check_all(replay, stream, n, max_finals)
 
 
-@pytest.mark.parametrize("n", [1, 3, 7])
+@pytest.mark.parametrize("n", scaled([1, 3, 7], [3]))
 def test_long_streams_are_exact(n: int) -> None:
     stream = Stream(n, 8, p_end=0.05, nested=True)
     replay = Replay(5003 * 8, n, DISCOUNT, max_truncations=5003)

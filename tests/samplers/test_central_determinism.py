@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from functools import partial
+from itertools import product
 from typing import Any
 
 import cloudpickle
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from penstock import Agent, AgentStep, AlternatingSampler, GpuSampler, RandomAgent, Sampler, SerialSampler
 from penstock.envs import CountingEnv, NestedEnv
 
+from ..scale import pairs, scaled, with_start_methods
 from . import test_agents_determinism as stock
 
 cloudpickle.register_pickle_by_value(sys.modules[stock.__name__])  # Modes, which workers cannot import
@@ -103,10 +105,16 @@ def assert_same(case: str, wanted: list[tuple[Any, Any]], found: list[tuple[Any,
 #: Of the ways that differ in timing only, the agents that differ in kind.
 ALWAYS = ("lock-step, 1 worker", "lock-step, 2 workers", "lock-step, 3 workers", "first-ready, 1 of 5", "alternating")
 KINDS = (*EXACT, "epsilon-greedy", "recurrent categorical")
+#: Daily these two act in every way, and each other agent in one.
+DAILY = ("tabular", "recurrent categorical")
 
 
 @pytest.mark.parametrize(
-    ("case", "how"), [(case, how) for case in CASES for how in SAMPLERS if how in ALWAYS or case in KINDS]
+    ("case", "how"),
+    scaled(
+        [(case, how) for case in CASES for how in SAMPLERS if how in ALWAYS or case in KINDS],
+        [*product(DAILY, SAMPLERS), *pairs([case for case in CASES if case not in DAILY], ALWAYS)],
+    ),
 )
 def test_every_agent_acts_as_in_one_process(case: str, how: str) -> None:
     cls, kwargs = SAMPLERS[how]
@@ -114,14 +122,14 @@ def test_every_agent_acts_as_in_one_process(case: str, how: str) -> None:
     assert_same(case, reference(case), batches(cls, case, **kwargs))
 
 
-@pytest.mark.parametrize("server", ["caller", "process"])
-@pytest.mark.parametrize("cls", [GpuSampler, AlternatingSampler])
+@with_start_methods("server", ["caller", "process"])
+@pytest.mark.parametrize("cls", scaled([GpuSampler, AlternatingSampler], [GpuSampler]))
 def test_every_start_method_gives_the_same(cls: type[Sampler], server: str, start_method: str) -> None:
     kwargs: dict[str, Any] = {"n_workers": 2, "server": server, "start_method": start_method}
     assert_same("tabular", reference("tabular"), batches(cls, "tabular", **kwargs))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=scaled(50, 5), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=2, max_size=6),
     T=st.integers(1, 12),

@@ -23,6 +23,8 @@ from penstock.buffers import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.envs import CountingEnv
 
+from ..scale import pairs
+
 servers = pytest.mark.parametrize("server", ["caller", "process"])
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -83,8 +85,7 @@ def assert_same(ours: list[Any], theirs: list[Any], offset: float = 0.0) -> None
 # ---- torch.compile -------------------------------------------------------------------------
 
 
-@servers
-@pytest.mark.parametrize("min_ready", [None, 1])
+@pytest.mark.parametrize(("server", "min_ready"), pairs(["caller", "process"], [1, None]))
 def test_a_compiled_model_acts_as_it_would_otherwise(server: Any, min_ready: Any) -> None:
     """Traced by torch, and run without a compiler of machine code."""
     kwargs: dict[str, Any] = {"n_workers": 2, "min_ready": min_ready, "compile_model": {"backend": "eager"}}

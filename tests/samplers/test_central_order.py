@@ -17,6 +17,8 @@ from penstock.collectors.central import Request
 from penstock.envs import CountingEnv
 from penstock.workers.plan import split
 
+from ..scale import pairs
+
 T = 10
 
 pytestmark = pytest.mark.timeout(60)  # what is served in the wrong order waits for ever
@@ -229,9 +231,9 @@ class Watched(CountingEnv):
         return super().step(action)
 
 
-@pytest.mark.parametrize(("n_workers", "B"), [(2, 2), (2, 5), (3, 5), (4, 4), (5, 7)])
-@pytest.mark.parametrize("overlap", [True, False])
-def test_without_overlap_only_one_half_ever_steps(n_workers: int, B: int, overlap: bool) -> None:
+@pytest.mark.parametrize(("sizes", "overlap"), pairs([(2, 2), (2, 5), (3, 5), (4, 4), (5, 7)], [False, True]))
+def test_without_overlap_only_one_half_ever_steps(sizes: tuple[int, int], overlap: bool) -> None:
+    n_workers, B = sizes
     shares = split(B, n_workers)
     middle = n_workers - n_workers // 2
     halves = [[b for share in part for b in share] for part in (shares[:middle], shares[middle:])]

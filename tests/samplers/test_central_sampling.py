@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import product
 from typing import Any
 
 import gymnasium as gym
@@ -29,6 +30,8 @@ from penstock.envs import BatchedCartPole, CountingEnv, EnvContext, NestedEnv
 from penstock.workers.control import ControlBlock
 from penstock.workers.monitor import Monitor
 from penstock.workers.plan import PoolOptions
+
+from ..scale import pairs
 
 HOW: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     "lock-step": (GpuSampler, {"n_workers": 2}),
@@ -137,10 +140,11 @@ class Halting(ResetCollector):
 # ---- collectors ----------------------------------------------------------------------------
 
 
-@each
-@pytest.mark.parametrize("agent_cls", [Attentive, Remembering])
-@pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector, Halting])
-def test_every_collector_records_what_it_does_in_one_process(collector_cls: Any, agent_cls: Any, how: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "how"), pairs(product([ResetCollector, WaitResetCollector, Halting], [Attentive, Remembering]), HOW)
+)
+def test_every_collector_records_what_it_does_in_one_process(kind: Any, how: str) -> None:
+    collector_cls, agent_cls = kind
     cls, kwargs = HOW[how]
     env_kwargs = [{"length": n, "truncate": n > 3} for n in (3, 5, 1, 4, 7)]
     arguments: dict[str, Any] = {"env_kwargs": env_kwargs, "collector_cls": collector_cls}
@@ -315,9 +319,9 @@ def test_calls_reach_every_environment_between_batches(how: str) -> None:
         sampler.obtain_samples(2)
 
 
-@each
-@pytest.mark.parametrize(("batch_B", "n_workers"), [(2, 5), (5, 4), (7, 3)])
-def test_uneven_shares_and_more_workers_than_environments(batch_B: int, n_workers: int, how: str) -> None:
+@pytest.mark.parametrize(("sizes", "how"), pairs([(2, 5), (5, 4), (7, 3)], HOW))
+def test_uneven_shares_and_more_workers_than_environments(sizes: tuple[int, int], how: str) -> None:
+    batch_B, n_workers = sizes
     cls, kwargs = HOW[how]
     arguments: dict[str, Any] = {**kwargs, "n_workers": n_workers, "batch_B": batch_B}
     found = run(cls, Attentive(), CountingEnv, 2, **arguments)

@@ -12,6 +12,8 @@ from torch import nn
 from penstock import CategoricalPgAgent, ConfigError, ParallelSampler, RandomAgent, Sampler, SerialSampler, TrajInfo
 from penstock.envs import NestedEnv
 
+from ..scale import pairs
+
 CARTPOLE = partial(gym.make, "CartPole-v1")
 PENDULUM = partial(gym.make, "Pendulum-v1", max_episode_steps=30)
 
@@ -50,8 +52,7 @@ def assert_same(a: tuple[list[Any], Any], b: tuple[list[Any], Any]) -> None:
     assert a[1] == b[1]
 
 
-@pytest.mark.parametrize("env_fn", [CARTPOLE, PENDULUM, NestedEnv], ids=["cartpole", "pendulum", "nested"])
-@pytest.mark.parametrize("evaluate", [False, True], ids=["plain", "evaluating"])
+@pytest.mark.parametrize(("env_fn", "evaluate"), pairs([CARTPOLE, PENDULUM, NestedEnv], [False, True]))
 def test_the_random_agent_gives_bit_identical_batches_with_any_number_of_workers(env_fn: Any, evaluate: bool) -> None:
     reference = run(SerialSampler, env_fn, RandomAgent)
     assert any(batch.env.done.any() for batch in reference[0])

@@ -24,6 +24,8 @@ from penstock import (
 )
 from penstock.envs import CountingEnv, CrashingEnv
 
+from ..scale import with_start_methods
+
 # From the failure to the error: the issue allows 1 s; a loaded test machine gets a little more.
 PROMPTLY = 2.0
 
@@ -43,7 +45,7 @@ def crashing(cls: type[Sampler] = ParallelSampler, start_method: str = "forkserv
     )
 
 
-@pytest.mark.parametrize("where", ["init", "reset", "step"])
+@with_start_methods("where", ["init", "reset", "step"])
 def test_an_exception_in_an_environment_names_worker_and_place(where: str, start_method: str) -> None:
     with crashing(where=where, at=1, start_method=start_method) as sampler, pytest.raises(WorkerError) as caught:
         sampler.initialize(RandomAgent())
@@ -59,7 +61,7 @@ def test_an_exception_in_an_environment_names_worker_and_place(where: str, start
 
 
 @pytest.mark.parametrize(("how", "words"), [("kill", "was killed by SIGKILL"), ("exit", "exited with code 0")])
-@pytest.mark.parametrize("where", ["init", "reset", "step"])
+@with_start_methods("where", ["step", "init", "reset"])
 def test_a_worker_that_dies_is_named_with_signal_or_code(where: str, how: str, words: str, start_method: str) -> None:
     with (
         crashing(where=where, how=how, at=1, start_method=start_method) as sampler,

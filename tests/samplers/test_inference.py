@@ -23,6 +23,8 @@ from penstock import (
 )
 from penstock.testing import DelegatingAgent
 
+from ..scale import with_start_methods
+
 FAST = ("traced", "numpy")
 CARTPOLE = partial(gym.make, "CartPole-v1", max_episode_steps=25)
 SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -84,7 +86,7 @@ def test_every_sampler_follows_publications(case: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FAST)
-@pytest.mark.parametrize("server", ["caller", "process"])
+@with_start_methods("server", ["caller", "process"])
 def test_workers_of_every_start_method_follow_publications(kind: str, server: str, start_method: str) -> None:
     cls, options = (ParallelSampler, {}) if server == "caller" else (GpuSampler, {"server": "process"})
     check_publications(cls, kind, n_workers=2, start_method=start_method, **options)

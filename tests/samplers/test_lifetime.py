@@ -10,9 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ..scale import START_METHODS, pairs, scaled, with_start_methods
 from ..starter import Program
 
 pytestmark = pytest.mark.usefixtures("starter")
+ENDING = [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP]
+LATER_METHODS = ("forkserver", "spawn", "fork")
 
 HEAD = """
 import os, sys, time, signal
@@ -56,13 +59,20 @@ def assert_gone(workers: list[psutil.Process]) -> None:
     assert not alive
 
 
+FORGOTTEN = ""
+
+
 @pytest.mark.parametrize(
-    "ending",
-    ["", "sampler.start_samples(1)", "del sampler", "raise SystemExit(3)", "1 / 0"],
-    ids=["forgotten", "in a batch", "deleted", "exit", "exception"],
+    ("ending", "start_method"),
+    [
+        *scaled([], [(FORGOTTEN, "fork"), (FORGOTTEN, "spawn")]),
+        *pairs([FORGOTTEN, "sampler.start_samples(1)", "del sampler", "raise SystemExit(3)", "1 / 0"], LATER_METHODS),
+    ],
 )
 def test_a_forgotten_shutdown_leaves_no_process(tmp_path: Path, ending: str, start_method: str) -> None:
-    process = launch(tmp_path, start_method, f"sampler = start()\n{ending}", new=not ending)
+    process = launch(
+        tmp_path, start_method, f"sampler = start()\n{ending}", new=not ending and start_method == "forkserver"
+    )
     workers = workers_of(process)
     _, stderr = process.communicate(timeout=30)
     assert_gone(workers)
@@ -73,7 +83,13 @@ def test_a_forgotten_shutdown_leaves_no_process(tmp_path: Path, ending: str, sta
     assert process.returncode == {"raise SystemExit(3)": 3, "1 / 0": 1}.get(ending, 0)
 
 
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("sig", "start_method"),
+    [
+        *scaled([], [(signal.SIGKILL, method) for method in START_METHODS]),
+        *pairs(scaled(ENDING, ENDING[1:]), scaled(START_METHODS, ("fork", "forkserver"))),
+    ],
+)
 def test_workers_die_with_a_killed_main_process(tmp_path: Path, sig: signal.Signals, start_method: str) -> None:
     body = """
     sampler = start(SlowEnv, env_kwargs={"seconds": 0.001})
@@ -88,7 +104,7 @@ def test_workers_die_with_a_killed_main_process(tmp_path: Path, sig: signal.Sign
     assert_gone(workers)
 
 
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
+@with_start_methods("sig", [signal.SIGKILL, signal.SIGTERM])
 def test_what_environments_started_dies_with_a_killed_main_process(
     tmp_path: Path, sig: signal.Signals, start_method: str
 ) -> None:
@@ -115,7 +131,7 @@ def test_what_environments_started_dies_with_a_killed_main_process(
     assert_gone(workers + games)
 
 
-@pytest.mark.parametrize("where", ["training", "sampling", "starting"])
+@with_start_methods("where", ["training", "sampling", "starting"])
 def test_ctrl_c_gives_one_traceback_and_leaves_no_process(tmp_path: Path, where: str, start_method: str) -> None:
     bodies = {
         "training": "sampler = start()\nprint(flush=True)\ntime.sleep(60)",

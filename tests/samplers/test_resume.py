@@ -38,6 +38,8 @@ from penstock import (
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
 from penstock.testing import Fault, faulty_env
 
+from ..scale import pairs
+
 N = 5
 
 
@@ -192,8 +194,9 @@ def test_a_run_continues_exactly_with_another_number_of_workers(name: str) -> No
     assert len(resumed(make_agent, SerialSampler, ParallelSampler, **kwargs).exact) == 5
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"min_ready": 1}, {"serve_envs": 2}], ids=["all", "first ready", "local"])
-@pytest.mark.parametrize("name", ["slots", "recurrent", "noise with drift"])
+@pytest.mark.parametrize(
+    ("name", "kwargs"), pairs(["slots", "recurrent", "noise with drift"], [{"serve_envs": 2}, {"min_ready": 1}, {}])
+)
 def test_a_run_with_central_inference_continues_exactly(name: str, kwargs: dict[str, Any]) -> None:
     make_agent, options = OPTIONS[name]
     other = AlternatingSampler if kwargs == {} else GpuSampler

@@ -22,6 +22,8 @@ from penstock import (
 )
 from penstock.envs import BatchedCartPole, CountingEnv
 
+from ..scale import pairs
+
 # In place of moviepy: it writes the frames themselves.
 STUB = """
 import numpy as np
@@ -74,8 +76,10 @@ EVAL: dict[str, Any] = {
 
 
 @pytest.mark.usefixtures("moviepy")
-@pytest.mark.parametrize("episodes", [None, 6])
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler, partial(GpuSampler, server="process")])
+@pytest.mark.parametrize(
+    ("episodes", "cls"),
+    pairs([None, 6], [SerialSampler, ParallelSampler, GpuSampler, partial(GpuSampler, server="process")]),
+)
 def test_the_first_episode_is_recorded(cls: Any, episodes: int | None, tmp_path: Path) -> None:
     folder = tmp_path / "videos"
     plain, recorded = [], []

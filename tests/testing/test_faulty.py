@@ -35,6 +35,8 @@ from penstock.testing import (
     faulty_traj_info,
 )
 
+from ..scale import pairs, scaled
+
 # For each place: the sampler's arguments, and a part of the error message.
 Place = Callable[[Fault], dict[str, Any]]
 PLACES: dict[str, tuple[Place, str]] = {
@@ -83,7 +85,7 @@ PICKLED = ("env step", "agent step", "collect_batch", "evaluation", "terminate",
 
 @pytest.mark.parametrize(
     ("where", "start_method"),
-    [(where, "forkserver") for where in PLACES] + [(w, method) for w in PICKLED for method in ("fork", "spawn")],
+    [(where, "forkserver") for where in PLACES] + pairs(PICKLED, ("fork", "spawn")),
 )
 def test_an_exception_from_every_place_in_a_process(where: str, start_method: str) -> None:
     place, words = PLACES[where]
@@ -98,7 +100,7 @@ def test_an_exception_from_every_place_in_this_process(where: str) -> None:
         run(SerialSampler, **PLACES[where][0](Fault("raise")))
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", scaled(list(PLACES), ["env init", "agent reset_one", "collect_batch", "sending"]))
 def test_a_kill_in_every_place(where: str) -> None:
     place, words = PLACES[where]
     with pytest.raises(WorkerDiedError, match=f"(?s)SIGKILL.*{words}"):
@@ -107,7 +109,8 @@ def test_a_kill_in_every_place(where: str) -> None:
 
 @pytest.mark.parametrize(
     ("cls", "where"),
-    [(SerialSampler, where) for where in PLACES] + [(ParallelSampler, where) for where in (*PICKLED, "env init")],
+    [(SerialSampler, where) for where in PLACES]
+    + [(ParallelSampler, where) for where in scaled((*PICKLED, "env init"), ("env init", "agent step", "terminate"))],
 )
 def test_a_fault_that_never_fires_changes_nothing(cls: type[Sampler], where: str) -> None:
     late = Fault("raise", at=1 if where in ("env init", "start_envs") else 1000, spare_pid=os.getpid())

@@ -18,6 +18,7 @@ from penstock import SpaceError, WorkerError
 from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
 
+from ..scale import pairs
 from .vector_support import assert_same
 
 modes = pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
@@ -103,8 +104,7 @@ def run_and_compare(fns: list[Any], mode: AutoresetMode, **kwargs: Any) -> None:
                 )
 
 
-@modes
-@some_space
+@pytest.mark.parametrize(("mode", "space"), pairs(AutoresetMode, [*OBJECTS.values(), NESTED]))
 def test_observations(space: Any, mode: AutoresetMode) -> None:
     fns = [partial(Sampling, space, spaces.Discrete(2), length) for length in (2, 3, 4)]
     run_and_compare(fns, mode, in_series=2)

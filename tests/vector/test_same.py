@@ -18,6 +18,7 @@ from penstock.envs import CountingEnv, NestedEnv
 from penstock.vector import ShmVectorEnv
 
 from ..envs.space_strategies import any_space
+from ..scale import pairs, scaled
 from .vector_support import assert_same, talkative
 
 MODES = list(AutoresetMode)
@@ -44,8 +45,7 @@ def compare(ours: ShmVectorEnv, theirs: SyncVectorEnv, n_steps: int, *, seed: An
             assert_same(ours.reset(options=dict(mask)), theirs.reset(options=dict(mask)), f"reset {t}")
 
 
-@modes
-@pytest.mark.parametrize("in_series", [1, 2, 5])
+@pytest.mark.parametrize(("mode", "in_series"), pairs(MODES, [1, 2, 5]))
 def test_talkative_environments(mode: AutoresetMode, in_series: int) -> None:
     fns = [talkative(spaces.Box(-1, 1, (3,), np.float64), spaces.Discrete(3, start=-1))] * 5
     ours, theirs = pair(fns, mode, in_series=in_series)
@@ -63,8 +63,7 @@ def _pid(env: Any) -> int:
 NEWEST_TAXI = next(name for name in ("Taxi-v4", "Taxi-v3") if name in gym.registry)
 
 
-@modes
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "Blackjack-v1", NEWEST_TAXI])
+@pytest.mark.parametrize(("mode", "env_id"), pairs(MODES, ["CartPole-v1", "Pendulum-v1", "Blackjack-v1", NEWEST_TAXI]))
 def test_gymnasiums_own(mode: AutoresetMode, env_id: str) -> None:
     ours, theirs = pair([partial(gym.make, env_id, max_episode_steps=20)] * 3, mode, n_workers=2)
     with ours:
@@ -84,7 +83,7 @@ def test_every_start_method(context: str) -> None:
         compare(ours, theirs, 20)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=scaled(30, 5), deadline=None)
 @given(observation_space=any_space, action_space=any_space, mode=st.sampled_from(MODES))
 def test_any_space(observation_space: Any, action_space: Any, mode: AutoresetMode) -> None:
     ours, theirs = pair([talkative(observation_space, action_space)] * 3, mode, in_series=2)

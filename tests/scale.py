@@ -1,0 +1,45 @@
+"""The two scales of the tests. Daily, a matrix keeps a case of each kind; `make faults` runs every case."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from itertools import cycle, islice, product
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+FULL = os.environ.get("PENSTOCK_FAULTS") == "full"
+START_METHODS = ("fork", "forkserver", "spawn")
+
+
+def scaled(full: T, daily: T) -> T:
+    return full if FULL else daily
+
+
+def methods(*daily: str) -> Any:
+    """All start methods at full scale; daily those where it is most likely to go wrong."""
+    return pytest.mark.parametrize("start_method", scaled(START_METHODS, daily))
+
+
+def pairs(first: Iterable[Any], second: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """All pairs at full scale; daily as few as have each value of both."""
+    left, right = list(first), list(second)
+    if FULL:
+        return list(product(left, right))
+    return list(islice(zip(cycle(left), cycle(right), strict=False), max(len(left), len(right))))
+
+
+def with_start_methods(name: str, values: Iterable[Any]) -> Any:
+    """Parametrizes `name` and `start_method` with `pairs`."""
+    return pytest.mark.parametrize((name, "start_method"), pairs(values, START_METHODS))
+
+
+def mostly_first(kinds: Iterable[Any], cases: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """All pairs at full scale; daily the first kind with each case, and each other kind with one of them."""
+    first, *others = kinds
+    every = list(cases)
+    some = every[:: max(1, len(every) // max(1, len(others)))]
+    return [*product([first], every), *(product(others, every) if FULL else zip(others, some, strict=False))]
