@@ -88,6 +88,7 @@ for _ in range(N):
             n_broken += 1
             envs = new_envs()
     except EnvCallError as error:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         assert "is lost: an exception of a signal handler" in str(error), error
     except Alarm:  # also in the clause above
         n_alarms += 1
