@@ -42,8 +42,8 @@ def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """The median and the two quartiles: half of the values lie between these."""
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    """The median and the two quartiles: half of the values lie between these. A single value is all three."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
     return {"median": median, "low": low, "high": high}
 
 

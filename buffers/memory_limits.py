@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from penstock.errors import ConfigError
 
 #: What is smaller is not checked: to read the limits takes longer than to allocate it, up to some milliseconds.
@@ -17,6 +15,8 @@ _CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 def free_memory() -> int:
     """Bytes that can still be allocated without swapping or being killed by a cgroup's limit."""
+    import psutil  # here, because to import it takes 9 ms, and few starts need it
+
     return min([int(psutil.virtual_memory().available), *_cgroup_headrooms()])
 
 

@@ -6,6 +6,7 @@ that differs, nothing is left out.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,7 @@ def _are_known() -> bool:
 _ATTRIBUTE_ACCESS = ("__getattribute__", "__getattr__", "__setattr__")
 
 
+@functools.lru_cache  # a worker asks this for each of its environments
 def _is_same_code(one: Any, other: Any) -> bool:
     return hasattr(one, "__code__") and hasattr(other, "__code__") and _behaviour(one) == _behaviour(other)
 

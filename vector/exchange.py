@@ -111,16 +111,20 @@ class Exchange:
 
         Raises `EnvCallError` for an info that cannot be unpickled, `SpaceError` for data that `check_finite` refuses.
         """
-        which = which[self._taken[which] != self._requested[which]]
-        self._taken[which] = self._requested[which]
-        has_info = self._info_seq[which] == self._requested[which]
+        requested, is_new = self._requested, self._taken != self._requested
+        if which is not self.all:
+            is_wanted = np.zeros(len(requested), np.bool_)
+            is_wanted[which] = True
+            is_new &= is_wanted
+        has_info = is_new & (self._info_seq == requested)
+        np.copyto(self._taken, requested, where=is_new)
         if has_info.any():
             receive_infos()
         if self._same_step:
-            has_info |= self.terminated[which] | self.truncated[which]
-        infos = [(i, self._info_of(i)) for i in which[has_info].tolist()] if has_info.any() else []
+            has_info |= is_new & (self.terminated | self.truncated)
+        infos = [(i, self._info_of(i)) for i in np.flatnonzero(has_info).tolist()]
         if self._check_finite:
-            self._require_finite(which)
+            self._require_finite(np.flatnonzero(is_new))
         return infos
 
     def _require_finite(self, which: Ids) -> None:
@@ -220,23 +224,12 @@ def _require_finite(arrays: Any, which: Ids, name: str) -> None:
 
 
 def _put(space: gym.Space[Any], row: Any, value: Any, which: Any, name: str) -> None:
-    if isinstance(space, spaces.Dict):
-        if not isinstance(value, Mapping) or set(value) != set(space.keys()):
-            raise SpaceError(
-                f"{name} must be one dict of arrays [n, ...] with the keys {list(space.keys())}, got {brief(value)}"
-            )
-        for key, sub in space.items():
-            _put(sub, row[str(key)], value[key], which, f"{name}[{key!r}]")
-    elif isinstance(space, spaces.Tuple):
-        if not isinstance(value, tuple | list) or len(value) != len(space):
-            raise SpaceError(f"{name} must be one tuple of {len(space)} arrays [n, ...], got {brief(value)}")
-        for k, (sub, part) in enumerate(zip(space, value, strict=True)):
-            _put(sub, row[f"_{k}"], part, which, f"{name}[{k}]")
-    else:
+    if isinstance(row, np.ndarray):
         wanted = row.shape if isinstance(which, slice) else (len(which), *row.shape[1:])
         array = np.asarray(value)
-        fits = array.shape == wanted and np.can_cast(array.dtype, row.dtype, "same_kind")
-        if fits and array.dtype != row.dtype and row.dtype.kind in "iu" and not in_range(array, row.dtype):
+        has_dtype = array.dtype == row.dtype
+        fits = array.shape == wanted and (has_dtype or np.can_cast(array.dtype, row.dtype, "same_kind"))
+        if fits and not has_dtype and row.dtype.kind in "iu" and not in_range(array, row.dtype):
             raise SpaceError(f"{name} has values from {array.min()} to {array.max()}, which {row.dtype} cannot hold")
         if not fits:
             raise SpaceError(
@@ -244,3 +237,16 @@ def _put(space: gym.Space[Any], row: Any, value: Any, which: Any, name: str) -> 
                 f"got shape {array.shape} and dtype {array.dtype}"
             )
         row[which] = array
+    elif isinstance(space, spaces.Dict):
+        if not isinstance(value, Mapping) or set(value) != set(space.keys()):
+            raise SpaceError(
+                f"{name} must be one dict of arrays [n, ...] with the keys {list(space.keys())}, got {brief(value)}"
+            )
+        for key, sub in space.items():
+            _put(sub, row[str(key)], value[key], which, f"{name}[{key!r}]")
+    else:
+        assert isinstance(space, spaces.Tuple)
+        if not isinstance(value, tuple | list) or len(value) != len(space):
+            raise SpaceError(f"{name} must be one tuple of {len(space)} arrays [n, ...], got {brief(value)}")
+        for k, (sub, part) in enumerate(zip(space, value, strict=True)):
+            _put(sub, row[f"_{k}"], part, which, f"{name}[{k}]")

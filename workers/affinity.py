@@ -7,20 +7,17 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
 
-import psutil
-
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 def usable_cpus() -> tuple[int, ...]:
     """The CPUs that this process may run on; empty where the system does not say (macOS)."""
-    process = psutil.Process()
-    return tuple(sorted(process.cpu_affinity())) if hasattr(process, "cpu_affinity") else ()
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
 def pin(cpus: Sequence[int]) -> None:
     """Run on `cpus` only, from now on."""
-    psutil.Process().cpu_affinity(list(cpus))
+    os.sched_setaffinity(0, cpus)
     actual = usable_cpus()
     if set(actual) != set(cpus):
         raise OSError(f"pinning to CPUs {sorted(cpus)} gave {list(actual)}")

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from penstock.buffers.reports import Report, ReportBoard
 from penstock.errors import SamplerBrokenError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from penstock.workers.handle import status_of
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.progress import Phase, ProgressSnapshot
 
@@ -112,10 +111,7 @@ def describe_exit(exitcode: int | None) -> str:
 
 def _fork_server_has_ended() -> bool:
     pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    try:
-        return pid is not None and psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return True
+    return pid is not None and status_of(pid) in ("zombie", "")
 
 
 def make_error(

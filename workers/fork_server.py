@@ -1,12 +1,15 @@
 """What the fork server imports first. If it exits after the main process, it removes its socket and that folder.
 
 Usually the main process does this itself. If it is killed, the guardian does it, as long as there is a sampler.
+Before each fork, the fork server excludes all its objects from garbage collection.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import gc
 import os
 import time
 from multiprocessing import forkserver
@@ -31,4 +34,11 @@ def _remove_socket(pid: int, parent: int) -> None:
             os.rmdir(os.path.dirname(address))
 
 
+def _freeze(pid: int) -> None:
+    if os.getpid() == pid:  # not in forks of the workers: garbage that is frozen there would stay for ever
+        gc.freeze()
+
+
 atexit.register(_remove_socket, os.getpid(), os.getppid())
+# Otherwise garbage collection in each worker searches the imported modules, which also copies their memory.
+os.register_at_fork(before=functools.partial(_freeze, os.getpid()))

@@ -15,11 +15,11 @@ from multiprocessing import forkserver, resource_tracker
 from typing import Any, NamedTuple
 
 import cloudpickle
-import psutil
 
 from penstock.buffers.mailbox import Mailbox
 from penstock.errors import ConfigError, WorkerDiedError, WorkerTimeoutError
 from penstock.workers import sigint
+from penstock.workers.handle import status_of
 from penstock.workers.limits import check_limits
 from penstock.workers.plan import PoolOptions
 from penstock.workers.process import worker_main
@@ -208,10 +208,7 @@ def _explaining(what: str) -> Iterator[None]:
 def _stopped_server() -> bool:
     """Whether a signal (SIGSTOP) has stopped the fork server."""
     pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    try:
-        return pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    except psutil.Error:
-        return False
+    return pid is not None and status_of(pid) == "stopped"
 
 
 def _forget_unreachable_server() -> None:

@@ -51,7 +51,6 @@ class Monitor:
         self._poll = select.poll()
         self._sources: dict[int, tuple[str, WorkerHandle]] = {}  # by descriptor: "death", "gate" or "pipe", and whose
         self._spin_time = SpinTime(options.spin_seconds)
-        self._spin_time.seconds = 0.0  # for the first wait, start-up, which takes long
         self.yields = True  #: whether to yield the CPU while spinning; the pool sets it
         self._last_poll = -math.inf  # when deaths were last looked for
         # For each worker: its last progress, and when that began. It is kept between waits: a worker may hang longer

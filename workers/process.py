@@ -12,9 +12,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
-
-import psutil
+from collections.abc import Callable, Mapping
 
 from penstock.buffers.descriptors import InheritedFd
 from penstock.workers import cleanup
@@ -103,14 +101,22 @@ def _detach(args: WorkerProcessArgs) -> None:
     if args.dies_with_parent and sys.platform == "linux":
         _end_with_parent()
     threading.Thread(target=_watch_main_process, args=(args.main_process,), name="watchdog", daemon=True).start()
-    os.environ.clear()
-    os.environ.update(args.load(args.environ))
+    _set_environ(args.load(args.environ))
     limit_threads(args.plan.torch_threads)
     if args.plan.cpus:
         try:
             pin(args.plan.cpus)
-        except (PermissionError, psutil.AccessDenied) as error:  # a sandbox
+        except PermissionError as error:  # a sandbox
             _log.warning("%s is not pinned to CPUs %s: %s", args.plan.name, list(args.plan.cpus), error)
+
+
+def _set_environ(wanted: Mapping[str, str]) -> None:
+    """Make `os.environ` equal to `wanted`. Most variables are equal already, and to set one takes long."""
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def _end_with_parent() -> None:

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -140,7 +141,7 @@ def test_without_cgroups_nothing_counts(tmp_path: Path) -> None:
 def test_free_memory_is_the_least_of_machine_and_cgroups(
     monkeypatch: pytest.MonkeyPatch, available: int, headrooms: list[int], free: int
 ) -> None:
-    monkeypatch.setattr(memory_limits.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
     monkeypatch.setattr(memory_limits, "_cgroup_headrooms", lambda: iter(headrooms))
     assert free_memory() == free
 
