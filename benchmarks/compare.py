@@ -357,7 +357,8 @@ def cells(case: str, turns: dict[str, list[Turn]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs=2, type=Path, metavar=("OLD", "NEW"), help="folders that pip installed into")
+    parser.add_argument("old", type=Path, metavar="OLD", help="a folder that pip installed into")
+    parser.add_argument("new", type=Path, metavar="NEW", help="another such folder")
     parser.add_argument(
         "--cases", nargs="+", default=list(CASES), metavar="CASE", help="parts of names; all by default"
     )
@@ -381,7 +382,7 @@ def main() -> None:
         table.add_column(heading, justify="right" if heading else "left")
     for case in cases:
         repeats = args.repeats if case in STEPS else args.starts
-        results[case] = compare(case, [folder.resolve() for folder in args.folders], repeats, args.seconds)
+        results[case] = compare(case, [args.old.resolve(), args.new.resolve()], repeats, args.seconds)
         found = results[case]
         row = [found] if isinstance(found, str) else cells(case, found)
         print(case, *row, sep=" | ", flush=True)
