@@ -8,7 +8,7 @@ ROOMS := agents buffers cluster collectors envs ports replays samplers targets t
 SOURCES := $(shell find $(ROOMS) src \( -name '*.py' -o -name '*.[ch]' \) -not -path '*/.*' 2>/dev/null)
 PYTEST := pytest --dist loadgroup
 
-.PHONY: run quick test check coverage floors pythons docs dist bench sanitize ray chaos faults real peers clean
+.PHONY: run quick test check coverage floors pythons docs dist bench sanitize ray chaos faults cases real peers clean
 
 run: $(VENV)/.installed
 	$(BIN)/python examples/ppo.py --out runs/cartpole
@@ -140,11 +140,15 @@ $(RAY)/.installed: setup.py constraints.txt $(SOURCES)
 chaos: $(VENV)/.installed
 	$(BIN)/python benchmarks/chaos.py --seconds 600
 
-# The whole suite at full scale: the failure tests with many more trials each, and every case of each matrix. Takes more
-# than an hour. No traceback after 100 s: Python prints it without stopping the thread that it describes, and the process
-# can crash on the way.
+# The failure tests at full scale, with many more trials each; takes some 45 minutes. No traceback after 100 s: Python
+# prints it without stopping the thread that it describes, and the process can crash on the way.
+FULL_SCALE = PENSTOCK_FAULTS=full $(BIN)/$(PYTEST) -n 3 -o faulthandler_timeout=0
 faults: $(VENV)/.installed
-	PENSTOCK_FAULTS=full $(BIN)/$(PYTEST) -n 3 -o faulthandler_timeout=0
+	$(FULL_SCALE) tests/process
+
+# The other tests at full scale: every case of each matrix.
+cases: $(VENV)/.installed
+	$(FULL_SCALE) tests --ignore=tests/process
 
 # Real environments, as many as are installed, at 20,000 steps each.
 real: $(VENV)/.installed
