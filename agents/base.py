@@ -152,8 +152,8 @@ class Agent(ABC):
         """What this copy keeps for one column: random stream, noise, recurrent state. `sampler.state_dict` saves it.
 
         This saves every attribute that has the methods `column_state(column)` and `load_column_state(column, state)`.
-        The attributes of the stock agents have them. If your agent has more methods than its base class, define both
-        methods in it too. If it keeps nothing for each column, they only call those of the base class.
+        The attributes of penstock's agents have them. If your agent has more methods than its base class, define these
+        two methods too. If it keeps nothing for each column, they only call the methods of the base class.
         """
         parts = {name: getattr(part, "column_state", None) for name, part in vars(self).items()}
         return {name: save(column) for name, save in parts.items() if save is not None}
@@ -193,7 +193,7 @@ class Agent(ABC):
         self._publish_if_shared()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `state_dict` into a file. If the process is killed meanwhile, the file keeps what it had."""
+        """Write `state_dict` into a file. If the process is killed meanwhile, the old file stays."""
         save(path, self.state_dict(), type(self).__name__)
 
     def load(self, path: str | os.PathLike[str]) -> None:

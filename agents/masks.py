@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _Bools = npt.NDArray[np.bool_]
 
-#: Where a mask from `info` is in the observation: `MaskInObservation` puts it there.
+#: The name of a mask from `info` in the observation: `envs.MaskInObservation` adds it.
 _FROM_INFO = "action_mask"
 
 
@@ -36,9 +36,9 @@ def info_key(mask_key: str | None) -> str | None:
 class ActionMask:
     """The masks `[B, n]` in observations: nonzero where an action is legal.
 
-    n is the number of actions of a `Discrete`. For a `MultiDiscrete` it is `nvec.sum()`: first the entries of the first
-    component, then of the second, and so on. `key` is "observation" followed by the names that lead to the mask, as in
-    "observation.action_mask", or "info." and a name.
+    n is the number of actions of a `Discrete`. For a `MultiDiscrete` it is `nvec.sum()`: the entries of the first
+    component come first, then those of the second, and so on. `key` is "observation" and the names that lead to the
+    mask, as in "observation.action_mask", or "info." and a name.
 
     Raises `ConfigError` for a key that is not in the space, and `SpaceError` for a space that does not fit.
     """
@@ -59,7 +59,7 @@ class ActionMask:
     def _require(self, key: str, space: gym.Space[Any]) -> None:
         if not (info_key(key) or key.split(".", maxsplit=1)[0] == "observation"):
             raise ConfigError(
-                f'mask_key must be "observation.NAME" or "info.NAME", where NAME is that of the mask: got {key!r}'
+                f'mask_key must be "observation.NAME" or "info.NAME", where NAME is the name of the mask: got {key!r}'
             )
         part: Any = space
         for name in self._path:
@@ -86,13 +86,14 @@ class ActionMask:
         return mask
 
     def has_none(self, observation: Any) -> _Bools:
-        """Where `observation` `[B, ...]` allows no action: `[B]`."""
+        """`[B]`, True where the mask in `observation` `[B, ...]` allows no action."""
         has_any = np.logical_or.reduceat(self._read(observation), self._firsts, axis=1)
         none: _Bools = ~np.all(has_any, axis=1)
         return none
 
     def legal(self, observation: Any) -> _Bools:
-        """Which actions are legal `[B, n]`. Where none is, all are: columns that wait for a reset have no mask."""
+        """Which actions are legal `[B, n]`. If the mask of a column allows none, all are legal: a column that waits for
+        a reset has no mask."""
         mask = self._read(observation)
         has_any = np.logical_or.reduceat(mask, self._firsts, axis=1)
         return mask if has_any.all() else mask | np.repeat(~has_any, self._sizes, axis=1)
@@ -102,7 +103,7 @@ class ActionMask:
         index = np.empty(uniform.shape, np.int64)
         for i, (first, end) in enumerate(zip(self._firsts, self._ends, strict=True)):
             counts = legal[:, first:end].cumsum(axis=1)
-            chosen = (uniform[:, i] * counts[:, -1]).astype(np.int64)  # its number among the legal ones
+            chosen = (uniform[:, i] * counts[:, -1]).astype(np.int64)  # the number of the action among the legal ones
             index[:, i] = (counts <= chosen[:, None]).sum(axis=1)
         actions: npt.NDArray[Any] = (index.reshape(len(index), *self._shape) + self._start).astype(self._dtype)
         return actions

@@ -1,4 +1,4 @@
-"""Checks the outputs of a model and converts them to numpy arrays. Errors name the output and both shapes."""
+"""Checks the outputs of a model and converts them to numpy arrays. Errors name the output, and both shapes."""
 
 from __future__ import annotations
 

@@ -26,12 +26,15 @@ class Moments(NamedTuple):
         """The moments of `rows` `[N, ...]`."""
         rows = rows.astype(np.float64)
         if not np.isfinite(rows).all():
-            raise SpaceError("the statistics of a normalization need finite values, got NaN or inf")
+            raise SpaceError(
+                "the statistics of a normalization need finite values, got NaN or inf: check_finite=True of the "
+                "sampler finds the environment"
+            )
         mean = rows.mean(axis=0) if len(rows) else np.zeros(rows.shape[1:])
         return cls(float(len(rows)), mean, np.square(rows - mean).sum(axis=0))
 
     def with_others(self, other: Moments) -> Moments:
-        """The moments of the rows of both."""
+        """The moments of all rows of both."""
         if not other.n_rows:
             return self
         n_rows = self.n_rows + other.n_rows
@@ -43,9 +46,9 @@ class Moments(NamedTuple):
 class RunningStatistics(nn.Module):
     """The base of both layers: mean and standard deviation of all rows so far.
 
-    The buffers `mean` and `std`, float32, are what the layer uses. They belong to the model, so
-    `agent.sync_shared_memory()` publishes them with the parameters, and workers and evaluations never change them.
-    The exact sums, float64, are in the `state_dict` too, so that a run that is loaded continues with them.
+    The layer computes with the buffers `mean` and `std`, float32. They belong to the model, so
+    `agent.sync_shared_memory()` publishes them with the parameters. Workers and evaluations never change them. The
+    `state_dict` also has the exact sums, float64, and a run that loads it continues with them.
     """
 
     mean: torch.Tensor
@@ -62,7 +65,7 @@ class RunningStatistics(nn.Module):
 
     @property
     def count(self) -> int:
-        """How many rows the statistics are of."""
+        """How many rows the statistics count."""
         return int(self.moments.n_rows)
 
     def merge(self, moments: Moments) -> None:
@@ -89,14 +92,15 @@ class RunningStatistics(nn.Module):
 class ObservationNorm(RunningStatistics):
     """A layer that normalizes observations: `clamp((x - mean) / std, -clip, clip)`.
 
-    Use it in your model, and call `update` with each batch, for example before `agent.sync_shared_memory()`. Before the
-    first `update`, mean is 0 and std is 1. The batches are equal for any number of workers, so the statistics are too.
+    Use it in your model, and call `update` with each batch, after training and before `agent.sync_shared_memory()`.
+    Before the first `update`, mean is 0 and std is 1. Equal batches give equal statistics, so the number of workers
+    does not matter.
 
     Args:
         shape: the shape of one observation, or of one field of a Dict observation: `observation_space.shape`. It may
             also be the shape of the last dimensions only: `(3,)` has one mean for each channel of `[H, W, 3]` images.
         clip: the largest absolute value of an output.
-        epsilon: is added to the variance.
+        epsilon: added to the variance.
     """
 
     def __init__(self, shape: int | tuple[int, ...], *, clip: float = 10.0, epsilon: float = 1e-8) -> None:
@@ -109,11 +113,14 @@ class ObservationNorm(RunningStatistics):
     def moments_of(self, observation: Any, valid: Any = None) -> Moments:
         """The moments of `observation` `[T, B, ...]`, a tensor or an array. This does not change the layer.
 
-        Rows where `valid` `[T, B]` is False are left out.
+        Rows where `valid` `[T, B]` is False do not count. Raises `SpaceError` for another shape, and for NaN or inf.
         """
         rows = _array(observation)
         if rows.shape[rows.ndim - len(self.shape) :] != self.shape:
-            raise SpaceError(f"ObservationNorm({self.shape}) got observations of shape {rows.shape}")
+            raise SpaceError(
+                f"ObservationNorm({self.shape}) got observations of shape {rows.shape}: their last dimensions must be "
+                f"{self.shape}"
+            )
         if valid is not None:
             rows = rows[_array(valid)]
         return Moments.of(rows.reshape(-1, *self.shape))
@@ -127,7 +134,8 @@ class RewardNorm(RunningStatistics):
     """A layer that scales rewards: `clamp(reward / std, -clip, clip)`, where `std` is the standard deviation of the
     discounted returns so far.
 
-    Call it in the learner. As a part of the model it is saved with the model. Before the first `update`, std is 1.
+    Call it in the learner. Make it a part of the model, so that it is saved with the model. Before the first `update`,
+    std is 1.
 
     The return of a step is `reward + discount * the return of the step before`, and starts at 0 in each episode, as in
     Gymnasium's `NormalizeReward` and Stable-Baselines3's `VecNormalize`. It continues from one batch to the next.
@@ -143,8 +151,8 @@ class RewardNorm(RunningStatistics):
         return (reward / self.std).clamp(-self.clip, self.clip)
 
     def moments_of(self, reward: Any, done: Any, valid: Any = None) -> Moments:
-        """The moments of the discounted returns of a batch: `reward`, `done` and `valid` are `[T, B]`. The running
-        returns go on, so call this once for each batch. It does not change `std`."""
+        """The moments of the discounted returns of a batch: `reward`, `done` and `valid` are `[T, B]`. It continues the
+        returns of the batch before, so call it once for each batch. It does not change `std`."""
         rewards, ends = _array(reward), _array(done)
         if self._returns.shape != rewards.shape[1:]:  # the first batch, or another number of environments
             self._returns = np.zeros(rewards.shape[1:])

@@ -15,7 +15,7 @@ _NUMPY = "numpy array"  # marks a tensor that was an array
 
 
 def save(path: str | os.PathLike[str], state: Mapping[str, Any], agent: str) -> None:
-    """Write `state`. If the process is killed meanwhile, the file keeps what it had."""
+    """Write `state`, and the class name `agent`. If the process is killed meanwhile, the old file stays."""
     import torch
 
     target = Path(path)
@@ -28,7 +28,7 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], agent: str) -> 
 
 
 def load(path: str | os.PathLike[str], agent: str) -> Any:
-    """The state in the file. Raises `ConfigError` if another agent has written it."""
+    """The state in the file. Raises `ConfigError` if another class of agent has written it."""
     import torch
 
     saved = torch.load(path, map_location="cpu", weights_only=True)

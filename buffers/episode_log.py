@@ -27,7 +27,7 @@ class EpisodeLog:
     - POSITION: of the first row of the running batch, or of the next one.
     - EPISODE, START: the number of the running episode, and the position of its first row.
     - FIRST_EPISODE, FIRST_START: the same two as they were when the last batch began.
-    - AT: the position of the row that is stepped before the first batch.
+    - AT: before the first batch, the position of the step that runs.
     - GENERATION: of the random stream that the episodes' seeds come from.
     """
 

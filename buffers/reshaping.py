@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.buffers.samples import BatchStatus, EnvSamples, Samples
 
 _Named = TypeVar("_Named", bound=NamedArrays)
-_PER_COLUMN = ("bootstrap_obs", "bootstrap_value")  # fields without a dimension of time
+PER_COLUMN = ("bootstrap_obs", "bootstrap_value")  # fields without a dimension of time
 
 
 class Transitions(NamedArrays):
@@ -169,7 +169,7 @@ def next_observation(env: EnvSamples) -> Any:
 def _per_step(samples: Samples, fn: Callable[[Any], Any]) -> Samples:
     """`fn` of every array `[T, B, ...]`. The arrays without a dimension of time are left out."""
     parts = {
-        name: _make(type(part), {key: map_leaves(fn, value) for key, value in part.items() if key not in _PER_COLUMN})
+        name: _make(type(part), {key: map_leaves(fn, value) for key, value in part.items() if key not in PER_COLUMN})
         for name, part in samples.items()
     }
     return _make(type(samples), parts)

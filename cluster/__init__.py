@@ -1,4 +1,4 @@
-"""Many machines and the control plane. The libraries that it needs come with `pip install "penstock[cluster]"`.
+"""Many machines: `RaySampler`, and distributed experiments. `pip install "penstock[cluster]"` installs what they need.
 
 Everything is imported on first use: `import penstock.cluster` imports neither ray nor zmq.
 """

@@ -16,7 +16,7 @@ from penstock.cluster.worker import PollResult, Worker
 from penstock.errors import PenstockError
 from penstock.samplers import Sampler
 
-_PUT_SECONDS = 0.2
+_PUT_SECONDS = 0.2  # how long a poll waits for a consumer
 
 
 class ActorWorker(Worker):
@@ -24,11 +24,12 @@ class ActorWorker(Worker):
 
     Args:
         make_sampler: returns a sampler that is not initialized.
-        plan: how to make the agent, for `inference=None`.
-        rank, world_size: of this actor, and the number of actors: its environments are those from
-            `rank * batch_B` on.
-        inference: name of the inference stream that acts; None: the agent acts here, with the newest parameters.
-        parameters: name of the policy, as the trainer publishes it.
+        plan: the seed, and how to make the agent for `inference=None`.
+        rank, world_size: the number of this actor, and the number of all actors. The env_ranks of its environments
+            begin at `rank * batch_B`.
+        inference: name of the inference stream whose policy workers act; None: the agent acts here, with the newest
+            parameters.
+        parameters: name under which the trainer publishes the parameters.
         samples: name of the sample stream.
         routing: of the sample stream; see `SampleProducer`.
         bootstrap_value: as in `sampler.initialize`.
@@ -53,7 +54,7 @@ class ActorWorker(Worker):
         self._inference, self._policy, self._stream, self._routing = inference, parameters, samples, routing
         self._bootstrap_value, self._generation = bootstrap_value, generation
         self._sampler: Sampler | None = None
-        self._piece: dict[str, Any] | None = None  # one that no consumer has had room for yet
+        self._piece: dict[str, Any] | None = None  # a piece that no consumer has had room for yet
         self._itr = self._version = 0
 
     def _configure(self) -> None:
@@ -65,14 +66,14 @@ class ActorWorker(Worker):
         if self._inference is None:
             self._agent = self._plan.agent()
         else:
-            is_over = lambda: self.status in FINAL  # noqa: E731
-            self._agent = StreamAgent(
-                InferenceClient(self.wire, self.names, self._inference, self.name, is_over=is_over)
+            client = InferenceClient(
+                self.wire, self.names, self._inference, self.name, is_over=lambda: self.status in FINAL
             )
+            self._agent = StreamAgent(client)
         self._sampler = self._make_sampler()
         self._sampler.initialize(
             self._agent,
-            seed=self._plan.seed + 1_000_003 * self._generation,
+            seed=self._plan.seed + 1_000_003 * self._generation,  # another one for each generation
             bootstrap_value=self._bootstrap_value,
             rank=self._rank,
             world_size=self._world_size,
@@ -82,11 +83,11 @@ class ActorWorker(Worker):
         assert self._sampler is not None
         if self._piece is None:
             if self._inference is None:
-                self._update()
+                self._load_newer_parameters()
             try:
                 samples, infos = self._sampler.obtain_samples(self._itr)
             except PenstockError:
-                if self.status in FINAL:  # no policy worker acts for it any more, and it must end anyway
+                if self.status in FINAL:  # it must end, and so `InferenceClient.ask` has raised
                     return PollResult()
                 raise
             self._itr += 1
@@ -96,7 +97,7 @@ class ActorWorker(Worker):
         self._piece = None
         return PollResult(self._sampler.batch_T * self._sampler.batch_B, 1)
 
-    def _update(self) -> None:
+    def _load_newer_parameters(self) -> None:
         newer = self._parameters.newer()
         if newer is not None:
             self._agent.write_parameters(newer)

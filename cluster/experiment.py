@@ -25,9 +25,9 @@ from penstock.samplers import Sampler
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_LOOK_SECONDS = 0.25
-_START_SECONDS = 120.0
-_ENDED = (Status.ERROR.value, Status.LOST.value)
+_POLL_SECONDS = 0.25  # how often `wait` asks the workers for their figures
+_START_SECONDS = 120.0  # how long a worker may take to start
+_FAILED = (Status.ERROR.value, Status.LOST.value)
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ class Actors:
     """`count` actors, each with a sampler that `make_sampler` returns, for example
     `partial(AlternatingSampler, "CartPole-v1", batch_T=64, batch_B=16)`.
 
-    With `inference`, the policy workers of this stream act for them. Otherwise each acts itself, with the newest
-    parameters. `routing`: see `SampleProducer`.
+    With `inference`, the name of a stream of policy workers, these act for the actors. Otherwise each actor acts
+    itself, with the newest parameters. `samples` is the name of the stream for the samples; `SampleProducer` explains
+    `routing`.
     """
 
     count: int
@@ -49,7 +50,7 @@ class Actors:
 
 @dataclass(frozen=True)
 class Policies:
-    """`count` policy workers; see `PolicyWorker`."""
+    """`count` policy workers; `PolicyWorker` explains the other arguments."""
 
     count: int
     stream: str = "policy"
@@ -59,7 +60,7 @@ class Policies:
 
 @dataclass(frozen=True)
 class Training:
-    """One trainer worker; see `TrainerWorker`."""
+    """One trainer worker; `TrainerWorker` explains the arguments. `stream` is the name of the stream of samples."""
 
     make_trainer: Callable[[Agent], Trainer]
     stream: str = "train"
@@ -71,7 +72,7 @@ class Training:
 
 @dataclass(frozen=True)
 class RunState:
-    """A look at a run: the trainer's version, seconds since the start, and the figures of each worker."""
+    """A run at one moment: the trainer's version, seconds since the start, and the figures of each worker."""
 
     version: int
     seconds: float
@@ -79,7 +80,7 @@ class RunState:
 
     @property
     def trainer(self) -> Mapping[str, Any]:
-        """The trainer's figures: what its `step` returned, and `version`, `stale`, `largest_staleness`."""
+        """The trainer's figures: what its last `step` has returned, and `version`, `stale`, `largest_staleness`."""
         return self.workers.get("trainer/0", {})
 
 
@@ -89,9 +90,9 @@ class Experiment:
 
     Args:
         name: of the experiment.
-        make_agent: returns an agent that is not initialized. All workers make theirs with it, from the same seed.
-        actors, policies, training: its workers. Without `policies` the actors act themselves.
-        seed: fixes the first parameters and all random streams; None takes a new one.
+        make_agent: returns an agent that is not initialized. All workers call it, and initialize with the same seed.
+        actors, policies, training: the workers. Without `policies`, the actors act themselves.
+        seed: fixes the first parameters and all random streams; None takes a new seed.
     """
 
     name: str
@@ -106,24 +107,32 @@ class Experiment:
 
         Args:
             trial: name of this run.
-            wire: "local": threads of this process; "zmq": processes.
-            max_restarts: how often a worker of each name may be started again after it has failed.
+            wire: "local": workers are threads of this process; "zmq": they are processes.
+            max_restarts: how often each worker may be started again after it has failed.
             panel: more arguments of `ControlPanel`, such as `file` and `host`.
 
-        Raises `ConfigError` if the parts do not fit together, and what stopped a worker from starting.
+        Raises `ConfigError` if the parts do not fit together, and a `ClusterError` if a worker cannot start.
         """
         if self.policies is not None and self.policies.stream != self.actors.inference:
             raise ConfigError(
-                f"the policies serve the stream {self.policies.stream!r}, the actors ask {self.actors.inference!r}"
+                f"the policies serve the stream {self.policies.stream!r}, the actors ask {self.actors.inference!r}: "
+                "give Policies(stream=...) and Actors(inference=...) the same name"
             )
         if self.policies is None and self.actors.inference is not None:
-            raise ConfigError(f"there are no policies for the inference stream {self.actors.inference!r}")
+            raise ConfigError(
+                f"there are no policies for the inference stream {self.actors.inference!r}: give "
+                "policies=Policies(...), or leave inference out"
+            )
         if self.actors.samples != self.training.stream:
-            raise ConfigError(f"actors fill {self.actors.samples!r}, the trainer reads {self.training.stream!r}")
+            raise ConfigError(
+                f"actors fill {self.actors.samples!r}, the trainer reads {self.training.stream!r}: give "
+                "Actors(samples=...) and Training(stream=...) the same name"
+            )
         makers = self._makers(self._plan())
         return Run(ControlPanel(self.name, trial, wire=wire, **panel), makers, max_restarts)
 
     def _plan(self) -> AgentPlan:
+        """How all workers make the agent. The spaces are those of an example environment."""
         sampler = self.actors.make_sampler()
         config = sampler.config
         batched = config.collector_cls.batched
@@ -138,38 +147,44 @@ class Experiment:
         return AgentPlan(self.make_agent, spaces[0], spaces[1], seed, sampler.batch_B * self.actors.count)
 
     def _makers(self, plan: AgentPlan) -> dict[str, Callable[[int], Worker]]:
-        """For each name of a worker: makes it, given how often it was restarted. In the order in which they start."""
+        """Functions that make the workers, by name, in the order in which the workers start. Their argument is the
+        number of restarts of this worker."""
         training, policies, actors = self.training, self.policies, self.actors
-        options: dict[str, Any] = {"samples": training.stream, "batch": training.batch}
-        for name in ("max_staleness", "checkpoint", "save_every"):
-            options[name] = getattr(training, name)
         makers: dict[str, Callable[[int], Worker]] = {}
-        makers["trainer/0"] = partial(_make, TrainerWorker, (training.make_trainer, plan), options, "")
+        options: dict[str, Any] = {
+            "samples": training.stream,
+            "batch": training.batch,
+            "max_staleness": training.max_staleness,
+            "checkpoint": training.checkpoint,
+            "save_every": training.save_every,
+        }
+        makers["trainer/0"] = partial(_make, TrainerWorker, (training.make_trainer, plan), options)
         if policies is not None:
             options = {"stream": policies.stream, "max_batch": policies.max_batch, "max_delay": policies.max_delay}
             for i in range(policies.count):
-                makers[f"policy/{i}"] = partial(_make, PolicyWorker, (plan,), options, "")
+                makers[f"policy/{i}"] = partial(_make, PolicyWorker, (plan,), options)
         for i in range(actors.count):
             options = {"rank": i, "world_size": actors.count, "bootstrap_value": actors.bootstrap_value}
             options |= {"inference": actors.inference, "samples": actors.samples, "routing": actors.routing}
-            make = partial(_make, ActorWorker, (actors.make_sampler, plan), options, "generation")
-            makers[f"actor/{i}"] = make
+            makers[f"actor/{i}"] = partial(_make, ActorWorker, (actors.make_sampler, plan), options)
         return makers
 
 
-def _make(cls: type[Worker], args: tuple[Any, ...], options: dict[str, Any], word: str, generation: int) -> Worker:
-    return cls(*args, **options, **({word: generation} if word else {}))
+def _make(cls: type[Worker], args: tuple[Any, ...], options: dict[str, Any], n_restarts: int) -> Worker:
+    if cls is ActorWorker:  # each generation of an actor has other random streams
+        options = {**options, "generation": n_restarts}
+    return cls(*args, **options)
 
 
 class Run:
     """A running experiment. `panel` commands its workers.
 
-    Workers that fail are started again: a policy worker gets the newest parameters, a trainer continues from its
-    checkpoint, an actor begins new trajectories.
+    If a worker fails, `wait` starts it again: a policy worker gets the newest parameters, a trainer continues from its
+    checkpoint, and an actor begins new trajectories.
 
     Args:
-        panel: owned by the run, which closes it.
-        makers: for each worker's name, what makes it.
+        panel: the run closes it.
+        makers: functions that make the workers, by name. Their argument is the number of restarts of this worker.
         max_restarts: for each worker.
     """
 
@@ -181,14 +196,14 @@ class Run:
         try:
             for name in makers:
                 self._launch(name)
-            for name in makers:  # in this order: an actor needs its policy worker, which needs the trainer
+            for name in makers:  # in this order, because an actor needs its policy worker, which needs the trainer
                 self._start(name)
         except BaseException:
             panel.close()
             raise
 
     def state(self) -> RunState:
-        """A look at the workers."""
+        """The run now."""
         workers = self.panel.stats(list(self._makers), timeout=5.0)
         version = int(workers["trainer/0"].get("version", 0))
         return RunState(version, time.monotonic() - self._began, workers)
@@ -214,14 +229,14 @@ class Run:
             if metrics is not None and time.monotonic() >= write_at:
                 write_at = time.monotonic() + 1.0
                 with open(metrics, "a", encoding="utf-8") as file:
-                    figures = {"version": state.version, "seconds": state.seconds, "workers": state.workers}
-                    file.write(json.dumps(figures) + "\n")
+                    row = {"version": state.version, "seconds": state.seconds, "workers": state.workers}
+                    file.write(json.dumps(row) + "\n")
             if until(state) or time.monotonic() >= deadline:
                 return state
-            for name, facts in state.workers.items():
-                if facts["status"] in _ENDED:
-                    self._restart(name, facts)
-            time.sleep(_LOOK_SECONDS)
+            for name, figures in state.workers.items():
+                if figures["status"] in _FAILED:
+                    self._restart(name, figures)
+            time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
         """End all workers. Calling it again does nothing."""
@@ -237,10 +252,13 @@ class Run:
         base, _, index = name.partition("/")
         self.panel.launch(partial(self._makers[name], self.restarts[name]), name=base, first=int(index))
 
-    def _restart(self, name: str, facts: Mapping[str, Any]) -> None:
-        reason = f"{facts['status']}: {facts.get('text') or 'it ended without a word'}"
+    def _restart(self, name: str, figures: Mapping[str, Any]) -> None:
         if self.restarts[name] >= self._max_restarts:
-            raise ClusterError(f"worker {name} has failed {self.restarts[name] + 1} times; last {reason}")
+            reason = f"{figures['status']}: {figures.get('text') or 'it has ended without a report: see its log'}"
+            raise ClusterError(
+                f"worker {name} has failed {self.restarts[name] + 1} times, with max_restarts={self._max_restarts}. "
+                f"The last time: {reason}"
+            )
         self.restarts[name] += 1
         self.panel.discard(name)
         self._launch(name)

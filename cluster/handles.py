@@ -1,4 +1,4 @@
-"""The driver's view of the shards: what it knows of each, and calls on their actors."""
+"""What the driver knows of the shards, and calls on their actors. The driver, in Ray's words, is your process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.samplers.stats import WorkerStats
 from penstock.workers.control import Command
 from penstock.workers.plan import split
 
-# What `ray.get` raises when the process of a shard, its node, or the reply on it has gone.
+# What `ray.get` raises when the process of a shard or its node has ended, or when the reply was lost with them.
 LOSSES = (
     ray_errors.RayActorError,
     ray_errors.ObjectLostError,
@@ -51,15 +51,15 @@ class ShardOptions:
 
 @dataclass(eq=False)
 class Shard:
-    """The driver's view of one shard."""
+    """What the driver knows of one shard."""
 
     plan: ShardPlan
     actor: Any = None
     generation: int = 0
     started: Started | None = None  #: None until it is ready
     since: float = 0.0  #: when its actor was made
-    version: int = 0  #: of the parameters that it has
-    n_orders: int = 0  #: given to this actor
+    version: int = 0  #: the version of the parameters that it has
+    n_orders: int = 0  #: how many orders this actor was given
     waiting: set[int] = field(default_factory=set)  #: the numbers of the orders without a reply
     last_batch: int = -1  #: the number of the last command that this actor has
     #: Totals of all its actors, for the statistics.
@@ -94,13 +94,13 @@ def _sum(one: WorkerStats, other: WorkerStats) -> WorkerStats:
 
 @dataclass(eq=False)
 class Pending:
-    """A call whose answer has not come. `order` is None if the call is the start of a shard."""
+    """A call whose answer has not come."""
 
     shard: Shard
-    order: Order | None = None
+    order: Order | None = None  #: None: the call starts the shard
     batch: int = -1  #: the number of the driver's command
-    unavailable_since: float | None = None
-    retry_at: float = 0.0
+    unavailable_since: float | None = None  #: since when the shard cannot be reached
+    retry_at: float = 0.0  #: when to give the order again
 
 
 @dataclass
@@ -156,7 +156,7 @@ def _value(ref: Any) -> Any:
 
 
 def place_of(path: str, columns: slice) -> Any:
-    """Where these columns lie in a field of the samples buffer."""
+    """The index of these columns in a field of the samples buffer."""
     return columns if path in ("policy_version", "bootstrap_value") else (slice(None), columns)
 
 

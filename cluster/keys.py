@@ -20,7 +20,7 @@ class Connection:
         trial: names of the experiment and the trial, joined by a slash.
         address: where the name table is.
         server_public, server_secret, client_public, client_secret: CURVE keys of this trial alone.
-        host: the address at which this process's own wire can be reached.
+        host: the address of this machine at which the wires of this process can be reached.
     """
 
     trial: str
@@ -33,7 +33,7 @@ class Connection:
 
     @classmethod
     def make(cls, trial: str, *, host: str = "127.0.0.1") -> Connection:
-        """With new keys, and no address yet."""
+        """New keys for `trial`. The address is empty."""
         import zmq
 
         server, client = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
@@ -62,11 +62,12 @@ class Connection:
                 facts = os.fstat(file.fileno())
                 if stat.S_IMODE(facts.st_mode) & 0o077 or facts.st_uid != os.getuid():
                     raise ConfigError(
-                        f"the connection file {path} holds keys, and must be readable for you alone: chmod 600 {path}"
+                        f"the connection file {path} holds keys. It must be your own, and must be readable for you "
+                        f"alone: chmod 600 {path}"
                     )
                 values = json.load(file)
             return cls(**{name: str(values[name]) for name in cls.__dataclass_fields__})
+        except ConfigError:
+            raise
         except (OSError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"{path} is no connection file of penstock: {error}") from error
+            raise ConfigError(f"{path} is no connection file of penstock: {type(error).__name__}: {error}") from error

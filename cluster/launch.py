@@ -26,9 +26,8 @@ _LENGTHS = struct.Struct("!QQ")
 class LaunchedThread:
     """A worker in a thread of this process."""
 
-    pid = os.getpid()
-
     def __init__(self, make: Callable[[], Worker], connection: Connection, name: str) -> None:
+        self.pid = os.getpid()
         self._thread = threading.Thread(target=lambda: make().run(connection, name), name=name, daemon=True)
         self._thread.start()
 
@@ -46,8 +45,8 @@ class LaunchedThread:
 
 
 class LaunchedProcess:
-    """A worker in another process. It gets its code through a pipe, and ends when the pipe is closed: at the
-    latest when this process ends, in whatever way."""
+    """A worker in another process. It gets its code through a pipe, and ends when the pipe is closed. So it ends with
+    this process, in whatever way that ends."""
 
     def __init__(self, make: Callable[[], Worker], connection: Connection, name: str) -> None:
         paths = json.dumps(sys.path).encode()
@@ -61,7 +60,7 @@ class LaunchedProcess:
             self._process.stdin.write(_LENGTHS.pack(len(paths), len(code)) + paths + code)
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended already: `ending` tells
+            pass  # it has ended already: `ending` says how
 
     def ending(self) -> str | None:
         """How it has ended, or None while it runs."""
@@ -71,7 +70,7 @@ class LaunchedProcess:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def wait(self, timeout: float) -> bool:
-        """Wait until it has ended. Returns whether it has. Then nothing of it is left."""
+        """Wait until it has ended, and kill what it has started. Returns whether it has ended."""
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -87,6 +86,7 @@ class LaunchedProcess:
         self._clear()
 
     def _clear(self) -> None:
+        """After its end: kill the other processes of its group, and close the pipe."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -102,7 +102,7 @@ def run_child() -> None:
     """The main function of a process that `LaunchedProcess` has started."""
     n_paths, n_code = _LENGTHS.unpack(_read(_LENGTHS.size))
     sys.path[:] = json.loads(_read(n_paths))
-    code = _read(n_code)  # from this process's parent: cloudpickle is as safe here as the parent is
+    code = _read(n_code)  # from the parent, which may run any code here: so it is safe to unpickle it
     threading.Thread(target=_end_with_pipe, name="watchdog", daemon=True).start()
     make, connection, name = cloudpickle.loads(code)
     status = make().run(connection, name)
@@ -120,6 +120,7 @@ def _read(length: int) -> bytes:
 
 
 def _end_with_pipe() -> None:
+    """In a thread: when the parent has closed the pipe, or has ended, kill this process and what it has started."""
     while os.read(0, 1024):
         pass
     os.killpg(0, signal.SIGKILL)
@@ -130,7 +131,7 @@ def _warnings() -> list[str]:
 
 
 def load_worker(text: str) -> tuple[type[Worker], int]:
-    """The class and the index in `MODULE:CLASS/INDEX`. Raises `ConfigError`."""
+    """The class and the index in `MODULE:CLASS/INDEX`; the index is 0 if it is left out. Raises `ConfigError`."""
     path, _, index = text.partition("/")
     module, _, name = path.partition(":")
     if not module or not name.isidentifier() or not (index or "0").isdigit():

@@ -1,4 +1,4 @@
-"""What crosses a wire: plain values and arrays, as one msgpack header and one raw frame for each array. No pickle.
+"""The messages on a wire: plain values and arrays, as one msgpack header and one frame of bytes per array. No pickle.
 
 A message consists of None, bool, int (64 bits), float, str, bytes, lists, dicts with str keys, and numpy arrays of
 numbers or booleans. Tuples arrive as lists, numpy scalars as Python's. Arrays that arrive are read-only.
@@ -16,8 +16,8 @@ from penstock.errors import ClusterError
 MOST_BYTES = 256 * 2**20  #: of one message
 _MOST_DEPTH = 64
 _MOST_FRAMES = 1024
-_MOST_HEADER = 2**18  # everything except arrays. A byte of msgpack becomes up to 64 bytes of Python objects
-_KINDS = "biufc"
+_MOST_HEADER = 2**18  # bytes of everything except arrays. One of them may become 64 bytes of Python objects
+_KINDS = "biufc"  # of dtypes: bool, integers, floats, complex numbers
 _ARRAY = 1  # the msgpack extension type
 
 
@@ -26,7 +26,7 @@ class BadMessageError(ClusterError):
 
 
 def plain_copy(value: Any) -> Any:
-    """A copy of `value` as it would arrive at the other side of a wire. Raises `BadMessageError`."""
+    """A copy of `value`, as it would arrive at the other end of a wire. Raises `BadMessageError`."""
     _check_tree(value)
     return _copy(value)
 
@@ -44,7 +44,7 @@ def _copy(value: Any) -> Any:
         return [_copy(item) for item in value]
     if isinstance(value, np.generic):
         return _copy(value.item())
-    array = np.array(_checked(value))
+    array = np.array(_checked_array(value))
     array.flags.writeable = False
     return array
 
@@ -56,11 +56,12 @@ def encode(value: Any) -> list[Any]:
     arrays: list[Any] = []
 
     def other(item: Any) -> Any:
+        """For a type that msgpack does not know: something that it knows."""
         if isinstance(item, np.generic):
             return item.item()
-        if isinstance(item, dict):  # a subclass: msgpack is strict about types
+        if isinstance(item, dict):  # a subclass of dict
             return dict(item)
-        array = _checked(item)
+        array = _checked_array(item)
         arrays.append(array.tobytes())
         return msgpack.ExtType(_ARRAY, msgpack.packb([len(arrays), array.dtype.str, list(array.shape)]))
 
@@ -78,7 +79,7 @@ def encode(value: Any) -> list[Any]:
 
 
 def decode(frames: Sequence[Any]) -> Any:
-    """The message in `frames`. Its arrays use the memory of the frames. Raises `BadMessageError` for anything else."""
+    """The message in `frames`. Its arrays use the memory of the frames. Raises `BadMessageError` for other bytes."""
     import msgpack
 
     if not 0 < len(frames) <= _MOST_FRAMES or len(frames[0]) > _MOST_HEADER:
@@ -95,7 +96,7 @@ def decode(frames: Sequence[Any]) -> Any:
         _check_tree(value)
     except BadMessageError:
         raise
-    except Exception as error:  # whatever msgpack, numpy or the arithmetic say about hostile bytes
+    except Exception as error:  # msgpack and numpy may raise anything for the bytes of a stranger
         raise BadMessageError(f"no message: {type(error).__name__}: {error}"[:200]) from error
     return value
 
@@ -117,7 +118,7 @@ def _array(frame: Any, dtype: Any, shape: Any) -> np.ndarray[Any, Any]:
 
 
 def _check_tree(value: Any, depth: int = 0) -> None:
-    """Raise `BadMessageError` for too many levels, and for keys that are no str."""
+    """Raise `BadMessageError` for too many levels, and for keys that are not str."""
     if depth > _MOST_DEPTH:
         raise BadMessageError(f"a message is nested at most {_MOST_DEPTH} levels deep")
     if isinstance(value, dict):
@@ -132,7 +133,8 @@ def _check_tree(value: Any, depth: int = 0) -> None:
                 _check_tree(item, depth + 1)
 
 
-def _checked(value: Any) -> Any:
+def _checked_array(value: Any) -> Any:
+    """`value`, if it is an array that can be sent. Otherwise raises `BadMessageError`."""
     if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS and value.ndim <= 32:
         return value
     kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""The name table on a wire: the thread that hosts it, and each wire's view of it, which keeps its own names alive."""
+"""The name table on a wire: the thread that serves it, and a client, which renews the names that it has added."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.errors import ClusterError, NameTableError, NoReplyError, PeerLost
 
 INBOX = "names"
 LEASE_SECONDS = 3.0
-_TAKEN = "NameTableError: "
+_NAME_ERROR = "NameTableError: "  # begins a reply that the client raises as `NameTableError`
 
 
 class NameHost:
@@ -59,15 +59,15 @@ class NameHost:
             elif call in ("add", "renew", "get", "delete", "find", "clear"):
                 letter.reply(getattr(self._names, call)(**message))
             else:
-                letter.fail(f"the name table has no {call!r}")
+                letter.fail(f"the name table has no call {call!r}")
         except NameTableError as error:
-            letter.fail(f"{_TAKEN}{error}")
+            letter.fail(f"{_NAME_ERROR}{error}")
         except Exception as error:  # not a message for a name table
             letter.fail(f"{type(error).__name__}: {error}")
 
 
 class NameClient:
-    """The name table, as seen from one wire. Names that it adds live for as long as the wire does.
+    """The name table, as one wire sees it. Names that it adds stay for as long as the wire is open.
 
     All calls raise `NoReplyError` if the table cannot be reached for `timeout` seconds.
 
@@ -79,7 +79,7 @@ class NameClient:
     def __init__(self, wire: Wire, address: str, *, timeout: float = 10.0, lease: float = LEASE_SECONDS) -> None:
         self._wire, self._address, self._lease = wire, address, lease
         self.timeout = timeout
-        self._entries: dict[str, tuple[Any, bool]] = {}  # key: value, whether it has a lease
+        self._entries: dict[str, tuple[Any, bool]] = {}  # key: value, whether it stays when this wire is closed
         self._peer = self._reach()
         self._renew_at = 0.0
         #: When the table was last heard of, by `time.monotonic()`.
@@ -92,9 +92,10 @@ class NameClient:
     # ---- calls -----------------------------------------------------------------------------
 
     def add(self, key: str, value: Any, *, replace: bool = False, lasting: bool = False) -> None:
-        """Add a name, and add it again whenever the table has lost it. With `lasting` it stays when this wire ends.
+        """Add a name, and add it again whenever it is missing in the table. With `lasting` it stays when this wire is
+        closed.
 
-        Raises `NameTableError` if somebody else has it.
+        Raises `NameTableError` if another wire has added this name, unless `replace` is True.
         """
         lease = None if lasting else self._lease
         self._call("add", key=key, value=value, owner=self._wire.id, lease=lease, replace=replace)
@@ -126,7 +127,7 @@ class NameClient:
             peer = self._reach()
             try:
                 return peer.ask({"call": "wait", "key": key, "token": token}, left).result()
-            except PeerLostError:  # the table was closed, and may come again
+            except PeerLostError:  # the table was closed, and may be opened again
                 time.sleep(min(0.1, left))
             except NoReplyError:
                 break
@@ -137,8 +138,8 @@ class NameClient:
         raise NoReplyError(f"the name {key!r} was not added within {timeout:g} s")
 
     def watch(self, keys: list[str], *, until: str = "any") -> Future[Any]:
-        """A future that gets the list of the keys that are gone, when any or all of `keys` have vanished. If the table
-        itself ends, it gets a `PeerLostError`: watch again then. A key that has not been there cannot vanish."""
+        """A future that gets the list of the keys that are gone, when any or all of `keys` are gone. If the table
+        itself ends, it gets a `PeerLostError`: watch again then. A key that was never in the table is not gone."""
         token = f"{self._wire.id}.{next(self._wire.numbers)}"
         return self._reach().ask({"call": "watch", "keys": keys, "token": token, "until": until}, 1e9)
 
@@ -147,12 +148,12 @@ class NameClient:
         return self.reach(self.get(key), credit=credit)
 
     def reach(self, place: Any, *, credit: int = 16) -> Peer:
-        """The inbox at `place`, as in the value of a name: address, wire and name."""
+        """The inbox at `place`, which is the value of a name: address, wire id and name of the inbox."""
         address, wire_id, name = place
         return self._wire.reach(str(address), str(name), target=str(wire_id), credit=credit)
 
     def announce(self, key: str, inbox: Inbox, *, replace: bool = False) -> None:
-        """Add `key` with the address of `inbox`."""
+        """Add `key`, so that others can reach `inbox` by this name."""
         self.add(key, [self._wire.address, self._wire.id, inbox.name], replace=replace)
 
     def _call(self, call: str, timeout: float | None = None, /, **arguments: Any) -> Any:
@@ -161,7 +162,10 @@ class NameClient:
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise NoReplyError(f"the name table at {self._address} has not answered for {timeout:g} s")
+                raise NoReplyError(
+                    f"the name table at {self._address} has not answered for {timeout:g} s: check that its control "
+                    "panel runs, and that this machine can reach it"
+                )
             try:
                 result = self._live_peer().ask({"call": call, **arguments}, left).result()
             except PeerLostError:  # it may come back: these calls can be made twice
@@ -169,7 +173,7 @@ class NameClient:
                     raise
                 time.sleep(min(0.05, left))
             except RequestError as error:
-                _, is_name_error, text = str(error).partition(_TAKEN)
+                _, is_name_error, text = str(error).partition(_NAME_ERROR)
                 raise (NameTableError(text) if is_name_error else error) from None
             else:
                 self.heard = time.monotonic()
@@ -187,12 +191,12 @@ class NameClient:
         if now < self._renew_at:
             return
         self._renew_at = now + self._lease / 4
-        with contextlib.suppress(PeerLostError):  # lost just now: next time
-            self._live_peer().ask({"call": "renew", "owner": self._wire.id}, self._lease).add_done_callback(
-                self._add_missing
-            )
+        with contextlib.suppress(PeerLostError):  # it was lost just now: the next tick tries again
+            renewed = self._live_peer().ask({"call": "renew", "owner": self._wire.id}, self._lease)
+            renewed.add_done_callback(self._add_missing)
 
     def _add_missing(self, renewed: Future[Any]) -> None:
+        """The table has answered with the keys that it has of this wire. Add the others again."""
         if renewed.exception() is not None:
             return
         self.heard = time.monotonic()

@@ -1,4 +1,4 @@
-"""The name table: addresses of workers, and for how long they are valid. A pure class, which is given its clock."""
+"""The name table: addresses of workers, and for how long they are valid. It has no thread, no socket and no clock."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class _Entry:
 @dataclass(frozen=True)
 class _Watch:
     keys: tuple[str, ...]
-    until: str  # "any" or "all" of the keys are gone
+    until: str  # "any" or "all": how many of the keys must be gone
 
 
 class Names:
     """Path keys such as `trial0/workers/actor/3`, each with a value, an owner and a lease.
 
-    An entry vanishes when its lease has run out: its owner renews it for as long as it lives. A call that waits for a
-    key, or watches keys, gives a token. `due()` returns the token when the key has come or the keys have gone.
+    An entry is deleted when its lease has run out. Its owner renews the lease for as long as it runs. A call that waits
+    for a key, or watches keys, gives a token. `due()` returns the token when the key was added or the keys are gone.
 
     Args:
         clock: returns seconds; it never goes back.
@@ -38,7 +38,7 @@ class Names:
         self._entries: dict[str, _Entry] = {}
         self._waiting: dict[str, str] = {}  # token: key
         self._watching: dict[str, _Watch] = {}  # token: keys
-        self._seen: dict[str, set[str]] = {}  # token: keys that this watch has seen. Others cannot have vanished
+        self._seen: dict[str, set[str]] = {}  # token: the keys that were in the table since the watch began
 
     # ---- entries ---------------------------------------------------------------------------
 
@@ -53,12 +53,14 @@ class Names:
         self._expire()
         old = self._entries.get(key)
         if old is not None and old.owner != owner and not replace:
-            raise NameTableError(f"the name {key!r} is taken by {old.owner}: choose another one, or wait until it ends")
+            raise NameTableError(
+                f"the name {key!r} is taken by {old.owner}: choose another one, or wait until that ends"
+            )
         self._entries[key] = _Entry(value, owner, lease, self._clock() + (lease or 0.0))
         self._note_seen()
 
     def renew(self, owner: str) -> list[str]:
-        """Renew all leases of `owner`. Returns its keys: what is missing there, the owner adds again."""
+        """Renew all leases of `owner`. Returns its keys. The owner adds missing ones again."""
         self._expire()
         now = self._clock()
         mine = {key: entry for key, entry in self._entries.items() if entry.owner == owner}
@@ -70,11 +72,11 @@ class Names:
         """The value of `key`. Raises `NameTableError` if it does not exist."""
         self._expire()
         if key not in self._entries:
-            raise NameTableError(f"there is no name {key!r}")
+            raise NameTableError(f"there is no name {key!r} in the name table")
         return self._entries[key].value
 
     def delete(self, key: str, *, owner: str | None = None) -> bool:
-        """Delete `key`, if `owner` has it (None: whichever owner). Returns whether it was there."""
+        """Delete `key`, if it belongs to `owner` (None: to anybody). Returns whether it was deleted."""
         self._expire()
         entry = self._entries.get(key)
         if entry is None or owner not in (None, entry.owner):
@@ -102,8 +104,8 @@ class Names:
         self._waiting[token] = key
 
     def watch(self, keys: Sequence[str], token: str, *, until: str = "any") -> None:
-        """From now on, `due()` returns `token` once, with the keys that are gone, when any or all of `keys` have
-        vanished. A key that was never there has not vanished."""
+        """From now on, `due()` returns `token` once, with the keys that are gone, when any or all of `keys` are gone. A
+        key that was never in the table is not gone."""
         for key in keys:
             _check(key)
         if until not in ("any", "all"):
@@ -118,7 +120,7 @@ class Names:
             table.pop(token, None)
 
     def due(self) -> list[tuple[str, Any]]:
-        """Tokens whose key has come, with its value, and tokens whose keys have gone, with these keys."""
+        """Tokens whose key was added, with its value, and tokens whose keys are gone, with these keys."""
         self._expire()
         found = [(token, self._entries[key].value) for token, key in self._waiting.items() if key in self._entries]
         for token, watch in self._watching.items():

@@ -1,4 +1,4 @@
-"""The control panel of a trial: it starts workers, commands them, and sees how they are."""
+"""The control panel of a trial: it starts workers, commands them, and shows their statuses."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from penstock.cluster.statuses import Status
 from penstock.cluster.wire import Wire
 from penstock.cluster.wire_local import LocalConnection, LocalHub
 from penstock.cluster.worker import Connection, Worker
-from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError, RequestError
+from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _log = logging.getLogger("penstock")
 
-_WATCH_SECONDS = 0.1  # between two looks at the processes that were launched
+_WATCH_SECONDS = 0.1  # how often the panel checks whether a launched worker has ended
 
 
 @dataclass(frozen=True)
 class Response:
-    """One worker's answer in a `group_request`: a result, or what went wrong."""
+    """One worker's answer in a `group_request`: a result, or an error."""
 
     worker_name: str
     result: Any = None
     error: str | None = None
-    timed_out: bool = False
-    lost: bool = False
+    timed_out: bool = False  #: it did not answer in time
+    lost: bool = False  #: it has ended, or cannot be reached
 
     @property
     def is_ok(self) -> bool:
@@ -47,14 +47,16 @@ class Response:
 
 
 class ControlPanel:
-    """Commands the workers of one trial. It hosts the name table, so a trial ends with its panel.
+    """Commands the workers of one trial. It has the name table, in which workers find each other, so a trial ends with
+    its panel.
 
     Args:
         experiment, trial: names of this run.
         wire: "local" starts workers as threads of this process; "zmq" as processes, and other machines can join.
         host: the address of this machine at which other machines reach it; by default only this machine does.
         port: of the name table; 0 for any free one.
-        file: "zmq": write the connection file here. A worker elsewhere joins with it, and `penstock status` reads it.
+        file: for "zmq": write the connection file here. With it, workers on other machines can join, and
+            `penstock status` shows the workers.
     """
 
     def __init__(
@@ -67,13 +69,12 @@ class ControlPanel:
         port: int = 0,
         file: str | Path | None = None,
     ) -> None:
-        self._wire, self.connection, self._hosts = _open(f"{experiment}/{trial}", wire, host, port, file)
+        self._wire, self.connection = _open(f"{experiment}/{trial}", wire, host, port, file)
         self._launched: dict[str, LaunchedThread | LaunchedProcess] = {}
         self._peers: dict[str, Peer] = {}
         self._closing = threading.Event()
         try:
-            if self._hosts:
-                self._host = NameHost(self._wire)
+            self._name_host: NameHost | None = NameHost(self._wire)
             self.names = NameClient(self._wire, self.connection.address)
         except BaseException:
             self._wire.close()
@@ -85,7 +86,7 @@ class ControlPanel:
     def join(cls, connection: Connection) -> Self:
         """A second panel for the trial of another one. It launches no workers."""
         panel = cls.__new__(cls)
-        panel._wire, panel.connection, panel._hosts = connection.wire(), connection, False
+        panel._wire, panel.connection, panel._name_host = connection.wire(), connection, None
         panel._launched, panel._peers, panel._closing = {}, {}, threading.Event()
         panel.names = NameClient(panel._wire, connection.address)
         panel._watcher = threading.Thread(target=panel._watch, name="control panel", daemon=True)
@@ -103,8 +104,8 @@ class ControlPanel:
             worker: a `Worker` subclass, another callable that makes a worker, or the text "module:Class".
             name: by default that of the class, as in `my_worker` for `MyWorker`.
         """
-        if not self._hosts:
-            raise ConfigError("this panel has joined a trial: only the panel that began it launches workers")
+        if self._name_host is None:
+            raise ConfigError("this panel has joined a trial: only the panel that began the trial launches workers")
         make = load_worker(worker)[0] if isinstance(worker, str) else worker
         base = name or snake(make.func if isinstance(make, partial) else make)
         kind = LaunchedThread if isinstance(self.connection, LocalConnection) else LaunchedProcess
@@ -112,9 +113,9 @@ class ControlPanel:
         for each in names:
             old = self._launched.get(each)
             if old is not None and old.ending() is None:
-                raise NameTableError(f"there is a worker {each!r} already")
+                raise NameTableError(f"there is a worker {each!r} already: choose another name, or another `first`")
             if old is not None:
-                old.wait(0)
+                old.wait(0)  # kills what it has started
             self._forget(each)
             self._launched[each] = kind(make, self.connection, each)
         return names
@@ -134,8 +135,10 @@ class ControlPanel:
             for name in missing:
                 ending = self._launched[name].ending() if name in self._launched else None
                 if ending is not None:
-                    reason = self._final(name) or [Status.LOST.value, ""]
-                    raise ClusterError(f"worker {name} has ended before it could be reached ({ending}): {reason[1]}")
+                    _, reason = self._final(name) or ("", "")
+                    raise ClusterError(
+                        f"worker {name} has ended before it could be reached ({ending}): {reason or 'see its log'}"
+                    )
             if time.monotonic() >= deadline:
                 raise NoReplyError(f"these workers could not be reached within {timeout:g} s: {', '.join(missing)}")
             self._closing.wait(0.05)
@@ -147,7 +150,7 @@ class ControlPanel:
             name = key.partition("/")[2]
             peer = self._peers.get(name)
             if name in self._launched and self._launched[name].ending() is not None:
-                continue  # its name has not run out yet
+                continue  # its entry in the table has not run out yet
             if peer is None or peer.is_dead or peer.place != list(place):
                 self._peers[name] = self.names.reach(place)
         return [name for name, peer in self._peers.items() if not peer.is_dead]
@@ -179,17 +182,21 @@ class ControlPanel:
         kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         timeout: float = 30.0,
     ) -> list[Response]:
-        """Send a request to many workers, and wait for all of them with one deadline. Raises nothing for a single one.
+        """Send a request to many workers, and wait until all have answered, or for `timeout` seconds. If one fails, its
+        `Response` says so: nothing is raised.
 
         Args:
             names: which workers; by default all.
-            regex: only the workers whose whole name matches.
+            regex: only the workers whose names match it from start to end.
             kwargs: the same for all, or a list with one for each worker, in the order of the names.
         """
         chosen = [name for name in (self.worker_names if names is None else names) if re.fullmatch(regex or ".*", name)]
         each = [kwargs or {}] * len(chosen) if isinstance(kwargs, Mapping | None) else list(kwargs)
         if len(each) != len(chosen):
-            raise ConfigError(f"{len(each)} kwargs for {len(chosen)} workers: {', '.join(chosen)}")
+            raise ConfigError(
+                f"{len(each)} kwargs for {len(chosen)} workers: {', '.join(chosen)}. Give one dict for each worker, or "
+                "one for all"
+            )
         futures = []
         for name, arguments in zip(chosen, each, strict=True):
             try:
@@ -203,16 +210,17 @@ class ControlPanel:
     # ---- statuses --------------------------------------------------------------------------
 
     def get_worker_status(self, worker_name: str, *, timeout: float = 1.0) -> Status:
-        """How a worker is. LOST: it was there, and has ended without a word, or does not answer."""
+        """The status of a worker. LOST: it has ended without a report, or does not answer."""
         return self.pulse([worker_name], timeout=timeout)[worker_name]
 
     def pulse(self, names: Iterable[str] | None = None, *, timeout: float = 1.0) -> dict[str, Status]:
-        """How these workers (by default all) are, with one deadline for all."""
+        """The statuses of these workers (by default all), by name, after at most `timeout` seconds."""
         answers = self._ask_all("status", names, timeout)
         return {name: Status(answer) if isinstance(answer, str) else answer[0] for name, answer in answers.items()}
 
     def stats(self, names: Iterable[str] | None = None, *, timeout: float = 1.0) -> dict[str, dict[str, Any]]:
-        """The figures of these workers (by default all). Of one that does not answer, only the status."""
+        """The figures of these workers (by default all), by name. For a worker that does not answer: `status`, and the
+        error that ended it as `text`."""
         answers = self._ask_all("stats", names, timeout)
         return {
             name: answer if isinstance(answer, dict) else {"status": answer[0].value, "text": answer[1]}
@@ -232,45 +240,52 @@ class ControlPanel:
         return "\n".join(lines)
 
     def _ask_all(self, command: str, names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
-        """The answers of these workers. Of one that does not answer: (status, text)."""
+        """The answers of these workers. For one that does not answer: its status, and the error that ended it."""
         self.auto_connect()
         chosen = self.worker_names if names is None else list(names)
-        responses = self.group_request(command, names=chosen, timeout=timeout)
-        return {
-            response.worker_name: response.result if response.is_ok else self._status_from_outside(response.worker_name)
-            for response in responses
-        }
+        answers: dict[str, Any] = {}
+        for response in self.group_request(command, names=chosen, timeout=timeout):
+            name = response.worker_name
+            answers[name] = response.result if response.is_ok else self._silent_status(name)
+        return answers
 
-    def _status_from_outside(self, name: str) -> tuple[Status, str]:
+    def _silent_status(self, name: str) -> tuple[Status, str]:
+        """The status of a worker that does not answer, and the error that ended it."""
         final = self._final(name)
         if final is not None:
-            return Status(final[0]), str(final[1])
+            return Status(final[0]), final[1]
         if name in self._peers or name in self._launched:
             return Status.LOST, ""
         return Status.UNKNOWN, ""
 
-    def _final(self, name: str) -> list[str] | None:
+    def _final(self, name: str) -> tuple[str, str] | None:
+        """The final status that a worker has reported, and the error that ended it. None if it has reported nothing."""
         try:
-            found = self.names.get(f"status/{name}")
+            status, error = self.names.get(f"status/{name}")
         except NameTableError:
             return None
-        return [str(part) for part in found]
+        return str(status), str(error)
 
     # ---- the end ---------------------------------------------------------------------------
 
     def discard(self, worker_name: str) -> None:
-        """Kill a worker that this panel has launched, if it still runs, so that another one can have its name."""
+        """Let a worker that this panel has launched end, and kill it after 2 s. Then another one can have its name."""
         worker = self._launched.get(worker_name)
         if worker is not None and not worker.wait(2.0):
             worker.kill()
 
     def kill(self, worker_name: str) -> None:
-        """Kill a worker that this panel has launched as a process."""
-        self._launched[worker_name].kill()
+        """Kill a worker that this panel has launched as a process. Raises `ClusterError` for another name."""
+        self._own(worker_name).kill()
 
     def pid(self, worker_name: str) -> int:
-        """The process id of a worker that this panel has launched."""
-        return self._launched[worker_name].pid
+        """The process id of a worker that this panel has launched. Raises `ClusterError` for another name."""
+        return self._own(worker_name).pid
+
+    def _own(self, name: str) -> LaunchedThread | LaunchedProcess:
+        if name not in self._launched:
+            raise ClusterError(f"this panel has launched no worker {name!r}: panel.worker_names lists the workers")
+        return self._launched[name]
 
     def close(self, timeout: float = 5.0) -> None:
         """Let the launched workers exit, kill them if they take longer than `timeout` seconds, and close the wire.
@@ -291,8 +306,8 @@ class ControlPanel:
                     worker.kill()
                     if isinstance(worker, LaunchedThread):
                         _log.warning("worker %s has not ended: its thread ends with this process", name)
-            if self._hosts:
-                self._host.close()
+            if self._name_host is not None:
+                self._name_host.close()
             self._wire.close()
 
     def __enter__(self) -> Self:
@@ -307,7 +322,7 @@ class ControlPanel:
             self.auto_connect()
             peer = self._peers.get(name)
         if peer is None:
-            raise PeerLostError(f"there is no worker {name!r}")
+            raise PeerLostError(f"there is no worker {name!r}: panel.worker_names lists the workers")
         return peer
 
     def _forget(self, name: str) -> None:
@@ -318,7 +333,7 @@ class ControlPanel:
         self.names.clear(f"workers/{name}")
 
     def _watch(self) -> None:
-        """Requests to a worker whose process has ended fail at once."""
+        """In a thread: if a launched worker has ended, fail the requests to it at once."""
         while not self._closing.wait(_WATCH_SECONDS):
             for name, worker in list(self._launched.items()):
                 peer = self._peers.get(name)
@@ -328,11 +343,12 @@ class ControlPanel:
                         peer.lose(ending)
 
 
-def _open(trial: str, wire: str, host: str | None, port: int, file: str | Path | None) -> tuple[Wire, Connection, bool]:
+def _open(trial: str, wire: str, host: str | None, port: int, file: str | Path | None) -> tuple[Wire, Connection]:
+    """The wire of a new panel, and what its workers need to join."""
     if wire == "local":
         hub = LocalHub()
         own = hub.wire()
-        return own, LocalConnection(trial, own.address, hub), True
+        return own, LocalConnection(trial, own.address, hub)
     if wire != "zmq":
         raise ConfigError(f'wire must be "local" or "zmq", got {wire!r}')
     from dataclasses import replace
@@ -345,15 +361,12 @@ def _open(trial: str, wire: str, host: str | None, port: int, file: str | Path |
     connection = replace(keys, address=own.address)
     if file is not None:
         connection.write(file)
-    return own, connection, True
+    return own, connection
 
 
 def _response(name: str, future: Future[Any]) -> Response:
     try:
         return Response(name, future.result())
-    except NoReplyError as error:
-        return Response(name, error=str(error), timed_out=True)
-    except PeerLostError as error:
-        return Response(name, error=str(error), lost=True)
-    except RequestError as error:
-        return Response(name, error=str(error))
+    except ClusterError as error:
+        timed_out, lost = isinstance(error, NoReplyError), isinstance(error, PeerLostError)
+        return Response(name, error=str(error), timed_out=timed_out, lost=lost)

@@ -1,4 +1,4 @@
-"""The newest parameters of a policy: a trainer publishes them, actors and policy workers ask for newer ones."""
+"""The newest parameters of a policy: a trainer publishes them, and actors and policy workers ask for newer ones."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from penstock.cluster.name_table import NameClient
 from penstock.cluster.peer import Peer
 from penstock.cluster.streams import withdraw
 from penstock.cluster.wire import Letter, Wire
-from penstock.errors import ClusterError, NameTableError
+from penstock.errors import ClusterError
 
 _FOR_EVER = 1e9  # seconds
 
 
 class ParameterServer:
-    """Answers requests for parameters: at once, or when there are newer ones. Call `serve` often.
+    """Answers a request for parameters when there are newer ones than those of the sender. Call `serve` often.
 
     Args:
         wire, names: the worker's.
@@ -37,7 +37,7 @@ class ParameterServer:
         self.serve()
 
     def serve(self) -> None:
-        """Answer the workers that have other parameters than the newest."""
+        """Answer the workers that do not have the newest parameters."""
         while (letter := self._inbox.receive(0)) is not None:
             self._waiting.append(letter)
         if self._newest is None:
@@ -49,7 +49,7 @@ class ParameterServer:
         self._waiting = [letter for letter in self._waiting if letter.message == have]
 
     def close(self) -> None:
-        """Answer no more."""
+        """Answer no more requests."""
         withdraw(self._names, self._key, self._inbox)
 
 
@@ -66,17 +66,17 @@ class ParameterClient:
         self._peer: Peer | None = None
         self._answer: Future[Any] | None = None
         self._have: list[Any] = ["", 0]
-        #: The version that `newer` has returned last; 0 before.
+        #: The version that `newer` has returned last; 0 before that.
         self.version = 0
 
     def newer(self) -> dict[str, Any] | None:
-        """Parameters by name, as writable arrays, if there are newer ones than last time."""
+        """Parameters by name, as writable arrays, if newer ones have arrived since the last call. Otherwise None."""
         if self._answer is None:
             self._ask()
         if self._answer is None or not self._answer.done():
             return None
         answer, self._answer = self._answer, None
-        if answer.exception() is not None:  # the trainer has ended, and may come again
+        if answer.exception() is not None:  # the trainer has ended, and may be started again
             self._peer = None
             return None
         message = answer.result()
@@ -89,5 +89,5 @@ class ParameterClient:
             if self._peer is None or self._peer.is_dead:
                 self._peer = self._names.peer(self._key)
             self._answer = self._peer.ask(self._have, _FOR_EVER)
-        except (NameTableError, ClusterError):  # there is no trainer yet, or not now
+        except ClusterError:  # there is no trainer now
             self._peer = self._answer = None

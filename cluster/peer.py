@@ -1,4 +1,4 @@
-"""Somebody else's inbox, as seen from one wire: it sends requests until they are answered."""
+"""An inbox of another wire, as this wire sees it: it sends requests, and sends them again until they are answered."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class _Request:
 
 
 class Peer:
-    """Somebody else's inbox, as seen from one wire. Make it with `wire.peer(name)` or `wire.reach(...)`.
+    """An inbox of another wire. Make it with `names.peer(key)` or `wire.reach(...)`.
 
-    It stands for one process: if that ends and another one opens an inbox with the same name, make a new peer.
+    If that wire is closed and another one opens an inbox with the same name, make a new peer.
     """
 
     def __init__(self, wire: Wire, name: str, address: str, target: str, credit: int, lost_after: float) -> None:
@@ -44,7 +44,7 @@ class Peer:
 
     @property
     def place(self) -> list[str]:
-        """Address, wire and name: what the name table holds."""
+        """Address, wire id and name of the inbox: what the name table holds."""
         return [self.address, self._target, self.name]
 
     @property
@@ -70,8 +70,8 @@ class Peer:
         return future
 
     def tell(self, message: Any) -> bool:
-        """Send a message, unless `credit` earlier ones still lie in the other side's inbox. Returns whether it was
-        sent. Raises `PeerLostError` if the other side has ended: messages that it has not taken are lost."""
+        """Send a message, unless `credit` earlier ones are still in the inbox. Returns whether it was sent. Raises
+        `PeerLostError` if the other side has ended: messages that it has not taken are lost."""
         return self.tell_and_hear(message) is not None
 
     def tell_and_hear(self, message: Any) -> Future[Any] | None:
@@ -107,13 +107,13 @@ class Peer:
                 self._silent_since = None  # nothing was expected
             number, self._next = self._next, self._next + 1
             self._requests[number] = _Request(future, kind, packed, now + timeout, now + _FIRST_PROBE)
-        self._packet(kind, number, packed)
+        self._send_packet(kind, number, packed)
         return future
 
-    def _packet(self, kind: int, number: int, packed: Any = None) -> None:
+    def _send_packet(self, kind: int, number: int, packed: Any = None) -> None:
         with self._wire.lock:
-            done = next(iter(self._requests), self._next)  # they are in order
-        header = (kind, self._target, self.name, self._id, number, min(done, number))
+            oldest = next(iter(self._requests), self._next)  # the requests are in order
+        header = (kind, self._target, self.name, self._id, number, min(oldest, number))
         self._wire.transport.send(self.address, header, packed)
 
     def release(self) -> None:
@@ -127,13 +127,13 @@ class Peer:
             return self.lose("it has closed its inbox, or another process has its address now")
         with self._wire.lock:
             request = self._requests.get(number)
-            if request is None:  # its reply has come twice
+            if request is None:  # it was answered before, or its time was up
                 return None
             if kind in (REPLY, ERROR):
                 del self._requests[number]
                 self._n_told -= request.kind == TELL
         if kind == MISSING:
-            self._packet(request.kind, number, request.packed)
+            self._send_packet(request.kind, number, request.packed)
         elif kind != PENDING:
             self._finish(request.future, kind, packed)
         return None
@@ -162,10 +162,12 @@ class Peer:
                     request.probe_at = now + request.interval
                     probes.append(number)
         for request in late:
-            request.future.set_exception(NoReplyError(f"{self.name} did not answer in time"))
+            request.future.set_exception(
+                NoReplyError(f"{self.name} did not answer in time: it may be busy. Use a longer timeout")
+            )
         if probes and self._silent_since is None:
             self._silent_since = now
         if self._requests and self._silent_since is not None and now - self._silent_since > self._lost_after:
             self.lose(f"it was silent for {self._lost_after:g} s")
         for number in probes if self._lost is None else ():
-            self._packet(PROBE, number)
+            self._send_packet(PROBE, number)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.buffers import NamedArrays, Samples
+from penstock.buffers.reshaping import PER_COLUMN
 from penstock.buffers.samples import AgentSamples, EnvSamples
 from penstock.collectors import TrajInfo
 
@@ -28,8 +29,8 @@ class Batch:
     """What a trainer gets at once: the pieces of its sample stream, side by side.
 
     Attributes:
-        samples: torch tensors `[T, B, ...]`; B counts the environments of all pieces. An actor has one piece after
-            the other, and may have several in one batch.
+        samples: torch tensors `[T, B, ...]`; B counts the environments of all pieces. Several pieces may be of the same
+            actor.
         infos: figures of the trajectories that have finished, by name: `infos["Return"]` `[n]`.
         versions: the version of the parameters of each piece, `[number of pieces]`.
     """
@@ -40,10 +41,11 @@ class Batch:
 
 
 def piece_of(samples: Samples, infos: Sequence[TrajInfo], version: int, actor: str) -> dict[str, Any]:
-    """A piece as a message. `version` stamps it, except where the inference stream has stamped every action."""
+    """A piece as a message. Its `policy_version` is what the inference stream has reported for each action, otherwise
+    `version`."""
     tree = to_tree(samples)
-    stamped = tree["agent"]["agent_info"].pop("stream_version", None)
-    policy_version = np.full_like(tree["agent"]["policy_version"], version) if stamped is None else stamped
+    reported = tree["agent"]["agent_info"].pop("stream_version", None)
+    policy_version = np.full_like(tree["agent"]["policy_version"], version) if reported is None else reported
     tree["agent"]["policy_version"] = policy_version
     names = [name for name, value in vars(infos[0]).items() if _is_figure(name, value)] if infos else []
     figures = {name: np.array([getattr(info, name) for info in infos], np.float64) for name in names}
@@ -56,8 +58,8 @@ def _is_figure(name: str, value: Any) -> bool:
 
 def batch_of(pieces: Sequence[Mapping[str, Any]]) -> Batch:
     """Join pieces along B."""
-    tree = _join([piece["samples"] for piece in pieces], 1)
-    samples = Samples(env=EnvSamples(_named(tree["env"])), agent=AgentSamples(_named(tree["agent"])))
+    env, agent = (_joined([piece["samples"][part] for piece in pieces]) for part in ("env", "agent"))
+    samples = Samples(env=EnvSamples(env), agent=AgentSamples(agent))
     names = {name for piece in pieces for name in piece["infos"]}
     infos = {
         name: np.concatenate([piece["infos"][name] for piece in pieces if name in piece["infos"]])
@@ -66,14 +68,15 @@ def batch_of(pieces: Sequence[Mapping[str, Any]]) -> Batch:
     return Batch(samples.torch(), infos, np.array([piece["version"] for piece in pieces]))
 
 
-def _named(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: from_tree(value) for name, value in tree.items()}
+def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields of all pieces, joined along B."""
+    return {
+        name: from_tree(_concatenated([part[name] for part in parts], 0 if name in PER_COLUMN else 1))
+        for name in parts[0]
+    }
 
 
-def _join(values: Sequence[Any], axis: int) -> Any:
+def _concatenated(values: Sequence[Any], axis: int) -> Any:
     if isinstance(values[0], dict):
-        return {
-            name: _join([value[name] for value in values], 0 if name == "bootstrap_value" else axis)
-            for name in values[0]
-        }
+        return {name: _concatenated([value[name] for value in values], axis) for name in values[0]}
     return np.concatenate(values, axis=axis)

@@ -1,4 +1,4 @@
-"""Ray itself, and the places of the shards: a cluster that is there, or a local one that is started and ended here."""
+"""Joins a Ray cluster, or starts Ray on this machine and ends it; and makes the actors of the shards."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _has_warned = False
 
 def connect(address: str | None, n_cpus: int, *, dashboard: bool) -> Callable[[], None]:
     """Join the cluster at `address`, or at RAY_ADDRESS, unless this process has joined one. Without an address, start
-    Ray on this machine alone, with `n_cpus` CPUs at least.
+    Ray on this machine alone, with at least `n_cpus` CPUs.
 
-    Returns the function that undoes it. Raises `ConfigError` if there is no cluster at the address.
+    Returns a function that ends what this has started. Raises `ConfigError` if there is no cluster at the address.
     """
     global _n_users, _has_warned  # noqa: PLW0603 - properties of the process
     with _lock:
@@ -53,7 +53,9 @@ def connect(address: str | None, n_cpus: int, *, dashboard: bool) -> Callable[[]
                 ray.init(address=address, log_to_driver=True)
             except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
                 where = address or os.environ["RAY_ADDRESS"]
-                raise ConfigError(f"no Ray cluster answers at {where}: {error}") from error
+                raise ConfigError(
+                    f"no Ray cluster answers at {where}: {error}. Start one with `ray start`, or leave the address out"
+                ) from error
         if not _has_token() and not _has_warned:
             _has_warned = True
             warnings.warn(
@@ -66,7 +68,7 @@ def connect(address: str | None, n_cpus: int, *, dashboard: bool) -> Callable[[]
 
 
 def _start(n_cpus: int, dashboard: bool) -> None:
-    """Start Ray for this process: reachable from this machine only, and only with a token that no file has."""
+    """Start Ray for this process. Only this machine can reach it, and only with a token that is in no file."""
     variables = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -93,7 +95,8 @@ def _start(n_cpus: int, dashboard: bool) -> None:
 
 
 def _reread_token() -> None:
-    """Ray has read the variables of the token when it was imported, or for a cluster that this process has left."""
+    """Let Ray read the variables of the token again. It has read them when it was imported, or for an earlier
+    cluster."""
     raylet: Any = import_module("ray._raylet")
     if hasattr(raylet, "AuthenticationTokenLoader"):  # from Ray 2.52 on
         raylet.Config.initialize("")
@@ -121,8 +124,8 @@ def cluster_cpus() -> tuple[int, int]:
 
 
 class Placement:
-    """Makes the actors. Each needs `resources`. If all shards must run, their places are reserved together, on as many
-    nodes as there are; otherwise each shard runs as soon as a node has room for it."""
+    """Makes the actors. Each needs `resources`. With `together`, Ray reserves the places of all shards at once, on as
+    many nodes as possible. Otherwise each shard starts as soon as a node has room for it."""
 
     def __init__(self, n_shards: int, resources: dict[str, float], spec: Any, *, together: bool) -> None:
         self.resources, self._spec = resources, spec
@@ -149,7 +152,7 @@ class Placement:
 
     def close(self, actors: Sequence[Any]) -> None:
         """End the actors, and give their places back."""
-        if ray.is_initialized():  # Ray may have ended first, and its actors with it
+        if ray.is_initialized():  # otherwise Ray has ended before, and its actors with it
             for actor in actors:
                 ray.kill(actor)
             if self._group is not None:

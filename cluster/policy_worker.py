@@ -19,12 +19,12 @@ from penstock.cluster.worker import PollResult, Worker
 from penstock.collectors.acting import as_agent_step
 from penstock.envs.seeding import ColumnStreams, Purpose
 
-_WAIT_SECONDS = 0.05
+_WAIT_SECONDS = 0.05  # how long a poll waits for the first request
 
 
 @dataclass(frozen=True)
 class AgentPlan:
-    """How to make the agent of an experiment, and with what."""
+    """How to make the agent of an experiment, and what to initialize it with."""
 
     make_agent: Callable[[], Agent]
     observation_space: Any
@@ -41,25 +41,26 @@ class AgentPlan:
 
 
 @dataclass
-class _Asked:
-    """One request for a step."""
+class _StepRequest:
+    """A request of one actor for a step of its n environments."""
 
     letter: Letter
-    ranks: np.ndarray[Any, Any]
-    starts: np.ndarray[Any, Any]
-    inputs: tuple[Any, Any, Any] = field(repr=False)
+    ranks: np.ndarray[Any, Any]  #: env_ranks `[n]`
+    starts: np.ndarray[Any, Any]  #: `[n]`, True where the recurrent state begins again
+    inputs: tuple[Any, Any, Any] = field(repr=False)  #: observation, prev_action, prev_reward, each `[n, ...]`
 
 
 class PolicyWorker(Worker):
-    """Batches the requests that came while the model was busy, and keeps noise and state by env_rank.
+    """Answers all requests together that came while the model was busy. It keeps the noise and the recurrent state of
+    every environment, by env_rank.
 
-    If it ends, its actors go to another policy worker, or to this one when it was restarted. Recurrent state begins
-    again then, as at the start of an episode.
+    If it ends, its actors ask another policy worker, or this one after a restart. Then the recurrent state begins
+    again, as at the start of an episode.
 
     Args:
         plan: how to make the agent.
         stream: name of the inference stream.
-        parameters: name of the policy, as the trainer publishes it.
+        parameters: name under which the trainer publishes the parameters.
         max_batch: the most environments that the agent acts for at once, if there are several requests.
         max_delay: seconds to wait for more requests after the first.
     """
@@ -82,30 +83,32 @@ class PolicyWorker(Worker):
         plan = self._plan
         self._agent = plan.agent().runtime.worker_copy()
         ranks = range(plan.n_envs)
-        self._columns = self._agent.runtime.column_copy(ColumnStreams(plan.seed, ranks).rngs(Purpose.ACTION))
-        self._columns.runtime.set_columns(ranks, plan.n_envs)
-        self._columns.sample_mode(0)
-        self._sessions = [""] * plan.n_envs
+        # A copy of the agent that acts. It has one column for each environment of all actors: column i is env_rank i.
+        self._actor = self._agent.runtime.column_copy(ColumnStreams(plan.seed, ranks).rngs(Purpose.ACTION))
+        self._actor.runtime.set_columns(ranks, plan.n_envs)
+        self._actor.sample_mode(0)
+        self._sessions = [""] * plan.n_envs  # of each environment: see `InferenceClient.ask`
         self._parameters = ParameterClient(self.wire, self.names, self._policy)
         self._server = InferenceServer(self.wire, self.names, self._stream, self.name)
 
     def _poll(self) -> PollResult:
         newer = self._parameters.newer()
         if newer is not None:
-            self._columns.write_parameters(newer)
+            self._actor.write_parameters(newer)
         letters = self._gather()
-        steps: list[_Asked] = []
+        requests: list[_StepRequest] = []
         try:
             for letter in letters:
-                asked = self._read(letter)
-                if asked is None:
+                request = self._read(letter)
+                if request is None:
                     continue
-                if any(np.isin(asked.ranks, other.ranks).any() for other in steps):  # two halves of a client that moved
-                    self._step(steps)
-                    steps = []
-                steps.append(asked)
-            if steps:
-                self._step(steps)
+                # An actor that has lost a server and comes back may ask twice for the same environments.
+                if any(np.isin(request.ranks, other.ranks).any() for other in requests):
+                    self._step(requests)
+                    requests = []
+                requests.append(request)
+            if requests:
+                self._step(requests)
         except Exception as error:
             for letter in (letter for letter in letters if not letter.is_answered):
                 letter.fail(f"the policy {self.name} has failed: {type(error).__name__}: {error}")
@@ -116,6 +119,7 @@ class PolicyWorker(Worker):
         return PollResult(n_rows, int(bool(letters)))
 
     def _gather(self) -> list[Letter]:
+        """The requests that wait, up to `max_batch` environments."""
         assert self._server is not None
         letters, n_rows, until = list[Letter](), 0, 0.0
         while n_rows < self._max_batch:
@@ -129,8 +133,8 @@ class PolicyWorker(Worker):
             n_rows += len(letter.message["env_ranks"])
         return letters
 
-    def _read(self, letter: Letter) -> _Asked | None:
-        """A request for a step. The others are answered here."""
+    def _read(self, letter: Letter) -> _StepRequest | None:
+        """The request in `letter`, if it is for a step. Other requests are answered here."""
         message = letter.message
         inputs = (
             _writable(from_tree(message["observation"])),
@@ -138,7 +142,7 @@ class PolicyWorker(Worker):
             message["prev_reward"].copy(),
         )
         ranks, kind = message["env_ranks"].copy(), message["kind"]
-        if kind.startswith("trial"):  # the actor wants to see what the agent reports
+        if kind.startswith("trial"):  # the actor wants an example of what the agent reports
             trial = self._agent.runtime.column_copy(ColumnStreams(0, range(len(ranks))).rngs(Purpose.ACTION))
             trial.runtime.set_columns([0] * len(ranks), self._plan.n_envs)
             trial.sample_mode(0)
@@ -147,31 +151,32 @@ class PolicyWorker(Worker):
         starts = self._begin_sessions(message, ranks)
         if kind == "value":
             for rank in ranks[starts].tolist():
-                self._columns.reset_one(rank)
-            self._columns.select(ranks)
-            letter.reply(_valued(self._columns, inputs))
+                self._actor.reset_one(rank)
+            self._actor.select(ranks)
+            letter.reply(_valued(self._actor, inputs))
             return None
-        return _Asked(letter, ranks, starts, inputs)
+        return _StepRequest(letter, ranks, starts, inputs)
 
     def _begin_sessions(self, message: Mapping[str, Any], ranks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Which columns begin with their first state: a new episode begins there, or another policy worker had them."""
+        """Where the recurrent state begins again: a new episode begins, or another policy worker acted before."""
         starts: np.ndarray[Any, Any] = message["starts"].copy()
         for i, rank in enumerate(ranks.tolist()):
             if self._sessions[rank] != message["session"]:
                 self._sessions[rank], starts[i] = message["session"], True
         return starts
 
-    def _step(self, asked: Sequence[_Asked]) -> None:
-        ranks = np.concatenate([each.ranks for each in asked])
-        for rank in ranks[np.concatenate([each.starts for each in asked])].tolist():
-            self._columns.reset_one(rank)
-        self._columns.select(ranks.astype(np.intp))
-        inputs = tuple(_joined([each.inputs[i] for each in asked]) for i in range(3))
-        answer = self._stepped(self._columns, inputs)
+    def _step(self, requests: Sequence[_StepRequest]) -> None:
+        """Act for all environments of these requests in one call of the agent, and answer them."""
+        ranks = np.concatenate([request.ranks for request in requests])
+        for rank in ranks[np.concatenate([request.starts for request in requests])].tolist():
+            self._actor.reset_one(rank)
+        self._actor.select(ranks.astype(np.intp))
+        inputs = tuple(_joined([request.inputs[i] for request in requests]) for i in range(3))
+        answer = self._stepped(self._actor, inputs)
         start = 0
-        for each in asked:
-            end = start + len(each.ranks)
-            each.letter.reply(_part(answer, start, end))
+        for request in requests:
+            end = start + len(request.ranks)
+            request.letter.reply(_part(answer, start, end))
             start = end
 
     def _stepped(self, agent: Agent, inputs: Sequence[Any]) -> dict[str, Any]:

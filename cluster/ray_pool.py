@@ -1,4 +1,4 @@
-"""The driver's side of the shards: orders go out, replies come in, and lost shards are built again."""
+"""The pool of shards: it gives them orders, receives their replies, and builds lost shards again."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ShardPool:
         self._closing_thread: int | None = None
         self._have_ended = False  # whether the shards have ended
         self._resources = resources.pop_all()
-        atexit.register(self.close)  # before Ray's own function, since it comes later
+        atexit.register(self.close)  # Python calls it before Ray's own function, which was registered before
         try:
             for shard in self.shards:
                 self._build(shard)
@@ -93,13 +93,14 @@ class ShardPool:
         self._pending[call(shard, "start", "control")] = Pending(shard)
 
     def give(self, shard: Shard, command: Command, batch: int, message: bytes | None = None) -> None:
+        """Give the shard its next order. `batch` is the number of the driver's command."""
         order = Order(shard.n_orders, command, message, min(shard.waiting, default=shard.n_orders))
         shard.waiting.add(shard.n_orders)
         shard.n_orders, shard.last_batch = shard.n_orders + 1, batch
         self._send(Pending(shard, order, batch))
 
     def _send(self, pending: Pending) -> None:
-        """Give the order, which the shard may have had before."""
+        """Send the order, perhaps not for the first time: the shard runs it once."""
         shard = pending.shard
         ref = call(shard, "run", "orders", pending.order, self.parameters.new_for(shard))
         self._pending[ref] = pending
@@ -111,10 +112,10 @@ class ShardPool:
                 call(shard, "take_parameters", "control", ref)
 
     def _lose(self, shard: Shard, why: Exception, occasion: str) -> None:
-        """The shard is gone. Build it again, or raise `NodeLostError`."""
+        """The shard is lost. Build it again, or raise `NodeLostError`."""
         reason = next((line for line in reversed(str(why).strip().splitlines()) if line.strip()), type(why).__name__)
         text = f"{shard} was lost: {type(why).__name__}: {reason.strip()}"
-        ray.kill(shard.actor)  # it may run on, where the driver cannot see it
+        ray.kill(shard.actor)  # it may still run, although the driver cannot reach it
         if not self._options.is_restarted:
             raise NodeLostError(f"{text} ({occasion})") from why
         if (refusal := self.restarts.used_up(1)) is not None:
@@ -182,7 +183,7 @@ class ShardPool:
         return answer  # type: ignore[no-any-return]
 
     def _try_again(self, pending: Pending, error: Exception, occasion: str) -> None:
-        """The network to the shard is broken for a moment, or for good."""
+        """The shard cannot be reached. Give its order again soon, or give the shard up after `unavailable_timeout`."""
         now, since = time.monotonic(), pending.unavailable_since
         pending.unavailable_since = now if since is None else since
         if pending.order is None or now - pending.unavailable_since > self._options.unavailable_timeout:
@@ -193,10 +194,12 @@ class ShardPool:
         self._retries.append(pending)
 
     def _check_starts(self, occasion: str) -> None:
+        """Raise an error if a shard that is needed has not started in time."""
         limit, current = self._options.start_timeout + _PLACE_SECONDS, self._current
-        is_short = current is None or len(current.members) < (self._options.min_shards or 0)
-        members = self.shards if is_short or current is None else current.members
-        late = [s for s in members if s.started is None and time.monotonic() - s.since > limit]
+        needed = self.shards
+        if current is not None and len(current.members) >= (self._options.min_shards or 0):
+            needed = current.members
+        late = [shard for shard in needed if shard.started is None and time.monotonic() - shard.since > limit]
         if late and not (current is None and self._has_enough_shards()):
             error = ConfigError if current is None else NodeLostError
             raise error(
@@ -213,10 +216,10 @@ class ShardPool:
     # ---- commands --------------------------------------------------------------------------
 
     def submit(self, command: Command, message: bytes | None = None) -> int:
-        """Give `command` to the shards. A shard that is still at work for an earlier batch gets it when it is done."""
+        """Give `command` to the shards. A shard that still works on an earlier batch gets it after that."""
         number = 1 if self._current is None else self._current.number + 1
         ready = [shard for shard in self.shards if shard.started is not None]
-        members = self.shards if self._options.min_shards is None else ready  # the others take part in a later one
+        members = self.shards if self._options.min_shards is None else ready  # the others take part later
         self._current = Current(number, command, message, list(members))
         try:
             for shard in ready:
@@ -248,10 +251,10 @@ class ShardPool:
         return len(current.answered) >= n
 
     def wait(self, occasion: str, **how: Any) -> None:
-        """Wait until the shards have done the last command, or enough of them. After Ctrl-C, it may be called again.
+        """Wait until the shards, or enough of them, have done the last command. After Ctrl-C, it may be called again.
 
-        Raises `NodeLostError` if a shard is lost and not built again, or the error of a shard's sampler; the pool is
-        closed then. Raises `SamplerClosedError` if another thread closes the pool. `how`, for workers, has no effect.
+        Raises `NodeLostError` if a shard is lost and not built again, or the error of a shard's sampler. Then the pool
+        is closed. Raises `SamplerClosedError` if another thread closes the pool. `how` is only for a `WorkerPool`.
         """
         next_poll = time.monotonic() + _EVAL_POLL_SECONDS
         try:
@@ -267,7 +270,7 @@ class ShardPool:
             raise
 
     def close_if_broken(self, error: BaseException) -> None:
-        """Close the pool after an error that it does not survive."""
+        """Close the pool after an error of penstock, unless another thread has closed it."""
         if isinstance(error, PenstockError) and not isinstance(error, SamplerClosedError):
             self.close(broken=True)
 
@@ -279,8 +282,8 @@ class ShardPool:
             shard.batches += self._is_batch
             return
         if isinstance(answer, Reply):
-            shard.late += 1  # a batch that the user had without it
-        # The shard is idle now. It takes part in the command that runs.
+            shard.late += 1  # the user has had this batch without it
+        # The shard has nothing to do now. If the running command needs it, it gets this command.
         least = self._options.min_shards or 0
         if current is not None and shard not in current.members and len(current.members) < least:
             current.members.append(shard)
@@ -300,7 +303,7 @@ class ShardPool:
             slot[path][place_of(path, columns)] = array
 
     def _mark_missing(self, occasion: str) -> None:
-        """Columns of shards that have not answered are zero, and `valid` is False there."""
+        """Fill the columns of shards that have not answered with zeros: `valid` is False there."""
         if self._current is None or not self._is_batch or len(self._current.answered) == len(self.shards):
             return
         missing = [shard for shard in self.shards if shard not in self._current.answered]
@@ -355,7 +358,7 @@ class ShardPool:
     # ---- streams ---------------------------------------------------------------------------
 
     def begin_stream(self) -> int:
-        """A `Stream` gives orders from now on. Returns their number."""
+        """From now on, a `Stream` gives the orders. Returns the number for `give`."""
         number = 1 if self._current is None else self._current.number + 1
         self._current = Current(number, members=list(self.shards))
         return number
@@ -390,7 +393,7 @@ class ShardPool:
                 self._closing_thread = None
 
     def _end_shards(self, seconds: float) -> None:
-        if ray.is_initialized():  # Ray may have ended first, and its actors with it
+        if ray.is_initialized():  # otherwise Ray has ended before, and its actors with it
             refs = [call(shard, "close", "control") for shard in self.shards if shard.started]
             if refs:
                 ray.wait(refs, num_returns=len(refs), timeout=seconds)

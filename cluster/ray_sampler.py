@@ -1,4 +1,4 @@
-"""RaySampler: one sampler on many machines. Ray places the shards, moves their data, and notices their deaths."""
+"""RaySampler: one sampler on many machines. Ray places the shards, moves their data, and notices when one is lost."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ _ANSWER_SECONDS = 5.0  # how long `stats` and `timeline` wait for a shard
 
 @dataclass(frozen=True)
 class ShardStats:
-    """One shard, including those that it has replaced, since the sampler was initialized.
+    """One shard since the sampler was initialized, with the processes that were lost and replaced.
 
-    `batches` counts what was handed to you. `missing` counts batches without its columns. `late` counts its pieces that
-    came after their batch, or after the end of a stream, and `stale` those that were too old for a stream: both were
-    dropped. `lost_trajectories` were running when it was lost.
+    `batches` counts the batches and pieces that you got from it, and `missing` the batches without its columns. Two
+    counts are of pieces that were dropped: `late` pieces came after their batch, or after the end of a stream, and
+    `stale` pieces were too old for a stream. `lost_trajectories` counts the trajectories that were lost with its
+    processes.
     """
 
     shard: int
@@ -62,9 +63,12 @@ class ShardStats:
 
 @dataclass(frozen=True)
 class RayStats(SamplerStats):
-    """As `SamplerStats`; `workers` are those of all shards, numbered through. A shard that does not answer has its last
-    figures. What a lost shard had done since the last call of `stats` or `metrics` is not counted. `parameter_puts`
-    counts how often parameters were put into Ray's object store: once per version."""
+    """As `SamplerStats`, with the workers of all shards. Their ranks continue from shard to shard.
+
+    If a shard does not answer, its last figures are used. What a lost shard had done since the last call of `stats` or
+    `metrics` is missing. `parameter_puts` counts how often parameters were put into Ray's object store: once per
+    version.
+    """
 
     shards: tuple[ShardStats, ...] = ()
     parameter_puts: int = 0
@@ -84,26 +88,28 @@ class RaySampler(Sampler):
     """Samples on many machines, with the same calls and, for the same seed, the same batches as on one.
 
     The environments are divided into shards: consecutive ranges of `env_rank`. A shard is one actor of Ray, which holds
-    one sampler of its node. A batch is ordered from all shards, and their columns are copied into one buffer as they
-    arrive. `stream` hands them over shard by shard instead, without a copy.
+    one sampler on its node. All shards collect their columns of a batch. The columns are copied into one buffer as they
+    arrive. With `stream`, you get the part of each shard as it arrives, without a copy.
 
-    Without an address, this process joins the cluster that it has joined already (`ray.init`) or that RAY_ADDRESS
-    names. If there is none, penstock starts Ray on this machine, reachable from here only, and ends it at `shutdown`.
+    Without an address, this uses the cluster that the process has joined before (`ray.init`), or the one that
+    RAY_ADDRESS names. If there is none, penstock starts Ray on this machine and ends it at `shutdown`. Other machines
+    cannot reach this Ray.
 
     Args, in addition to the arguments of every sampler:
-        n_shards: how many shards; by default one for each node.
-        n_workers: worker processes of each shard; a shard takes as many CPUs of Ray. By default all CPUs of the
+        n_shards: the number of shards; by default one for each node.
+        n_workers: worker processes of each shard. A shard takes this number of Ray's CPUs. By default, all CPUs of the
             cluster are divided among the shards.
         sampler_cls: the sampler of each shard: ParallelSampler, SerialSampler, GpuSampler, AlternatingSampler, or a
             subclass.
         sampler_options: arguments of this class alone, for example `{"server": "process"}`.
-        on_node_failure: "raise" breaks the sampler when a shard is lost, with a `NodeLostError`. "restart" builds it
-            again, on whichever node has room, with new but reproducible random streams; it then collects its columns
-            of the running batch. `max_restarts` and `restart_window` limit this too.
-        min_ready: a batch is complete when so many shards have answered: a share (1.0: all) or a number. The columns of
-            the others are zero, and `valid` is False there. Their pieces are dropped when they come, and counted.
-        min_shards: with "restart", go on without lost shards as long as so many are left. The lost ones take part again
-            as soon as a node has room for them. None: wait for all.
+        on_node_failure: what happens when a shard is lost. "raise" raises a `NodeLostError`, and the sampler cannot be
+            used any more. "restart" builds the shard again, on a node that has room, with new random streams, which
+            depend on the seed. It then collects its columns of the running batch. `max_restarts` and `restart_window`
+            limit this too.
+        min_ready: a batch is complete when this many shards have answered: a share (1.0: all) or a number. The columns
+            of the others are zero, and `valid` is False there. Their replies are dropped when they come, and counted.
+        min_shards: with "restart", continue without lost shards as long as this many are left. A lost shard takes part
+            again as soon as a node has room for it. None: wait for all.
         unavailable_timeout: seconds that a shard may be unreachable before it counts as lost.
         resources: what each shard needs of Ray besides CPUs, for example `{"GPU": 1}`.
         address: the address of a Ray cluster.
@@ -148,7 +154,7 @@ class RaySampler(Sampler):
         self._unavailable_timeout = seconds("unavailable_timeout", unavailable_timeout)
         self._extra_resources, self._address = dict(resources or {}), address
         self._dashboard = true_or_false("dashboard", dashboard)
-        # A wrong argument of the shards' sampler is found here, and not on a node.
+        # Raises an error for a wrong argument of the shards' sampler here, and not later on a node.
         sampler_cls(env_fn, **{**options, **self._sampler_options})
 
     # ---- shards ----------------------------------------------------------------------------
@@ -216,15 +222,16 @@ class RaySampler(Sampler):
     # ---- streaming -------------------------------------------------------------------------
 
     def stream(self, *, itr: int = 0, max_in_flight: int = 2, max_staleness: int | None = 1) -> Iterator[Piece]:
-        """Yield the shards' pieces as they come, until you end the loop. Nothing is copied.
+        """Yield the shards' pieces as they arrive, until you end the loop. Nothing is copied.
 
-        Every shard has up to `max_in_flight` orders, counting the pieces that have come and that you have not taken: so
-        it samples while you train, and the memory is bounded. Parameters that you publish with `sync_shared_memory` go
-        to the shards at your next piece, and each acts with them from its next piece on. A piece that is more than
-        `max_staleness` versions old when it would be handed over is dropped, and counted in `stats()`; None hands over
-        all of them. If you publish after every piece, the pieces of n shards are about n versions old.
+        Every shard has up to `max_in_flight` orders. Pieces that have arrived, and that you have not taken, count too.
+        So the shard samples while you train, and the memory is bounded. When you ask for the next piece, the newest
+        published parameters go to all shards. Each shard acts with them from its next piece on.
 
-        `itr` is the `itr` of each shard's first piece. At the end of the loop, pieces that are on their way are dropped
+        Pieces that are more than `max_staleness` versions old are dropped, and counted in `stats()`. With None, you get
+        all pieces. If you have n shards and publish after every piece, the pieces are about n versions old.
+
+        `itr` is the `itr` of each shard's first piece. When you end the loop, pieces that have not arrived are dropped
         and counted as late.
         """
         integer("itr", itr)
@@ -327,7 +334,9 @@ def _checked_min_ready(value: Any) -> int | float:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     is_count = isinstance(value, int | np.integer)
     if not is_number or not (int(value) >= 1 if is_count else 0 < value <= 1):
-        raise ConfigError(f"min_ready must be a share of the shards (0 < share <= 1.0) or a number, got {value!r}")
+        raise ConfigError(
+            f"min_ready must be a share of the shards (0 < share <= 1.0) or a number of shards, got {value!r}"
+        )
     return int(value) if is_count else float(value)
 
 

@@ -12,7 +12,6 @@ with RpcClient("server.json") as client:    # in another process
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cluster.keys import Connection
 from penstock.errors import ConfigError
-from penstock.ports import lease_port
+from penstock.ports import PortLease, lease_port
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,12 +39,12 @@ class RpcServer:
         from penstock.cluster.wire_zmq import zmq_wire
 
         self._handlers: dict[str, Callable[..., Any]] = {}
-        self._lease = lease_port() if port is None else None
-        keys = Connection.make("remote calls", host=host)
+        self._lease: PortLease | None = None
+        if port is None:
+            self._lease = lease_port()
+            port = self._lease.port
         try:
-            if self._lease is not None:
-                port = self._lease.port
-            assert port is not None
+            keys = Connection.make("remote calls", host=host)
             self._wire = zmq_wire(keys, host=host, port=port)
         except BaseException:
             if self._lease is not None:
@@ -64,22 +63,19 @@ class RpcServer:
         self._handlers[command] = handler
 
     def serve(self, seconds: float) -> int:
-        """Answer calls for this long. Returns how many."""
+        """Answer calls for `seconds`. Returns the number of calls."""
         until, n = time.monotonic() + seconds, 0
         while (left := until - time.monotonic()) > 0:
             letter = self._inbox.receive(left)
             if letter is None:
                 break
             n += 1
-            command, handler = _command(letter.message), None
-            handler = self._handlers.get(command)
-            if handler is None:
-                letter.fail(f"there is no command {command!r}: {', '.join(sorted(self._handlers)) or 'none at all'}")
-                continue
-            try:
-                letter.reply(handler(**letter.message["kwargs"]))
-            except Exception as error:
-                letter.fail(f"{command} raised {type(error).__name__}: {error}\n{traceback.format_exc()}")
+            command = letter.message.get("command") if isinstance(letter.message, dict) else None
+            if isinstance(command, str) and command in self._handlers:
+                letter.answer_with(self._handlers[command])
+            else:
+                known = ", ".join(sorted(self._handlers)) or "none"
+                letter.fail(f"there is no command {command!r}; the commands are {known}")
         return n
 
     def close(self) -> None:
@@ -106,7 +102,7 @@ class RpcClient:
         if not isinstance(connection, Connection):
             connection = Connection.read(connection)
         if not connection.address:
-            raise ConfigError("this connection has no address: use that of a server")
+            raise ConfigError("this connection has no address: use server.connection, or the file of server.write")
         self._wire = replace(connection, host="127.0.0.1").wire()
         self._peer = self._wire.reach(connection.address, _INBOX)
 
@@ -127,7 +123,3 @@ class RpcClient:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _command(message: Any) -> str:
-    return str(message.get("command")) if isinstance(message, dict) else repr(message)[:50]

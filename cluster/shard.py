@@ -1,4 +1,4 @@
-"""A shard on its node: one Ray actor that holds one sampler in a thread of its own, and runs the driver's orders."""
+"""A shard on its node: one Ray actor. A thread of this actor makes one sampler and runs the driver's orders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.workers.control import Command
 from penstock.workers.plan import Affinity
 
 _CLOSE_SECONDS = 2.5
-_GENERATION_BITS = 16  # a shard's own workers may be replaced this often, in bits, before it is built again
+_GENERATION_BITS = 16  # the lowest bits of a generation count the replaced workers of one actor, the others the actors
 
 #: A version of the parameters, and their values by name.
 Parameters = tuple[int, dict[str, npt.NDArray[Any]]]
@@ -43,7 +43,7 @@ class ShardPlan(SamplerPlan):
         return f"shard {self.worker_rank}"
 
     def most_trajectories(self, n_rows: int, eval_max_T: int, eval_max_trajectories: int | None) -> int:
-        return 1  # a shard's reply carries them; the driver needs no memory for records
+        return 1  # they come with the replies, so the driver needs no memory for them
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class ShardSpec:
     """What all shards of a sampler are made from."""
 
     sampler_cls: type[Sampler]
-    sampler_options: Mapping[str, Any]  #: arguments of this class alone
+    sampler_options: Mapping[str, Any]  #: arguments that only this class has
     config: SamplerConfig  #: of all shards together
-    agent: Agent  #: a copy to act with
+    agent: Agent  #: a copy that acts
     share: Share  #: of all shards together
     plans: tuple[ShardPlan, ...]
     n_workers: int
@@ -70,7 +70,8 @@ class ShardSpec:
         if n_evals:
             own["eval_env_fn"], own["eval_env_kwargs"] = eval_fn(config), _part(eval_kwargs(config), plan.eval_columns)
             own["eval_max_steps"] = n_evals * eval_max_T(config.eval_max_steps, config.eval_n_envs)
-            own["eval_episodes"] = self.episodes(plan) or config.eval_episodes  # with none, it never evaluates
+            # 0 is not allowed here. A shard with no episodes never evaluates.
+            own["eval_episodes"] = self.episodes(plan) or config.eval_episodes
         return {**own, **self.sampler_options}
 
     def episodes(self, plan: ShardPlan) -> int | None:
@@ -142,17 +143,17 @@ class Reply:
 
 
 class _Hosted(Sampler):
-    """What a shard adds to its sampler: trajectories stay as the workers have sent them."""
+    """A part of a shard's sampler: it returns trajectories as the workers have sent them, and makes no `TrajInfo`s."""
 
     def _take_traj_infos(self, pool: Any, slot: int = 0, opening: int | None = None) -> Any:
         return self._take_trajectories(pool, slot, opening)
 
 
 class ShardHost:
-    """The Ray actor. None of its methods computes: a plain thread makes the sampler and runs the orders.
+    """The Ray actor. One thread makes the sampler and runs all orders. The methods give it orders and wait for replies.
 
-    Ray gives each call some thread of its own. But the death of the thread that has started a process can end that
-    process, so all of the sampler belongs to one thread that lives as long as the actor.
+    Ray may run each call in another thread. But if a thread ends, the kernel may kill the processes that it has
+    started. So the thread that makes the sampler runs as long as the actor.
     """
 
     def __init__(self, index: int, generation: int, spec: bytes) -> None:
@@ -214,7 +215,7 @@ class ShardHost:
         return None if self._sampler is None else self._sampler.timeline()
 
     def close(self) -> None:
-        """Close the sampler. Orders that run get errors as their replies."""
+        """Close the sampler. Running orders get errors as their replies."""
         with self._condition:
             self._is_closing = True
             self._condition.notify_all()
@@ -251,7 +252,7 @@ class ShardHost:
         sampler._generation = self._generation << _GENERATION_BITS
         context = ray.get_runtime_context()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the driver has given the same ones
+            warnings.simplefilter("ignore")  # the driver has given the same warnings
             sampler.initialize(
                 spec.agent,
                 first_env_rank=plan.env_ranks.start,
@@ -309,8 +310,8 @@ class ShardHost:
 
 
 def _own_affinity(ray: Any, spec: ShardSpec) -> Affinity:
-    """Workers are pinned if the shard has the whole node: other shards, and other programs of Ray, would be pinned to
-    the same CPUs."""
+    """Pin workers only if the shard has the whole node, or if the user has chosen the CPUs. Otherwise other shards on
+    this node would be pinned to the same CPUs."""
     node_id = ray.get_runtime_context().get_node_id()
     n_cpus = next((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["NodeID"] == node_id), 0)
     has_whole_node = spec.affinity.cpus is not None or spec.n_workers >= n_cpus
@@ -318,7 +319,7 @@ def _own_affinity(ray: Any, spec: ShardSpec) -> Affinity:
 
 
 def _portable(item: Any) -> Any:
-    """A record, or a message that the driver can unpickle whatever it carries."""
+    """`item`, if the driver can unpickle it. Otherwise a message with the reason."""
     if isinstance(item, ObjectMessage) and isinstance(item.payload, Unreadable):
         error = RemoteTraceback(in_one_line(item.payload.error))
         return item._replace(payload=replace(item.payload, error=error))

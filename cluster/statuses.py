@@ -9,21 +9,21 @@ from penstock.errors import RequestError
 
 
 class Status(str, enum.Enum):
-    """The status of a worker. LOST and UNKNOWN are seen from outside only."""
+    """The status of a worker. Only a control panel uses LOST and UNKNOWN."""
 
     READY = "READY"  #: it runs, and waits for `configure` or `start`
     RUNNING = "RUNNING"  #: it polls
-    PAUSED = "PAUSED"
+    PAUSED = "PAUSED"  #: it waits for `start`
     COMPLETED = "COMPLETED"  #: it has ended after `exit`
     INTERRUPTED = "INTERRUPTED"  #: it has ended after `interrupt`
-    ERROR = "ERROR"  #: it has ended because `_poll` raised
-    LOST = "LOST"  #: it has ended without a word, or cannot be reached
-    UNKNOWN = "UNKNOWN"  #: no worker of this name has ever been seen
+    ERROR = "ERROR"  #: it has ended because one of its methods raised, or because the name table has gone
+    LOST = "LOST"  #: it has ended without a report, or cannot be reached
+    UNKNOWN = "UNKNOWN"  #: the panel has never seen a worker of this name
 
 
 FINAL = frozenset({Status.COMPLETED, Status.INTERRUPTED, Status.ERROR})
 
-_STARTS = {  # command: from which statuses, to which
+_CHANGES = {  # command: in which statuses it is allowed, and the status after it
     "start": ((Status.READY, Status.PAUSED), Status.RUNNING),
     "pause": ((Status.RUNNING,), Status.PAUSED),
     "exit": ((Status.READY, Status.RUNNING, Status.PAUSED), Status.COMPLETED),
@@ -40,14 +40,14 @@ class StatusMachine:
 
     def apply(self, command: str) -> str:
         """Do `start`, `pause`, `exit` or `interrupt`. Returns the new status. Raises `RequestError` out of order."""
-        sources, target = _STARTS[command]
+        allowed, after = _CHANGES[command]
         with self._lock:
-            if self.status not in sources:
-                raise RequestError(f"{command}: the worker is {self.status.value}, not {_either(sources)}")
+            if self.status not in allowed:
+                raise RequestError(f"{command}: the worker is {self.status.value}, not {_either(allowed)}")
             if command == "start" and not self.is_configured:
                 raise RequestError("start: the worker is not configured: send configure first")
-            self.status = target
-            return target.value
+            self.status = after
+            return after.value
 
     def check_configure(self) -> None:
         """Raise `RequestError` if the worker cannot be configured now."""
@@ -57,7 +57,7 @@ class StatusMachine:
             raise RequestError(f"configure: the worker is {self.status.value}, not READY")
 
     def fail(self) -> None:
-        """`_poll` has raised."""
+        """The worker has failed: its status is ERROR from now on."""
         with self._lock:
             self.status = Status.ERROR
 

@@ -1,4 +1,4 @@
-"""A stream: the shards sample all the time, and their pieces are handed over as they come."""
+"""A stream: the shards sample all the time, and the user gets their pieces as they arrive."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from penstock.workers.control import Command
 class Piece:
     """One shard's part of a batch, as `RaySampler.stream` yields it.
 
-    `samples` are torch tensors `[batch_T, n, ...]` of the shard's n environments. They lie in Ray's object store, in
-    memory that is only for reading: copy what you want to change. The memory is freed with the piece.
+    `samples` are torch tensors `[batch_T, n, ...]` of the shard's n environments. They are in Ray's object store, in
+    memory that can only be read: copy what you want to change. The memory is freed with the piece.
     """
 
     samples: Samples
@@ -28,18 +28,18 @@ class Piece:
     shard: int
     env_ranks: range  #: of the columns
     policy_version: int  #: of the parameters that acted
-    staleness: int  #: how many versions newer the newest one was when the piece was handed over
-    itr: int  #: counts the pieces of this shard, from the `itr` of `stream`
+    staleness: int  #: the newest version when you got the piece, minus `policy_version`
+    itr: int  #: the number of this piece of the shard; the first has the `itr` of `stream`
 
 
 class Stream:
-    """Keeps `max_in_flight` orders at every shard, counting the pieces that have come and were not handed over."""
+    """Gives every shard `max_in_flight` orders in advance. Pieces that have come and were not taken count too."""
 
     def __init__(self, pool: ShardPool, max_in_flight: int, max_staleness: int | None, itr: int) -> None:
         self._pool, self._max_in_flight, self._max_staleness, self._itr = pool, max_in_flight, max_staleness, itr
         self._number = pool.begin_stream()
         self._given: Counter[Shard] = Counter()  # orders of this stream
-        self._taken: Counter[Shard] = Counter()  # pieces that were handed over or dropped
+        self._taken: Counter[Shard] = Counter()  # pieces that were returned or dropped
         self._come: deque[tuple[Shard, Reply]] = deque()
         for shard in pool.shards:
             self._fill(shard)
@@ -68,7 +68,7 @@ class Stream:
     def _receive(self) -> None:
         for pending, answer in self._pool.answers("stream"):
             shard = pending.shard
-            if isinstance(answer, Started):  # built again: the orders that the lost one had are given again
+            if isinstance(answer, Started):  # it was built again: give it the orders of the lost actor
                 n_waiting = sum(other is shard for other, _ in self._come)
                 self._given[shard] = self._taken[shard] + n_waiting
                 self._fill(shard)
@@ -78,7 +78,7 @@ class Stream:
                 shard.late += 1
 
     def end(self) -> None:
-        """Count the pieces that have come and were not handed over. Those that still come are counted as late."""
+        """Pieces that have come and were not taken count as late. The pool counts those that still come."""
         for shard, _ in self._come:
             shard.late += 1
         self._come.clear()

@@ -1,4 +1,4 @@
-"""An agent that lets the servers of an inference stream act."""
+"""An agent that asks the policy workers of an inference stream for its actions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from penstock.errors import ConfigError
 
 
 class StreamAgent(Agent):
-    """Sends one message per step for all its columns. The server keeps noise and recurrent state of every environment.
+    """Sends one message per step for all its columns. The policy worker keeps the noise and the recurrent state.
 
-    `agent_info` is what the server's agent reports, with `stream_version`, the version of the parameters that acted.
-    Use it in a sampler that acts in the actor's own process: `GpuSampler`, `AlternatingSampler`, `SerialSampler`.
+    `agent_info` is what the agent of the policy worker reports, and `stream_version`: the version of the parameters
+    that acted. Use this agent in a sampler that acts in the actor's own process: `GpuSampler`, `AlternatingSampler` or
+    `SerialSampler`.
     """
 
     def __init__(self, client: InferenceClient) -> None:
@@ -38,8 +39,7 @@ class StreamAgent(Agent):
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         answer = self._ask("step", observation, prev_action, prev_reward)
-        info = from_tree(answer["agent_info"])
-        return AgentStep(from_tree(answer["action"]), info)
+        return AgentStep(from_tree(answer["action"]), from_tree(answer["agent_info"]))
 
     def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
         return self._ask("value", observation, prev_action, prev_reward)["value"]
@@ -49,7 +49,7 @@ class StreamAgent(Agent):
         own = range(len(self.env_ranks)) if self.selected is None else self.selected
         ranks = np.array([self.env_ranks[column] for column in own], np.int64)
         starts = self._starts[list(own)]
-        if len(set(ranks.tolist())) < len(ranks):  # the trial of an agent that no environment is behind
+        if len(set(ranks.tolist())) < len(ranks):  # `initialize` tries the agent, with observations of no environment
             kind = f"trial {kind}"
         else:
             self._starts[list(own)] = False

@@ -17,11 +17,11 @@ from penstock.cluster.wire import Inbox, Letter, Wire
 from penstock.errors import ClusterError, ConfigError, NoReplyError, PeerLostError
 
 ROUTINGS = ("any", "all", "one")
-_LOOK_SECONDS = 0.5  # between two looks at the name table, for consumers or servers that have come or gone
+_LOOK_SECONDS = 0.5  # how often a stream looks into the name table for new consumers or servers
 
 
-class _Others:
-    """The live inboxes below one root of the name table."""
+class _Inboxes:
+    """The inboxes that can be reached, of all that the name table has below `root`."""
 
     def __init__(self, wire: Wire, names: NameClient, root: str, credit: int) -> None:
         self._wire, self._names, self._root, self._credit = wire, names, root, credit
@@ -30,7 +30,8 @@ class _Others:
         self._lock = threading.Lock()
 
     def live(self) -> list[Peer]:
-        """Sorted by name. It looks at the name table every half second; while there is none, at each call."""
+        """Peers for them, sorted by name. Looks into the name table every half second, or at each call while it has
+        found no inbox."""
         with self._lock:
             now = time.monotonic()
             alive = {key: peer for key, peer in self._peers.items() if not peer.is_dead}
@@ -38,7 +39,7 @@ class _Others:
                 self._look_at = now + _LOOK_SECONDS
                 try:
                     found = self._names.find(self._root, timeout=1.0)
-                except NoReplyError:  # go on with those that are known
+                except NoReplyError:  # continue with the inboxes that are known
                     self._look_at += 10 * _LOOK_SECONDS
                     return list(alive.values())
                 for key in alive.keys() - found.keys():
@@ -56,18 +57,20 @@ class _Others:
 class SampleProducer:
     """Puts pieces into a sample stream.
 
-    A piece waits at the consumer until that takes it. When `credit` pieces wait there, `put` waits: so memory is
-    bounded, and nothing is dropped. If a consumer ends, the pieces that it has not taken go to another one ("any") with
-    the next `put` or `flush`, or are lost with it ("all", "one"); `n_lost` counts them. If a consumer ends just when it
-    takes a piece, that piece may be consumed twice. Do not change a piece after `put`.
+    A piece waits at the consumer until it is taken. When `credit` pieces wait there, `put` waits. So the memory is
+    bounded, and no piece is dropped.
+
+    If a consumer ends, it may have pieces that it has not taken. With "any", the next `put` or `flush` sends them to
+    another consumer. With "all" and "one" they are lost, and `n_lost` counts them. If a consumer ends just when it
+    takes a piece, this piece may be consumed twice. Do not change a piece after `put`.
 
     Args:
         wire, names: the worker's.
         stream: the name of the stream.
         routing: "any": each piece goes to the consumer with the fewest waiting pieces; "all": to every consumer;
-            "one": this producer's pieces all go to one consumer, chosen by the name of the producer.
-        name: the producer, for "one".
-        credit: the most pieces of this producer that wait at one consumer.
+            "one": all pieces of this producer go to one consumer, chosen by `name`.
+        name: the name of this producer, for "one".
+        credit: how many pieces of this producer may wait at one consumer.
     """
 
     def __init__(
@@ -76,13 +79,13 @@ class SampleProducer:
         if routing not in ROUTINGS:
             raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}, got {routing!r}")
         self._stream, self._routing, self._name = stream, routing, name
-        self._consumers = _Others(wire, names, f"streams/{stream}", credit)
+        self._consumers = _Inboxes(wire, names, f"streams/{stream}", credit)
         self._lock = threading.Lock()
         self._returned: list[Any] = []  # pieces of consumers that have ended
         self.n_put = self.n_lost = 0
 
     def put(self, piece: Any, timeout: float) -> bool:
-        """Send a piece. Returns False if there was no consumer with credit for `timeout` seconds: put it again then."""
+        """Send a piece. Returns False if no consumer had room for it within `timeout` seconds: put it again then."""
         deadline = time.monotonic() + timeout
         while True:
             if self._flush_returned() and self._try(piece):
@@ -124,13 +127,15 @@ class SampleProducer:
         for peer in consumers:
             try:
                 taken = peer.tell_and_hear(piece)
-            except PeerLostError:  # just now
+            except PeerLostError:  # it has ended just now
                 if self._routing == "all":
                     self.n_lost += 1
                     continue
                 return False
             if taken is None:
-                raise ClusterError(f"stream {self._stream}: two threads put pieces with one producer")
+                raise ClusterError(
+                    f"stream {self._stream}: two threads use one SampleProducer: make one producer for each thread"
+                )
             taken.add_done_callback(partial(self._on_taken, piece))
         return True
 
@@ -149,7 +154,7 @@ class SampleConsumer:
     Args:
         wire, names: the worker's.
         stream: the name of the stream.
-        name: of this consumer; each consumer of a stream has another one.
+        name: of this consumer; the consumers of a stream have different names.
     """
 
     def __init__(self, wire: Wire, names: NameClient, stream: str, name: str) -> None:
@@ -158,7 +163,7 @@ class SampleConsumer:
         names.announce(self._key, self._inbox, replace=True)  # an earlier one of this name has ended
 
     def get(self, timeout: float) -> Any:
-        """The next piece. Raises `NoReplyError` if none comes in time."""
+        """The next piece. Raises `NoReplyError` if none comes within `timeout` seconds."""
         letter = self._inbox.receive(timeout)
         if letter is None:
             raise NoReplyError(f"no piece has come through {self._key} within {timeout:g} s")
@@ -173,15 +178,15 @@ class SampleConsumer:
 
 
 class InferenceClient:
-    """Asks the servers of an inference stream. It keeps to one server, chosen by its own name; if that ends, it asks
-    another one again.
+    """Asks the servers of an inference stream. It always asks the same server, chosen by `name`. If that server ends,
+    it asks another one.
 
     Args:
         wire, names: the worker's.
         stream: the name of the stream.
         name: of this client.
         timeout: seconds without an answer, after which `ask` raises.
-        is_over: whether to stop waiting for an answer. Then `ask` raises too.
+        is_over: returns whether to stop waiting for an answer. Then `ask` raises too.
     """
 
     def __init__(
@@ -194,22 +199,26 @@ class InferenceClient:
         timeout: float = 60.0,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._servers = _Others(wire, names, f"policies/{stream}", 1)
+        self._servers = _Inboxes(wire, names, f"policies/{stream}", 1)
         self._wire, self._stream, self._name, self._timeout = wire, stream, name, timeout
         self._index, self._is_over = zlib.crc32(name.encode()), is_over
-        self._server: str | None = None  # its place
-        #: How often another server had to be asked.
+        self._server: str | None = None  # the place of the server that was asked last
+        #: How often it had to ask another server.
         self.n_moves = 0
 
     def ask(self, message: dict[str, Any]) -> Any:
-        """The answer to `message`, to which a `session` is added: the first request to
-        a server begins a new session. Raises `NoReplyError` if no server answers in time, `RequestError` if one
-        refuses."""
+        """The answer to `message`, to which this adds a `session`: the first request to a server begins a new session.
+
+        Raises `NoReplyError` if no server answers in time, and `RequestError` if a server refuses.
+        """
         deadline = time.monotonic() + self._timeout
         while True:
             left = deadline - time.monotonic()
             if left <= 0 or self._is_over():
-                raise NoReplyError(f"no server of the inference stream {self._stream} has answered in time")
+                raise NoReplyError(
+                    f"no server of the inference stream {self._stream} has answered in time: check that its policy "
+                    "workers run"
+                )
             servers = self._servers.live()
             if not servers:
                 time.sleep(0.05)
@@ -222,11 +231,11 @@ class InferenceClient:
             try:
                 future = server.ask({**message, "session": f"{self._wire.id}.{self.n_moves}"}, left)
                 while not wait([future], _LOOK_SECONDS).done and not self._is_over():
-                    self._servers.live()  # it finds out when a server has gone
+                    self._servers.live()  # if the server has ended, this ends the future with a PeerLostError
                 if future.done():
                     return future.result()
             except PeerLostError:
-                pass  # ask another one
+                pass  # ask another server
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError(
@@ -264,4 +273,4 @@ def withdraw(names: NameClient, key: str, inbox: Inbox) -> None:
     try:
         names.delete(key)
     except (PeerLostError, NoReplyError):
-        pass  # the table has ended before: so has the name
+        pass  # the name table has ended, and the name with it

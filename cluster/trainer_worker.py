@@ -16,18 +16,18 @@ from penstock.cluster.streams import SampleConsumer
 from penstock.cluster.worker import PollResult, Worker
 from penstock.errors import NoReplyError
 
-_WAIT_SECONDS = 0.05
+_WAIT_SECONDS = 0.05  # how long a poll waits for a piece
 
 
 class Trainer(Protocol):
-    """What the user writes: a class that is called with the agent, which has been initialized."""
+    """A class that you write. It is called with the initialized agent."""
 
     def step(self, batch: Batch) -> Mapping[str, float]:
-        """Train on one batch: change the parameters of the agent. Returns figures for the table."""
+        """Train on one batch: change the parameters of the agent. Returns figures, which the panel shows."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save beside the agent: the optimizer's state, for example."""
+        """What to save in addition to the agent, for example the optimizer's state."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -36,17 +36,18 @@ class Trainer(Protocol):
 
 
 class TrainerWorker(Worker):
-    """Gives the user's trainer `batch` pieces at a time, and publishes a version after each step.
+    """Calls the user's trainer with `batch` pieces at a time, and publishes the parameters after each step.
 
     Args:
         make_trainer: called with the agent; returns a `Trainer`.
         plan: how to make the agent.
         samples: name of the sample stream.
-        parameters: name of the policy.
+        parameters: name under which the parameters are published.
         batch: pieces per step.
-        max_staleness: pieces whose parameters are more versions old than this are dropped, and counted; None: none.
-        checkpoint: a file. The trainer saves here every `save_every` steps and at the end, and begins from it if it is
-            there.
+        max_staleness: the trainer drops a piece, and counts it, if its parameters are more versions old than this;
+            None: it drops none.
+        checkpoint: a file. The trainer saves its state there every `save_every` steps and at the end. If the file
+            exists, it starts from it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a wire is built on: a transport, which carries packets, and the header of a packet."""
+"""The part of a wire that differs between threads and sockets: a transport, which carries packets."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.cluster.wire import Wire
 
+# The kinds of packets. From a peer to an inbox:
+#   ASK: a request. TELL: a message, whose reply says that it was taken. PROBE: has this request arrived?
+# Back to the peer:
+#   REPLY, ERROR: the answer. PENDING: it has arrived, and has no answer yet. MISSING: it has not arrived. GONE: there
+#   is no such inbox.
 ASK, TELL, REPLY, ERROR, PROBE, PENDING, MISSING, GONE = range(8)
 
 TICK_SECONDS = 0.05
 
-# kind, wire id of the receiver ("" for any), inbox, sender, number of the request, first number still in use
+# kind, wire id of the receiver ("" for any), inbox, sender, number of the request, oldest number without an answer
 Header = tuple[int, str, str, str, int, int]
 
 
 class Transport(ABC):
-    """Carries packets between wires. It may lose, double and delay them."""
+    """Carries packets between wires. It may lose, duplicate and delay them."""
 
     #: Where others reach this wire.
     address: str
@@ -44,7 +49,7 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Send what is on its way, and end the thread."""
+        """Send the packets that wait, and end the thread."""
 
 
 def is_header(header: Any) -> bool:

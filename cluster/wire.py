@@ -1,9 +1,9 @@
-"""A wire: mailboxes with names, requests that are executed exactly once, and messages with credit.
+"""A wire: inboxes with names, requests that are executed exactly once, and messages of which only some may wait.
 
-The transport below may lose, double and delay packets, and lose connections. The sender keeps a request until it has
-the reply. If none comes, it sends a probe. The other side then answers that it is at work, or sends its reply again. If
-it has never seen the request, it says so, and the sender sends it again. The receiver remembers the requests and
-replies of each sender for as long as the sender may need them. So a request is executed once, however often it arrives.
+The transport may lose, duplicate and delay packets, and lose connections. The sender keeps a request until it has the
+reply. If none comes, it sends a probe. The other side then answers that it is at work, or sends its reply again. If it
+has never seen the request, it says so, and the sender sends it again. The receiver remembers the requests and replies
+of each sender for as long as the sender may need them. So a request is executed once, however often it arrives.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,20 +32,20 @@ from penstock.cluster.transport import (
     Transport,
     is_header,
 )
-from penstock.errors import ClusterError
+from penstock.errors import ClusterError, RequestError
 
 _MOST_LETTERS = 10_000  # in one inbox. More are not accepted, and the senders send them again
-_FORGET_SECONDS = 600.0  # after which a silent sender is forgotten
+_FORGET_SECONDS = 600.0  # an inbox forgets a sender that was silent for so long
 
 
 @dataclass
 class _Sender:
-    """What an inbox remembers of one sender: for each request in use its reply; None before it is answered."""
+    """What an inbox remembers of one sender."""
 
-    route: Any
-    heard: float
-    done: int = 0
-    replies: dict[int, tuple[int, Any] | None] = field(default_factory=dict)
+    route: Any  # the way back
+    heard: float  # when its last packet came
+    done: int = 0  # it has the answers to all requests below this number
+    replies: dict[int, tuple[int, Any] | None] = field(default_factory=dict)  # to its other requests; None: not yet
 
 
 class Letter:
@@ -63,6 +64,17 @@ class Letter:
         """Say why there is no result: the sender gets a `RequestError`."""
         self._answer(ERROR, reason[:20_000])
 
+    def answer_with(self, handler: Callable[..., Any]) -> None:
+        """Reply with the result of `handler(**kwargs)`, or fail with what it raises. The message of this letter has a
+        `command`, and perhaps `kwargs`."""
+        command = self.message["command"]
+        try:
+            self.reply(handler(**self.message.get("kwargs", {})))
+        except RequestError as error:
+            self.fail(str(error))
+        except Exception as error:  # the user's handler may raise anything
+            self.fail(f"{command} raised {type(error).__name__}: {error}\n{traceback.format_exc()}")
+
     def _answer(self, kind: int, message: Any) -> None:
         packed = self._inbox.wire.transport.pack(message)
         if self.is_answered:
@@ -72,7 +84,7 @@ class Letter:
 
 
 class Inbox:
-    """A mailbox with a name, on one wire."""
+    """The requests and messages that arrive under one name, on one wire."""
 
     def __init__(self, wire: Wire, name: str) -> None:
         self.wire, self.name = wire, name
@@ -84,8 +96,8 @@ class Inbox:
         return self._letters.qsize()
 
     def receive(self, timeout: float | None = None) -> Letter | None:
-        """The next letter, or None after `timeout` seconds, or if the inbox was closed. The sender of a
-        message by `tell` gets its credit back now."""
+        """The next letter, or None after `timeout` seconds, or if the inbox was closed. A sender that used `tell` may
+        send one more message now."""
         if self.is_closed:
             return None
         try:
@@ -112,20 +124,22 @@ class Inbox:
         with self.wire.lock:
             sender = self._senders.setdefault(sender_id, _Sender(route, 0.0))
             sender.route, sender.heard = route, time.monotonic()
+            # Usually few numbers, but a stranger may send any.
             for old in range(sender.done, done) if done - sender.done < 1000 else list(sender.replies):
                 if old < done:
                     sender.replies.pop(old, None)
             sender.done = max(sender.done, done)
-            is_known, reply = number < sender.done or number in sender.replies, sender.replies.get(number)
+            is_known = number < sender.done or number in sender.replies
+            reply = sender.replies.get(number)
             is_new = not is_known and kind != PROBE and len(self) < _MOST_LETTERS
             if is_new:
                 sender.replies[number] = None
         if is_new:
             self._accept(header, packed)
         elif reply is not None:
-            self.wire.back(route, *reply, header)
+            self.wire.send_back(route, *reply, header)
         elif kind == PROBE:
-            self.wire.back(route, PENDING if is_known else MISSING, None, header)
+            self.wire.send_back(route, PENDING if is_known else MISSING, None, header)
 
     def _accept(self, header: Header, packed: Any) -> None:
         kind, _, _, sender_id, number, _ = header
@@ -141,22 +155,22 @@ class Inbox:
         """Remember a reply, and send it."""
         with self.wire.lock:
             sender = self._senders.get(sender_id)
-            if sender is None or number not in sender.replies:  # it has given up
+            if sender is None or number not in sender.replies:  # the sender does not wait any more
                 return
             sender.replies[number] = (kind, packed)
-        self.wire.back(sender.route, kind, packed, (kind, "", self.name, sender_id, number, 0))
+        self.wire.send_back(sender.route, kind, packed, (kind, "", self.name, sender_id, number, 0))
 
     def forget_silent(self, before: float) -> None:
-        """Forget the senders that were last heard of before this time."""
+        """Forget the senders whose last packet came before this time."""
         with self.wire.lock:
             for sender_id in [key for key, sender in self._senders.items() if sender.heard < before]:
                 del self._senders[sender_id]
 
 
 class Wire:
-    """What one process, or one worker in it, holds of a wire: its inboxes, its peers, and the thread of `transport`.
+    """One end of a wire: its inboxes, its peers, and the thread of `transport`. Each worker has one.
 
-    Closing it ends all of them. `on_tick` functions run in its thread every 50 ms, and must not block.
+    `close` ends all of them. `on_tick` functions run in its thread every 50 ms, and must not block.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -191,10 +205,10 @@ class Wire:
         return inbox
 
     def reach(self, address: str, name: str, *, target: str = "", credit: int = 16, lost_after: float = 5.0) -> Peer:
-        """The inbox `name` at `address`, of the wire whose id is `target` ("": whichever has the address).
+        """The inbox `name` at `address`, of the wire whose id is `target` ("": the wire that has the address now).
 
         Args:
-            credit: how many messages by `tell` may lie in its inbox.
+            credit: how many messages by `tell` may wait in its inbox.
             lost_after: seconds of silence after which it counts as lost.
         """
         peer = Peer(self, name, address, target, credit, lost_after)
@@ -214,7 +228,7 @@ class Wire:
         for peer in list(self._peers.values()):
             peer.lose("this wire was closed")
 
-    # ---- for the transport and the classes above -------------------------------------------
+    # ---- for the transport, inboxes and peers ----------------------------------------------
 
     def deliver(self, header: Any, packed: Any, route: Any) -> None:
         """A packet has come. The transport calls this in its thread."""
@@ -224,12 +238,12 @@ class Wire:
         if kind in (ASK, TELL, PROBE):
             inbox = self.inboxes.get(name) if target in ("", self.id) else None
             if inbox is None:
-                return self.back(route, GONE, None, header)
+                return self.send_back(route, GONE, None, header)
             return inbox.deliver(header, packed, route)
         peer = self._peers.get(sender)
         return None if peer is None else peer.heard(kind, number, packed)
 
-    def back(self, route: Any, kind: int, packed: Any, header: Header) -> None:
+    def send_back(self, route: Any, kind: int, packed: Any, header: Header) -> None:
         """Send a packet back to the sender of `header`."""
         self.transport.send(route, (kind, "", *header[2:]), packed)
 

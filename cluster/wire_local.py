@@ -25,7 +25,7 @@ class LocalHub:
         self._ended = threading.Event()
 
     def wire(self, address: str | None = None) -> Wire:
-        """A new wire, at `address` if that matters."""
+        """A new wire, at `address` or at a new one."""
         return Wire(LocalTransport(self, address or f"local://{next(self._numbers)}"))
 
     def carry(self, address: str, header: Header, packed: Any, route: str) -> None:

@@ -27,7 +27,7 @@ from penstock.errors import ConfigError
 _log = logging.getLogger("penstock")
 
 _MOST_HEADER = 4096
-_LINGER_SECONDS = 0.5  # how long closing waits until what was sent has left
+_LINGER_SECONDS = 0.5  # how long `close` waits for packets that are not sent yet
 
 
 def zmq_wire(connection: Connection, *, host: str = "127.0.0.1", port: int = 0) -> Wire:
@@ -63,7 +63,7 @@ class ZmqTransport(Transport):
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
         try:
-            self._zap = self._context.socket(zmq.REP)
+            self._zap = self._context.socket(zmq.REP)  # here ZMQ asks which clients may connect
             self._zap.bind("inproc://zeromq.zap.01")
             self._router = self._socket(zmq.ROUTER)
             self._router.curve_server = True
@@ -116,7 +116,7 @@ class ZmqTransport(Transport):
             self._thread.join()
 
     def _wake(self) -> None:
-        with self._wake_lock, contextlib.suppress(BlockingIOError):  # it is awake already
+        with self._wake_lock, contextlib.suppress(BlockingIOError):  # the pipe is full: the thread will read it
             if not self._has_ended:
                 os.write(self._wake_writer, b"w")
 
@@ -146,7 +146,7 @@ class ZmqTransport(Transport):
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_reader, 4096)
             return
-        for _ in range(100):  # then the other sockets get their turn
+        for _ in range(100):  # not without a limit: the other sockets have packets too
             try:
                 frames = source.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -164,12 +164,12 @@ class ZmqTransport(Transport):
             if not frames or len(frames[0]) > _MOST_HEADER:
                 raise ValueError("no header")
             header = msgpack.unpackb(frames[0], max_array_len=6)
-        except Exception:  # whatever msgpack says about hostile bytes
+        except Exception:  # msgpack may raise anything for the bytes of a stranger
             return self._wire.count("refused")
         return self._wire.deliver(header, frames[1:], route)
 
     def _admit(self, frames: list[bytes]) -> list[bytes]:
-        """The answer to ZMQ's question (RFC 27) whether a client may connect."""
+        """The answer to ZMQ's request (RFC 27, ZAP), which asks whether a client may connect."""
         key = z85.decode(self._keys.client_public.encode())
         is_ours = len(frames) == 7 and frames[5] == b"CURVE" and frames[6] == key
         if not is_ours:
@@ -179,7 +179,7 @@ class ZmqTransport(Transport):
     def _send_queued(self) -> None:
         while self._outgoing:
             route, header, packed = self._outgoing.popleft()
-            if header is None:
+            if header is None:  # from `disconnect`
                 self._unused.add(route)
                 continue
             frames = [msgpack.packb(header), *(packed or ())]
@@ -189,10 +189,11 @@ class ZmqTransport(Transport):
                 elif route is not None:
                     (self._dealers.get(route) or self._connect(route)).send_multipart(frames, zmq.NOBLOCK)
             except zmq.ZMQError:
-                self._wire.count("unsent")  # too much is on its way, or the address is wrong. The wire sends it again
+                self._wire.count("unsent")  # the queue is full, or the address is wrong. The peer sends it again
 
     def _disconnect_unused(self) -> None:
-        """Not while packets are received: they may come from one of these sockets."""
+        """Close the sockets of addresses that are not needed. Only when no packet is being received: it may come from
+        one of these sockets."""
         for address in self._unused & self._dealers.keys():
             self._poller.unregister(self._dealers[address])
             self._dealers.pop(address).close()

@@ -21,9 +21,9 @@ _log = logging.getLogger("penstock")
 
 Handler = Callable[..., Any]
 
-ORPHAN_SECONDS = 30.0  # without the name table, after which a worker ends
+ORPHAN_SECONDS = 30.0  # a worker that has not reached the name table for so long ends
 _IDLE_SECONDS = 0.002  # between polls that had nothing to do
-_STATS_SECONDS = 0.5
+_STATS_SECONDS = 0.5  # how often a worker updates its figures
 
 
 class Connection(Protocol):
@@ -46,18 +46,15 @@ class Connection(Protocol):
 
 @dataclass(frozen=True)
 class PollResult:
-    """What one poll has done. If both are 0, the worker waits a little before the next poll."""
+    """What one poll has done. If both are 0, the worker waits 2 ms before the next poll."""
 
     sample_count: int = 0
     batch_count: int = 0
 
 
 class WorkerServer:
-    """Receives the requests to one worker. Urgent handlers run at once, in the thread of this server; the others in
-    the worker's own thread, when that calls `handle`.
-
-    Raises `NameTableError` if there is a worker of this name.
-    """
+    """Receives the requests to one worker. Urgent handlers run at once, in the thread of this server. The others run in
+    the worker's own thread, when it calls `handle`."""
 
     def __init__(self, connection: Connection, name: str) -> None:
         self.name = name
@@ -75,17 +72,17 @@ class WorkerServer:
         self._thread.start()
 
     def register(self, command: str, handler: Handler, *, urgent: bool = False) -> None:
-        """Call `handler(**kwargs)` for requests of this command. What it returns must be able to cross a wire."""
+        """Call `handler(**kwargs)` for requests of this command. The result is sent: see `messages` for its types."""
         self._handlers[command] = (handler, urgent)
 
     def announce(self) -> None:
-        """Tell the name table that this worker can be reached."""
+        """Tell the name table that this worker can be reached. Raises `NameTableError` if another one has its name."""
         self.names.announce(f"workers/{self.name}", self._inbox)
         self._is_announced = True
         self.names.clear(f"status/{self.name}")
 
     def handle(self, timeout: float) -> bool:
-        """Answer the requests that wait; wait for one at most `timeout` seconds. Returns whether there was one."""
+        """Wait at most `timeout` seconds for a request, and answer all that wait. Returns whether there was one."""
         try:
             letter = self._requests.get(timeout=timeout) if timeout else self._requests.get_nowait()
         except queue.Empty:
@@ -103,7 +100,7 @@ class WorkerServer:
         self._requests.put(None)
 
     def close(self, status: Status, text: str) -> None:
-        """Leave the final status in the name table, and close the wire."""
+        """Write the final status into the name table, and close the wire."""
         self.names.timeout = 2.0  # if the table has ended, do not wait for it
         try:
             if self._is_announced:  # otherwise another worker has this name
@@ -121,34 +118,30 @@ class WorkerServer:
             message = letter.message
             command = message.get("command") if isinstance(message, dict) else None
             if not isinstance(command, str) or command not in self._handlers:
-                letter.fail(f"there is no command {command!r}: {', '.join(sorted(self._handlers))}")
+                letter.fail(f"there is no command {command!r}; the commands are {', '.join(sorted(self._handlers))}")
             elif self._handlers[command][1]:
                 self._answer(letter)
             else:
                 self._requests.put(letter)
 
     def _answer(self, letter: Letter) -> None:
-        command = letter.message["command"]
-        try:
-            letter.reply(self._handlers[command][0](**letter.message.get("kwargs", {})))
-        except RequestError as error:
-            letter.fail(str(error))
-        except Exception as error:
-            letter.fail(f"{command} raised {type(error).__name__}: {error}\n{traceback.format_exc()}")
+        handler, _ = self._handlers[letter.message["command"]]
+        letter.answer_with(handler)
 
 
 class Worker:
     """Subclass it, and override `_configure` and `_poll`, and perhaps `_reconfigure`, `_stats` and `_close`.
 
-    `self.name`, `self.wire` and `self.names` are there from `_configure` on.
+    You can use `self.name`, `self.wire` and `self.names` from `_configure` on.
 
-    Commands: configure, reconfigure, start, pause, exit, interrupt, ping, status, stats, stacks, and what
-    `register_handler` adds.
+    Commands: configure, reconfigure, start, pause, exit, interrupt, ping, status, stats, stacks, and those that you add
+    with `register_handler`.
     """
 
     name: str
     wire: Wire
     names: NameClient
+    # Other attributes have names that begin with `_worker_`, so that a subclass does not use the same names.
 
     # ---- for subclasses --------------------------------------------------------------------
 
@@ -164,26 +157,26 @@ class Worker:
         raise NotImplementedError
 
     def _stats(self) -> Mapping[str, float]:
-        """Figures for `stats` and the table. Called between polls, from `_configure` on."""
+        """Figures for the command `stats`. Called between polls, after `_configure`."""
         return {}
 
     def _close(self) -> None:
         """Release what `_configure` has acquired. Called once at the end, whatever the status."""
 
     def register_handler(self, command: str, handler: Handler, *, urgent: bool = False) -> None:
-        """Answer requests of this command with `handler(**kwargs)`: between polls, or if `urgent` at once, in another
-        thread."""
+        """Answer requests of this command with `handler(**kwargs)`: between two polls, or with `urgent` at once, in
+        another thread."""
         self._worker_server.register(command, handler, urgent=urgent)
 
     @property
     def status(self) -> Status:
-        """The status. A long poll should end early if this is final."""
+        """The status. A long poll should return early if this is COMPLETED or INTERRUPTED."""
         return self._worker_machine.status
 
     # ---- the loop --------------------------------------------------------------------------
 
     def run(self, connection: Connection, name: str) -> Status:
-        """Join a trial, and work until it ends. Returns the final status."""
+        """Join a trial, and work until a command or an error ends this worker. Returns the final status."""
         self.name, self._worker_machine = name, StatusMachine()
         self._worker_server = server = WorkerServer(connection, name)
         self.wire, self.names = server.wire, server.names
@@ -226,7 +219,10 @@ class Worker:
                 next_stats = now + _STATS_SECONDS
                 self._worker_figures = {**self._worker_counts, **(self._stats() if machine.is_configured else {})}
                 if now - self.names.heard > ORPHAN_SECONDS:
-                    raise ClusterError(f"the name table was silent for {ORPHAN_SECONDS:g} s: the panel has ended")
+                    raise ClusterError(
+                        f"the name table was silent for {ORPHAN_SECONDS:g} s: its control panel has ended, or the "
+                        "network is broken"
+                    )
 
     def _register_commands(self, server: WorkerServer) -> None:
         machine = self._worker_machine

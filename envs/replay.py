@@ -24,25 +24,27 @@ from penstock.errors import ConfigError, ReplayError, brief
 class EpisodeReplay:
     """The beginning of an episode: how the environment was built and reset, and which actions it got.
 
-    `run` repeats it in this process and stops before one step, or before the reset if there are no actions. After a
-    failure (`error.replay`) this is the step or reset that failed. It works for environments whose episodes depend on
-    nothing but `env.reset(seed=...)` and the actions.
+    `run` repeats it in this process, and stops before one step, or before the reset if there are no actions. After a
+    failure (`error.replay`), this is the step or reset that failed. It works for environments whose episodes depend
+    only on `env.reset(seed=...)` and the actions.
     """
 
     factory: EnvFactory  #: builds the environment
-    context: EnvContext  #: what it was built for; `context.env_rank` is its index
-    episode: int  #: the number of the episode, counted by environment from 0
+    context: EnvContext  #: the context that `factory` gets; `context.env_rank` is the index of the environment
+    episode: int  #: the number of the episode; each environment counts its episodes from 0
     seed: int  #: of the reset that begins the episode
-    actions: Any  #: `[n + 1, ...]` as they are recorded, the last one that of the step to stop before; or `[0, ...]`
-    rewards: npt.NDArray[np.float32]  #: `[n]`, of the steps before
-    observation: Any = None  #: what the step to stop before acts on, as it was recorded; None if it is unknown
-    n_missing: int = 0  #: steps at the start of the episode whose actions are not kept any more
-    failure: str = ""  #: what happened then, for a replay of a failure
+    #: `[n + 1, ...]`, as they are recorded: those of n steps, and that of the step before which `run` stops. If it is
+    #: `[0, ...]`, `run` stops before the reset.
+    actions: Any
+    rewards: npt.NDArray[np.float32]  #: `[n]`, of the n steps
+    observation: Any = None  #: the recorded observation after the n steps; None if it is unknown
+    n_missing: int = 0  #: how many steps at the start of the episode are not in `actions`: the log has no room for them
+    failure: str = ""  #: for a replay of a failure: what failed
     path: str = ""  #: the file that holds a copy, or why there is none
 
     @property
     def step(self) -> int:
-        """How many steps the episode has made before the one to stop before."""
+        """How many steps the episode has before the step or reset at which `run` stops."""
         return len(self.rewards) + self.n_missing
 
     @property
@@ -62,8 +64,8 @@ class EpisodeReplay:
         """
         if self.n_missing:
             raise ReplayError(
-                f"{self._name} cannot be repeated: of the {self.step} steps before the one to stop at, the first "
-                f"{self.n_missing} are not kept any more"
+                f"{self._name} cannot be repeated: it is too long. Of its {self.step} steps, the log no longer has the "
+                f"first {self.n_missing}"
             )
         env = self.factory(self.context)
         try:
@@ -116,7 +118,8 @@ class EpisodeReplay:
     # ---- files -----------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it into a file, by cloudpickle. Raises `ConfigError` if the environment's factory cannot be pickled."""
+        """Write this into a file, with cloudpickle. Raises `ConfigError` if the environment's factory cannot be
+        pickled."""
         try:
             pickled = cloudpickle.dumps(self)
         except Exception as error:  # pickling runs the user's code
@@ -125,7 +128,8 @@ class EpisodeReplay:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> EpisodeReplay:
-        """Read it from a file, which may contain code: load only your own. Raises `ConfigError` for another file."""
+        """Read a replay from a file. The file may contain code: load only your own. Raises `ConfigError` if it contains
+        something else."""
         replay = pickle.loads(Path(path).read_bytes())
         if not isinstance(replay, EpisodeReplay):
             raise ConfigError(f"{path} does not contain an EpisodeReplay, but a {type(replay).__name__}")
@@ -161,5 +165,5 @@ def follow(
 def _differs(name: str, n_steps: int, problem: str) -> ReplayError:
     return ReplayError(
         f"{name} differs from the recording of its {n_steps} steps: {problem}. The environment depends on something "
-        "beside the seed of its reset and its actions"
+        "else than the seed of its reset and its actions"
     )

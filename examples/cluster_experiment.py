@@ -22,6 +22,7 @@ from torch.nn.functional import mse_loss
 
 from penstock import CategoricalPgAgent, GpuSampler
 from penstock.cluster import Actors, Batch, Experiment, Policies, RunState, Training
+from penstock.targets import gae
 
 DISCOUNT, GAE_LAMBDA, CLIP, EPOCHS, MINIBATCH = 0.98, 0.9, 0.2, 8, 512
 
@@ -51,15 +52,8 @@ class PpoTrainer:
 
     def step(self, batch: Batch) -> Mapping[str, float]:
         env, agent = batch.samples.env, batch.samples.agent
-        value = agent.agent_info.value
-        next_value = torch.cat([value[1:], agent.bootstrap_value[None]])
-        next_value = torch.where(env.done, agent.final_value, next_value)
-        delta = env.reward + DISCOUNT * next_value - value
-        decay = DISCOUNT * GAE_LAMBDA * ~env.done
-        advantage, later = torch.empty_like(delta), torch.zeros_like(delta[0])
-        for t in reversed(range(len(delta))):
-            advantage[t] = later = delta[t] + decay[t] * later
-        columns = env.observation, agent.action, agent.agent_info.log_prob, advantage, advantage + value
+        advantage, target = gae(batch.samples, DISCOUNT, GAE_LAMBDA)
+        columns = env.observation, agent.action, agent.agent_info.log_prob, advantage, target
         rows = [column.flatten(0, 1) for column in columns]
         for _ in range(EPOCHS):
             for index in torch.randperm(len(rows[0])).split(MINIBATCH):

@@ -71,7 +71,7 @@ class AsyncSampler(ParallelSampler):
     """
 
     _idle_states = (SamplerState.READY, _RUNNING, _PAUSED)
-    _no_restore = "on an AsyncSampler, whose workers are ahead of the batch in your hands: use another sampler"
+    _no_restore = "on an AsyncSampler, whose workers are ahead of the batch that you have: use another sampler"
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What `evaluate_agent` does besides running the agent: it ends when there is enough, warns, and records a video."""
+"""Parts of `evaluate_agent`: it ends after enough trajectories, warns about missing episodes, and records a video."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class ReplayFeed:
             ratio = replace(ratio, batch_steps=self.batch_steps)
         self.replay, self.ratio = replay, ratio
         self._sampler = weakref.ref(sampler)
-        self._first_step = 0  # the steps in the replay before this sampler
+        self._first_step = 0  # how many steps the replay had before this sampler
         #: Finished trajectories that `take_traj_infos` has not returned yet, and how many were dropped.
         self.traj_infos: deque[TrajInfo] = deque(maxlen=_MOST_INFOS)
         self.n_dropped = 0
@@ -87,7 +87,7 @@ class ReplayFeed:
 
     def before_sample(self, n: int) -> None:
         sampler = self._sampler()
-        if sampler is not None and self.is_feeding:  # afterwards, the replay keeps what it has
+        if sampler is not None and self.is_feeding:  # otherwise the replay draws from the steps that it has
             sampler._await_replay(n)
 
     @contextmanager

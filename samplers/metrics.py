@@ -11,22 +11,22 @@ from numbers import Real
 from penstock.collectors import TrajInfo
 from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats
 
-_NEWEST = 100  # training trajectories
+_NEWEST = 100  # how many trajectories of batches the figures are of
 _KINDS = ("idle", "acting", "stepping")
 
 
 class Metrics:
-    """Makes the figures from `SamplerStats` and trajectories. Rates and shares are those since the call before."""
+    """Makes the figures from `SamplerStats` and trajectories. Rates and shares are of the time since the last call."""
 
     def __init__(self, example: TrajInfo, *, has_evaluation: bool) -> None:
-        """`example` is a new instance of the sampler's `traj_info_cls`. It has the names of the figures."""
+        """`example` is a new instance of the sampler's `traj_info_cls`. Its numbers have the names of the figures."""
         self._names = [name for name, value in vars(example).items() if name[0] != "_" and isinstance(value, Real)]
         self.training: deque[TrajInfo] = deque(maxlen=_NEWEST)  #: the newest trajectories of batches
         #: The trajectories of the last evaluation; None without evaluation environments.
         self.evaluation: Sequence[TrajInfo] | None = [] if has_evaluation else None
         self._began = self._called = time.monotonic()
         self._steps = 0
-        self._seconds: dict[str, tuple[float, ...]] = {}  # at the call before, by group: of each of the kinds
+        self._seconds: dict[str, tuple[float, ...]] = {}  # at the last call: worker or server, seconds of each kind
 
     def figures(self, stats: SamplerStats, server: ServerStats | None, policy_version: int | None) -> dict[str, float]:
         """See `Sampler.metrics`."""
@@ -47,10 +47,12 @@ class Metrics:
         if stats.lag is not None:
             figures["sampler/policy_lag"] = stats.lag.mean
             figures["sampler/skipped_batches"] = stats.skipped_batches
-        shares = [self._shares(f"worker_{worker.worker_rank}", _seconds_of(worker)) for worker in workers]
-        figures["sampler/idle_share"] = sum(next(iter(own.values())) for own in shares) / len(shares)
-        for own in shares:
-            figures.update(own)
+        shares: dict[str, float] = {}
+        for worker in workers:
+            shares |= self._shares(f"worker_{worker.worker_rank}", _seconds_of(worker))
+        idle = [shares[f"worker_{worker.worker_rank}/idle_share"] for worker in workers]
+        figures["sampler/idle_share"] = sum(idle) / len(idle)
+        figures |= shares
         if server is not None:
             figures["server/idle_share"] = self._shares("server", (server.waiting, server.acting))["server/idle_share"]
             n_steps = sum(server.served.values())
@@ -62,7 +64,7 @@ class Metrics:
         return {name: float(value) for name, value in figures.items()}
 
     def _shares(self, group: str, seconds: tuple[float, ...]) -> dict[str, float]:
-        """The share of each kind in the time since the call before."""
+        """The share of each kind in the time since the last call."""
         before = self._seconds.get(group, (0.0,) * len(seconds))
         self._seconds[group] = seconds
         spent = [new - old for new, old in zip(seconds, before, strict=True)]

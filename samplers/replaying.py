@@ -1,4 +1,4 @@
-"""Replays: an environment's episode as shared memory has it, when its worker fails or when a batch is complete."""
+"""Makes the `EpisodeReplay` of an environment from shared memory, when its worker fails or when a batch is complete."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Replays:
     # ---- failures --------------------------------------------------------------------------
 
     def of_failure(self, status: WorkerStatus) -> EpisodeReplay | None:
-        """The replay for a worker that failed, whose last status this is. None unless it was in a training environment,
-        or if the memory has impossible values, since a crash may write anywhere."""
+        """The replay for a worker that has failed; `status` is its last one. None if it was not in a training
+        environment, or if the memory has impossible values: a crash may write anywhere."""
         plan, progress, control = status.plan, status.progress, self._memory.control
         rank = plan.worker_rank
         if not isinstance(plan, SamplerPlan) or progress.phase not in _IN_ENVIRONMENT:
@@ -102,8 +102,8 @@ class Replays:
     # ---- any step --------------------------------------------------------------------------
 
     def at(self, plan: WorkerPlan, env_rank: int, t: int, slot: int) -> EpisodeReplay:
-        """The replay until step t of the last batch, which is complete and lies in `slot`. Raises `ConfigError` if the
-        environment waited for a reset then."""
+        """The replay until step t of the last batch, which is complete and is in `slot`. Raises `ConfigError` if the
+        environment waited for a reset at that step."""
         column = plan.columns[plan.env_ranks.index(env_rank)]
         arrays, words = self._slot(slot), self._log.words(column)
         if not arrays.valid[t, column]:
@@ -129,8 +129,8 @@ class Replays:
         slot: int,
         t: int | None = None,
     ) -> EpisodeReplay:
-        """The replay of an episode that began at position `start`, until position `row`. The log has the positions
-        below `stop`, the slot those from there on."""
+        """The replay of an episode. `positions` are `start`, where the episode began, `row`, before which the replay
+        stops, and `stop`: positions below it are in the log, the others are in the slot."""
         start, row, stop = positions
         kept = max(start, stop - self._log.n_rows)
         actions, rewards = self._log.read(column, kept, max(kept, min(row + 1, stop)))

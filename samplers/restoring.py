@@ -36,10 +36,12 @@ _MOST_LISTED = 5
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """What became of the environments in `load_state_dict`, by env_rank."""
+    """How the environments continue after `load_state_dict`, by env_rank."""
 
-    exact: tuple[int, ...]  #: these continue bit by bit
-    reseeded: Mapping[int, str]  #: these began new episodes, with new seeds, and why; their running episodes are lost
+    exact: tuple[int, ...]  #: the environments that continue bit by bit
+    #: The environments that began new episodes with new seeds, and the reason for each. Their running episodes are
+    #: lost.
+    reseeded: Mapping[int, str]
 
     def __str__(self) -> str:
         text = f"{len(self.exact)} environments continue exactly, {len(self.reseeded)} began new episodes"
@@ -49,7 +51,7 @@ class ResumeReport:
 class RestoringCalls(ABC):
     """A part of `Sampler`."""
 
-    # What it uses of the rest.
+    # The attributes of `Sampler` that it uses.
     config: SamplerConfig
     batch_T: int
     batch_B: int
@@ -67,7 +69,7 @@ class RestoringCalls(ABC):
     _pool: WorkerPool | SerialPool | None
     _replays: Replays | None
 
-    #: Why this sampler cannot do what is below; empty if it can.
+    #: Why this sampler cannot repeat episodes, and save and continue runs; empty if it can.
     _no_restore = ""
 
     def _require_pool(self, call: str) -> WorkerPool | SerialPool:
@@ -83,8 +85,8 @@ class RestoringCalls(ABC):
     # ---- one episode -----------------------------------------------------------------------
 
     def replay(self, env_rank: int, t: int) -> EpisodeReplay:
-        """The episode of an environment until step t of the last batch, to be repeated in this process: see
-        `EpisodeReplay.run`. It needs `seed_episodes=True`.
+        """The episode of an environment until step t of the last batch. `EpisodeReplay.run` repeats it in this process.
+        This needs `seed_episodes=True`.
 
         Raises `ConfigError` if the environment waited for a reset at t, or for an argument out of range.
         """
@@ -94,10 +96,10 @@ class RestoringCalls(ABC):
                 raise SamplerStateError(f"replay was called {self._no_restore}")
             if replays is None:
                 raise ConfigError(
-                    "replay needs known seeds of the episodes: construct the sampler with seed_episodes=True"
+                    "replay needs to know the seeds of the episodes: construct the sampler with seed_episodes=True"
                 )
             if not self._batches.held:
-                raise SamplerStateError("replay was called before the first batch")
+                raise SamplerStateError("replay was called before the first batch: call obtain_samples first")
             env_rank = integer("env_rank", env_rank, first, first + self.batch_B - 1)
             t = integer("t", t, 0, self.batch_T - 1)
             statuses = self._require_pool("replay").statuses()
@@ -112,9 +114,10 @@ class RestoringCalls(ABC):
         It contains counters, environments, unfinished trajectories, random streams, noise and recurrent state. It does
         not contain the agent's parameters: save `agent.state_dict()` too. It may contain code: load only your own.
 
-        With `env_state="auto"`, each environment is saved exactly if that is proven to work (`check_env_state`), or if
-        `seed_episodes=True` allows to repeat its running episode. The others are "reseeded": they begin new episodes
-        with new seeds. With "require", these raise `ConfigError`. With "never", all are reseeded.
+        With `env_state="auto"`, each environment is saved exactly if a check shows that this works (`check_env_state`),
+        or if `seed_episodes=True` makes it possible to repeat its running episode. The others are "reseeded": they
+        begin new episodes with new seeds. "require" raises a `ConfigError` if there are such environments. With
+        "never", all are reseeded.
         """
         one_of("env_state", env_state, ("auto", "require", "never"))
         with self._guard.require("state_dict", *self._idle_states):
@@ -141,13 +144,13 @@ class RestoringCalls(ABC):
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> ResumeReport:
-        """Continue the run that `state_dict` has saved. Call it after `initialize`, before the first batch. Load the
-        agent's parameters before it; it publishes them. The number of workers, `batch_T` and the kind of sampler may
-        differ from the saved run's. But central samplers (`GpuSampler`, `AlternatingSampler`) and others cannot
-        continue each other.
+        """Continue the run that `state_dict` has saved. Call this after `initialize`, before the first batch. Load the
+        agent's parameters first: this call publishes them. The number of workers, `batch_T` and the kind of sampler may
+        differ from those of the saved run. But a central sampler (`GpuSampler`, `AlternatingSampler`) cannot continue
+        the run of another kind, or the other way round.
 
-        Returns which environments continue exactly, and which began new episodes. Their seeds depend on how often the
-        run was resumed, so none of its episodes comes again.
+        Returns which environments continue exactly, and which began new episodes. The new seeds depend on how often the
+        run was continued, so none of its episodes comes again.
 
         Raises `ConfigError` if `state` belongs to another run: another seed, other environments, spaces or classes.
         After an `EnvCallError` (an environment could not be loaded), make a new sampler.
@@ -224,7 +227,7 @@ class RestoringCalls(ABC):
 
 
 def _reasons(reseeded: Mapping[int, str]) -> str:
-    """Why these environments are not exact; the same reason once."""
+    """Why these environments do not continue exactly. Each reason is named once."""
     ranks: dict[str, list[int]] = {}
     for rank, why in reseeded.items():
         ranks.setdefault(why, []).append(rank)

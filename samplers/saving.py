@@ -37,13 +37,13 @@ class SavedColumn(TypedDict):
     """One column of a saved run, as text and bytes."""
 
     kind: str  #: "get_state", "pickle", "replay" or "reseeded"
-    why: str  #: why it is not exact
-    data: bytes  #: everything that the column continues with, pickled; empty if it is reseeded
+    why: str  #: why it is reseeded; empty otherwise
+    data: bytes  #: everything that the column needs to continue, pickled; empty if it is reseeded
 
 
 @dataclass
 class WorkerParts:
-    """What a worker's program has, for these messages."""
+    """The parts of a worker's program that these messages use."""
 
     plan: SamplerPlan
     seed: int
@@ -67,10 +67,10 @@ class WorkerParts:
 
 
 class StateMessage(ABC):
-    """A message to all workers, which each answers with one result."""
+    """A message to all workers. Each answers with one result."""
 
     def perform(self, parts: WorkerParts) -> list[ObjectMessage]:
-        """Do it. An exception is returned as a result, and the worker continues."""
+        """Call `answer`. If it raises, the exception is the result, and the worker continues."""
         parts.collector.progress.enter(Phase.CALLING)
         try:
             outcome = {"result": self.answer(parts)}
@@ -92,7 +92,7 @@ class SaveMessage(StateMessage):
     evaluation environments."""
 
     saves_envs: bool
-    untrusted: str  #: why no column is exact: the agent or collector may keep what it does not save; empty if none does
+    untrusted: str  #: why all columns are reseeded: see `untrusted_class`; empty if they need not be
 
     def answer(self, parts: WorkerParts) -> Any:
         """The columns by env_rank, and the counts of the evaluation environments."""
@@ -133,8 +133,8 @@ class SaveMessage(StateMessage):
 
 
 def _proof(parts: WorkerParts, column: int) -> str:
-    """Why the environment of this column cannot be saved; empty if that is proven to work. One proof serves all columns
-    with the same factory."""
+    """Why the environment of this column cannot be saved; empty if a check has shown that it can. Columns with the same
+    factory share one check."""
     factory = parts.factories[column]
     for other, why in parts.proofs:
         if other.fn is factory.fn and other.kwargs is factory.kwargs:
@@ -151,7 +151,8 @@ def _proof(parts: WorkerParts, column: int) -> str:
 
 
 def untrusted_class(*classes: type) -> str:
-    """Why one of these agents and collectors may keep what its `column_state` does not save; empty if none does."""
+    """Why one of these agents and collectors may have a state that its `column_state` does not save; empty if none
+    has."""
     for each in classes:
         for cls in each.__mro__:
             if cls.__module__.split(".")[0] == "penstock" or "column_state" in vars(cls):
@@ -173,7 +174,7 @@ class LoadMessage(StateMessage):
     generation: int  #: of the streams of columns that start again
 
     def answer(self, parts: WorkerParts) -> Any:
-        """Why columns start again, by env_rank."""
+        """By env_rank, why the column starts again."""
         collector, refused = parts.collector, dict[int, str]()
         streams = ColumnStreams(parts.seed, collector.envs.env_ranks, self.generation)
         for column, env_rank in enumerate(streams.env_ranks):
@@ -193,7 +194,7 @@ class LoadMessage(StateMessage):
 
 
 def restart_agent(agent: Agent, columns: Sequence[int], streams: ColumnStreams) -> None:
-    """New random streams and no state in these columns."""
+    """Give these columns new random streams, and reset their state."""
     rngs = streams.rngs(Purpose.ACTION)
     if len(columns) == len(rngs):
         agent.seed_columns(rngs)
@@ -205,7 +206,7 @@ def restart_agent(agent: Agent, columns: Sequence[int], streams: ColumnStreams) 
 
 
 def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
-    """Continue this column. Returns why that is impossible, if it is a replay that differs."""
+    """Continue this column. Returns why that is impossible if a repeated episode differs; otherwise an empty text."""
     collector, state = parts.collector, pickle.loads(saved["data"])
     envs, episodes = collector.envs, state["episodes"]
     assert isinstance(envs, EnvColumns)

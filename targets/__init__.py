@@ -1,4 +1,4 @@
-"""What policies and values learn from: advantages and returns `[T, B]`, right at every end of an episode."""
+"""Advantages and returns `[T, B]`, from which policies and values learn. They are right at all ends of episodes."""
 
 from penstock.targets.off_policy import vtrace
 from penstock.targets.returns import gae, lambda_return, n_step_return

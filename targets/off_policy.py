@@ -43,18 +43,20 @@ def vtrace(
     clip_rho: float = 1.0,
     clip_c: float = 1.0,
 ) -> tuple[Array, Array]:
-    """The advantages for the policy's gradient, and the targets of the value (Espeholt et al., 2018). Both `[T, B]`.
+    """The advantages for the gradient of the policy, and the targets for the value (Espeholt et al., 2018). Both
+    `[T, B]`.
 
-    `log_ratio` `[T, B]` is the log-probability of the action now, minus `agent_info.log_prob`: that of the policy which
-    acted. `clip_rho` and `clip_c` limit the ratios. The values should be those of the present parameters:
-    `Steps.of(samples, value=..., bootstrap_value=..., final_value=...)`. What is not given is taken as it was recorded.
+    `log_ratio` `[T, B]` is the log-probability of the action under the current parameters, minus `agent_info.log_prob`,
+    its log-probability when the policy acted. `clip_rho` and `clip_c` are the largest ratios. Compute the values with
+    the current parameters, and give them: `Steps.of(samples, value=..., bootstrap_value=..., final_value=...)`. If
+    you leave one out, the recorded values are used.
 
-    Ends of episodes are treated as `gae` describes. If the policies are equal, the targets are those of
+    For ends of episodes, see `gae`. If the current parameters are those that acted, the targets equal
     `lambda_return`.
     """
     steps = as_steps(steps, discount)
     ends = Ends(steps)
-    log_ratio = ends.steps_only(log_ratio)  # where there is no step, it may be anything
+    log_ratio = ends.steps_only(log_ratio)  # in rows that are not valid, it may have any value, also NaN
     ratio: Any = np.exp(log_ratio) if isinstance(log_ratio, np.ndarray) else log_ratio.exp()
     rho, c = ratio.clip(max=clip_rho), checked_lambda(lambda_) * ratio.clip(max=clip_c)
     delta = rho * (steps.reward + discount * ends.following(steps.value) - steps.value)

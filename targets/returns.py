@@ -19,9 +19,9 @@ def gae(steps: Steps[Array], discount: float, lambda_: float) -> tuple[Array, Ar
 def gae(steps: Samples | Steps[Array], discount: float, lambda_: float) -> tuple[Array, Array]:
     """Generalized advantage estimates (Schulman et al., 2016), and the returns `advantage + value`. Both `[T, B]`.
 
-    `steps` is a sampler's batch, or `Steps` of other data. Nothing crosses the end of an episode: after a termination
-    the value is 0, after a truncation `final_value`, after the last row `bootstrap_value`. Rows that are not `valid`
-    are 0 in both.
+    `steps` is a sampler's batch, or `Steps` of other data. No result uses steps of the next episode. The value after a
+    step is 0 if the step terminated its episode, `final_value` if it truncated it, and `bootstrap_value` in the last
+    row. Rows that are not `valid` are 0 in both results.
 
     Raises `ConfigError` if the values were not recorded (`initialize(agent, bootstrap_value=True)`).
     """
@@ -37,9 +37,9 @@ def n_step_return(steps: Samples, n: int, discount: float) -> Tensor: ...
 @overload
 def n_step_return(steps: Steps[Array], n: int, discount: float) -> Array: ...
 def n_step_return(steps: Samples | Steps[Array], n: int, discount: float) -> Array:
-    """The discounted sum of the next `n` rewards, and the value after them. `[T, B]`
+    """The discounted sum of the next `n` rewards and of the value after them. `[T, B]`
 
-    The sum ends earlier where the episode or the batch ends, with the values that `gae` describes.
+    The sum is shorter where the episode or the batch ends. `gae` says which value then comes after it.
     """
     steps = as_steps(steps, discount)
     if n < 1:
@@ -59,7 +59,8 @@ def lambda_return(steps: Steps[Array], discount: float, lambda_: float) -> Array
 def lambda_return(steps: Samples | Steps[Array], discount: float, lambda_: float) -> Array:
     """The average of the n-step returns with the weights `(1 - lambda) lambda ** (n - 1)`. `[T, B]`
 
-    As in TD(lambda) and Dreamer. It is the second result of `gae`, except for rounding. Gradients flow through it.
+    TD(lambda) and Dreamer use it. It equals the second result of `gae`, except for rounding. It has gradients with
+    respect to the rewards and values.
     """
     steps = as_steps(steps, discount)
     ends, weight = Ends(steps), checked_lambda(lambda_)
@@ -71,14 +72,14 @@ def lambda_return(steps: Samples | Steps[Array], discount: float, lambda_: float
 
 
 def as_steps(steps: Samples | Steps[Array], discount: float) -> Steps[Array]:
-    """`steps` in one form. Raises `ConfigError` for a wrong discount too."""
+    """`steps` as `Steps`. Raises `ConfigError` if they have no values, or if `discount` is not from 0 to 1."""
     if not 0 <= discount <= 1:
         raise ConfigError(f"discount must be from 0 to 1, got {discount}")
     return steps if isinstance(steps, Steps) else Steps.of(steps)
 
 
 def checked_lambda(lambda_: float) -> float:
-    """`lambda_`, if it is from 0 to 1."""
+    """`lambda_`. Raises `ConfigError` if it is not from 0 to 1."""
     if not 0 <= lambda_ <= 1:
         raise ConfigError(f"lambda_ must be from 0 to 1, got {lambda_}")
     return lambda_

@@ -24,22 +24,21 @@ _FLAGS = ("terminated", "truncated", "valid")
 class Steps(Generic[Array]):
     """The steps of a batch: torch tensors or numpy arrays `[T, B]`, except `bootstrap_value`, which is `[B]`.
 
-    `Steps.of(samples)` takes them from a sampler's batch. In data of another source, the row after the end of an
-    episode must be the first step of the next one, or not be `valid`.
+    `Steps.of(samples)` takes them from a sampler's batch. In your own data, the row after the end of an episode must be
+    the first step of the next episode, or must not be `valid`.
 
     Raises `ConfigError` for wrong shapes, for flags that are not bool, and if a row that is not `valid` comes after one
     that does not end its episode.
     """
 
     reward: Array  #: for the action at step t
-    value: Array  #: of the observation at step t
-    terminated: Array  #: bool, Gymnasium's: nothing comes after this step
-    truncated: Array  #: bool, Gymnasium's: `final_value` stands for the rest of the episode
-    bootstrap_value: (
-        Array  #: `[B]`, the value of the observation after the last row; unused where an episode ends there
-    )
+    value: Array  #: the value of the observation at step t
+    terminated: Array  #: bool, as in Gymnasium: the value after this step is 0
+    truncated: Array  #: bool, as in Gymnasium: the value after this step is `final_value`
+    #: `[B]`, the value of the observation after the last row; unused where an episode ends in that row.
+    bootstrap_value: Array
     final_value: Array  #: the value of the last observation of an episode that was truncated; unused elsewhere
-    valid: Array | None = None  #: bool, False for rows that are no steps: their results are zero. None if all are steps
+    valid: Array | None = None  #: bool; False: this row is no step, and its results are 0. None: all rows are steps
 
     def __post_init__(self) -> None:
         shape = tuple(self.reward.shape)
@@ -60,14 +59,14 @@ class Steps(Generic[Array]):
                 t, *column = np.argwhere(np.asarray(is_cut.tolist()))[0].tolist()
                 raise ConfigError(
                     f"the step {[t + 1, *column]} is not valid, but no episode ends at {[t, *column]}: the value after "
-                    "that step is unknown"
+                    f"that step is unknown. Set `terminated` or `truncated` at {[t, *column]}"
                 )
 
     @classmethod
     def of(cls, samples: Samples, *, value: Any = None, bootstrap_value: Any = None, final_value: Any = None) -> Any:
-        """The steps of `samples` `[T, B]`. `value`, `bootstrap_value` and `final_value` replace what was recorded.
+        """The steps of `samples` `[T, B]`. `value`, `bootstrap_value` and `final_value` replace the recorded values.
 
-        Raises `ConfigError` if a value was not recorded and is not given.
+        Raises `ConfigError` if one of these was not recorded, and you do not give it.
         """
         env, agent = samples.env, samples.agent
         info = agent.agent_info
@@ -86,19 +85,20 @@ class Steps(Generic[Array]):
 
 
 class Ends:
-    """The rows of `steps` that are the last of their episode, and the values after them."""
+    """Where episodes end in `steps`, and the values after these ends. Rows that are not valid count as ends, too."""
 
     def __init__(self, steps: Steps[Any]) -> None:
         is_end: Any = steps.terminated | steps.truncated
-        is_worthless: Any = steps.terminated
+        has_no_value: Any = steps.terminated
         if steps.valid is not None:
-            is_end, is_worthless = is_end | ~steps.valid, is_worthless | ~steps.valid
+            is_end, has_no_value = is_end | ~steps.valid, has_no_value | ~steps.valid
         self._is_end, self._valid = is_end, steps.valid
-        self._end_value: Any = zero_where(is_worthless, steps.final_value)
+        self._end_value: Any = zero_where(has_no_value, steps.final_value)
         self._bootstrap_value: Any = steps.bootstrap_value
 
     def following(self, rows: Any) -> Any:
-        """`rows` one step later. After the last row this is the bootstrap value, after an episode the value there."""
+        """For each step, the row of `rows` after it: the value after the end of the episode, if the step is an end, and
+        the bootstrap value for the last row."""
         return _where(self._is_end, self._end_value, _concatenated(rows[1:], self._bootstrap_value[None]))
 
     def in_last_rows(self, these: Any, others: Any) -> Any:
@@ -112,7 +112,7 @@ class Ends:
         return rows if self._valid is None else zero_where(~self._valid, rows)
 
     def summed_backwards(self, terms: Any, decay: Any) -> Any:
-        """x[t] = terms[t] + decay[t] * x[t + 1], within episodes. `decay` is a number, or an array as `terms`."""
+        """x[t] = terms[t] + decay[t] * x[t + 1], within each episode. `decay` is a number, or an array like `terms`."""
         later: Any = None
         found = []
         for t in reversed(range(len(terms))):
@@ -147,5 +147,5 @@ def _where(mask: Any, these: Any, others: Any) -> Any:
 
 
 def zero_where(mask: Any, rows: Any) -> Any:
-    """`rows` with zero where `mask` is True, whatever is there: NaN too."""
+    """`rows` with zero where `mask` is True, also in place of NaN."""
     return np.where(mask, rows.dtype.type(0), rows) if isinstance(rows, np.ndarray) else rows.masked_fill(mask, 0)

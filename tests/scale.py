@@ -1,4 +1,4 @@
-"""The two scales of the tests. Daily, a matrix keeps a case of each kind; `make faults` and `make cases` run every case."""
+"""The two scales of the tests: daily, a matrix keeps a case of each kind; `make faults` and `make cases` run all."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ PenstockError
 ├── PortLeaseError (RuntimeError)     No port is left to lease, or the folder of lock files is not safe.
 ├── EnvCallError (RuntimeError)       An environment raised in `sampler.call`, `get_attr` or `set_attr`.
 ├── ReplayError (RuntimeError)        An environment does not repeat its recorded episode.
-├── ClusterError (RuntimeError)        Something went wrong between the workers of a distributed experiment.
+├── ClusterError (RuntimeError)       Something went wrong between the workers of a distributed experiment.
 │   ├── PeerLostError                 The other side of a wire has ended, or was silent for too long.
 │   ├── NoReplyError (TimeoutError)   The other side did not answer in time.
 │   ├── RequestError                  The other side refused a request, or its handler raised.
@@ -98,7 +98,7 @@ class ClusterError(PenstockError, RuntimeError):
 
 
 class PeerLostError(ClusterError):
-    """The other side of a wire has ended, or was silent for too long. What it was asked may or may not have happened."""
+    """The other side of a wire has ended, or was silent for too long. It may have done what it was asked, or not."""
 
 
 class NoReplyError(ClusterError, TimeoutError):
@@ -110,7 +110,7 @@ class RequestError(ClusterError):
 
 
 class NameTableError(ClusterError):
-    """A name is taken by somebody else, or is not in the name table."""
+    """Another process has this name, or the name is not in the name table."""
 
 
 class StaleSamplesError(PenstockError, RuntimeError):

@@ -233,6 +233,7 @@ def test_pieces_join_along_the_environments(panel: ControlPanel) -> None:
             samples, _ = sampler.obtain_samples(i)
             part = slice(4 * i, 4 * i + 4)
             assert (batch.samples.env.observation[:, part] == samples.env.observation).all()
+            assert (batch.samples.env.next_observation[:, part] == samples.env.next_observation).all()
             assert (batch.samples.agent.bootstrap_value[part] == samples.agent.bootstrap_value).all()
 
 

@@ -99,7 +99,7 @@ def test_a_worker_from_start_to_exit(panel: ControlPanel) -> None:
 
 def test_errors_of_a_worker_reach_the_panel(panel: ControlPanel) -> None:
     started(panel)
-    with pytest.raises(RequestError, match="there is no command 'nonsense': add, configure"):
+    with pytest.raises(RequestError, match="there is no command 'nonsense'; the commands are add, configure"):
         panel.request("counter/0", "nonsense")
     with pytest.raises(RequestError, match="add raised ValueError: n must not be negative"):
         panel.request("counter/0", "add", n=-1)
@@ -282,7 +282,7 @@ def test_a_worker_and_a_panel_from_the_command_line(tmp_path: Path) -> None:
         file.chmod(0o644)
         status = subprocess.run([*run, "status", "--join", file], capture_output=True, text=True, timeout=60)
         assert status.returncode == 2
-        assert f"must be readable for you alone: chmod 600 {file}" in status.stderr
+        assert f"readable for you alone: chmod 600 {file}" in status.stderr
 
 
 @needs_zmq

@@ -48,7 +48,7 @@ def test_a_client_in_another_process(server: RpcServer, tmp_path: Path) -> None:
 def test_results_and_errors_of_handlers(server: RpcServer) -> None:
     with RpcClient(server.connection) as client:
         assert client.call("foo", x=np.arange(3)).tolist() == [0, 2, 4]
-        with pytest.raises(RequestError, match="there is no command 'bar': fail, foo, unplain"):
+        with pytest.raises(RequestError, match="there is no command 'bar'; the commands are fail, foo, unplain"):
             client.call("bar")
         with pytest.raises(RequestError, match="fail raised ZeroDivisionError: division by zero"):
             client.call("fail")

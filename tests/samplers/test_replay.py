@@ -262,7 +262,7 @@ def test_an_episode_that_is_longer_than_the_log_is_not_repeated(monkeypatch: pyt
             sampler.obtain_samples(itr)
             if itr == 0:
                 sampler.replay(0, T - 1).run()[0].close()
-        with pytest.raises(ReplayError, match=r"of the 46 steps before the one to stop at, the first 29 are not kept"):
+        with pytest.raises(ReplayError, match=r"Of its 46 steps, the log no longer has the first 29"):
             sampler.replay(0, 10).run()
 
 
