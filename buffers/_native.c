@@ -353,6 +353,10 @@ int penstock_make_names(void);
 PyObject *penstock_shift_rows(PyObject *module, Arguments arguments, Py_ssize_t n);
 PyObject *penstock_draw_rows(PyObject *module, Arguments arguments, Py_ssize_t n);
 
+/* In _records.c. */
+PyObject *penstock_infos_of_records(PyObject *module, Arguments arguments, Py_ssize_t n);
+int penstock_make_figure_names(void);
+
 #define NAMED(name, function) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
 #define FUNCTION(name) NAMED(#name, name)
 
@@ -364,6 +368,7 @@ static PyMethodDef functions[] = {
     FUNCTION(sum_episodes),
     NAMED("shift_rows", penstock_shift_rows),
     NAMED("draw_rows", penstock_draw_rows),
+    NAMED("infos_of_records", penstock_infos_of_records),
     FUNCTION(fence),
     FUNCTION(end_group_with_parent),
     {NULL, NULL, 0, NULL},
@@ -376,7 +381,7 @@ static struct PyModuleDef definition = {
 /* One phase: numpy's C interface is a static variable, so a process can hold one such module. */
 PyMODINIT_FUNC PyInit__native(void) {
     import_array();
-    PyObject *module = penstock_make_names() ? PyModule_Create(&definition) : NULL;
+    PyObject *module = penstock_make_names() && penstock_make_figure_names() ? PyModule_Create(&definition) : NULL;
     if (module != NULL && PyModule_AddStringMacro(module, RECORD_LAYOUT) < 0) {
         Py_CLEAR(module);
     }

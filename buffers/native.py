@@ -90,6 +90,11 @@ shift_rows: Callable[[Any], Any]
 #: decides. Afterwards `weights` holds the cumulative sums of each row. None if it cannot handle the arguments.
 draw_rows: Callable[[Any, Any, Any], tuple[Any, Any] | None]
 
+#: `infos_of_records(cls, memories, starts, counts)`: one instance of `cls` for each of `counts[i]` RECORDs in the bytes
+#: `memories[i]`, from record `starts[i]` on, ordered by t, then env_rank. Its attributes are the four figures;
+#: `__init__` does not run. None if nothing is compiled.
+infos_of_records: Callable[[type, list[Any], list[int], list[int]], list[Any] | None]
+
 #: The functions that are used if nothing is compiled.
 PYTHON: dict[str, Callable[..., Any]] = {
     "put_row": lambda *_: False,
@@ -99,6 +104,7 @@ PYTHON: dict[str, Callable[..., Any]] = {
     "sum_episodes": lambda *_: -1,
     "shift_rows": lambda *_: None,
     "draw_rows": lambda *_: None,
+    "infos_of_records": lambda *_: None,
 }
 
 try:
@@ -106,6 +112,7 @@ try:
         RECORD_LAYOUT,
         draw_rows,
         flat_methods,
+        infos_of_records,
         put_cell,
         put_row,
         shift_rows,
@@ -116,7 +123,9 @@ try:
     if " ".join(f"{name}:{RECORD[name].str[1:]}" for name in RECORD.names or ()) != RECORD_LAYOUT:
         raise ImportError("the compiled part was built for another layout of trajectory records: build it again")
 except ImportError as error:  # no C compiler, an older build, or a checkout that was never built
-    put_row, put_cell, step_ordinary, flat_methods, sum_episodes, shift_rows, draw_rows = PYTHON.values()
+    put_row, put_cell, step_ordinary, flat_methods, sum_episodes, shift_rows, draw_rows, infos_of_records = (
+        PYTHON.values()
+    )
     #: Why the compiled functions are not in use; empty if they are.
     WHY_NOT_COMPILED = str(error)
 else:

@@ -44,6 +44,8 @@ RECORD = np.dtype(
     ]
 )
 
+_RECORD = struct.Struct("qqqdqd")  # the same; a third faster than `tolist` of numpy's records
+
 #: The names of the four figures.
 FIGURES = ("Length", "Return", "NonzeroRewards", "DiscountedReturn")
 
@@ -94,6 +96,8 @@ class RecordRings:
     def _bind(self) -> None:
         self._n_put = 0
         self._records = self.memory.arrays.values()
+        #: The bytes of each worker's records.
+        self.memories = [memoryview(own.view(np.uint8)) for own in self._records]
 
     def __getstate__(self) -> NamedMemory:
         return self.memory
@@ -111,8 +115,9 @@ class RecordRings:
         """Main process: `expected[i]` records of each worker i from record `starts[i]` on, as tuples of the fields of
         `RECORD`, ordered by t, then env_rank."""
         records: list[tuple[Any, ...]] = []
-        for own, start, n in zip(self._records, starts, expected, strict=True):
-            records += own[start : start + n].tolist()
+        for own, start, n in zip(self.memories, starts, expected, strict=True):
+            if n:
+                records += _RECORD.iter_unpack(own[start * _RECORD.size : (start + n) * _RECORD.size])
         records.sort()  # t and env_rank come first, and no two records have both alike
         return records
 

@@ -19,6 +19,7 @@ from penstock.cluster.placement import Placement, cluster_cpus, connect
 from penstock.cluster.ray_pool import ShardPool
 from penstock.cluster.shard import ShardPlan, ShardSpec
 from penstock.cluster.stream import Piece, Stream, as_samples
+from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation
@@ -26,7 +27,7 @@ from penstock.samplers.asynchronous import AsyncSampler
 from penstock.samplers.base import Sampler
 from penstock.samplers.parallel import ParallelSampler
 from penstock.samplers.plan import Share
-from penstock.samplers.results import Trajectories, as_traj_infos
+from penstock.samplers.results import as_traj_infos
 from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import SamplerStats, WorkerStats
 from penstock.workers.arguments import integer, one_of, seconds, true_or_false
@@ -215,9 +216,8 @@ class RaySampler(Sampler):
         placement = Placement(len(self._plans), needs, ray.put(_pickled(spec)), together=together)
         return ShardPool(spec.plans, placement, allocation.memory, options, resources)
 
-    def _take_trajectories(self, pool: Any, slot: int, opening: int | None) -> Trajectories:
-        found: Trajectories = pool.take_trajectories()
-        return found
+    def _take_traj_infos(self, pool: Any, slot: int = 0, opening: int | None = None) -> list[TrajInfo]:
+        return as_traj_infos(self.config.traj_info_cls, pool.take_trajectories())
 
     # ---- streaming -------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from penstock import errors
 from penstock.agents import Agent
 from penstock.buffers.reports import RemoteTraceback, dump_exception, in_one_line, load_exception
 from penstock.buffers.results import ObjectMessage, Unreadable
+from penstock.collectors import TrajInfo
 from penstock.envs.calls import EnvCall
 from penstock.samplers.allocation import eval_fn, eval_kwargs
 from penstock.samplers.base import Sampler
@@ -146,7 +147,12 @@ class _Hosted(Sampler):
     """A part of a shard's sampler: it returns trajectories as the workers have sent them, and makes no `TrajInfo`s."""
 
     def _take_traj_infos(self, pool: Any, slot: int = 0, opening: int | None = None) -> Any:
-        return self._take_trajectories(pool, slot, opening)
+        counts = self._count_results(opening)
+        if not any(counts):
+            return []
+        if self.config.traj_info_cls is TrajInfo:
+            return self._memory.records.take(counts, self._first_records[slot])
+        return pool.take_messages(opening)
 
 
 class ShardHost:

@@ -48,9 +48,9 @@ class Config:
     n_workers: int = 0  # 0: one per CPU
     lag: int = 1  # 1: exactly one batch late, and reproducible. 0: `lag=None`, as far ahead as there are slots
     n_slots: int = 2  # batches in memory: one that is trained on, and one that is collected
-    batch_T: int = 128
+    batch_T: int = 64  # half of ppo.py: the parameters that act are one batch old, and a shorter batch is fresher
     batch_B: int = 32
-    eval_every: int = 2  # iterations
+    eval_every: int = 4  # iterations
     eval_n_envs: int = 8
     # Enough for four episodes of 500 steps, the longest, in each environment. Only finished episodes count: with fewer
     # steps, an evaluation would drop long episodes and keep short ones.

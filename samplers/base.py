@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from penstock.samplers.evaluation import until_enough, video_message, warn_if_un
 from penstock.samplers.local import SerialPool
 from penstock.samplers.metrics import Metrics
 from penstock.samplers.plan import SamplerPlan, Share
-from penstock.samplers.results import Trajectories, as_traj_infos
+from penstock.samplers.results import infos_from_messages, infos_of
 from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import SamplerStats, describe, worker_stats
 from penstock.workers import sigint
@@ -215,7 +214,7 @@ class Sampler(EnvironmentCalls, ABC):
             [plan.first_record(self.batch_T, slot) for plan in self._plans] for slot in range(len(allocation.batches))
         ]
         self._batch = 0  # the number of the batch that runs, or of the next
-        self._n_trajectories: Counter[int] = Counter()  # returned so far, by worker rank
+        self._n_trajectories = [0] * len(self._plans)  # returned so far, by worker rank
         example_info = self.config.traj_info_cls(**allocation.program.traj_info_kwargs)
         self._metrics = Metrics(example_info, has_evaluation=self.config.eval_n_envs > 0)
 
@@ -268,7 +267,7 @@ class Sampler(EnvironmentCalls, ABC):
             batches.poison(batch - n_slots)  # no worker reads its last row now
         self._batch, self.samples_np = batch + 1, batches.views[slot]
         samples = batches.hand_out(batch, valid_until=batch + n_slots)
-        infos = as_traj_infos(self.config.traj_info_cls, self._take_trajectories(pool, slot, None))
+        infos = self._take_traj_infos(pool, slot)
         self._metrics.training.extend(infos)
         return samples, infos
 
@@ -277,17 +276,19 @@ class Sampler(EnvironmentCalls, ABC):
     ) -> list[TrajInfo]:
         """The trajectories that the workers have sent for the last command, or for that of this opening of the gates,
         ordered by time step, then env_rank. `slot` is that of the batch; 0 for an evaluation."""
-        return as_traj_infos(self.config.traj_info_cls, self._take_trajectories(pool, slot, opening))
-
-    def _take_trajectories(self, pool: Any, slot: int, opening: int | None) -> Trajectories:
-        """The same as the workers have sent them: with time step and env_rank."""
-        expected = self._memory.control.n_results_by_rank(len(self._plans), opening)
-        if not any(expected):
+        cls, counts = self.config.traj_info_cls, self._count_results(opening)
+        if not any(counts):
             return []
-        self._n_trajectories.update(dict(enumerate(expected)))
-        if self.config.traj_info_cls is TrajInfo:
-            return self._memory.records.take(expected, self._first_records[slot])
-        return pool.take_messages(opening)  # type: ignore[no-any-return]
+        if cls is TrajInfo:
+            return infos_of(self._memory.records, counts, self._first_records[slot])
+        return infos_from_messages(cls, pool.take_messages(opening))
+
+    def _count_results(self, opening: int | None) -> list[int]:
+        """How many trajectories each worker has sent for this opening. They are counted as returned."""
+        counts = self._memory.control.n_results_by_rank(len(self._plans), opening)
+        for rank, n in enumerate(counts):
+            self._n_trajectories[rank] += n
+        return counts
 
     def evaluate_agent(self, itr: int, *, video: str | os.PathLike[str] | None = None) -> list[TrajInfo]:
         """Run the agent in the evaluation environments and return the trajectories that finished.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,9 +24,7 @@ class Batches:
         """`views`: the numpy arrays of each slot. With `debug`, memory that is given back is poisoned, and `Samples`
         that were given back raise `StaleSamplesError`."""
         self.views, self.n_slots, self._debug = views, len(views), debug
-        from torch.autograd.graph import increment_version  # here, so that only processes that use tensors import it
-
-        self._tell_torch = increment_version
+        self._tell_torch = _increment_versions()
         self._tensors = [view.torch() for view in views]
         self._leaves = [[leaf for _, leaf in tensors.leaves()] for tensors in self._tensors]
         self.held: deque[Samples] = deque()
@@ -49,8 +47,7 @@ class Batches:
         status.is_current = False
         # Torch does not see what workers write. Without this, a backward pass through a graph on this batch would give
         # a wrong gradient. With it, the backward pass raises an error.
-        for leaf in self._leaves[status.batch % self.n_slots]:
-            self._tell_torch(leaf)
+        self._tell_torch(self._leaves[status.batch % self.n_slots])
         if self._debug:
             self.poison(status.batch, keep_last_row=keep_last_row)
             line = _line_of_user()
@@ -75,6 +72,21 @@ class Batches:
             poisoned.append(view.agent.bootstrap_value)
         for leaf in poisoned:
             leaf[...] = _poison_of(leaf.dtype)
+
+
+def _increment_versions() -> Callable[[Any], None]:
+    """A function that increments the version counters of the tensors in a list."""
+    from torch.autograd.graph import increment_version  # here, so that only processes that use tensors import it
+
+    def one_by_one(leaves: Any) -> None:
+        for leaf in leaves:
+            increment_version(leaf)
+
+    try:
+        increment_version([])
+    except TypeError:  # an older torch, which takes one tensor at a time
+        return one_by_one
+    return increment_version
 
 
 def _poison_of(dtype: np.dtype[Any]) -> npt.ArrayLike:

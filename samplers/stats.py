@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,13 +84,13 @@ class SamplerStats:
 
 
 def worker_stats(
-    plan: WorkerPlan, control: ControlBlock, n_trajectories: Mapping[int, int], restarts: Restarts
+    plan: WorkerPlan, control: ControlBlock, n_trajectories: Sequence[int], restarts: Restarts
 ) -> WorkerStats:
     """One worker's totals; `n_trajectories` counts those returned, by worker rank."""
     rank = plan.worker_rank
     row = control.snapshot(rank)
     times = row.stepping, row.acting, row.resetting, row.waiting
-    counts = n_trajectories.get(rank, 0), restarts.per_worker[rank], restarts.lost_per_worker[rank]
+    counts = n_trajectories[rank], restarts.per_worker[rank], restarts.lost_per_worker[rank]
     return WorkerStats(rank, plan.env_ranks, plan.cpus, row.batches, row.steps, *times, *counts)
 
 
@@ -132,6 +132,22 @@ class ServerTotals:
         served = {n: times for n, times in enumerate(arrays.served.tolist()) if times}
         acting, waiting = arrays.seconds.tolist()
         return ServerStats(served, acting, waiting)
+
+
+class Lags:
+    """Sums for `LagStats`."""
+
+    def __init__(self) -> None:
+        self._least, self._most, self._sum, self._n = 0, 0, 0, 0
+
+    def add(self, lag: int, n_columns: int) -> None:
+        """`n_columns` columns of a batch have this lag."""
+        self._least = min(self._least, lag) if self._n else lag
+        self._most, self._sum, self._n = max(self._most, lag), self._sum + lag * n_columns, self._n + n_columns
+
+    @property
+    def stats(self) -> LagStats:
+        return LagStats(self._least, self._sum / max(1, self._n), self._most)
 
 
 def describe(plans: Sequence[WorkerPlan], pool: WorkerPool | SerialPool, *, has_ended: bool) -> str:

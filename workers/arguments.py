@@ -12,6 +12,7 @@ from penstock.errors import ConfigError, brief
 
 MOST_ENVS = 10**7  #: more environments in one process are a mistake
 _INT64 = 2**63 - 1
+_INTEGERS = int, np.integer  # a tuple, since `int | np.integer` would be made at each call
 
 
 def integer(name: str, value: Any, least: int | None = None, most: int | None = _INT64) -> int:
@@ -19,7 +20,7 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
 
     numpy's integers are fine. Arrays and tensors are refused, even with one element: they may be meant as lists.
     """
-    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    is_integer = isinstance(value, _INTEGERS) and not isinstance(value, bool)
     if not is_integer or (least is not None and value < least):
         bound = "" if least is None else f" of at least {least}"
         raise ConfigError(f"{name} must be an integer{bound}, got {brief(value)}")

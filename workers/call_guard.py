@@ -7,8 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -53,45 +52,25 @@ class CallGuard(Generic[_State]):
         self._running: dict[int, _Call] = {}
         self._error: SamplerBrokenError | None = None
 
-    @contextmanager
-    def require(self, name: str, *allowed: _State) -> Iterator[None]:
-        """Run the call `name`. It is allowed in the states `allowed`. Ctrl-C is deferred.
+    def require(self, name: str, *allowed: _State) -> _Required:
+        """The context in which the call `name` runs. It is allowed in the states `allowed`. Ctrl-C is deferred.
 
         Raises `SamplerStateError` naming the call that is expected. After a `SamplerBrokenError` every call raises that
         error. Whatever a call raises after `close` has interrupted it, the user gets a `SamplerClosedError`.
         """
-        if self._pid is not None and self._pid != os.getpid():
-            raise SamplerStateError(
-                f"{name} was called in process {os.getpid()}, a fork of process {self._pid}, which owns the "
-                f"{self._noun} and its workers: make a {self._noun} in this process"
-            )
-        with sigint.deferred():
-            # Frame 0 is this generator, 1 is contextlib's `__enter__`, 2 is the method that the user has called.
-            call = _Call(name, threading.get_ident(), sys._getframe(2))
-            try:
-                if self._running.setdefault(0, call) is not call:
-                    self._take_over(call)
-                if self.state not in allowed:
-                    raise self._refusal(name)
-                yield
-            except Exception as error:
-                if self._is_closed and not isinstance(error, SamplerClosedError):
-                    raise SamplerClosedError(
-                        f"{name} was interrupted by {self._close_call}: make a new {self._noun}"
-                    ) from error
-                if isinstance(error, SamplerBrokenError):
-                    self._error, self.state = error, self._broken
-                else:
-                    self._note_lost_command(name, error)
-                raise
-            except BaseException as error:
-                self._note_lost_command(name, error)
-                raise
-            finally:
-                if 0 in self._running and self._running[0] is call:
-                    del self._running[0]
-                    if self._is_closed:
-                        self._complete_close()
+        return _Required(self, name, allowed)
+
+    def _note_error(self, name: str, error: BaseException) -> None:
+        """The call `name` has raised `error`."""
+        if isinstance(error, Exception):
+            if self._is_closed and not isinstance(error, SamplerClosedError):
+                raise SamplerClosedError(
+                    f"{name} was interrupted by {self._close_call}: make a new {self._noun}"
+                ) from error
+            if isinstance(error, SamplerBrokenError):
+                self._error, self.state = error, self._broken
+                return
+        self._note_lost_command(name, error)
 
     def _note_lost_command(self, name: str, error: BaseException) -> None:
         """Break the owner if this error came while the workers got a command: it is unknown which of them have it."""
@@ -186,6 +165,54 @@ class CallGuard(Generic[_State]):
             return SamplerClosedError(f"{name} was called after {self._close_call}: make a new {self._noun}")
         expected = self.expected.get(self.state, self.state.value)
         return SamplerStateError(f"{name} was called out of order: the call expected now is {expected}")
+
+
+_new = tuple.__new__  # the class itself makes a named tuple in Python, not in C
+_defer, _undefer = sigint.deferred.__enter__, sigint.deferred.__exit__
+
+
+class _Required(sigint.deferred):
+    """The context of `CallGuard.require`. It makes few calls: after other work, with cold caches, each is slow."""
+
+    _call: _Call | None = None
+
+    def __init__(self, guard: CallGuard[Any], name: str, allowed: Sequence[Any]) -> None:
+        self._guard, self._name, self._allowed = guard, name, allowed
+
+    def __enter__(self) -> None:
+        guard, name = self._guard, self._name
+        if guard._pid is not None and guard._pid != os.getpid():
+            raise SamplerStateError(
+                f"{name} was called in process {os.getpid()}, a fork of process {guard._pid}, which owns the "
+                f"{guard._noun} and its workers: make a {guard._noun} in this process"
+            )
+        try:
+            _defer(self)
+            # Frame 0 is this method, 1 is the method that the user has called.
+            self._call = call = _new(_Call, (name, threading.get_ident(), sys._getframe(1)))
+            if guard._running.setdefault(0, call) is not call:
+                guard._take_over(call)
+            if guard.state not in self._allowed:
+                raise guard._refusal(name)
+        except BaseException as error:
+            self.__exit__(type(error), error)
+            raise
+
+    def __exit__(self, *exception: Any) -> None:
+        call, guard = self._call, self._guard
+        try:
+            if call is not None:
+                self._call = None
+                try:
+                    if exception[1] is not None:
+                        guard._note_error(call.name, exception[1])
+                finally:
+                    if guard._running.get(0) is call:
+                        del guard._running[0]
+                        if guard._is_closed:
+                            guard._complete_close()
+        finally:
+            _undefer(self)
 
 
 def _is_on_a_stack(frame: FrameType) -> bool:

@@ -112,7 +112,11 @@ class Gate:
     def wake(self) -> None:
         """Wake the worker if it sleeps: its gate is open, or its request has a reply."""
         if self._control.is_asleep(self._rank) or not HAS_FULL_FENCE:
-            notify(self._go.writer.fd)
+            self.notify()
+
+    def notify(self) -> None:
+        """Wake the worker."""
+        notify(self._go.writer.fd)
 
     def fileno(self) -> int:
         """The main process polls it: readable when the worker has woken the main process."""
@@ -136,16 +140,23 @@ class Gate:
         progress.arrived += 1
         self.wake_main()
         if self._server_go is not None:
-            self._wake_server(self._server_go)
+            self._wake_server(self._server_go, progress.arrived)
 
     def wake_main(self) -> None:
         """Wake the main process, if it sleeps and waits for what this worker has just published."""
         if must_wake(*self._control.block, self._control.main_asleep) or not HAS_FULL_FENCE:
             notify(self._done.writer.fd)
 
-    def _wake_server(self, server_go: WakeUp) -> None:
+    def _wake_server(self, server_go: WakeUp, arrived: int | None = None) -> None:
+        """Wake the inference server, if it sleeps and waits for what this worker has just published: a request, or
+        that it has `arrived`."""
         side = self._side or self._make_side()
-        if must_wake(*self._control.block, side.server_asleep) or not HAS_FULL_FENCE:
+        must = must_wake(*self._control.block, side.server_asleep) or not HAS_FULL_FENCE
+        # With gates that are opened ahead, no worker is idle, but the command may be completed. The server has the rank
+        # after the workers.
+        if not must and arrived is not None and side.server_asleep[0] != AWAKE:
+            must = self._control.have_completed(arrived, self._server_rank)
+        if must:
             notify(server_go.writer.fd)
 
     def request(self, progress: Progress, kind: int) -> None:

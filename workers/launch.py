@@ -18,7 +18,7 @@ import cloudpickle
 
 from penstock.buffers.mailbox import Mailbox
 from penstock.errors import ConfigError, WorkerDiedError, WorkerTimeoutError
-from penstock.workers import sigint
+from penstock.workers import lookout, sigint
 from penstock.workers.handle import status_of
 from penstock.workers.limits import check_limits
 from penstock.workers.plan import PoolOptions
@@ -150,6 +150,9 @@ class Launcher:
                 if self._start_method == "forkserver":
                     with _no_current_folder():
                         self._start_by_server(process, name, check)
+                elif self._start_method == "fork":
+                    with lookout.all_stopped():
+                        process.start()
                 else:
                     process.start()
             except BrokenPipeError as error:  # the child has died before the fork server could send its process id
@@ -231,7 +234,8 @@ def _refuse_unsafe_fork(start_method: str) -> None:
     ever."""
     if start_method != "fork":
         return
-    others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    others = [thread.name for thread in threads if thread.name != lookout.THREAD_NAME]  # `start` stops these
     if others or threading.current_thread() is not threading.main_thread():
         raise ConfigError(
             f'start_method="fork" is not safe while this process has other threads ({", ".join(others)}): '

@@ -109,6 +109,10 @@ class Monitor:
             self._spin_time.note(time.monotonic() - began, not has_spun)
         return failures
 
+    def has_no_news(self) -> bool:
+        """Whether a wait would find nothing to do now: no death, no message, no check of progress."""
+        return not self.is_closing and not self._poll.poll(0) and time.monotonic() < self._next_check
+
     def have_all_arrived(self, spin_seconds: float = 0.0) -> bool:
         """Whether every worker has arrived at barrier_out, or arrives within `spin_seconds`."""
         return spin_for_arrivals(*self._control.block, len(self._handles), spin_seconds, self.yields)

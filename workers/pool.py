@@ -203,6 +203,8 @@ class WorkerPool:
     def wait_for(self, number: int, occasion: str) -> None:
         """Wait until every worker has completed opening `number`, while later ones may be open; otherwise as `wait`.
         Failures come first: even if the opening is completed (0 always is), this looks for them, without a wait."""
+        if self.has_completed(number) and self._monitor.has_no_news():
+            return
         self.wait(occasion, until=lambda: True, on_wake=lambda: None, poll_interval=0.0)
         if not self.has_completed(number):
             self.wait(occasion, until=lambda: self.has_completed(number), wake_for_any=True)
@@ -232,10 +234,8 @@ class WorkerPool:
     def _open_gates(self) -> None:
         """Open each gate until it has its wanted number of openings. `wait` calls this again, in case an exception
         stopped it."""
-        opened, command = self.control.opened, self._command
-        for handle, wanted in zip(self.handles, self._wanted_openings, strict=True):
-            while opened[handle.plan.worker_rank] < wanted:
-                handle.gate.open(command)
+        for rank in self.control.open_all(self._command, self._wanted_openings):
+            self.handles[rank].gate.notify()
 
     def wait(self, occasion: str, **how: Unpack[WaitOptions]) -> None:
         """Wait until every worker has completed its last command. Errors quote `occasion`; for `how` see

@@ -20,6 +20,7 @@ try:
     _signal: Any = importlib.import_module("_signal")
 except ImportError:  # a Python other than CPython
     _signal = signal
+_SIGINT, _getsignal, _set_signal = int(signal.SIGINT), _signal.getsignal, _signal.signal
 
 
 class _State(threading.local):
@@ -36,29 +37,52 @@ def is_pending() -> bool:
     return _state.is_pending
 
 
-@contextmanager
-def deferred() -> Iterator[None]:
-    """Defer Ctrl-C. Outside the main thread this does nothing: Python runs signal handlers in the main thread only."""
-    state = _state
-    if state.handler is not None:  # changing a handler costs ten times as much as counting
-        with nested():
-            yield
-        return
-    is_main = threading.current_thread() is threading.main_thread()
-    handler = _signal.getsignal(signal.SIGINT) if is_main else None
-    if not callable(handler):
-        yield
-        return
-    state.handler, state.is_pending, state.depth = handler, False, 1
-    try:
-        _signal.signal(signal.SIGINT, _on_sigint)
-        yield
-    finally:
-        state.handler, state.depth = None, 0
-        _signal.signal(signal.SIGINT, handler)
-        if state.is_pending:  # handled here and not deeper down, so that the traceback is short
-            state.is_pending = False
-            handler(signal.SIGINT, None)
+class deferred:
+    """Defer Ctrl-C inside the block. Outside the main thread this does nothing: Python runs signal handlers in the main
+    thread only.
+
+    A class, because `contextmanager` costs several calls, and every call on a sampler uses it.
+    """
+
+    _handler: Callable[[int, FrameType | None], Any] | None = None  # the user's, while this object replaces it
+    _is_nested = False
+
+    def __enter__(self) -> None:
+        state = _state
+        if state.handler is not None:  # changing a handler costs ten times as much as counting
+            state.depth += 1
+            self._is_nested = True
+            return
+        handler = _getsignal(_SIGINT)
+        if not callable(handler):
+            return
+        state.is_pending, state.depth = False, 1
+        self._handler = state.handler = handler
+        try:
+            _set_signal(_SIGINT, _on_sigint)
+        except ValueError:  # this is not the main thread
+            self._handler, state.handler, state.depth = None, None, 0
+        except BaseException:  # of another signal handler
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        if self._is_nested:
+            self._is_nested = False
+            _state.depth -= 1
+            if not _state.depth:
+                _handle_pending()
+        elif self._handler is not None:
+            state, handler = _state, self._handler
+            self._handler = state.handler = None
+            state.depth = 0
+            _set_signal(_SIGINT, handler)
+            if state.is_pending:  # handled here and not deeper down, so that the traceback is short
+                state.is_pending = False
+                handler(_SIGINT, None)
+
+    # The exception of another signal handler may come before the first line of `__exit__`.
+    __del__ = __exit__
 
 
 class _Nested:

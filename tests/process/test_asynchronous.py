@@ -159,6 +159,22 @@ def test_a_death_is_logged_while_the_learner_is_in_its_own_code(
         logging.getLogger("penstock").removeHandler(listener)
 
 
+def test_a_fork_while_another_sampler_runs(caplog: pytest.LogCaptureFixture) -> None:
+    """The thread that watches the workers stands still meanwhile, and continues."""
+    forked: dict[str, Any] = {"start_method": "fork"}
+    with sampler_of(**forked, n_workers=2) as first, sampler_of(**forked, n_workers=2) as second:
+        begin(first)
+        begin(second)
+        for itr in range(3):
+            for sampler in (first, second):
+                assert sampler.obtain_samples(itr)[0].batch == itr
+        os.kill(first.worker_pids[1], signal.SIGKILL)
+        until(lambda: any("has ended while" in record.getMessage() for record in caplog.records))
+        with pytest.raises(WorkerDiedError):
+            first.obtain_samples(3)
+        second.obtain_samples(3)
+
+
 def test_the_end_of_a_sampler_logs_no_death(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(scaled(50, 3)):
         with sampler_of() as sampler:

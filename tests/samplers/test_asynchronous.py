@@ -5,7 +5,9 @@ import os
 import random
 import threading
 import time
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from penstock import (
     WaitResetCollector,
 )
 from penstock.envs import CountingEnv
+from penstock.samplers.inference_server import ServerOptions
 
 from .async_support import (
     B,
@@ -102,6 +105,25 @@ def test_lag_1_waits_before_it_overwrites_parameters_that_a_worker_needs(monkeyp
                 newest += 1
             expected.append(newest)  # of batch itr + 2, which may begin when batch itr + 1 is handed out
         assert sampler.stats().lag.max == 3  # type: ignore[union-attr]
+
+
+def test_a_batch_is_complete_before_the_resets_that_follow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An inference server need not wait for the first requests of the next batch."""
+
+    class Blocked(WaitResetCollector):
+        def reset_if_needed(self) -> None:
+            while self.envs.parked and not may_reset.exists():
+                time.sleep(0.001)
+            super().reset_if_needed()
+
+    may_reset = tmp_path / "may reset"
+    plain = ServerOptions.of
+    monkeypatch.setattr(ServerOptions, "of", lambda *args: replace(plain(*args), heartbeat_seconds=600.0))
+    with started(partial(CountingEnv, length=4), server="process", collector_cls=Blocked) as sampler:
+        samples, _ = sampler.obtain_samples(0)
+        assert not samples.env.valid.all()
+        may_reset.touch()
+        assert sampler.obtain_samples(1)[0].env.valid[0].all()
 
 
 @servers

@@ -14,8 +14,7 @@ from penstock import ParallelSampler, RandomAgent, SamplerState, SamplerStateErr
 from penstock.envs import CountingEnv
 from penstock.workers import pool as pool_module
 from penstock.workers import sigint
-from penstock.workers.control import Command
-from penstock.workers.gates import Gate
+from penstock.workers.control import Command, ControlBlock
 from penstock.workers.monitor import Monitor
 
 
@@ -97,15 +96,15 @@ def test_between_two_gates(monkeypatch: pytest.MonkeyPatch) -> None:
     with sampler_of() as sampler:
         sampler.initialize(RandomAgent())
         with monkeypatch.context() as patched:
-            plain, opened = Gate.open, []
+            plain, opened = ControlBlock.open, []
 
-            def interrupted(gate: Gate, command: Command) -> None:
-                plain(gate, command)
-                opened.append(gate)
+            def interrupted(control: ControlBlock, rank: int, command: Command) -> None:
+                plain(control, rank, command)
+                opened.append(rank)
                 if len(opened) == 1:
                     ctrl_c()
 
-            patched.setattr(Gate, "open", interrupted)
+            patched.setattr(ControlBlock, "open", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 sampler.obtain_samples(0)
         assert sampler.state is SamplerState.SAMPLING

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not native.COMPILED, reason="was built without a
 
 DRAWING = {"shift_rows", "draw_rows"}
 FUNCTIONS = set(native.PYTHON) - DRAWING
-LOOPS = {"step_ordinary", "sum_episodes"}
+LOOPS = {"step_ordinary", "sum_episodes", "infos_of_records"}
 ALWAYS = {"put_row", *LOOPS}
 
 
@@ -42,7 +42,7 @@ def calls_of_native(*, compiled: bool) -> Iterator[list[str]]:
             result = function(*arguments)
             has_done = {
                 "step_ordinary": result is None,
-                **dict.fromkeys(("flat_methods", *DRAWING), result is not None),
+                **dict.fromkeys(("flat_methods", "infos_of_records", *DRAWING), result is not None),
                 "sum_episodes": isinstance(result, int) and result != -1,
             }
             if has_done.get(name, result is True):
