@@ -51,7 +51,7 @@ if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # the
         # Likewise: every sum of priorities must be equal to numpy's.
         Extension(
             "penstock.replays._native",
-            ["replays/_native.c"],
+            ["replays/_native.c", "replays/_rows.c"],
             include_dirs=[numpy.get_include()],
             extra_compile_args=["-ffp-contract=off"] if os.name == "posix" else [],
             optional=True,

@@ -2,6 +2,7 @@
 
     python examples/dqn.py
 
+With `--asynchronous 1`, the workers of an AsyncSampler write into the replay while the learner draws from it.
 Stops when an evaluation reaches the goal. Exits with status 1 if this takes too long.
 """
 
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 
-from penstock import EpsilonGreedyAgent, LinearSchedule, SerialSampler
+from penstock import AsyncSampler, EpsilonGreedyAgent, LinearSchedule, SerialSampler
 from penstock.replays import Prioritized, Ratio, Replay, ReplayBatch
 
 
@@ -34,6 +34,7 @@ class Config:
     goal: float = 475.0  # mean return of an evaluation that counts as solved
     total_steps: int = 300_000  # limit of environment steps
     time_limit: float = 600.0  # seconds
+    asynchronous: int = 0  # 1: sample and train at the same time
     batch_T: int = 4
     batch_B: int = 8
     capacity: int = 100_000
@@ -48,6 +49,7 @@ class Config:
     explore_steps: int = 10_000
     learning_rate: float = 5e-4
     target_every: int = 200  # updates from one copy of the target network to the next
+    publish_every: int = 8  # updates
     eval_every: int = 5_000  # steps
     eval_episodes: int = 16
 
@@ -112,26 +114,34 @@ def main(cfg: Config) -> dict[str, Any]:
     prioritized = Prioritized(cfg.alpha, cfg.beta)
     replay = Replay(cfg.capacity, cfg.n_step, cfg.discount, prioritized, seed=cfg.seed)
     ratio = Ratio(cfg.samples_per_step, batch_steps, cfg.batch_size, cfg.min_steps)
+    options: dict[str, Any] = {"batch_T": cfg.batch_T, "batch_B": cfg.batch_B}
+    options |= {"eval_n_envs": 8, "eval_episodes": cfg.eval_episodes}
     # A step of CartPole takes microseconds. For slower environments, use ParallelSampler.
-    sampler = SerialSampler(
-        cfg.env_id, batch_T=cfg.batch_T, batch_B=cfg.batch_B, eval_n_envs=8, eval_episodes=cfg.eval_episodes
+    sampler = (
+        AsyncSampler(cfg.env_id, n_workers=1, replay=replay, ratio=ratio, **options)
+        if cfg.asynchronous
+        else SerialSampler(cfg.env_id, **options)
     )
     result: dict[str, Any] = {"goal_reached": False, "eval_return_mean": float("nan")}
-    next_eval = cfg.eval_every
+    next_eval, itr = cfg.eval_every, 0
     with sampler:
         sampler.initialize(agent, seed=cfg.seed)
         learner = Learner(agent.model, cfg)
-        for itr in itertools.count():
-            samples, _ = sampler.obtain_samples(itr)
-            replay.append(samples)
-            while not ratio.may_append(replay):
-                batch = replay.sample(cfg.batch_size)
-                replay.update(batch.index, learner.update(batch) + 1e-3)  # a step with priority 0 is never drawn
-            agent.sync_shared_memory()
+        if isinstance(sampler, AsyncSampler):
+            sampler.start()  # from here on, the worker writes into the replay, as far as the ratio allows
+        while True:
+            while not cfg.asynchronous and ratio.may_append(replay):
+                replay.append(sampler.obtain_samples(itr)[0])
+                itr += 1
+            batch = replay.sample(cfg.batch_size)  # with AsyncSampler: waits, if there are too few steps
+            replay.update(batch.index, learner.update(batch) + 1e-3)  # a step with priority 0 is never drawn
+            if learner.n_updates % cfg.publish_every == 0:
+                agent.sync_shared_memory()
             result |= {"total_steps": replay.n_steps, "seconds": time.monotonic() - began}
             if replay.n_steps >= next_eval:
                 next_eval += cfg.eval_every
-                returns = [info.Return for info in sampler.evaluate_agent(itr)]
+                agent.sync_shared_memory()
+                returns = [info.Return for info in sampler.evaluate_agent(learner.n_updates)]
                 result["eval_return_mean"] = sum(returns) / len(returns)
                 print("{total_steps:,} steps, {seconds:.0f} s: {eval_return_mean:.0f}".format(**result), flush=True)
                 result["goal_reached"] = result["eval_return_mean"] >= cfg.goal

@@ -2,6 +2,7 @@
 
     python examples/sac.py
 
+With `--asynchronous 1`, the workers of an AsyncSampler write into the replay while the learner draws from it.
 Stops when an evaluation reaches the goal. Exits with status 1 if this takes too long. To see why truncations matter,
 cut the training episodes at 50 steps, and then treat these cuts as terminations:
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, softplus
 
-from penstock import SerialSampler, SquashedGaussianAgent
+from penstock import AsyncSampler, SerialSampler, SquashedGaussianAgent
 from penstock.replays import Ratio, Replay, ReplayBatch
 
 
@@ -38,6 +38,7 @@ class Config:
     goal: float = -200.0  # mean return of an evaluation that counts as solved
     total_steps: int = 40_000  # limit of environment steps
     time_limit: float = 600.0  # seconds
+    asynchronous: int = 0  # 1: sample and train at the same time
     max_episode_steps: int = 200  # of training episodes; evaluations have 200
     truncation_terminates: int = 0  # 1: treat truncations as terminations, which is wrong
     batch_B: int = 4
@@ -136,39 +137,50 @@ def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 def main(cfg: Config) -> dict[str, Any]:
     """Train until the goal or a limit is reached."""
+    if cfg.asynchronous and cfg.truncation_terminates:
+        sys.exit("--truncation-terminates 1 changes the samples before they are appended: use --asynchronous 0")
     began = time.monotonic()
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(1)  # a second thread does not help with networks this small
     agent = SquashedGaussianAgent(Policy, warmup_random_itrs=cfg.min_steps // cfg.batch_B)
     replay = Replay(cfg.capacity, 1, cfg.discount, max_truncations=cfg.capacity // 16, seed=cfg.seed)
     ratio = Ratio(cfg.updates_per_step * cfg.batch_size, cfg.batch_B, cfg.batch_size, cfg.min_steps)
-    sampler = SerialSampler(
-        cfg.env_id,
-        env_kwargs={"max_episode_steps": cfg.max_episode_steps},
-        batch_T=1,
-        batch_B=cfg.batch_B,
-        eval_n_envs=8,
-        eval_episodes=cfg.eval_episodes,
-        eval_env_kwargs={"max_episode_steps": 200},
-        observation_dtype="float32",
+    options: dict[str, Any] = {
+        "env_kwargs": {"max_episode_steps": cfg.max_episode_steps},
+        "batch_T": 1,
+        "batch_B": cfg.batch_B,
+        "eval_n_envs": 8,
+        "eval_episodes": cfg.eval_episodes,
+        "eval_env_kwargs": {"max_episode_steps": 200},
+        "observation_dtype": "float32",
+    }
+    sampler = (
+        AsyncSampler(cfg.env_id, n_workers=1, replay=replay, ratio=ratio, **options)
+        if cfg.asynchronous
+        else SerialSampler(cfg.env_id, **options)
     )
     result: dict[str, Any] = {"goal_reached": False, "eval_return_mean": float("nan")}
-    next_eval = cfg.min_steps + cfg.eval_every
+    next_eval, itr, n_updates = cfg.min_steps + cfg.eval_every, 0, 0
     with sampler:
         example = sampler.initialize(agent, seed=cfg.seed)
         learner = Learner(agent, example.env.observation.shape[-1], example.agent.action.shape[-1], cfg)
-        for itr in itertools.count():
-            samples, _ = sampler.obtain_samples(itr)
-            if cfg.truncation_terminates:
-                samples.env.terminated[...] = samples.env.done
-            replay.append(samples)
-            while not ratio.may_append(replay):
-                learner.update(replay.sample(cfg.batch_size))
-            agent.sync_shared_memory()
+        if isinstance(sampler, AsyncSampler):
+            sampler.start()  # from here on, the worker writes into the replay, as far as the ratio allows
+        while True:
+            while not cfg.asynchronous and ratio.may_append(replay):
+                samples, _ = sampler.obtain_samples(itr)
+                if cfg.truncation_terminates:
+                    samples.env.terminated[...] = samples.env.done
+                replay.append(samples)
+                itr += 1
+            learner.update(replay.sample(cfg.batch_size))  # with AsyncSampler: waits, if there are too few steps
+            n_updates += 1
+            if n_updates % cfg.batch_B == 0:
+                agent.sync_shared_memory()
             result |= {"total_steps": replay.n_steps, "seconds": time.monotonic() - began}
             if replay.n_steps >= next_eval:
                 next_eval += cfg.eval_every
-                returns = [info.Return for info in sampler.evaluate_agent(itr)]
+                returns = [info.Return for info in sampler.evaluate_agent(replay.n_steps // cfg.batch_B)]
                 result["eval_return_mean"] = sum(returns) / len(returns)
                 print("{total_steps:,} steps, {seconds:.0f} s: {eval_return_mean:.0f}".format(**result), flush=True)
                 result["goal_reached"] = result["eval_return_mean"] >= cfg.goal

@@ -1,8 +1,9 @@
-/* The replay's loops in C: see sum_tree.py, windows.py and appending.py, which say what each function does and have the
-   same in numpy. */
+/* The replay's loops in C: see sum_tree.py and windows.py, which say what each function does and have the same in
+   numpy. */
 
 #define PY_SSIZE_T_CLEAN
 #define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
+#define PY_ARRAY_UNIQUE_SYMBOL penstock_replays_numpy /* _rows.c uses it too */
 #include <Python.h>
 #include <numpy/arrayobject.h>
 
@@ -148,8 +149,7 @@ static PyObject *tree_draw(PyObject *Py_UNUSED(module), Arguments arguments, Py_
 
 /* ---- windows ----------------------------------------------------------------------------------- */
 
-/* As in ring.py. */
-enum { VALID = 1, TERMINATED = 2, TRUNCATED = 4, BEGINS = 8 };
+enum { VALID = 1, TERMINATED = 2, TRUNCATED = 4, BEGINS = 8 }; /* as in ring.py */
 
 /* read_windows(flags, reward, positions, powers, B, at, last, after, return, discount, end, eligible) */
 static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n_arguments) {
@@ -215,42 +215,16 @@ static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, 
     Py_RETURN_NONE;
 }
 
-/* ---- append ------------------------------------------------------------------------------------ */
-
-/* pack_flags(valid, terminated, truncated, begins, out) */
-static PyObject *pack_flags(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n_arguments) {
-    enum { N_ARRAYS = 5 };
-    PyArrayObject *arrays[N_ARRAYS];
-    if (n_arguments != N_ARRAYS) {
-        return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", N_ARRAYS, n_arguments);
-    }
-    for (int i = 0; i < N_ARRAYS; i++) {
-        PyArrayObject *array = PyArray_CheckExact(arguments[i]) ? (PyArrayObject *)arguments[i] : NULL;
-        arrays[i] = array;
-        int type = i < N_ARRAYS - 1 ? NPY_BOOL : NPY_UINT8;
-        if (array == NULL || PyArray_NDIM(array) != 2 || PyArray_TYPE(array) != type ||
-            (PyArray_STRIDE(array, 1) != 1 && PyArray_DIM(array, 1) != 1) || !PyArray_SAMESHAPE(array, arrays[0])) {
-            return PyLong_FromLong(-1);
-        }
-    }
-    npy_intp T = PyArray_DIM(arrays[0], 0), B = PyArray_DIM(arrays[0], 1), n_truncated = 0;
-    for (npy_intp t = 0; t < T; t++) {
-        const npy_uint8 *valid = PyArray_GETPTR1(arrays[0], t), *terminated = PyArray_GETPTR1(arrays[1], t);
-        const npy_uint8 *truncated = PyArray_GETPTR1(arrays[2], t), *begins = PyArray_GETPTR1(arrays[3], t);
-        npy_uint8 *out = PyArray_GETPTR1(arrays[4], t);
-        for (npy_intp b = 0; b < B; b++) {
-            out[b] = (npy_uint8)((valid[b] != 0) | (terminated[b] != 0) << 1 | (truncated[b] != 0) << 2 |
-                                 (begins[b] != 0) << 3);
-            n_truncated += (out[b] & (VALID | TERMINATED | TRUNCATED)) == (VALID | TRUNCATED);
-        }
-    }
-    return PyLong_FromSsize_t(n_truncated);
-}
+/* In _rows.c. */
+PyObject *pack_flags(PyObject *, Arguments, Py_ssize_t), *copy_rows(PyObject *, Arguments, Py_ssize_t),
+    *same_rows(PyObject *, Arguments, Py_ssize_t), *read_ages(PyObject *, Arguments, Py_ssize_t),
+    *take_frames(PyObject *, Arguments, Py_ssize_t);
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 
 static PyMethodDef functions[] = {
-    FUNCTION(tree_update), FUNCTION(tree_range), FUNCTION(tree_draw), FUNCTION(read_windows), FUNCTION(pack_flags), {NULL, NULL, 0, NULL},
+    FUNCTION(tree_update), FUNCTION(tree_range), FUNCTION(tree_draw), FUNCTION(read_windows), FUNCTION(pack_flags),
+    FUNCTION(copy_rows), FUNCTION(same_rows), FUNCTION(read_ages), FUNCTION(take_frames), {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_native", .m_size = -1, .m_methods = functions};

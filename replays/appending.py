@@ -13,7 +13,7 @@ from penstock.buffers.named import map_leaves
 from penstock.errors import ConfigError, SpaceError
 from penstock.replays.observations import check_frames, newest_frames
 from penstock.replays.options import Frames, Sequences
-from penstock.replays.ring import BEGINS, PARTIAL, VALID, Ring, Shape, lacks_next
+from penstock.replays.ring import BEGINS, PARTIAL, VALID, Ring, Shape, lacks_next, leaves
 
 STATE = "prev_rnn_state"  # the field of agent_info
 _CHECKED = 0.01  # the share of rows whose frames are compared, after the first batch
@@ -77,13 +77,24 @@ def _pack_flags(valid: Any, terminated: Any, truncated: Any, begins: Any, out: A
 #: compiled function returns -1 if it does not know the layout of the arrays.
 pack_flags: Callable[..., int]
 
-#: The function that is used if nothing is compiled.
-PYTHON: dict[str, Callable[..., int]] = {"pack_flags": _pack_flags}
+#: `same_rows(kept, rows, row, column, prev_done)`: whether row 0 of the arrays `rows` `[T, b, ...]` has the same bytes
+#: as row `row` of the arrays `kept` `[T, B, ...]` from `column` on, wherever `prev_done[0]` is False. False may also
+#: mean that the function does not know the layout, or has compared all columns.
+same_rows: Callable[..., bool]
+
+
+def _same_rows(kept: Any, rows: Any, row: int, column: int, prev_done: Any) -> bool:
+    columns = slice(column, column + prev_done.shape[1])
+    return all(of[0].tobytes() == there[row, columns].tobytes() for of, there in zip(rows, kept, strict=True))
+
+
+#: The functions that are used if nothing is compiled.
+PYTHON: dict[str, Callable[..., int]] = {"pack_flags": _pack_flags, "same_rows": _same_rows}
 
 try:
-    from penstock.replays._native import pack_flags
+    from penstock.replays._native import pack_flags, same_rows
 except ImportError:  # no C compiler, or a checkout that was never built
-    pack_flags = _pack_flags
+    pack_flags, same_rows = _pack_flags, _same_rows
 
 
 class Batch(NamedTuple):
@@ -91,13 +102,12 @@ class Batch(NamedTuple):
 
     observation: Any
     final_obs: Any  # or None
-    action: Any
-    prev_action: Any
     reward: Any
-    prev_reward: Any
-    prev_done: Any
-    flags: tuple[Any, Any, Any]  # valid, terminated, truncated
+    rows: tuple[Any, ...]  # the arrays to keep of observation and action
+    before: tuple[Any, ...]  # previous reward and action
+    flags: tuple[Any, ...]  # valid, terminated, truncated, prev_done
     state: Any  # or None
+    policy_version: Any  # or None
 
 
 class Appender:
@@ -115,6 +125,9 @@ class Appender:
             self._layouts["observation"] = [(path, (frames.n, *of), t) for path, of, t in self._layouts["observation"]]
         self._bound: tuple[Any, Any, Batch] | None = None
         self._is_first = True
+        self._kept = (ring.arrays.reward, *leaves(ring.arrays.action))
+        self._flags, self._versions = np.empty((0, 0), np.uint8), np.empty((0, 0), np.int32)  # of the last batch
+        self._version: Any = None  # which the last batch had
         self._row_before: Any = None  # of batches of one row: the observations of the last one, if it was kept
         self._rng = np.random.default_rng(0)  # rows to check; draws do not depend on it
 
@@ -139,45 +152,43 @@ class Appender:
         if self._bound is not None and self._bound[0] is env and self._bound[1] is agent:
             return self._bound[2]
         self._require_shape(samples)
+        observation, reward = arrays(env.observation), array(env.reward)
+        kept = observation if self._frames is None else newest_frames(observation)
         batch = Batch(
-            observation=arrays(env.observation),
+            observation=observation,
             final_obs=arrays(env.final_obs) if "final_obs" in env else None,
-            action=arrays(agent.action),
-            prev_action=arrays(agent.prev_action),
-            reward=array(env.reward),
-            prev_reward=array(env.prev_reward),
-            prev_done=array(env.prev_done),
-            flags=(array(env.valid), array(env.terminated), array(env.truncated)),
+            reward=reward,
+            rows=(*leaves(kept), *leaves(arrays(agent.action))),
+            before=(array(env.prev_reward), *leaves(arrays(agent.prev_action))),
+            flags=tuple(array(leaf) for leaf in (env.valid, env.terminated, env.truncated, env.prev_done)),
             state=None if self.ring.shape.state is None else arrays(agent.agent_info[STATE]),
+            policy_version=array(agent.policy_version) if "policy_version" in agent else None,
         )
         if samples.batch is not None:  # the next batch of the sampler has the same arrays
             self._bound = env, agent, batch
         return batch
 
     def append(self, batch: Batch, policy_version: Any, continues: bool) -> None:
-        """Write one batch. `continues`: whether it follows the batch before without a gap."""
-        flags = np.empty(batch.reward.shape, np.uint8)
-        n_truncated = pack_flags(*batch.flags, batch.prev_done, flags)
+        """Write one batch. `policy_version` None: that of the samples. `continues`: whether it follows the batch before
+        without a gap."""
+        if self._flags.shape != batch.reward.shape:
+            self._flags, self._versions = (np.empty(batch.reward.shape, dtype) for dtype in (np.uint8, np.int32))
+            self._version = None
+        flags, prev_done = self._flags, batch.flags[3]
+        arguments = (*batch.flags, flags)
+        n_truncated = pack_flags(*arguments)
         if n_truncated < 0:
-            n_truncated = _pack_flags(*batch.flags, batch.prev_done, flags)
+            n_truncated = _pack_flags(*arguments)
         if self._is_first or not (continues and self._is_continued(batch)):
-            flags[0] |= np.where(batch.prev_done[0], np.uint8(BEGINS), np.uint8(BEGINS | PARTIAL))
-        observation, finals = batch.observation, self._finals(batch, flags) if n_truncated else None
+            flags[0] |= np.where(prev_done[0], np.uint8(BEGINS), np.uint8(BEGINS | PARTIAL))
+        finals = self._finals(batch, flags) if n_truncated else None
         if self._frames is not None:
-            check_frames(self._frames, observation, batch.final_obs, flags, self._rows_to_check(len(flags)))
-            self._check_one_row(observation, flags)
-            observation = newest_frames(observation)
+            check_frames(self._frames, batch.observation, batch.final_obs, flags, self._rows_to_check(len(flags)))
+            self._check_one_row(batch.observation, flags)
             finals = None if finals is None else finals[:, -1]
-        fields = {
-            "observation": observation,
-            "action": batch.action,
-            "reward": batch.reward,
-            "flags": flags,
-            "policy_version": self._versions(policy_version),
-        }
-        if batch.state is not None:
-            fields["state"] = self._states(batch.state, flags)
-        self.ring.write(fields, finals, self._writer)
+        self._set_versions(batch.policy_version if policy_version is None else policy_version)
+        state = None if batch.state is None else self._states(batch.state, flags)
+        self.ring.write((flags, batch.reward, self._versions, *batch.rows), finals, self._writer, state)
         self._is_first = False
 
     def _require_shape(self, samples: Any) -> None:
@@ -200,9 +211,13 @@ class Appender:
 
     def _is_continued(self, batch: Batch) -> bool:
         """Whether row 0 follows the newest row of the ring, as far as its previous action and reward show it."""
-        follows, kept, last = ~batch.prev_done[0], self.ring.arrays, self._last_row
-        return _same(batch.prev_reward, kept.reward, last, follows) and _same(
-            batch.prev_action, kept.action, last, follows
+        row, columns = self._last_row
+        prev_done = batch.flags[3]
+        if same_rows(self._kept, batch.before, row, columns.start, prev_done):  # most often, and quicker
+            return True
+        return all(
+            ((before[0] == kept[row, columns])[~prev_done[0]]).all()
+            for before, kept in zip(batch.before, self._kept, strict=True)
         )
 
     @property
@@ -210,17 +225,24 @@ class Appender:
         """The index of the newest row of this writer."""
         return (self.end - 1) % self.ring.T, self._columns
 
-    def _versions(self, version: Any) -> Any:
-        """The versions to write: a number, or `[B]` or `[T, B]` of them."""
+    def _set_versions(self, version: Any) -> None:
+        """Write the versions to keep into `_versions`: a number, or `[B]` or `[T, B]` of them. None is 0."""
+        version = 0 if version is None else version
         if not isinstance(version, int):
-            version = np.asarray(array(version), np.int32)
-        version = version + self._first_version
-        if self.end and np.less(version, self.ring.arrays.policy_version[self._last_row]).any():
+            version = array(version)
+            if version.ndim == 2 and version.strides[0] == 0:
+                version = version[0]  # all rows are the same
+            version = version.astype(np.int32)
+        key = version if isinstance(version, int) else version.tobytes()
+        if key == self._version:
+            return
+        versions = version + self._first_version
+        if self.end and np.less(versions, self.ring.arrays.policy_version[self._last_row]).any():
             raise ConfigError(
                 f"policy_version={version} is lower than that of the batch before: versions must not fall. After "
                 "replay.load, add the version that the earlier run had reached"
             )
-        return version
+        self._versions[...], self._version = versions, key
 
     def _finals(self, batch: Batch, flags: npt.NDArray[np.uint8]) -> Any:
         """The final observations of the truncated steps `[n, ...]`."""
@@ -256,8 +278,7 @@ class Appender:
         if self._is_first and first + every < len(flags):
             rows = slice(first + every, None, every) if first == 0 else slice(first, None, every)
             goes_on = (flags[rows] & (BEGINS | VALID)) == VALID
-            leaves = [leaf for _, leaf in state.leaves()] if isinstance(state, NamedArrays) else [state]
-            if goes_on.any() and not any(leaf[rows][goes_on].any() for leaf in leaves):
+            if goes_on.any() and not any(leaf[rows][goes_on].any() for leaf in leaves(state)):
                 raise ConfigError(
                     f"the recurrent states are all zero inside the batch: with state_every={every}, make the agent "
                     'with record_state="step", or set state_every=batch_T'
@@ -269,13 +290,3 @@ def _layout(tree: Any, n_leading: int = 0) -> list[tuple[str, tuple[int, ...], n
     """Name, shape and dtype of each leaf, without the leading dimensions."""
     leaves = tree.leaves() if isinstance(tree, NamedArrays) else [("", tree)]
     return [(path, leaf.shape[n_leading:], leaf.dtype) for path, leaf in leaves]
-
-
-def _same(rows: Any, kept: Any, last: tuple[int, slice], where: npt.NDArray[np.bool_]) -> bool:
-    """Whether row 0 of every leaf is equal to the row at `last` of `kept` in the columns `where`."""
-    if isinstance(rows, NamedArrays):
-        return all(_same(part, kept[name], last, where) for name, part in rows.items())
-    row, kept_row = rows[0], kept[last]
-    if row.tobytes() == kept_row.tobytes():  # most often, and quicker
-        return True
-    return bool((row == kept_row)[where].all())

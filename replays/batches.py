@@ -71,12 +71,14 @@ class Transitions:
         ages = self._observations.ages(windows.at)
         if not (windows.eligible & self._observations.is_known(ages)).all():
             return None
+        memory = _field(out, "observation"), _field(out, "next_observation")
+        observation, next_observation = self._observations.take_both(windows, ages, *memory)
         return {
-            "observation": self._observations.take(windows.at, _field(out, "observation"), ages),
+            "observation": observation,
             "action": take(self._ring.action, windows.at, _field(out, "action")),
             "return_": windows.return_,
             "discount": windows.discount,
-            "next_observation": self._observations.take_next(windows, _field(out, "next_observation")),
+            "next_observation": next_observation,
         }
 
 

@@ -80,7 +80,6 @@ def read_index(folder: Path) -> dict[str, Any]:
 def saved_shape(index: dict[str, Any], T: int) -> Shape:
     """The shape of the ring that was saved, with T rows."""
     of = index["shape"]
-    grown = max(index["max_finals"] * T // of["T"], 1)
     return Shape(
         T=T,
         B=of["B"],
@@ -88,7 +87,7 @@ def saved_shape(index: dict[str, Any], T: int) -> Shape:
         action=_example(of["action"]),
         state=None if of["state"] is None else _example(of["state"]),
         state_every=index["state_every"],
-        max_finals=index["max_finals"] if of["T"] == T else grown,
+        max_finals=max(index["max_finals"] * T // of["T"], 1),
     )
 
 

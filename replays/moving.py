@@ -38,9 +38,9 @@ def move(old: Ring, new: Ring) -> None:
 def of_one_writer(ring: Ring) -> tuple[NamedArrays, int, int]:
     """The arrays of `ring` as one writer would have written them, how many final observations there were ever, and how
     many are kept at most. No process may write meanwhile."""
-    if ring.shape.n_writers == 1:
+    if ring.shape.n_writers == 1 and not ring.shape.spare_finals:
         return ring.arrays, ring.n_finals[0], ring.shape.max_finals
-    shape = replace(ring.shape, n_writers=1, max_finals=ring.shape.max_finals * ring.shape.n_writers)
+    shape = replace(ring.shape, n_writers=1, max_finals=ring.shape.n_finals, spare_finals=0)
     specs = shape.specs()
     finals = {name: map_leaves(lambda spec: np.zeros(spec.shape, spec.dtype), specs[name]) for name in _FINALS}
     arrays = NamedArrays({**dict(ring.arrays.items()), **finals})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,42 @@ from penstock.errors import SpaceError
 from penstock.replays.options import Frames
 from penstock.replays.ring import BEGINS, PARTIAL, TERMINATED, TRUNCATED, Ring
 from penstock.replays.windows import Positions, Windows
+
+
+def _read_ages(flags: Any, at: Any, B: int, back: int, age: Any, known: Any) -> None:
+    rows = (at - np.arange(back + 1)[:, None] * B) % len(flags)
+    row_flags = flags.take(rows)
+    begins = (row_flags & BEGINS) != 0
+    begins[-1] = True
+    age[:] = begins.argmax(0)
+    first = np.take_along_axis(row_flags, age[None], 0)[0]
+    known[:] = (age == back) | ((first & PARTIAL) == 0)
+
+
+def _take_frames(frames: Any, B: int, is_zero: bool, at: Any, age: Any, out: Any, *others: Any) -> bool:
+    back = np.arange(out.shape[1])[::-1]  # how many rows back each frame is, oldest first
+    limit = age[:, None]
+    frames.take((at[:, None] - np.minimum(back, limit) * B) % len(frames), 0, out, mode="clip")
+    if is_zero:
+        out[back > limit] = 0
+    return not others or _take_frames(frames, B, is_zero, *others)
+
+
+#: `read_ages(flags, at, B, back, age, known)`: fill the last two arrays `[N]` for the entries `at` `[N]` of a ring with
+#: B columns and these `flags`; see `FrameStacks.ages`.
+read_ages: Callable[..., None]
+#: `take_frames(frames, B, is_zero, at, age, out[, at, age, out])`: build the stacks `out` `[N, n, ...]` of entries `at`
+#: `[N]` again, from the `frames` of the ring. Frames before the begin of the episode, `age` rows back, are zeros or
+#: copies of the first one. The compiled function returns False, and copies nothing, if it does not know the layout.
+take_frames: Callable[..., bool]
+
+#: The functions that are used if nothing is compiled.
+PYTHON: dict[str, Callable[..., Any]] = {"read_ages": _read_ages, "take_frames": _take_frames}
+
+try:
+    from penstock.replays._native import read_ages, take_frames
+except ImportError:  # no C compiler, or a checkout that was never built
+    read_ages, take_frames = _read_ages, _take_frames
 
 
 class WholeObservations:
@@ -29,18 +67,19 @@ class WholeObservations:
         """Whether all that the observations of these entries consist of is in the ring."""
         return True
 
-    def take(self, at: Positions, out: Any = None, ages: Any = None) -> Any:
-        """The observations of entries `at`, in its shape. `ages`: those of `at`, if they are known already."""
+    def take(self, at: Positions, out: Any = None) -> Any:
+        """The observations of entries `at`, in its shape."""
         return take(self._ring.observation, at, out)
 
-    def take_next(self, windows: Windows, out: Any = None) -> Any:
-        """The observations `[N, ...]` after the windows: the final one after a truncation, zero after a termination."""
-        found = take(self._ring.observation, windows.after, out)
+    def take_both(self, windows: Windows, ages: Any, out: Any = None, out_next: Any = None) -> tuple[Any, Any]:
+        """The observations `[N, ...]` at the windows' first steps, and those after the windows: the final one after a
+        truncation, zero after a termination. `ages`: those of `windows.at`."""
+        found = take(self._ring.observation, windows.after, out_next)
         if windows.truncated.size:
             found[windows.truncated] = self._ring.final_obs(windows.last[windows.truncated])
         if windows.terminated.size:
             found[windows.terminated] = 0
-        return found
+        return take(self._ring.observation, windows.at, out), found
 
 
 class FrameStacks:
@@ -50,55 +89,54 @@ class FrameStacks:
     def __init__(self, ring: Ring, frames: Frames) -> None:
         self._ring, self._frames = ring, frames
         self.back = frames.n - 1
-        self._offsets = np.arange(frames.n)[::-1] * ring.B  # how far back each frame is, oldest first
+
+    def ages(self, at: Positions) -> tuple[Positions, npt.NDArray[np.bool_]]:
+        """How many rows back the episode began `[N]`, at most `back`, and whether the frames before are known `[N]`:
+        they are not if it began in a row that is PARTIAL."""
+        age, known = np.empty(len(at), np.int64), np.empty(len(at), np.bool_)
+        read_ages(self._ring.flags, at, self._ring.B, self.back, age, known)
+        return age, known
 
     def is_known(self, ages: Any) -> npt.NDArray[np.bool_] | bool:
-        age, flags = ages
-        first = np.take_along_axis(flags, age[None], 0)[0]
-        # If the row where the episode begins is PARTIAL, the frames before it are missing.
-        known: npt.NDArray[np.bool_] = (age == self.back) | ((first & PARTIAL) == 0)
+        known: npt.NDArray[np.bool_] = ages[1]
         return known
 
-    def take(self, at: Positions, out: Any = None, ages: Any = None) -> Any:
+    def take(self, at: Positions, out: Any = None) -> Any:
         flat = at.reshape(-1)
-        frames, is_padding = self._frame_entries(flat, (ages or self.ages(flat))[0])
-        if out is not None:
-            out = out.reshape(len(flat), *out.shape[at.ndim :])
-        found = take(self._ring.observation, frames, out)
-        if self._frames.padding == "zero":
-            found[is_padding] = 0
-        return found.reshape(*at.shape, *found.shape[1:])
+        out = self._memory(at.shape, out)
+        self._build((flat, self.ages(flat)[0], out.reshape(len(flat), *out.shape[at.ndim :])))
+        return out
 
-    def take_next(self, windows: Windows, out: Any = None) -> Any:
-        at = windows.after.copy()
-        ends = np.concatenate([windows.truncated, windows.terminated])
-        at[ends] = windows.last[ends]  # a row of the same episode
-        found = self.take(at, out)
+    def take_both(self, windows: Windows, ages: Any, out: Any = None, out_next: Any = None) -> tuple[Any, Any]:
+        after = windows.after
+        if windows.truncated.size or windows.terminated.size:
+            ends = np.concatenate([windows.truncated, windows.terminated])
+            after = after.copy()
+            after[ends] = windows.last[ends]  # a row of the same episode
+        stacks, found = (self._memory(after.shape, memory) for memory in (out, out_next))
+        self._build((windows.at, ages[0], stacks), (after, self.ages(after)[0], found))
         if windows.truncated.size:
             self._add_final(found, windows.truncated, windows.last[windows.truncated])
         if windows.terminated.size:
             found[windows.terminated] = 0
-        return found
+        return stacks, found
+
+    def _memory(self, shape: tuple[int, ...], out: Any) -> Any:
+        frames = self._ring.observation
+        return np.empty((*shape, self._frames.n, *frames.shape[1:]), frames.dtype) if out is None else out
+
+    def _build(self, *stacks: tuple[Any, Any, Any]) -> None:
+        """Build the stacks of entries, with these ages, into memory: for each of `stacks`."""
+        ring, is_zero = self._ring, self._frames.padding == "zero"
+        arguments = ring.observation, ring.B, is_zero, *itertools.chain.from_iterable(stacks)
+        if not take_frames(*arguments):
+            _take_frames(*arguments)
 
     def _add_final(self, stacks: Any, which: npt.NDArray[np.intp], last: Positions) -> None:
         """Move the stacks `which` on by one frame, the final observations of the steps `last`."""
         older = stacks[which, 1:]
         stacks[which, :-1] = older
         stacks[which, -1] = self._ring.final_obs(last)
-
-    def ages(self, at: Positions) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.uint8]]:
-        """How many rows back the episode began `[N]`, at most `back`, and the flags `[back + 1, N]` of these rows."""
-        rows = (at - np.arange(self.back + 1)[:, None] * self._ring.B) % self._ring.size
-        flags = self._ring.flags.take(rows)
-        begins = (flags & BEGINS) != 0
-        begins[-1] = True
-        return begins.argmax(0), flags
-
-    def _frame_entries(self, at: Positions, age: npt.NDArray[np.intp]) -> tuple[Positions, npt.NDArray[np.bool_]]:
-        """Entries `[N, n]` of the frames of each stack, and where there is only padding."""
-        limit = age[:, None] * self._ring.B
-        entries = (at[:, None] - np.minimum(self._offsets, limit)) % self._ring.size
-        return entries, self._offsets > limit
 
 
 def newest_frames(stacks: Any) -> Any:

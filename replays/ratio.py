@@ -21,8 +21,9 @@ class Ratio:
         batch_size: positions of one `replay.sample`. With `AsyncSampler` it may be left out: then it is what
             `replay.sample` gets.
         min_steps: steps to append before the first draw. No positions are drawn for these.
-        slack: how many positions the draws may be ahead of the target, or behind it: at least
-            `samples_per_step * batch_steps + batch_size`, which is the default.
+        slack: how many positions the draws may be ahead of the target, or behind it. The default is
+            `samples_per_step * batch_steps + batch_size`, and the least is half of it: then appends and draws take
+            turns. With less there are counts with which neither of the two could go on.
 
     With `AsyncSampler(..., replay=replay, ratio=Ratio(8))`, `replay.sample` waits for the workers, and the workers wait
     for it. With other samplers, ask before each step. At least one of `may_append` and `may_sample` is always True, so
@@ -53,39 +54,41 @@ class Ratio:
         if self.slack is None:
             return
         require_number("slack", self.slack, np.finfo(float).max)
-        if self.slack < (least := self._least_slack(self.batch_steps or 1, self.batch_size or 1)):
+        least = (self.samples_per_step * (self.batch_steps or 1) + (self.batch_size or 1)) / 2
+        if self.slack < least:
             raise ConfigError(
-                f"slack={self.slack:g} is too small: one batch of {self.batch_steps or 1} steps is worth "
+                f"slack={self.slack} is too small: one batch of {self.batch_steps or 1} steps is worth "
                 f"{self.samples_per_step * (self.batch_steps or 1):g} positions, and one sample draws "
-                f"{self.batch_size or 1}. Set slack to at least {least:g}"
+                f"{self.batch_size or 1}. Set slack to at least half of their sum, {least}"
             )
 
-    def _least_slack(self, batch_steps: int, batch_size: int) -> float:
-        return self.samples_per_step * batch_steps + batch_size
-
-    def _sizes(self) -> tuple[int, int, float]:
-        """`batch_steps`, `batch_size` and the slack."""
+    def _limits(self) -> tuple[float, float]:
+        """How many positions the draws must at least be behind the target to go on, and at most for the appends."""
         if self.batch_steps is None or self.batch_size is None:
             raise ConfigError("without an AsyncSampler, Ratio needs batch_steps and batch_size")
-        slack = self._least_slack(self.batch_steps, self.batch_size) if self.slack is None else self.slack
-        return self.batch_steps, self.batch_size, slack
+        worth = self.samples_per_step * self.batch_steps
+        slack = worth + self.batch_size if self.slack is None else self.slack
+        draw_from = self.batch_size - slack
+        # With the least slack both are the same number, except for rounding. Nothing may lie between them.
+        return draw_from, max(slack - worth, draw_from)
 
     def behind(self, replay: Replay) -> float:
         """How many positions fewer than the target were drawn; negative if more were."""
-        return (replay.n_steps - self.min_steps) * self.samples_per_step - replay.n_drawn
+        return self._behind(replay, replay.n_steps)
+
+    def _behind(self, replay: Replay, n_steps: int) -> float:
+        return (n_steps - self.min_steps) * self.samples_per_step - replay.n_drawn
 
     def may_sample(self, replay: Replay) -> bool:
         """Whether a draw of `batch_size` positions keeps the draws within `slack` of the target."""
-        _, batch_size, slack = self._sizes()
-        if replay.n_steps < self.min_steps or not replay.is_ready:
-            return False
-        return self.behind(replay) + slack >= batch_size
+        draw_from, _ = self._limits()
+        return replay.n_steps >= self.min_steps and replay.is_ready and self.behind(replay) >= draw_from
 
     def may_append(self, replay: Replay, n_begun: int | None = None) -> bool:
         """Whether the draws have come near enough to the target for another batch of steps. `n_begun`: all steps so
         far, with those that are being sampled now; None: there are no such steps."""
-        batch_steps, _, slack = self._sizes()
+        _, append_to = self._limits()
         n_steps = replay.n_steps if n_begun is None else n_begun
         if n_steps < self.min_steps or (not replay.is_ready and n_steps <= replay.n_steps):
             return True
-        return (n_steps + batch_steps - self.min_steps) * self.samples_per_step - replay.n_drawn <= slack
+        return self._behind(replay, n_steps) <= append_to

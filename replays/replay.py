@@ -135,32 +135,34 @@ class Replay:
         storage = self._storage
         if storage is None:
             storage = self._storage = self._allocate(self._shape_for(samples))
-        if policy_version is None:
-            policy_version = samples.agent.policy_version if "policy_version" in samples.agent else 0
         storage.appender.append(storage.appender.bind(samples), policy_version, continues)
         self._warn_of_lost_finals()
 
     def _warn_of_lost_finals(self) -> None:
-        if self.n_without_final and not self._has_warned:
+        if not self._has_warned and self.n_without_final:
             self._has_warned = True
             shape = self._require_storage("append").ring.shape
             warnings.warn(
-                f"more than max_truncations={shape.max_finals * shape.n_writers} episodes in the replay were "
+                f"more than max_truncations={shape.n_finals} episodes in the replay were "
                 "truncated: the oldest of these truncations are not drawn, since their final observations are gone. "
                 "Raise max_truncations",
                 RuntimeWarning,
                 stacklevel=3,
             )
 
-    def _feed_from(self, feeder: Feeder, samples: Any, n_writers: int, rows_ahead: int) -> Appender:
+    def _feed_from(
+        self, feeder: Feeder, samples: Any, n_writers: int, rows_ahead: int, spare_finals: int = 0
+    ) -> Appender:
         """For `AsyncSampler`: from now on `n_writers` workers write into the ring. Returns their appender.
 
-        `samples` `[T, B]` is an example. No worker is more than `rows_ahead` rows ahead of another.
+        `samples` `[T, B]` is an example. No worker is more than `rows_ahead` rows ahead of another. Each keeps
+        `spare_finals` final observations more than its share.
         """
         if self._feeder is not None and self._feeder.is_feeding:
             raise ConfigError("another sampler writes into this replay: shut it down first, or use another replay")
         shape, before = self._shape_for(samples), self._storage
-        shape = replace(shape, n_writers=n_writers, max_finals=-(-shape.max_finals // n_writers))
+        max_finals = -(-shape.max_finals // n_writers) + spare_finals
+        shape = replace(shape, n_writers=n_writers, max_finals=max_finals, spare_finals=spare_finals)
         storage = self._allocate(shape, rows_ahead)
         if before is not None and before.ring.end:
             storage = self._move(before, storage)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +34,27 @@ _WORDS = 16  # int64 numbers per writer: 128 bytes, so that no two writers share
 _STEP, _FINAL, _LOST = 0, 1, 2  # in these words: the step, the number of final observations, and in `done` of lost ones
 
 
+#: `copy_rows(targets, sources, row, column)`: copy the arrays `sources` `[t, b, ...]` into the rows from `row` on of
+#: `targets` `[T, B, ...]`, which wrap once, from `column` on. The compiled function returns False, and copies nothing,
+#: if it does not know the layout of an array.
+copy_rows: Callable[..., bool]
+
+
+def _copy_rows(targets: Sequence[Any], sources: Sequence[Any], row: int, column: int) -> bool:
+    for target, source in zip(targets, sources, strict=True):
+        _put(target, slice(column, column + source.shape[1]), row, row + len(source), source)
+    return True
+
+
+#: The function that is used if nothing is compiled.
+PYTHON: dict[str, Callable[..., bool]] = {"copy_rows": _copy_rows}
+
+try:
+    from penstock.replays._native import copy_rows
+except ImportError:  # no C compiler, or a checkout that was never built
+    copy_rows = _copy_rows
+
+
 @dataclass(frozen=True)
 class Shape:
     """The size of a ring, and examples of one step's data."""
@@ -45,7 +66,13 @@ class Shape:
     state: Any = None  # the recurrent state, kept for every `state_every`-th step
     state_every: int = 1
     max_finals: int = 1  # final observations that each writer keeps
+    spare_finals: int = 0  # how many of these are not drawn, since a writer may be overwriting them: see `Ring.pin`
     n_writers: int = 1
+
+    @property
+    def n_finals(self) -> int:
+        """Final observations that are kept to be drawn, of all writers."""
+        return (self.max_finals - self.spare_finals) * self.n_writers
 
     def specs(self) -> NamedArrays:
         """The arrays to allocate."""
@@ -96,7 +123,12 @@ class Ring:
         self.T, self.B, self.size = self.shape.T, self.shape.B, self.shape.T * self.shape.B
         self.arrays = arrays
         self._begun, self._done = arrays.begun, arrays.done
+        self._words = [(self._begun[writer], self._done[writer]) for writer in range(self.shape.n_writers)]
+        observation, action = leaves(arrays.observation), leaves(arrays.action)
+        #: The arrays `[T, B, ...]` that get a row for each step, in the order in which `write` takes them.
+        self.leaves = (arrays.flags, arrays.reward, arrays.policy_version, *observation, *action)
         self._oldest = 0  # no row before this step was ever written
+        self._pinned: _Pinned | None = None
         self._writer_of = writers_of(self.B, self.shape.n_writers)
         bounds = np.searchsorted(self._writer_of, np.arange(self.shape.n_writers + 1)).tolist()
         self._columns = [slice(first, last) for first, last in pairwise(bounds)]
@@ -122,17 +154,33 @@ class Ring:
     @property
     def first(self) -> int:
         """The oldest step that no writer overwrites yet."""
+        if self._pinned is not None:
+            return max(self._pinned.begun - self.T, self._oldest)
         begun = self._begun[0, _STEP] if len(self._begun) == 1 else self._begun[:, _STEP].max()
         return max(int(begun) - self.T, self._oldest)
 
     @property
     def end(self) -> int:
         """The step after the newest that all writers have written."""
+        if self._pinned is not None:
+            return self._pinned.end
         if not self.is_shared:
             return int(self._done[0, _STEP])
         end = int(self._done[:, _STEP].min())
         fence()  # the rows are read after this word
         return end
+
+    def pin(self, end: int, begun: int) -> None:
+        """From now on, the reader sees the steps up to `end`, and takes the steps up to `begun` for begun, however far
+        the writers have come: what it reads does not depend on their timing. They must have written `end`, and must not
+        begin more than `begun`. Between the two, a writer may have up to `spare_finals` final observations.
+
+        If `end` is another one than before, no writer may write at the moment.
+        """
+        fence()  # the rows are read after the news that they are written
+        before = self._pinned
+        n_finals = self._done[:, _FINAL].copy() if before is None or before.end != end else before.n_finals
+        self._pinned = _Pinned(end, begun, n_finals)
 
     @property
     def n_finals(self) -> list[int]:
@@ -142,7 +190,7 @@ class Ring:
     @property
     def n_lost(self) -> int:
         """Truncated steps whose final observation was overwritten before they were."""
-        return int(self._done[:, _LOST].sum())
+        return int(self._done[0, _LOST] if len(self._words) == 1 else self._done[:, _LOST].sum())
 
     def resume(self, first: int, end: int, n_finals: Sequence[int], n_lost: int = 0) -> None:
         """Let the writers continue at step `end`. The rows from `first` on are there."""
@@ -153,7 +201,9 @@ class Ring:
 
     def has_final(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Whether the final observations of the truncated steps in entries `at` `[n]` are still there."""
-        first = self._begun[:, _FINAL] - self.shape.max_finals
+        first, pinned = self._begun[:, _FINAL] - self.shape.max_finals, self._pinned
+        if pinned is not None:
+            first = pinned.n_finals + self.shape.spare_finals - self.shape.max_finals
         kept: npt.NDArray[np.bool_] = self.final[at] >= first[self._writer_of[at % self.B]]
         return kept
 
@@ -172,29 +222,27 @@ class Ring:
         """The columns that `writer` owns."""
         return self._columns[writer]
 
-    def write(self, rows: Mapping[str, Any], finals: Any, writer: int = 0) -> None:
-        """Write the next rows: fields `[t, b, ...]` for the writer's b columns, t <= T. A number or `[b]` is written
-        into every row.
+    def write(self, rows: tuple[Any, ...], finals: Any, writer: int = 0, state: Any = None) -> None:
+        """Write the next rows: arrays `[t, b, ...]` for the writer's b columns, t <= T, in the order of `leaves`.
 
         `finals` `[n, ...]` are the final observations of the truncated steps, in the order of numpy.nonzero; None if
-        there are none. `rows["state"]` has the rows of steps that are multiples of `state_every`.
+        there are none. `state` has the rows of steps that are multiples of `state_every`.
         """
-        columns = self.columns(writer)
-        begun, done = self._begun[writer], self._done[writer]
+        columns, flags = self._columns[writer], rows[0]
+        begun, done = self._words[writer]
         start, first_final = int(done[_STEP]), int(done[_FINAL])
-        t, n_finals = len(rows["flags"]), 0 if finals is None else len(next(_leaves(finals)))
-        begun[_FINAL], begun[_STEP] = first_final + n_finals, start + t
+        end, end_final = start + len(flags), first_final + (0 if finals is None else len(leaves(finals)[0]))
+        begun[_FINAL], begun[_STEP] = end_final, end
         fence()
-        for name, field in rows.items():
-            if name == "state":
-                every = self.shape.state_every
-                _put(self.arrays[name], columns, -(-start // every), -(-(start + t) // every), field)
-            else:
-                _put(self.arrays[name], columns, start, start + t, field)
-        if n_finals:
-            done[_LOST] += self._write_finals(rows["flags"], finals, writer)
+        if not copy_rows(self.leaves, rows, start % self.T, columns.start):
+            _copy_rows(self.leaves, rows, start % self.T, columns.start)
+        if state is not None:
+            every = self.shape.state_every
+            _put(self.arrays.state, columns, -(-start // every), -(-end // every), state)
+        if finals is not None:
+            done[_LOST] += self._write_finals(flags, finals, writer)
         fence()
-        done[_FINAL], done[_STEP] = first_final + n_finals, start + t
+        done[_FINAL], done[_STEP] = end_final, end
 
     def _write_finals(self, flags: npt.NDArray[np.uint8], finals: Any, writer: int) -> int:
         """Returns how many truncated steps are in the ring whose final observation is now overwritten."""
@@ -202,17 +250,29 @@ class Ring:
         row, column = np.nonzero(lacks_next(flags))
         number, step = np.arange(first, first + len(row)), start + row
         self.arrays.final[step % self.T, column + self.columns(writer).start] = number
-        n_kept = min(len(number), self.shape.max_finals)  # the newest
-        place, steps = number[-n_kept:] % self.shape.max_finals, self.arrays.final_step[writer]
-        is_new = number[-n_kept:] < self.shape.max_finals  # nothing was there before
+        size, n_drawn = self.shape.max_finals, self.shape.max_finals - self.shape.spare_finals
+        steps = self.arrays.final_step[writer]
+        lost = number[:n_drawn] - n_drawn  # of which the new ones take the places, among those that are drawn
+        lost_step = steps[lost % size]
         # After a death these may be steps that the dead writer has begun, and that are written again.
-        is_old = ~is_new & (steps[place] < start)
-        n_lost = len(number) - n_kept + int((is_old & (steps[place] >= start + len(flags) - self.T)).sum())
+        is_old = (lost >= 0) & (lost_step < start)
+        n_lost = len(number[n_drawn:]) + int((is_old & (lost_step >= start + len(flags) - self.T)).sum())
+        n_kept = min(len(number), size)  # the newest
+        place = number[-n_kept:] % size
         steps[place] = step[-n_kept:]
 
         newest = map_leaves(lambda leaf: leaf[-n_kept:], finals)
         self.arrays.final_obs[writer, place] = newest
         return n_lost
+
+
+@dataclass(frozen=True)
+class _Pinned:
+    """What the reader sees, after `Ring.pin`."""
+
+    end: int
+    begun: int
+    n_finals: npt.NDArray[np.int64]  # final observations that each writer has written before `end`
 
 
 def writers_of(B: int, n_writers: int) -> npt.NDArray[np.intp]:
@@ -227,8 +287,9 @@ def lacks_next(flags: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
     return lacks
 
 
-def _leaves(tree: Any) -> Any:
-    return (leaf for _, leaf in tree.leaves()) if isinstance(tree, NamedArrays) else iter((tree,))
+def leaves(tree: Any) -> tuple[Any, ...]:
+    """The arrays of a tree, in order."""
+    return tuple(leaf for _, leaf in tree.leaves()) if isinstance(tree, NamedArrays) else (tree,)
 
 
 def _put(target: Any, columns: slice, first: int, end: int, source: Any) -> None:
@@ -239,13 +300,9 @@ def _put(target: Any, columns: slice, first: int, end: int, source: Any) -> None
         return
     T = len(target)
     row, stop = first % T, first % T + end - first
-    if stop <= T:
-        target[row:stop, columns] = source
-        return
-    fits = T - row
-    is_rows = np.ndim(source) == target.ndim
-    target[row:, columns] = source[:fits] if is_rows else source
-    target[: stop - T, columns] = source[fits:] if is_rows else source
+    fits = min(stop, T) - row
+    target[row : row + fits, columns] = source[:fits]
+    target[: stop - row - fits, columns] = source[fits:]
 
 
 def _require_memory(nbytes: int) -> None:

@@ -62,7 +62,7 @@ class AsyncSampler(ParallelSampler):
         lag: 1 makes the run reproducible. The workers may begin batch k + 1 when `obtain_samples` returns batch k, and
             act with the parameters that are the newest at that moment. So they are exactly one batch late, and the same
             seed gives the same batches, whatever the timing and the number of workers and slots. None: workers begin as
-            soon as a slot is free, with the parameters that are the newest then.
+            soon as a slot is free, with the parameters that are the newest then. With a replay, 1 needs a `ratio`.
         server: None: each worker acts, with its own copy of the agent. "process": a separate process, the
             inference server, acts for all of them, as in `GpuSampler(server="process")`.
         replay: a `penstock.replays.Replay` that the workers write into. `replay.sample` draws from it, and
@@ -94,9 +94,7 @@ class AsyncSampler(ParallelSampler):
             raise ConfigError(f'server must be "process" or None, got {server!r}')
         if replay is None and ratio is not None:
             raise ConfigError("ratio needs a replay: give replay too, or leave ratio out")
-        if replay is not None and lag is not None:
-            raise ConfigError("with a replay, steps are drawn at any age: leave out lag")
-        self._feed = None if replay is None else ReplayFeed(self, replay, ratio)
+        self._feed = None if replay is None else ReplayFeed(self, replay, ratio, is_pinned=lag is not None)
         self._lag, self._central = lag, server == "process"
         self._guard.expected = {
             SamplerState.READY: "start, which begins to sample, evaluate_agent, or a call on the environments"
@@ -263,7 +261,7 @@ class AsyncSampler(ParallelSampler):
             self._feed.expect(n)
             while True:
                 pool.wait_for(done, "replay.sample")
-                self._pass_on(pool)
+                self._pass_on(pool, done)
                 # After the line before: a batch that has been completed meanwhile may be the one that was missing.
                 if self._feed.may_draw():
                     return
@@ -274,13 +272,15 @@ class AsyncSampler(ParallelSampler):
                     )
                 done = self._open[0].opening
 
-    def _pass_on(self, pool: WorkerPool) -> None:
-        """Take the trajectories of the complete batches, which are in the replay, and let the workers continue."""
+    def _pass_on(self, pool: WorkerPool, awaited: int = 0) -> None:
+        """Take the complete batches, which are in the replay, and let the workers continue. With `lag=1`, only up to
+        the opening `awaited`: which others are complete depends on the timing."""
         assert self._feed is not None
-        while self._open and pool.has_completed(self._open[0].opening):
-            batch = self._open[0]
+        while self._open and pool.has_completed((batch := self._open[0]).opening):
+            if self._lag is not None and batch.opening > awaited:
+                break
             infos = self._infos(pool, batch)
-            self._feed.add_infos(infos)
+            self._feed.take(batch.number, infos)
             self._metrics.training.extend(infos)
             self._note_versions(batch.number)
             self._released = self._taken = self._open.popleft().number + 1
@@ -295,7 +295,7 @@ class AsyncSampler(ParallelSampler):
         if self._lag is not None:
             limit = min(limit, self._taken + 1)
         version = self._memory.parameters.version if self._lag is not None else 0
-        while self._opened < limit and (self._feed is None or self._feed.may_begin(self._opened)):
+        while self._opened < limit and (self._feed is None or self._feed.begin(self._opened)):
             batch = self._opened
             command = Command(self._first_itr + batch, version=version, batch=batch)
             opening = self._require_pool("start").submit(command)

@@ -25,7 +25,7 @@ _MOST_INFOS = 65_536
 class ReplayFeed:
     """Links one sampler with its replay. The replay holds it, so it must not keep the sampler alive."""
 
-    def __init__(self, sampler: AsyncSampler, replay: Replay, ratio: Ratio | None) -> None:
+    def __init__(self, sampler: AsyncSampler, replay: Replay, ratio: Ratio | None, *, is_pinned: bool) -> None:
         if not isinstance(replay, Replay):
             raise ConfigError(f"replay must be a penstock.replays.Replay, got {replay!r}")
         if not isinstance(ratio, Ratio | None):
@@ -38,7 +38,9 @@ class ReplayFeed:
                     "leave batch_steps out"
                 )
             ratio = replace(ratio, batch_steps=self.batch_steps)
-        self.replay, self.ratio = replay, ratio
+        elif is_pinned:
+            raise ConfigError("lag=1 with a replay needs a ratio, which says how many steps each draw sees: give ratio")
+        self.replay, self.ratio, self._is_pinned = replay, ratio, is_pinned
         self._sampler = weakref.ref(sampler)
         self._first_step = 0  # how many steps the replay had before this sampler
         #: Finished trajectories that `take_traj_infos` has not returned yet, and how many were dropped.
@@ -47,27 +49,35 @@ class ReplayFeed:
 
     def connect(self, samples: Samples, n_workers: int, n_slots: int) -> Appender:
         """Allocate the ring for batches such as `samples`. Returns the appender of the workers."""
-        appender = self.replay._feed_from(self, samples, n_workers, n_slots * len(samples.env.reward))
-        self._first_step = self.replay.n_steps
+        self._batch_T, B = samples.env.reward.shape
+        spare_finals = self._batch_T * -(-B // n_workers) if self._is_pinned else 0  # as many as a batch can have
+        appender = self.replay._feed_from(self, samples, n_workers, n_slots * self._batch_T, spare_finals)
+        self._first_step, self._ring, self._first_row = self.replay.n_steps, appender.ring, appender.ring.end
+        self._show(0, 0)
         return appender
 
-    def add_infos(self, infos: list[TrajInfo]) -> None:
-        """Keep the newest trajectories."""
+    def _show(self, n_taken: int, n_begun: int) -> None:
+        """With `lag=1`: draws see `n_taken` batches from now on, whatever the workers do, and `n_begun` are begun."""
+        if self._is_pinned:
+            first, T = self._first_row, self._batch_T
+            self._ring.pin(first + n_taken * T, first + n_begun * T)
+
+    def take(self, batch: int, infos: list[TrajInfo]) -> None:
+        """Batch number `batch` is in the replay. Keep the newest trajectories."""
+        self._show(batch + 1, batch + 1)
         self.n_dropped += max(0, len(self.traj_infos) + len(infos) - _MOST_INFOS)
         self.traj_infos.extend(infos)
 
     # ---- the two sides of the ratio ----------------------------------------------------------
 
-    def may_begin(self, batch: int) -> bool:
-        """Whether the workers may begin batch number `batch`."""
-        if self.ratio is None:
-            return True
-        if self.ratio.batch_size is None:  # nothing was drawn yet
-            return replace(self.ratio, batch_size=1).may_append(self.replay, self._n_begun(batch))
-        return self.ratio.may_append(self.replay, self._n_begun(batch))
-
-    def _n_begun(self, batch: int) -> int:
-        return self._first_step + batch * self.batch_steps
+    def begin(self, batch: int) -> bool:
+        """Whether the workers may begin batch number `batch`: then they must."""
+        if self.ratio is not None:
+            ratio = self.ratio if self.ratio.batch_size else replace(self.ratio, batch_size=1)  # nothing was drawn yet
+            if not ratio.may_append(self.replay, self._first_step + batch * self.batch_steps):
+                return False
+        self._show(batch, batch + 1)  # with `lag=1`, all batches before have been taken
+        return True
 
     def expect(self, n: int) -> None:
         """The learner will draw `n` positions. Raises `ConfigError` if the slack is too small for this."""

@@ -83,6 +83,21 @@ def test_only_states_of_steps_that_are_kept_are_saved(tmp_path: Path) -> None:
     assert states[:, 0, 0].tolist() == [row.number for row in stream.history[0][28:77:2]]
 
 
+@pytest.mark.filterwarnings("ignore:more than max_truncations:RuntimeWarning")
+@pytest.mark.parametrize("n_batches", [1, 12])
+def test_only_final_observations_that_are_kept_are_saved(tmp_path: Path, n_batches: int) -> None:
+    stream, replay, most = Stream(0, 3), Replay(3 * 50, 2, DISCOUNT, max_truncations=5), 5
+    for _ in range(n_batches):
+        replay.append(stream.batch(7))
+    replay.save(tmp_path)
+    n, index = stream.n_finals, json.loads((tmp_path / "replay.json").read_text())
+    assert 0 < n < most if n_batches == 1 else n > 2 * most
+    steps = np.load(tmp_path / index["data"] / index["arrays"]["final_step"])
+    order = {row.final_order: step for rows in stream.history for step, row in enumerate(rows)}
+    assert steps.tolist() == [order[k] for k in range(max(n - most, 0), n)]
+    test_transitions.check_all(Replay.load(tmp_path), stream, 2, most)
+
+
 @kinds
 @pytest.mark.parametrize("capacity", [3 * 20, 3 * 90])
 def test_the_capacity_may_change(tmp_path: Path, kind: str, capacity: int) -> None:
@@ -92,6 +107,7 @@ def test_the_capacity_may_change(tmp_path: Path, kind: str, capacity: int) -> No
     loaded = Replay.load(tmp_path, capacity=capacity)
     assert loaded.n_steps == replay.n_steps
     assert len(loaded) == min(len(replay), capacity)
+    assert len(loaded._storage.ring.arrays.final_step[0]) == 99 * (capacity // 3) // 50  # type: ignore[union-attr]
     check: Any = test_sequences if loaded.sequences else test_transitions
     if capacity < 150:
         check.check_all(loaded, stream, 2)

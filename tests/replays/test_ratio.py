@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ from penstock.replays import Ratio, Replay
 from .streams import Stream
 
 FULL = os.environ.get("PENSTOCK_FAULTS") == "full"  # see tests/process/support.py
+
+
+RATES = st.one_of(st.sampled_from([0.01, 0.1, 0.3, 1.0, 8.0, 256.0]), st.floats(1e-3, 300.0))
 
 
 class Counts:
@@ -30,18 +34,18 @@ class Counts:
 
 
 @given(
-    samples_per_step=st.sampled_from([0.01, 0.3, 1.0, 8.0, 256.0]),
+    samples_per_step=RATES,
     batch_steps=st.integers(1, 2000),
     batch_size=st.integers(1, 2000),
     min_steps=st.integers(0, 5000),
-    extra=st.sampled_from([0.0, 1.0, 1e4]),
+    extra=st.sampled_from([0.0, 1e-9, 1.0, 1e4]),
     preference=st.sampled_from(["append", "sample", "random"]),
 )
 @settings(max_examples=1000 if FULL else 100, deadline=None)
 def test_no_setting_stalls_and_the_draws_stay_within_the_slack(
     samples_per_step: float, batch_steps: int, batch_size: int, min_steps: int, extra: float, preference: str
 ) -> None:
-    slack = samples_per_step * batch_steps + batch_size + extra
+    slack = (samples_per_step * batch_steps + batch_size) / 2 + extra
     ratio = Ratio(samples_per_step, batch_steps, batch_size, min_steps, slack)
     replay, rng = Counts(3 * batch_steps), np.random.default_rng(0)
     for _ in range(400):
@@ -58,11 +62,11 @@ def test_no_setting_stalls_and_the_draws_stay_within_the_slack(
 
 
 @given(
-    samples_per_step=st.sampled_from([0.01, 0.3, 1.0, 8.0, 256.0]),
+    samples_per_step=RATES,
     batch_steps=st.integers(1, 2000),
     batch_size=st.integers(1, 2000),
     min_steps=st.integers(0, 5000),
-    extra=st.sampled_from([0.0, 1.0, 1e4]),
+    extra=st.sampled_from([0.0, 1e-9, 1.0, 1e4]),
     n_slots=st.integers(2, 8),
     n_needed=st.integers(1, 10),
     p_worker=st.sampled_from([0.02, 0.5, 0.98]),
@@ -81,7 +85,7 @@ def test_workers_that_run_ahead_never_stall_and_stay_within_the_slack(
     seed: int,
 ) -> None:
     """As `AsyncSampler` does it: up to `n_slots` batches are begun, and become complete at any time."""
-    slack = samples_per_step * batch_steps + batch_size + extra
+    slack = (samples_per_step * batch_steps + batch_size) / 2 + extra
     ratio = Ratio(samples_per_step, batch_steps, batch_size, min_steps, slack)
     replay, rng, n_begun = Counts(n_needed * batch_steps), np.random.default_rng(seed), 0
     for _ in range(400):
@@ -119,14 +123,36 @@ def test_a_loop_with_a_replay_keeps_the_ratio() -> None:
         ((1, 0, 1), "batch_steps"),
         ((1, 1, 0), "batch_size"),
         ((1, 1, 1, -1), "min_steps"),
-        ((8, 512, 256, 0, 4351.9), "at least 4352"),
+        ((8, 512, 256, 0, 2175.9), "at least half of their sum, 2176"),
         ((1, 1, 1, 0, float("nan")), "slack"),
     ],
 )
 def test_impossible_settings_are_refused(arguments: tuple[float, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Ratio(*arguments)  # type: ignore[arg-type]
-    Ratio(8, 512, 256, 0, 4352)
+    Ratio(8, 512, 256, 0, 2176)
+
+
+@given(
+    samples_per_step=RATES, batch_steps=st.integers(1, 2000), batch_size=st.integers(1, 2000), seed=st.integers(0, 99)
+)
+@settings(max_examples=1000 if FULL else 100, deadline=None)
+def test_exactly_the_slacks_that_cannot_stall_are_accepted(
+    samples_per_step: float, batch_steps: int, batch_size: int, seed: int
+) -> None:
+    """Whatever the counts are, for example after `Replay.load`, one side may go on. With less slack both would wait."""
+    worth, rng = samples_per_step * batch_steps, np.random.default_rng(seed)
+    least, middle, replay = (worth + batch_size) / 2, (batch_size - worth) / 2, Counts(0)
+    ratio = Ratio(samples_per_step, batch_steps, batch_size, 0, least)
+    with pytest.raises(ConfigError, match="slack"):
+        replace(ratio, slack=least * (1 - 1e-6))
+    for near in (0.0, *rng.uniform(-2, 2, 20)):
+        replay.n_steps = int(rng.integers(0, 10**6))
+        replay.n_drawn = replay.n_steps * samples_per_step - middle - near * worth  # type: ignore[assignment]
+        may = [ratio.may_append(replay), ratio.may_sample(replay)]  # type: ignore[arg-type]
+        assert any(may), "nobody may go on"
+        # Both may go on at a single point only, so with less slack nobody may go on there.
+        assert sum(may) == 1 or abs(ratio.behind(replay) - middle) < 1e-6  # type: ignore[arg-type]
 
 
 def test_a_ratio_without_the_sizes_is_for_samplers_only() -> None:

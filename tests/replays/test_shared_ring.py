@@ -30,7 +30,7 @@ def make_ring(n_writers: int) -> Ring:
     return Ring(shape, shared=True)
 
 
-def rows_of(ring: Ring, writer: int, start: int, t: int) -> tuple[dict[str, Any], Any]:
+def rows_of(ring: Ring, writer: int, start: int, t: int) -> tuple[tuple[Any, ...], Any]:
     """Rows of which every number tells the step and the column."""
     columns = ring.columns(writer)
     b = np.arange(columns.start, columns.stop)
@@ -38,8 +38,8 @@ def rows_of(ring: Ring, writer: int, start: int, t: int) -> tuple[dict[str, Any]
     flags = np.full(number.shape, VALID, np.uint8)
     flags[number % 5 == 0] |= TRUNCATED
     observation = np.repeat(number[..., None].astype(np.float64), WIDTH, -1)
-    fields = {"observation": observation, "action": number, "reward": number.astype(np.float32), "flags": flags}
-    return fields, -observation[flags == VALID | TRUNCATED]
+    rows = (flags, number.astype(np.float32), np.zeros(number.shape, np.int32), observation, number)
+    return rows, -observation[flags == VALID | TRUNCATED]
 
 
 def _write_for_ever(ring: Ring, writer: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from functools import partial
@@ -162,11 +163,13 @@ def test_policy_versions_and_newer_than() -> None:
     with make(replay, ratio=Ratio(4)) as sampler:
         sampler.initialize(agent, seed=1)
         sampler.start()
-        for _ in range(40):
+        for itr in itertools.count():
             replay.sample(32)
             agent.publish()
+            # If the machine is busy, the workers may be in step with the learner for some time.
+            if itr >= 40 and sampler.stats().lag.max > 0:  # type: ignore[union-attr]
+                break
         sampler.pause()
-        assert sampler.stats().lag.max > 0  # type: ignore[union-attr]
     ring = replay._storage.ring  # type: ignore[union-attr]
     versions = ring.arrays.policy_version[np.arange(ring.first, ring.end) % ring.T]
     assert (np.diff(versions, axis=0) >= 0).all()
@@ -198,10 +201,10 @@ def test_a_batch_that_becomes_complete_while_the_learner_looks(monkeypatch: pyte
     """Between its two looks, all batches become complete, and the ratio allows no further one."""
     take = AsyncSampler._pass_on
 
-    def take_all(sampler: AsyncSampler, pool: Any) -> None:
+    def take_all(sampler: AsyncSampler, pool: Any, awaited: int = 0) -> None:
         if sampler._open:
             pool.wait_for(sampler._open[-1].opening, "the test")
-        take(sampler, pool)
+        take(sampler, pool, awaited)
 
     monkeypatch.setattr(AsyncSampler, "_pass_on", take_all)
     replay = Replay(B * 400, seed=0)
@@ -368,11 +371,11 @@ def test_calls_that_do_not_fit() -> None:
     ("options", "message"),
     [
         ({"ratio": Ratio(1)}, "ratio needs a replay"),
-        ({"replay": Replay(1000), "lag": 1}, "leave out lag"),
+        ({"replay": Replay(1000), "lag": 1}, "give ratio"),
         ({"replay": 1000}, "must be a penstock.replays.Replay"),
         ({"replay": Replay(1000), "ratio": 8}, "must be a penstock.replays.Ratio"),
         ({"replay": Replay(1000), "ratio": Ratio(1, 7)}, "batch_steps=7.*has 20"),
-        ({"replay": Replay(1000), "ratio": Ratio(1, batch_size=10, slack=29)}, "at least 30"),
+        ({"replay": Replay(1000), "ratio": Ratio(1, batch_size=10, slack=14.5)}, "of their sum, 15"),
     ],
 )
 def test_settings_that_cannot_work(options: dict[str, Any], message: str) -> None:
@@ -388,5 +391,5 @@ def test_a_replay_that_is_too_small() -> None:
 
 def test_a_slack_that_is_too_small_for_the_draw() -> None:
     replay = Replay(B * 80)
-    with started(replay, ratio=Ratio(1, slack=30)), pytest.raises(ConfigError, match="at least 60"):
+    with started(replay, ratio=Ratio(1, slack=29)), pytest.raises(ConfigError, match="sum, 30"):
         replay.sample(40)

@@ -1,0 +1,79 @@
+"""Stacks of frames that are built again: in C, in numpy, and as worked out one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.replays.observations import PYTHON, read_ages, take_frames
+from penstock.replays.ring import BEGINS, PARTIAL, VALID
+
+pytestmark = pytest.mark.parametrize("B", [1, 3])
+
+
+def ring_of(B: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(B)
+    size = 11 * B
+    flags = np.where(rng.random(size) < 0.3, VALID | BEGINS, VALID).astype(np.uint8)
+    flags[(flags == VALID | BEGINS) & (rng.random(size) < 0.5)] |= PARTIAL
+    return rng.integers(0, 256, (size, 2, 3)).astype(np.uint8), flags
+
+
+def ages_of(flags: Any, B: int, back: int) -> list[tuple[int, bool]]:
+    """Age of each entry, and whether the frames before it are known."""
+    found = []
+    for entry in range(len(flags)):
+        rows = [flags[entry - k * B] for k in range(back + 1)]
+        age = next((k for k, row in enumerate(rows) if row & BEGINS), back)
+        found.append((age, age == back or not rows[age] & PARTIAL))
+    return found
+
+
+@pytest.mark.parametrize("back", [0, 1, 3])
+@pytest.mark.parametrize("fn", [read_ages, PYTHON["read_ages"]], ids=["compiled", "numpy"])
+def test_the_begin_of_the_episode_is_found(fn: Any, B: int, back: int) -> None:
+    _, flags = ring_of(B)
+    size = len(flags)
+    age, known = np.empty(size, np.int64), np.empty(size, np.bool_)
+    fn(flags, np.arange(size), B, back, age, known)
+    assert list(zip(age.tolist(), known.tolist(), strict=True)) == ages_of(flags, B, back)
+
+
+@pytest.mark.parametrize("is_zero", [False, True])
+@pytest.mark.parametrize("fn", [take_frames, PYTHON["take_frames"]], ids=["compiled", "numpy"])
+def test_stacks_are_built(fn: Any, B: int, is_zero: bool) -> None:
+    frames, flags = ring_of(B)
+    n, size = 4, len(flags)
+    rng = np.random.default_rng(0)
+    sets = []
+    for at in (np.arange(size), rng.permutation(size)):
+        age = np.array([ages_of(flags, B, n - 1)[entry][0] for entry in at])
+        expected = np.array(
+            [
+                [frames[e - min(k, a) * B] * (k <= a or not is_zero) for k in (3, 2, 1, 0)]
+                for e, a in zip(at, age, strict=True)
+            ]
+        )
+        sets.append((at, age, expected))
+    for chosen in (sets[:1], sets[1:], sets):
+        outs = [np.full((size, n, 2, 3), 7, np.uint8) for _ in chosen]
+        flat = [x for (at, age, _), out in zip(chosen, outs, strict=True) for x in (at, age, out)]
+        assert fn(frames, B, is_zero, *flat)
+        for (_, _, expected), out in zip(chosen, outs, strict=True):
+            np.testing.assert_array_equal(out, expected)
+
+
+def test_unknown_layouts_are_left_to_numpy(B: int) -> None:
+    if take_frames is PYTHON["take_frames"]:
+        pytest.skip("was built without a C compiler")
+    frames, _ = ring_of(B)
+    at, out = np.zeros(2, np.int64), np.full((2, 4, 2, 3), 7, np.uint8)
+    for unusual in (out[..., ::-1], out.astype(np.int64), out[:1], out[..., :2].copy(), out[:, :, 0].copy()):
+        assert not take_frames(frames, B, False, at, at, unusual)
+        assert not take_frames(frames, B, False, at, at, out, at, at, unusual)
+    assert (out == 7).all()
+    for bad in (np.array([0, len(frames)]), np.array([-1, 0])):
+        with pytest.raises(IndexError, match="not in the ring"):
+            take_frames(frames, B, False, bad, at, out)
