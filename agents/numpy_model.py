@@ -142,8 +142,8 @@ class NumpyModel:
             for name in path:
                 value = value[name]
             array[...] = value
-        for function, arguments, out in program.calls:
-            function(*arguments, out=out)
+        for call in program.calls:
+            call()
         outputs = program.outputs
         return tuple([array.copy() for array in outputs]) if outputs.__class__ is tuple else outputs.copy()
 

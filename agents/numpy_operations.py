@@ -32,7 +32,7 @@ class Program:
         self.length = -(-rows // TILE) * TILE
         #: Where an input is copied to: array, index of the input, names that lead to a field of it.
         self.inputs: list[tuple[_Array, int, tuple[Any, ...]]] = []
-        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], _Array]] = []  #: function, arguments, `out`
+        self.calls: list[Callable[[], Any]] = []  #: in order, with their arguments
         self.biases: list[tuple[_Array, _Array]] = []  #: of each layer: its biases repeated in every row, its biases
         self.outputs: Any = None
 
@@ -47,7 +47,9 @@ class Program:
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Add a call that writes into the last argument. Returns this argument. Floats become arrays, to save time."""
         *inputs, out = (np.asarray(x, self.dtype) if isinstance(x, float) else x for x in arguments)
-        self.calls.append((function, tuple(inputs), out))
+        # Most ufuncs take 0.2 µs less if `out` is no keyword.
+        is_plain = isinstance(function, np.ufunc) and function not in (np.maximum, np.minimum)
+        self.calls.append(partial(function, *inputs, out) if is_plain else partial(function, *inputs, out=out))
         return out
 
 

@@ -19,11 +19,15 @@ import numpy as np
 import torch
 from environments import PixelEnv, SleepingEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from policies import ImpalaCnn, Lstm, NatureCnn
 from rlpyt_loop import RlpytLoop
 from workloads import ENV, ActorCritic
 
 import penstock
+from penstock.envs import BatchedCartPole
 from penstock.vector import ShmVectorEnv
+
+MODELS: dict[str, Any] = {"mlp": ActorCritic, "nature": NatureCnn, "impala": ImpalaCnn, "lstm": Lstm}
 
 
 @dataclass(frozen=True)
@@ -53,26 +57,36 @@ class Work:
         return self._example.action_space
 
     def make_model(self) -> Any:
-        """The 64-64 MLP, or None for random actions."""
-        return ActorCritic(self.observation_space, self.action_space) if self.policy == "mlp" else None
+        """The policy's network, or None for random actions."""
+        return MODELS[self.policy](self.observation_space, self.action_space) if self.policy in MODELS else None
 
     def make_agent(self, **options: Any) -> Any:
         """penstock's agent."""
-        return penstock.CategoricalPgAgent(ActorCritic, **options) if self.policy == "mlp" else penstock.RandomAgent()
+        if self.policy == "random":
+            return penstock.RandomAgent()
+        cls = penstock.RecurrentCategoricalPgAgent if self.policy == "lstm" else penstock.CategoricalPgAgent
+        return cls(MODELS[self.policy], **options)
 
-    def make_policy(self, n_envs: int) -> Callable[[Any], tuple[Any, Any]]:
-        """For observations `[n_envs, ...]`: actions, and what is recorded beside them. With the MLP, all loops have
-        penstock's agent, and so the same policy."""
+    def make_policy(self, n_envs: int) -> Callable[[Any, Any], tuple[Any, Any]]:
+        """For observations `[n_envs, ...]` and `[n_envs]` flags of the episodes that have just ended: actions, and what
+        is recorded beside them. With a network, all loops have penstock's agent, and so the same policy."""
         if self.policy == "random":
             table = np.random.default_rng(0).integers(0, int(self.action_space.n), (4096, n_envs))
             turn = iter(range(10**12))
-            return lambda observation: (table[next(turn) % 4096], None)
+            return lambda observation, ended: (table[next(turn) % 4096], None)
         agent = self.make_agent()
         agent.initialize(self.observation_space, self.action_space, seed=0)
         agent.seed_columns([np.random.default_rng(b) for b in range(n_envs)])
         agent.sample_mode(0)
         previous = np.zeros(n_envs, np.int64), np.zeros(n_envs, np.float32)
-        return lambda observation: tuple(agent.step(observation, *previous))
+
+        def act(observation: Any, ended: Any) -> tuple[Any, Any]:
+            if agent.recurrent:
+                for column in np.flatnonzero(ended).tolist():
+                    agent.reset_one(column)
+            return tuple(agent.step(observation, *previous))
+
+        return act
 
 
 WORKS = {
@@ -84,6 +98,9 @@ WORKS = {
     ),
     "central": Work("CartPole, MLP in one process", ENV, 32, 128, "mlp"),
     "short": Work("CartPole, MLP, T = 5", ENV, 32, 5, "mlp", rows=5),
+    "nature": Work("84 x 84 x 4 bytes, Nature-CNN", PixelEnv, 16, 8, "nature", rows=8),
+    "impala": Work("84 x 84 x 4 bytes, IMPALA-CNN", PixelEnv, 16, 2, "impala", rows=2),
+    "lstm": Work("CartPole, LSTM of 64 units", ENV, 32, 32, "lstm"),
 }
 
 
@@ -107,7 +124,7 @@ class Loop:
         for _ in range(rows):
             t = self._t = (self._t + 1) % self._work.T
             self._observations[t] = self._observation
-            action, info = self._policy(self._observation)
+            action, info = self._policy(self._observation, self._dones[t - 1])
             self._actions[t] = action
             if info is not None:
                 self._log_probs[t], self._values[t] = info.log_prob, info.value
@@ -121,17 +138,17 @@ def bare_process(work: Work, n_envs: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     envs = [work.make_env() for _ in range(n_envs)]
     observation = np.stack([env.reset(seed=i)[0] for i, env in enumerate(envs)])
-    policy, has_model = work.make_policy(n_envs), work.policy == "mlp"
+    policy, has_model, ended = work.make_policy(n_envs), work.policy != "random", np.zeros(n_envs, np.bool_)
     while True:
         seconds, steps = pipe.recv(), 0
         began = time.perf_counter()
         while time.perf_counter() - began < seconds:
-            for b, (env, action) in enumerate(zip(envs, policy(observation)[0].tolist(), strict=True)):
+            for b, (env, action) in enumerate(zip(envs, policy(observation, ended)[0].tolist(), strict=True)):
                 seen, _, terminated, truncated, _ = env.step(action)
                 if terminated or truncated:
                     seen, _ = env.reset()
                 if has_model:
-                    observation[b] = seen
+                    observation[b], ended[b] = seen, terminated or truncated
             steps += n_envs
         pipe.send((steps, time.perf_counter() - began))
 
@@ -173,10 +190,12 @@ class Bare:
 class Sampling:
     """One of penstock's samplers."""
 
-    def __init__(self, name: str, work: Work, agent: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, name: str, work: Work, agent: dict[str, Any] | None = None, env: Any = None, **options: Any
+    ) -> None:
         if "serve_envs" not in options and name not in ("SerialSampler", "AlternatingSampler"):
             options["n_workers"] = work.n_workers
-        self._sampler = getattr(penstock, name)(work.make_env, batch_T=work.T, batch_B=work.n_envs, **options)
+        self._sampler = getattr(penstock, name)(env or work.make_env, batch_T=work.T, batch_B=work.n_envs, **options)
         self._sampler.initialize(work.make_agent(**agent or {}), seed=0, bootstrap_value=work.policy == "mlp")
         self.close, self._itr = self._sampler.shutdown, 0
 
@@ -192,8 +211,13 @@ def numpy_inference(work: Work) -> Sampling:
     return Sampling("ParallelSampler", work, {"inference": "numpy"})
 
 
+def batched(work: Work) -> Sampling:
+    return Sampling("ParallelSampler", work, env=BatchedCartPole, collector_cls=penstock.VectorEnvCollector)
+
+
 def shm(work: Work) -> Loop:
-    envs = ShmVectorEnv([work.make_env] * work.n_envs, n_workers=work.n_workers)
+    # The same mode as Gymnasium's contestants have.
+    envs = ShmVectorEnv([work.make_env] * work.n_envs, n_workers=work.n_workers, autoreset_mode=AutoresetMode.SAME_STEP)
     return Loop(work, lambda action: envs.step(action)[:4], envs.reset(seed=0)[0], envs.close)
 
 
@@ -311,17 +335,19 @@ class TorchRL:
 
 ONE, ALL = "bare loop, 1 process", "bare loops"  #: the contestants that others are compared with
 CARTPOLE = ("random", "mlp", "central", "short")
+LARGE = ("nature", "impala", "lstm")  #: larger policies
 EVERY = tuple(WORKS)
 
 #: The function that makes the contestant, and the works in which it takes part.
 CONTESTANTS: dict[str, tuple[Callable[[Work], Any], Sequence[str]]] = {
     ONE: (partial(Bare, 1), EVERY),
     ALL: (lambda work: Bare(work.n_workers, work), EVERY),
-    "penstock ParallelSampler": (partial(Sampling, "ParallelSampler"), EVERY),
+    "penstock ParallelSampler": (partial(Sampling, "ParallelSampler"), tuple(n for n in EVERY if n != "central")),
     'penstock ParallelSampler, "numpy"': (numpy_inference, ("mlp", "short")),
-    "penstock SerialSampler": (partial(Sampling, "SerialSampler"), ("random", "mlp", "short")),
-    "penstock GpuSampler": (partial(Sampling, "GpuSampler"), ("central",)),
-    "penstock GpuSampler, serve_envs": (partial(Sampling, "GpuSampler", serve_envs="auto"), ("central",)),
+    "penstock ParallelSampler, BatchedCartPole": (batched, ("random",)),
+    "penstock SerialSampler": (partial(Sampling, "SerialSampler"), ("random", "mlp", "pixels", "short", *LARGE)),
+    "penstock GpuSampler": (partial(Sampling, "GpuSampler"), ("central", *LARGE)),
+    "penstock GpuSampler, serve_envs": (partial(Sampling, "GpuSampler", serve_envs="auto"), ("central", *LARGE)),
     "penstock AlternatingSampler": (partial(Sampling, "AlternatingSampler"), ("central",)),
     "penstock ShmVectorEnv": (shm, ("random", "pixels", "sleeping", "central")),
     "penstock ShmVectorEnv, send and recv": (SendRecv, ("sleeping",)),

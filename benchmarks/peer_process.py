@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
-from clocks import cpu_clocks
+from clocks import cpu_clocks, used
 
 Turn = dict[str, float]
 
@@ -97,9 +97,53 @@ def involuntary_switches(pids: Sequence[int]) -> int:
     return total
 
 
-def steal_seconds() -> float:
-    """Seconds in which this virtual machine's CPUs were wanted but ran something else, all CPUs together."""
-    return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
+def ready_seconds(pids: Sequence[int]) -> float:
+    """How long threads of these processes were ready to run, but had no CPU."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            total += sum(int(file.read_text().split()[1]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+    return total / 1e9
+
+
+def machine_seconds() -> tuple[float, float]:
+    """Of all CPUs together, seconds in which they ran programs, and in which the host took them away (steal)."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    tick = os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + irq + softirq) / tick, steal / tick
+
+
+class Machine:
+    """What other programs use from now on. Programs at idle priority (SCHED_IDLE) hardly disturb, and do not count."""
+
+    def __init__(self) -> None:
+        self._began, self._idle_class, self._before = time.perf_counter(), idle_class_clocks(), machine_seconds()
+
+    def taken(self, own: float) -> tuple[float, float]:
+        """CPUs that other programs used, and CPUs that the host took away, if this program used `own` CPU seconds."""
+        took, (busy, steal) = time.perf_counter() - self._began, machine_seconds()
+        others = busy - self._before[0] - own - used(self._idle_class, idle_class_clocks(self._idle_class))
+        return max(0.0, others) / took, max(0.0, steal - self._before[1]) / took
+
+
+def idle_class_clocks(pids: Iterable[int] | None = None) -> dict[int, float]:
+    """CPU seconds so far of the processes at idle priority; of these `pids`, if given."""
+    found = []
+    for pid in psutil.pids() if pids is None else pids:
+        with contextlib.suppress(OSError):  # it has ended
+            if os.sched_getscheduler(pid) == os.SCHED_IDLE:
+                found.append(pid)
+    return cpu_clocks(found)
+
+
+def await_calm(seconds: float) -> None:
+    """Wait until other programs use less than a tenth of a CPU, at most for so long."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        machine = Machine()
+        time.sleep(0.1)
+        if sum(machine.taken(0.0)) < 0.1:
+            return
 
 
 class Contestant:
@@ -158,7 +202,8 @@ class Contestant:
         """Let it run for one turn. None if it failed; then `missing` says why."""
         pids = self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
-        before = sum(cpu_clocks(pids).values()), involuntary_switches(pids), steal_seconds()
+        own, switches, ready = sum(cpu_clocks(pids).values()), involuntary_switches(pids), ready_seconds(pids)
+        machine = Machine()
         began = time.perf_counter()
         self._process.stdin.write((json.dumps(how) + "\n").encode())
         self._process.stdin.flush()
@@ -169,12 +214,15 @@ class Contestant:
             self.missing = str(turn["missing"])
             self.close()
             return None
-        cpu = sum(cpu_clocks(pids).values()) - before[0] - turn.pop("pause_cpu")
+        cpu = sum(cpu_clocks(pids).values()) - own
+        others, steal = machine.taken(cpu)
         return {
             **turn,
-            "cpu_us": cpu / turn["steps"] * 1e6,
-            "switches": (involuntary_switches(pids) - before[1]) / took,
-            "steal": max(0.0, steal_seconds() - before[2]) / took,
+            "cpu_us": (cpu - turn.pop("pause_cpu")) / turn["steps"] * 1e6,
+            "switches": (involuntary_switches(pids) - switches) / took,
+            "steal": steal,
+            # What others used while this contestant's processes did not wait for a CPU did not disturb them.
+            "others": min(others, (ready_seconds(pids) - ready) / took),
         }
 
     def close(self) -> None:

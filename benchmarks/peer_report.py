@@ -3,15 +3,48 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from peer_adapters import ALL, ONE, WORKS
+from peer_adapters import ALL, LARGE, ONE, WORKS
 from turns import cell, spread
 
-_MOST_STEAL = 0.01  # of the machine's CPU time; with more, a turn is disturbed
+_MOST_STEAL, _MOST_OTHERS = 0.01, 0.05  # of the machine's CPU time; with more, a turn is disturbed
 _N_SHOWN = 9  # bars in one part of the picture
+
+_SYNC, _SERIAL = "Gymnasium SyncVectorEnv", "penstock SerialSampler"
+#: Aims: a contestant, another, how many times as fast the first should be, and whether this is for each of the cores.
+AIMS: dict[str, list[tuple[str, str, float, bool]]] = {
+    "random": [
+        ("penstock ParallelSampler", _SERIAL, 0.95, True),
+        ("penstock ShmVectorEnv", _SYNC, 1.35, False),
+        ("penstock ParallelSampler, BatchedCartPole", "EnvPool (its own CartPole in C++)", 1.0, False),
+        ("penstock ParallelSampler", "rlpyt's loop", 1.5, False),
+    ],
+    "mlp": [
+        ("penstock ParallelSampler", _SERIAL, 0.95, True),
+        ("penstock ParallelSampler", "rlpyt's loop", 1.5, False),
+    ],
+    "pixels": [
+        ("penstock ParallelSampler", _SERIAL, 0.95, True),
+        ("penstock ShmVectorEnv", _SYNC, 1.6, False),
+    ],
+    "sleeping": [
+        ("penstock ParallelSampler", ALL, 0.95, False),
+        ("penstock ShmVectorEnv, send and recv", ALL, 0.9, False),
+    ],
+    "central": [
+        ("penstock GpuSampler", _SYNC, 0.7, True),
+        ("penstock AlternatingSampler", _SYNC, 0.75, True),
+        ("penstock GpuSampler, serve_envs", _SYNC, 1.0, False),
+    ],
+    "short": [("penstock ParallelSampler", _SERIAL, 0.8, True)],
+    **{
+        name: [("penstock ParallelSampler", _SYNC, 1.0, False), ("penstock GpuSampler", _SYNC, 1.0, False)]
+        for name in LARGE
+    },
+}
 
 Rounds = list[dict[str, Any]]
 
@@ -31,10 +64,17 @@ def cores(rounds: Rounds) -> list[float]:
     return ratios(rounds, ALL, ONE)
 
 
+def fastest(rounds: Rounds, names: Iterable[str]) -> str | None:
+    """The one of these contestants with the highest speed, in relation to the bare loops in step."""
+    speeds = {name: ratios(calmest(rounds, name, ALL), name, ALL, "in_step") for name in names}
+    medians = {name: spread(padded(found))["median"] for name, found in speeds.items() if found}
+    return max(medians, key=medians.__getitem__, default=None)
+
+
 def best_peer(rounds: Rounds) -> str | None:
-    """The contestant of another library with the highest median speed. EnvPool has other environments."""
-    names = {name for turns in rounds for name in turns if not name.startswith(("penstock", "bare", "EnvPool"))}
-    return max(names, key=lambda name: spread(padded(values(rounds, name, "rate")))["median"], default=None)
+    """The fastest contestant of another library. EnvPool has other environments."""
+    names = {name for turns in rounds for name in turns}
+    return fastest(rounds, sorted(name for name in names if not name.startswith(("penstock", "bare", "EnvPool"))))
 
 
 def padded(figures: Sequence[float]) -> Sequence[float]:
@@ -44,8 +84,15 @@ def padded(figures: Sequence[float]) -> Sequence[float]:
 
 def is_quiet(turns: dict[str, Any], *names: str) -> bool:
     """Whether the turns of these contestants in this round were undisturbed."""
-    most = _MOST_STEAL * (os.cpu_count() or 1)
-    return all(turns[name]["steal"] <= most for name in names if name in turns)
+    n, found = os.cpu_count() or 1, [turns[name] for name in names if name in turns]
+    return all(turn["steal"] <= _MOST_STEAL * n and turn["others"] <= _MOST_OTHERS * n for turn in found)
+
+
+def calmest(rounds: Rounds, *names: str) -> Rounds:
+    """The rounds in which these contestants took part undisturbed; if there are fewer than three, all."""
+    chosen = [turns for turns in rounds if set(names) <= turns.keys()]
+    quiet = [turns for turns in chosen if is_quiet(turns, *names)]
+    return quiet if len(quiet) >= 3 else chosen
 
 
 def figure(found: Sequence[float], form: str) -> str:
@@ -53,14 +100,97 @@ def figure(found: Sequence[float], form: str) -> str:
     return cell(found, form) if found else "-"
 
 
-def shares(rounds: Rounds, name: str) -> tuple[str, str]:
+def shares(rounds: Rounds, name: str, other: str = ALL, key: str = "in_step") -> tuple[str, str]:
     """The ratio to the bare loops in step, in undisturbed and in disturbed rounds, with the number of rounds."""
     cells = []
     for wanted in (True, False):
-        chosen = [turns for turns in rounds if is_quiet(turns, name, ALL) is wanted]
-        found = ratios(chosen, name, ALL, "in_step")
+        chosen = [turns for turns in rounds if is_quiet(turns, name, other) is wanted]
+        found = ratios(chosen, name, other, key)
         cells.append(f"{figure(found, '{:.2f}')}, n={len(found)}" if found else "-")
     return cells[0], cells[1]
+
+
+def summary(results: Sequence[dict[str, Any]]) -> list[str]:
+    """The Markdown of the fastest of penstock's contestants for each work, beside the best peer. As in `aims`, the
+    ratios are from undisturbed rounds, if there are at least three."""
+    headings = (
+        "work",
+        "penstock",
+        "of the bare loops in step",
+        "CPU µs a step",
+        "best peer",
+        "of it",
+        "its CPU µs a step",
+    )
+    lines = [f"| {' | '.join(headings)} |", "|" + " --- |" * len(headings)]
+    for result in results:
+        rounds = result["rounds"]
+        names = {name for turns in rounds for name in turns if name.startswith("penstock") and "Batched" not in name}
+        name, peer = fastest(rounds, sorted(names)), best_peer(rounds)
+        if name is None or peer is None:
+            continue
+        cells = (
+            WORKS[result["work"]].title,
+            name.removeprefix("penstock "),
+            figure(ratios(calmest(rounds, name, ALL), name, ALL, "in_step"), "{:.2f}"),
+            figure(values(rounds, name, "cpu_us"), "{:.1f}"),
+            peer,
+            figure(ratios(calmest(rounds, name, peer), name, peer), "{:.2f}"),
+            figure(values(rounds, peer, "cpu_us"), "{:.1f}"),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def aims(results: Sequence[dict[str, Any]]) -> list[str]:
+    """The Markdown of all aims. "Slowest tenth": of all turns, in relation to the median turn."""
+    headings = ("work", "contestant", "in relation to", "aim", "speed", "rounds, undisturbed", "slowest tenth")
+    lines = [f"| {' | '.join(headings)} |", "|" + " --- |" * len(headings)]
+    for result in results:
+        rounds = result["rounds"]
+        for name, other, aim, is_per_core in AIMS[result["work"]]:
+            chosen = calmest(rounds, name, other, *((ONE, ALL) if is_per_core else ()))
+            found = ratios(chosen, name, other)
+            if is_per_core:
+                found = [ratio / n for ratio, n in zip(found, cores(chosen), strict=True)]
+            if found:
+                n_quiet = sum(is_quiet(turns, name, other) for turns in chosen)
+                rates = sorted(values(rounds, name, "rate"))
+                slowest = rates[len(rates) // 10] / spread(padded(rates))["median"]
+                per = f"{other}, times the cores" if is_per_core else other
+                numbers = f"{aim:g}", figure(found, "{:.2f}"), f"{len(found)}, {n_quiet}", f"{slowest:.2f}"
+                lines.append(f"| {' | '.join((result['work'], name, per, *numbers))} |")
+    return lines
+
+
+def pauses(result: dict[str, Any]) -> list[str]:
+    """The Markdown of one work that was measured with pauses."""
+    rounds = result["rounds"]
+    headings = (
+        f"contestant, and what the learner does for {result['pause']} s",
+        "steps/s",
+        "of back to back",
+        "the same in disturbed rounds",
+        "CPU µs a step",
+        "involuntary switches a second",
+        "steal and other programs, CPUs",
+    )
+    lines = [f"**{WORKS[result['work']].title}**", "", f"| {' | '.join(headings)} |", "|" + " --- |" * len(headings)]
+    names = [name for name in dict.fromkeys(name for turns in rounds for name in turns) if name not in (ONE, ALL)]
+    for name in sorted(names):
+        base, _, kind = name.rpartition(", ")
+        is_paused = kind in ("sleep", "work")
+        taken = [a + b for a, b in zip(values(rounds, name, "steal"), values(rounds, name, "others"), strict=True)]
+        cells = [
+            name,
+            figure(values(rounds, name, "rate"), "{:,.0f}"),
+            *(shares(rounds, name, base, "rate") if is_paused else ("1", "1")),
+            figure(values(rounds, name, "cpu_us"), "{:.1f}"),
+            figure(values(rounds, name, "switches"), "{:,.0f}"),
+            figure(taken, "{:.2f}"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def table(result: dict[str, Any]) -> list[str]:
@@ -70,9 +200,6 @@ def table(result: dict[str, Any]) -> list[str]:
     size = f"{work.n_envs} environments, T = {work.T}, {work.n_workers} workers"
     found = cores(rounds)
     lines = [f"**{work.title}** ({size}). Cores: {figure(found, '{:.2f}')}."]
-    if result["pause"]["pause"]:
-        how = result["pause"]
-        lines.append(f"The learner's pause between two batches: {how['pause']} s ({how['kind']}).")
     headings = (
         "contestant",
         "steps/s",
@@ -107,7 +234,10 @@ def first_line(text: str) -> str:
 
 def tables(results: Sequence[dict[str, Any]], skipped: Path | None = None) -> str:
     """All tables, and the peers that are not installed."""
-    lines = [line for result in results for line in [*table(result), ""]]
+    lines = [line for result in results for line in [*(pauses if result["pause"] else table)(result), ""]]
+    back_to_back = [result for result in results if not result["pause"]]
+    if back_to_back:
+        lines += [*summary(back_to_back), "", *aims(back_to_back), ""]
     if skipped is not None and skipped.exists() and (text := skipped.read_text(encoding="utf-8").strip()):
         lines += ["Not installed:", "", *(f"- {first_line(line)}" for line in text.splitlines())]
     return "\n".join(lines)
@@ -129,7 +259,7 @@ def draw(results: Sequence[dict[str, Any]], file: Path) -> None:
     for part, result in zip(parts.flat, results, strict=False):
         rounds = result["rounds"]
         names = {name for turns in rounds for name in turns} - {ONE, ALL}
-        every = {name: ratios(rounds, name, ALL, "in_step") for name in names}
+        every = {name: ratios(calmest(rounds, name, ALL), name, ALL, "in_step") for name in names}
         found = {name: spread(padded(figures)) for name, figures in every.items() if figures}
         order = sorted(found, key=lambda name: found[name]["median"])[-_N_SHOWN:]
         middle = [found[name]["median"] for name in order]

@@ -22,6 +22,9 @@ class SpinTime:
     another program takes the CPU. After too many misses there is a *pause*: the next waits do not spin. If the first
     spin after the pause is a miss too, another pause follows, which is twice as long. The first wait does not spin: it
     is for the start of all processes.
+
+    If a spin ends much too late, another program got the CPU when this process yielded. A process that sleeps gets its
+    CPU back sooner. So a pause begins at once.
     """
 
     def __init__(self, most_seconds: float) -> None:
@@ -31,13 +34,14 @@ class SpinTime:
 
     def note(self, seconds: float, has_slept: bool) -> None:
         """After each wait: it took `seconds`. `has_slept`: spinning was not enough."""
+        is_late = not has_slept and seconds > self.seconds + self._most
         # A longer wait counts as one that a spin would just have covered. Otherwise one very long wait, for a learner
         # or because another program ran, would make the next spins much longer.
         self._average += (min(seconds, self._spin_seconds()) - self._average) * _WEIGHT
         if self._left:
             self._left -= 1
         else:
-            self._misses += (has_slept - self._misses) * _WEIGHT
+            self._misses = 1.0 if is_late else self._misses + (has_slept - self._misses) * _WEIGHT
             if self._misses > _MOST_MISSES:
                 self._misses, self._left = _MISSES_IN_TRIAL, self._pause
                 self._pause = min(2 * self._pause, _PAUSES[1])

@@ -198,10 +198,11 @@ def test_peers(folder: Path) -> None:
 
 
 def test_peers_with_a_pause_of_the_learner(folder: Path) -> None:
-    sizes = ["--repeats", 1, "--seconds", 0.02, "--only", "penstock SerialSampler"]
-    printed, content = run(folder, "peers", "short", *sizes, "--pause", 0.02, "--pause-kind", "work")
-    assert "pause between two batches: 0.02 s (work)" in printed
+    sizes = ["--repeats", 1, "--seconds", 0.02, "--only", "penstock SerialSampler", "--pause", 0.02]
+    printed, content = run(folder, "peers", "short", *sizes)
+    assert "of back to back" in printed
     (result,) = content["results"]
     (turns,) = result["rounds"]
+    assert turns.keys() == {f"penstock SerialSampler{kind}" for kind in ("", ", sleep", ", work")}
     # A working learner takes more CPU than a batch of so few steps, but its time does not count.
-    assert turns["penstock SerialSampler"]["cpu_us"] < 0.02 * 1e6 / (5 * 32)
+    assert turns["penstock SerialSampler, work"]["cpu_us"] < 0.02 * 1e6 / (5 * 32)

@@ -45,6 +45,15 @@ def test_among_long_waits_it_tries_again_ever_more_rarely() -> None:
     assert pauses == [0, 0, 32, 64, 128, 256, 512, 512, 512, 512]
 
 
+def test_it_sleeps_after_another_program_has_taken_the_cpu_for_long() -> None:
+    spin_time = SpinTime(1e-3)
+    assert after([50e-6] * 50, spin_time) > 0
+    spin_time.note(3e-3, has_slept=False)
+    assert spin_time.seconds == 0.0
+    assert after([50e-6] * 31, spin_time) == 0.0
+    assert after([50e-6], spin_time) > 0, "it tries again"
+
+
 def test_processes_are_a_crowd_if_there_are_more_than_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spinning, "usable_cpus", lambda: (0, 3))
     assert not is_crowded(2)
