@@ -125,7 +125,8 @@ PYTHONS ?= 3.10 3.10-floors 3.12 3.13
 pythons:
 	.ci/versions $(PYTHONS)
 
-# The tests of RaySampler, which `make test` skips: Ray is large, so it has a virtual environment of its own.
+# The tests of Ray, which `make test` skips: Ray is large, so it has a virtual environment of its own. With
+# PENSTOCK_FAULTS=full they run at full scale.
 RAY := .venv-ray
 ray: $(RAY)/.installed
 	$(RAY)/bin/pytest -m ray tests/cluster

@@ -78,6 +78,8 @@ DOCS = ["mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.26"]
 # The control plane over sockets, and Ray for many machines.
 WIRE = ["pyzmq>=25", "msgpack>=1.0"]
 CLUSTER = ["ray>=2.40", *WIRE]
+# Where the figures of an experiment may go, besides files.
+METRICS = ["tensorboard>=2.15", "prometheus-client>=0.19"]
 DEV = [
     # pytest-xdist 3.8 ignores its groups under pytest 9.2: tests that lease ports would disturb each other.
     "pytest>=8,<9.2",
@@ -102,6 +104,7 @@ DEV = [
     *SB3,
     *DOCS,
     *WIRE,
+    *METRICS,
 ]
 
 setup(
@@ -141,6 +144,7 @@ setup(
         "video": VIDEO,
         "docs": DOCS,
         "cluster": CLUSTER,
+        "metrics": METRICS,
         "dev": DEV + BENCH,
     },
     entry_points={"console_scripts": ["penstock = penstock.__main__:main"]},

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from penstock.cluster.actor_worker import ActorWorker
     from penstock.cluster.experiment import Actors, Experiment, Policies, Run, RunState, Training
     from penstock.cluster.keys import Connection
+    from penstock.cluster.metrics import JsonLines, Metrics, Prometheus, TensorBoard
     from penstock.cluster.panel import ControlPanel, Response
     from penstock.cluster.pieces import Batch
     from penstock.cluster.policy_worker import AgentPlan, PolicyWorker
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.cluster.stream import Piece
     from penstock.cluster.streams import InferenceClient, InferenceServer, SampleConsumer, SampleProducer
     from penstock.cluster.trainer_worker import Trainer, TrainerWorker
+    from penstock.cluster.wire_ray import RayConnection
     from penstock.cluster.worker import PollResult, Worker
 
 __all__ = [
@@ -32,10 +34,14 @@ __all__ = [
     "Experiment",
     "InferenceClient",
     "InferenceServer",
+    "JsonLines",
+    "Metrics",
     "Piece",
     "Policies",
     "PolicyWorker",
     "PollResult",
+    "Prometheus",
+    "RayConnection",
     "RaySampler",
     "RayStats",
     "Response",
@@ -47,6 +53,7 @@ __all__ = [
     "SampleProducer",
     "ShardStats",
     "Status",
+    "TensorBoard",
     "Trainer",
     "TrainerWorker",
     "Training",
@@ -67,10 +74,14 @@ _PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
     "Experiment": ("experiment", ()),
     "InferenceClient": ("streams", ()),
     "InferenceServer": ("streams", ()),
+    "JsonLines": ("metrics", ()),
+    "Metrics": ("metrics", ()),
     "Piece": ("stream", _RAY),
     "Policies": ("experiment", ()),
     "PolicyWorker": ("policy_worker", ()),
     "PollResult": ("worker", ()),
+    "Prometheus": ("metrics", ()),
+    "RayConnection": ("wire_ray", _RAY),
     "RaySampler": ("ray_sampler", _RAY),
     "RayStats": ("ray_sampler", _RAY),
     "Response": ("panel", ()),
@@ -82,6 +93,7 @@ _PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
     "SampleProducer": ("streams", ()),
     "ShardStats": ("ray_sampler", _RAY),
     "Status": ("statuses", ()),
+    "TensorBoard": ("metrics", ()),
     "Trainer": ("trainer_worker", ()),
     "TrainerWorker": ("trainer_worker", ()),
     "Training": ("experiment", ()),

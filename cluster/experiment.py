@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.agents import Agent
 from penstock.cluster.actor_worker import ActorWorker
+from penstock.cluster.metrics import JsonLines, Metrics
 from penstock.cluster.panel import ControlPanel
 from penstock.cluster.policy_worker import AgentPlan, PolicyWorker
 from penstock.cluster.statuses import Status
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _POLL_SECONDS = 0.25  # how often `wait` asks the workers for their figures
+_WRITE_SECONDS = 1.0  # between two writes of the figures
 _START_SECONDS = 120.0  # how long a worker may take to start
 _FAILED = (Status.ERROR.value, Status.LOST.value)
 
@@ -37,7 +38,7 @@ class Actors:
 
     With `inference`, the name of a stream of policy workers, these act for the actors. Otherwise each actor acts
     itself, with the newest parameters. `samples` is the name of the stream for the samples; `SampleProducer` explains
-    `routing`.
+    `routing`. `resources` is what Ray reserves for each, such as `{"CPU": 2}`.
     """
 
     count: int
@@ -46,21 +47,25 @@ class Actors:
     samples: str = "train"
     routing: str = "any"
     bootstrap_value: bool = True
+    resources: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
 class Policies:
-    """`count` policy workers; `PolicyWorker` explains the other arguments."""
+    """`count` policy workers; `PolicyWorker` explains the other arguments. `resources` is what Ray reserves for each,
+    such as `{"GPU": 0.5}`."""
 
     count: int
     stream: str = "policy"
     max_batch: int = 256
     max_delay: float = 0.0
+    resources: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
 class Training:
-    """One trainer worker; `TrainerWorker` explains the arguments. `stream` is the name of the stream of samples."""
+    """One trainer worker; `TrainerWorker` explains the arguments. `stream` is the name of the stream of samples.
+    `resources` is what Ray reserves for it, such as `{"GPU": 1}`."""
 
     make_trainer: Callable[[Agent], Trainer]
     stream: str = "train"
@@ -68,6 +73,7 @@ class Training:
     max_staleness: int | None = None
     checkpoint: str | Path | None = None
     save_every: int = 10
+    resources: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,8 @@ class Experiment:
 
         Args:
             trial: name of this run.
-            wire: "local": workers are threads of this process; "zmq": they are processes.
+            wire: "local": workers are threads of this process; "zmq": they are processes; "ray": they are Ray actors,
+                on the machines of the cluster that this process has joined, or of one that is started here.
             max_restarts: how often each worker may be started again after it has failed.
             panel: more arguments of `ControlPanel`, such as `file` and `host`.
 
@@ -129,7 +136,9 @@ class Experiment:
                 "Actors(samples=...) and Training(stream=...) the same name"
             )
         makers = self._makers(self._plan())
-        return Run(ControlPanel(self.name, trial, wire=wire, **panel), makers, max_restarts)
+        resources = {"actor": self.actors.resources, "trainer": self.training.resources}
+        resources["policy"] = self.policies.resources if self.policies is not None else None
+        return Run(ControlPanel(self.name, trial, wire=wire, **panel), makers, max_restarts, resources)
 
     def _plan(self) -> AgentPlan:
         """How all workers make the agent. The spaces are those of an example environment."""
@@ -150,12 +159,13 @@ class Experiment:
         """Functions that make the workers, by name, in the order in which the workers start. Their argument is the
         number of restarts of this worker."""
         training, policies, actors = self.training, self.policies, self.actors
+        checkpoint = training.checkpoint and Path(training.checkpoint).absolute()  # it may work in another folder
         makers: dict[str, Callable[[int], Worker]] = {}
         options: dict[str, Any] = {
             "samples": training.stream,
             "batch": training.batch,
             "max_staleness": training.max_staleness,
-            "checkpoint": training.checkpoint,
+            "checkpoint": checkpoint,
             "save_every": training.save_every,
         }
         makers["trainer/0"] = partial(_make, TrainerWorker, (training.make_trainer, plan), options)
@@ -186,10 +196,17 @@ class Run:
         panel: the run closes it.
         makers: functions that make the workers, by name. Their argument is the number of restarts of this worker.
         max_restarts: for each worker.
+        resources: what Ray reserves for a worker, by the first part of its name.
     """
 
-    def __init__(self, panel: ControlPanel, makers: Mapping[str, Callable[[int], Worker]], max_restarts: int) -> None:
-        self.panel, self._makers, self._max_restarts = panel, makers, max_restarts
+    def __init__(
+        self,
+        panel: ControlPanel,
+        makers: Mapping[str, Callable[[int], Worker]],
+        max_restarts: int,
+        resources: Mapping[str, Mapping[str, float] | None],
+    ) -> None:
+        self.panel, self._makers, self._max_restarts, self._resources = panel, makers, max_restarts, resources
         #: How often each worker was started again.
         self.restarts = dict.fromkeys(makers, 0)
         self._began = time.monotonic()
@@ -213,25 +230,27 @@ class Run:
         until: Callable[[RunState], bool],
         *,
         timeout: float = float("inf"),
-        metrics: str | Path | None = None,
+        metrics: str | Path | Metrics | Sequence[Metrics] = (),
     ) -> RunState:
         """Watch the workers until `until(state)` is True, or for `timeout` seconds. Returns the last state.
 
         Args:
             until: called four times a second.
-            metrics: append the figures of all workers to this file, one line of JSON per second.
+            metrics: where the figures of all workers go, once a second and at the end: a file of JSON lines, or
+                `JsonLines`, `TensorBoard`, `Prometheus`, or several of these.
 
         Raises `ClusterError` if a worker has failed more often than `max_restarts`.
         """
         deadline, write_at = time.monotonic() + timeout, 0.0
+        sinks = _sinks(metrics)
         while True:
             state = self.state()
-            if metrics is not None and time.monotonic() >= write_at:
-                write_at = time.monotonic() + 1.0
-                with open(metrics, "a", encoding="utf-8") as file:
-                    row = {"version": state.version, "seconds": state.seconds, "workers": state.workers}
-                    file.write(json.dumps(row) + "\n")
-            if until(state) or time.monotonic() >= deadline:
+            is_last = until(state) or time.monotonic() >= deadline
+            if is_last or time.monotonic() >= write_at:
+                write_at = time.monotonic() + _WRITE_SECONDS
+                for sink in sinks:
+                    sink.write(state)
+            if is_last:
                 return state
             for name, figures in state.workers.items():
                 if figures["status"] in _FAILED:
@@ -250,7 +269,8 @@ class Run:
 
     def _launch(self, name: str) -> None:
         base, _, index = name.partition("/")
-        self.panel.launch(partial(self._makers[name], self.restarts[name]), name=base, first=int(index))
+        make, resources = partial(self._makers[name], self.restarts[name]), self._resources[base]
+        self.panel.launch(make, name=base, first=int(index), resources=resources)
 
     def _restart(self, name: str, figures: Mapping[str, Any]) -> None:
         if self.restarts[name] >= self._max_restarts:
@@ -268,3 +288,9 @@ class Run:
         self.panel.connect([name], timeout=_START_SECONDS)
         self.panel.request(name, "configure", timeout=_START_SECONDS)
         self.panel.request(name, "start")
+
+
+def _sinks(metrics: str | Path | Metrics | Sequence[Metrics]) -> list[Metrics]:
+    if isinstance(metrics, str | Path):
+        return [JsonLines(metrics)]
+    return [metrics] if isinstance(metrics, Metrics) else list(metrics)

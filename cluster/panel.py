@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cluster.launch import LaunchedProcess, LaunchedThread, load_worker, snake
-from penstock.cluster.name_table import NameClient, NameHost
+from penstock.cluster.launch import LaunchedThread, load_worker, snake
+from penstock.cluster.name_table import NameClient
 from penstock.cluster.peer import Peer
 from penstock.cluster.statuses import Status
+from penstock.cluster.trial import Launched, Trial, open_trial
 from penstock.cluster.wire import Wire
-from penstock.cluster.wire_local import LocalConnection, LocalHub
 from penstock.cluster.worker import Connection, Worker
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError
 
@@ -52,9 +52,10 @@ class ControlPanel:
 
     Args:
         experiment, trial: names of this run.
-        wire: "local" starts workers as threads of this process; "zmq" as processes, and other machines can join.
-        host: the address of this machine at which other machines reach it; by default only this machine does.
-        port: of the name table; 0 for any free one.
+        wire: "local" starts workers as threads of this process; "zmq" as processes, and other machines can join; "ray"
+            as Ray actors, on the machines of the cluster that this process has joined, or of one that is started here.
+        host: for "zmq": the address of this machine at which other machines reach it; by default no other one does.
+        port: for "zmq": of the name table; 0 for any free one.
         file: for "zmq": write the connection file here. With it, workers on other machines can join, and
             `penstock status` shows the workers.
     """
@@ -69,46 +70,50 @@ class ControlPanel:
         port: int = 0,
         file: str | Path | None = None,
     ) -> None:
-        self._wire, self.connection = _open(f"{experiment}/{trial}", wire, host, port, file)
-        self._launched: dict[str, LaunchedThread | LaunchedProcess] = {}
-        self._peers: dict[str, Peer] = {}
-        self._closing = threading.Event()
-        try:
-            self._name_host: NameHost | None = NameHost(self._wire)
-            self.names = NameClient(self._wire, self.connection.address)
-        except BaseException:
-            self._wire.close()
-            raise
-        self._watcher = threading.Thread(target=self._watch, name="control panel", daemon=True)
-        self._watcher.start()
+        opened = open_trial(f"{experiment}/{trial}", wire, host, port, file)
+        self._trial: Trial | None = opened
+        self._begin(opened.wire, opened.connection)
 
     @classmethod
     def join(cls, connection: Connection) -> Self:
         """A second panel for the trial of another one. It launches no workers."""
         panel = cls.__new__(cls)
-        panel._wire, panel.connection, panel._name_host = connection.wire(), connection, None
-        panel._launched, panel._peers, panel._closing = {}, {}, threading.Event()
-        panel.names = NameClient(panel._wire, connection.address)
-        panel._watcher = threading.Thread(target=panel._watch, name="control panel", daemon=True)
-        panel._watcher.start()
+        panel._trial = None
+        panel._begin(connection.wire(), connection)
         return panel
+
+    def _begin(self, wire: Wire, connection: Connection) -> None:
+        self._wire, self.connection = wire, connection
+        self._launched: dict[str, Launched] = {}
+        self._peers: dict[str, Peer] = {}
+        self._closing = threading.Event()
+        self.names = NameClient(wire, connection.address)
+        self._watcher = threading.Thread(target=self._watch, name="control panel", daemon=True)
+        self._watcher.start()
 
     # ---- workers ---------------------------------------------------------------------------
 
     def launch(
-        self, worker: Callable[[], Worker] | str, count: int = 1, *, name: str | None = None, first: int = 0
+        self,
+        worker: Callable[[], Worker] | str,
+        count: int = 1,
+        *,
+        name: str | None = None,
+        first: int = 0,
+        resources: Mapping[str, float] | None = None,
     ) -> list[str]:
         """Start workers, and return their names: `name/first`, `name/first+1`, ...
 
         Args:
             worker: a `Worker` subclass, another callable that makes a worker, or the text "module:Class".
             name: by default that of the class, as in `my_worker` for `MyWorker`.
+            resources: what Ray reserves for each, such as `{"CPU": 2, "GPU": 1}`; by default nothing. Other wires
+                reserve nothing.
         """
-        if self._name_host is None:
+        if self._trial is None:
             raise ConfigError("this panel has joined a trial: only the panel that began the trial launches workers")
         make = load_worker(worker)[0] if isinstance(worker, str) else worker
         base = name or snake(make.func if isinstance(make, partial) else make)
-        kind = LaunchedThread if isinstance(self.connection, LocalConnection) else LaunchedProcess
         names = [f"{base}/{first + i}" for i in range(count)]
         for each in names:
             old = self._launched.get(each)
@@ -117,7 +122,7 @@ class ControlPanel:
             if old is not None:
                 old.wait(0)  # kills what it has started
             self._forget(each)
-            self._launched[each] = kind(make, self.connection, each)
+            self._launched[each] = self._trial.launch(make, self.connection, each, resources or {})
         return names
 
     def connect(self, names: Iterable[str] | None = None, *, timeout: float = 30.0) -> list[str]:
@@ -282,7 +287,7 @@ class ControlPanel:
         """The process id of a worker that this panel has launched. Raises `ClusterError` for another name."""
         return self._own(worker_name).pid
 
-    def _own(self, name: str) -> LaunchedThread | LaunchedProcess:
+    def _own(self, name: str) -> Launched:
         if name not in self._launched:
             raise ClusterError(f"this panel has launched no worker {name!r}: panel.worker_names lists the workers")
         return self._launched[name]
@@ -306,9 +311,10 @@ class ControlPanel:
                     worker.kill()
                     if isinstance(worker, LaunchedThread):
                         _log.warning("worker %s has not ended: its thread ends with this process", name)
-            if self._name_host is not None:
-                self._name_host.close()
-            self._wire.close()
+            if self._trial is None:
+                self._wire.close()
+            else:
+                self._trial.resources.close()
 
     def __enter__(self) -> Self:
         return self
@@ -341,27 +347,6 @@ class ControlPanel:
                     ending = worker.ending()
                     if ending is not None:
                         peer.lose(ending)
-
-
-def _open(trial: str, wire: str, host: str | None, port: int, file: str | Path | None) -> tuple[Wire, Connection]:
-    """The wire of a new panel, and what its workers need to join."""
-    if wire == "local":
-        hub = LocalHub()
-        own = hub.wire()
-        return own, LocalConnection(trial, own.address, hub)
-    if wire != "zmq":
-        raise ConfigError(f'wire must be "local" or "zmq", got {wire!r}')
-    from dataclasses import replace
-
-    from penstock.cluster.keys import Connection as ZmqConnection
-    from penstock.cluster.wire_zmq import zmq_wire
-
-    keys = ZmqConnection.make(trial, host=host or "127.0.0.1")
-    own = zmq_wire(keys, host=host or "127.0.0.1", port=port)
-    connection = replace(keys, address=own.address)
-    if file is not None:
-        connection.write(file)
-    return own, connection
 
 
 def _response(name: str, future: Future[Any]) -> Response:

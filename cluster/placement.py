@@ -19,10 +19,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from penstock.cluster.shard import ShardHost
 from penstock.errors import ConfigError
 
-#: Ray's variables for the process of a shard. By default Ray kills the child processes of an actor that ends. Then the
-#: kernel kills the workers before their watchdogs have killed what the environments have started. And by default Ray
-#: lowers the priority of actors.
-_VARIABLES = {"RAY_kill_child_processes_on_worker_exit": "0", "RAY_worker_niceness": "0"}
+#: Ray's variables for the process of a shard or a worker. By default Ray kills the child processes of an actor that
+#: ends. Then the kernel kills the workers before their watchdogs have killed what the environments have started. And by
+#: default Ray lowers the priority of actors.
+ACTOR_VARIABLES = {"RAY_kill_child_processes_on_worker_exit": "0", "RAY_worker_niceness": "0"}
 # With this variable at 0, a Ray that is started takes the loopback address, as it does on macOS. Without it, Ray
 # replaces that address by the machine's.
 _CLUSTER_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -144,7 +144,7 @@ class Placement:
             num_cpus=self.resources.get("CPU", 0),
             num_gpus=self.resources.get("GPU", 0),
             resources=rest,
-            runtime_env={"env_vars": _VARIABLES},
+            runtime_env={"env_vars": ACTOR_VARIABLES},
             scheduling_strategy=strategy,
             max_restarts=0,
             max_task_retries=0,

@@ -260,6 +260,12 @@ class Wire:
             for inbox in list(self.inboxes.values()):
                 inbox.forget_silent(now - _FORGET_SECONDS)
 
+    def lose(self, prefix: str, reason: str) -> None:
+        """The process of all wires whose addresses begin with `prefix` has ended."""
+        for peer in list(self._peers.values()):
+            if peer.address.startswith(prefix):
+                peer.lose(reason)
+
     def forget(self, peer: Peer) -> None:
         """`peer` is lost."""
         with self.lock:

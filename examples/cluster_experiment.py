@@ -1,4 +1,4 @@
-"""PPO on CartPole with actors, a policy worker and a trainer: as threads, or as processes that talk over sockets.
+"""PPO on CartPole with actors, a policy worker and a trainer: as threads, as processes with sockets, or in Ray.
 
     python examples/cluster_experiment.py --wire zmq
 
@@ -108,14 +108,20 @@ def has_learned(state: RunState, goal: float) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wire", default="local", choices=["local", "zmq"])
+    parser.add_argument("--wire", default="local", choices=["local", "zmq", "ray"])
     parser.add_argument("--goal", type=float, default=400.0, help="mean return (400)")
     parser.add_argument("--time-limit", type=float, default=150.0, help="seconds (150)")
     parser.add_argument("--metrics", type=Path, help="write the figures of all workers to this file, as JSON lines")
+    parser.add_argument("--kill-policy", type=int, metavar="VERSION", help="kill the policy worker at this version")
     args = parser.parse_args()
     with make_experiment().run(wire=args.wire) as run:
-        state = run.wait(lambda s: has_learned(s, args.goal), timeout=args.time_limit, metrics=args.metrics)
+        if args.kill_policy:
+            run.wait(lambda s: s.version >= args.kill_policy, timeout=args.time_limit)
+            run.panel.kill("policy/0")  # the run starts it again. As a thread, it cannot be killed
+        left = args.time_limit - run.state().seconds
+        state = run.wait(lambda s: has_learned(s, args.goal), timeout=left, metrics=args.metrics or ())
         print(run.panel.table())
+        print("restarts:", run.restarts)
     print(f"version {state.version}, mean return {state.trainer.get('return', 0):.0f}, {state.seconds:.0f} s")
     return 0 if has_learned(state, args.goal) else 1
 

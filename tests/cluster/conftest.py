@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import penstock
+from penstock import PeerLostError
 
 from .ray_support import our_processes, wait_for_none
 
@@ -43,6 +44,8 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     request.getfixturevalue("_servers")
+    if "ray" in getattr(getattr(request.node, "callspec", None), "params", {}).values():
+        request.getfixturevalue("ray_cluster")  # and the post box of this process
     before = our_processes()
     yield
     assert wait_for_none(before, 2.0) == {}
@@ -63,6 +66,12 @@ def ray_cluster() -> Iterator[Any]:
                 head_node_args={"num_cpus": 8, "object_store_memory": 100 * 2**20, "include_dashboard": False},
             )
             ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        from penstock.cluster.wire_ray import RayConnection
+
+        wire = RayConnection("tests").wire()  # the post box of this process stays for as long as one wire is open
+        with pytest.raises(PeerLostError):
+            wire.reach(wire.address, "nobody").ask("is the post box there?", 60).result()
         yield cluster
+        wire.close()
         ray.shutdown()
         cluster.shutdown()

@@ -9,10 +9,30 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from penstock.cluster import peer
 from penstock.cluster.transport import Header
 from penstock.cluster.wire import Wire
 from penstock.cluster.wire_local import LocalHub
+
+#: The wires as parameters of a test.
+MAKES = ("local", "zmq", pytest.param("ray", marks=pytest.mark.ray))
+
+
+def note(what: str, value: float, limit: float) -> None:
+    """Hold `value` to `limit`. `pytest -s` shows it."""
+    print(f"\n{what}: {value:.3g}, at most {limit:g}")
+    assert value <= limit, what
+
+
+def need(make: str, request: pytest.FixtureRequest) -> None:
+    """Skip the test if this make of wire needs a library that is not installed. Start Ray for the wire over Ray."""
+    if make == "zmq":
+        pytest.importorskip("zmq", reason="the wire over sockets needs pyzmq")
+        pytest.importorskip("msgpack", reason="the wire over sockets needs msgpack")
+    if make == "ray":
+        request.getfixturevalue("ray_cluster")
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
@@ -86,6 +106,10 @@ class Wires:
             from penstock.cluster.wire_zmq import zmq_wire
 
             wire = zmq_wire(self.connection)
+        elif self.make == "ray":
+            from penstock.cluster.wire_ray import RayConnection
+
+            wire = RayConnection("test/trial").wire()
         else:
             wire = self.hub.wire()
         self._open.append(wire)

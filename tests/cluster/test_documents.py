@@ -15,6 +15,7 @@ from ..scale import scaled
 pytest.importorskip("zmq", reason="the documents use the wire over sockets")
 pytest.importorskip("msgpack", reason="the documents use the wire over sockets")
 
+
 ROOT = Path(__file__).parent.parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/control_plane.md").read_text(encoding="utf-8"), re.DOTALL)
 
@@ -42,10 +43,20 @@ def test_the_other_blocks_name_what_exists() -> None:
     exec(BLOCKS[3].partition("with RpcServer")[0], {})
 
 
+# The document's experiment is the example, over sockets.
+LEARNS = [("local", False), pytest.param("ray", False, marks=pytest.mark.ray)]
+LEARNS += scaled([("zmq", False), ("zmq", True), pytest.param("ray", True, marks=pytest.mark.ray)], [])
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("wire", scaled(["local", "zmq"], ["local"]))  # test_experiment.py has processes daily
-def test_the_example_learns(wire: str) -> None:
-    command = [sys.executable, ROOT / "examples/cluster_experiment.py", "--wire", wire, "--goal", "40"]
+@pytest.mark.parametrize(("wire", "is_killed"), LEARNS)
+def test_the_example_learns(wire: str, is_killed: bool) -> None:
+    if wire == "ray":
+        pytest.importorskip("ray")
+    command = [sys.executable, ROOT / "examples/cluster_experiment.py", "--wire", wire, "--goal", scaled("400", "40")]
+    command += ["--time-limit", "270", *(["--kill-policy", "10"] if is_killed else [])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trainer/0" in done.stdout
+    assert f"'policy/0': {int(is_killed)}" in done.stdout
+    print(done.stdout.splitlines()[-1])

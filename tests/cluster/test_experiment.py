@@ -42,7 +42,7 @@ from penstock.cluster.pieces import batch_of
 from penstock.cluster.stream_agent import StreamAgent
 
 from ..scale import scaled
-from .support import wait_until
+from .support import MAKES, need, wait_until
 
 HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
 needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
@@ -97,9 +97,17 @@ def experiment(inference: str | None = "policy", agent: Any = None, **training: 
     )
 
 
-@pytest.mark.parametrize("wire", ["local", *scaled([pytest.param("zmq", marks=needs_zmq)], [])])
-@pytest.mark.parametrize("inference", [None, "policy"])
-def test_an_experiment_runs(wire: str, inference: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wire", "inference"),
+    [
+        ("local", None),
+        ("local", "policy"),
+        pytest.param("ray", None, marks=pytest.mark.ray),
+        *scaled([("zmq", None), ("zmq", "policy"), pytest.param("ray", "policy", marks=pytest.mark.ray)], []),
+    ],
+)
+def test_an_experiment_runs(wire: str, inference: str | None, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    need(wire, request)
     with experiment(inference, max_staleness=6).run(wire=wire) as run:
         state = run.wait(lambda s: s.version >= 8, timeout=60, metrics=tmp_path / "metrics.jsonl")
         assert state.version >= 8
@@ -110,10 +118,13 @@ def test_an_experiment_runs(wire: str, inference: str | None, tmp_path: Path) ->
     assert (tmp_path / "metrics.jsonl").read_text().startswith('{"version": ')
 
 
-@needs_zmq
-def test_an_experiment_goes_on_after_its_workers_were_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wire", [make for make in MAKES if make != "local"])
+def test_an_experiment_goes_on_after_its_workers_were_killed(
+    wire: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    need(wire, request)
     checkpoint = tmp_path / "trainer.pt"
-    with experiment(checkpoint=checkpoint, save_every=1, max_staleness=6).run(wire="zmq") as run:
+    with experiment(checkpoint=checkpoint, save_every=1, max_staleness=6).run(wire=wire) as run:
         version = run.wait(lambda s: s.version >= 3, timeout=60).version
         for name in scaled(("policy/0", "actor/1", "trainer/0"), ("policy/0", "trainer/0")):
             os.kill(run.panel.pid(name), signal.SIGKILL)
@@ -182,8 +193,9 @@ def recurrent_model(observation_space: Any, action_space: Any) -> Any:
     return Model()
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
-@pytest.mark.parametrize("agent", ["random", "recurrent"])
+@pytest.mark.parametrize(
+    ("kind", "agent"), [("serial", "random"), ("first ready", "random"), *((kind, "recurrent") for kind in SAMPLERS)]
+)
 def test_an_inference_stream_gives_the_samples_of_an_agent_in_the_actor(
     panel: ControlPanel, kind: str, agent: str
 ) -> None:

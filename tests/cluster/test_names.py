@@ -12,6 +12,8 @@ from penstock.cluster.names import Names
 
 from ..scale import scaled
 
+pytestmark = pytest.mark.timeout(scaled(1800, 120))
+
 KEYS = ("a", "a/b", "a/b/c", "a/c", "ab", "ab/b")
 OWNERS = ("x", "y", "z")
 LEASES = (None, 1.0, 2.5)
@@ -128,8 +130,8 @@ class NamesMachine(RuleBasedStateMachine):
         assert self.names.find() == {key: value[0] for key, value in sorted(self.live().items())}
 
 
-# 5,000 operations; at full scale 100,000.
-NamesMachine.TestCase.settings = settings(max_examples=scaled(2000, 100), stateful_step_count=50, deadline=None)
+# 100,000 operations; daily 2,000.
+NamesMachine.TestCase.settings = settings(max_examples=scaled(2000, 40), stateful_step_count=50, deadline=None)
 TestNames = NamesMachine.TestCase
 
 

@@ -10,6 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from penstock import RequestError
 from penstock.cluster.statuses import FINAL, StatusMachine
 
+from ..scale import scaled
+
+pytestmark = pytest.mark.timeout(scaled(1800, 120))
+
 ALLOWED = {
     ("start", "READY"): "RUNNING",
     ("start", "PAUSED"): "RUNNING",
@@ -57,5 +61,6 @@ class StatusModel(RuleBasedStateMachine):
         assert (self.machine.status in FINAL) == (self.status in ("COMPLETED", "INTERRUPTED", "ERROR"))
 
 
-StatusModel.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
+# 100,000 operations, or 600.
+StatusModel.TestCase.settings = settings(max_examples=scaled(5000, 30), stateful_step_count=20, deadline=None)
 TestStatuses = StatusModel.TestCase

@@ -15,9 +15,11 @@ from penstock.cluster import InferenceClient, InferenceServer, SampleConsumer, S
 from penstock.cluster.name_table import NameClient, NameHost
 from penstock.cluster.wire import Wire
 
-from .support import Wires, wait_until
+from ..scale import scaled
+from .support import MAKES, Wires, need, wait_until
 
-PIECES = 10_000
+pytestmark = pytest.mark.timeout(scaled(1800, 120))
+PIECES = scaled(100_000, 4_000)
 
 
 class Trial:
@@ -39,11 +41,9 @@ class Trial:
         self.wires.close()
 
 
-@pytest.fixture(params=["local", "zmq", "faulty"])
+@pytest.fixture(params=[*MAKES, "faulty"])
 def trial(request: pytest.FixtureRequest) -> Iterator[Trial]:
-    if request.param == "zmq":
-        pytest.importorskip("zmq", reason="the wire over sockets needs pyzmq")
-        pytest.importorskip("msgpack", reason="the wire over sockets needs msgpack")
+    need(request.param, request)
     made = Trial(request.param)
     yield made
     made.close()
@@ -68,7 +68,7 @@ class Taker(threading.Thread):
 
 @pytest.mark.parametrize("routing", ["any", "all", "one"])
 def test_each_piece_arrives_once(trial: Trial, routing: str) -> None:
-    n = PIECES // 160 if trial.wires.make == "faulty" else PIECES // 8
+    n = PIECES // 100 if trial.wires.make == "faulty" else PIECES // 4
     takers = [Taker(SampleConsumer(*trial.join(), "train", f"trainer/{i}")) for i in range(2)]
     producers = [
         SampleProducer(*trial.join(), "train", routing=routing, name=f"actor/{i}", credit=16) for i in range(4)

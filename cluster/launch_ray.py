@@ -1,0 +1,155 @@
+"""Workers, and the name table, in Ray actors. Each has a separate actor, which has a name and ends with the panel."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from typing import Any
+
+import cloudpickle
+import ray
+from ray import exceptions as ray_errors
+
+from penstock.cluster.name_table import NameHost
+from penstock.cluster.placement import ACTOR_VARIABLES
+from penstock.cluster.wire_ray import NAMESPACE, Packet, RayConnection, RayHub, new_name
+from penstock.cluster.worker import Connection, Worker
+from penstock.errors import ConfigError
+from penstock.workers.handle import open_pidfd, start_time_of
+
+_START_SECONDS = 120.0
+
+
+class ActorProcess:
+    """What runs in the process of an actor. Its methods compute nothing: a worker has a separate thread.
+
+    All methods except `put` are called with `_call`, so that they do not keep packets waiting.
+
+    Args:
+        name: of the actor.
+        owner: node, process id and start time of the process that has made it.
+    """
+
+    def __init__(self, name: str, owner: tuple[str, int, str | None]) -> None:
+        self._hub = RayHub.of_this_process(name)
+        threading.Thread(target=_end_with, args=owner, name="watchdog", daemon=True).start()
+
+    def put(self, packets: list[Packet]) -> None:
+        """Another process sends packets to the wires of this one."""
+        self._hub.receive(packets)
+
+    def pid(self) -> int:
+        """The process id."""
+        return os.getpid()
+
+    def host_names(self) -> str:
+        """Host a name table from now on. Returns its address."""
+        wire = RayConnection("").wire()
+        self._names = NameHost(wire)
+        return wire.address
+
+    def run(self, code: bytes) -> str:
+        """Run a worker until it ends. Returns its status."""
+        result: Future[str] = Future()
+
+        def work() -> None:
+            try:
+                make, connection, name = cloudpickle.loads(code)
+                result.set_result(make().run(connection, name).value)
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=work, name="worker", daemon=True).start()
+        return result.result()
+
+
+def new_actor(purpose: str, resources: Mapping[str, float]) -> Any:
+    """An actor, on whichever node has room for it."""
+    name, rest = new_name(purpose), dict(resources)
+    cls = ray.remote(concurrency_groups={"control": 3})(ActorProcess)
+    return cls.options(
+        name=name,
+        namespace=NAMESPACE,
+        num_cpus=rest.pop("CPU", 0),
+        num_gpus=rest.pop("GPU", 0),
+        resources=rest,
+        runtime_env={"env_vars": ACTOR_VARIABLES},
+        scheduling_strategy="SPREAD",
+    ).remote(name, (_node(), os.getpid(), start_time_of(os.getpid())))
+
+
+def _node() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def _end_with(node: str, pid: int, start_time: str | None) -> None:
+    """End this process as soon as its owner has ended, if that is on this machine. Ray does it some seconds later."""
+    descriptor = open_pidfd(pid) if node == _node() else None
+    if descriptor is not None and start_time is not None and start_time == start_time_of(pid):
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        poller.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _call(actor: Any, method: str, *args: Any) -> Any:
+    return getattr(actor, method).options(concurrency_group="control").remote(*args)
+
+
+class RayNames:
+    """A name table in an actor. Raises `ConfigError` if Ray cannot start it."""
+
+    def __init__(self, trial: str) -> None:
+        self._actor = new_actor(f"names of {trial}", {})
+        try:
+            self.address: str = ray.get(_call(self._actor, "host_names"), timeout=_START_SECONDS)
+        except ray_errors.RayError as error:
+            self.close()
+            raise ConfigError(f"Ray has not started the actor of the name table: {error}") from error
+
+    def close(self) -> None:
+        """End the actor."""
+        if ray.is_initialized():
+            ray.kill(self._actor)
+
+
+class LaunchedActor:
+    """A worker in a Ray actor, which ends with the process that has made it."""
+
+    def __init__(
+        self, make: Callable[[], Worker], connection: Connection, name: str, resources: Mapping[str, float]
+    ) -> None:
+        self._actor = new_actor(name, resources)
+        self._ended: Future[str] = _call(self._actor, "run", cloudpickle.dumps((make, connection, name))).future()
+
+    @property
+    def pid(self) -> int:
+        """Its process id, on its node."""
+        return int(ray.get(_call(self._actor, "pid"), timeout=_START_SECONDS))
+
+    def ending(self) -> str | None:
+        """How it has ended, or None while it runs."""
+        if not self._ended.done():
+            return None
+        error = self._ended.exception()
+        if error is None:
+            return f"its worker is {self._ended.result()}"
+        if isinstance(error, ray_errors.ActorDiedError):
+            return "its Ray actor was killed, or has ended"
+        return str(error).strip().splitlines()[-1]
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until it has ended. Returns whether it has. Then nothing of it is left."""
+        if not wait([self._ended], timeout).done:
+            return False
+        self.kill()
+        return True
+
+    def kill(self) -> None:
+        """Kill the actor."""
+        if ray.is_initialized():  # otherwise Ray has ended it
+            ray.kill(self._actor)
