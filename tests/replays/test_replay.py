@@ -240,13 +240,13 @@ def test_batches_that_do_not_fit_are_refused_and_nothing_is_written() -> None:
 def test_a_failed_write_is_not_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, replay = Stream(0, 2), Replay(40, max_truncations=99, seed=0)
     replay.append(stream.batch(20))
-    real = ring_module._put
+    real = ring_module.copy_rows
 
-    def failing(target: Any, *arguments: Any) -> None:
-        real(target, *arguments)
+    def failing(*arguments: Any) -> None:
+        real(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ring_module, "_put", failing)
+    monkeypatch.setattr(ring_module, "copy_rows", failing)
     with pytest.raises(KeyboardInterrupt):
         replay.append(stream.batch(5))
     monkeypatch.undo()
