@@ -21,6 +21,7 @@ from penstock.envs import fresh_seed
 from penstock.envs.factory import build_example_env, close_example_env, env_factories
 from penstock.errors import ClusterError, ConfigError
 from penstock.samplers import Sampler
+from penstock.workers.arguments import integer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -120,6 +121,7 @@ class Experiment:
 
         Raises `ConfigError` if the parts do not fit together, and a `ClusterError` if a worker cannot start.
         """
+        self._check_arguments(max_restarts)
         if self.policies is not None and self.policies.stream != self.actors.inference:
             raise ConfigError(
                 f"the policies serve the stream {self.policies.stream!r}, the actors ask {self.actors.inference!r}: "
@@ -139,6 +141,27 @@ class Experiment:
         resources = {"actor": self.actors.resources, "trainer": self.training.resources}
         resources["policy"] = self.policies.resources if self.policies is not None else None
         return Run(ControlPanel(self.name, trial, wire=wire, **panel), makers, max_restarts, resources)
+
+    def _check_arguments(self, max_restarts: int) -> None:
+        actors, training, policies = self.actors, self.training, self.policies
+        for name, function in (
+            ("make_agent", self.make_agent),
+            ("make_sampler", actors.make_sampler),
+            ("make_trainer", training.make_trainer),
+        ):
+            if not callable(function):
+                raise ConfigError(f"{name} must be a class or a function, got {function!r}")
+        integer("the number of actors", actors.count, 1)
+        integer("batch of Training", training.batch, 1)
+        integer("save_every", training.save_every, 1)
+        integer("max_restarts", max_restarts, 0)
+        if training.max_staleness is not None:
+            integer("max_staleness", training.max_staleness, 0)
+        if self.seed is not None:
+            integer("seed", self.seed, 0)
+        if policies is not None:
+            integer("the number of policies", policies.count, 1)
+            integer("max_batch", policies.max_batch, 1)
 
     def _plan(self) -> AgentPlan:
         """How all workers make the agent. The spaces are those of an example environment."""

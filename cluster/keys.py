@@ -46,13 +46,19 @@ class Connection:
         return zmq_wire(self, host=self.host)
 
     def write(self, path: str | Path) -> None:
-        """Write the file, readable for its owner alone. An older file is replaced."""
+        """Write the file, readable for its owner alone. An older file is replaced.
+
+        Raises `ConfigError` if it cannot be written.
+        """
         path = Path(path)
         part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.unlink(missing_ok=True)
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            json.dump(asdict(self), file)
-        part.replace(path)
+        try:
+            part.unlink(missing_ok=True)
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+                json.dump(asdict(self), file)
+            part.replace(path)
+        except OSError as error:
+            raise ConfigError(f"the connection file {path} cannot be written: {error.strerror}") from error
 
     @classmethod
     def read(cls, path: str | Path) -> Connection:

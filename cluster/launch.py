@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import signal
 import struct
@@ -19,6 +20,8 @@ from penstock.cluster.statuses import Status
 from penstock.cluster.worker import Connection, Worker
 from penstock.errors import ConfigError
 
+_log = logging.getLogger("penstock")
+
 _CHILD = "from penstock.cluster.launch import run_child; run_child()"
 _LENGTHS = struct.Struct("!QQ")
 
@@ -28,12 +31,20 @@ class LaunchedThread:
 
     def __init__(self, make: Callable[[], Worker], connection: Connection, name: str) -> None:
         self.pid = os.getpid()
-        self._thread = threading.Thread(target=lambda: make().run(connection, name), name=name, daemon=True)
+        self._error = ""
+        self._thread = threading.Thread(target=self._run, args=(make, connection, name), name=name, daemon=True)
         self._thread.start()
+
+    def _run(self, make: Callable[[], Worker], connection: Connection, name: str) -> None:
+        try:
+            make().run(connection, name)
+        except Exception as error:  # it could not begin: `run` reports what comes later itself
+            self._error = f": {type(error).__name__}: {error}"
+            _log.exception("worker %s could not be started", name)
 
     def ending(self) -> str | None:
         """How it has ended, or None while it runs."""
-        return None if self._thread.is_alive() else "its thread has ended"
+        return None if self._thread.is_alive() else f"its thread has ended{self._error}"
 
     def wait(self, timeout: float) -> bool:
         """Wait until it has ended. Returns whether it has."""

@@ -124,7 +124,7 @@ def _check_tree(value: Any, depth: int = 0) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise BadMessageError(f"the keys of a dict in a message must be str, got {list(value)[:5]}")
+                raise BadMessageError(f"the keys of a dict in a message must be str, got {key!r}")
             if isinstance(item, dict | list | tuple):
                 _check_tree(item, depth + 1)
     elif isinstance(value, list | tuple):
@@ -137,7 +137,7 @@ def _checked_array(value: Any) -> Any:
     """`value`, if it is an array that can be sent. Otherwise raises `BadMessageError`."""
     if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS and value.ndim <= 32:
         return value
-    kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+    kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a value of type {type(value).__name__}"
     raise BadMessageError(
         f"{kind} cannot cross a wire: send numbers, str, bytes, lists, dicts with str keys, and arrays of numbers"
     )

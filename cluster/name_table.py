@@ -162,22 +162,24 @@ class NameClient:
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise NoReplyError(
-                    f"the name table at {self._address} has not answered for {timeout:g} s: check that its control "
-                    "panel runs, and that this machine can reach it"
-                )
+                raise self._silent(timeout)
             try:
                 result = self._live_peer().ask({"call": call, **arguments}, left).result()
             except PeerLostError:  # it may come back: these calls can be made twice
                 if self._wire.is_closed:
                     raise
                 time.sleep(min(0.05, left))
+            except NoReplyError:
+                raise self._silent(timeout) from None
             except RequestError as error:
                 _, is_name_error, text = str(error).partition(_NAME_ERROR)
                 raise (NameTableError(text) if is_name_error else error) from None
             else:
                 self.heard = time.monotonic()
                 return result
+
+    def _silent(self, timeout: float) -> NoReplyError:
+        return NoReplyError(f"no control panel has answered at {self._address} for {timeout:g} s: it may have ended")
 
     def _live_peer(self) -> Peer:
         with self._wire.lock:

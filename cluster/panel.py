@@ -21,6 +21,7 @@ from penstock.cluster.trial import Launched, Trial, open_trial
 from penstock.cluster.wire import Wire
 from penstock.cluster.worker import Connection, Worker
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError
+from penstock.workers.arguments import integer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -113,6 +114,9 @@ class ControlPanel:
         if self._trial is None:
             raise ConfigError("this panel has joined a trial: only the panel that began the trial launches workers")
         make = load_worker(worker)[0] if isinstance(worker, str) else worker
+        if not callable(make) or (isinstance(make, type) and not issubclass(make, Worker)):
+            raise ConfigError(f"launch needs a subclass of Worker, or a function that makes a worker, got {make!r}")
+        integer("count", count, least=0)
         base = name or snake(make.func if isinstance(make, partial) else make)
         names = [f"{base}/{first + i}" for i in range(count)]
         for each in names:
@@ -130,7 +134,7 @@ class ControlPanel:
 
         Raises `ClusterError` as soon as a launched one has ended, and `NoReplyError` after `timeout` seconds.
         """
-        wanted = list(self._launched if names is None else names)
+        wanted = list(self._launched if names is None else _listed(names))
         deadline = time.monotonic() + timeout
         while True:
             found = self.auto_connect()
@@ -140,16 +144,17 @@ class ControlPanel:
             for name in missing:
                 ending = self._launched[name].ending() if name in self._launched else None
                 if ending is not None:
-                    _, reason = self._final(name) or ("", "")
-                    raise ClusterError(
-                        f"worker {name} has ended before it could be reached ({ending}): {reason or 'see its log'}"
-                    )
+                    final = self._final(name)
+                    reason = f": {final[1]}" if final else "; see its log"
+                    raise ClusterError(f"worker {name} has ended before it could be reached ({ending}){reason}")
             if time.monotonic() >= deadline:
                 raise NoReplyError(f"these workers could not be reached within {timeout:g} s: {', '.join(missing)}")
             self._closing.wait(0.05)
 
     def auto_connect(self) -> list[str]:
         """Connect to all workers that the name table lists. Returns their names."""
+        if self._closing.is_set():
+            raise ClusterError("this control panel was closed: make another one")
         found = self.names.find("workers")
         for key, place in found.items():
             name = key.partition("/")[2]
@@ -195,7 +200,11 @@ class ControlPanel:
             regex: only the workers whose names match it from start to end.
             kwargs: the same for all, or a list with one for each worker, in the order of the names.
         """
-        chosen = [name for name in (self.worker_names if names is None else names) if re.fullmatch(regex or ".*", name)]
+        chosen = [
+            name
+            for name in (self.worker_names if names is None else _listed(names))
+            if re.fullmatch(regex or ".*", name)
+        ]
         each = [kwargs or {}] * len(chosen) if isinstance(kwargs, Mapping | None) else list(kwargs)
         if len(each) != len(chosen):
             raise ConfigError(
@@ -247,20 +256,26 @@ class ControlPanel:
     def _ask_all(self, command: str, names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
         """The answers of these workers. For one that does not answer: its status, and the error that ended it."""
         self.auto_connect()
-        chosen = self.worker_names if names is None else list(names)
-        answers: dict[str, Any] = {}
-        for response in self.group_request(command, names=chosen, timeout=timeout):
-            name = response.worker_name
-            answers[name] = response.result if response.is_ok else self._silent_status(name)
-        return answers
+        chosen = self.worker_names if names is None else list(_listed(names))
+        responses = self.group_request(command, names=chosen, timeout=timeout)
+        return {
+            response.worker_name: response.result if response.is_ok else self._status_from_outside(response)
+            for response in responses
+        }
 
-    def _silent_status(self, name: str) -> tuple[Status, str]:
-        """The status of a worker that does not answer, and the error that ended it."""
+    def _status_from_outside(self, response: Response) -> tuple[Status, str]:
+        """The status of a worker that has given no answer, and the error that ended it."""
+        name = response.worker_name
         final = self._final(name)
         if final is not None:
             return Status(final[0]), final[1]
+        if not response.timed_out and not response.lost:  # it lives: it has answered with an error
+            (status,) = self.group_request("status", names=[name], timeout=1.0)
+            if status.is_ok:
+                return Status(status.result), str(response.error).partition("\n")[0]
         if name in self._peers or name in self._launched:
-            return Status.LOST, ""
+            worker = self._launched.get(name)
+            return Status.LOST, (worker and worker.ending()) or ""
         return Status.UNKNOWN, ""
 
     def _final(self, name: str) -> tuple[str, str] | None:
@@ -347,6 +362,13 @@ class ControlPanel:
                     ending = worker.ending()
                     if ending is not None:
                         peer.lose(ending)
+
+
+def _listed(names: Iterable[str]) -> Iterable[str]:
+    """`names`. Raises `ConfigError` for one name: its letters are no names."""
+    if isinstance(names, str):
+        raise ConfigError(f"names must be a list of names, got {names!r}: write [{names!r}]")
+    return names
 
 
 def _response(name: str, future: Future[Any]) -> Response:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cluster.keys import Connection
+from penstock.cluster.worker import check_handler
 from penstock.errors import ConfigError
 from penstock.ports import PortLease, lease_port
 
@@ -60,6 +61,7 @@ class RpcServer:
 
     def register(self, command: str, handler: Callable[..., Any]) -> None:
         """Answer calls of `command` with `handler(**kwargs)`."""
+        check_handler(command, handler)
         self._handlers[command] = handler
 
     def serve(self, seconds: float) -> int:

@@ -15,6 +15,7 @@ from penstock.cluster.name_table import NameClient
 from penstock.cluster.peer import Peer
 from penstock.cluster.wire import Inbox, Letter, Wire
 from penstock.errors import ClusterError, ConfigError, NoReplyError, PeerLostError
+from penstock.workers.arguments import integer
 
 ROUTINGS = ("any", "all", "one")
 _LOOK_SECONDS = 0.5  # how often a stream looks into the name table for new consumers or servers
@@ -78,6 +79,7 @@ class SampleProducer:
     ) -> None:
         if routing not in ROUTINGS:
             raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}, got {routing!r}")
+        integer("credit", credit, 1)
         self._stream, self._routing, self._name = stream, routing, name
         self._consumers = _Inboxes(wire, names, f"streams/{stream}", credit)
         self._lock = threading.Lock()

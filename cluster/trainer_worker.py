@@ -14,7 +14,7 @@ from penstock.cluster.policy_worker import AgentPlan
 from penstock.cluster.statuses import Status
 from penstock.cluster.streams import SampleConsumer
 from penstock.cluster.worker import PollResult, Worker
-from penstock.errors import NoReplyError
+from penstock.errors import ConfigError, NoReplyError, brief
 
 _WAIT_SECONDS = 0.05  # how long a poll waits for a piece
 
@@ -22,8 +22,8 @@ _WAIT_SECONDS = 0.05  # how long a poll waits for a piece
 class Trainer(Protocol):
     """A class that you write. It is called with the initialized agent."""
 
-    def step(self, batch: Batch) -> Mapping[str, float]:
-        """Train on one batch: change the parameters of the agent. Returns figures, which the panel shows."""
+    def step(self, batch: Batch) -> Mapping[str, float] | None:
+        """Train on one batch: change the parameters of the agent. Returns figures, which the panel shows, or None."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,11 +74,22 @@ class TrainerWorker(Worker):
     def _configure(self) -> None:
         self._agent = self._plan.agent()
         self._trainer = self._make_trainer(self._agent)
+        self._check_trainer()
         if self._checkpoint is not None and self._checkpoint.exists():
             self._load(self._checkpoint)
         self._server = ParameterServer(self.wire, self.names, self._policy)
         self._server.publish(self._version, self._agent.read_parameters())
         self._consumer = SampleConsumer(self.wire, self.names, self._stream, self.name)
+
+    def _check_trainer(self) -> None:
+        """Raise `ConfigError` now for what would otherwise fail at the first step, or at the first checkpoint."""
+        needed = ["step"] if self._checkpoint is None else ["step", "state_dict", "load_state_dict"]
+        missing = [name for name in needed if not callable(getattr(self._trainer, name, None))]
+        if missing:
+            kind = type(self._trainer).__name__
+            raise ConfigError(f"the trainer has no method {', '.join(missing)}: make_trainer has returned a {kind}")
+        if self._checkpoint is not None and not self._checkpoint.absolute().parent.is_dir():
+            raise ConfigError(f"the folder of checkpoint={str(self._checkpoint)!r} does not exist: make it first")
 
     def _poll(self) -> PollResult:
         assert self._consumer is not None
@@ -95,7 +106,7 @@ class TrainerWorker(Worker):
         staleness = max(self._version - piece["version"] for piece in self._pieces)
         self._largest_staleness = max(self._largest_staleness, staleness)
         batch, self._pieces = batch_of(self._pieces), []
-        self._results = {name: float(value) for name, value in self._trainer.step(batch).items()}
+        self._results = _figures(self._trainer.step(batch))
         self._version += 1
         self._server.publish(self._version, self._agent.read_parameters())
         if self._checkpoint is not None and self._version % self._save_every == 0:
@@ -126,7 +137,7 @@ class TrainerWorker(Worker):
 
     def _stats(self) -> Mapping[str, float]:
         own = {"version": self._version, "stale": self._n_stale, "largest_staleness": self._largest_staleness}
-        return {**own, **self._results}
+        return {**own, **self._results, **own}
 
     def _close(self) -> None:
         if self._consumer is not None:
@@ -135,3 +146,16 @@ class TrainerWorker(Worker):
             if self._checkpoint is not None and self.status is not Status.ERROR:
                 self._save(self._checkpoint)
             self._server.close()
+
+
+def _figures(returned: Any) -> dict[str, float]:
+    """What `step` has returned, as numbers."""
+    if not isinstance(returned, Mapping | None):
+        raise TypeError(f"step of the trainer must return a dict of figures or None, got {brief(returned)}")
+    figures = {}
+    for name, value in (returned or {}).items():
+        try:
+            figures[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:  # torch raises RuntimeError for several numbers
+            raise TypeError(f"the trainer's figure {name!r} must be one number, got {brief(value)}") from error
+    return figures

@@ -32,7 +32,7 @@ from penstock.cluster.transport import (
     Transport,
     is_header,
 )
-from penstock.errors import ClusterError, RequestError
+from penstock.errors import ClusterError, PeerLostError, RequestError
 
 _MOST_LETTERS = 10_000  # in one inbox. More are not accepted, and the senders send them again
 _FORGET_SECONDS = 600.0  # an inbox forgets a sender that was silent for so long
@@ -210,9 +210,13 @@ class Wire:
         Args:
             credit: how many messages by `tell` may wait in its inbox.
             lost_after: seconds of silence after which it counts as lost.
+
+        Raises `PeerLostError` if this wire is closed.
         """
         peer = Peer(self, name, address, target, credit, lost_after)
         with self.lock:
+            if self._is_closed:  # nothing would end the requests of this peer
+                raise PeerLostError(f"{name} is lost: this wire was closed")
             self._peers[peer._id] = peer
         return peer
 

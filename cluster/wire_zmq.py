@@ -23,6 +23,7 @@ from penstock.cluster.keys import Connection
 from penstock.cluster.transport import TICK_SECONDS, Header, Transport
 from penstock.cluster.wire import Wire
 from penstock.errors import ConfigError
+from penstock.workers.arguments import integer
 
 _log = logging.getLogger("penstock")
 
@@ -51,6 +52,7 @@ class ZmqTransport(Transport):
             raise ConfigError(
                 f"host={host!r} would open a port on every network of this machine: give the address of one network"
             )
+        integer("port", port, 0, 65_535)  # zmq would take other numbers modulo 65,536
         self._keys = connection
         self._context = zmq.Context()
         self._dealers: dict[str, zmq.Socket[bytes]] = {}

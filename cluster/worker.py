@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from penstock.cluster.name_table import NameClient
 from penstock.cluster.statuses import FINAL, Status, StatusMachine
 from penstock.cluster.wire import Letter, Wire
-from penstock.errors import ClusterError, RequestError
+from penstock.errors import ClusterError, ConfigError, RequestError
 
 _log = logging.getLogger("penstock")
 
@@ -24,6 +24,14 @@ Handler = Callable[..., Any]
 ORPHAN_SECONDS = 30.0  # a worker that has not reached the name table for so long ends
 _IDLE_SECONDS = 0.002  # between polls that had nothing to do
 _STATS_SECONDS = 0.5  # how often a worker updates its figures
+#: What every worker answers.
+_COMMANDS = ("configure", "reconfigure", "start", "pause", "exit", "interrupt", "ping", "status", "stats", "stacks")
+
+
+def check_handler(command: str, handler: Handler) -> None:
+    """Raise `ConfigError` unless `command` is text and `handler` can be called."""
+    if not isinstance(command, str) or not callable(handler):
+        raise ConfigError(f"a handler is the name of a command and a function, got {command!r} and {handler!r}")
 
 
 class Connection(Protocol):
@@ -165,7 +173,10 @@ class Worker:
 
     def register_handler(self, command: str, handler: Handler, *, urgent: bool = False) -> None:
         """Answer requests of this command with `handler(**kwargs)`: between two polls, or with `urgent` at once, in
-        another thread."""
+        another thread. Raises `ConfigError` if every worker has a command of this name."""
+        check_handler(command, handler)
+        if command in _COMMANDS:
+            raise ConfigError(f"every worker has the command {command!r}: choose another name for this handler")
         self._worker_server.register(command, handler, urgent=urgent)
 
     @property
@@ -210,6 +221,8 @@ class Worker:
             server.handle(idle if machine.status is Status.RUNNING else 0.2)
             if machine.status is Status.RUNNING:
                 result = self._poll() or PollResult()
+                if not isinstance(result, PollResult):
+                    raise TypeError(f"_poll must return a PollResult or None, got {result!r}")
                 self._worker_counts["polls"] += 1
                 self._worker_counts["samples"] += result.sample_count
                 self._worker_counts["batches"] += result.batch_count
@@ -258,7 +271,8 @@ class Worker:
 
     def _report(self) -> dict[str, Any]:
         seconds = time.monotonic() - self._worker_began
-        return {"status": self._worker_machine.status.value, "seconds": seconds, **self._worker_figures}
+        own = {"status": self._worker_machine.status.value, "seconds": seconds}
+        return {**own, **self._worker_figures, **own}
 
     def _stacks(self) -> str:
         frame = sys._current_frames().get(self._worker_thread)

@@ -36,6 +36,9 @@ def shape_of(
 
     Raises `ConfigError` if there are `frames` and the observations have another shape.
     """
+    if not hasattr(samples, "env"):
+        kind = type(samples).__name__
+        raise ConfigError(f"a replay takes samples, got a {kind}: obtain_samples returns (samples, traj_infos)")
     is_batch = len(samples.env.reward.shape) == 2
     B = samples.env.reward.shape[1] if is_batch else 1
 
@@ -195,6 +198,8 @@ class Appender:
         """Raise `ConfigError` if the batch has too many rows or other columns than the ring, and `SpaceError` if the
         fields have other shapes or dtypes."""
         shape = self.ring.shape
+        if len(samples.env.reward.shape) != 2:
+            raise ConfigError("a replay takes batches [T, B]: append the samples as the sampler has returned them")
         batch_T, batch_B = samples.env.reward.shape
         expected_B = self._columns.stop - self._columns.start
         if batch_B != expected_B:

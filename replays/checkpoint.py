@@ -67,11 +67,13 @@ def write_checkpoint(folder: Path, ring: Ring, facts: dict[str, Any], priorities
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """What `replay.json` says. Raises `ConfigError` if there is no checkpoint."""
+    """What `replay.json` says. Raises `ConfigError` if there is no checkpoint, or it cannot be read."""
     try:
         index: dict[str, Any] = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{folder} holds no saved replay: there is no {_INDEX}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / _INDEX} cannot be read: {error}") from error
     if index.get("format") != _FORMAT:
         raise ConfigError(f"{folder} was saved in format {index.get('format')}, this version reads {_FORMAT}")
     return index
@@ -156,7 +158,10 @@ def _write_array(path: Path, pieces: list[Any]) -> None:
 
 def _read_array(folder: Path, index: dict[str, Any], name: str) -> Any:
     path = folder / index["data"] / index["arrays"][name]
-    return np.load(path, mmap_mode="r")
+    try:
+        return np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"the replay saved in {folder} is damaged, {path.name} cannot be read: {error}") from error
 
 
 def _describe(tree: Any) -> Any:

@@ -106,11 +106,13 @@ class Replay:
         if max_truncations is not None:
             max_truncations = require_count("max_truncations", max_truncations)
         self.max_truncations = max_truncations
+        if not isinstance(file, str | os.PathLike | None):
+            raise ConfigError(f"file must be a path or None, got {file!r}")
         #: The exponents of priorities and of weights. `alpha` counts for later calls of `update`.
         self.alpha, self.beta = (prioritized.alpha, prioritized.beta) if prioritized else (0.0, 0.0)
         #: Positions drawn so far.
         self.n_drawn = 0
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(None if seed is None else require_count("seed", seed, 0))
         self._storage: _Storage | None = None
         self._feeder: Feeder | None = None
         self._has_warned = False
@@ -226,6 +228,8 @@ class Replay:
         n = require_count("n", n)
         if newer_than is not None and self.prioritized is not None:
             raise ConfigError("newer_than needs a replay without priorities: make it with prioritized=None")
+        if out is not None and len(out.index) != n:
+            raise ConfigError(f"out has {len(out.index)} positions, but {n} are to be drawn: it must have as many")
         if self._feeder is not None:
             self._feeder.before_sample(n)
             self._warn_of_lost_finals()
@@ -316,7 +320,7 @@ class Replay:
         With another `capacity`, it keeps as many of the newest steps as fit, and the draws may differ. The next batch
         that is appended is taken for the first one of a new sampler: no window crosses from the saved steps to it.
 
-        Raises `ConfigError` if there is no checkpoint, or not enough memory.
+        Raises `ConfigError` if there is no checkpoint, if it is damaged, or if there is not enough memory.
         """
         index = read_index(Path(folder))
         saved = index["options"]

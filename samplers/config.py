@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _BOUNDS = {
     "batch_T": (1, 2**63 - 1),
     "batch_B": (1, MOST_ENVS),
-    "n_slots": (1, 2**31),
+    "n_slots": (1, 10_000),
     "max_decorrelation_steps": (0, 10**9),
     "eval_n_envs": (0, MOST_ENVS),
     "eval_max_steps": (0, 2**63 - 1),
@@ -40,6 +40,15 @@ _OTHER_NAMES = {
     "num_workers": "n_workers",
     "workers": "n_workers",
     "EnvCls": "env_fn",
+}
+
+#: Which samplers have the arguments that not all of them have.
+_ARGUMENTS_OF = {
+    **dict.fromkeys(("min_ready", "serve_envs", "compile_model"), "GpuSampler and AlternatingSampler have it"),
+    "server": "GpuSampler, AlternatingSampler and AsyncSampler have it",
+    "overlap": "AlternatingSampler has it",
+    **dict.fromkeys(("lag", "replay", "ratio"), "AsyncSampler has it"),
+    **dict.fromkeys(("n_shards", "on_node_failure"), "penstock.cluster.RaySampler has it"),
 }
 
 EnvKwargs = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
@@ -120,7 +129,7 @@ class SamplerConfig:
         known = {field.name: field.default for field in fields(cls)}
         for name in options:
             if name not in known:
-                hints = {other: f"did you mean {own!r}?" for other, own in _OTHER_NAMES.items()}
+                hints = {other: f"did you mean {own!r}?" for other, own in _OTHER_NAMES.items()} | _ARGUMENTS_OF
                 raise unknown_argument(caller, name, list(known), hints)
         missing = [name for name, default in known.items() if default is MISSING and name not in {"env_fn", *options}]
         if missing:

@@ -159,8 +159,8 @@ class RestoringCalls(ABC):
             self._check_restorable("load_state_dict")
             if self._batches.held:
                 raise SamplerStateError("load_state_dict must be called after initialize, before the first batch")
-            self._check_state(state)
             server_agent, control, parameters = self._server_agent(), self._memory.control, self._memory.parameters
+            self._check_state(state)
             counts = {tuple(each) for each in state["evaluations"].values()}
             generation = state["generation"] + 1
             # A worker that is replaced from now on gets streams that were never used.
@@ -212,6 +212,12 @@ class RestoringCalls(ABC):
     def _check_state(self, state: Mapping[str, Any]) -> None:
         if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
             raise ConfigError(f"load_state_dict needs what state_dict has returned, of format {_FORMAT}")
+        parts = ("batches", "policy_version", "generation", "columns", "evaluations")
+        missing = [name for name in (*self._described(), *parts) if name not in state]
+        if missing:
+            raise ConfigError(f"this state is damaged: it has no {', '.join(missing)}")
+        for name in ("batches", "policy_version", "generation"):
+            integer(f"{name} of the state", state[name], 0)
         for name, own in self._described().items():
             if state[name] != own:
                 hint = f": initialize(agent, seed={state[name]})" if name == "seed" else ""

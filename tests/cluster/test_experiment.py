@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from penstock import (
     GpuSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
+    RequestError,
     SerialSampler,
 )
 from penstock.cluster import (
@@ -35,11 +37,13 @@ from penstock.cluster import (
     SampleConsumer,
     TrainerWorker,
     Training,
+    Worker,
 )
 from penstock.cluster.launch import LaunchedThread
 from penstock.cluster.name_table import NameClient
 from penstock.cluster.pieces import batch_of
 from penstock.cluster.stream_agent import StreamAgent
+from penstock.cluster.trainer_worker import _figures
 
 from ..scale import scaled
 from .support import MAKES, need, wait_until
@@ -256,6 +260,74 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         Experiment("x", RandomAgent, Actors(1, SAMPLER), Training(CountingTrainer), Policies(1, stream="a")).run()
     with pytest.raises(ConfigError, match="actors fill 'a', the trainer reads 'train'"):
         Experiment("x", RandomAgent, Actors(1, SAMPLER, samples="a"), Training(CountingTrainer)).run()
+
+
+@pytest.mark.parametrize(
+    ("parts", "error"),
+    [
+        ({"make_agent": 5}, "make_agent must be a class or a function, got 5"),
+        ({"actors": Actors(1, SAMPLER())}, "make_sampler must be a class or a function, got <SerialSampler"),
+        ({"actors": Actors(0, SAMPLER)}, "the number of actors must be an integer of at least 1, got 0"),
+        ({"training": Training(CountingTrainer, batch=0)}, "batch of Training must be an integer of at least 1, got 0"),
+        ({"training": Training(CountingTrainer, save_every=0)}, "save_every must be an integer of at least 1, got 0"),
+        ({"policies": Policies(0)}, "the number of policies must be an integer of at least 1, got 0"),
+        ({"seed": "x"}, "seed must be an integer of at least 0, got 'x'"),
+    ],
+)
+def test_wrong_numbers_are_refused_before_anything_starts(parts: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        replace(experiment(), **parts).run()
+
+
+class Halting:
+    """A trainer that cannot save itself."""
+
+    def __init__(self, agent: Any) -> None:
+        pass
+
+    def step(self, batch: Batch) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "checkpoint", "error"),
+    [
+        (Halting, "trainer.pt", "no method state_dict, load_state_dict: make_trainer has returned a Halting"),
+        (lambda agent: None, None, "the trainer has no method step: make_trainer has returned a NoneType"),
+        (CountingTrainer, "missing/trainer.pt", r"the folder of checkpoint='.*' does not exist: make it first"),
+    ],
+)
+def test_a_trainer_that_could_not_step_or_save_is_refused(
+    panel: ControlPanel, tmp_path: Path, make: Any, checkpoint: str | None, error: str
+) -> None:
+    plan = experiment(agent=RandomAgent)._plan()
+    path = checkpoint and tmp_path / checkpoint
+    panel.launch(partial(TrainerWorker, make, plan, checkpoint=path), name="trainer")
+    panel.connect()
+    with pytest.raises(RequestError, match=error):
+        panel.request("trainer/0", "configure")
+
+
+def test_what_a_step_returns_is_a_dict_of_numbers() -> None:
+    assert _figures(None) == {}
+    assert _figures({"a": np.float32(2), "b": np.ones(1)[0]}) == {"a": 2.0, "b": 1.0}
+    with pytest.raises(TypeError, match="step of the trainer must return a dict of figures or None, got 5"):
+        _figures(5)
+    for value in ("x", [1.0, 2.0], np.ones(2)):
+        with pytest.raises(TypeError, match="the trainer's figure 'loss' must be one number"):
+            _figures({"loss": value})
+
+
+def test_no_figure_of_a_worker_hides_its_status(panel: ControlPanel) -> None:
+    class Rude(Worker):
+        def _stats(self) -> dict[str, float]:
+            return {"status": 5.0, "seen": 1.0}
+
+    panel.launch(Rude)
+    panel.connect()
+    panel.request("rude/0", "configure")
+    wait_until(lambda: "seen" in panel.stats()["rude/0"])
+    assert panel.stats()["rude/0"]["status"] == "READY"
 
 
 def test_an_agent_of_a_stream_cannot_go_into_workers(panel: ControlPanel) -> None:

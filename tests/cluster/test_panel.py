@@ -107,7 +107,7 @@ def test_errors_of_a_worker_reach_the_panel(panel: ControlPanel) -> None:
         panel.request("counter/0", "add", n=-1)
     with pytest.raises(RequestError, match="add raised TypeError"):
         panel.request("counter/0", "add", m=1)
-    with pytest.raises(RequestError, match="unplain raised BadMessageError: a object cannot cross a wire"):
+    with pytest.raises(RequestError, match="unplain raised BadMessageError: a value of type object cannot cross"):
         panel.request("counter/0", "unplain")
     with pytest.raises(RequestError, match="configured already"):
         panel.request("counter/0", "configure")
@@ -404,3 +404,108 @@ def test_waiting_for_a_name_and_watching_names(local: ControlPanel) -> None:
     finally:
         wire.close()
     assert sorted(both.result(10)) == ["a", "b"]  # the lease of b has run out
+
+
+def test_a_closed_panel_says_so(panel: ControlPanel) -> None:
+    started(panel)
+    panel.close()
+    for call in (panel.pulse, panel.stats, panel.table, panel.connect, lambda: panel.request("counter/0", "ping")):
+        with pytest.raises(ClusterError, match="this control panel was closed: make another one"):
+            call()
+    with pytest.raises(PeerLostError, match="this wire was closed"):
+        panel.launch(Counter, name="another")
+
+
+def test_a_worker_whose_figures_cannot_be_sent_is_not_lost(local: ControlPanel) -> None:
+    class Worse(Counter):
+        def _stats(self) -> Any:
+            return {"loss": object()}
+
+    local.launch(Worse)
+    local.connect()
+    local.request("worse/0", "configure")
+    local.request("worse/0", "start")
+    wait_until(lambda: "text" in local.stats()["worse/0"])
+    facts = local.stats()["worse/0"]
+    assert facts["status"] == "RUNNING"
+    assert "stats raised BadMessageError: a value of type object cannot cross a wire" in facts["text"]
+
+
+@needs_zmq
+def test_the_table_says_how_a_process_has_ended() -> None:
+    with ControlPanel("test", wire="zmq") as panel:
+        panel.launch(Counter)
+        panel.connect(timeout=60)
+        os.kill(panel.pid("counter/0"), signal.SIGKILL)
+        wait_until(lambda: panel.stats()["counter/0"] == {"status": "LOST", "text": "killed by SIGKILL"})
+
+
+def test_one_name_is_no_list_of_names(local: ControlPanel) -> None:
+    for call in (local.pulse, local.stats, local.connect, lambda names: local.group_request("ping", names=names)):
+        with pytest.raises(ConfigError, match=r"names must be a list of names, got 'a/0': write \['a/0'\]"):
+            call("a/0")
+
+
+def test_a_worker_that_cannot_be_made_in_a_thread_is_reported_at_once(local: ControlPanel) -> None:
+    def fail() -> Worker:
+        raise RuntimeError("no such worker")
+
+    local.launch(fail, name="failing")
+    with pytest.raises(ClusterError, match="its thread has ended: RuntimeError: no such worker"):
+        local.connect()
+
+
+def test_mistakes_of_a_worker_are_named(local: ControlPanel, caplog: pytest.LogCaptureFixture) -> None:
+    class Mistaken(Counter):
+        def _configure(self, word: Any = "mine", handler: Any = print) -> None:  # type: ignore[override]
+            self.register_handler(word, handler)
+
+        def _poll(self) -> Any:
+            return 5
+
+    for wrong in (int, Counter(), 5):
+        with pytest.raises(ConfigError, match="launch needs a subclass of Worker"):
+            local.launch(wrong)  # type: ignore[arg-type]
+    local.launch(Mistaken)
+    local.connect()
+    with pytest.raises(RequestError, match="every worker has the command 'status'"):
+        local.request("mistaken/0", "configure", word="status")
+    with pytest.raises(RequestError, match="a handler is the name of a command and a function, got 5"):
+        local.request("mistaken/0", "configure", word=5)
+    with pytest.raises(RequestError, match="a function, got 'mine' and 5"):
+        local.request("mistaken/0", "configure", handler=5)
+    local.request("mistaken/0", "configure")
+    local.request("mistaken/0", "start")
+    text = "TypeError: _poll must return a PollResult or None, got 5"
+    wait_until(lambda: local.stats()["mistaken/0"] == {"status": "ERROR", "text": text})
+    assert "mistaken/0 has failed" in caplog.text
+
+
+@needs_zmq
+def test_a_panel_that_has_ended_is_named() -> None:
+    from penstock.cluster.keys import Connection
+    from penstock.cluster.name_table import NameClient
+
+    keys = Connection.make("test/names")
+    ended, mine = keys.wire(), keys.wire()
+    address = ended.address
+    ended.close()
+    try:
+        with pytest.raises(NoReplyError, match=rf"no control panel has answered at {address} for 0\.2 s"):
+            NameClient(mine, address, timeout=0.2).find()
+    finally:
+        mine.close()
+
+
+@needs_zmq
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"port": 99_999}, "port must be at most 65,535, got 99999"),
+        ({"port": -1}, "port must be an integer of at least 0, got -1"),
+        ({"file": "/no such folder/trial.json"}, "the connection file /no such folder/trial.json cannot be written"),
+    ],
+)
+def test_a_wrong_port_or_file_is_refused(option: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        ControlPanel("test", wire="zmq", **option)

@@ -142,6 +142,21 @@ def test_a_second_save_replaces_the_first_and_removes_it(tmp_path: Path) -> None
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.parametrize("n_bytes", [0, 50, None], ids=["empty", "cut off", "missing"])
+def test_a_damaged_checkpoint_names_the_file(tmp_path: Path, n_bytes: int | None) -> None:
+    make("priorities", 3)[1].save(tmp_path)
+    (data,) = tmp_path.glob("data-*")
+    for path in (tmp_path / "replay.json", data / "priorities.npy", data / "00.npy"):
+        whole = path.read_bytes()
+        path.unlink()
+        if n_bytes is not None:
+            path.write_bytes(whole[:n_bytes])
+        with pytest.raises(ConfigError, match=path.name):
+            Replay.load(tmp_path)
+        path.write_bytes(whole)
+    Replay.load(tmp_path)
+
+
 def test_folders_without_a_checkpoint_say_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no saved replay"):
         Replay.load(tmp_path)

@@ -176,6 +176,34 @@ def test_settings_may_be_numbers_of_numpy(tmp_path: Path) -> None:
         Replay.load(tmp_path, capacity=0)
 
 
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
+        ({"seed": "x"}, "seed must be an integer of at least 0, got 'x'"),
+        ({"file": 5}, "file must be a path or None, got 5"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(option: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        Replay(10, **option)
+
+
+def test_what_obtain_samples_returns_is_not_the_samples_alone() -> None:
+    with pytest.raises(ConfigError, match=r"got a tuple: obtain_samples returns \(samples, traj_infos\)"):
+        Replay(10).append((Stream(0, 3).batch(2), []))
+
+
+def test_rows_without_columns_and_an_earlier_batch_of_another_size_are_refused() -> None:
+    samples = Stream(0, 3).batch(9)
+    replay = Replay(30)
+    replay.append(samples)
+    with pytest.raises(ConfigError, match=r"a replay takes batches \[T, B\]"):
+        replay.append(samples.map(lambda array: array[:, 0]))
+    with pytest.raises(ConfigError, match="out has 5 positions, but 4 are to be drawn"):
+        replay.sample(4, out=replay.sample(5))
+
+
 def test_the_estimate_is_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     def make() -> Any:
         return FrameStackObservation(Pictures(), 4)

@@ -40,6 +40,17 @@ def test_an_unknown_argument_is_named_with_all_there_are(cls: Any) -> None:
         cls(CountingEnv, batch_T=1, batch_B=2, zzz=3)
 
 
+@pytest.mark.parametrize("name", ["min_ready", "server", "overlap", "lag", "replay", "n_shards"])
+def test_an_argument_of_another_sampler_is_named_with_it(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^SerialSampler has no argument '{name}': .*Sampler ha(s|ve) it$"):
+        SerialSampler(CountingEnv, **{"batch_T": 1, "batch_B": 2, name: 3})
+
+
+def test_more_slots_than_a_sampler_can_have_are_refused() -> None:
+    with pytest.raises(ConfigError, match="n_slots must be at most 10,000, got 1000000000"):
+        SerialSampler(CountingEnv, batch_T=1, batch_B=2, n_slots=10**9)
+
+
 @every
 def test_missing_arguments_are_named(cls: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{cls.__name__} needs batch_T and batch_B$"):

@@ -386,6 +386,11 @@ def test_a_state_of_another_run_is_refused() -> None:
         for other in ({}, None, {**state, "format": 0}):
             with pytest.raises(ConfigError, match="needs what state_dict has returned"):
                 sampler.load_state_dict(other)
+        damaged = {name: part for name, part in state.items() if name not in ("columns", "seed")}
+        with pytest.raises(ConfigError, match="this state is damaged: it has no seed, columns"):
+            sampler.load_state_dict(damaged)
+        with pytest.raises(ConfigError, match="batches of the state must be an integer of at least 0, got None"):
+            sampler.load_state_dict({**state, "batches": None})
         with pytest.raises(ConfigError, match="env_state must be one of auto, require, never"):
             sampler.state_dict(env_state="always")
         sampler.obtain_samples(0)
