@@ -23,6 +23,7 @@ pytestmark = [
         reason="needs the extra `docs`",
     ),
     pytest.mark.xdist_group("site"),  # it is built once
+    pytest.mark.timeout(400),
 ]
 
 
@@ -31,7 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return folder
