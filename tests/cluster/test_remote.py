@@ -54,7 +54,7 @@ def test_results_and_errors_of_handlers(server: RpcServer) -> None:
             client.call("fail")
         with pytest.raises(RequestError, match="foo raised TypeError"):
             client.call("foo", y=1)
-        with pytest.raises(RequestError, match="unplain raised BadMessageError: a value of type set cannot cross a wire"):
+        with pytest.raises(RequestError, match="unplain raised BadMessageError: a value of type set cannot"):
             client.call("unplain")
         assert client.call("foo", x=1) == 2
 
