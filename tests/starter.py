@@ -139,9 +139,9 @@ class Program(subprocess.Popen):  # type: ignore[type-arg]
         return self.returncode
 
 
-def run(*argv: object, cwd: Path, seconds: float = 110) -> subprocess.CompletedProcess[str]:
+def run(*argv: object, cwd: Path, seconds: float = 110, forks_server: bool = True) -> subprocess.CompletedProcess[str]:
     """`subprocess.run([sys.executable, *argv], capture_output=True, text=True)`."""
-    with Program(argv, cwd=cwd, forks_server=True) as process:
+    with Program(argv, cwd=cwd, forks_server=forks_server) as process:
         try:
             output, errors = process.communicate(timeout=seconds)
         except BaseException:
