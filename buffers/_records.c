@@ -91,8 +91,11 @@ static PyObject *make_infos(PyTypeObject *cls, const Record **found, Py_ssize_t 
 }
 
 PyObject *penstock_infos_of_records(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    if (n != 4 || !PyType_Check(arguments[0]) || ((PyTypeObject *)arguments[0])->tp_new == NULL ||
-        !PyList_Check(arguments[1]) || !PyList_Check(arguments[2]) || !PyList_Check(arguments[3])) {
+    if (n != 4) {
+        return PyErr_Format(PyExc_TypeError, "expected 4 arguments, got %zd", n);
+    }
+    if (!PyType_Check(arguments[0]) || ((PyTypeObject *)arguments[0])->tp_new == NULL || !PyList_Check(arguments[1]) ||
+        !PyList_Check(arguments[2]) || !PyList_Check(arguments[3])) {
         return PyErr_Format(PyExc_TypeError, "expected a class and three lists");
     }
     PyObject *memories = arguments[1], *starts = arguments[2], *counts = arguments[3];
