@@ -145,10 +145,11 @@ class ControlBlock:
     def open_all(self, command: Command, wanted: Sequence[int]) -> list[int]:
         """Main process: `open` the gate of each worker until it has its wanted number of openings. Returns which of
         these workers sleep and must be woken."""
-        opened, rows = self.opened, self._rows
-        late = [rank for rank, number in enumerate(wanted) if opened[rank] < number]
-        for rank in late:
-            while opened[rank] < wanted[rank]:
+        opened, rows, late = self.opened, self._rows, []
+        for rank, number in enumerate(wanted):
+            if opened[rank] < number:
+                late.append(rank)
+            while opened[rank] < number:
                 self.open(rank, command)
         full_fence()
         return [rank for rank in late if rows[rank, ASLEEP] != AWAKE] if HAS_FULL_FENCE else late

@@ -29,6 +29,7 @@ class SpinTime:
 
     def __init__(self, most_seconds: float) -> None:
         self._most, self._average, self._misses = most_seconds, min(most_seconds, _FIRST_SECONDS), 0.0
+        self._longest = min(most_seconds, 2 * self._average + _MARGIN_SECONDS)  # how long a spin may be now
         self._pause, self._left = _PAUSES[0], 1  # the length of the next pause, and the waits left of this one
         self.seconds = 0.0  #: how long to spin in the next wait; 0.0: sleep at once
 
@@ -37,7 +38,8 @@ class SpinTime:
         is_late = not has_slept and seconds > self.seconds + self._most
         # A longer wait counts as one that a spin would just have covered. Otherwise one very long wait, for a learner
         # or because another program ran, would make the next spins much longer.
-        self._average += (min(seconds, self._spin_seconds()) - self._average) * _WEIGHT
+        self._average += (min(seconds, self._longest) - self._average) * _WEIGHT
+        self._longest = min(self._most, 2 * self._average + _MARGIN_SECONDS)
         if self._left:
             self._left -= 1
         else:
@@ -47,10 +49,7 @@ class SpinTime:
                 self._pause = min(2 * self._pause, _PAUSES[1])
             elif self._misses < _MISSES_IN_TRIAL / 2:
                 self._pause = _PAUSES[0]
-        self.seconds = 0.0 if self._left else self._spin_seconds()
-
-    def _spin_seconds(self) -> float:
-        return min(self._most, 2 * self._average + _MARGIN_SECONDS)
+        self.seconds = 0.0 if self._left else self._longest
 
 
 def is_crowded(n_processes: int) -> bool:
