@@ -164,7 +164,7 @@ class Experiment:
             integer("max_batch", policies.max_batch, 1)
 
     def _plan(self) -> AgentPlan:
-        """How all workers make the agent. The spaces are those of an example environment."""
+        """How all workers make the agent. It has the spaces of an example environment."""
         sampler = self.actors.make_sampler()
         config = sampler.config
         batched = config.collector_cls.batched

@@ -38,7 +38,7 @@ class LaunchedThread:
     def _run(self, make: Callable[[], Worker], connection: Connection, name: str) -> None:
         try:
             make().run(connection, name)
-        except Exception as error:  # it could not begin: `run` reports what comes later itself
+        except Exception as error:  # it could not begin: `run` reports later errors itself
             self._error = f": {type(error).__name__}: {error}"
             _log.exception("worker %s could not be started", name)
 

@@ -15,7 +15,7 @@ import ray
 from ray import exceptions as ray_errors
 
 from penstock.cluster.name_table import NameHost
-from penstock.cluster.placement import ACTOR_VARIABLES
+from penstock.cluster.placement import actor_options
 from penstock.cluster.wire_ray import NAMESPACE, Packet, RayConnection, RayHub, new_name
 from penstock.cluster.worker import Connection, Worker
 from penstock.errors import ConfigError
@@ -69,17 +69,10 @@ class ActorProcess:
 
 def new_actor(purpose: str, resources: Mapping[str, float]) -> Any:
     """An actor, on whichever node has room for it."""
-    name, rest = new_name(purpose), dict(resources)
+    name = new_name(purpose)
     cls = ray.remote(concurrency_groups={"control": 3})(ActorProcess)
-    return cls.options(
-        name=name,
-        namespace=NAMESPACE,
-        num_cpus=rest.pop("CPU", 0),
-        num_gpus=rest.pop("GPU", 0),
-        resources=rest,
-        runtime_env={"env_vars": ACTOR_VARIABLES},
-        scheduling_strategy="SPREAD",
-    ).remote(name, (_node(), os.getpid(), start_time_of(os.getpid())))
+    owner = _node(), os.getpid(), start_time_of(os.getpid())
+    return cls.options(name=name, namespace=NAMESPACE, **actor_options(resources)).remote(name, owner)
 
 
 def _node() -> str:

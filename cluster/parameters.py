@@ -16,7 +16,7 @@ _FOR_EVER = 1e9  # seconds
 
 
 class ParameterServer:
-    """Answers a request for parameters when there are newer ones than those of the sender. Call `serve` often.
+    """Answers a request for parameters as soon as it has newer ones than the sender. Call `serve` often.
 
     Args:
         wire, names: the worker's.

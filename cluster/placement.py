@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -123,6 +123,18 @@ def cluster_cpus() -> tuple[int, int]:
     return sum(n > 0 for n in nodes), int(sum(nodes))
 
 
+def actor_options(resources: Mapping[str, float], strategy: Any = "SPREAD") -> dict[str, Any]:
+    """The options of an actor that needs these resources: "CPU", "GPU" and any others."""
+    rest = dict(resources)
+    return {
+        "num_cpus": rest.pop("CPU", 0),
+        "num_gpus": rest.pop("GPU", 0),
+        "resources": rest,
+        "runtime_env": {"env_vars": ACTOR_VARIABLES},
+        "scheduling_strategy": strategy,
+    }
+
+
 class Placement:
     """Makes the actors. Each needs `resources`. With `together`, Ray reserves the places of all shards at once, on as
     many nodes as possible. Otherwise each shard starts as soon as a node has room for it."""
@@ -139,16 +151,8 @@ class Placement:
         strategy: Any = "SPREAD"
         if self._group is not None:
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-        rest = {name: n for name, n in self.resources.items() if name not in ("CPU", "GPU")}
-        return self._cls.options(
-            num_cpus=self.resources.get("CPU", 0),
-            num_gpus=self.resources.get("GPU", 0),
-            resources=rest,
-            runtime_env={"env_vars": ACTOR_VARIABLES},
-            scheduling_strategy=strategy,
-            max_restarts=0,
-            max_task_retries=0,
-        ).remote(index, generation, self._spec)
+        options = actor_options(self.resources, strategy)
+        return self._cls.options(**options, max_restarts=0, max_task_retries=0).remote(index, generation, self._spec)
 
     def close(self, actors: Sequence[Any]) -> None:
         """End the actors, and give their places back."""

@@ -78,7 +78,7 @@ class Stream:
                 shard.late += 1
 
     def end(self) -> None:
-        """Pieces that have come and were not taken count as late. The pool counts those that still come."""
+        """Pieces that have come and were not taken count as late. The pool counts later ones."""
         for shard, _ in self._come:
             shard.late += 1
         self._come.clear()

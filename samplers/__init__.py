@@ -4,6 +4,8 @@ Read `base.py` (the calls), `program.py` (what a worker does between two gates),
 processes and gates behind them are in `workers/`: `control.py`, `gates.py`, `process.py`, `pool.py`, `monitor.py`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from penstock.samplers.asynchronous import AsyncSampler
 from penstock.samplers.base import Sampler
 from penstock.samplers.central import AlternatingSampler, GpuSampler
@@ -12,8 +14,10 @@ from penstock.samplers.restoring import ResumeReport
 from penstock.samplers.serial import SerialSampler
 from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import LagStats, SamplerStats, ServerStats, WorkerStats
-from penstock.samplers.tuning import TuneReport, TuneRow, tune
 from penstock.workers.plan import Affinity
+
+if TYPE_CHECKING:
+    from penstock.samplers.tuning import TuneReport, TuneRow, tune
 
 __all__ = [
     "Affinity",
@@ -33,3 +37,12 @@ __all__ = [
     "WorkerStats",
     "tune",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: every process that imports penstock would pay for it, and few tune.
+    if name in ("TuneReport", "TuneRow", "tune"):
+        from penstock.samplers import tuning
+
+        return getattr(tuning, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

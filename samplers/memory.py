@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.episode_log import EpisodeLog
@@ -11,11 +11,13 @@ from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.results import RecordRings
 from penstock.buffers.shared import NamedMemory
-from penstock.replays.appending import Appender
 from penstock.samplers.stats import ServerTotals
 from penstock.samplers.step_buffer import StepBuffer
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.plan import WorkerPlan
+
+if TYPE_CHECKING:
+    from penstock.replays.appending import Appender
 
 
 @dataclass(frozen=True)

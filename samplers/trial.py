@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import numpy as np
+import psutil
 from gymnasium import spaces
 
 from penstock.agents import Agent, RandomAgent
@@ -29,9 +30,6 @@ from penstock.workers.affinity import limit_threads
 from penstock.workers.cpu_claims import NAMESPACE_VARIABLE
 from penstock.workers.guardian import Guardian
 from penstock.workers.launch import Launcher
-
-if TYPE_CHECKING:
-    import psutil
 
 SAMPLERS: dict[str, type[Sampler]] = {
     cls.__name__: cls for cls in (SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler)
@@ -169,8 +167,6 @@ class Trial:
 
     def _kill(self) -> None:
         """Kill the process, and wait until its workers have noticed."""
-        import psutil  # here and below: to import it takes 9 ms, and only `tune` needs it
-
         pid, self._pid = self._pid, None
         if pid is None:
             return
@@ -197,8 +193,6 @@ class Trial:
 
 def _is_alive(process: psutil.Process) -> bool:
     """Whether the process runs. A zombie does not: not every init process collects it at once."""
-    import psutil
-
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -262,8 +256,6 @@ def _cpu_seconds(pids: Sequence[int]) -> float:
         # Linux's clock of another process: exact, where /proc counts in hundredths of a second.
         return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
     except OSError:
-        import psutil
-
         return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 

@@ -145,14 +145,17 @@ class ControlBlock:
     def open_all(self, command: Command, wanted: Sequence[int]) -> list[int]:
         """Main process: `open` the gate of each worker until it has its wanted number of openings. Returns which of
         these workers sleep and must be woken."""
-        opened, rows, late = self.opened, self._rows, []
+        opened, rows, late, asleep = self.opened, self._rows, [], []
         for rank, number in enumerate(wanted):
             if opened[rank] < number:
                 late.append(rank)
             while opened[rank] < number:
                 self.open(rank, command)
         full_fence()
-        return [rank for rank in late if rows[rank, ASLEEP] != AWAKE] if HAS_FULL_FENCE else late
+        for rank in late:
+            if rows[rank, ASLEEP] != AWAKE or not HAS_FULL_FENCE:
+                asleep.append(rank)
+        return asleep
 
     def command(self, worker_rank: int, number: int) -> Command:
         """The command of opening `number` of this worker's gate."""

@@ -97,8 +97,9 @@ class Gate:
         self._control, self._rank, self._spin_seconds, self._yields = control, worker_rank, spin_seconds, yields
         #: A pidfd of the main process. The worker sets it; None: only the watchdog thread watches the main process.
         self.main_process: InheritedFd | None = None
-        self._go, self._done = WakeUp(), WakeUp()  # they wake the worker, and the main process
-        self._server_go = None if server is None else server._go
+        #: They wake the worker, and the main process.
+        self.go, self._done = WakeUp(), WakeUp()
+        self._server_go = None if server is None else server.go
         self._server_rank = -1 if server is None else server._rank
         self._side: _WorkerSide | None = None  # the worker makes it
 
@@ -112,18 +113,14 @@ class Gate:
     def wake(self) -> None:
         """Wake the worker if it sleeps: its gate is open, or its request has a reply."""
         if self._control.is_asleep(self._rank) or not HAS_FULL_FENCE:
-            self.notify()
-
-    def notify(self) -> None:
-        """Wake the worker."""
-        notify(self._go.writer.fd)
+            notify(self.go.writer.fd)
 
     def fileno(self) -> int:
         """The main process polls it: readable when the worker has woken the main process."""
         return self._done.fileno()
 
     def close(self) -> None:
-        self._go.close()
+        self.go.close()
         self._done.close()
 
     # ---- worker ----------------------------------------------------------------------------
@@ -192,7 +189,7 @@ class Gate:
         side = self._side or self._make_side()
         if side.poll is None:
             side.poll = select.poll()
-            side.poll.register(self._go.fileno(), select.POLLIN)
+            side.poll.register(self.go.fileno(), select.POLLIN)
             if self.main_process is not None:
                 side.poll.register(self.main_process.fileno(), select.POLLIN)
         side.row[ASLEEP] = wake_for
@@ -200,10 +197,10 @@ class Gate:
         ready = side.poll.poll(0 if is_due() else milliseconds)  # poll always, to notice the end of the main process
         side.row[ASLEEP] = AWAKE
         for fd, _ in ready:
-            if fd != self._go.fileno():
+            if fd != self.go.fileno():
                 raise MainProcessGone
         if ready:
-            clear(self._go.fileno())
+            clear(self.go.fileno())
 
 
 class _WorkerSide:
@@ -223,7 +220,7 @@ class GateWakers:
     """What an inference server in its own process needs to wake the workers: only the descriptors to write to."""
 
     def __init__(self, gates: Sequence[Gate]) -> None:
-        self._fds = InheritedFds([gate._go.writer.fd for gate in gates])
+        self._fds = InheritedFds([gate.go.writer.fd for gate in gates])
 
     def wake(self, rank: int) -> None:
         """Wake this worker, which sleeps: its request has a reply."""

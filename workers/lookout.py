@@ -18,8 +18,6 @@ from penstock.workers.monitor import Monitor
 _log = logging.getLogger("penstock")
 
 _AGAIN_SECONDS = 0.02  # when to look again at a worker that has died while the main process waits
-
-
 THREAD_NAME = "penstock lookout"
 
 

@@ -20,7 +20,7 @@ from penstock.workers import cleanup, sigint
 from penstock.workers.control import Command
 from penstock.workers.failures import WorkerFailure, WorkerStatus, add_killed, examine_exits, make_error
 from penstock.workers.forks import abandon_in_forks
-from penstock.workers.gates import Gate, GateWakers
+from penstock.workers.gates import Gate, GateWakers, notify
 from penstock.workers.guardian import Guardian
 from penstock.workers.handle import WorkerHandle, open_pidfd
 from penstock.workers.launch import Launcher, post_programs
@@ -235,7 +235,7 @@ class WorkerPool:
         """Open each gate until it has its wanted number of openings. `wait` calls this again, in case an exception
         stopped it."""
         for rank in self.control.open_all(self._command, self._wanted_openings):
-            self.handles[rank].gate.notify()
+            notify(self.handles[rank].gate.go.writer.fd)
 
     def wait(self, occasion: str, **how: Unpack[WaitOptions]) -> None:
         """Wait until every worker has completed its last command. Errors quote `occasion`; for `how` see

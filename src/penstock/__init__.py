@@ -53,10 +53,7 @@ from penstock.samplers import (
     SamplerStats,
     SerialSampler,
     ServerStats,
-    TuneReport,
-    TuneRow,
     WorkerStats,
-    tune,
 )
 
 if TYPE_CHECKING:
@@ -71,6 +68,7 @@ if TYPE_CHECKING:
         SquashedGaussianAgent,
         TorchAgent,
     )
+    from penstock.samplers import TuneReport, TuneRow, tune
 
 __version__ = "0.2.0"
 
@@ -161,6 +159,10 @@ def __getattr__(name: str) -> Any:
         from penstock import agents
 
         return getattr(agents, name)
+    if name in ("TuneReport", "TuneRow", "tune"):
+        from penstock import samplers
+
+        return getattr(samplers, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

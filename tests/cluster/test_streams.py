@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,15 @@ class Trial:
             wire.close()
         self._host.close()
         self.wires.close()
+
+
+def in_four_threads(run: Callable[[int], None]) -> None:
+    """Call `run` with 0 to 3, at once, and wait for all."""
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @pytest.fixture(params=[*MAKES, "faulty"])
@@ -79,11 +88,7 @@ def test_each_piece_arrives_once(trial: Trial, routing: str) -> None:
             assert producers[index].put({"producer": index, "number": number}, 60)
         assert producers[index].flush(60)
 
-    threads = [threading.Thread(target=produce, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_four_threads(produce)
     for taker in takers:
         taker.stop = True
         taker.join()
@@ -181,11 +186,7 @@ def test_every_question_has_its_own_answer(trial: Trial) -> None:
         if len(by) != 1 or client.n_moves:
             failures.append((index, -1))
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_four_threads(ask)
     for server in servers:
         server.stop = True
         server.join()

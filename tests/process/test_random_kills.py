@@ -90,8 +90,8 @@ def _seconds_to_die(start_method: str) -> float:
     connection.wait([processes[0].sentinel])
     for process in processes[1:]:
         process.kill()
-    connection.wait([processes[1].sentinel])
-    connection.wait([processes[2].sentinel])
+    for process in processes[1:]:
+        connection.wait([process.sentinel])
     seconds = time.monotonic() - began
     for process in processes:
         process.join()

@@ -45,7 +45,9 @@ def batch(sampler, itr):
 CLS = {"parallel": ParallelSampler, "gpu": GpuSampler, "server": GpuSampler, "serial": SerialSampler}[WHAT]
 OPTIONS = {"server": "process"} if WHAT == "server" else {}
 sampler = new_sampler()
-for itr in range(N):
+itr = 0
+while itr < N or n_alarms < N // 16:  # on a fast machine most batches end before the alarm
+    itr += 1
     try:
         try:
             signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 1e-3))
@@ -74,7 +76,9 @@ def step(envs):
     return envs.step_wait() if envs._guard.state.name == "STEPPING" else envs.step([0] * 4)
 
 envs = new_envs()
-for _ in range(N):
+itr = 0
+while itr < N or n_alarms < N // 16:
+    itr += 1
     try:
         try:
             signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 1e-3))
@@ -105,5 +109,5 @@ def test_no_call_is_locked_and_no_column_is_ahead(tmp_path: Path, what: str, sta
         output, errors = script.end(scaled(500, 100))
     assert output, errors
     n_alarms, n_broken = map(int, output.split())
-    assert n_alarms > 20
+    assert n_alarms >= scaled(1250, 25)
     assert n_broken < n_alarms or what == "serial"

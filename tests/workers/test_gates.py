@@ -91,7 +91,7 @@ def test_where_no_fence_orders_a_load_behind_a_store_everybody_is_woken(monkeypa
     gate.open()
     gate.wait_in(control.progress(0))
     gate.arrive(control.progress(0))
-    assert woken == [gate._go.writer.fd, gate._done.writer.fd]
+    assert woken == [gate.go.writer.fd, gate._done.writer.fd]
     gate.close()
 
 
@@ -144,7 +144,7 @@ def test_stray_wake_ups_open_nothing(wake_up_kind: str) -> None:
     thread = threading.Thread(target=worker)
     thread.start()
     for _ in range(10):
-        gates.notify(gate._go.writer.fd)
+        gates.notify(gate.go.writer.fd)
     assert not entered.wait(0.1)
     gate.open()
     assert entered.wait(10)
