@@ -16,7 +16,7 @@ run: $(VENV)/.installed
 
 # What a developer runs all the time: every package with one start method, in about a minute.
 quick: $(VENV)/.installed
-	$(BIN)/$(PYTEST) -n 2 -m "not slow"
+	$(BIN)/$(PYTEST) -n 3 -m "not slow"
 
 test: $(VENV)/.installed
 	$(BIN)/$(PYTEST) -n 4
