@@ -38,17 +38,18 @@ DIST_PYTHONS ?= 3.10 3.11 3.12 3.13
 dist: $(VENV)/.dependencies
 	.ci/dist $(BIN)/python $(DIST_PYTHONS)
 
-# The whole suite, and the lines of each room that it runs, in whichever process. Fails below the share in pyproject.toml.
-COVERAGE := $(BIN)/coverage
-coverage: $(VENV)/.installed
-	rm -f $(VENV)/.coverage*
+# The whole suite, that of Ray too, and the lines of each room that it runs, in whichever process. Fails below the share
+# in pyproject.toml.
+COVERAGE := .venv-ray/bin/coverage
+coverage: .venv-ray/.installed
+	rm -f .venv-ray/.coverage*
 	$(COVERAGE) run -m $(PYTEST) -n 3
 	$(COVERAGE) combine --quiet
-	@$(COVERAGE) report --skip-covered --show-missing --fail-under=0 > $(VENV)/coverage.txt
+	@$(COVERAGE) report --skip-covered --show-missing --fail-under=0 > .venv-ray/coverage.txt
 	@for room in $(ROOMS); do \
 		printf '%-12s%6s %%\n' $$room "$$($(COVERAGE) report --include='*/penstock/'$$room'/*' --format=total --fail-under=0)"; \
 	done
-	@echo "$(VENV)/coverage.txt has the lines that did not run"
+	@echo ".venv-ray/coverage.txt has the lines that did not run"
 	@$(COVERAGE) report --format=total
 
 bench: $(VENV)/.installed
@@ -135,7 +136,7 @@ $(RAY)/.installed: setup.py constraints.txt $(SOURCES)
 	$(PYTHON) -m venv $(RAY)
 	$(RAY)/bin/python $(PIP) -c constraints.txt torch
 	rm -rf build
-	$(RAY)/bin/python $(PIP) -c constraints.txt setuptools wheel "pytest<9.2" pytest-timeout hypothesis ".[cluster]"
+	$(RAY)/bin/python $(PIP) -c constraints.txt setuptools wheel ".[dev,cluster]"
 	touch $@
 
 chaos: $(VENV)/.installed

@@ -21,7 +21,7 @@ from penstock.cluster.trial import Launched, Trial, open_trial
 from penstock.cluster.wire import Wire
 from penstock.cluster.worker import Connection, Worker
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError
-from penstock.workers.arguments import integer
+from penstock.workers.arguments import integer, seconds
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -177,7 +177,7 @@ class ControlPanel:
 
         Raises `PeerLostError` if the worker cannot be reached.
         """
-        return self._peer(worker_name).ask({"command": command, "kwargs": kwargs}, timeout)
+        return self._peer(worker_name).ask({"command": command, "kwargs": kwargs}, seconds("timeout", timeout))
 
     def request(self, worker_name: str, command: str, *, timeout: float = 30.0, **kwargs: Any) -> Any:
         """As `async_request`, and wait for the result."""
@@ -211,7 +211,7 @@ class ControlPanel:
                 f"{len(each)} kwargs for {len(chosen)} workers: {', '.join(chosen)}. Give one dict for each worker, or "
                 "one for all"
             )
-        futures = []
+        timeout, futures = seconds("timeout", timeout), []
         for name, arguments in zip(chosen, each, strict=True):
             try:
                 futures.append(self._peer(name).ask({"command": command, "kwargs": dict(arguments)}, timeout))
@@ -316,7 +316,7 @@ class ControlPanel:
         try:
             if running and not self._wire.is_closed:
                 self.auto_connect()
-                self.group_request("exit", names=running, timeout=min(timeout, 2.0))
+                self.group_request("exit", names=running, timeout=max(0.01, min(timeout, 2.0)))
         finally:
             self._closing.set()
             self._watcher.join()

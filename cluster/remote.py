@@ -21,6 +21,7 @@ from penstock.cluster.keys import Connection
 from penstock.cluster.worker import check_handler
 from penstock.errors import ConfigError
 from penstock.ports import PortLease, lease_port
+from penstock.workers.arguments import seconds
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -114,7 +115,7 @@ class RpcClient:
         Raises `RequestError` with what the handler raised, `NoReplyError` after `timeout` seconds, or `PeerLostError`
         if the server has ended.
         """
-        return self._peer.ask({"command": command, "kwargs": kwargs}, timeout).result()
+        return self._peer.ask({"command": command, "kwargs": kwargs}, seconds("timeout", timeout)).result()
 
     def close(self) -> None:
         """Close the connection."""

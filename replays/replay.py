@@ -354,6 +354,12 @@ class Replay:
         """Steps appended so far, whether they are still in the ring or not."""
         return 0 if self._storage is None else self._storage.ring.end * self._storage.ring.B
 
+    def __repr__(self) -> str:
+        options = {"n_step": self.n_step, "discount": self.discount}
+        options |= {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
+        settings = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        return f"<Replay({self.capacity}, {settings}) with {len(self)} steps>"
+
     def __len__(self) -> int:
         if self._storage is None:
             return 0

@@ -228,7 +228,8 @@ def _put(space: gym.Space[Any], row: Any, value: Any, which: Any, name: str) -> 
         wanted = row.shape if isinstance(which, slice) else (len(which), *row.shape[1:])
         array = np.asarray(value)
         has_dtype = array.dtype == row.dtype
-        fits = array.shape == wanted and (has_dtype or np.can_cast(array.dtype, row.dtype, "same_kind"))
+        is_cast = has_dtype or (array.dtype.kind != "b" and np.can_cast(array.dtype, row.dtype, "same_kind"))
+        fits = array.shape == wanted and is_cast
         if fits and not has_dtype and row.dtype.kind in "iu" and not in_range(array, row.dtype):
             raise SpaceError(f"{name} has values from {array.min()} to {array.max()}, which {row.dtype} cannot hold")
         if not fits:

@@ -440,6 +440,14 @@ def test_the_table_says_how_a_process_has_ended() -> None:
         wait_until(lambda: panel.stats()["counter/0"] == {"status": "LOST", "text": "killed by SIGKILL"})
 
 
+@pytest.mark.parametrize("timeout", ["a", 0, -1.0, float("nan"), None])
+def test_a_timeout_is_a_positive_number(local: ControlPanel, timeout: Any) -> None:
+    (name,) = local.launch(Counter)
+    local.connect()
+    with pytest.raises(ConfigError, match="timeout must be a positive number of seconds"):
+        local.request(name, "ping", timeout=timeout)
+
+
 def test_one_name_is_no_list_of_names(local: ControlPanel) -> None:
     for call in (local.pulse, local.stats, local.connect, lambda names: local.group_request("ping", names=names)):
         with pytest.raises(ConfigError, match=r"names must be a list of names, got 'a/0': write \['a/0'\]"):

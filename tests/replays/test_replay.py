@@ -189,6 +189,11 @@ def test_wrong_options_are_refused_at_once(option: Any, error: str) -> None:
         Replay(10, **option)
 
 
+def test_its_repr_says_what_it_draws_and_holds() -> None:
+    replay = Replay(100, n_step=3, frames=Frames(4))
+    assert repr(replay) == "<Replay(100, n_step=3, discount=0.99, frames=Frames(n=4, padding='reset')) with 0 steps>"
+
+
 def test_what_obtain_samples_returns_is_not_the_samples_alone() -> None:
     with pytest.raises(ConfigError, match=r"got a tuple: obtain_samples returns \(samples, traj_infos\)"):
         Replay(10).append((Stream(0, 3).batch(2), []))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AsyncVectorEnv
 
-from penstock import ConfigError, WorkerError
+from penstock import ConfigError, SpaceError, WorkerError
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 
@@ -81,3 +81,11 @@ def test_env_fns_that_return_the_same_environment() -> None:
     env = CountingEnv()
     with pytest.raises(WorkerError, match="two of the env_fns of env_rank 0 to 1 return the same environment"):
         ShmVectorEnv([lambda: env] * 2, n_workers=1)
+
+
+def test_actions_of_another_kind_are_refused() -> None:
+    with ShmVectorEnv([CountingEnv] * 2) as envs:
+        envs.reset()
+        for actions in (np.array([True, False]), np.array([0.0, 1.0])):
+            with pytest.raises(SpaceError, match=rf"dtype int64, got shape \(2,\) and dtype {actions.dtype}"):
+                envs.step(actions)
