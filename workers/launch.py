@@ -206,6 +206,15 @@ def _explaining(what: str) -> Iterator[None]:
         else:
             remedy = "The folder for temporary files may be missing: set TMPDIR to a folder that can be written"
         raise ConfigError(f"{what} could not be started: {error}. {remedy}") from error
+    except OSError as error:
+        if "path too long" not in str(error):  # multiprocessing puts a socket into a folder of its own there
+            raise
+        import tempfile
+
+        raise ConfigError(
+            f"{what} could not be started: {error}. The path of a socket may have some 100 characters, and the folder "
+            f"for temporary files is {tempfile.gettempdir()}: set TMPDIR to a folder with a shorter path"
+        ) from error
 
 
 def _stopped_server() -> bool:

@@ -144,13 +144,12 @@ say("ended")
 """
 
 
-def test_a_removed_socket_of_the_fork_server_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_a_removed_socket_of_the_fork_server_is_made_again(tmp_path: Path, short_folder: Path) -> None:
     with Script(tmp_path, REMOVED_SOCKET) as script:
         output, errors = script.end(60)
     assert output.splitlines() == ["replaced 1", "started", "ended"], errors
     assert "Traceback" not in errors
-    until(lambda: not list(tmp_path.glob("pymp-*")), "the end of the folder of sockets")
+    until(lambda: not list(short_folder.glob("pymp-*")), "the end of the folder of sockets")
 
 
 POOL = """
@@ -165,13 +164,12 @@ say("ended")
 """
 
 
-def test_a_process_of_a_pool_leaves_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_a_pool_leaves_no_socket(tmp_path: Path, short_folder: Path) -> None:
     """`Pool.terminate` kills its processes, and their samplers have no guardian any more."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with Script(tmp_path, POOL) as script:
         output, errors = script.end(60)
     assert output == "ended\n", errors
-    until(lambda: not list(tmp_path.glob("pymp-*")), "the end of the folder of sockets")
+    until(lambda: not list(short_folder.glob("pymp-*")), "the end of the folder of sockets")
 
 
 GAMES = """

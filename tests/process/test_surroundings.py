@@ -147,14 +147,22 @@ def test_a_missing_folder_for_temporary_files_is_named(tmp_path: Path) -> None:
     assert "set TMPDIR to a folder that can be written" in output
 
 
-def test_a_killed_main_process_leaves_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_a_folder_whose_path_is_too_long_for_a_socket_is_named(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    with Script(tmp_path, f"os.environ['TMPDIR'] = {str(long)!r}" + ONE_BATCH, METHOD="forkserver") as script:
+        output, errors = script.end(60)
+    assert f"the folder for temporary files is {long}" in output, errors
+    assert "set TMPDIR to a folder with a shorter path" in output
+
+
+def test_a_killed_main_process_leaves_no_socket(tmp_path: Path, short_folder: Path) -> None:
     body = ONE_BATCH.replace('say("batch")', "say('batch'); time.sleep(60)")
     with Script(tmp_path, body, METHOD="forkserver") as script:
         assert script.line() == ["batch"]
-        assert list(tmp_path.glob("pymp-*/listener-*"))
+        assert list(short_folder.glob("pymp-*/listener-*"))
         os.kill(script.pid, signal.SIGKILL)
-        until(lambda: not list(tmp_path.glob("pymp-*")), "the end of the folder of sockets", 5.0)
+        until(lambda: not list(short_folder.glob("pymp-*")), "the end of the folder of sockets", 5.0)
 
 
 # ---- environments that do odd things -------------------------------------------------------------
