@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from penstock.errors import ConfigError, EnvCallError
 class EnvCall:
     """A call on every training environment, or on every evaluation environment."""
 
-    #: "call", "get_attr", "set_attr"; "call_or_get": call the attribute if it is callable; "apply": `args[0](env)`
+    #: "call", "get_attr", "set_attr" (whose result says whether the attribute is new, and names the nearest one);
+    #: "call_or_get": call the attribute if it is callable; "apply": `args[0](env)`
     verb: str
     name: str
     evaluation: bool = False
@@ -68,8 +70,10 @@ def perform(call: EnvCall, envs: Sequence[gym.Env[Any, Any]], columns: range, en
 def _perform_one(call: EnvCall, env: gym.Env[Any, Any], column: int) -> Any:
     if call.verb == "set_attr":
         assert call.values is not None
+        is_new = not env.has_wrapper_attr(call.name)
+        near = difflib.get_close_matches(call.name, dir(env.unwrapped), 1) if is_new else []
         env.set_wrapper_attr(call.name, call.values[column])
-        return None
+        return is_new, "".join(near)
     if call.verb == "apply":
         return call.args[0](env)
     attribute = env.get_wrapper_attr(call.name)

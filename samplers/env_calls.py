@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC
 from typing import Any
 
@@ -33,13 +34,23 @@ class EnvironmentCalls(RestoringCalls, ABC):
     def set_attr(self, name: str, /, value: Any, *, evaluation: bool = False) -> None:
         """Set the attribute `name` of every environment to `value`; a list or tuple has one value per environment.
 
-        A worker that replaces another builds its environments again, without these values.
+        If an environment has no such attribute, it is created, and a `RuntimeWarning` names the nearest one. A worker that
+        replaces another builds its environments again, without these values.
         """
         n_envs = self.config.eval_n_envs if evaluation else self.batch_B
         values = value if isinstance(value, list | tuple) else [value] * n_envs
         if len(values) != n_envs:
             raise ConfigError(f"set_attr({name!r}) got {len(values)} values for {n_envs} environments")
-        self._call(EnvCall("set_attr", name, evaluation, values=values))
+        found = self._call(EnvCall("set_attr", name, evaluation, values=values))
+        if created := [(env_rank, near) for env_rank, (is_new, near) in enumerate(found) if is_new]:
+            env_rank, near = created[0]
+            hint = f"; did you mean {near!r}?" if near else ""
+            warnings.warn(
+                f"set_attr has created the attribute {name!r}: {len(created)} of {n_envs} environments did not have it "
+                f"(the first is number {env_rank}){hint}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _call(self, call: EnvCall) -> list[Any]:
         return results(call, self._perform(call))

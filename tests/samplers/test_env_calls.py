@@ -133,6 +133,17 @@ def test_an_exception_names_its_environment_and_harms_nobody(cls: type[Sampler])
         sampler.obtain_samples(0)
 
 
+@both
+def test_a_new_attribute_is_created_with_a_warning(cls: type[Sampler]) -> None:
+    with make(cls) as sampler:
+        sampler.initialize(RandomAgent())
+        with pytest.warns(RuntimeWarning, match=r"created the attribute 'lenght': 5 of 5 .*; did you mean 'length'\?$"):
+            sampler.set_attr("lenght", 2)
+        sampler.set_attr("lenght", 3)  # now it is there
+        assert sampler.get_attr("lenght") == [3] * 5
+        assert sampler.get_attr("length") == [5] * 5
+
+
 def test_calls_have_their_time() -> None:
     sampler = make(SerialSampler)
     with pytest.raises(SamplerStateError, match="initialize"):
