@@ -72,6 +72,7 @@ DM_CONTROL = [
 ]
 # It has builds for these versions of Python, and takes some 700 MB.
 ENVPOOL = ["envpool>=1.2; python_version >= '3.11' and python_version < '3.15'"]
+JAX = ["jax>=0.4.30"]  # examples/jax_ppo.py
 SB3 = ["stable-baselines3>=2.4"]
 VIDEO = ["moviepy>=1.0.3"]  # Gymnasium's RecordVideo writes with it
 DOCS = ["mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.26"]
@@ -140,6 +141,7 @@ setup(
         "mujoco": MUJOCO,
         "dm_control": DM_CONTROL,
         "envpool": ENVPOOL,
+        "jax": JAX,
         "sb3": SB3,
         "video": VIDEO,
         "docs": DOCS,

@@ -2,8 +2,8 @@
 
     python examples/numpy_pg.py
 
-A model of JAX works in the same way: its arrays are `FunctionAgent(..., parameters=...)`. Stops when an evaluation
-reaches the goal. Exits with status 1 if this takes too long.
+jax_ppo.py is the same with gradients of JAX. Stops when an evaluation reaches the goal. Exits with status 1 if this
+takes too long.
 """
 
 from __future__ import annotations

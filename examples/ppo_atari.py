@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from penstock import CategoricalPgAgent, GpuSampler, ParallelSampler, Samples
 from penstock.envs import EnvContext, Purpose
+from penstock.targets import gae
 
 try:
     import ale_py
@@ -103,38 +104,21 @@ class NatureCnn(nn.Module):
         return self.policy(features), self.value(features).squeeze(-1)
 
 
-def advantages(samples: Samples, cfg: Config) -> Tensor:
-    """Generalized advantage estimates `[T, B]`."""
-    env, agent = samples.env, samples.agent
-    value = agent.agent_info.value
-    next_value = torch.cat([value[1:], agent.bootstrap_value[None]])
-    # After an episode's end, the next row belongs to another episode. final_value is the value of the last observation
-    # where the episode was truncated, and zero where it terminated.
-    next_value = torch.where(env.done, agent.final_value, next_value)
-    delta = env.reward + cfg.discount * next_value - value
-    decay = cfg.discount * cfg.gae_lambda * ~env.done
-    advantage, later = torch.empty_like(delta), torch.zeros_like(delta[0])
-    for t in reversed(range(len(delta))):
-        advantage[t] = later = delta[t] + decay[t] * later
-    return advantage
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
     """Several epochs of minibatches with PPO's clipped objective, for the policy and for the value."""
-    env, agent, advantage = samples.env, samples.agent, advantages(samples, cfg)
-    info = agent.agent_info
-    columns = env.observation, agent.action, info.log_prob, info.value, advantage, advantage + info.value
-    rows = [column.flatten(0, 1) for column in columns]  # from [T, B, ...] to [T * B, ...]
+    advantage, target = gae(samples, cfg.discount, cfg.gae_lambda)
+    used = samples.select("env.observation", "agent.action", "agent.agent_info.log_prob", "agent.agent_info.value")
+    used = used.with_targets(advantage=advantage, value=target)
     for _ in range(cfg.epochs):
-        for index in torch.randperm(cfg.batch_T * cfg.batch_B).chunk(cfg.minibatches):
-            part = [row[index].to(cfg.device) for row in rows]
-            observation, action, old_log_prob, old_value, weight, target = part
-            logits, value = model(observation)
+        for part in (rows.to(cfg.device) for rows in used.minibatches(cfg.minibatches)):
+            info, action, target = part.agent.agent_info, part.agent.action, part.targets.value
+            logits, value = model(part.env.observation)
             log_probs = logits.log_softmax(1)
-            ratio = (log_probs.gather(1, action[:, None]).squeeze(1) - old_log_prob).exp()
+            ratio = (log_probs.gather(1, action[:, None]).squeeze(1) - info.log_prob).exp()
+            weight = part.targets.advantage
             weight = (weight - weight.mean()) / (weight.std() + 1e-8)
             objective = torch.min(ratio * weight, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * weight).mean()
-            clipped_value = old_value + (value - old_value).clamp(-cfg.clip, cfg.clip)
+            clipped_value = info.value + (value - info.value).clamp(-cfg.clip, cfg.clip)
             value_loss = 0.5 * torch.max((value - target).square(), (clipped_value - target).square()).mean()
             entropy = -(log_probs.exp() * log_probs).sum(1).mean()
             optimizer.zero_grad()

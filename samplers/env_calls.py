@@ -34,8 +34,8 @@ class EnvironmentCalls(RestoringCalls, ABC):
     def set_attr(self, name: str, /, value: Any, *, evaluation: bool = False) -> None:
         """Set the attribute `name` of every environment to `value`; a list or tuple has one value per environment.
 
-        If an environment has no such attribute, it is created, and a `RuntimeWarning` names the nearest one. A worker that
-        replaces another builds its environments again, without these values.
+        If an environment has no such attribute, it is created, and a `RuntimeWarning` names the nearest one. A worker
+        that replaces another builds its environments again, without these values.
         """
         n_envs = self.config.eval_n_envs if evaluation else self.batch_B
         values = value if isinstance(value, list | tuple) else [value] * n_envs

@@ -23,6 +23,7 @@ NEEDS = {
     "migration/skrl.md": "skrl",
     "migration/tianshou.md": "tianshou",
     "migration/torchrl.md": "torchrl",
+    "recipes/atari.md": "ale_py",
 }
 
 
@@ -31,8 +32,10 @@ def blocks(page: str) -> list[str]:
 
 
 def shortened(block: str) -> str:
-    """The same code, with fewer iterations of training."""
-    return block if FULL else re.sub(r"(?<=for itr in range\()\d+(?=\))", lambda n: str(min(3, int(n[0]))), block)
+    """The same code, with fewer iterations of training, and no long batches. At full scale, runs of minutes stay."""
+    most = 1_000 if FULL else 3
+    found = re.sub(r"(?<=for itr in range\()[\d_]+(?=\))", lambda n: n[0] if int(n[0]) <= most else "3", block)
+    return found.replace("batch_T=128", "batch_T=8")
 
 
 def definitions(page: str, first: int = 0, last: int | None = None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Advantages and returns: equal to the formulas of the papers, written out, on random episodes with every kind of end.
 
-`PENSTOCK_EPISODES=100000` runs as many episodes.
+`make cases` runs 100,000 episodes, and `PENSTOCK_EPISODES=...` any number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from penstock.envs import CountingEnv
 from penstock.errors import ConfigError
 from penstock.targets import Steps, gae, lambda_return, n_step_return, vtrace
 
-N_EPISODES = int(os.environ.get("PENSTOCK_EPISODES", "3000"))
+from ..scale import scaled
+
+N_EPISODES = int(os.environ.get("PENSTOCK_EPISODES", scaled(100_000, 3_000)))
 ENDS = "terminated", "truncated", "both", "parked", "running"
 T, B = 24, 16
 
