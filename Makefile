@@ -26,6 +26,7 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy tests/type_checks/surface.py
+	@if [ -x $(BIN)/pyright ]; then $(BIN)/pyright --pythonpath $(BIN)/python tests/type_checks/surface.py; fi
 	$(BIN)/lint-imports
 
 # The site in site/: open site/index.html. A warning, for example about a link without a target, is an error.

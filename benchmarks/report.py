@@ -2,13 +2,18 @@
 
     python benchmarks/report.py runs/cartpole
 
-Writes learning_curve.png and timeline.png into the run's folder, and measures the ceiling.
+Writes learning_curve.png and timeline.png into the run's folder, and measures the ceiling. With several runs, for
+example of different seeds, the learning curve shows all of them. All else is about the first one:
+
+    for seed in 0 1 2; do python examples/ppo.py --seed $seed --out runs/$seed; done
+    python benchmarks/report.py runs/0 runs/1 runs/2
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,34 +54,52 @@ STYLE = {
 # ---- figures -----------------------------------------------------------------------------------
 
 
-def plot_learning_curve(run_dir: Path, summary: dict[str, Any]) -> None:
-    progress = np.atleast_1d(np.genfromtxt(run_dir / "progress.csv", delimiter=",", names=True))
-    config = summary["config"]
-    evaluated = np.isfinite(progress["eval_return_mean"])  # rows without an evaluation have an empty cell
+def read_progress(run_dir: Path) -> npt.NDArray[np.void]:
+    """The rows of progress.csv. In rows without an evaluation, `eval_return_mean` is NaN."""
+    return np.atleast_1d(np.genfromtxt(run_dir / "progress.csv", delimiter=",", names=True))
+
+
+def plot_learning_curve(run_dirs: Sequence[Path], config: dict[str, Any]) -> None:
+    """Written into the first folder."""
+    runs = [read_progress(run_dir) for run_dir in run_dirs]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.axhline(config["goal"], color="#555555", linestyle="--", linewidth=1)
     axes.annotate(f"goal {config['goal']:g}", (0, config["goal"]), (4, 4), textcoords="offset points", color="#555555")
-    axes.plot(
-        progress["steps"],
-        progress["train_return_mean"],
-        color=TRAIN_RETURN,
-        label=f"training, last {config['batch_B']} episodes",
-    )
-    axes.plot(
-        progress["steps"][evaluated],
-        progress["eval_return_mean"][evaluated],
-        color=EVAL_RETURN,
-        marker="o",
-        markersize=4,
-        label="evaluation",
-    )
+    if len(runs) == 1:
+        (progress,) = runs
+        label = f"training, last {config['batch_B']} episodes"
+        axes.plot(progress["steps"], progress["train_return_mean"], color=TRAIN_RETURN, label=label)
+        _draw_evaluations(axes, progress, marker="o", markersize=4, label="evaluation")
+        title = f"seed {config['seed']}"
+    else:
+        _draw_spread(axes, runs)
+        title = f"{len(runs)} runs"
     axes.set(xlabel="environment steps", ylabel="mean return", xlim=(0, None))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x else "0")
-    axes.set_title(f"PPO on {config['env_id']}, seed {config['seed']}")
+    axes.set_title(f"PPO on {config['env_id']}, {title}")
     axes.grid()
     axes.legend(loc="lower right")
-    figure.savefig(run_dir / "learning_curve.png")
+    figure.savefig(run_dirs[0] / "learning_curve.png")
     plt.close(figure)
+
+
+def _draw_evaluations(axes: Axes, progress: npt.NDArray[np.void], **style: Any) -> None:
+    evaluated = np.isfinite(progress["eval_return_mean"])
+    axes.plot(progress["steps"][evaluated], progress["eval_return_mean"][evaluated], color=EVAL_RETURN, **style)
+
+
+def _draw_spread(axes: Axes, runs: Sequence[npt.NDArray[np.void]]) -> None:
+    """The evaluations of each run; their mean, and from the smallest to the largest, until the first run ends."""
+    for i, progress in enumerate(runs):
+        _draw_evaluations(axes, progress, linewidth=0.7, alpha=0.6, label=None if i else "evaluations of each run")
+    evaluated = [progress[np.isfinite(progress["eval_return_mean"])] for progress in runs]
+    steps = np.unique(np.concatenate([rows["steps"] for rows in evaluated]))
+    steps = steps[steps <= min(rows["steps"][-1] for rows in evaluated)]
+    curves = np.array([np.interp(steps, rows["steps"], rows["eval_return_mean"]) for rows in evaluated])
+    axes.plot(steps, curves.mean(0), color=EVAL_RETURN, linewidth=2, label="their mean, until the first run ends")
+    axes.fill_between(
+        steps, curves.min(0), curves.max(0), color=EVAL_RETURN, alpha=0.2, linewidth=0, label="their range"
+    )
 
 
 def plot_timeline(run_dir: Path) -> None:
@@ -85,8 +108,9 @@ def plot_timeline(run_dir: Path) -> None:
         origin = file["sampling"][0]
         workers, sampling, training = ((file[name] - origin) * 1e3 for name in ("workers", "sampling", "training"))
     rows = min(ZOOM_ROWS, workers.shape[1] // 2)
+    spans = np.array([training[1], sampling[1], workers[:, 2 * rows].min()])  # what the panels show, from 0
     figure, panels = plt.subplots(3, 1, figsize=(10, 3.2 + 1.1 * len(workers)), layout="constrained")
-    for axes in panels:
+    for axes, span in zip(panels, spans, strict=True):
         _draw_span(axes, 0, "sampling", sampling)
         _draw_span(axes, 0, "training", training)
         for lane, stamps in enumerate(workers, start=1):
@@ -95,18 +119,26 @@ def plot_timeline(run_dir: Path) -> None:
             else:
                 _draw_span(axes, lane, "acting", stamps[:-1])
                 _draw_span(axes, lane, "stepping", stamps[1:])
-        axes.set_yticks(range(len(workers) + 1), ["main process", *(f"worker {i}" for i in range(len(workers)))])
+        names = [f"worker {i}, idle {share:.0%}" for i, share in enumerate(idle_shares(workers, span))]
+        axes.set_yticks(range(len(workers) + 1), ["main process", *names])
         axes.set_ylim(len(workers) + 0.6, -0.6)
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
         axes.grid(axis="x")
-    panels[0].set(xlim=(0, training[1]), title="The last iteration (gaps are waiting)")
-    panels[1].set(xlim=(0, sampling[1]), title="Its batch")
-    panels[2].set(xlim=(0, workers[:, 2 * rows].min()), title="The beginning of it", xlabel="milliseconds")
+        axes.set_xlim(0, span)
+    panels[0].set(title="One iteration: sampling, then training (workers are idle in the gaps)")
+    panels[1].set(title="Its sampling: each worker collects its columns of the batch")
+    panels[2].set(title=f"The first {spans[2]:.1f} ms: the agent acts, the environments step", xlabel="milliseconds")
     handles = [Patch(color=colour, label=name) for name, colour in SPANS.items()]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
     figure.savefig(run_dir / "timeline.png")
     plt.close(figure)
+
+
+def idle_shares(workers: npt.NDArray[np.float64], end: float) -> npt.NDArray[np.float64]:
+    """For each worker, the share of the time from 0 to `end` in which it did not collect."""
+    collecting = workers[:, -1].clip(max=end) - workers[:, 0].clip(max=end)
+    return 1 - collecting / end
 
 
 def _draw_span(axes: Axes, lane: int, name: str, stamps: npt.NDArray[np.float64]) -> None:
@@ -165,19 +197,19 @@ def print_workers(console: Console, summary: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dir", type=Path, help="the folder given to examples/ppo.py --out")
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN", help="a folder given to examples/ppo.py --out")
     parser.add_argument(
         "--seconds", type=float, default=2.0, help="seconds per turn of the ceiling's measurement; 0 skips it"
     )
     arguments = parser.parse_args()
-    run_dir: Path = arguments.run_dir
+    run_dir: Path = arguments.run_dirs[0]
     summary = json.loads((run_dir / "summary.json").read_text())
     console = Console()
     rates = measure_rates(console, summary, arguments.seconds) if arguments.seconds > 0 else None
     print_report(console, summary, rates)
     print_workers(console, summary)
     with plt.rc_context(STYLE):  # type: ignore[arg-type]
-        plot_learning_curve(run_dir, summary)
+        plot_learning_curve(arguments.run_dirs, summary["config"])
         plot_timeline(run_dir)
     console.print(f"see {run_dir / 'learning_curve.png'} and {run_dir / 'timeline.png'}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -104,6 +105,12 @@ class Sampler(EnvironmentCalls, ABC):
     #: None before the first batch. `initialize` publishes version 1. Each `agent.sync_shared_memory()` adds one. If you
     #: publish right after `start_samples`, the number may be too small: workers load the newest parameters.
     policy_version: int | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__doc__ and cls.__module__.startswith("penstock."):  # so that help(cls) has all arguments
+            arguments = inspect.cleandoc(Sampler.__doc__ or "").partition("Args:\n")[2]
+            cls.__doc__ = f"{inspect.cleandoc(cls.__doc__)}\n\nArguments of every sampler:\n{arguments}"
 
     def __init__(self, env_fn: EnvFn, **options: Unpack[SamplerOptions]) -> None:
         # These two come first, so that repr and shutdown work even if the rest fails.

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock import errors
+from penstock import Sampler, errors, samplers
+from penstock.samplers.config import SamplerOptions
 
 ROOMS = (
     "agents",
@@ -92,6 +93,12 @@ def undocumented(public: dict[str, Any]) -> Iterator[str]:
             yield from (f"{name}.{key}" for key in own if not inspect.getdoc(getattr(value, key)))
         elif inspect.isroutine(value) and not inspect.getdoc(value):
             yield name
+
+
+@pytest.mark.parametrize("cls", [getattr(samplers, name) for name in samplers.__all__ if name.endswith("Sampler")])
+def test_the_help_of_a_sampler_has_all_arguments(cls: type[Sampler]) -> None:
+    text = inspect.getdoc(cls) or ""
+    assert all(f"    {name}: " in text for name in ("env_fn", *SamplerOptions.__annotations__))
 
 
 def test_every_error_is_one_of_the_tree() -> None:

@@ -1,14 +1,27 @@
-"""What a type checker knows of penstock. `make check` runs mypy on this file; nobody imports it.
+"""What a type checker knows of penstock. `make check` runs mypy on this file, and pyright if it is installed; nobody
+imports it.
 
 Each line with `type: ignore` must be an error: an unused comment is one itself.
 """
+
+# pyright: reportUnnecessaryTypeIgnoreComment=error
 
 from typing import Any
 
 from torch import Tensor
 from typing_extensions import assert_type
 
-from penstock import AgentStep, CategoricalPgAgent, FunctionAgent, NamedArrays, ParallelSampler, Samples, TrajInfo
+from penstock import (
+    AgentStep,
+    AsyncSampler,
+    CategoricalPgAgent,
+    FunctionAgent,
+    GpuSampler,
+    NamedArrays,
+    ParallelSampler,
+    Samples,
+    TrajInfo,
+)
 from penstock.buffers import AgentSamples, EnvSamples
 from penstock.targets import Steps, gae, n_step_return, vtrace
 
@@ -66,5 +79,9 @@ def arguments(model: Any) -> None:
         assert_type(infos, list[TrajInfo])
         sampler.initialize(CategoricalPgAgent(model), sead=0)  # type: ignore[call-arg]
     ParallelSampler("CartPole-v1", batch_T=4, batch_B=2, num_workers=3)  # type: ignore[call-arg]
+    ParallelSampler("CartPole-v1", batch_T=4, batch_B="2")  # type: ignore[arg-type]
+    GpuSampler("CartPole-v1", batch_T=4, batch_B=2, typo=3)  # type: ignore[call-arg]
+    GpuSampler("CartPole-v1", batch_T=4, batch_B=2, server="gpu")  # type: ignore[arg-type]
+    AsyncSampler("CartPole-v1", batch_t=4, batch_B=2)  # type: ignore[call-arg]
     CategoricalPgAgent(model, greedy=True)  # type: ignore[call-arg]
     FunctionAgent(AgentStep, params=3)  # type: ignore[call-arg]
