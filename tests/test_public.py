@@ -109,6 +109,12 @@ def test_every_error_is_one_of_the_tree() -> None:
         assert issubclass(tree[name], errors.SamplerBrokenError)
 
 
+def test_windows_is_refused_with_a_remedy() -> None:
+    code = "import os; del os.fork; import penstock"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.endswith("ImportError: penstock needs Linux: on Windows, use it in WSL 2\n")
+
+
 def test_importing_penstock_does_not_import_torch() -> None:
     code = "import sys, penstock, penstock.workers.process; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)

@@ -1,6 +1,10 @@
 """penstock: sample reinforcement-learning environments in parallel, straight into shared memory."""
 
+import os
 from typing import TYPE_CHECKING, Any
+
+if not hasattr(os, "fork"):
+    raise ImportError("penstock needs Linux: on Windows, use it in WSL 2")
 
 from penstock import errors
 from penstock.agents import Agent, AgentStep, ExponentialSchedule, FunctionAgent, LinearSchedule, RandomAgent
