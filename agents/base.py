@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import gymnasium as gym
 import numpy as np
@@ -24,6 +24,9 @@ from penstock.errors import ConfigError, SamplerStateError
 Space = gym.Space[Any]
 
 _Self = TypeVar("_Self", bound="Agent")
+
+_FROM_INITIALIZE = "model", "observation_space", "action_space"
+_FROM_SEED_COLUMNS = "_noise", "_rngs", "_uniform"
 
 
 class AgentStep(NamedTuple):
@@ -141,10 +144,26 @@ class Agent(ABC):
 
     def _require_initialized(self) -> None:
         if "observation_space" not in vars(self):
-            raise SamplerStateError(
-                f"this {type(self).__name__} is not initialized: call sampler.initialize(agent), or "
-                "agent.initialize(env.observation_space, env.action_space)"
-            )
+            raise SamplerStateError(self._not_initialized())
+
+    def _not_initialized(self) -> str:
+        return (
+            f"this {type(self).__name__} is not initialized: call sampler.initialize(agent), or "
+            "agent.initialize(env.observation_space, env.action_space)"
+        )
+
+    if not TYPE_CHECKING:  # type checkers know the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for a missing attribute only: some messages say why it is missing."""
+            if name in _FROM_INITIALIZE and "observation_space" not in vars(self):
+                raise AttributeError(f"{name} is missing: {self._not_initialized()}")
+            if name in _FROM_SEED_COLUMNS:
+                raise AttributeError(
+                    f"step is for the copies of this {type(self).__name__} in a sampler: outside of one, call "
+                    "agent.act(observation)"
+                )
+            return object.__getattribute__(self, name)  # raises the usual error, or that of a property
 
     # ---- resuming --------------------------------------------------------------------------
 

@@ -152,6 +152,21 @@ def test_calls_before_initialize_say_what_to_call(make: Any, tmp_path: Path) -> 
             call()
 
 
+def test_a_missing_attribute_says_why_it_is_missing() -> None:
+    agent = CategoricalPgAgent(Policy)
+    for use in (lambda: agent.model, agent.state_dict, lambda: agent.observation_space):
+        with pytest.raises(
+            AttributeError, match=r"is missing: this CategoricalPgAgent is not initialized: call sampler"
+        ):
+            use()
+    agent = ready(agent)
+    with pytest.raises(AttributeError, match=r"outside of one, call agent\.act\(observation\)"):
+        agent.step(np.zeros((2, 3), np.float32), np.zeros(2), np.zeros(2, np.float32))
+    with pytest.raises(AttributeError, match="object has no attribute 'modell'"):
+        _ = agent.modell  # type: ignore[attr-defined]
+    assert not hasattr(CategoricalPgAgent(Policy), "model")
+
+
 @pytest.mark.parametrize(("observation", "got"), [(np.zeros(2), "(2,)"), (np.zeros((5, 4)), "(5, 4)")])
 def test_an_observation_of_a_wrong_shape_is_refused(observation: Any, got: str) -> None:
     message = re.escape(f"observation must have the shape (3,), or ('B', 3), got {got}")
