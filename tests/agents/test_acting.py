@@ -155,15 +155,13 @@ def test_calls_before_initialize_say_what_to_call(make: Any, tmp_path: Path) -> 
 def test_a_missing_attribute_says_why_it_is_missing() -> None:
     agent = CategoricalPgAgent(Policy)
     for use in (lambda: agent.model, agent.state_dict, lambda: agent.observation_space):
-        with pytest.raises(
-            AttributeError, match=r"is missing: this CategoricalPgAgent is not initialized: call sampler"
-        ):
+        with pytest.raises(AttributeError, match="is missing: this CategoricalPgAgent is not initialized: "):
             use()
     agent = ready(agent)
     with pytest.raises(AttributeError, match=r"outside of one, call agent\.act\(observation\)"):
         agent.step(np.zeros((2, 3), np.float32), np.zeros(2), np.zeros(2, np.float32))
     with pytest.raises(AttributeError, match="object has no attribute 'modell'"):
-        _ = agent.modell  # type: ignore[attr-defined]
+        _ = agent.modell
     assert not hasattr(CategoricalPgAgent(Policy), "model")
 
 
