@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from .. import starter
+from ..scale import scaled
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -32,7 +33,7 @@ def test_a_short_run_learns_and_is_reported(tmp_path: Path) -> None:
     with np.load(tmp_path / "timeline.npz") as timeline:
         assert timeline["workers"].shape == (2, 2 * 128 + 1)
 
-    for runs in ([tmp_path], [tmp_path] * 2):
+    for runs in scaled(([tmp_path], [tmp_path] * 2), ([tmp_path] * 2,)):
         done = run("benchmarks/report.py", *runs, "--seconds", 0)
         assert done.returncode == 0, done.stderr
         assert "stepping" in done.stdout
