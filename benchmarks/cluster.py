@@ -56,7 +56,7 @@ from turns import CAPTION, cell, machine, ratios, spread
 from workloads import ActorCritic, Pixels
 
 from penstock import Affinity, CategoricalPgAgent, ParallelSampler, RandomAgent, SerialSampler
-from penstock.cluster import RaySampler
+from penstock.cluster import Piece, RaySampler
 from penstock.cluster.placement import actor_options, connect
 
 PARTS = ("speed", "pixels", "slow", "puts", "memory")
@@ -179,10 +179,14 @@ class Pieces(Batches):
         pieces = self.sampler.stream(max_in_flight=2)
         next(pieces)  # from now on, an order always waits in the shard
         with metered(cost):
-            turn = repeated(lambda: next(pieces).samples.env.reward.numel(), seconds)
+            turn = repeated(partial(self._take, pieces), seconds)
         pieces.close()
         self.batch()  # the shard has done its last orders too
         return turn | cost
+
+    def _take(self, pieces: Iterator[Piece]) -> int:
+        next(pieces)
+        return self.steps
 
 
 class EnvRunners:
@@ -195,18 +199,14 @@ class EnvRunners:
         config = (
             PPOConfig()
             .environment("CartPole-v1")
-            .env_runners(
-                num_env_runners=1, num_envs_per_env_runner=work.batch_B, rollout_fragment_length=work.batch_T
-            )
+            .env_runners(num_env_runners=1, num_envs_per_env_runner=work.batch_B, rollout_fragment_length=work.batch_T)
         )
         self._group = EnvRunnerGroup(config=config, local_env_runner=False)
 
     def batch(self) -> int:
         from ray.rllib.execution.rollout_ops import synchronous_parallel_sample
 
-        episodes = synchronous_parallel_sample(
-            worker_set=self._group, random_actions=True, _uses_new_env_runners=True
-        )
+        episodes = synchronous_parallel_sample(worker_set=self._group, random_actions=True, _uses_new_env_runners=True)
         return sum(map(len, episodes))
 
     def turn(self, seconds: float) -> Turn:
@@ -370,8 +370,10 @@ def simulate(most: int) -> dict[str, Any]:
     """The table of the model: share of the ideal rate, by number of shards and `min_ready`."""
     constants = measured_constants()
     print(constants)
-    table = Table(title=f"Share of the ideal rate; measured: {constants.call * 1e3:.2f} ms a call, "
-                  f"{constants.rebuild:.1f} s to build a shard again")
+    table = Table(
+        title=f"Share of the ideal rate; measured: {constants.call * 1e3:.2f} ms a call, "
+        f"{constants.rebuild:.1f} s to build a shard again"
+    )
     for heading in ("shards", *(f"min_ready={share:g}" for share in SHARES)):
         table.add_column(heading, justify="right")
     found: dict[str, Any] = {"constants": vars(constants), "share": {}}

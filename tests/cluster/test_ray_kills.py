@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import psutil
 import pytest
 
 ray = pytest.importorskip("ray", reason='ray is not installed: pip install "penstock[cluster]"')
@@ -32,7 +33,8 @@ pytestmark = [
 ]
 
 N_SHARDS = 2
-SECONDS = scaled(2.0, 5.0)  # until a loss is named
+# Until a loss is named, and until the processes of a killed shard have ended. Daily, other tests use the CPUs too.
+SECONDS, LEFT_SECONDS = scaled(2.0, 5.0), scaled(2.0, 5.0)
 
 
 def by_signal(number: int, sampler: RaySampler, shard: int) -> None:
@@ -63,17 +65,21 @@ def make_sampler(on_node_failure: Any) -> RaySampler:
 
 
 class Killer:
-    """Kills a shard once, at a random moment from now on."""
+    """Kills a shard once, at a random moment from now on. Its processes must have ended 2 seconds later."""
 
     def __init__(self, kill: Callable[[RaySampler, int], None], sampler: RaySampler, rng: random.Random) -> None:
         self.shard, self._delay = rng.randrange(N_SHARDS), rng.random() * 0.1
         self._kill, self._sampler, self.at = kill, sampler, 0.0
+        actor = psutil.Process(actor_pids(sampler)[self.shard])
+        self._processes = [actor, *actor.children(recursive=True)]
+        self._left: list[psutil.Process] = []
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
         time.sleep(self._delay)
         self.at = time.monotonic()
         self._kill(self._sampler, self.shard)
+        self._left = psutil.wait_procs(self._processes, LEFT_SECONDS)[1]
 
     def __enter__(self) -> Killer:
         self._thread.start()
@@ -81,6 +87,7 @@ class Killer:
 
     def __exit__(self, *_: object) -> None:
         self._thread.join()
+        assert self._left == []
 
 
 @pytest.mark.parametrize("how", KILLS)
@@ -88,17 +95,12 @@ def test_shards_killed_at_random_moments_are_repaired(how: str) -> None:
     rng, times = random.Random(f"repaired {how}"), list[float]()
     with make_sampler("restart") as sampler:
         sampler.initialize(RandomAgent(), seed=0)
-        everything = our_processes()
         for number in range(1, scaled(14, 1) + 1):
-            before = our_processes()
             with Killer(KILLS[how], sampler, rng) as killer:
                 while sum(shard.restarts for shard in sampler.stats().shards) < number:
                     samples, _ = sampler.obtain_samples(number)
                     assert samples.env.valid.all()
-            times.append(time.monotonic() - killer.at)
-            new = {pid: text for pid, text in our_processes().items() if pid not in before}
-            old = {pid: text for pid, text in before.items() if pid in wait_for_none(new, 2.0)}
-            assert len(old) == len(before) - len(everything) / N_SHARDS, (killer.shard, old, new)
+                times.append(time.monotonic() - killer.at)
     report(how, "repaired", times)
 
 
@@ -109,10 +111,11 @@ def test_shards_killed_at_random_moments_are_named(how: str) -> None:
         before = our_processes()
         with make_sampler("raise") as sampler:
             sampler.initialize(RandomAgent(), seed=number)
-            with Killer(KILLS[how], sampler, rng) as killer, pytest.raises(NodeLostError, match="was lost") as caught:
-                for itr in range(10**6):
-                    sampler.obtain_samples(itr)
-            times.append(time.monotonic() - killer.at)
+            with Killer(KILLS[how], sampler, rng) as killer:
+                with pytest.raises(NodeLostError, match="was lost") as caught:
+                    for itr in range(10**6):
+                        sampler.obtain_samples(itr)
+                times.append(time.monotonic() - killer.at)
             assert str(caught.value).startswith(f"shard {killer.shard} (node "), str(caught.value)
             assert times[-1] < SECONDS
             assert wait_for_none(before, 2.0) == {}
@@ -163,6 +166,10 @@ def test_a_shard_that_is_out_of_memory(on_node_failure: Any, tmp_path: Path) -> 
     n_kills = 8 if on_node_failure == "restart" else 1
     options: dict[str, Any] = {"batch_T": 100, "batch_B": 4, "n_shards": N_SHARDS, "n_workers": 1}
     meal, rng = tmp_path / "meal", random.Random(0)
+
+    def feed(sampler: RaySampler, shard: int) -> None:
+        meal.write_text(str(actor_pids(sampler)[shard]))
+
     with (
         little_memory() as limit,
         RaySampler(
@@ -176,9 +183,9 @@ def test_a_shard_that_is_out_of_memory(on_node_failure: Any, tmp_path: Path) -> 
     ):
         sampler.initialize(RandomAgent(), seed=0)
         for number in range(1, n_kills + 1):
-            pid = actor_pids(sampler)[rng.randrange(N_SHARDS)]
-            limit(pid)
-            with Killer(lambda *_, pid=pid: meal.write_text(str(pid)), sampler, rng) as killer:  # type: ignore[misc]
+            for pid in actor_pids(sampler):
+                limit(pid)
+            with Killer(feed, sampler, rng) as killer:
                 if on_node_failure == "raise":
                     with pytest.raises(NodeLostError, match="was lost"):
                         while True:
@@ -187,8 +194,6 @@ def test_a_shard_that_is_out_of_memory(on_node_failure: Any, tmp_path: Path) -> 
                     while sum(shard.restarts for shard in sampler.stats().shards) < number:
                         samples, _ = sampler.obtain_samples(number)
                         assert samples.env.valid.all()
-            times.append(time.monotonic() - killer.at)
-            assert wait_for_none({**before, **our_processes()}, 2.0) == {}
-            assert not Path(f"/proc/{pid}").exists()
+                times.append(time.monotonic() - killer.at)
     report("out of memory", on_node_failure, times)
     assert wait_for_none(before, 2.0) == {}

@@ -34,8 +34,8 @@ from penstock import (
 from penstock.cluster import RaySampler
 from penstock.envs import NestedEnv
 
-from ..samplers import test_central_determinism as agents
 from ..samplers import test_agents_determinism as stock
+from ..samplers import test_central_determinism as agents
 from ..scale import scaled
 from .ray_support import assert_same, run
 
