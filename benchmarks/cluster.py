@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -48,11 +47,11 @@ import psutil
 import ray
 import workloads
 from clocks import cpu_clocks, processes, used
-from cluster_model import SHARES, Constants, share_of_ideal
+from cluster_model import simulate
 from environments import SleepingEnv
 from rich.console import Console
 from rich.table import Table
-from turns import CAPTION, cell, machine, ratios, spread
+from turns import CAPTION, cell, machine, ratios
 from workloads import ActorCritic, Pixels
 
 from penstock import Affinity, CategoricalPgAgent, ParallelSampler, RandomAgent, SerialSampler
@@ -345,50 +344,10 @@ def memory(batches: int) -> dict[str, list[float]]:
     return found
 
 
-# ---- the model -------------------------------------------------------------------------------------
-
-
-def measured_constants() -> Constants:
-    """Milliseconds of this process for an order or a reply, and seconds until a killed shard has sampled again."""
-    options = {"batch_T": 1, "batch_B": 4, "n_shards": 4, "n_workers": 1, "sampler_cls": SerialSampler}
-    with RaySampler("CartPole-v1", on_node_failure="restart", **options) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        costs = []
-        for _ in range(10):
-            began = time.thread_time()
-            for itr in range(20):
-                sampler.obtain_samples(itr)
-            costs.append((time.thread_time() - began) / (20 * 4 * 2))
-        pool: Any = sampler._pool
-        os.kill(pool.shards[0].started.pid, signal.SIGKILL)
-        began = time.monotonic()
-        sampler.obtain_samples(0)
-        return Constants(call=spread(costs)["median"], rebuild=time.monotonic() - began)
-
-
-def simulate(most: int) -> dict[str, Any]:
-    """The table of the model: share of the ideal rate, by number of shards and `min_ready`."""
-    constants = measured_constants()
-    print(constants)
-    table = Table(
-        title=f"Share of the ideal rate; measured: {constants.call * 1e3:.2f} ms a call, "
-        f"{constants.rebuild:.1f} s to build a shard again"
-    )
-    for heading in ("shards", *(f"min_ready={share:g}" for share in SHARES)):
-        table.add_column(heading, justify="right")
-    found: dict[str, Any] = {"constants": vars(constants), "share": {}}
-    for n in sorted({min(n, most) for n in (10, 100, 300, 1000, most)}):
-        row = {share: share_of_ideal(n, share, constants) for share in SHARES}
-        found["share"][n] = row
-        table.add_row(str(n), *(f"{value:.2f}" for value in row.values()))
-    Console(width=120).print(table)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all by default")
-    parser.add_argument("--simulate", type=int, metavar="N", help="measure nothing else: the model of up to N shards")
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; by default all")
+    parser.add_argument("--simulate", type=int, metavar="N", help="the model of up to N shards, and the parts you name")
     parser.add_argument("--repeats", type=int, default=12, help="turns of each contestant")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each turn, at least")
     parser.add_argument("--batches", type=int, default=2000, help="of `memory`, and a hundredth of them in `puts`")
@@ -398,12 +357,13 @@ def main() -> None:
         parser.error(f"there is no part {', '.join(unknown)}")
     for module in (environments, workloads):  # shards cannot import them
         cloudpickle.register_pickle_by_value(module)
+        ray.cloudpickle.register_pickle_by_value(module)  # a copy, with which Ray pickles arguments of actors
     leave = connect(None, N_CPUS, dashboard=False)
     results: dict[str, Any] = {}
     try:
         if args.simulate:
             results["model"] = simulate(args.simulate)
-        for part in () if args.simulate else args.parts or PARTS:
+        for part in args.parts or (() if args.simulate else PARTS):
             if part == "puts":
                 results[part] = puts(max(2, args.batches // 100))
             elif part == "memory":

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
+from turns import spread
+
+from penstock import RandomAgent, SerialSampler
+from penstock.cluster import RaySampler
 
 SHARES = (1.0, 0.99, 0.95, 0.9)
 
@@ -44,4 +54,41 @@ def share_of_ideal(n: int, min_ready: float, constants: Constants, n_batches: in
         handled = np.maximum.accumulate(finish[order] - calls) + calls + constants.call
         now = handled[wanted - 1]
         free = np.where(finish > now, finish, now)
-    return n_batches * wanted * constants.batch / (n * now)
+    return float(n_batches * wanted * constants.batch / (n * now))
+
+
+def measured_constants() -> Constants:
+    """What an order or a reply costs this process, and how long it takes until a killed shard has sampled again."""
+    options = {"batch_T": 1, "batch_B": 4, "n_shards": 4, "n_workers": 1, "sampler_cls": SerialSampler}
+    with RaySampler("CartPole-v1", on_node_failure="restart", **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        costs = []
+        for _ in range(10):
+            began = time.thread_time()
+            for itr in range(20):
+                sampler.obtain_samples(itr)
+            costs.append((time.thread_time() - began) / (20 * 4 * 2))
+        pool: Any = sampler._pool
+        os.kill(pool.shards[0].started.pid, signal.SIGKILL)
+        began = time.monotonic()
+        sampler.obtain_samples(0)
+        return Constants(call=spread(costs)["median"], rebuild=time.monotonic() - began)
+
+
+def simulate(most: int) -> dict[str, Any]:
+    """The table of the model: share of the ideal rate, by number of shards and `min_ready`."""
+    constants = measured_constants()
+    print(constants)
+    table = Table(
+        title=f"Share of the ideal rate; measured: {constants.call * 1e3:.2f} ms a call, "
+        f"{constants.rebuild:.1f} s to build a shard again"
+    )
+    for heading in ("shards", *(f"min_ready={share:g}" for share in SHARES)):
+        table.add_column(heading, justify="right")
+    found: dict[str, Any] = {"constants": vars(constants), "share": {}}
+    for n in sorted({min(n, most) for n in (10, 100, 300, 1000, most)}):
+        row = {share: share_of_ideal(n, share, constants) for share in SHARES}
+        found["share"][n] = row
+        table.add_row(str(n), *(f"{value:.2f}" for value in row.values()))
+    Console(width=120).print(table)
+    return found
