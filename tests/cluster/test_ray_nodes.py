@@ -29,17 +29,18 @@ pytestmark = [
 ]
 
 
-def add_node(cluster: Any, n_shards: int = 2) -> Any:
-    """A node, which only shards with `FAR` use."""
-    return cluster.add_node(num_cpus=n_shards, resources={"far": n_shards}, object_store_memory=80 * 2**20)
+def add_node(cluster: Any, kind: str, n_shards: int = 2) -> Any:
+    """A node, which only shards that are `on(kind)` use."""
+    return cluster.add_node(num_cpus=n_shards, resources={kind: n_shards}, object_store_memory=80 * 2**20)
 
 
-FAR = {"resources": {"far": 1}, "sampler_cls": SerialSampler}
+def on(kind: str) -> dict[str, Any]:
+    return {"resources": {kind: 1}, "sampler_cls": SerialSampler}
 
 
 @pytest.fixture(scope="module")
 def three_nodes(ray_cluster: Any) -> Iterator[None]:
-    nodes = [add_node(ray_cluster) for _ in range(3)]
+    nodes = [add_node(ray_cluster, "far") for _ in range(3)]
     yield
     for node in nodes:
         ray_cluster.remove_node(node)
@@ -63,21 +64,24 @@ def test_the_same_seed_gives_the_same_batches_on_three_nodes(
 
     options: dict[str, Any] = {"batch_B": batch_B, "traj_info_cls": traj_info_cls, "eval_n_envs": 2, "eval_episodes": 5}
     reference = run(SerialSampler, CARTPOLE, RandomAgent, iterations=5, **options)
-    found = run(RaySampler, CARTPOLE, RandomAgent, iterations=5, n_shards=n_shards, before=check, **FAR, **options)
+    found = run(
+        RaySampler, CARTPOLE, RandomAgent, iterations=5, n_shards=n_shards, before=check, **on("far"), **options
+    )
     assert_same(reference, found)
 
 
 def test_a_node_that_joins_changes_nothing(ray_cluster: Any) -> None:
-    nodes = [add_node(ray_cluster)]
+    nodes = [add_node(ray_cluster, "joined")]
 
     def join(sampler: RaySampler, itr: int) -> None:
         if itr == 2:
-            nodes.append(add_node(ray_cluster))
+            nodes.append(add_node(ray_cluster, "joined"))
         assert len(nodes_of(sampler)) == 1, "shards that run stay where they are"
 
     try:
         reference = run(SerialSampler, CARTPOLE, RandomAgent, iterations=5)
-        assert_same(reference, run(RaySampler, CARTPOLE, RandomAgent, iterations=5, n_shards=2, before=join, **FAR))
+        options: dict[str, Any] = {"n_shards": 2, "before": join, **on("joined")}
+        assert_same(reference, run(RaySampler, CARTPOLE, RandomAgent, iterations=5, **options))
         assert len(nodes) == 2
     finally:
         for node in nodes:
@@ -98,13 +102,13 @@ class Sleeping(gym.Wrapper[Any, Any, Any, Any]):
 @pytest.mark.parametrize("on_node_failure", ["raise", "restart"])
 def test_a_node_that_is_killed_is_named_or_replaced(ray_cluster: Any, on_node_failure: Any) -> None:
     before = our_processes()
-    nodes = [add_node(ray_cluster, 1), add_node(ray_cluster, 1)]
+    nodes = [add_node(ray_cluster, "killed", 1), add_node(ray_cluster, "killed", 1)]
     try:
-        options: dict[str, Any] = {"batch_T": 100, "batch_B": 3, "n_shards": 2, "n_workers": 1, **FAR}
+        options: dict[str, Any] = {"batch_T": 100, "batch_B": 3, "n_shards": 2, "n_workers": 1, **on("killed")}
         with RaySampler(Sleeping, **options, on_node_failure=on_node_failure) as sampler:
             sampler.initialize(RandomAgent(), seed=0)
             where = [shard.node for shard in sampler.stats().shards]
-            nodes.append(add_node(ray_cluster, 1))  # for the shard that is lost
+            nodes.append(add_node(ray_cluster, "killed", 1))  # for the shard that is lost
             sampler.obtain_samples(0)
             sampler.start_samples(1)
             lost = next(node for node in nodes if node.node_id.startswith(str(where[1]).split()[1]))
@@ -139,6 +143,9 @@ class WithChild(gymnasium.Wrapper):
     def __init__(self):
         super().__init__(gymnasium.make("CartPole-v1"))
         self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # of an environment"])
+    def close(self):
+        self.child.kill()
+        self.child.wait()
 
 if __name__ == "__main__":
     sampler = RaySampler(WithChild, batch_T=100, batch_B=6, n_shards=3, n_workers=1, resources={"far": 1})
