@@ -169,15 +169,21 @@ class Nodes:
 
     def close(self) -> None:
         for process in self._started:
-            process.kill()
-            process.communicate()
+            end(process)
         left = our_processes(self.run, with_ray=True)
         for pid in left:
             os.kill(pid, signal.SIGKILL)
-        assert wait_for_none({}, 20.0, self.run, with_ray=True) == {}
         self.cable.close()
         self.near.close()
         self.far.close()
+        assert wait_for_none({}, 20.0, self.run, with_ray=True) == {}
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
 
 
 @pytest.fixture
@@ -201,6 +207,8 @@ options = json.loads(sys.argv[1])
 options |= {"batch_T": 50, "batch_B": 4, "n_shards": 2, "n_workers": 1}
 sampler = RaySampler("CartPole-v1", sampler_cls=SerialSampler, **options)
 sampler.initialize(RandomAgent(), seed=0)
+while any(shard.node is None for shard in sampler.stats().shards):  # only with min_shards
+    sampler.obtain_samples(0)
 shards = sampler.stats().shards
 print(json.dumps({"nodes": [shard.node for shard in shards]}), flush=True)
 for itr in range(10**6):
@@ -238,9 +246,9 @@ def digests(n: int) -> list[str]:
 
 
 def processes_in(namespace: Namespace, run: str) -> dict[int, str]:
-    """The processes of this run in the namespace, Ray's included."""
+    """The processes of this run in the namespace, except Ray's own."""
     found, wanted = {}, os.readlink(namespace.path)
-    for pid, text in our_processes(run, with_ray=True).items():
+    for pid, text in our_processes(run).items():
         try:
             if os.readlink(f"/proc/{pid}/ns/net") == wanted:
                 found[pid] = text
@@ -259,8 +267,7 @@ def program(nodes: Nodes, folder: Path, **options: Any) -> Iterator[Iterator[dic
     where = next(found)["nodes"]
     assert sorted(node.split()[0] for node in where) == [nodes.near.address, nodes.far.address]
     yield found
-    process.kill()
-    process.communicate()
+    end(process)
 
 
 def test_a_slow_network_that_loses_packets_changes_nothing(nodes: Nodes, tmp_path: Path) -> None:
@@ -296,17 +303,16 @@ def test_a_cut_is_named(nodes: Nodes, tmp_path: Path) -> None:
     assert "was lost" in error["error"]
     assert nodes.far.address in error["error"]
     assert took < 11.0
-    while processes_in(
-        nodes.far, nodes.run
-    ):  # Ray's own ones end too, when they have not reached the head for a minute
-        assert time.monotonic() - began < 100
+    while processes_in(nodes.far, nodes.run):  # until its raylet gives up
+        assert time.monotonic() - began < 150
         time.sleep(0.2)
-    print(f"nothing is left behind the cut after {time.monotonic() - began:.1f} s")
+    print(f"no shard is left behind the cut after {time.monotonic() - began:.1f} s")
 
 
 def test_what_is_behind_a_cut_ends_and_never_counts(nodes: Nodes, tmp_path: Path) -> None:
     with program(nodes, tmp_path, on_node_failure="restart", min_shards=1) as found:
-        first = [next(found) for _ in range(5)]
+        for _ in range(5):
+            assert all(next(found)["valid"])
         nodes.cable.is_cut = True
         began = time.monotonic()
         assert any("ShardHost" in text for text in processes_in(nodes.far, nodes.run).values())
@@ -321,5 +327,4 @@ def test_what_is_behind_a_cut_ends_and_never_counts(nodes: Nodes, tmp_path: Path
             assert later["valid"] == alone["valid"]
             assert later["late"] == [0, 0]
         ended = time.monotonic() - began
-    print(f"alone after {took:.1f} s; nothing is left behind the cut after {ended:.1f} s")
-    assert [batch["digest"] for batch in first] == digests(5)
+    print(f"alone after {took:.1f} s; no shard is left behind the cut after {ended:.1f} s")
