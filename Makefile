@@ -131,7 +131,7 @@ pythons:
 # PENSTOCK_FAULTS=full they run at full scale.
 RAY := .venv-ray
 ray: $(RAY)/.installed
-	$(RAY)/bin/pytest -m ray tests/cluster
+	$(RAY)/bin/pytest -m ray tests/cluster tests/benchmarks/test_cluster.py
 
 $(RAY)/.installed: setup.py constraints.txt $(SOURCES)
 	$(PYTHON) -m venv $(RAY)

@@ -131,6 +131,7 @@ def test_a_crash_in_mid_batch_is_repaired(tmp_path: Any) -> None:
         max_decorrelation_steps=0,
         on_node_failure="restart",
         max_restarts=1,
+        restart_window=600,
         sampler_cls=SerialSampler,
     ) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
@@ -143,7 +144,7 @@ def test_a_crash_in_mid_batch_is_repaired(tmp_path: Any) -> None:
             if piece.itr == 1:
                 kill_by_signal(sampler)
                 break
-        with pytest.raises(NodeLostError, match="max_restarts=1 in 60 s are used up") as caught:
+        with pytest.raises(NodeLostError, match="max_restarts=1 in 600 s are used up") as caught:
             sampler.obtain_samples(9)
         assert isinstance(caught.value, SamplerBrokenError)
 

@@ -87,6 +87,7 @@ def test_ray_is_started_for_this_machine_alone_and_ends_with_the_program(tmp_pat
         process.communicate(timeout=60)
         assert process.returncode == (-signal.SIGKILL if how == "wait" else 0)
         assert wait_for_none({}, 10.0, run) == {}
+        assert wait_for_none({}, 60.0, run, with_ray=True) == {}
     finally:
         process.kill()
         process.wait()
