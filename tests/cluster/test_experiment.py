@@ -132,7 +132,8 @@ def refuse(*_: object, **__: object) -> None:
 
 def unpickling_nothing() -> Any:
     """An agent. From now on, nothing is unpickled in the process of this worker, except a checkpoint."""
-    pickle.loads = pickle.load = refuse  # type: ignore[assignment]
+    for name in ("load", "loads"):
+        setattr(pickle, name, refuse)
     with pytest.raises(AssertionError, match="pickle was used"):
         pickle.loads(b"N.")
     return CategoricalPgAgent(small_model)
@@ -150,7 +151,7 @@ def test_an_experiment_goes_on_after_its_workers_were_killed(
     wire: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     need(wire, request)
-    options = {"checkpoint": tmp_path / "trainer.pt", "save_every": 1, "max_staleness": 6}
+    options: dict[str, Any] = {"checkpoint": tmp_path / "trainer.pt", "save_every": 1, "max_staleness": 6}
     versions: list[float] = []
 
     def reaches(version: int, state: RunState) -> bool:
