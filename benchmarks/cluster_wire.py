@@ -1,29 +1,44 @@
 """Round trips between two processes: penstock's wire over ZMQ beside a bare REQ/REP pair with msgpack, in one run.
 
-    python benchmarks/cluster_wire.py --seconds 20
+    python benchmarks/cluster_wire.py --repeats 24 --json cluster_wire.json
 
-The turns are interleaved. Each row has the median and the middle half of the round trips in µs, and the ratio to
-the bare pair with CURVE. The CPU time is that of both processes per round trip.
+The contestants take turns, in random order. Each sends the same small message, and waits for it to come back. The CPU
+time is that of both processes. "penstock, arrays" sends the message of an actor with 16 environments, and gets actions.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
-import psutil
 import zmq
+from clocks import cpu_clocks, used
+from rich.console import Console
+from rich.table import Table
+from turns import CAPTION, cell, machine, ratios
 
 from penstock.cluster.keys import Connection
-from penstock.cluster.wire import Wire
 
 MESSAGE = {"command": "ping", "kwargs": {"x": 1.5, "name": "worker/3"}}
+STEP = {
+    "kind": "step",
+    "env_ranks": np.arange(16),
+    "starts": np.zeros(16, np.bool_),
+    "observation": np.zeros((16, 4), np.float32),
+    "prev_action": np.zeros(16, np.int64),
+    "prev_reward": np.zeros(16, np.float32),
+}
+YARDSTICK = "bare, CURVE"
 
 
 def serve_bare(public: str, secret: str) -> None:
@@ -40,107 +55,111 @@ def serve_wire(*keys: str) -> None:
     wire = Connection("benchmark", "", *keys).wire()
     inbox = wire.open("echo")
     print(wire.address, flush=True)
-    while (letter := inbox.receive()) is not None:
-        letter.reply(letter.message)
+    while (letter := inbox.receive(60)) is not None:
+        letter.reply(letter.message if "command" in letter.message else {"action": letter.message["prev_action"]})
 
 
 class Bare:
-    """A REQ socket and its server process."""
+    """A REQ socket, and the process of a REP socket."""
 
     def __init__(self, keys: Connection | None) -> None:
         texts = ("", "") if keys is None else (keys.server_public, keys.server_secret)
         self.server, address = start("bare", *texts)
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.REQ)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.REQ)
         if keys is not None:
-            self.socket.curve_serverkey = keys.server_public.encode()
-            self.socket.curve_publickey = keys.client_public.encode()
-            self.socket.curve_secretkey = keys.client_secret.encode()
-        self.socket.connect(address)
+            self._socket.curve_serverkey = keys.server_public.encode()
+            self._socket.curve_publickey = keys.client_public.encode()
+            self._socket.curve_secretkey = keys.client_secret.encode()
+        self._socket.connect(address)
 
     def __call__(self) -> None:
-        self.socket.send(msgpack.packb(MESSAGE))
-        assert msgpack.unpackb(self.socket.recv()) == MESSAGE
+        self._socket.send(msgpack.packb(MESSAGE))
+        assert msgpack.unpackb(self._socket.recv()) == MESSAGE
 
     def close(self) -> None:
-        self.context.destroy(linger=0)
+        self._context.destroy(linger=0)
+        self.server.kill()
+        self.server.communicate()
 
 
 class Ours:
     """A wire, and the process of another one."""
 
-    def __init__(self, keys: Connection) -> None:
+    def __init__(self, keys: Connection, message: Any) -> None:
         texts = keys.server_public, keys.server_secret, keys.client_public, keys.client_secret
         self.server, address = start("wire", *texts)
-        self.wire: Wire = keys.wire()
-        self.peer = self.wire.reach(address, "echo")
+        self._wire, self._message = keys.wire(), message
+        self._peer = self._wire.reach(address, "echo")
 
     def __call__(self) -> None:
-        assert self.peer.ask(MESSAGE, 30).result() == MESSAGE
+        reply = self._peer.ask(self._message, 30).result()
+        assert reply == MESSAGE or "action" in reply
 
     def close(self) -> None:
-        self.wire.close()
+        self._wire.close()
+        self.server.kill()
+        self.server.communicate()
 
 
 def start(kind: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, __file__, "--serve", kind, *arguments]
+    # As hexadecimal digits: a key may begin with a minus sign.
+    command = [sys.executable, __file__, "--serve", kind, *(text.encode().hex() for text in arguments)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     return server, server.stdout.readline().strip()
 
 
-def cpu_seconds(*pids: int) -> float:
-    times = [psutil.Process(pid).cpu_times() for pid in pids]
-    return sum(each.user + each.system for each in times)
-
-
-def measure(seconds: float) -> None:
+def measure(repeats: int, seconds: float) -> dict[str, dict[str, list[float]]]:
+    """Microseconds of a round trip, `repeats` times for each contestant, in random order."""
     keys = Connection.make("benchmark")
     makers: dict[str, Callable[[], Bare | Ours]] = {
-        "bare REQ/REP, msgpack": lambda: Bare(None),
-        "bare REQ/REP, msgpack, CURVE": lambda: Bare(keys),
-        "penstock: ask and reply": lambda: Ours(keys),
+        "bare": lambda: Bare(None),
+        YARDSTICK: lambda: Bare(keys),
+        "penstock": lambda: Ours(keys, MESSAGE),
+        "penstock, arrays": lambda: Ours(keys, STEP),
     }
-    calls = {name: make() for name, make in makers.items()}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    cpu = dict.fromkeys(calls, 0.0)
-    try:
-        for call in calls.values():
+    results: dict[str, dict[str, list[float]]] = {name: {"wall_us": [], "cpu_us": []} for name in makers}
+    with ExitStack() as stack:
+        calls = {}
+        for name, make in makers.items():
+            calls[name] = call = make()
+            stack.callback(call.close)
             for _ in range(100):
                 call()
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            for name, call in calls.items():
-                before = cpu_seconds(os.getpid(), call.server.pid)
-                for _ in range(200):
-                    began = time.perf_counter()
+        for repeat in range(repeats):
+            for name in np.random.default_rng(repeat).permutation(list(calls)):
+                call, n = calls[name], 0
+                pids = [os.getpid(), call.server.pid]
+                before, began = cpu_clocks(pids), time.perf_counter()
+                while time.perf_counter() - began < seconds:
                     call()
-                    times[name].append(time.perf_counter() - began)
-                cpu[name] += cpu_seconds(os.getpid(), call.server.pid) - before
-    finally:
-        for call in calls.values():
-            call.close()
-            call.server.kill()
-            call.server.wait()
-    base = float(np.median(times["bare REQ/REP, msgpack, CURVE"]))
-    for name, values in times.items():
-        low, median, high = np.percentile(values, [25, 50, 75])
-        own = cpu[name] / len(values)
-        print(
-            f"{name:32}{median * 1e6:8.0f} µs [{low * 1e6:.0f}, {high * 1e6:.0f}]  {median / base:5.2f}  "
-            f"{own * 1e6:6.0f} µs CPU  n={len(values)}"
-        )
+                    n += 1
+                results[name]["wall_us"].append((time.perf_counter() - began) / n * 1e6)
+                results[name]["cpu_us"].append(used(before, cpu_clocks(pids)) / n * 1e6)
+    return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20.0, help="time for the turns of all (20)")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=24, help="turns of each contestant")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of each turn")
+    parser.add_argument("--json", help="write the machine and all turns to this file")
     parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        {"bare": serve_bare, "wire": serve_wire}[args.serve[0]](*args.serve[1:])
-    else:
-        measure(args.seconds)
+        texts = [bytes.fromhex(digits).decode() for digits in args.serve[1:]]
+        {"bare": serve_bare, "wire": serve_wire}[args.serve[0]](*texts)
+    results = measure(args.repeats, args.seconds)
+    table = Table(title="Round trips, with msgpack", caption=CAPTION)
+    for heading in ("", "µs", "CPU µs", f"time of {YARDSTICK}"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, figures in results.items():
+        of = ratios(figures["wall_us"], results[YARDSTICK]["wall_us"])
+        table.add_row(name, cell(figures["wall_us"], "{:.0f}"), cell(figures["cpu_us"], "{:.0f}"), cell(of, "{:.2f}"))
+    Console(width=120).print(table)
+    if args.json:
+        Path(args.json).write_text(json.dumps({**machine(), "results": results}, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

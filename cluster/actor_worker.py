@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from penstock.agents import Agent
@@ -21,6 +22,10 @@ _PUT_SECONDS = 0.2  # how long a poll waits for a consumer
 
 class ActorWorker(Worker):
     """Runs any sampler of penstock, one batch per poll.
+
+    If the policy worker that acts for it ends, it asks another one, which does not have its recurrent state. So with a
+    recurrent agent, it drops the batch that it was collecting. The running episodes end, as if truncated after the last
+    piece, and new ones begin. The figure `truncated` counts them.
 
     Args:
         make_sampler: returns a sampler that is not initialized.
@@ -54,8 +59,9 @@ class ActorWorker(Worker):
         self._inference, self._policy, self._stream, self._routing = inference, parameters, samples, routing
         self._bootstrap_value, self._generation = bootstrap_value, generation
         self._sampler: Sampler | None = None
+        self._client: InferenceClient | None = None
         self._piece: dict[str, Any] | None = None  # a piece that no consumer has had room for yet
-        self._itr = self._version = 0
+        self._itr = self._version = self._n_truncated = 0
 
     def _configure(self) -> None:
         self._parameters = ParameterClient(self.wire, self.names, self._policy)
@@ -66,14 +72,22 @@ class ActorWorker(Worker):
         if self._inference is None:
             self._agent = self._plan.agent()
         else:
-            client = InferenceClient(
+            self._client = InferenceClient(
                 self.wire, self.names, self._inference, self.name, is_over=lambda: self.status in FINAL
             )
-            self._agent = StreamAgent(client)
+            self._agent = StreamAgent(self._client)
+        self._is_recurrent = self._plan.make_agent().recurrent
+        self._begin_episodes()
+
+    def _begin_episodes(self) -> None:
+        n_moves = 0 if self._client is None else self._client.n_moves
         self._sampler = self._make_sampler()
+        if n_moves:  # every column begins with the first step of an episode, where the recurrent state begins too
+            self._sampler.config = replace(self._sampler.config, max_decorrelation_steps=0)
         self._sampler.initialize(
             self._agent,
-            seed=self._plan.seed + 1_000_003 * self._generation,  # another one for each generation
+            # Other random streams for each generation, and for the episodes after each change of the policy worker.
+            seed=self._plan.seed + 1_000_003 * self._generation + 10_007 * n_moves,
             bootstrap_value=self._bootstrap_value,
             rank=self._rank,
             world_size=self._world_size,
@@ -85,17 +99,28 @@ class ActorWorker(Worker):
             if self._inference is None:
                 self._load_newer_parameters()
             try:
-                samples, infos = self._sampler.obtain_samples(self._itr)
+                self._piece = self._collect()
             except PenstockError:
                 if self.status in FINAL:  # it must end, and so `InferenceClient.ask` has raised
                     return PollResult()
                 raise
-            self._itr += 1
-            self._piece = piece_of(samples.numpy(), infos, self._version, self.name)
-        if not self._producer.put(self._piece, _PUT_SECONDS):
+        if self._piece is None or not self._producer.put(self._piece, _PUT_SECONDS):
             return PollResult()
         self._piece = None
         return PollResult(self._sampler.batch_T * self._sampler.batch_B, 1)
+
+    def _collect(self) -> dict[str, Any] | None:
+        """A batch as a piece. None if the recurrent state was lost during the batch: then new episodes begin."""
+        assert self._sampler is not None
+        n_moves = 0 if self._client is None else self._client.n_moves
+        samples, infos = self._sampler.obtain_samples(self._itr)
+        self._itr += 1
+        if not self._is_recurrent or self._client is None or self._client.n_moves == n_moves:
+            return piece_of(samples.numpy(), infos, self._version, self.name)
+        self._n_truncated += self._sampler.batch_B
+        self._sampler.shutdown()
+        self._begin_episodes()
+        return None
 
     def _load_newer_parameters(self) -> None:
         newer = self._parameters.newer()
@@ -105,7 +130,7 @@ class ActorWorker(Worker):
             self._version = self._parameters.version
 
     def _stats(self) -> Mapping[str, float]:
-        return {"version": self._version} if self._inference is None else {}
+        return {"version": self._version} if self._client is None else {"truncated": self._n_truncated}
 
     def _close(self) -> None:
         if self._sampler is not None:

@@ -1,4 +1,5 @@
 """The messages on a wire: plain values and arrays, as one msgpack header and one frame of bytes per array. No pickle.
+Small arrays go into the header, because every frame is encrypted on its own.
 
 A message consists of None, bool, int (64 bits), float, str, bytes, lists, dicts with str keys, and numpy arrays of
 numbers or booleans. Tuples arrive as lists, numpy scalars as Python's. Arrays that arrive are read-only.
@@ -17,6 +18,7 @@ MOST_BYTES = 256 * 2**20  #: of one message
 _MOST_DEPTH = 64
 _MOST_FRAMES = 1024
 _MOST_HEADER = 2**18  # bytes of everything except arrays. One of them may become 64 bytes of Python objects
+_SMALL, _MOST_SMALL = 4096, 2**16  # bytes of an array that goes into the header, and of all of these
 _KINDS = "biufc"  # of dtypes: bool, integers, floats, complex numbers
 _ARRAY = 1  # the msgpack extension type
 
@@ -54,6 +56,7 @@ def encode(value: Any) -> list[Any]:
     import msgpack
 
     arrays: list[Any] = []
+    n_small = 0
 
     def other(item: Any) -> Any:
         """For a type that msgpack does not know: something that it knows."""
@@ -61,9 +64,15 @@ def encode(value: Any) -> list[Any]:
             return item.item()
         if isinstance(item, dict):  # a subclass of dict
             return dict(item)
+        nonlocal n_small
         array = _checked_array(item)
-        arrays.append(array.tobytes())
-        return msgpack.ExtType(_ARRAY, msgpack.packb([len(arrays), array.dtype.str, list(array.shape)]))
+        where: Any = array.tobytes()
+        if len(where) <= _SMALL and n_small + len(where) <= _MOST_SMALL:
+            n_small += len(where)
+        else:
+            arrays.append(where)
+            where = len(arrays)
+        return msgpack.ExtType(_ARRAY, msgpack.packb([where, array.dtype.str, array.shape]))
 
     _check_tree(value)
     try:
@@ -88,8 +97,10 @@ def decode(frames: Sequence[Any]) -> Any:
     def array(code: int, data: bytes) -> Any:
         if code != _ARRAY:
             raise BadMessageError(f"no message: extension type {code}")
-        index, dtype, shape = msgpack.unpackb(data)
-        return _array(frames[index] if 0 < index < len(frames) else None, dtype, shape)
+        where, dtype, shape = msgpack.unpackb(data)
+        if type(where) is int:
+            where = frames[where] if 0 < where < len(frames) else None
+        return _array(where, dtype, shape)
 
     try:
         value = msgpack.unpackb(frames[0], ext_hook=array, strict_map_key=True)
@@ -102,7 +113,13 @@ def decode(frames: Sequence[Any]) -> Any:
 
 
 def _array(frame: Any, dtype: Any, shape: Any) -> np.ndarray[Any, Any]:
-    if frame is None or not isinstance(dtype, str) or len(dtype) > 5 or not isinstance(shape, list) or len(shape) > 32:
+    if (
+        not isinstance(frame, bytes)
+        or not isinstance(dtype, str)
+        or len(dtype) > 5
+        or not isinstance(shape, list)
+        or len(shape) > 32
+    ):
         raise BadMessageError("no message: an array without frame, dtype or shape")
     kind = np.dtype(dtype)
     size = kind.itemsize

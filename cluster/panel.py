@@ -211,7 +211,8 @@ class ControlPanel:
                 f"{len(each)} kwargs for {len(chosen)} workers: {', '.join(chosen)}. Give one dict for each worker, or "
                 "one for all"
             )
-        timeout, futures = seconds("timeout", timeout), []
+        timeout = seconds("timeout", timeout)
+        futures: list[Future[Any]] = []
         for name, arguments in zip(chosen, each, strict=True):
             try:
                 futures.append(self._peer(name).ask({"command": command, "kwargs": dict(arguments)}, timeout))

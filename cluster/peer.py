@@ -3,23 +3,50 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.cluster.messages import BadMessageError
-from penstock.cluster.transport import ASK, ERROR, GONE, MISSING, PENDING, PROBE, REPLY, TELL
+from penstock.cluster.transport import ASK, ERROR, GONE, MISSING, PENDING, PROBE, REPLY, TELL, Transport
 from penstock.errors import NoReplyError, PeerLostError, RequestError
 
 if TYPE_CHECKING:
     from penstock.cluster.wire import Wire
+
+
+class Answer(Future[Any]):
+    """What comes back for one request. The thread that waits for it receives packets meanwhile."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__()
+        self._transport = transport
+        self.set_running_or_notify_cancel()  # it cannot be cancelled: the request is on its way
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has come, for `timeout` seconds. Returns whether it has."""
+        if not self.done():
+            until = float("inf") if timeout is None else time.monotonic() + timeout
+            self._transport.attend(self.done, until)
+            if not self.done():  # another thread receives
+                wait([self], None if timeout is None else until - time.monotonic())
+        return self.done()
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.wait(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self.wait(timeout)
+        return super().exception(0)
+
 
 _FIRST_PROBE, _LAST_PROBE = 0.25, 1.0  # seconds without a reply until the first probe, and between the later ones
 
 
 @dataclass
 class _Request:
-    future: Future[Any]
+    future: Answer
     kind: int
     packed: Any
     deadline: float
@@ -62,7 +89,7 @@ class Peer:
         """Whether `tell` would send a message."""
         return self._lost is None and self._n_told < self._credit
 
-    def ask(self, message: Any, timeout: float) -> Future[Any]:
+    def ask(self, message: Any, timeout: float) -> Answer:
         """Send a request. The future gets the reply, or `NoReplyError` after `timeout` seconds, `PeerLostError`, or
         `RequestError` with what the other side reported. Raises `BadMessageError` if `message` cannot be sent."""
         future = self._send(ASK, message, timeout)
@@ -74,7 +101,7 @@ class Peer:
         `PeerLostError` if the other side has ended: messages that it has not taken are lost."""
         return self.tell_and_hear(message) is not None
 
-    def tell_and_hear(self, message: Any) -> Future[Any] | None:
+    def tell_and_hear(self, message: Any) -> Answer | None:
         """As `tell`, but returns a future that ends when the message is taken, or None without credit."""
         return self._send(TELL, message, float("inf"))
 
@@ -89,11 +116,10 @@ class Peer:
         for request in requests.values():
             request.future.set_exception(PeerLostError(self._lost))
 
-    def _send(self, kind: int, message: Any, timeout: float) -> Future[Any] | None:
+    def _send(self, kind: int, message: Any, timeout: float) -> Answer | None:
         if kind == TELL and self._lost is None and not self.has_credit:
             return None
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # it cannot be cancelled: the request is on its way
+        future = Answer(self._wire.transport)
         packed = self._wire.transport.pack(message)
         now = time.monotonic()
         with self._wire.lock:
@@ -138,7 +164,7 @@ class Peer:
             self._finish(request.future, kind, packed)
         return None
 
-    def _finish(self, future: Future[Any], kind: int, packed: Any) -> None:
+    def _finish(self, future: Answer, kind: int, packed: Any) -> None:
         try:
             message = self._wire.transport.unpack(packed)
         except BadMessageError as error:

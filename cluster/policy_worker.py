@@ -54,8 +54,8 @@ class PolicyWorker(Worker):
     """Answers all requests together that came while the model was busy. It keeps the noise and the recurrent state of
     every environment, by env_rank.
 
-    If it ends, its actors ask another policy worker, or this one after a restart. Then the recurrent state begins
-    again, as at the start of an episode.
+    If it ends, its actors ask another policy worker, or this one after a restart. Recurrent state is lost then, and
+    `ActorWorker` begins new episodes.
 
     Args:
         plan: how to make the agent.

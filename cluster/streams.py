@@ -7,7 +7,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NoReturn
 
@@ -232,7 +232,7 @@ class InferenceClient:
                 self._server = str(server.place)
             try:
                 future = server.ask({**message, "session": f"{self._wire.id}.{self.n_moves}"}, left)
-                while not wait([future], _LOOK_SECONDS).done and not self._is_over():
+                while not future.wait(_LOOK_SECONDS) and not self._is_over():
                     self._servers.live()  # if the server has ended, this ends the future with a PeerLostError
                 if future.done():
                     return future.result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ TICK_SECONDS = 0.05
 
 # kind, wire id of the receiver ("" for any), inbox, sender, number of the request, oldest number without an answer
 Header = tuple[int, str, str, str, int, int]
+_TYPES = [int, str, str, str, int, int]
 
 
 class Transport(ABC):
@@ -29,7 +31,7 @@ class Transport(ABC):
 
     @abstractmethod
     def start(self, wire: Wire) -> None:
-        """From now on call `wire.deliver` for each packet, and `wire.tick` every `TICK_SECONDS`, in one thread."""
+        """From now on call `wire.deliver` for each packet, in any thread, and `wire.tick` every `TICK_SECONDS`."""
 
     @abstractmethod
     def pack(self, message: Any) -> Any:
@@ -47,6 +49,10 @@ class Transport(ABC):
     def disconnect(self, address: str) -> None:
         """Nothing more will be sent to `address` for now."""
 
+    def attend(self, is_done: Callable[[], Any], until: float) -> None:
+        """In a thread that waits: receive packets here until `is_done()`, or until this time by `time.monotonic()`, so
+        that no other thread must wake this one. It may return earlier."""
+
     @abstractmethod
     def close(self) -> None:
         """Send the packets that wait, and end the thread."""
@@ -56,8 +62,7 @@ def is_header(header: Any) -> bool:
     """Whether this is a header, and not something that a stranger has sent."""
     return (
         isinstance(header, list | tuple)
-        and len(header) == 6
-        and all(type(item) is kind for item, kind in zip(header, (int, str, str, str, int, int), strict=True))
+        and [*map(type, header)] == _TYPES
         and ASK <= header[0] <= GONE
         and 0 <= header[5] <= header[4] < 2**62
         and len(header[2]) + len(header[3]) < 1000

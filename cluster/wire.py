@@ -101,7 +101,14 @@ class Inbox:
         if self.is_closed:
             return None
         try:
-            item = self._letters.get(timeout=timeout) if timeout != 0 else self._letters.get_nowait()
+            if timeout is None:  # it always waits, so others are in more of a hurry to receive
+                item = self._letters.get()
+            else:
+                until = time.monotonic() + timeout
+                if timeout > 0 and not len(self):
+                    self.wire.transport.attend(self._letters.qsize, until)
+                left = until - time.monotonic()
+                item = self._letters.get(timeout=left) if left > 0 else self._letters.get_nowait()
         except queue.Empty:
             return None
         if item is None:
@@ -235,7 +242,7 @@ class Wire:
     # ---- for the transport, inboxes and peers ----------------------------------------------
 
     def deliver(self, header: Any, packed: Any, route: Any) -> None:
-        """A packet has come. The transport calls this in its thread."""
+        """A packet has come. The transport calls this, in any thread."""
         if not is_header(header):
             return self.count("refused")
         kind, target, name, sender, number, _ = header

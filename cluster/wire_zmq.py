@@ -1,4 +1,4 @@
-"""A wire over ZMQ: a ROUTER receives, a DEALER sends to each address, one thread owns all of them.
+"""A wire over ZMQ: a ROUTER receives, and a DEALER sends to each address.
 
 CURVE encrypts everything. Without the client key of the trial, no connection is accepted. Nothing from a socket is
 ever unpickled.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import threading
 import time
-from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -23,9 +24,14 @@ from penstock.cluster.keys import Connection
 from penstock.cluster.transport import TICK_SECONDS, Header, Transport
 from penstock.cluster.wire import Wire
 from penstock.errors import ConfigError
+from penstock.workers import sigint
 from penstock.workers.arguments import integer
 
 _log = logging.getLogger("penstock")
+
+# As int: zmq's own type of flags takes half a microsecond for each `&`.
+_EVENTS, _MORE, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN), int(zmq.NOBLOCK)
+_NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 _MOST_HEADER = 4096
 _LINGER_SECONDS = 0.5  # how long `close` waits for packets that are not sent yet
@@ -45,7 +51,11 @@ def zmq_wire(connection: Connection, *, host: str = "127.0.0.1", port: int = 0) 
 
 
 class ZmqTransport(Transport):
-    """Owns the sockets. Other threads put packets into a queue, and wake the thread."""
+    """Owns the sockets. Any thread may send. A thread holds `_lock` while it uses a socket.
+
+    A thread that waits for a packet receives it itself (see `attend`), if no other thread does: so no other thread must
+    wake it. When nobody waits, the thread of this transport receives. It also keeps the time.
+    """
 
     def __init__(self, connection: Connection, host: str, port: int) -> None:
         if host in ("", "*", "0.0.0.0", "::"):
@@ -55,15 +65,21 @@ class ZmqTransport(Transport):
         integer("port", port, 0, 65_535)  # zmq would take other numbers modulo 65,536
         self._keys = connection
         self._context = zmq.Context()
+        self._lock = threading.Lock()  # whoever has it calls nothing of the wire
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
-        self._unused: set[str] = set()
-        self._poller = zmq.Poller()
-        self._outgoing: deque[tuple[Any, Header | None, Any]] = deque()
+        self._sources: dict[int, zmq.Socket[bytes]] = {}  # by the descriptor that ZMQ signals
+        self._ready: set[int] = set()  # sockets that have packets, although their descriptors do not say so
         self._is_closing, self._has_ended = False, False
-        self._wake_lock = threading.Lock()
+        self._attending = threading.Lock()  # a thread that waits has it while it receives
+        self._attendant: int | None = None  # that thread
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
+        # `_input` has all descriptors that announce packets. The thread of this transport waits for `_quiet`, which has
+        # `_input`, except while another thread receives.
+        self._input, self._quiet = select.epoll(), select.epoll()
+        self._input.register(self._wake_reader, select.EPOLLIN)
+        self._quiet.register(self._input.fileno(), select.EPOLLIN)
         try:
             self._zap = self._context.socket(zmq.REP)  # here ZMQ asks which clients may connect
             self._zap.bind("inproc://zeromq.zap.01")
@@ -78,8 +94,9 @@ class ZmqTransport(Transport):
         except zmq.ZMQError as error:
             self._release()
             raise ConfigError(f"cannot listen at host={host!r}, port={port}: {error}") from error
-        for source in (self._zap, self._router, self._wake_reader):
-            self._poller.register(source, zmq.POLLIN)
+        self._watch(self._router)
+        self._zap_fd = self._zap.fileno()
+        self._quiet.register(self._zap_fd, select.EPOLLIN)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -89,6 +106,12 @@ class ZmqTransport(Transport):
         socket.sndhwm = 10_000
         socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
         return socket
+
+    def _watch(self, source: zmq.Socket[bytes]) -> None:
+        fd = source.fileno()
+        self._sources[fd] = source
+        self._ready.add(fd)
+        self._input.register(fd, select.EPOLLIN)
 
     # ---- for every thread ------------------------------------------------------------------
 
@@ -104,71 +127,143 @@ class ZmqTransport(Transport):
         return messages.decode(packed)
 
     def send(self, route: Any, header: Header, packed: Any) -> None:
-        self._outgoing.append((route, header, packed))
-        if threading.current_thread() is not self._thread:
+        if route is None:  # a stranger has answered a request, as if it were one
+            return
+        frames = to_frames(msgpack.packb(header), packed)
+        if isinstance(route, bytes):
+            frames.insert(0, route)
+        is_sent, has_input = True, False
+        with sigint.deferred(), self._lock:  # Ctrl-C must not come between two frames of a packet
+            if self._has_ended:
+                return
+            try:
+                source = self._router if isinstance(route, bytes) else self._dealers.get(route) or self._connect(route)
+                for frame in frames[:-1]:
+                    source.send(frame, _NOBLOCK_MORE)
+                source.send(frames[-1], _NOBLOCK)
+                has_input = self._has_input(source)
+            except zmq.ZMQError:  # the queue is full, or the address is wrong. The peer sends it again
+                is_sent = False
+                self._ready.update(self._sources)  # the signal that a packet has come may be taken: look everywhere
+        if has_input or not is_sent:
             self._wake()
+        if not is_sent:
+            self._wire.count("unsent")
 
     def disconnect(self, address: str) -> None:
-        self._outgoing.append((address, None, None))
+        with self._lock:
+            dealer = self._dealers.pop(address, None)
+            if dealer is not None:
+                fd = dealer.fileno()
+                self._input.unregister(fd)
+                del self._sources[fd]
+                self._ready.discard(fd)
+                dealer.close()
+
+    def attend(self, is_done: Callable[[], Any], until: float) -> None:
+        with sigint.deferred():  # otherwise Ctrl-C could lose packets
+            if not self._attending.acquire(blocking=False):
+                return  # another thread receives
+            try:
+                self._attendant = threading.get_ident()
+                if not self._is_closing:
+                    self._receive_until(is_done, until)
+            except Exception:
+                self._fail()
+            finally:
+                self._attendant = None
+                self._attending.release()
+
+    def _receive_until(self, is_done: Callable[[], Any], until: float) -> None:
+        self._quiet.modify(self._input.fileno(), 0)
+        try:
+            while not is_done() and not self._is_closing and not sigint.is_pending():
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                self._receive(min(left, TICK_SECONDS))  # not longer: `is_done` may change without a packet
+        finally:
+            self._quiet.modify(self._input.fileno(), select.EPOLLIN)
 
     def close(self) -> None:
         self._is_closing = True
-        if threading.current_thread() is not self._thread:
-            self._wake()
+        self._wake()
+        if threading.get_ident() not in (self._thread.ident, self._attendant):
             self._thread.join()
 
     def _wake(self) -> None:
-        with self._wake_lock, contextlib.suppress(BlockingIOError):  # the pipe is full: the thread will read it
+        """End the wait of the thread that receives."""
+        with self._lock, contextlib.suppress(BlockingIOError):  # the pipe is full: the thread will read it
             if not self._has_ended:
                 os.write(self._wake_writer, b"w")
 
-    # ---- the thread ------------------------------------------------------------------------
+    # ---- receiving -------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             next_tick = time.monotonic()
             while not self._is_closing:
-                wait = max(0.0, next_tick - time.monotonic())
-                for source, _ in self._poller.poll(0 if self._outgoing else int(wait * 1000) + 1):
-                    self._receive(source)
+                signaled = [fd for fd, _ in self._quiet.poll(max(0.0, next_tick - time.monotonic()))]
+                if self._zap_fd in signaled:
+                    self._answer_zap()
+                if self._input.fileno() in signaled:
+                    self._receive(0.0)
+                    if self._attending.locked():  # what that thread waits for may have come, or its wake-up was taken
+                        self._wake()
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK_SECONDS
                     self._wire.tick()
-                self._send_queued()
-                self._disconnect_unused()
-            self._send_queued()
         except Exception:
-            _log.exception("a thread of a wire has failed: the wire is closed")
-            self._wire.close()
+            self._fail()
         finally:
-            self._release()
+            with self._attending:
+                self._release()
 
-    def _receive(self, source: Any) -> None:
-        if source == self._wake_reader:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake_reader, 4096)
-            return
-        for _ in range(100):  # not without a limit: the other sockets have packets too
-            try:
-                frames = source.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if source is self._zap:
-                source.send_multipart(self._admit(frames))
-            elif source is self._router:
+    def _fail(self) -> None:
+        _log.exception("a thread of a wire has failed: the wire is closed")
+        self._wire.close()
+
+    def _receive(self, seconds: float) -> None:
+        """Deliver the packets that have come, or that come within this time."""
+        fired = {fd for fd, _ in self._input.poll(seconds)}
+        packets: list[tuple[list[bytes], zmq.Socket[bytes]]] = []
+        with self._lock:
+            if self._wake_reader in fired:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_reader, 4096)
+            fired |= self._ready
+            self._ready = {fd for fd in fired & self._sources.keys() if not _drain(self._sources[fd], packets)}
+            is_rest = bool(self._ready)
+        if is_rest:
+            self._wake()
+        for frames, source in packets:
+            if source is self._router:
                 self._deliver(frames[1:], frames[0])
             else:
                 self._deliver(frames, None)
-            self._send_queued()
+
+    def _answer_zap(self) -> None:
+        """Tell ZMQ which clients may connect. Only the thread of this transport uses this socket."""
+        while self._zap.get(_EVENTS) & _POLLIN:
+            self._zap.send_multipart(self._admit(self._zap.recv_multipart()))
+
+    def _has_input(self, source: zmq.Socket[bytes]) -> bool:
+        """After sending, which may take the signal that a packet has come: whether one has."""
+        if source.get(_EVENTS) & _POLLIN:
+            self._ready.add(source.fileno())
+            return True
+        return False
 
     def _deliver(self, frames: list[bytes], route: Any) -> None:
         try:
-            if not frames or len(frames[0]) > _MOST_HEADER:
+            first = frames[0]
+            end = 4 + int.from_bytes(first[:4], "big")
+            if end > _MOST_HEADER:
                 raise ValueError("no header")
-            header = msgpack.unpackb(frames[0], max_array_len=6)
+            header = msgpack.unpackb(first[4:end], max_array_len=6)
         except Exception:  # msgpack may raise anything for the bytes of a stranger
             return self._wire.count("refused")
-        return self._wire.deliver(header, frames[1:], route)
+        return self._wire.deliver(header, [first[end:], *frames[1:]], route)
 
     def _admit(self, frames: list[bytes]) -> list[bytes]:
         """The answer to ZMQ's request (RFC 27, ZAP), which asks whether a client may connect."""
@@ -177,29 +272,6 @@ class ZmqTransport(Transport):
         if not is_ours:
             self._wire.count("refused")
         return [*frames[:2], *((b"200", b"OK", b"client") if is_ours else (b"400", b"No", b"")), b""]
-
-    def _send_queued(self) -> None:
-        while self._outgoing:
-            route, header, packed = self._outgoing.popleft()
-            if header is None:  # from `disconnect`
-                self._unused.add(route)
-                continue
-            frames = [msgpack.packb(header), *(packed or ())]
-            try:
-                if isinstance(route, bytes):
-                    self._router.send_multipart([route, *frames], zmq.NOBLOCK)
-                elif route is not None:
-                    (self._dealers.get(route) or self._connect(route)).send_multipart(frames, zmq.NOBLOCK)
-            except zmq.ZMQError:
-                self._wire.count("unsent")  # the queue is full, or the address is wrong. The peer sends it again
-
-    def _disconnect_unused(self) -> None:
-        """Close the sockets of addresses that are not needed. Only when no packet is being received: it may come from
-        one of these sockets."""
-        for address in self._unused & self._dealers.keys():
-            self._poller.unregister(self._dealers[address])
-            self._dealers.pop(address).close()
-        self._unused.clear()
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
         dealer = self._socket(zmq.DEALER)
@@ -212,12 +284,32 @@ class ZmqTransport(Transport):
             dealer.close(0)
             raise
         self._dealers[address] = dealer
-        self._poller.register(dealer, zmq.POLLIN)
+        self._watch(dealer)
         return dealer
 
     def _release(self) -> None:
-        self._context.destroy(linger=int(_LINGER_SECONDS * 1000))
-        with self._wake_lock:
+        with self._lock:
             self._has_ended = True
-            os.close(self._wake_reader)
-            os.close(self._wake_writer)
+        self._context.destroy(linger=int(_LINGER_SECONDS * 1000))
+        for each in (self._input, self._quiet):
+            each.close()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
+
+
+def to_frames(header: bytes, packed: Sequence[bytes] | None) -> list[bytes]:
+    """A packet: the length of the header in 4 bytes, the header and the first frame of the message, then the others."""
+    first, *others = packed or (b"",)
+    return [len(header).to_bytes(4, "big") + header + first, *others]
+
+
+def _drain(source: zmq.Socket[bytes], packets: list[tuple[list[bytes], zmq.Socket[bytes]]]) -> bool:
+    """Append the packets that have come to `source`. Returns False if there may be more."""
+    for _ in range(100):  # not without a limit: the other sockets have packets too
+        if not source.get(_EVENTS) & _POLLIN:
+            return True
+        frames = [source.recv(_NOBLOCK)]
+        while source.get(_MORE):
+            frames.append(source.recv(_NOBLOCK))
+        packets.append((frames, source))
+    return False

@@ -62,6 +62,7 @@ SLOW = (
     "buffers/test_shared.py::test_closing_and_dropping_the_views_gives_every_descriptor_back",
     "cluster/test_documents.py",
     "cluster/test_experiment.py",
+    "cluster/test_lost_state.py",
     "cluster/test_names.py",
     "cluster/test_panel.py",
     "cluster/test_ray_failures.py",

@@ -23,6 +23,7 @@ from .. import starter
 from ..scale import FULL, scaled
 
 ROOT = Path(__file__).parent.parent.parent
+HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
 SECONDS = 300  # for a machine that is busy with other work
 
 pytestmark = [pytest.mark.timeout(SECONDS), pytest.mark.usefixtures("starter")]
@@ -166,6 +167,15 @@ def test_inference(folder: Path) -> None:
     (turns,) = content["results"].values()
     assert turns.keys() == {"before", '"torch"', '"traced"', '"numpy"'}
     assert all(len(own) == 2 and min(turn["count"] for turn in own) > 0 for own in turns.values())
+
+
+@pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
+def test_cluster_wire(folder: Path) -> None:
+    printed, content = run(folder, "cluster_wire", "--repeats", 2, "--seconds", 0.01)
+    assert "time of bare, CURVE" in printed
+    assert content["results"].keys() == {"bare", "bare, CURVE", "penstock", "penstock, arrays"}
+    for turns in content["results"].values():
+        assert all(len(turns[kind]) == 2 and min(turns[kind]) > 0 for kind in ("wall_us", "cpu_us"))
 
 
 def test_compare(folder: Path) -> None:

@@ -6,13 +6,14 @@ import importlib.util
 import os
 import pickle
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from penstock import (
@@ -34,6 +35,7 @@ from penstock.cluster import (
     InferenceClient,
     Policies,
     PolicyWorker,
+    RunState,
     SampleConsumer,
     TrainerWorker,
     Training,
@@ -51,6 +53,7 @@ from .support import MAKES, need, wait_until
 HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
 needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
 SAMPLER = partial(SerialSampler, "CartPole-v1", batch_T=8, batch_B=4)
+ROWS = 2 * 8 * 4  # of a batch of two pieces
 
 
 def small_model(observation_space: Any, action_space: Any) -> Any:
@@ -72,22 +75,23 @@ class CountingTrainer:
     """Adds 1 to every parameter at each step, and checks its batches."""
 
     def __init__(self, agent: Any) -> None:
-        self.agent, self.n_rows = agent, 0
+        self.agent, self.n_rows, self.most_stale = agent, 0, 0
 
     def step(self, batch: Batch) -> Mapping[str, float]:
         env, agent = batch.samples.env, batch.samples.agent
+        self.most_stale = max(self.most_stale, 1 + self.n_rows // ROWS - int(batch.versions.min()))
         assert env.observation.shape[:2] == env.reward.shape == agent.policy_version.shape
         assert agent.bootstrap_value.shape == env.reward.shape[1:]
         assert batch.versions.min() <= int(agent.policy_version.min())
         self.agent.write_parameters({name: value + 1 for name, value in self.agent.read_parameters().items()})
         self.n_rows += env.reward.numel()
-        return {"rows": self.n_rows}
+        return {"rows": self.n_rows, "most_stale": self.most_stale}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": self.n_rows}
+        return {"rows": self.n_rows, "most_stale": self.most_stale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.n_rows = state["rows"]
+        self.n_rows, self.most_stale = state["rows"], state["most_stale"]
 
 
 def experiment(inference: str | None = "policy", agent: Any = None, **training: Any) -> Experiment:
@@ -122,31 +126,61 @@ def test_an_experiment_runs(wire: str, inference: str | None, tmp_path: Path, re
     assert (tmp_path / "metrics.jsonl").read_text().startswith('{"version": ')
 
 
+def refuse(*_: object, **__: object) -> None:
+    raise AssertionError("pickle was used")
+
+
+def unpickling_nothing() -> Any:
+    """An agent. From now on, nothing is unpickled in the process of this worker, except a checkpoint."""
+    for name in ("load", "loads"):
+        setattr(pickle, name, refuse)
+    with pytest.raises(AssertionError, match="pickle was used"):
+        pickle.loads(b"N.")
+    return CategoricalPgAgent(small_model)
+
+
+def listening(pids: Iterable[int]) -> set[str]:
+    """The addresses at which these processes, and those that they have started, can be reached."""
+    processes = [each for pid in pids for each in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
+    found = [c for process in processes for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+    return {connection.laddr.ip for connection in found}
+
+
 @pytest.mark.parametrize("wire", [make for make in MAKES if make != "local"])
 def test_an_experiment_goes_on_after_its_workers_were_killed(
     wire: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     need(wire, request)
-    checkpoint = tmp_path / "trainer.pt"
-    with experiment(checkpoint=checkpoint, save_every=1, max_staleness=6).run(wire=wire) as run:
-        version = run.wait(lambda s: s.version >= 3, timeout=60).version
+    options: dict[str, Any] = {"checkpoint": tmp_path / "trainer.pt", "save_every": 1, "max_staleness": 6}
+    versions: list[float] = []
+
+    def reaches(version: int, state: RunState) -> bool:
+        versions.extend([state.trainer["version"]] if "version" in state.trainer else [])
+        return state.version >= version
+
+    with experiment(agent=unpickling_nothing if wire == "zmq" else None, **options).run(wire=wire) as run:
+        version = run.wait(partial(reaches, 3), timeout=60).version
         for name in scaled(("policy/0", "actor/1", "trainer/0"), ("policy/0", "trainer/0")):
             os.kill(run.panel.pid(name), signal.SIGKILL)
-            state = run.wait(lambda s, n=name, v=version: run.restarts[n] == 1 and s.version >= v + 3, timeout=60)
+            state = run.wait(
+                lambda s, n=name, v=version: reaches(v + 3, s) and run.restarts[n] == 1 and "rows" in s.trainer,
+                timeout=60,
+            )
             assert run.restarts[name] == 1
             assert state.version >= version + 3
             assert state.trainer["largest_staleness"] <= 6
             version = state.version
+        assert versions == sorted(versions), "a trainer that was started again goes on from its checkpoint"
+        assert state.trainer["rows"] == ROWS * (state.version - 1)
+        assert state.trainer["most_stale"] <= 6
+        if wire == "zmq":
+            assert listening([os.getpid(), *map(run.panel.pid, run.restarts)]) == {"127.0.0.1"}
     assert set(run.restarts.values()) == {0, 1}
 
 
 @needs_zmq
 def test_no_worker_unpickles_what_comes_over_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = experiment()._plan()
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("pickle was used")
-
     with ControlPanel("test", wire="zmq") as panel:
         for name in ("load", "loads", "Unpickler"):
             monkeypatch.setattr(pickle, name, refuse)

@@ -20,6 +20,7 @@ from penstock import ClusterError, ConfigError, NameTableError, NoReplyError, Pe
 from penstock.cluster import ControlPanel, PollResult, Status, Worker
 
 from ..scale import scaled
+from .ray_support import our_processes, wait_for_none
 from .support import MAKES, need, note, wait_until
 
 HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
@@ -264,16 +265,22 @@ def test_a_worker_on_ray_has_the_resources_that_it_asks_for(ray_cluster: Any) ->
 
 
 PANEL = """
-import sys, time
+import subprocess, sys, time
 from penstock.cluster import ControlPanel, Worker
 class Sleeper(Worker):
+    def _configure(self, has_children=False):
+        if has_children:
+            from penstock.vector import ShmVectorEnv
+            self.envs = ShmVectorEnv(["CartPole-v1"] * 2, n_workers=2)
+            self.child = subprocess.Popen(["sleep", "600"])
     def _poll(self):
         time.sleep(60)
 if __name__ == "__main__":
     panel = ControlPanel("test", wire=sys.argv[1])
     names = panel.launch(Sleeper, 2)
     panel.connect(timeout=60)
-    panel.group_request("configure")
+    configured = panel.group_request("configure", kwargs=[{"has_children": sys.argv[1] == "zmq"}, {}])
+    assert all(response.is_ok for response in configured), configured
     panel.group_request("start")
     print(*map(panel.pid, names), flush=True)
     sys.stdin.read()
@@ -290,6 +297,7 @@ def test_launched_workers_end_with_a_panel_that_is_killed(
         environ["RAY_ADDRESS"] = request.getfixturevalue("ray_cluster").address
     script = tmp_path / "panel.py"
     script.write_text(PANEL)
+    before = our_processes()
     with subprocess.Popen(
         [sys.executable, script, make], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -297,10 +305,12 @@ def test_launched_workers_end_with_a_panel_that_is_killed(
         pids = [int(pid) for pid in next(line for line in process.stdout if line[0].isdigit()).split()]
         assert len(pids) == 2
         workers = [psutil.Process(pid) for pid in pids]
+        assert make == "ray" or len(our_processes().keys() - before) >= 6, "the panel, 2 workers, 3 of the first one"
         process.kill()
         began = time.monotonic()
         assert psutil.wait_procs(workers, timeout=20)[1] == []
-        note("workers have ended after their panel [s]", time.monotonic() - began, limit)
+        assert wait_for_none(before, 20) == {}
+        note("workers, and what they have started, have ended after their panel [s]", time.monotonic() - began, limit)
 
 
 @needs_zmq

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -132,6 +134,11 @@ class TestContract:
         array = np.arange(2_000_000, dtype=np.int32)
         assert (peer.ask(array, 20).result() == array).all()
 
+    def test_many_arrays_arrive(self, peer: Peer, echo: Echo) -> None:
+        arrays = [np.arange(i, dtype=np.float64) for i in range(300)]  # the first ones go into the header
+        reply = peer.ask(arrays, 20).result()
+        assert [array.tolist() for array in reply] == [array.tolist() for array in arrays]
+
     # ---- requests --------------------------------------------------------------------------
 
     def test_replies_may_come_in_any_order(self, peer: Peer, inbox: Inbox) -> None:
@@ -192,6 +199,30 @@ class TestContract:
         for thread in threads:
             thread.join()
         assert sorted(results) == [k * 100 + i for k in range(4) for i in range(10)]
+
+    def test_each_of_several_waiting_threads_gets_its_reply(self, peer: Peer, inbox: Inbox) -> None:
+        results: list[int] = []
+        futures = [peer.ask(i, 20) for i in range(4)]
+        threads = [threading.Thread(target=lambda f=future: results.append(f.result())) for future in futures]
+        for thread in threads:
+            thread.start()
+        letters = [inbox.receive(10) for _ in threads]
+        for letter in sorted(letters, key=lambda letter: letter.message if letter is not None else -1):
+            assert letter is not None
+            letter.reply(letter.message)
+            threads[letter.message].join(10)
+        assert results == [0, 1, 2, 3]
+
+    def test_ctrl_c_ends_a_wait_and_nothing_else(self, peer: Peer, echo: Echo) -> None:
+        future = peer.ask("drop", 30)
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            future.result()
+        timer.join()
+        assert peer.ask("still here", 20).result() == "still here"
+        echo.kept[0].reply("late")
+        assert future.result(20) == "late"
 
     def test_requests_may_be_made_in_the_callback_of_a_reply(self, peer: Peer, echo: Echo) -> None:
         second: list[object] = []
