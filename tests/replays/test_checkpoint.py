@@ -18,6 +18,7 @@ import torch
 from penstock import ConfigError
 from penstock.replays import Frames, Prioritized, Replay, Sequences
 
+from ..scale import scaled
 from . import test_sequences, test_transitions
 from .streams import DISCOUNT, Stream
 
@@ -65,7 +66,7 @@ def test_after_load_the_draws_are_the_same(tmp_path: Path, kind: str, n_batches:
     assert (loaded.n_steps, loaded.n_drawn, len(loaded)) == (replay.n_steps, replay.n_drawn, len(replay))
     assert (loaded.n_stale, loaded.beta) == (replay.n_stale, 0.9 if replay.prioritized else replay.beta)
     rngs = np.random.default_rng(1), np.random.default_rng(1)
-    for itr in range(200):
+    for itr in range(scaled(1000, 200)):
         assert_same(use(replay, rngs[0]), use(loaded, rngs[1]))
         if itr % 40 == 39:
             samples = stream.batch(7)
@@ -177,7 +178,7 @@ def _save_for_ever(folder: str, n_saved: Any) -> None:
         n_saved.value += 1
 
 
-@pytest.mark.parametrize("n_kills", [12])
+@pytest.mark.parametrize("n_kills", [scaled(100, 12)])
 def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path, n_kills: int) -> None:
     context = multiprocessing.get_context("fork")
     rng = random.Random(0)
