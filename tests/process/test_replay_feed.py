@@ -212,11 +212,11 @@ def test_workers_start_as_fast_with_a_large_replay(start_method: str) -> None:
     n_bytes = scaled(10 * 2**30, 2**27)
     seconds: dict[int, list[float]] = {B * 12 * T: [], n_bytes // 34: []}  # 34 bytes a step
     for _ in range(3):
-        for capacity, found in seconds.items():
+        for capacity in seconds:
             replay = Replay(capacity, max_truncations=B, seed=0)
             with started_with(replay, start_method) as took:
                 pass
-            found += took
+            seconds[capacity] += took
     assert replay.nbytes > 0.95 * n_bytes
     small, large = (min(found) for found in seconds.values())
     note(f"replay, start with {n_bytes / 2**30:g} GiB slower, s", large - small, 0.2 * SLACK)

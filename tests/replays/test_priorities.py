@@ -160,6 +160,8 @@ def test_lost_final_observations_are_not_drawn() -> None:
     [
         ([1], [-1.0], "at least 0"),
         ([1], [np.nan], "finite"),
+        ([1], [np.inf], "finite"),
+        ([10_000, -1], [1.0, 1.0], "index 10000 was never drawn"),
         ([1, 2], [1.0], "2 indices and 1 priorities"),
         ([10_000], [1.0], "never drawn"),
     ],

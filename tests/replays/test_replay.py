@@ -158,7 +158,7 @@ def test_too_large_a_replay_is_refused_before_it_is_allocated(tmp_path: Path) ->
 
 def test_a_limit_of_a_cgroup_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_limits, "_cgroup_headrooms", lambda: iter([2**40, 2**20]))
-    with pytest.raises(ConfigError, match="only 0.00 GiB are free"):
+    with pytest.raises(ConfigError, match=r"only 0\.00 GiB are free"):
         Replay(10**6).append(Stream(0, 2).batch(9))
     Replay(1000).append(Stream(0, 2).batch(9))
 
@@ -236,7 +236,8 @@ def _sample_from_a_file(path: Path, n_bytes: int) -> None:
         batch = replay.sample(64)
         assert (batch.index >= oldest).all()
         for offset, observation in ((0, batch.observation), (3 * B, batch.next_observation)):
-            assert torch.equal(observation, ((batch.index + offset) % 251).byte()[:, None, None].expand(-1, 1, n_numbers))
+            number = ((batch.index + offset) % 251).byte()
+            assert torch.equal(observation, number[:, None, None].expand(-1, 1, n_numbers))
         assert torch.equal(batch.return_, (3 * batch.index + 3 * B).float())
 
 

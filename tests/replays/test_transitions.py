@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.replays import Frames, Replay
+from penstock.replays.ring import BEGINS, TERMINATED, TRUNCATED, VALID
+from penstock.replays.windows import PYTHON, read_windows
 
 from ..scale import scaled
 from .streams import DISCOUNT, Stream, wanted_transition
@@ -127,6 +129,24 @@ def test_long_streams_are_exact(n: int) -> None:
         if itr % 20 == 19 and (itr < 60 or itr % 40 == 39):
             n_checked += check_all(replay, stream, n)
     assert n_checked > (340_000 if FULL else 60_000)
+
+
+@pytest.mark.skipif(read_windows is PYTHON["read_windows"], reason="was built without a C compiler")
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("B", [1, 3])
+def test_windows_are_the_same_in_c_and_in_numpy(n: int, B: int) -> None:
+    rng, N = np.random.default_rng(n), 400
+    size = 37 * B
+    for p_end in (0.05, 0.4):
+        flags = (rng.random((4, size)) < np.array([0.9, p_end, p_end, p_end])[:, None]).astype(np.uint8)
+        flags = (flags * np.array([[VALID], [TERMINATED], [TRUNCATED], [BEGINS]])).sum(0).astype(np.uint8)
+        reward, positions = rng.normal(size=size).astype(np.float32), rng.integers(-size, 5 * size, N)
+        dtypes = (*[np.int64] * 3, *[np.float32] * 2, np.uint8, np.bool_)
+        outs = [[np.empty(N, dtype) for dtype in dtypes] for _ in range(2)]
+        for fn, out in zip((read_windows, PYTHON["read_windows"]), outs, strict=True):
+            fn(flags, reward, positions, 0.9 ** np.arange(n + 1), B, *out)
+        for compiled, fallback in zip(*outs, strict=True):
+            assert compiled.tobytes() == fallback.tobytes()
 
 
 def test_a_gap_is_found_without_being_told() -> None:
