@@ -157,7 +157,7 @@ def tianshou_calls(capacity: int, samples: Samples, priority: Any) -> dict[str, 
     uniform, ranked = ReplayBuffer(capacity), PrioritizedReplayBuffer(capacity, alpha=0.6, beta=0.4)
     env = samples.env
     fields = {"obs": env.observation, "act": samples.agent.action, "rew": env.reward, "obs_next": env.observation}
-    fields |= {name: env.done for name in ("terminated", "truncated", "done")}
+    fields |= dict.fromkeys(("terminated", "truncated", "done"), env.done)
     rows = np.arange(capacity) % env.reward.size
     for buffer in (uniform, ranked):  # step by step, a million would take minutes
         buffer.set_batch(Batch({name: field.reshape(-1, *field.shape[2:])[rows] for name, field in fields.items()}))

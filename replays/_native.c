@@ -216,9 +216,11 @@ static PyObject *tree_draw(PyObject *Py_UNUSED(module), Arguments arguments, Py_
     for (npy_intp width = 1; width < size; width *= 2) {
         for (npy_intp i = 0; i < count; i++) {
             npy_int64 left = 2 * node[i];
-            int goes_right = mass[i] >= sum[left] && sum[left + 1] > 0;
-            mass[i] -= goes_right ? sum[left] : 0.0;
+            double of_left = sum[left];
+            npy_int64 goes_right = (mass[i] >= of_left) & (sum[left + 1] > 0); /* without a branch */
+            mass[i] -= of_left * (double)goes_right;
             node[i] = left + goes_right;
+            PREFETCH(sum + 2 * node[i]);
         }
     }
     npy_int64 first = low % n_leaves;

@@ -64,7 +64,7 @@ def _tree_draw(total: _Floats, mass: _Floats, n_leaves: int, low: int, places: _
         left = 2 * node
         # Never into a subtree of zeros, even if rounding has left a little mass.
         goes_right = (mass >= total[left]) & (total[left + 1] > 0)
-        mass -= np.where(goes_right, total[left], 0.0)
+        mass -= total[left] * goes_right
         node = left + goes_right
         width *= 2
     places[:] = low + (node - size - low) % n_leaves

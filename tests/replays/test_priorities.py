@@ -11,6 +11,7 @@ import torch
 from penstock import ConfigError, SamplerStateError
 from penstock.replays import Prioritized, Replay
 from penstock.replays.priorities import PriorityDraw
+from penstock.replays.ring import Ring
 
 from .streams import DISCOUNT, Stream
 from .test_drawing import p_value
@@ -78,6 +79,30 @@ def test_every_eligible_step_and_no_other_has_a_leaf() -> None:
         assert sorted(np.flatnonzero(leaves)) == sorted(index % len(leaves))
         if len(index):
             replay.update(replay.sample(9).index, rng.random(9) + 0.1)
+
+
+@pytest.mark.parametrize("name", ["first", "end"])
+def test_rows_may_be_written_while_the_bounds_are_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, replay = make(T=20)
+    replay.append(stream.batch(20))
+    draw, read, waiting = draw_of(replay), getattr(Ring, name).fget, []
+
+    def read_and_write(ring: Ring) -> int:
+        value: int = read(ring)
+        if waiting:
+            replay.append(waiting.pop())
+        return value
+
+    monkeypatch.setattr(Ring, name, property(read_and_write))
+    for _ in range(20):
+        waiting.append(stream.batch(7))
+        draw.catch_up()
+        assert not waiting
+        assert 0 <= draw.high - draw.low <= 2 * 20
+        replay.update(np.arange(draw.low, draw.high), np.ones(draw.high - draw.low))
+    draw.catch_up()
+    leaves = draw.tree.leaves
+    assert sorted(np.flatnonzero(leaves)) == sorted(eligible(replay) % len(leaves))
 
 
 def test_new_steps_get_the_largest_live_priority_which_sinks() -> None:

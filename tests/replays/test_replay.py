@@ -243,7 +243,7 @@ def _sample_from_a_file(path: Path, n_bytes: int) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs limits and advice of Linux")
 def test_a_replay_in_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
-    in_a_child(_sample_from_a_file, tmp_path / "steps", scaled(3 * 2**30, 3 * 2**25))
+    in_a_child(_sample_from_a_file, tmp_path / "steps", scaled(3 * 2**30, 3 * 2**23))
 
 
 def test_frames_of_batches_with_one_row_are_compared_with_the_row_before() -> None:
