@@ -104,4 +104,4 @@ class PriorityDraw:
         first, last = self._places.bounds()
         start = max(low, first)
         self.tree.set_range(start, leaves[start - low :])
-        self.low, self.high = first, min(max(high, start), last)
+        self.low, self.high = first, last

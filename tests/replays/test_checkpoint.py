@@ -103,9 +103,17 @@ def test_only_final_observations_that_are_kept_are_saved(tmp_path: Path, n_batch
 @pytest.mark.parametrize("capacity", [3 * 20, 3 * 90])
 def test_the_capacity_may_change(tmp_path: Path, kind: str, capacity: int) -> None:
     stream, replay = make(kind)
-    first = replay.n_steps // 3 - 50
+    first, rng = replay.n_steps // 3 - 50, np.random.default_rng(0)
+    for _ in range(20):
+        use(replay, rng)
     replay.save(tmp_path)
     loaded = Replay.load(tmp_path, capacity=capacity)
+    if loaded.prioritized:
+        draws: list[Any] = [each._storage.draw for each in (replay, loaded)]  # type: ignore[union-attr]
+        newest = draws[1].leaves()
+        assert len(newest) == min(len(draws[0].leaves()), draws[1].high - draws[1].low) > 10
+        assert len(set(newest)) > 5
+        assert newest.tolist() == draws[0].leaves()[len(draws[0].leaves()) - len(newest) :].tolist()
     assert loaded.n_steps == replay.n_steps
     assert len(loaded) == min(len(replay), capacity)
     assert len(loaded._storage.ring.arrays.final_step[0]) == 99 * (capacity // 3) // 50  # type: ignore[union-attr]

@@ -68,6 +68,13 @@ def test_both_versions_are_equal_to_the_last_bit(size: int, data: st.DataObject)
             assert first_result == second_result
 
 
+@pytest.mark.parametrize("n_leaves", [1, 2, 3, 4, 5, 64, 65])
+def test_the_size_is_as_estimated(n_leaves: int) -> None:
+    tree = SumTree(n_leaves)
+    assert tree._sum.nbytes + tree._max.nbytes == SumTree.nbytes(n_leaves) < 64 * (n_leaves + 1)
+    assert len(tree.leaves) == n_leaves
+
+
 def test_the_root_has_no_drift(version: str) -> None:
     rng, tree = np.random.default_rng(0), SumTree(1000)
     for _ in range(2000 if version == "numpy" else 40_000):

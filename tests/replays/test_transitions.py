@@ -107,7 +107,7 @@ def test_gaps_restarts_parked_columns_and_lost_final_observations(
         return
     stream = Stream(seed, B, frames=frames, wait=wait, p_end=p_end, p_restart=p_restart, nested=True)
     replay = Replay(T * B, n, DISCOUNT, frames=frames, max_truncations=max_finals)
-    has_gap = False
+    has_gap, lost = False, set[int]()
     for _ in range(data.draw(st.integers(1, 8))):
         batch_T = data.draw(st.integers(1, T))
         if data.draw(st.integers(0, 5)) == 0:
@@ -117,6 +117,11 @@ def test_gaps_restarts_parked_columns_and_lost_final_observations(
             replay.append(stream.batch(batch_T), continues=not has_gap)
             has_gap = False
             check_all(replay, stream, n, max_finals)
+            for step, row in enumerate(zip(*stream.history, strict=True)):
+                orders = [each.final_order for each in row if each.final_order >= 0]
+                if step >= stream.end - T:
+                    lost |= {order for order in orders if order < stream.n_finals - max_finals}
+            assert replay.n_without_final == len(lost)
 
 
 @pytest.mark.parametrize("n", scaled([1, 3, 7], [3]))
