@@ -1,4 +1,4 @@
-"""Replays: penstock against cpprb, Stable-Baselines3 and tianshou, as far as they are installed.
+"""Replays: penstock against cpprb, Stable-Baselines3, tianshou and torchrl, as far as they are installed.
 
 Contestants take turns in one run, in random order. A figure is the CPU time of one call in microseconds. penstock
 sums 3 rewards (n = 3); the others return single steps. `bare` is the same copy without a replay: for `append` one
@@ -74,7 +74,7 @@ def vector_calls(capacity: int) -> dict[str, dict[str, Call]]:
         "append [128, 32]": {"penstock": lambda: uniform.append(long), "bare": bare_append(capacity, long)},
         "append [1, 32]": {"penstock": lambda: uniform.append(short), "bare": bare_append(capacity, short)},
     }
-    for name, peer in (("cpprb", cpprb_calls), ("stable_baselines3", sb3_calls), ("tianshou", tianshou_calls)):
+    for name, peer in PEERS.items():
         if find_spec(name):
             for what, call in peer(capacity, long, priority).items():
                 calls[what][name] = call
@@ -156,23 +156,44 @@ def tianshou_calls(capacity: int, samples: Samples, priority: Any) -> dict[str, 
 
     uniform, ranked = ReplayBuffer(capacity), PrioritizedReplayBuffer(capacity, alpha=0.6, beta=0.4)
     env = samples.env
-    step = Batch(
-        obs=env.observation[0, 0],
-        act=samples.agent.action[0, 0],
-        rew=1.0,
-        terminated=False,
-        truncated=False,
-        obs_next=env.observation[0, 0],
-        info={},
-    )
-    for _ in range(min(capacity, 20_000)):  # one by one: a million would take minutes
-        uniform.add(step)
-        ranked.add(step)
+    fields = {"obs": env.observation, "act": samples.agent.action, "rew": env.reward, "obs_next": env.observation}
+    fields |= dict.fromkeys(("terminated", "truncated", "done"), env.done)
+    rows = np.arange(capacity) % env.reward.size
+    for buffer in (uniform, ranked):  # step by step, a million would take minutes
+        buffer.set_batch(Batch({name: field.reshape(-1, *field.shape[2:])[rows] for name, field in fields.items()}))
+        buffer._size = capacity
+    ranked.init_weight(np.arange(capacity))
 
     def prioritized() -> None:
         ranked.update_weight(ranked.sample(BATCH)[1], priority)
 
     return {"sample": lambda: uniform.sample(BATCH), "prioritized": prioritized}
+
+
+def torchrl_calls(capacity: int, samples: Samples, priority: Any) -> dict[str, Call]:
+    """Uniform draws. Its tree of priorities is compiled for one version of torch, and cannot be loaded by others."""
+    import torch
+    from tensordict import TensorDict
+    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+    env = samples.env
+    fields = {"observation": env.observation, "action": samples.agent.action, "reward": env.reward, "done": env.done}
+    fields["next_observation"] = env.observation
+    size = env.reward.size
+    flat = {name: torch.from_numpy(field.reshape(size, *field.shape[2:])) for name, field in fields.items()}
+    rows = TensorDict(flat, [size])
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=BATCH)
+    for _ in range(-(-capacity // size)):
+        buffer.extend(rows)
+    return {"sample": buffer.sample, "append [128, 32]": lambda: buffer.extend(rows)}
+
+
+PEERS = {
+    "cpprb": cpprb_calls,
+    "stable_baselines3": sb3_calls,
+    "tianshou": tianshou_calls,
+    "torchrl": torchrl_calls,
+}
 
 
 def pixel_calls(capacity: int) -> dict[str, dict[str, Call]]:

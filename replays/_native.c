@@ -9,6 +9,12 @@
 
 typedef PyObject *const *Arguments;
 
+#if defined(__GNUC__) || defined(__clang__)
+#define PREFETCH(address) __builtin_prefetch(address)
+#else
+#define PREFETCH(address)
+#endif
+
 /* `object`, if it is a contiguous array of one dimension with this type of numbers. NULL with an exception set
    otherwise. */
 static PyArrayObject *as_line(PyObject *object, int type) {
@@ -46,6 +52,17 @@ static inline void recompute(const Tree *tree, npy_intp node) {
     tree->max[node] = max[0] > max[1] ? max[0] : max[1];
 }
 
+/* Compute the ancestors of some leaves, level by level: the children of a level are complete before it. Levels that have
+   fewer nodes than there are leaves are computed as a whole. */
+static void recompute_above(const Tree *tree, const npy_int64 *leaf, npy_intp count) {
+    for (int level = 1; tree->size >> level; level++) {
+        npy_intp width = tree->size >> level;
+        for (npy_intp i = 0; i < (width < count ? width : count); i++) {
+            recompute(tree, width < count ? width + i : (tree->size + leaf[i]) >> level);
+        }
+    }
+}
+
 /* tree_update(sum, max, leaves, values) */
 static PyObject *tree_update(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Tree tree;
@@ -69,13 +86,71 @@ static PyObject *tree_update(PyObject *Py_UNUSED(module), Arguments arguments, P
     for (npy_intp i = 0; i < count; i++) {
         tree.sum[tree.size + leaf[i]] = tree.max[tree.size + leaf[i]] = value[i];
     }
-    /* Level by level: the children of a level are complete before it, whatever the order of the leaves. */
-    for (int level = 1; tree.size >> level; level++) {
-        for (npy_intp i = 0; i < count; i++) {
-            recompute(&tree, (tree.size + leaf[i]) >> level);
+    recompute_above(&tree, leaf, count);
+    Py_RETURN_NONE;
+}
+
+/* tree_assign(sum, max, n_leaves, low, high, places, priorities, values) */
+static PyObject *tree_assign(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+    Tree tree;
+    npy_intp number[3]; /* n_leaves, low, high */
+    if (n != 8) {
+        return PyErr_Format(PyExc_TypeError, "expected 8 arguments, got %zd", n);
+    }
+    for (int i = 0; i < 3; i++) {
+        number[i] = PyNumber_AsSsize_t(arguments[2 + i], PyExc_IndexError);
+    }
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    PyArrayObject *places = as_line(arguments[5], NPY_INT64);
+    PyArrayObject *priorities = places == NULL ? NULL : as_line(arguments[6], NPY_FLOAT64);
+    PyArrayObject *values = priorities == NULL ? NULL : as_line(arguments[7], NPY_FLOAT64);
+    if (values == NULL || !read_tree(arguments, &tree)) {
+        return NULL;
+    }
+    npy_intp n_leaves = number[0], low = number[1], high = number[2], count = PyArray_SIZE(places), n_kept = 0;
+    if (n_leaves < 1 || n_leaves > tree.size || low < 0 || high < low || high - low > n_leaves ||
+        PyArray_SIZE(priorities) != count || PyArray_SIZE(values) != count) {
+        return PyErr_Format(PyExc_ValueError, "the sizes of the tree and the arrays do not fit together");
+    }
+    const npy_int64 *place = PyArray_DATA(places);
+    const double *priority = PyArray_DATA(priorities), *value = PyArray_DATA(values);
+    npy_int64 *leaf = PyMem_Malloc((size_t)count * sizeof(*leaf) + 1), first = low - low % n_leaves;
+    if (leaf == NULL) {
+        return PyErr_NoMemory();
+    }
+    for (npy_intp i = 0; i < count; i++) {
+        if (place[i] < 0 || place[i] >= high || !(priority[i] > 0 && priority[i] < Py_HUGE_VAL) ||
+            !(value[i] > 0 && value[i] < Py_HUGE_VAL)) {
+            PyMem_Free(leaf);
+            return PyLong_FromLong(-1);
+        }
+        if (place[i] >= low) {
+            npy_int64 own = place[i] - first;
+            own -= own >= n_leaves ? n_leaves : 0;
+            if (tree.sum[tree.size + own] == 0) {
+                PyMem_Free(leaf);
+                return PyLong_FromLong(-1);
+            }
+            leaf[n_kept++] = own;
         }
     }
-    Py_RETURN_NONE;
+    /* Of equal places, the largest value counts. */
+    for (npy_intp k = 0; k < n_kept; k++) {
+        tree.sum[tree.size + leaf[k]] = 0;
+    }
+    for (npy_intp i = 0, k = 0; i < count; i++) {
+        if (place[i] >= low) {
+            npy_intp node = tree.size + leaf[k++];
+            if (value[i] > tree.sum[node]) {
+                tree.sum[node] = tree.max[node] = value[i];
+            }
+        }
+    }
+    recompute_above(&tree, leaf, n_kept);
+    PyMem_Free(leaf);
+    return PyLong_FromSsize_t(count - n_kept);
 }
 
 /* tree_range(sum, max, first, values) */
@@ -110,25 +185,30 @@ static PyObject *tree_range(PyObject *Py_UNUSED(module), Arguments arguments, Py
     Py_RETURN_NONE;
 }
 
-/* tree_draw(sum, mass, leaves) */
+/* tree_draw(sum, mass, n_leaves, low, places) */
 static PyObject *tree_draw(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    if (n != 3) {
-        return PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", n);
+    if (n != 5) {
+        return PyErr_Format(PyExc_TypeError, "expected 5 arguments, got %zd", n);
     }
     PyArrayObject *tree = as_line(arguments[0], NPY_FLOAT64);
     PyArrayObject *masses = tree == NULL ? NULL : as_line(arguments[1], NPY_FLOAT64);
-    PyArrayObject *leaves = masses == NULL ? NULL : as_line(arguments[2], NPY_INT64);
-    if (leaves == NULL) {
+    PyArrayObject *places = masses == NULL ? NULL : as_line(arguments[4], NPY_INT64);
+    if (places == NULL) {
+        return NULL;
+    }
+    npy_intp n_leaves = PyNumber_AsSsize_t(arguments[2], PyExc_IndexError);
+    npy_intp low = PyNumber_AsSsize_t(arguments[3], PyExc_IndexError);
+    if (PyErr_Occurred()) {
         return NULL;
     }
     npy_intp count = PyArray_SIZE(masses), size = PyArray_SIZE(tree) / 2;
-    if (PyArray_SIZE(leaves) != count || size < 1) {
-        PyErr_SetString(PyExc_ValueError, "there must be one mass for each leaf, and a tree");
+    if (PyArray_SIZE(places) != count || size < 1 || n_leaves < 1 || n_leaves > size || low < 0) {
+        PyErr_SetString(PyExc_ValueError, "there must be one mass for each place, and a tree");
         return NULL;
     }
     const double *sum = PyArray_DATA(tree);
     double *mass = PyArray_DATA(masses);
-    npy_int64 *node = PyArray_DATA(leaves);
+    npy_int64 *node = PyArray_DATA(places);
     for (npy_intp i = 0; i < count; i++) {
         node[i] = 1;
     }
@@ -136,13 +216,48 @@ static PyObject *tree_draw(PyObject *Py_UNUSED(module), Arguments arguments, Py_
     for (npy_intp width = 1; width < size; width *= 2) {
         for (npy_intp i = 0; i < count; i++) {
             npy_int64 left = 2 * node[i];
-            int goes_right = mass[i] >= sum[left] && sum[left + 1] > 0;
-            mass[i] -= goes_right ? sum[left] : 0.0;
+            double of_left = sum[left];
+            npy_int64 goes_right = (mass[i] >= of_left) & (sum[left + 1] > 0); /* without a branch */
+            mass[i] -= of_left * (double)goes_right;
             node[i] = left + goes_right;
+            PREFETCH(sum + 2 * node[i]);
         }
     }
+    npy_int64 first = low % n_leaves;
     for (npy_intp i = 0; i < count; i++) {
-        node[i] -= size;
+        npy_int64 after = node[i] - size - first;
+        node[i] = low + after + (after < 0 ? n_leaves : 0);
+    }
+    Py_RETURN_NONE;
+}
+
+/* tree_ratios(sum, n_leaves, places, ratios) */
+static PyObject *tree_ratios(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+    if (n != 4) {
+        return PyErr_Format(PyExc_TypeError, "expected 4 arguments, got %zd", n);
+    }
+    PyArrayObject *tree = as_line(arguments[0], NPY_FLOAT64);
+    PyArrayObject *places = tree == NULL ? NULL : as_line(arguments[2], NPY_INT64);
+    PyArrayObject *ratios = places == NULL ? NULL : as_line(arguments[3], NPY_FLOAT64);
+    npy_intp n_leaves = ratios == NULL ? -1 : PyNumber_AsSsize_t(arguments[1], PyExc_IndexError);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    npy_intp count = PyArray_SIZE(places), size = PyArray_SIZE(tree) / 2;
+    if (PyArray_SIZE(ratios) != count || n_leaves < 1 || n_leaves > size) {
+        PyErr_SetString(PyExc_ValueError, "there must be one ratio for each place, and a tree");
+        return NULL;
+    }
+    const double *leaf = (const double *)PyArray_DATA(tree) + size;
+    const npy_int64 *place = PyArray_DATA(places);
+    double *ratio = PyArray_DATA(ratios), least = Py_HUGE_VAL;
+    for (npy_intp i = 0; i < count; i++) {
+        npy_int64 own = place[i] % n_leaves;
+        ratio[i] = leaf[own < 0 ? own + n_leaves : own];
+        least = ratio[i] < least ? ratio[i] : least;
+    }
+    for (npy_intp i = 0; i < count; i++) {
+        ratio[i] /= least;
     }
     Py_RETURN_NONE;
 }
@@ -150,6 +265,7 @@ static PyObject *tree_draw(PyObject *Py_UNUSED(module), Arguments arguments, Py_
 /* ---- windows ----------------------------------------------------------------------------------- */
 
 enum { VALID = 1, TERMINATED = 2, TRUNCATED = 4, BEGINS = 8 }; /* as in ring.py */
+enum { N_AHEAD = 8 };                                          /* windows whose first rows are loaded before they are read */
 
 /* read_windows(flags, reward, positions, powers, B, at, last, after, return, discount, end, eligible) */
 static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n_arguments) {
@@ -191,9 +307,16 @@ static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, 
     npy_uint8 *end = data[10];
     npy_bool *eligible = data[11];
     for (npy_intp i = 0; i < count; i++) {
-        npy_int64 row = position[i] % size, length = 0;
-        row += row < 0 ? size : 0;
-        at[i] = row;
+        npy_int64 row = position[i] % size;
+        at[i] = row + (row < 0 ? size : 0);
+    }
+    for (npy_intp i = 0; i < count; i++) {
+        if (i + N_AHEAD < count) {
+            const npy_int64 *next = &at[i + N_AHEAD];
+            PREFETCH(flags + *next);
+            PREFETCH(reward + *next);
+        }
+        npy_int64 row = at[i], length = 0;
         double total = 0;
         int is_whole = flags[row] & VALID, ends = 0;
         while (length < n && !ends) {
@@ -217,14 +340,15 @@ static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, 
 
 /* In _rows.c. */
 PyObject *pack_flags(PyObject *, Arguments, Py_ssize_t), *copy_rows(PyObject *, Arguments, Py_ssize_t),
-    *same_rows(PyObject *, Arguments, Py_ssize_t), *read_ages(PyObject *, Arguments, Py_ssize_t),
-    *take_frames(PyObject *, Arguments, Py_ssize_t);
+    *same_rows(PyObject *, Arguments, Py_ssize_t), *take_rows(PyObject *, Arguments, Py_ssize_t),
+    *read_ages(PyObject *, Arguments, Py_ssize_t), *take_frames(PyObject *, Arguments, Py_ssize_t);
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 
 static PyMethodDef functions[] = {
-    FUNCTION(tree_update), FUNCTION(tree_range), FUNCTION(tree_draw), FUNCTION(read_windows), FUNCTION(pack_flags),
-    FUNCTION(copy_rows), FUNCTION(same_rows), FUNCTION(read_ages), FUNCTION(take_frames), {NULL, NULL, 0, NULL},
+    FUNCTION(tree_update), FUNCTION(tree_assign),  FUNCTION(tree_range), FUNCTION(tree_draw), FUNCTION(tree_ratios),
+    FUNCTION(read_windows), FUNCTION(pack_flags),  FUNCTION(copy_rows),  FUNCTION(same_rows), FUNCTION(take_rows),
+    FUNCTION(read_ages),    FUNCTION(take_frames), {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_native", .m_size = -1, .m_methods = functions};

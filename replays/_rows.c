@@ -10,6 +10,12 @@
 
 typedef PyObject *const *Arguments;
 
+#if defined(__GNUC__) || defined(__clang__)
+#define PREFETCH(address) __builtin_prefetch(address)
+#else
+#define PREFETCH(address)
+#endif
+
 enum { VALID = 1, TERMINATED = 2, TRUNCATED = 4, BEGINS = 8, PARTIAL = 16 }; /* as in ring.py */
 
 /* ---- append ------------------------------------------------------------------------------------ */
@@ -183,6 +189,54 @@ static PyArrayObject *as_line(PyObject *object, int type) {
     return array;
 }
 
+/* take_rows(source, at, out) */
+PyObject *take_rows(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n_arguments) {
+    enum { N_AHEAD = 16, MOST_BYTES = 512 }; /* rows, and bytes of each, that are loaded before they are copied */
+    if (n_arguments != 3) {
+        return PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", n_arguments);
+    }
+    for (int i = 0; i < 3; i++) {
+        if (!PyArray_CheckExact(arguments[i]) || !PyArray_ISCARRAY_RO((PyArrayObject *)arguments[i])) {
+            Py_RETURN_FALSE;
+        }
+    }
+    PyArrayObject *source = (PyArrayObject *)arguments[0], *at = (PyArrayObject *)arguments[1];
+    PyArrayObject *out = (PyArrayObject *)arguments[2];
+    int n_leading = PyArray_NDIM(at), n_rest = PyArray_NDIM(source) - 1;
+    int is_known = n_rest >= 0 && PyArray_TYPE(at) == NPY_INT64 && PyArray_ISWRITEABLE(out) &&
+                   PyArray_NDIM(out) == n_leading + n_rest && PyArray_SIZE(source) > 0 &&
+                   PyArray_EquivTypes(PyArray_DESCR(source), PyArray_DESCR(out)) &&
+                   !PyDataType_REFCHK(PyArray_DESCR(source));
+    for (int i = 0; is_known && i < n_leading + n_rest; i++) {
+        is_known = PyArray_DIM(out, i) == (i < n_leading ? PyArray_DIM(at, i) : PyArray_DIM(source, i - n_leading + 1));
+    }
+    if (!is_known) {
+        Py_RETURN_FALSE;
+    }
+    npy_intp size = PyArray_DIM(source, 0), item = PyArray_NBYTES(source) / size, count = PyArray_SIZE(at);
+    const npy_int64 *entry = PyArray_DATA(at);
+    const char *from = PyArray_BYTES(source);
+    char *into = PyArray_BYTES(out);
+    for (npy_intp i = 0; i < count; i++) {
+        if (entry[i] < 0 || entry[i] >= size) {
+            PyErr_SetString(PyExc_IndexError, "an entry is not in the ring");
+            return NULL;
+        }
+    }
+    for (npy_intp i = -N_AHEAD; i < count; i++) {
+        if (i + N_AHEAD < count) {
+            const char *next = from + entry[i + N_AHEAD] * item;
+            for (npy_intp line = 0; line < item && line < MOST_BYTES; line += 64) {
+                PREFETCH(next + line);
+            }
+        }
+        if (i >= 0) {
+            memcpy(into + i * item, from + entry[i] * item, (size_t)item);
+        }
+    }
+    Py_RETURN_TRUE;
+}
+
 /* ---- frames ------------------------------------------------------------------------------------ */
 
 /* read_ages(flags, at, B, back, age, known) */
@@ -225,12 +279,6 @@ PyObject *read_ages(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t
     }
     Py_RETURN_NONE;
 }
-
-#if defined(__GNUC__) || defined(__clang__)
-#define PREFETCH(address) __builtin_prefetch(address)
-#else
-#define PREFETCH(address)
-#endif
 
 enum { MOST_AHEAD = 16384 }; /* bytes to load ahead: more would not stay in the first cache */
 

@@ -43,11 +43,12 @@ class Places:
 
     def bounds(self) -> tuple[int, int]:
         """The first place whose rows are all in the ring, and the place after the last one."""
-        ring, every = self.ring, self.reader.every
-        first = ring.first
+        every = self.reader.every
+        # In this order: if rows are written in between, the bounds are narrower, and never wider than the ring.
+        end, first = self.ring.end, self.ring.first
         start = first + self.reader.back if first else 0  # nothing is missing before step 0
-        low, high = -(-start // every), -(-(ring.end - self.reader.ahead) // every)
-        return low * ring.B, max(high, low) * ring.B
+        low, high = -(-start // every), -(-(end - self.reader.ahead) // every)
+        return low * self.ring.B, max(high, low) * self.ring.B
 
     def positions(self, places: Positions) -> Positions:
         """The positions of `places`."""

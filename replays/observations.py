@@ -35,6 +35,11 @@ def _take_frames(frames: Any, B: int, is_zero: bool, at: Any, age: Any, out: Any
     return not others or _take_frames(frames, B, is_zero, *others)
 
 
+def _take_rows(source: Any, at: Any, out: Any) -> bool:
+    source.take(at, 0, out, mode="clip")  # with mode="raise", numpy would copy into a buffer first
+    return True
+
+
 #: `read_ages(flags, at, B, back, age, known)`: fill the last two arrays `[N]` for the entries `at` `[N]` of a ring with
 #: B columns and these `flags`; see `FrameStacks.ages`.
 read_ages: Callable[..., None]
@@ -42,14 +47,21 @@ read_ages: Callable[..., None]
 #: `[N]` again, from the `frames` of the ring. Frames before the begin of the episode, `age` rows back, are zeros or
 #: copies of the first one. The compiled function returns False, and copies nothing, if it does not know the layout.
 take_frames: Callable[..., bool]
+#: `take_rows(source, at, out)`: copy the entries `at` `[...]` of `source` `[size, ...]` into `out` `[..., ...]`. The
+#: compiled function returns False, and copies nothing, if it does not know the layout.
+take_rows: Callable[..., bool]
 
 #: The functions that are used if nothing is compiled.
-PYTHON: dict[str, Callable[..., Any]] = {"read_ages": _read_ages, "take_frames": _take_frames}
+PYTHON: dict[str, Callable[..., Any]] = {
+    "read_ages": _read_ages,
+    "take_frames": _take_frames,
+    "take_rows": _take_rows,
+}
 
 try:
-    from penstock.replays._native import read_ages, take_frames
+    from penstock.replays._native import read_ages, take_frames, take_rows
 except ImportError:  # no C compiler, or a checkout that was never built
-    read_ages, take_frames = _read_ages, _take_frames
+    read_ages, take_frames, take_rows = PYTHON.values()
 
 
 class WholeObservations:
@@ -170,5 +182,8 @@ def take(source: Any, at: Positions, out: Any = None) -> Any:
     """Entries `at` of every leaf of `source`, into the leaves of `out` if it is given."""
     if isinstance(source, NamedArrays):
         return NamedArrays({n: take(v, at, None if out is None else out[n]) for n, v in source.items()})
-    # With mode="raise", numpy would copy into a buffer first.
-    return source.take(at, 0, out, mode="clip")
+    if out is None:
+        out = np.empty((*at.shape, *source.shape[1:]), source.dtype)
+    if not take_rows(source, at, out):
+        _take_rows(source, at, out)
+    return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -24,10 +26,12 @@ class PriorityDraw:
     def draw(self, n: int, rng: np.random.Generator, newer_than: int | None) -> Positions:
         """`n` places. Some may have stopped being eligible since: the reader finds out. `newer_than` is None."""
         self.catch_up()
-        if not self.tree.total:
+        total = self.tree.total
+        if not total:
             raise nothing_to_draw("no window is complete, or all priorities are 0")
-        leaves = self.tree.draw(rng.random(n) * self.tree.total)
-        return self.low + (leaves - self.low) % self._places.size
+        mass = rng.random(n)
+        mass *= total
+        return self.tree.draw(mass, self.low)
 
     def redraw(self, places: Positions, rng: np.random.Generator, newer_than: int | None) -> Positions:
         """`places`, with another one in place of each that is not eligible. Those will not be drawn again."""
@@ -36,7 +40,7 @@ class PriorityDraw:
         places[gone] = self.low
         while True:
             bad = ~self._places.eligible(places)
-            self._update(places[bad], np.zeros(bad.sum()))
+            self.tree.update(places[bad], np.zeros(bad.sum()))
             redrawn = np.flatnonzero(bad | gone)
             if not redrawn.size:
                 return places
@@ -45,10 +49,9 @@ class PriorityDraw:
 
     def weight(self, places: Positions, beta: float) -> npt.NDArray[np.float32]:
         """The importance weights `[n]` of drawn places: (N * probability) ** -beta, divided by the largest."""
-        leaf = self.tree.leaves[places % self._places.size]
         # N and the sum of the priorities are the same in all weights, so the division removes them.
-        weight: npt.NDArray[np.float64] = (leaf / leaf.min()) ** -beta
-        return weight.astype(np.float32)
+        weight: npt.NDArray[np.float32] = (self.tree.ratios(places) ** -beta).astype(np.float32)
+        return weight
 
     def catch_up(self) -> None:
         """Remove the places whose rows were overwritten, and add the new ones with the largest priority of all."""
@@ -67,19 +70,30 @@ class PriorityDraw:
         """Set the priorities of `positions`. Those whose rows were overwritten are left out, and counted."""
         self.catch_up()
         places = self._places.of_positions(positions)
+        with np.errstate(all="ignore"):  # of what `_require_known` refuses
+            leaf = priority**alpha
+        n_stale = self.tree.assign(self.low, self.high, places, priority, leaf)
+        if n_stale < 0:  # something is wrong, or 0
+            self._require_known(positions, places, priority, leaf)
+            is_kept = places >= self.low
+            # A leaf of 0 may be a place that was never eligible.
+            zero = np.flatnonzero(is_kept & (self.tree.leaves[places % self._places.size] == 0))
+            is_kept[zero] = self._places.eligible(places[zero])
+            places, leaf = places[is_kept], leaf[is_kept]
+            n_stale = len(positions) - len(places)
+            order = leaf.argsort(kind="stable")  # the largest of equal places comes last, and counts
+            self.tree.update(places[order], leaf[order])
+        self.n_stale += n_stale
+
+    def _require_known(self, positions: Positions, places: Positions, priority: Any, leaf: Any) -> None:
+        """Raise `ConfigError` if a place was never drawn, or a priority or leaf is negative or not finite."""
         if places.size and places.max() >= self.high:
             raise ConfigError(f"index {positions[places.argmax()]} was never drawn: pass batch.index unchanged")
-        if not (np.isfinite(priority) & (priority >= 0)).all():
-            bad = priority[~(np.isfinite(priority) & (priority >= 0))][0]
-            raise ConfigError(f"a priority must be finite and at least 0, got {bad}: pass td_error.abs() for example")
-        is_kept = places >= self.low
-        # A leaf of 0 may be a place that was never eligible.
-        zero = np.flatnonzero(is_kept & (self.tree.leaves[places % self._places.size] == 0))
-        is_kept[zero] = self._places.eligible(places[zero])
-        self.n_stale += int(len(places) - is_kept.sum())
-        places, leaf = places[is_kept], priority[is_kept] ** alpha
-        order = leaf.argsort(kind="stable")  # the largest of equal places comes last, and counts
-        self._update(places[order], leaf[order])
+        bad = priority[~(np.isfinite(priority) & np.isfinite(leaf) & (priority >= 0))]
+        if bad.size:
+            raise ConfigError(
+                f"a priority must be finite and at least 0, got {bad[0]}: pass td_error.abs() for example"
+            )
 
     def leaves(self) -> npt.NDArray[np.float64]:
         """The leaves of the known places, oldest first."""
@@ -90,7 +104,4 @@ class PriorityDraw:
         first, last = self._places.bounds()
         start = max(low, first)
         self.tree.set_range(start, leaves[start - low :])
-        self.low, self.high = first, min(max(high, start), last)
-
-    def _update(self, places: Positions, values: npt.NDArray[np.float64]) -> None:
-        self.tree.update(places % self._places.size, values)
+        self.low, self.high = first, last

@@ -194,7 +194,7 @@ class Ring:
 
     def resume(self, first: int, end: int, n_finals: Sequence[int], n_lost: int = 0) -> None:
         """Let the writers continue at step `end`. The rows from `first` on are there."""
-        self._oldest = max(first, end - self.T)
+        self._oldest = first
         for words in (self._begun, self._done):
             words[:, _STEP], words[:, _FINAL] = end, n_finals
         self._done[0, _LOST] = n_lost

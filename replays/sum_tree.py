@@ -43,46 +43,74 @@ def _tree_range(total: _Floats, largest: _Floats, first: int, values: _Floats) -
         _recompute(total, largest, slice(low, high), left, right)
 
 
-def _tree_draw(total: _Floats, mass: _Floats, leaves: _Ints) -> None:
+def _tree_assign(
+    total: _Floats, largest: _Floats, n_leaves: int, low: int, high: int, places: _Ints, priority: Any, values: _Floats
+) -> int:
+    is_known = (places >= 0) & (places < high) & (priority > 0) & (priority < np.inf) & (values > 0) & (values < np.inf)
+    is_kept = places >= low
+    leaves, values = places[is_kept] % n_leaves, values[is_kept]
+    if not is_known.all() or (total[leaves + len(total) // 2] == 0).any():
+        return -1
+    order = values.argsort(kind="stable")
+    _tree_update(total, largest, leaves[order], values[order])
+    return len(places) - len(leaves)
+
+
+def _tree_draw(total: _Floats, mass: _Floats, n_leaves: int, low: int, places: _Ints) -> None:
     size = len(total) // 2
-    leaves[:] = 1
+    node = np.ones(len(mass), np.int64)
     width = 1
     while width < size:
-        left = 2 * leaves
+        left = 2 * node
         # Never into a subtree of zeros, even if rounding has left a little mass.
         goes_right = (mass >= total[left]) & (total[left + 1] > 0)
-        mass -= np.where(goes_right, total[left], 0.0)
-        leaves[:] = left + goes_right
+        mass -= total[left] * goes_right
+        node = left + goes_right
         width *= 2
-    leaves -= size
+    places[:] = low + (node - size - low) % n_leaves
+
+
+def _tree_ratios(total: _Floats, n_leaves: int, places: _Ints, ratios: _Floats) -> None:
+    leaf = total[len(total) // 2 + places % n_leaves]
+    with np.errstate(over="ignore"):  # as in C
+        ratios[:] = leaf / leaf.min(initial=np.inf)
 
 
 #: `tree_update(sum, max, leaves, values)`: set leaves, and then their ancestors.
 tree_update: Callable[[Any, Any, Any, Any], None]
-#: `tree_range(sum, max, first, values)`: the same for consecutive leaves from `first` on.
+#: `tree_assign(sum, max, n_leaves, low, high, places, priorities, values)`: see `SumTree.assign`.
+tree_assign: Callable[..., int]
+#: `tree_range(sum, max, first, values)`: as `tree_update`, for consecutive leaves from `first` on.
 tree_range: Callable[[Any, Any, int, Any], None]
-#: `tree_draw(sum, mass, leaves)`: for each mass, from 0 to the sum of all, write the leaf into which it falls into
-#: `leaves`. `mass` is changed.
-tree_draw: Callable[[Any, Any, Any], None]
+#: `tree_draw(sum, mass, n_leaves, low, places)`: for each mass, from 0 to the sum of all, find the leaf into which it
+#: falls, and write its place, from `low` on, into `places`. `mass` is changed.
+tree_draw: Callable[[Any, Any, int, int, Any], None]
+#: `tree_ratios(sum, n_leaves, places, ratios)`: see `SumTree.ratios`.
+tree_ratios: Callable[[Any, int, Any, Any], None]
 
 #: The functions that are used if nothing is compiled.
-PYTHON: dict[str, Callable[..., None]] = {
+PYTHON: dict[str, Callable[..., Any]] = {
     "tree_update": _tree_update,
+    "tree_assign": _tree_assign,
     "tree_range": _tree_range,
     "tree_draw": _tree_draw,
+    "tree_ratios": _tree_ratios,
 }
 
 try:
-    from penstock.replays._native import tree_draw, tree_range, tree_update
+    from penstock.replays._native import tree_assign, tree_draw, tree_range, tree_ratios, tree_update
 except ImportError:  # no C compiler, or a checkout that was never built
-    tree_update, tree_range, tree_draw = PYTHON.values()
+    tree_update, tree_assign, tree_range, tree_draw, tree_ratios = PYTHON.values()
     COMPILED = False
 else:
     COMPILED = True
 
 
 class SumTree:
-    """`n_leaves` numbers of at least 0, all 0 at first, with their sum and their largest."""
+    """`n_leaves` numbers of at least 0, all 0 at first, with their sum and their largest.
+
+    Place p, a number that counts up, has the leaf `p % n_leaves`.
+    """
 
     def __init__(self, n_leaves: int) -> None:
         self._size = 1 << max(n_leaves - 1, 0).bit_length()
@@ -109,19 +137,35 @@ class SumTree:
         """A view of all leaves."""
         return self._sum[self._size : self._size + self._n_leaves]
 
-    def update(self, leaves: _Ints, values: _Floats) -> None:
-        """Set `leaves` to `values`. If one leaf comes several times, the last value counts."""
-        tree_update(self._sum, self._max, leaves, values)
+    def update(self, places: _Ints, values: _Floats) -> None:
+        """Set the leaves of `places` to `values`. If one leaf comes several times, the last value counts."""
+        tree_update(self._sum, self._max, places % self._n_leaves, values)
+
+    def assign(self, low: int, high: int, places: _Ints, priorities: _Floats, values: _Floats) -> int:
+        """Set the leaves of `places` `[n]` to `values` `[n]`, except places below `low`. Returns how many these are.
+
+        If one leaf comes several times, the largest value counts. Returns -1, and changes nothing, if a place is not
+        below `high`, if the leaf of a place is 0, or if a value, or one of `priorities` `[n]`, is not above 0 and
+        finite.
+        """
+        return tree_assign(self._sum, self._max, self._n_leaves, low, high, places, priorities, values)
 
     def set_range(self, first: int, values: _Floats) -> None:
-        """Set the leaves from `first` on to `values`. After the last leaf comes leaf 0."""
+        """Set the leaves of the places from `first` on to `values`."""
         first %= self._n_leaves
         fits = min(len(values), self._n_leaves - first)
         tree_range(self._sum, self._max, first, values[:fits])
         tree_range(self._sum, self._max, 0, values[fits:])
 
-    def draw(self, mass: _Floats) -> _Ints:
-        """The leaves `[n]` into which the masses `[n]`, from 0 to `total`, fall. Never a leaf of 0."""
-        leaves = np.empty(len(mass), np.int64)
-        tree_draw(self._sum, mass, leaves)
-        return leaves
+    def draw(self, mass: _Floats, low: int = 0) -> _Ints:
+        """The places `[n]`, from `low` on, into whose leaves the masses `[n]` fall. These are from 0 to `total`, and
+        are overwritten. A leaf of 0 is never drawn."""
+        places = np.empty(len(mass), np.int64)
+        tree_draw(self._sum, mass, self._n_leaves, low, places)
+        return places
+
+    def ratios(self, places: _Ints) -> _Floats:
+        """The leaves of `places` `[n]`, divided by the smallest of these."""
+        ratios = np.empty(len(places))
+        tree_ratios(self._sum, self._n_leaves, places, ratios)
+        return ratios

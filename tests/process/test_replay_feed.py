@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +166,57 @@ def test_the_ratio_over_many_steps(env_seconds: float, learn_seconds: float) -> 
         sampler.pause()
     slack = per_step * T * B + n
     assert abs(replay.n_drawn - replay.n_steps * per_step) <= slack
+
+
+@contextmanager
+def started_with(replay: Replay, start_method: str) -> Iterator[list[float]]:
+    """Yields a list. In the end it has the seconds that `initialize` took, without those to allocate the replay."""
+    allocate, seconds = replay._feed_from, [0.0]
+
+    def feed_from(*arguments: Any, **options: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return allocate(*arguments, **options)
+        finally:
+            seconds[0] -= time.monotonic() - began
+
+    replay._feed_from = feed_from  # type: ignore[method-assign]
+    with sampler_of(replay, CountingEnv, start_method=start_method) as sampler:
+        began = time.monotonic()
+        sampler.initialize(RandomAgent(), seed=1)
+        seconds[0] += time.monotonic() - began
+        yield seconds
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_no_array_of_a_replay_crosses_to_a_worker_by_value(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dump, sizes = reduction.dump, [0, 0]
+
+    def counting(value: Any, file: Any, *arguments: Any) -> None:
+        before = file.tell()
+        dump(value, file, *arguments)
+        sizes[-1] += file.tell() - before
+
+    monkeypatch.setattr(reduction, "dump", counting)
+    for capacity in (1_000, 1_000, 1_000_000):  # what the first start sends once does not count
+        sizes.append(0)
+        with started_with(Replay(capacity, seed=0), start_method):
+            pass
+    small, large = sizes[-2:]
+    assert small > 0
+    assert abs(large - small) < 1_000
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_workers_start_as_fast_with_a_large_replay(start_method: str) -> None:
+    n_bytes = scaled(10 * 2**30, 2**27)
+    seconds: dict[int, list[float]] = {B * 12 * T: [], n_bytes // 34: []}  # 34 bytes a step
+    for _ in range(3):
+        for capacity in seconds:
+            replay = Replay(capacity, max_truncations=B, seed=0)
+            with started_with(replay, start_method) as took:
+                pass
+            seconds[capacity] += took
+    assert replay.nbytes > 0.95 * n_bytes
+    small, large = (min(found) for found in seconds.values())
+    note(f"replay, start with {n_bytes / 2**30:g} GiB slower, s", large - small, 0.2 * SLACK)

@@ -18,6 +18,7 @@ import torch
 from penstock import ConfigError
 from penstock.replays import Frames, Prioritized, Replay, Sequences
 
+from ..scale import scaled
 from . import test_sequences, test_transitions
 from .streams import DISCOUNT, Stream
 
@@ -65,7 +66,7 @@ def test_after_load_the_draws_are_the_same(tmp_path: Path, kind: str, n_batches:
     assert (loaded.n_steps, loaded.n_drawn, len(loaded)) == (replay.n_steps, replay.n_drawn, len(replay))
     assert (loaded.n_stale, loaded.beta) == (replay.n_stale, 0.9 if replay.prioritized else replay.beta)
     rngs = np.random.default_rng(1), np.random.default_rng(1)
-    for itr in range(200):
+    for itr in range(scaled(1000, 200)):
         assert_same(use(replay, rngs[0]), use(loaded, rngs[1]))
         if itr % 40 == 39:
             samples = stream.batch(7)
@@ -102,9 +103,17 @@ def test_only_final_observations_that_are_kept_are_saved(tmp_path: Path, n_batch
 @pytest.mark.parametrize("capacity", [3 * 20, 3 * 90])
 def test_the_capacity_may_change(tmp_path: Path, kind: str, capacity: int) -> None:
     stream, replay = make(kind)
-    first = replay.n_steps // 3 - 50
+    first, rng = replay.n_steps // 3 - 50, np.random.default_rng(0)
+    for _ in range(20):
+        use(replay, rng)
     replay.save(tmp_path)
     loaded = Replay.load(tmp_path, capacity=capacity)
+    if loaded.prioritized:
+        draws: list[Any] = [each._storage.draw for each in (replay, loaded)]  # type: ignore[union-attr]
+        newest = draws[1].leaves()
+        assert len(newest) == min(len(draws[0].leaves()), draws[1].high - draws[1].low) > 10
+        assert len(set(newest)) > 5
+        assert newest.tolist() == draws[0].leaves()[len(draws[0].leaves()) - len(newest) :].tolist()
     assert loaded.n_steps == replay.n_steps
     assert len(loaded) == min(len(replay), capacity)
     assert len(loaded._storage.ring.arrays.final_step[0]) == 99 * (capacity // 3) // 50  # type: ignore[union-attr]
@@ -177,7 +186,7 @@ def _save_for_ever(folder: str, n_saved: Any) -> None:
         n_saved.value += 1
 
 
-@pytest.mark.parametrize("n_kills", [12])
+@pytest.mark.parametrize("n_kills", [scaled(100, 12)])
 def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path, n_kills: int) -> None:
     context = multiprocessing.get_context("fork")
     rng = random.Random(0)

@@ -1,4 +1,4 @@
-"""Stacks of frames that are built again: in C, in numpy, and as worked out one by one."""
+"""Entries that are copied, and stacks of frames that are built again: in C, in numpy, and as worked out one by one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.replays.observations import PYTHON, read_ages, take_frames
+from penstock.replays.observations import PYTHON, read_ages, take_frames, take_rows
 from penstock.replays.ring import BEGINS, PARTIAL, VALID
 
 pytestmark = pytest.mark.parametrize("B", [1, 3])
@@ -77,3 +77,30 @@ def test_unknown_layouts_are_left_to_numpy(B: int) -> None:
     for bad in (np.array([0, len(frames)]), np.array([-1, 0])):
         with pytest.raises(IndexError, match="not in the ring"):
             take_frames(frames, B, False, bad, at, out)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (17,), (2, 3), (40, 9)])
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "bool", "float64"])
+@pytest.mark.parametrize("fn", [take_rows, PYTHON["take_rows"]], ids=["compiled", "numpy"])
+def test_entries_are_copied(fn: Any, dtype: str, shape: tuple[int, ...], B: int) -> None:
+    rng = np.random.default_rng(0)
+    source = rng.integers(0, 256, (50, *shape)).astype(dtype)
+    for at in (rng.integers(0, 50, 3 * B), rng.integers(0, 50, (B, 30)), np.array([0, 49]), np.empty(0, np.int64)):
+        out = np.zeros((*at.shape, *shape), dtype)
+        assert fn(source, at, out)
+        np.testing.assert_array_equal(out, source[at])
+
+
+def test_entries_of_unknown_layout_are_not_copied(B: int) -> None:
+    if take_rows is PYTHON["take_rows"]:
+        pytest.skip("was built without a C compiler")
+    source, at, out = np.ones((5, 4, B), np.float32), np.zeros(3, np.int64), np.zeros((3, 4, B), np.float32)
+    for unusual in (out[::-1], out.astype(np.float64), out[:2], out[:, :3].copy(), out[..., None], out[..., 0].copy()):
+        assert not take_rows(source, at, unusual)
+    assert not take_rows(source[:, ::-1], at, out)
+    assert not take_rows(source, at.astype(np.int32), out)
+    assert not take_rows(np.empty((0, 4, B), np.float32), at, out)
+    for bad in (np.array([0, 5, 0]), np.array([0, 0, -1])):
+        with pytest.raises(IndexError, match="not in the ring"):
+            take_rows(source, bad, out)
+    assert (out == 0).all()

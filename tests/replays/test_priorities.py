@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from penstock import ConfigError, SamplerStateError
-from penstock.replays import Prioritized, Replay
+from penstock.replays import Prioritized, Replay, drawing, priorities
 from penstock.replays.priorities import PriorityDraw
+from penstock.replays.ring import Ring
 
 from .streams import DISCOUNT, Stream
-from .test_drawing import chi_square
+from .test_drawing import p_value
 
 
 def make(seed: int = 0, *, T: int = 50, n: int = 3, p_end: float = 0.1, **options: float) -> tuple[Stream, Replay]:
@@ -48,7 +49,7 @@ def test_draws_are_in_proportion_to_the_power_of_the_priority(seed: int) -> None
     assert set(found) <= set(index.tolist())
     counts = np.array([dict(zip(found, counts, strict=True)).get(i, 0) for i in index])
     expected = priority**0.7 / (priority**0.7).sum() * 60_000
-    assert chi_square(counts[expected > 5], expected[expected > 5]) < 4
+    assert p_value(counts[expected > 5], expected[expected > 5]) > 1e-3
 
 
 def test_weights_follow_the_formula() -> None:
@@ -78,6 +79,30 @@ def test_every_eligible_step_and_no_other_has_a_leaf() -> None:
         assert sorted(np.flatnonzero(leaves)) == sorted(index % len(leaves))
         if len(index):
             replay.update(replay.sample(9).index, rng.random(9) + 0.1)
+
+
+@pytest.mark.parametrize("name", ["first", "end"])
+def test_rows_may_be_written_while_the_bounds_are_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, replay = make(T=20)
+    replay.append(stream.batch(20))
+    draw, read, waiting = draw_of(replay), getattr(Ring, name).fget, []
+
+    def read_and_write(ring: Ring) -> int:
+        value: int = read(ring)
+        if waiting:
+            replay.append(waiting.pop())
+        return value
+
+    monkeypatch.setattr(Ring, name, property(read_and_write))
+    for _ in range(20):
+        waiting.append(stream.batch(7))
+        draw.catch_up()
+        assert not waiting
+        assert 0 <= draw.high - draw.low <= 2 * 20
+        replay.update(np.arange(draw.low, draw.high), np.ones(draw.high - draw.low))
+    draw.catch_up()
+    leaves = draw.tree.leaves
+    assert sorted(np.flatnonzero(leaves)) == sorted(eligible(replay) % len(leaves))
 
 
 def test_new_steps_get_the_largest_live_priority_which_sinks() -> None:
@@ -127,10 +152,11 @@ def test_the_whole_ring_may_be_overwritten_between_two_samples() -> None:
     assert set(replay.sample(4000).index.tolist()) == set(eligible(replay).tolist())
 
 
-def test_of_equal_indices_the_largest_priority_counts() -> None:
+@pytest.mark.parametrize("other", [1.0, 0.0])
+def test_of_equal_indices_the_largest_priority_counts(other: float) -> None:
     stream, replay = make(T=40, p_end=0.0, alpha=1.0)
     replay.append(stream.batch(30))
-    replay.update(np.array([4, 7, 4, 4]), np.array([2.0, 1.0, 9.0, 3.0]))
+    replay.update(np.array([4, 7, 4, 4, 20]), np.array([2.0, 1.0, 9.0, 3.0, other]))
     assert draw_of(replay).tree.leaves[[4, 7]].tolist() == [9, 1]
 
 
@@ -160,6 +186,8 @@ def test_lost_final_observations_are_not_drawn() -> None:
     [
         ([1], [-1.0], "at least 0"),
         ([1], [np.nan], "finite"),
+        ([1], [np.inf], "finite"),
+        ([10_000, -1], [1.0, 1.0], "index 10000 was never drawn"),
         ([1, 2], [1.0], "2 indices and 1 priorities"),
         ([10_000], [1.0], "never drawn"),
     ],
@@ -185,14 +213,53 @@ def test_what_needs_priorities_says_so() -> None:
             Prioritized(**options)  # type: ignore[arg-type]
 
 
-def test_the_first_and_the_last_index_that_count_are_exact() -> None:
+@pytest.mark.parametrize("other", [1.0, 0.0])
+def test_the_first_and_the_last_index_that_count_are_exact(other: float) -> None:
     stream, replay = make(T=40, n=1, p_end=0.0)
     for _ in range(5):
         replay.append(stream.batch(10))
     # Steps 10 to 49 are in the ring. Step 49 has no next one yet.
-    replay.update(np.array([19]), np.ones(1))
+    replay.update(np.array([19, 50]), np.array([1.0, other]))
     assert replay.n_stale == 1
-    replay.update(np.array([20, 97]), np.ones(2))
+    replay.update(np.array([20, 97, 50]), np.array([1.0, 1.0, other]))
     assert replay.n_stale == 1
+    assert (draw_of(replay).tree.leaves == 0).sum() == 2 + (other == 0)
     with pytest.raises(ConfigError, match="never drawn"):
-        replay.update(np.array([98]), np.ones(1))
+        replay.update(np.array([98, 50]), np.array([1.0, other]))
+
+
+def test_before_a_window_is_complete_no_index_counts() -> None:
+    stream, replay = make(T=40, n=3)
+    replay.append(stream.batch(2))
+    with pytest.raises(ConfigError, match="index 0 was never drawn"):
+        replay.update(np.array([0]), np.ones(1))
+
+
+@pytest.mark.parametrize("prioritized", [None, Prioritized()])
+def test_places_that_were_overwritten_or_are_not_eligible_are_drawn_again(prioritized: Prioritized | None) -> None:
+    stream = Stream(0, 2, p_end=0.1, wait=True)
+    replay = Replay(100, 2, DISCOUNT, prioritized, max_truncations=100)
+    for _ in range(9):
+        replay.append(stream.batch(20))
+    storage = replay._storage
+    assert storage is not None
+    low, high = storage.places.bounds()
+    found, rng = eligible(replay), np.random.default_rng(0)
+    bad = np.setdiff1d(np.arange(low - 100, high), found)
+    assert (bad >= low).any()
+    places = np.concatenate([found, np.resize(bad, 4000)])
+    again = storage.draw.redraw(places, rng, None)
+    assert again[: len(found)].tolist() == found.tolist(), "these stay as they are"
+    assert set(again[len(found) :]) == set(found)
+
+
+@pytest.mark.parametrize("n_at_once", [1, 7, 30])
+def test_many_places_are_examined_in_parts(n_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, replay = make(T=23)
+    replay.append(stream.batch(23))
+    whole = eligible(replay).tolist()
+    for module in (drawing, priorities):
+        monkeypatch.setattr(module, "AT_ONCE", n_at_once)
+    assert eligible(replay).tolist() == whole
+    draw_of(replay).catch_up()
+    assert np.flatnonzero(draw_of(replay).tree.leaves).tolist() == whole

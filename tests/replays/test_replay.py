@@ -25,6 +25,7 @@ from penstock import (
 from penstock.envs import CountingEnv
 from penstock.replays import Frames, Prioritized, Replay, Sequences
 from penstock.replays import ring as ring_module
+from penstock.replays.ring import PARTIAL
 
 from .streams import Stream
 
@@ -270,9 +271,11 @@ def test_batches_that_do_not_fit_are_refused_and_nothing_is_written() -> None:
         Replay(100).append(type(samples)(env=env, agent=samples.agent))
 
 
-def test_a_failed_write_is_not_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, replay = Stream(0, 2), Replay(40, max_truncations=99, seed=0)
+@pytest.mark.parametrize("prioritized", [None, Prioritized()])
+def test_a_failed_write_is_not_visible(prioritized: Prioritized | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, replay = Stream(0, 2), Replay(40, prioritized=prioritized, max_truncations=99, seed=0)
     replay.append(stream.batch(20))
+    replay.sample(1)
     real = ring_module.copy_rows
 
     def failing(*arguments: Any) -> None:
@@ -287,3 +290,42 @@ def test_a_failed_write_is_not_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(replay) == 30, "the rows that were being overwritten are gone"
     assert replay.sample(500).index.min() >= 10
     assert replay.sample(500).index.max() < 38
+
+
+@pytest.mark.parametrize("ending", ["terminated", "truncated"])
+def test_final_observations_must_be_stacks_too(ending: str) -> None:
+    stream = Stream(0, 2, frames=Frames(3), p_end=0.5)
+    samples = stream.batch(30)
+    env = samples.env
+    other = {"terminated": env.truncated, "truncated": env.terminated}[ending]
+    t, b = (int(index[0]) for index in np.nonzero(env[ending][1:] & ~other[1:]))
+    env.final_obs[t + 1, b, 0] += 1
+    with pytest.raises(SpaceError, match=f"row {t + 1} of the batch is no stack"):
+        Replay(100, frames=Frames(3), max_truncations=99).append(samples)
+
+
+def test_at_the_begin_of_an_episode_previous_actions_and_rewards_may_be_others() -> None:
+    stream, replay = Stream(0, 4, p_end=0.5), Replay(400, max_truncations=99)
+    flags: list[Any] = []
+    for _ in range(9):
+        samples = stream.batch(9)
+        begins = samples.env.prev_done[0]
+        samples.env.prev_reward[0, begins] = samples.agent.prev_action[0, begins] = 77
+        replay.append(samples)
+        flags.append(replay._storage.ring.arrays.flags[stream.end - 9])  # type: ignore[union-attr]
+    assert (np.array(flags[1:]) & PARTIAL == 0).all()
+    samples = stream.batch(9)
+    column = int(np.flatnonzero(~samples.env.prev_done[0])[0])
+    samples.env.prev_reward[0, column] += 1
+    replay.append(samples)
+    assert replay._storage.ring.arrays.flags[stream.end - 9, column] & PARTIAL  # type: ignore[union-attr]
+
+
+def test_versions_may_stay_the_same_and_begin_anywhere() -> None:
+    stream, replay = Stream(0, 2), Replay(400, max_truncations=99)
+    for version in ([-5, -5], [1, 1], [2, 1], [2, 2]):
+        replay.append(stream.batch(3), policy_version=np.array(version))
+    with pytest.raises(ConfigError, match="must not fall"):
+        replay.append(stream.batch(3), policy_version=np.array([3, 1]))
+    versions = replay._storage.ring.arrays.policy_version  # type: ignore[union-attr]
+    assert versions[:12:3].tolist() == [[-5, -5], [1, 1], [2, 1], [2, 2]]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.replays import ring as ring_module
 from penstock.replays.batches import Transitions
 from penstock.replays.drawing import Places
 from penstock.replays.ring import TRUNCATED, VALID, Ring, Shape
@@ -92,10 +93,34 @@ def test_no_row_is_torn(n_kills: int) -> None:
 
 
 def test_each_writer_owns_whole_columns() -> None:
+    ring_of = make_ring(3)
     for n_writers in (1, 2, 3, 4):
         ring = make_ring(n_writers)
         owned = [ring.columns(writer) for writer in range(n_writers)]
         assert [b for columns in owned for b in range(ring.B)[columns]] == [0, 1, 2, 3]
+    assert [columns.stop - columns.start for columns in (ring_of.columns(0), ring_of.columns(2))] == [2, 1]
+
+
+def test_what_a_dead_writer_has_begun_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = make_ring(2)
+    T, most = ring.T, ring.shape.max_finals
+    for start in range(0, T, 8):
+        for writer in range(2):
+            ring.write(*rows_of(ring, writer, start, 8), writer)
+    flags = ring.flags[: 20 * ring.B]
+    truncated = np.flatnonzero(flags & TRUNCATED)
+    assert ring.has_final(truncated).all()
+    ring.arrays.done[1, 1] = ring.arrays.begun[1, 1] = most  # as if it had written so many final observations
+    ring.final[truncated[truncated % 4 >= 2]] = 0
+
+    def die(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ring_module, "copy_rows", die)
+    with pytest.raises(KeyboardInterrupt):
+        ring.write(*rows_of(ring, 1, T, 8), 1)
+    assert (ring.first, ring.end) == (8, T)
+    assert ring.has_final(truncated).tolist() == (truncated % 4 < 2).tolist()
 
 
 def test_what_one_writer_lacks_nobody_reads() -> None:

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.replays import Frames, Replay
+from penstock.replays.ring import BEGINS, TERMINATED, TRUNCATED, VALID
+from penstock.replays.windows import PYTHON, read_windows
 
 from ..scale import scaled
 from .streams import DISCOUNT, Stream, wanted_transition
@@ -63,7 +65,7 @@ FRAMES = [None, Frames(2), Frames(3, padding="zero"), Frames(4)]
 
 @pytest.mark.parametrize("T", scaled(range(2, 13), (2, 3, 5, 8, 10)))
 def test_every_size_offset_window_and_stack_is_exact(T: int) -> None:
-    for n, batch_T, frames in itertools.product(range(1, min(T, 8)), {1, 2, 5, T - 1, T}, FRAMES):
+    for n, batch_T, frames in itertools.product(range(1, T), scaled(range(1, T + 1), {1, 2, 5, T - 1, T}), FRAMES):
         back = frames.n - 1 if frames else 0
         if batch_T > T or n + back >= T:
             continue
@@ -105,7 +107,7 @@ def test_gaps_restarts_parked_columns_and_lost_final_observations(
         return
     stream = Stream(seed, B, frames=frames, wait=wait, p_end=p_end, p_restart=p_restart, nested=True)
     replay = Replay(T * B, n, DISCOUNT, frames=frames, max_truncations=max_finals)
-    has_gap = False
+    has_gap, lost = False, set[int]()
     for _ in range(data.draw(st.integers(1, 8))):
         batch_T = data.draw(st.integers(1, T))
         if data.draw(st.integers(0, 5)) == 0:
@@ -115,6 +117,11 @@ def test_gaps_restarts_parked_columns_and_lost_final_observations(
             replay.append(stream.batch(batch_T), continues=not has_gap)
             has_gap = False
             check_all(replay, stream, n, max_finals)
+            for step, row in enumerate(zip(*stream.history, strict=True)):
+                orders = [each.final_order for each in row if each.final_order >= 0]
+                if step >= stream.end - T:
+                    lost |= {order for order in orders if order < stream.n_finals - max_finals}
+            assert replay.n_without_final == len(lost)
 
 
 @pytest.mark.parametrize("n", scaled([1, 3, 7], [3]))
@@ -127,6 +134,24 @@ def test_long_streams_are_exact(n: int) -> None:
         if itr % 20 == 19 and (itr < 60 or itr % 40 == 39):
             n_checked += check_all(replay, stream, n)
     assert n_checked > (340_000 if FULL else 60_000)
+
+
+@pytest.mark.skipif(read_windows is PYTHON["read_windows"], reason="was built without a C compiler")
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("B", [1, 3])
+def test_windows_are_the_same_in_c_and_in_numpy(n: int, B: int) -> None:
+    rng, N = np.random.default_rng(n), 400
+    size = 37 * B
+    for p_end in (0.05, 0.4):
+        flags = (rng.random((4, size)) < np.array([0.9, p_end, p_end, p_end])[:, None]).astype(np.uint8)
+        flags = (flags * np.array([[VALID], [TERMINATED], [TRUNCATED], [BEGINS]])).sum(0).astype(np.uint8)
+        reward, positions = rng.normal(size=size).astype(np.float32), rng.integers(-size, 5 * size, N)
+        dtypes = (*[np.int64] * 3, *[np.float32] * 2, np.uint8, np.bool_)
+        outs = [[np.empty(N, dtype) for dtype in dtypes] for _ in range(2)]
+        for fn, out in zip((read_windows, PYTHON["read_windows"]), outs, strict=True):
+            fn(flags, reward, positions, 0.9 ** np.arange(n + 1), B, *out)
+        for compiled, fallback in zip(*outs, strict=True):
+            assert compiled.tobytes() == fallback.tobytes()
 
 
 def test_a_gap_is_found_without_being_told() -> None:
