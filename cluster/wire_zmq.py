@@ -244,12 +244,12 @@ class ZmqTransport(Transport):
 
     def _answer_zap(self) -> None:
         """Tell ZMQ which clients may connect. Only the thread of this transport uses this socket."""
-        while self._zap.get(_EVENTS) & _POLLIN:
+        while int(self._zap.get(_EVENTS)) & _POLLIN:
             self._zap.send_multipart(self._admit(self._zap.recv_multipart()))
 
     def _has_input(self, source: zmq.Socket[bytes]) -> bool:
         """After sending, which may take the signal that a packet has come: whether one has."""
-        if source.get(_EVENTS) & _POLLIN:
+        if int(source.get(_EVENTS)) & _POLLIN:
             self._ready.add(source.fileno())
             return True
         return False
@@ -306,7 +306,7 @@ def to_frames(header: bytes, packed: Sequence[bytes] | None) -> list[bytes]:
 def _drain(source: zmq.Socket[bytes], packets: list[tuple[list[bytes], zmq.Socket[bytes]]]) -> bool:
     """Append the packets that have come to `source`. Returns False if there may be more."""
     for _ in range(100):  # not without a limit: the other sockets have packets too
-        if not source.get(_EVENTS) & _POLLIN:
+        if not int(source.get(_EVENTS)) & _POLLIN:
             return True
         frames = [source.recv(_NOBLOCK)]
         while source.get(_MORE):
