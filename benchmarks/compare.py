@@ -359,9 +359,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, metavar="OLD", help="a folder that pip installed into")
     parser.add_argument("new", type=Path, metavar="NEW", help="another such folder")
-    parser.add_argument(
-        "--cases", nargs="+", default=list(CASES), metavar="CASE", help="parts of names; all by default"
-    )
+    parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="CASE", help="parts of names; default: all")
     parser.add_argument("--repeats", type=int, default=40, help="turns of each version in a case of steps")
     parser.add_argument("--starts", type=int, default=15, help="turns of each version in a case of starts")
     parser.add_argument("--seconds", type=float, default=0.25, help="of each turn of steps, at least")
