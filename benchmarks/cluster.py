@@ -313,7 +313,7 @@ def puts(versions: int) -> list[dict[str, int]]:
             finally:
                 ray.put = put
             found.append({"shards": n_shards, "versions": versions, "puts": n_calls})
-        print(f"{n_shards} shards, {versions} versions, {2 * versions} batches: {n_calls} calls of ray.put")
+        print(f"{n_shards} shards, {versions} versions, {2 * versions} batches: {n_calls} calls of ray.put", flush=True)
     return found
 
 
@@ -340,7 +340,11 @@ def memory(batches: int) -> dict[str, list[float]]:
         pieces.close()
         contestant.close()
         found[kind] = values
-        print(f"{kind}, MB after each tenth of {batches} batches:", " ".join(f"{value:.1f}" for value in values))
+        print(
+            f"{kind}, MB after each tenth of {batches} batches:",
+            " ".join(f"{value:.1f}" for value in values),
+            flush=True,
+        )
     return found
 
 
