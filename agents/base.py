@@ -25,7 +25,6 @@ Space = gym.Space[Any]
 
 _Self = TypeVar("_Self", bound="Agent")
 
-_FROM_INITIALIZE = "model", "observation_space", "action_space"
 _FROM_SEED_COLUMNS = "_noise", "_rngs", "_uniform"
 
 
@@ -70,6 +69,7 @@ class Agent(ABC):
     selected: npt.NDArray[np.intp] | None = None
 
     # State of the runtime.
+    _from_initialize: ClassVar[Sequence[str]] = ("observation_space", "action_space")  # attributes that it sets
     _subscribers: tuple[SharedParameters, ...] | None = None  # in the learner's agent: one per sampler
     _source: SharedParameters | None = None  # in a worker's copy: where it reads parameters
     _actor: Actor | None = None  # what `act` uses
@@ -156,7 +156,7 @@ class Agent(ABC):
 
         def __getattr__(self, name: str) -> Any:
             """Called for a missing attribute only: some messages say why it is missing."""
-            if name in _FROM_INITIALIZE and "observation_space" not in vars(self):
+            if name in self._from_initialize and "observation_space" not in vars(self):
                 raise AttributeError(f"{name} is missing: {self._not_initialized()}")
             if name in _FROM_SEED_COLUMNS:
                 raise AttributeError(

@@ -44,6 +44,7 @@ class TorchAgent(Agent):
     runtime_cls = TorchRuntime
 
     model: nn.Module
+    _from_initialize = ("model", "observation_space", "action_space")
     # The runtime sets these in copies:
     _link: DeviceLink | None = None  # moves inputs and outputs if the model is not on the CPU
     _compiled_model: Callable[..., Any] | None = None  # called in place of the model
