@@ -40,11 +40,11 @@ dist: $(VENV)/.dependencies
 	.ci/dist $(BIN)/python $(DIST_PYTHONS)
 
 # The whole suite, that of Ray too, and the lines of each room that it runs, in whichever process. Fails below the share
-# in pyproject.toml.
+# in pyproject.toml. A test with a limit of time may fail, since measured code is slower.
 COVERAGE := .venv-ray/bin/coverage
 coverage: .venv-ray/.installed
 	rm -f .venv-ray/.coverage*
-	$(COVERAGE) run -m $(PYTEST) -n 3
+	-$(COVERAGE) run -m $(PYTEST) -n 3
 	$(COVERAGE) combine --quiet
 	@$(COVERAGE) report --skip-covered --show-missing --fail-under=0 > .venv-ray/coverage.txt
 	@for room in $(ROOMS); do \

@@ -128,7 +128,6 @@ class Appender:
             self._layouts["observation"] = [(path, (frames.n, *of), t) for path, of, t in self._layouts["observation"]]
         self._bound: tuple[Any, Any, Batch] | None = None
         self._is_first = True
-        self._kept = (ring.arrays.reward, *leaves(ring.arrays.action))
         self._flags, self._versions = np.empty((0, 0), np.uint8), np.empty((0, 0), np.int32)  # of the last batch
         self._version: Any = None  # which the last batch had
         self._row_before: Any = None  # of batches of one row: the observations of the last one, if it was kept
@@ -218,11 +217,11 @@ class Appender:
         """Whether row 0 follows the newest row of the ring, as far as its previous action and reward show it."""
         row, columns = self._last_row
         prev_done = batch.flags[3]
-        if same_rows(self._kept, batch.before, row, columns.start, prev_done):  # most often, and quicker
+        if same_rows(self.ring.kept, batch.before, row, columns.start, prev_done):  # most often, and quicker
             return True
         return all(
             ((before[0] == kept[row, columns])[~prev_done[0]]).all()
-            for before, kept in zip(batch.before, self._kept, strict=True)
+            for before, kept in zip(batch.before, self.ring.kept, strict=True)
         )
 
     @property

@@ -127,6 +127,8 @@ class Ring:
         observation, action = leaves(arrays.observation), leaves(arrays.action)
         #: The arrays `[T, B, ...]` that get a row for each step, in the order in which `write` takes them.
         self.leaves = (arrays.flags, arrays.reward, arrays.policy_version, *observation, *action)
+        #: The arrays that a batch repeats in its `prev_reward` and `prev_action`.
+        self.kept = (arrays.reward, *action)
         self._oldest = 0  # no row before this step was ever written
         self._pinned: _Pinned | None = None
         self._writer_of = writers_of(self.B, self.shape.n_writers)
