@@ -74,8 +74,11 @@ def test_a_page_runs_as_written(page: str) -> None:
 @pytest.mark.filterwarnings("default")  # other libraries warn
 @pytest.mark.usefixtures("starter")
 @pytest.mark.parametrize("page", NEEDS)
-def test_a_page_about_another_library_runs_as_written(page: str, tmp_path: Path) -> None:
+def test_a_page_about_another_library_runs_as_written(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     skip_without(NEEDS[page])
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # no cluster that runs on this machine
     # In a process of its own: these libraries leave processes and descriptors until theirs ends.
     (tmp_path / "page.py").write_text("\n\n".join(map(shortened, blocks(page))), encoding="utf-8")
     done = run(tmp_path / "page.py", cwd=tmp_path)
