@@ -6,73 +6,79 @@ from typing import TYPE_CHECKING, Any
 if not hasattr(os, "fork"):
     raise ImportError("penstock needs Linux: on Windows, use it in WSL 2")
 
-from penstock import errors
-from penstock.agents import Agent, AgentStep, ExponentialSchedule, FunctionAgent, LinearSchedule, RandomAgent
-from penstock.buffers import NamedArrays, Samples
-from penstock.collectors import (
-    BaseEvalCollector,
-    Collector,
-    CollectorParts,
-    EpisodeEvalCollector,
-    EvalCollector,
-    EvalCollectorParts,
-    ResetCollector,
-    TrajInfo,
-    VectorEnvCollector,
-    WaitResetCollector,
-)
-from penstock.envs import EpisodeReplay
-from penstock.errors import (
-    ClusterError,
-    ConfigError,
-    EnvCallError,
-    NameTableError,
-    NodeLostError,
-    NoReplyError,
-    PeerLostError,
-    PenstockError,
-    PortLeaseError,
-    ReplayError,
-    RequestError,
-    SamplerBrokenError,
-    SamplerClosedError,
-    SamplerStateError,
-    SpaceError,
-    StaleSamplesError,
-    TrajectoryCountError,
-    WorkerDiedError,
-    WorkerError,
-    WorkerTimeoutError,
-)
-from penstock.samplers import (
-    Affinity,
-    AlternatingSampler,
-    AsyncSampler,
-    GpuSampler,
-    LagStats,
-    ParallelSampler,
-    ResumeReport,
-    Sampler,
-    SamplerState,
-    SamplerStats,
-    SerialSampler,
-    ServerStats,
-    WorkerStats,
-)
-
 if TYPE_CHECKING:
+    from penstock import errors
     from penstock.agents import (
+        Agent,
+        AgentStep,
         CategoricalPgAgent,
         DeterministicPgAgent,
         EpsilonGreedyAgent,
+        ExponentialSchedule,
+        FunctionAgent,
         GaussianPgAgent,
+        LinearSchedule,
+        RandomAgent,
         RecurrentCategoricalPgAgent,
         RecurrentEpsilonGreedyAgent,
         RecurrentGaussianPgAgent,
         SquashedGaussianAgent,
         TorchAgent,
     )
-    from penstock.samplers import TuneReport, TuneRow, tune
+    from penstock.buffers import NamedArrays, Samples
+    from penstock.collectors import (
+        BaseEvalCollector,
+        Collector,
+        CollectorParts,
+        EpisodeEvalCollector,
+        EvalCollector,
+        EvalCollectorParts,
+        ResetCollector,
+        TrajInfo,
+        VectorEnvCollector,
+        WaitResetCollector,
+    )
+    from penstock.envs import EpisodeReplay
+    from penstock.errors import (
+        ClusterError,
+        ConfigError,
+        EnvCallError,
+        NameTableError,
+        NodeLostError,
+        NoReplyError,
+        PeerLostError,
+        PenstockError,
+        PortLeaseError,
+        ReplayError,
+        RequestError,
+        SamplerBrokenError,
+        SamplerClosedError,
+        SamplerStateError,
+        SpaceError,
+        StaleSamplesError,
+        TrajectoryCountError,
+        WorkerDiedError,
+        WorkerError,
+        WorkerTimeoutError,
+    )
+    from penstock.samplers import (
+        Affinity,
+        AlternatingSampler,
+        AsyncSampler,
+        GpuSampler,
+        LagStats,
+        ParallelSampler,
+        ResumeReport,
+        Sampler,
+        SamplerState,
+        SamplerStats,
+        SerialSampler,
+        ServerStats,
+        TuneReport,
+        TuneRow,
+        WorkerStats,
+        tune,
+    )
 
 __version__ = "0.2.0"
 
@@ -144,29 +150,22 @@ __all__ = [
     "tune",
 ]
 
-_WITH_TORCH = {
-    "CategoricalPgAgent",
-    "DeterministicPgAgent",
-    "EpsilonGreedyAgent",
-    "GaussianPgAgent",
-    "RecurrentCategoricalPgAgent",
-    "RecurrentEpsilonGreedyAgent",
-    "RecurrentGaussianPgAgent",
-    "SquashedGaussianAgent",
-    "TorchAgent",
-}
+# Each of these rooms needs those before it, so nothing is imported in vain. The vector environment needs only some.
+_ROOMS = ("errors", "buffers", "envs", "agents", "collectors", "samplers")
 
 
 def __getattr__(name: str) -> Any:
-    # What needs torch is imported on first use: workers and scripts without a model never pay for it.
-    if name in _WITH_TORCH:
-        from penstock import agents
+    # Imported on first use: to import what a process does not use takes time, and agents with a model need torch.
+    from importlib import import_module
 
-        return getattr(agents, name)
-    if name in ("TuneReport", "TuneRow", "tune"):
-        from penstock import samplers
-
-        return getattr(samplers, name)
+    if name in _ROOMS:
+        return import_module(f"penstock.{name}")
+    if name in __all__:
+        for room in _ROOMS:
+            module = import_module(f"penstock.{room}")
+            if name in module.__all__:
+                value = globals()[name] = getattr(module, name)
+                return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
