@@ -1,5 +1,6 @@
 """`evaluate_agent(itr, video=folder)` records the first episode of the first evaluation environment."""
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -136,9 +137,10 @@ class Dies(Painted):
         self.marker = Path(marker)
 
     def step(self, action: Any) -> Any:
-        if self.render_mode and self.count == 3 and not self.marker.exists():
-            self.marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.render_mode and self.count == 3:
+            with contextlib.suppress(FileExistsError):
+                self.marker.touch(exist_ok=False)  # the first of the workers makes it, and dies
+                os.kill(os.getpid(), signal.SIGKILL)
         return super().step(action)
 
 
