@@ -48,7 +48,7 @@ coverage: .venv-ray/.installed
 	$(COVERAGE) combine --quiet
 	@$(COVERAGE) report --skip-covered --show-missing --fail-under=0 > .venv-ray/coverage.txt
 	@for room in $(ROOMS); do \
-		printf '%-12s%6s %%\n' $$room "$$($(COVERAGE) report --include='*/penstock/'$$room'/*' --format=total --fail-under=0)"; \
+		printf '%-12s%6s %%\n' $$room "$$($(COVERAGE) report --include='*/site-packages/penstock/'$$room'/*' --format=total --fail-under=0)"; \
 	done
 	@echo ".venv-ray/coverage.txt has the lines that did not run"
 	@$(COVERAGE) report --format=total
