@@ -110,6 +110,14 @@ def repeated(batch: Callable[[], int], seconds: float) -> Turn:
     return {"steps": steps, "batches": batches, "wall": time.perf_counter() - began}
 
 
+def metered_turn(batch: Callable[[], int], seconds: float) -> Turn:
+    """`repeated`, with the CPU seconds."""
+    cost: Turn = {}
+    with metered(cost):
+        turn = repeated(batch, seconds)
+    return turn | cost
+
+
 class InActor:
     """What runs in the actor of `Inside`."""
 
@@ -161,10 +169,7 @@ class Batches:
         return self.steps
 
     def turn(self, seconds: float) -> Turn:
-        cost: Turn = {}
-        with metered(cost):
-            turn = repeated(self.batch, seconds)
-        return turn | cost
+        return metered_turn(self.batch, seconds)
 
     def close(self) -> None:
         self.sampler.shutdown()
@@ -174,14 +179,12 @@ class Pieces(Batches):
     """`stream` of a sampler."""
 
     def turn(self, seconds: float) -> Turn:
-        cost: Turn = {}
         pieces = self.sampler.stream(max_in_flight=2)
         next(pieces)  # from now on, an order always waits in the shard
-        with metered(cost):
-            turn = repeated(partial(self._take, pieces), seconds)
+        turn = metered_turn(partial(self._take, pieces), seconds)
         pieces.close()
         self.batch()  # the shard has done its last orders too
-        return turn | cost
+        return turn
 
     def _take(self, pieces: Iterator[Piece]) -> int:
         next(pieces)
@@ -209,10 +212,7 @@ class EnvRunners:
         return sum(map(len, episodes))
 
     def turn(self, seconds: float) -> Turn:
-        cost: Turn = {}
-        with metered(cost):
-            turn = repeated(self.batch, seconds)
-        return turn | cost
+        return metered_turn(self.batch, seconds)
 
     def close(self) -> None:
         self._group.stop()

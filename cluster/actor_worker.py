@@ -76,11 +76,17 @@ class ActorWorker(Worker):
                 self.wire, self.names, self._inference, self.name, is_over=lambda: self.status in FINAL
             )
             self._agent = StreamAgent(self._client)
-        self._is_recurrent = self._plan.make_agent().recurrent
+        # Whether a policy worker has recurrent state for this actor.
+        self._is_recurrent = self._client is not None and self._plan.make_agent().recurrent
         self._begin_episodes()
 
+    @property
+    def _n_moves(self) -> int:
+        """How often the policy worker has changed."""
+        return 0 if self._client is None else self._client.n_moves
+
     def _begin_episodes(self) -> None:
-        n_moves = 0 if self._client is None else self._client.n_moves
+        n_moves = self._n_moves
         self._sampler = self._make_sampler()
         if n_moves:  # every column begins with the first step of an episode, where the recurrent state begins too
             self._sampler.config = replace(self._sampler.config, max_decorrelation_steps=0)
@@ -112,10 +118,10 @@ class ActorWorker(Worker):
     def _collect(self) -> dict[str, Any] | None:
         """A batch as a piece. None if the recurrent state was lost during the batch: then new episodes begin."""
         assert self._sampler is not None
-        n_moves = 0 if self._client is None else self._client.n_moves
+        n_moves = self._n_moves
         samples, infos = self._sampler.obtain_samples(self._itr)
         self._itr += 1
-        if not self._is_recurrent or self._client is None or self._client.n_moves == n_moves:
+        if not self._is_recurrent or self._n_moves == n_moves:
             return piece_of(samples.numpy(), infos, self._version, self.name)
         self._n_truncated += self._sampler.batch_B
         self._sampler.shutdown()

@@ -65,7 +65,7 @@ class ZmqTransport(Transport):
         integer("port", port, 0, 65_535)  # zmq would take other numbers modulo 65,536
         self._keys = connection
         self._context = zmq.Context()
-        self._lock = threading.Lock()  # whoever has it calls nothing of the wire
+        self._lock = threading.Lock()  # a thread that holds it does not call the wire
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._sources: dict[int, zmq.Socket[bytes]] = {}  # by the descriptor that ZMQ signals
         self._ready: set[int] = set()  # sockets that have packets, although their descriptors do not say so

@@ -144,9 +144,9 @@ class SumTree:
     def assign(self, low: int, high: int, places: _Ints, priorities: _Floats, values: _Floats) -> int:
         """Set the leaves of `places` `[n]` to `values` `[n]`, except places below `low`. Returns how many these are.
 
-        If one leaf comes several times, the largest value counts. Returns -1, and changes nothing, if a place is not
-        below `high`, if the leaf of a place is 0, or if a value, or one of `priorities` `[n]`, is not above 0 and
-        finite.
+        If one leaf comes several times, the largest value counts. Every place must be below `high`, and its leaf must
+        not be 0. Values and `priorities` `[n]` must be finite and above 0. Otherwise this returns -1, and changes
+        nothing.
         """
         return tree_assign(self._sum, self._max, self._n_leaves, low, high, places, priorities, values)
 

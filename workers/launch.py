@@ -207,7 +207,7 @@ def _explaining(what: str) -> Iterator[None]:
             remedy = "The folder for temporary files may be missing: set TMPDIR to a folder that can be written"
         raise ConfigError(f"{what} could not be started: {error}. {remedy}") from error
     except OSError as error:
-        if "path too long" not in str(error):  # multiprocessing puts a socket into a folder of its own there
+        if "path too long" not in str(error):  # of the socket that multiprocessing makes
             raise
         import tempfile
 

@@ -150,7 +150,7 @@ __all__ = [
     "tune",
 ]
 
-# Each of these rooms needs those before it, so nothing is imported in vain. The vector environment needs only some.
+# Each room needs the rooms before it, so a search in this order imports only what is needed.
 _ROOMS = ("errors", "buffers", "envs", "agents", "collectors", "samplers")
 
 
