@@ -10,7 +10,7 @@ def step_ordinary(
     actions: Any,
     outs: Any,
     first: int,
-    is_watched: bool,
+    watch: int,
     observations: Any,
     rewards: Any,
     on_end: Any,

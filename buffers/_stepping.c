@@ -21,9 +21,11 @@ static int read_index(PyObject *argument, Py_ssize_t *index) {
 typedef struct {
     PyObject *bound, *actions, *outs, *observations, *rewards, *on_end;
     int64_t *words;
-    Py_ssize_t n_words;
-    int is_watched;
+    Py_ssize_t n_words, watch;
 } Row;
+
+/* Values of `watch`; the same as in native.py. */
+enum { WATCH_ALL = 1, WATCH_UNUSUAL = 2 };
 
 /* One environment's step: its column, the array that step_into writes (NULL with step), and the result. */
 typedef struct {
@@ -64,12 +66,16 @@ static int call_step(const Row *row, PyObject *entry, PyObject *action, Step *st
 static int store(const Row *row, const Step *step) {
     PyObject *result = step->result;
     Py_ssize_t at = step->out == NULL; /* where the reward is: step_into returns no observation */
-    if (row->is_watched || !PyTuple_CheckExact(result) || PyTuple_GET_SIZE(result) != at + 4) {
+    if (row->watch == WATCH_ALL || !PyTuple_CheckExact(result) || PyTuple_GET_SIZE(result) != at + 4) {
         return 0;
     }
     PyObject *reward = PyTuple_GET_ITEM(result, at), *terminated = PyTuple_GET_ITEM(result, at + 1);
     PyObject *truncated = PyTuple_GET_ITEM(result, at + 2), *observation = at ? PyTuple_GET_ITEM(result, 0) : step->out;
-    if (!PyBool_Check(terminated) || !PyBool_Check(truncated) || !PyDict_CheckExact(PyTuple_GET_ITEM(result, at + 3))) {
+    PyObject *info = PyTuple_GET_ITEM(result, at + 3);
+    if (!PyBool_Check(terminated) || !PyBool_Check(truncated) || !PyDict_CheckExact(info)) {
+        return 0;
+    }
+    if (row->watch == WATCH_UNUSUAL && (PyDict_GET_SIZE(info) != 0 || !PyFloat_CheckExact(reward))) {
         return 0;
     }
     if (terminated == Py_False && truncated == Py_False) {
@@ -144,8 +150,8 @@ PyObject *penstock_step_ordinary(PyObject *Py_UNUSED(module), Arguments argument
         return PyErr_Format(PyExc_TypeError, "expected 9 arguments, got %zd", n);
     }
     Row row = {.bound = arguments[1], .actions = arguments[2], .outs = arguments[3], .observations = arguments[6],
-               .rewards = arguments[7], .on_end = arguments[8], .is_watched = PyObject_IsTrue(arguments[5])};
-    if (row.is_watched < 0 || !read_index(arguments[4], &first)) {
+               .rewards = arguments[7], .on_end = arguments[8]};
+    if (!read_index(arguments[4], &first) || !read_index(arguments[5], &row.watch)) {
         return NULL;
     }
     Py_buffer words;

@@ -14,6 +14,9 @@ from typing import Any
 
 from penstock.buffers.results import RECORD
 
+#: `watch` of `step_ordinary`: no step is ordinary; or none with an info that is not empty or a reward that is no float.
+WATCH_ALL, WATCH_UNUSUAL = 1, 2
+
 
 def _step_ordinary(
     words: Any,
@@ -21,7 +24,7 @@ def _step_ordinary(
     actions: Any,
     outs: Any,
     first: int,
-    is_watched: bool,
+    watch: int,
     observations: Any,
     rewards: Any,
     on_end: Any,
@@ -34,10 +37,12 @@ def _step_ordinary(
         is_into = outs is not None and step_into is not None
         observation = outs[column] if is_into else None
         result = step_into(observation, actions[i]) if is_into else step(actions[i])
-        if is_watched or type(result) is not tuple or len(result) != 5 - is_into:
+        if watch == WATCH_ALL or type(result) is not tuple or len(result) != 5 - is_into:
             return i, result
         reward, terminated, truncated, info = result[-4:]
         if not (terminated.__class__ is truncated.__class__ is bool and info.__class__ is dict):
+            return i, result
+        if watch and (info or reward.__class__ is not float):
             return i, result
         if not is_into:
             observation = result[0]
@@ -59,18 +64,18 @@ def _step_ordinary(
 put_row: Callable[[Any, int, Any], bool]
 #: `put_cell(arrays, t, b, value)`: write one such element into `[t, b]`.
 put_cell: Callable[[Any, int, int, Any], bool]
-#: `step_ordinary(words, bound, actions, outs, first, is_watched, observations, rewards, on_end)`: step the environments
+#: `step_ordinary(words, bound, actions, outs, first, watch, observations, rewards, on_end)`: step the environments
 #: of `bound`, a list of `(column, env_rank, env.step, env.step_into or None)`, from index `first` on. Each gets its
 #: entry of `actions`. If there is a `step_into`, and `outs` is not None, call `step_into(outs[column], action)`: then
 #: the result has no observation, and `outs[column]` is the observation.
 #: The results are stored in the lists `observations` and `rewards`, by column. Where an episode ends,
 #: `on_end(column, observation, reward, terminated, truncated)` returns the observation to store.
 #: A step is ordinary if the result, the flags and info have the usual types. At the end of an episode, the reward must
-#: be a float too, and `on_end` must not be None. At the first step that is not ordinary, or at the first step if
-#: `is_watched`, store nothing of it and return `(index in bound, result of the step)`. Return None after the last
-#: environment. `words` int64 `[n]` are words of the progress row: the last gets the env_rank of the environment that
-#: steps, and the first (the phase) gets back the value that it had before `on_end`.
-step_ordinary: Callable[[Any, Any, Any, Any, int, bool, Any, Any, Any], tuple[int, Any] | None]
+#: be a float too, and `on_end` must not be None. `watch` (0, WATCH_ALL or WATCH_UNUSUAL) may ask for more. At the first
+#: step that is not ordinary, store nothing of it and return `(index in bound, result of the step)`. Return None after
+#: the last environment. `words` int64 `[n]` are words of the progress row: the last gets the env_rank of the
+#: environment that steps, and the first (the phase) gets back the value that it had before `on_end`.
+step_ordinary: Callable[[Any, Any, Any, Any, int, int, Any, Any, Any], tuple[int, Any] | None]
 #: `flat_methods(step, inside, layers, finish)`: functions `step(action)` and `reset(seed=...)` that do what the methods
 #: of nested wrappers do, but call only the methods of `inside`, the environment within. `step` is the outermost
 #: wrapper's method. `layers` are tuples (wrapper, its attributes, what it wraps, whether it is a TimeLimit), the

@@ -55,7 +55,7 @@ class EnvColumns(EnvBatch):
         example = map_leaves(lambda leaf: np.zeros((1, len(envs), *leaf.shape), leaf.dtype), example_of(space))
         self._scratch = arrays_like(space, example)  # for observations that are only checked
         self._words = progress.words
-        self._loop_words = progress.words[PHASE : ENV_RANK + 1]  # the first is the phase, the last the env_rank
+        self._loop_words = progress.loop_words
         self._action_space = envs[0].action_space if checks.debug else None
         self.split_actions = action_splitter(envs[0].action_space)
         flat = [(flattened(env) if flatten_wrappers else None) or (env.step, None) for env in envs]

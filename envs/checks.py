@@ -24,8 +24,13 @@ def step_values(result: Any, env_rank: int) -> StepValues:
     try:
         observation, reward, terminated, truncated, info = result
     except (TypeError, ValueError) as error:
-        if (misfit := step_values_error(error, env_rank)) is not None:
-            raise misfit from error
+        # An error of an iterator of the user's has a longer traceback.
+        is_ours = error.__traceback__ is not None and error.__traceback__.tb_next is None
+        if is_ours and any(word in str(error) for word in ("unpack", "iterat")):
+            raise SpaceError(
+                f"env.step of env_rank {env_rank} must return five values "
+                f"(observation, reward, terminated, truncated, info): {error}"
+            ) from error
         raise
     return observation, reward, terminated, truncated, info
 
@@ -47,20 +52,6 @@ def checked_step(result: Any, env_rank: int) -> StepValues:
     if not (terminated.__class__ is truncated.__class__ is bool):
         terminated, truncated = episode_flags(terminated, truncated, env_rank)
     return observation, reward, terminated, truncated, info
-
-
-def step_values_error(error: Exception, env_rank: int) -> SpaceError | None:
-    """The `SpaceError` to raise if `error` comes from unpacking the result of `env.step`, else None.
-
-    Call this where the values are unpacked. An exception from inside the environment has a longer traceback.
-    """
-    is_from_env = error.__traceback__ is not None and error.__traceback__.tb_next is not None
-    if is_from_env or not any(word in str(error) for word in ("unpack", "iterat")):
-        return None
-    return SpaceError(
-        f"env.step of env_rank {env_rank} must return five values "
-        f"(observation, reward, terminated, truncated, info): {error}"
-    )
 
 
 def require_info(info: Any, env_rank: int, call: str = "step") -> None:

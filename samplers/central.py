@@ -224,11 +224,16 @@ def _checked_spin_seconds(spin_seconds: Any) -> float:
     return float(spin_seconds)
 
 
+def count_alternating(n_cpus: int) -> int:
+    """The default number of workers of an `AlternatingSampler`: two per CPU, except that of the process that acts."""
+    return 2 * max(1, n_cpus - 1)
+
+
 class AlternatingSampler(GpuSampler):
     """The workers form two halves: one steps its environments while the actions of the other are computed.
 
-    By default there are two workers per CPU, one of each half. Within a half, the agent acts for all environments
-    together.
+    By default there are two workers per CPU, one of each half, and one CPU is left for the process that acts: it acts
+    nearly all the time. Within a half, the agent acts for all environments together.
 
     It has the arguments of `GpuSampler` except `min_ready`, and these:
 
@@ -268,7 +273,7 @@ class AlternatingSampler(GpuSampler):
             raise ConfigError("AlternatingSampler needs at least two workers, got n_workers=1: leave it out, or use 2")
 
     def _count_workers(self, mask: Sequence[int]) -> int:
-        return max(2, min(self.config.n_workers or 2 * max(1, len(mask)), self._most_workers))
+        return max(2, min(self.config.n_workers or count_alternating(len(mask)), self._most_workers))
 
     def _readiness(self) -> Readiness:
         ranks = range(len(self._plans))

@@ -16,6 +16,7 @@ import numpy as np
 from penstock.envs import EnvFn
 from penstock.envs.factory import env_factories
 from penstock.errors import ConfigError
+from penstock.samplers.central import count_alternating
 from penstock.samplers.machine import describe_machine
 from penstock.samplers.trial import Candidate, Policy, Task, Trial, Turn
 from penstock.workers import sigint
@@ -161,7 +162,7 @@ def first_candidates(batch_T: int, batch_B: int, n_cpus: int, n_workers: Sequenc
     n_served = min(max(1, n_cpus - 1), batch_B - 1)
     if n_served and not n_workers:
         candidates.append(replace(one, sampler="GpuSampler", n_workers=n_served, serve_envs="auto"))
-    n_alternating = min(2 * n_cpus, batch_B)
+    n_alternating = min(count_alternating(n_cpus), batch_B)
     if n_workers is None and n_alternating >= 2:
         candidates.append(replace(one, sampler="AlternatingSampler", n_workers=n_alternating))
     return candidates

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,11 +13,12 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from penstock.buffers.native import WATCH_UNUSUAL, step_ordinary
 from penstock.buffers.ordering import fence
 from penstock.buffers.results import MessageKind, ObjectMessage
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.envs.calls import EnvCall, perform, pickled
-from penstock.envs.checks import StepValues, episode_flags, require_info, require_number, step_values_error
+from penstock.envs.checks import StepValues, checked_step, require_info, require_number
 from penstock.envs.factory import EnvContext
 from penstock.envs.into import cells_of, step_into_of, with_observation
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_cell, write_row
@@ -33,8 +33,6 @@ from penstock.workers.progress import Phase, Progress
 
 RESTARTED = "worker_restarted"  #: in the info of a step that a worker's replacement truncated
 
-_Result = tuple[Any, float, bool, bool]
-
 
 @dataclass(frozen=True)
 class ResetMessage:
@@ -46,14 +44,6 @@ class ResetMessage:
     def dumps(self) -> bytes:
         """The message, pickled. Raises `ConfigError` if that is impossible."""
         return pickled(self, "the options of reset")
-
-
-class _Next(enum.Enum):
-    """What an environment does at its next step request."""
-
-    STEP = enum.auto()
-    RESET = enum.auto()  #: its episode has ended (AutoresetMode.NEXT_STEP)
-    TRUNCATE = enum.auto()  #: its worker was replaced: the episode ends where that worker left it
 
 
 @dataclass
@@ -77,6 +67,7 @@ class VectorProgram:
         """Build this worker's environments."""
         memory: VectorMemory = context.memory
         plan, self._progress = context.plan, context.progress
+        self._loop_words = self._progress.loop_words
         self._context, self._plan, self._mailbox = context, plan, memory.mailbox
         self._builder = EnvBuilder(self._progress, self.observation_space, self.action_space)
         self._envs = [
@@ -103,25 +94,30 @@ class VectorProgram:
         self._observation = arrays_like(space, own.observation[np.newaxis])
         self._final = arrays_like(space, own.final_observation[np.newaxis])
         self._last = arrays_like(space, own.observation)
+        # One entry for each environment: the result of its last step.
+        self._observations: list[Any] = [None] * len(self._envs)
+        self._rewards = [0.0] * len(self._envs)
         self._bind_methods()
-        is_replacement = plan.generation > 0
-        self._next = [_Next.TRUNCATE if is_replacement else _Next.STEP] * len(self._envs)
-        self._unseeded = set(range(len(self._envs))) if is_replacement else set()
+        self._unseeded = set[int]()
+        if plan.generation > 0:  # each episode ends where the worker before this one left it
+            self._unseeded.update(range(len(self._envs)))
+            self._bound[:] = [(i, env_rank, partial(self._truncate, i), None) for i, env_rank, _, _ in self._own]
         self._infos: dict[int, dict[str, Any]] = {}  # pickled infos of the current requests
 
     def _bind_methods(self) -> None:
         """The functions that step and reset each environment."""
         flat = [(flattened(env) if self.flatten_wrappers else None) or (env.step, env.reset) for env in self._envs]
-        self._steps: list[Any] = [step for step, _ in flat]
         self._resets = [reset for _, reset in flat]
         # Parts without a fixed shape have no place to step into. A worker that may be replaced does not write there
         # during a step: if it dies in it, the place must still have the last observation.
-        if self._observation_parts or self.may_be_replaced:
-            return
-        cells = cells_of(self._observation, 0, len(self._envs))
-        for i, (env, env_rank) in enumerate(zip(self._envs, self._plan.env_ranks, strict=True)):
-            if (step_into := step_into_of(env, env_rank)) is not None:
-                self._steps[i] = partial(_step_into, step_into, cells[i], env_rank)
+        is_in_place = not (self._observation_parts or self.may_be_replaced)
+        self._cells = cells_of(self._observation, 0, len(self._envs)) if is_in_place else None
+        self._own: list[Any] = [
+            (i, env_rank, step, step_into_of(env, env_rank) if is_in_place else None)
+            for i, (env, env_rank, (step, _)) in enumerate(zip(self._envs, self._plan.env_ranks, flat, strict=True))
+        ]
+        #: What the next step of each environment calls, as `step_ordinary` takes it: usually its own functions.
+        self._bound = list(self._own)
 
     def idle(self) -> None:
         """There is nothing to do without a request."""
@@ -157,10 +153,8 @@ class VectorProgram:
 
     def _step_all(self) -> None:
         everyone = range(len(self._envs))
-        actions = self._split(self._action)
-        if self._action_parts:
-            actions = self._with_objects(everyone, actions)
-        observations, self._reward[:] = self._advance(everyone, actions)
+        self._advance(everyone, self._action)
+        self._reward[:], observations = self._rewards, self._observations
         if self._observation_parts:
             observations = [self._send_objects(i, observation) for i, observation in enumerate(observations)]
         try:
@@ -170,50 +164,34 @@ class VectorProgram:
         self._reply(everyone)
 
     def _step_one(self, i: int) -> None:
-        own = range(i, i + 1)
-        actions = self._split(self._action[i : i + 1])
-        if self._action_parts:
-            actions = self._with_objects(own, actions)
-        observations, self._reward[i : i + 1] = self._advance(own, actions)
-        self._write_observation(i, observations[0])
+        self._advance(range(i, i + 1), self._action[i : i + 1])
+        self._reward[i] = self._rewards[i]
+        self._write_observation(i, self._observations[i])
         self._reply([i])
 
-    def _advance(self, which: range, actions: Sequence[Any]) -> tuple[list[Any], list[float]]:
-        """Step the environments `which`, or do what the autoreset mode says instead. Writes the flags; returns
-        observations and rewards."""
-        words, env_rank_word, first = self._progress.words, Progress.ENV_RANK, self._plan.env_ranks.start
-        steps, following, step = self._steps, self._next, _Next.STEP
-        observations, rewards = [], []
+    def _advance(self, which: range, action_rows: Any) -> None:
+        """Step the environments `which`, or do what the autoreset mode says instead. Writes the flags."""
+        actions = self._split(action_rows)
+        if self._action_parts:
+            actions = self._with_objects(which, actions)
+        observations, rewards, cells, first = self._observations, self._rewards, self._cells, 0
+        bound = self._bound if len(which) == len(self._bound) else self._bound[which.start : which.stop]
         self._terminated[which.start : which.stop] = self._truncated[which.start : which.stop] = False
-        try:
-            for i, action in zip(which, actions, strict=True):
-                words[env_rank_word] = first + i
-                if following[i] is step:
-                    observation, reward, terminated, truncated, info = steps[i](action)
-                    is_ordinary = terminated is False and truncated is False and reward.__class__ is float
-                    if not is_ordinary or info or info.__class__ is not dict:
-                        result = self._checked(i, observation, reward, terminated, truncated, info)
-                        observation, reward, self._terminated[i], self._truncated[i] = result
-                else:
-                    observation, reward, self._terminated[i], self._truncated[i] = self._start_episode(i)
-                observations.append(observation)
-                rewards.append(reward)
-        except (TypeError, ValueError) as error:
-            if (own := step_values_error(error, first + i)) is not None:
-                raise own from error
-            raise
-        return observations, rewards
-
-    def _checked(self, i: int, observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> _Result:
-        """Check the result of a step that is not ordinary; end the episode if it says so, and record its info."""
-        env_rank = self._plan.env_ranks[i]
-        terminated, truncated = episode_flags(terminated, truncated, env_rank)
-        reward = require_number(reward, env_rank)
-        require_info(info, env_rank)
-        if terminated or truncated:
-            observation, info = self._end_episode(i, observation, info)
-        self._record_info(i, "info", info)
-        return observation, reward, terminated, truncated
+        # step_ordinary returns at each step that needs a check, ends an episode or has an info.
+        while stop := step_ordinary(
+            self._loop_words, bound, actions, cells, first, WATCH_UNUSUAL, observations, rewards, None
+        ):
+            first, result = stop
+            i, env_rank, _, step_into = bound[first]
+            if cells is not None and step_into is not None:
+                result = with_observation(cells[i], result, env_rank)
+            observation, reward, terminated, truncated, info = checked_step(result, env_rank)
+            if terminated or truncated:
+                self._terminated[i], self._truncated[i] = terminated, truncated
+                observation, info = self._end_episode(i, observation, info)
+            self._record_info(i, "info", info)
+            observations[i], rewards[i] = observation, require_number(reward, env_rank)
+            first += 1
 
     def _record_info(self, i: int, kind: str, info: Any) -> None:
         """Pickle `info` for the main process now: environments may use the same dict again."""
@@ -222,24 +200,24 @@ class VectorProgram:
 
     def _end_episode(self, i: int, observation: Any, info: Any) -> tuple[Any, Any]:
         """An episode has ended with `observation` and `info`; returns the observation and info of the step."""
+        self._bound[i] = self._own[i]
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
-            self._next[i] = _Next.RESET
+            self._bound[i] = i, self._plan.env_ranks[i], partial(self._autoreset, i), None
         if self.autoreset_mode is not AutoresetMode.SAME_STEP:
             return observation, info
         self._write_final(i, observation)
         self._record_info(i, "final_info", info)
         return self._reset_one(i, None, None)
 
-    def _start_episode(self, i: int) -> _Result:
-        """The step after an episode's end, or after a replacement."""
-        if self._next[i] is _Next.RESET:
-            observation, info = self._reset_one(i, None, None)
-            self._record_info(i, "info", info)
-            return observation, 0.0, False, False
-        self._next[i] = _Next.STEP
-        observation, info = self._end_episode(i, self._last_observation(i), {RESTARTED: True})
+    def _autoreset(self, i: int, action: Any) -> StepValues:
+        """The step after the end of an episode."""
+        observation, info = self._reset_one(i, None, None)
         self._record_info(i, "info", info)
-        return observation, 0.0, False, True
+        return observation, 0.0, False, False, {}
+
+    def _truncate(self, i: int, action: Any) -> StepValues:
+        """The first step after a replacement."""
+        return self._last_observation(i), 0.0, False, True, {RESTARTED: True}
 
     def _reply(self, which: Sequence[int]) -> None:
         if self._infos:
@@ -319,7 +297,7 @@ class VectorProgram:
             self._reply([i])
 
     def _reset_one(self, i: int, seed: int | None, options: dict[str, Any] | None) -> tuple[Any, Any]:
-        self._next[i] = _Next.STEP
+        self._bound[i] = self._own[i]
         env_rank = self._plan.env_ranks[i]
         if i in self._unseeded:
             self._unseeded.remove(i)
@@ -345,11 +323,6 @@ class VectorProgram:
         results = perform(call, self._envs, self._plan.columns, self._plan.env_ranks)
         self._context.put(results)
         self._progress.n_results = len(results)
-
-
-def _step_into(step_into: Callable[..., Any], cell: Any, env_rank: int, action: Any) -> StepValues:
-    """`env.step(action)`, by `env.step_into`: the observation is written into `cell`, the place where it is sent."""
-    return with_observation(cell, step_into(cell, action), env_rank)
 
 
 def _keeps_types(arrays: Any, value: Any) -> bool:

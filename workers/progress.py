@@ -89,6 +89,8 @@ class Progress:
         self._control, self._rank = control, worker_rank
         self._main = memoryview(control.memory.arrays.words)
         self.words = memoryview(control.memory.arrays.progress[worker_rank])
+        #: From the phase to the env_rank: `step_ordinary` writes them.
+        self.loop_words = self.words[PHASE : ENV_RANK + 1]
         self._replied = memoryview(control.memory.arrays.replied[worker_rank])
         self._stamps = memoryview(control.memory.arrays.timeline[worker_rank])
         # How many results each command has sent, by the number of its opening: the main process may read the count of

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.buffers import native
-from penstock.buffers.native import COMPILED, PYTHON, step_ordinary, sum_episodes
+from penstock.buffers.native import COMPILED, PYTHON, WATCH_ALL, WATCH_UNUSUAL, step_ordinary, sum_episodes
 from penstock.buffers.results import RECORD
 
 needs_compiler = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
@@ -81,7 +81,7 @@ class Row:
         self.words[0] = -1
         return f"first {column}"
 
-    def run(self, step: Any, is_watched: bool = False, on_end: Any = None) -> list[tuple[int, Any]]:
+    def run(self, step: Any, watch: int = 0, on_end: Any = None) -> list[tuple[int, Any]]:
         """What was returned, up to the end of the row."""
         unusual, first = [], 0
         while found := step(
@@ -90,7 +90,7 @@ class Row:
             self.actions,
             self.outs,
             first,
-            is_watched,
+            watch,
             self.observations,
             self.rewards,
             on_end,
@@ -110,26 +110,27 @@ def rows(draw: st.DrawFn) -> tuple[list[Any], list[int], int, frozenset[int]]:
 
 
 @pytest.mark.parametrize("step", STEPS)
-@given(row=rows(), is_watched=st.booleans(), has_hook=st.booleans())
+@given(row=rows(), watch=st.sampled_from([0, WATCH_ALL, WATCH_UNUSUAL]), has_hook=st.booleans())
 def test_every_environment_is_stepped_and_what_is_not_ordinary_is_returned(
-    step: Any, row: tuple[list[Any], list[int], int, frozenset[int]], is_watched: bool, has_hook: bool
+    step: Any, row: tuple[list[Any], list[int], int, frozenset[int]], watch: int, has_hook: bool
 ) -> None:
     (results, columns, n_columns, into), ran = row, Row(*row)
     ran.words[0] = 7
-    unusual = ran.run(step, is_watched, ran.end if has_hook else None)
+    unusual = ran.run(step, watch, ran.end if has_hook else None)
+    is_plain = [result is not None and result[-1] == {} and isinstance(result[1], float) for result in results]
     assert ran.seen == [
         (i, *([f"out {column}"] if i in into else []), f"action {i}", 10 + column) for i, column in enumerate(columns)
     ]
     assert ran.words[0] == 7
     kinds = [
         None
-        if is_watched
+        if watch == WATCH_ALL or (watch == WATCH_UNUSUAL and not plain)
         else "ordinary"
         if any(result is one for one in ORDINARY)
         else "end"
         if has_hook and any(result is one for one in ENDS)
         else None
-        for result in results
+        for result, plain in zip(results, is_plain, strict=True)
     ]
     assert [i for i, _ in unusual] == [i for i, kind in enumerate(kinds) if kind is None]
     assert all(found is ran.results[i] for i, found in unusual)
@@ -259,18 +260,18 @@ def test_nothing_is_held_on_to() -> None:
         row.observations[:] = row.rewards[:] = [None] * 2
         return [sys.getrefcount(thing) for thing in held]
 
-    def run(step: Any, is_watched: Any = False, on_end: Any = None, step_into: Any = None) -> None:
+    def run(step: Any, watch: Any = 0, on_end: Any = None, step_into: Any = None) -> None:
         row.bound[:] = [(0, 10, step, step_into), (1, 11, step, step_into)]
         row.actions[:] = [action] * 2
         with contextlib.suppress(ZeroDivisionError, IndexError, TypeError, RuntimeError):
-            row.run(step_ordinary, is_watched, on_end)
+            row.run(step_ordinary, watch, on_end)
         row.bound.clear()
         row.actions.clear()
 
     def once() -> None:
         for answer in answers:
             run(lambda action, answer=answer: answer)
-            run(lambda action, answer=answer: answer, is_watched=True)
+            run(lambda action, answer=answer: answer, watch=WATCH_ALL)
             run(lambda action, answer=answer: answer, on_end=lambda *_: observation)
             run(lambda action, answer=answer: answer, on_end=lambda *_: 1 / 0)
         for answer in into_answers:
@@ -279,7 +280,7 @@ def test_nothing_is_held_on_to() -> None:
         run(None, step_into=lambda out, action: 1 / 0)
         run(lambda action: 1 / 0)
         run(None)
-        run(lambda action: answers[0], is_watched=NoTruth())
+        run(lambda action: answers[0], watch=NoTruth())
 
     once()
     before = counts()

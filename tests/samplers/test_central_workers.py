@@ -74,6 +74,11 @@ def test_workers_do_not_import_torch(tmp_path: Path, start_method: str) -> None:
     assert (done.stdout, done.stderr) == ("0.0 0.0 4\n", "")
 
 
+def test_the_default_workers_of_halves_leave_a_cpu_for_the_process_that_acts() -> None:
+    sampler = AlternatingSampler("CartPole-v1", batch_T=1, batch_B=20)
+    assert [sampler._count_workers(range(n)) for n in (1, 2, 8, 64)] == [2, 2, 14, 20]
+
+
 class Held(CountingEnv):
     """Reads a pipe for leave to step."""
 
