@@ -21,7 +21,7 @@ _PUT_SECONDS = 0.2  # how long a poll waits for a consumer
 
 
 class ActorWorker(Worker):
-    """Runs any sampler of penstock, one batch per poll.
+    """Runs any sampler of penstock except `AsyncSampler`, one batch per poll.
 
     If the policy worker that acts for it ends, it asks another one, which does not have its recurrent state. So with a
     recurrent agent, it drops the batch that it was collecting. The running episodes end, as if truncated after the last
