@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.replays import Replay
 from penstock.replays.appending import PYTHON, pack_flags, same_rows
 from penstock.replays.ring import BEGINS, TERMINATED, TRUNCATED, VALID, copy_rows
 from penstock.replays.ring import PYTHON as RING_PYTHON
+
+from .streams import Stream
 
 BITS = (VALID, TERMINATED, TRUNCATED, BEGINS)
 LEAVES = [((), "float32"), ((3,), "float64"), ((2, 1), "int64"), ((), "bool"), ((4, 3), "uint8")]
@@ -95,3 +98,24 @@ def test_rows_are_compared_where_an_episode_goes_on(fn: Any) -> None:
             if fn is not PYTHON["same_rows"]:
                 assert fn(kept, rows, row, first, done)
             done[0, 1], leaf[0, 1] = False, before
+
+
+def test_a_writer_knows_which_batches_it_has_written() -> None:
+    """A worker that replaces another collects only the batches that are missing."""
+    stream, replay = Stream(0, 2), Replay(100)
+    for n_batches in range(3):
+        if n_batches:
+            replay.append(stream.batch(5))
+            assert replay._storage is not None
+            appender = replay._storage.appender
+            assert [appender.has_batch(number, 5) for number in range(3)] == [number < n_batches for number in range(3)]
+
+
+def test_a_gap_is_noticed_wherever_episodes_end() -> None:
+    stream, replay = Stream(0, 1, p_end=0.5), Replay(500, max_truncations=500)
+    for k in range(80):
+        samples = stream.batch(3, lost=k % 2 == 1)
+        if k % 2 == 0:  # every second batch is lost
+            replay.append(samples)
+    assert replay._storage is not None
+    assert (replay._storage.ring.arrays.flags[: 3 * 40 : 3] & BEGINS).all()

@@ -99,6 +99,13 @@ def test_only_final_observations_that_are_kept_are_saved(tmp_path: Path, n_batch
     test_transitions.check_all(Replay.load(tmp_path), stream, 2, most)
 
 
+def test_another_capacity_is_rounded_up(tmp_path: Path) -> None:
+    _, replay = make("sequences")
+    replay.save(tmp_path)
+    # Three columns, and the recurrent state of every second row.
+    assert [len(Replay.load(tmp_path, capacity=capacity)) for capacity in (60, 61, 66, 67)] == [60, 66, 66, 72]
+
+
 @kinds
 @pytest.mark.parametrize("capacity", [3 * 20, 3 * 90])
 def test_the_capacity_may_change(tmp_path: Path, kind: str, capacity: int) -> None:

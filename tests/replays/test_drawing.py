@@ -52,6 +52,19 @@ def test_a_single_eligible_position_is_found_among_many() -> None:
     assert set(replay.sample(10).index.tolist()) == {2050}
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_first_and_the_last_of_few_eligible_positions_are_drawn_as_often(seed: int) -> None:
+    """Most draws must be repeated here."""
+    replay, samples = Replay(60, seed=seed), Stream(0, 1, p_end=0.0).batch(40)
+    samples.env.valid[:] = False
+    for t in (0, 20, 38):
+        samples.env.valid[t] = samples.env.terminated[t] = True
+    replay.append(samples)
+    found, counts = np.unique(replay.sample(30_000).index.numpy(), return_counts=True)
+    assert found.tolist() == [0, 20, 38]
+    assert p_value(counts, 10_000) > 1e-3
+
+
 def test_the_same_seed_draws_the_same() -> None:
     batches = []
     for _ in range(2):

@@ -61,6 +61,14 @@ def test_no_setting_stalls_and_the_draws_stay_within_the_slack(
             assert -slack - 1e-6 <= ratio.behind(replay) <= slack + late + 1e-6  # type: ignore[arg-type]
 
 
+def test_the_limits_hold_from_the_last_of_the_min_steps_on() -> None:
+    ratio, replay = Ratio(8.0, batch_steps=10, batch_size=10, min_steps=20, slack=45), Counts(0)
+    found = []
+    for replay.n_steps in (10, 19, 20, 21):
+        found.append((ratio.may_append(replay), ratio.may_sample(replay)))  # type: ignore[arg-type]
+    assert found == [(True, False), (True, False), (False, True), (False, True)]
+
+
 @given(
     samples_per_step=RATES,
     batch_steps=st.integers(1, 2000),
