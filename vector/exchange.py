@@ -118,11 +118,12 @@ class Exchange:
             is_new &= is_wanted
         has_info = is_new & (self._info_seq == requested)
         np.copyto(self._taken, requested, where=is_new)
-        if has_info.any():
+        ids = has_info.nonzero()[0].tolist()  # a third of the time of numpy's functions `any` and `flatnonzero`
+        if ids:
             receive_infos()
         if self._same_step:
-            has_info |= is_new & (self.terminated | self.truncated)
-        infos = [(i, self._info_of(i)) for i in np.flatnonzero(has_info).tolist()]
+            ids = (has_info | (is_new & (self.terminated | self.truncated))).nonzero()[0].tolist()
+        infos = [(i, self._info_of(i)) for i in ids]
         if self._check_finite:
             self._require_finite(np.flatnonzero(is_new))
         return infos
