@@ -7,6 +7,8 @@
    while they wait.
 
     python benchmarks/async.py --json async.json
+
+Pixels are environments that return 84 x 84 x 4 bytes, with random actions. The others are CartPole with the MLP.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from environments import PixelEnv
 from rich.console import Console
 from rich.table import Table
 from turns import CAPTION, Figures, cell, machine, ratios, spread, take_turns
@@ -32,7 +35,7 @@ from penstock.workers.affinity import pin, usable_cpus
 
 def begin(cls: type[Sampler], n_workers: int, cpus: list[int] | None = None, **options: Any) -> Any:
     agent = CategoricalPgAgent(ActorCritic) if options.pop("mlp", True) else RandomAgent()
-    sampler = cls(ENV, n_workers=n_workers, **options)
+    sampler = cls(options.pop("env", ENV), n_workers=n_workers, **options)
     sampler.initialize(agent, seed=0, affinity=cpus)
     if isinstance(sampler, AsyncSampler):
         sampler.start()
@@ -67,10 +70,10 @@ def sampling_seconds(sampler: Sampler, n: int = 20) -> float:
     return float(np.median(times))
 
 
-def idle_learner(repeats: int, seconds: float, batch_T: int = 128, **options: Any) -> Figures:
+def idle_learner(repeats: int, seconds: float, **options: Any) -> Figures:
     """Steps per second of both samplers, without training."""
-    samplers = {cls.__name__: cls for cls in (ParallelSampler, AsyncSampler)}
-    contestants = {name: Loop(begin(cls, 2, batch_T=batch_T, batch_B=32, **options)) for name, cls in samplers.items()}
+    samplers, size = {cls.__name__: cls for cls in (ParallelSampler, AsyncSampler)}, {"batch_T": 128, "batch_B": 32}
+    contestants = {name: Loop(begin(cls, 2, **{**size, **options})) for name, cls in samplers.items()}
     return take_turns(Paused.around(contestants), repeats, seconds)
 
 
@@ -146,9 +149,13 @@ def main() -> None:
     torch.set_num_threads(1)
     results: dict[str, Any] = machine()
     table = Table("", "figure", title="asynchronous sampling", caption=CAPTION)
+    pixels: dict[str, Any] = {"env": PixelEnv, "mlp": False, "batch_T": 32, "batch_B": 16}
+    turns = options.repeats, options.seconds
     for name, figures in {
-        "idle learner, speed of AsyncSampler": idle_learner(options.repeats, options.seconds),
-        "training takes as long, speed of AsyncSampler": equal_learner(options.repeats, options.seconds),
+        "idle learner, speed of AsyncSampler": idle_learner(*turns),
+        "idle learner, pixels, speed of AsyncSampler": idle_learner(*turns, **pixels),
+        "training takes as long, speed of AsyncSampler": equal_learner(*turns),
+        "training takes as long, pixels, speed of AsyncSampler": equal_learner(*turns, **pixels),
     }.items():
         speed = ratios(figures["AsyncSampler"], figures["ParallelSampler"])
         wall = ratios(figures["ParallelSampler"], figures["AsyncSampler"])
