@@ -20,7 +20,7 @@ from penstock.cluster.worker import Worker
 from penstock.envs import fresh_seed
 from penstock.envs.factory import build_example_env, close_example_env, env_factories
 from penstock.errors import ClusterError, ConfigError
-from penstock.samplers import Sampler
+from penstock.samplers import AsyncSampler, Sampler
 from penstock.workers.arguments import integer
 
 if TYPE_CHECKING:
@@ -166,6 +166,11 @@ class Experiment:
     def _plan(self) -> AgentPlan:
         """How all workers make the agent. It has the spaces of an example environment."""
         sampler = self.actors.make_sampler()
+        if isinstance(sampler, AsyncSampler):
+            raise ConfigError(
+                "make_sampler returned an AsyncSampler, which samples all the time. An actor obtains one batch after "
+                "another: use ParallelSampler or another sampler"
+            )
         config = sampler.config
         batched = config.collector_cls.batched
         env = build_example_env(env_factories(config.env_fn, config.env_kwargs, config.batch_B)[0], batched=batched)
