@@ -54,6 +54,7 @@ from .support import MAKES, need, wait_until
 HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
 needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
 SAMPLER = partial(SerialSampler, "CartPole-v1", batch_T=8, batch_B=4)
+ASYNC = partial(AsyncSampler, "CartPole-v1", batch_T=8, batch_B=4)
 ROWS = 2 * 8 * 4  # of a batch of two pieces
 
 
@@ -304,7 +305,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     [
         ({"make_agent": 5}, "make_agent must be a class or a function, got 5"),
         ({"actors": Actors(1, SAMPLER())}, "make_sampler must be a class or a function, got <SerialSampler"),
-        ({"actors": Actors(1, partial(AsyncSampler, "CartPole-v1", batch_T=4, batch_B=2))}, "returned an AsyncSampler"),
+        ({"actors": Actors(1, ASYNC, inference="policy")}, "returned an AsyncSampler"),
         ({"actors": Actors(0, SAMPLER)}, "the number of actors must be an integer of at least 1, got 0"),
         ({"training": Training(CountingTrainer, batch=0)}, "batch of Training must be an integer of at least 1, got 0"),
         ({"training": Training(CountingTrainer, save_every=0)}, "save_every must be an integer of at least 1, got 0"),

@@ -129,6 +129,6 @@ def test_what_one_writer_lacks_nobody_reads() -> None:
     assert (ring.first, ring.end) == (0, 0)
     ring.write(*rows_of(ring, 1, 0, 5), 1)
     assert (ring.first, ring.end) == (0, 5)
-    for start in range(8, 72, 8):
+    for start in range(8, ring.T + 8, 8):
         ring.write(*rows_of(ring, 0, start, 8), 0)
     assert (ring.first, ring.end) == (8, 5)
