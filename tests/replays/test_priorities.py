@@ -263,3 +263,18 @@ def test_many_places_are_examined_in_parts(n_at_once: int, monkeypatch: pytest.M
     assert eligible(replay).tolist() == whole
     draw_of(replay).catch_up()
     assert np.flatnonzero(draw_of(replay).tree.leaves).tolist() == whole
+
+
+def test_priorities_move_to_the_workers_of_a_sampler() -> None:
+    stream, replay = make()
+    for _ in range(10):
+        replay.append(stream.batch(7))
+    index = eligible(replay)
+    replay.update(index, np.random.default_rng(0).exponential(size=len(index)))
+    before = draw_of(replay)
+    replay._feed_from(replay._storage, stream.batch(7), n_writers=2, rows_ahead=0)  # type: ignore[arg-type]
+    after = draw_of(replay)
+    assert after is not before
+    assert (after.low, after.high) == (before.low, before.high)
+    assert np.array_equal(after.leaves(), before.leaves())
+    assert len(set(after.leaves())) > 50

@@ -13,6 +13,7 @@ import pytest
 from penstock.replays import ring as ring_module
 from penstock.replays.batches import Transitions
 from penstock.replays.drawing import Places
+from penstock.replays.moving import move
 from penstock.replays.ring import TRUNCATED, VALID, Ring, Shape
 from penstock.replays.windows import WindowReader
 
@@ -25,10 +26,9 @@ N_WRITERS = 3 if FULL else 2
 pytestmark = pytest.mark.timeout(3600 if FULL else 60)
 
 
-def make_ring(n_writers: int) -> Ring:
-    T = 4096 if FULL else 64
-    shape = Shape(T, 4, np.zeros(WIDTH), np.zeros((), np.int64), max_finals=8 * T, n_writers=n_writers)
-    return Ring(shape, shared=True)
+def make_ring(n_writers: int, T: int = 4096 if FULL else 64, **finals: int) -> Ring:
+    finals = {"max_finals": 8 * T, **finals}
+    return Ring(Shape(T, 4, np.zeros(WIDTH), np.zeros((), np.int64), n_writers=n_writers, **finals), shared=True)
 
 
 def rows_of(ring: Ring, writer: int, start: int, t: int) -> tuple[tuple[Any, ...], Any]:
@@ -132,3 +132,33 @@ def test_what_one_writer_lacks_nobody_reads() -> None:
     for start in range(8, ring.T + 8, 8):
         ring.write(*rows_of(ring, 0, start, 8), 0)
     assert (ring.first, ring.end) == (8, 5)
+
+
+def test_a_final_observation_that_is_not_drawn_any_more_is_counted_as_lost() -> None:
+    ring = make_ring(1, T=64, max_finals=10, spare_finals=4)
+    for start in range(0, 32, 2):
+        ring.write(*rows_of(ring, 0, start, 2), 0)
+        n_truncated = len(range(0, ring.end * ring.B, 5))  # every fifth step, see rows_of
+        assert ring.n_lost == max(0, n_truncated - 6)
+    ring.memory.close()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
+def test_the_newest_final_observations_move_to_other_writers(before: int, after: int) -> None:
+    old, new = make_ring(before, T=64, max_finals=12), make_ring(after, T=64, max_finals=4)
+    for start in range(0, 80, 8):
+        for writer in range(before):
+            old.write(*rows_of(old, writer, start, 8), writer)
+    move(old, new)
+    assert (new.first, new.end) == (old.first, old.end) == (16, 80)
+    positions = np.arange(16 * 4, 80 * 4)
+    truncated = positions[positions % 5 == 0]
+    kept = truncated[old.has_final(truncated % old.size)]
+    assert len(kept) == 12 * before
+    columns = [new.columns(writer) for writer in range(after)]
+    own = [[int(at) for at in kept if at % 4 in range(4)[part]][-4:] for part in columns]
+    found = truncated[new.has_final(truncated % new.size)]
+    assert found.tolist() == sorted(at for part in own for at in part)
+    assert (new.final_obs(found % new.size) == -found[:, None]).all()
+    for ring in (old, new):
+        ring.memory.close()
