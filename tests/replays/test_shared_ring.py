@@ -13,7 +13,7 @@ import pytest
 from penstock.replays import ring as ring_module
 from penstock.replays.batches import Transitions
 from penstock.replays.drawing import Places
-from penstock.replays.moving import move
+from penstock.replays.moving import move, of_one_writer
 from penstock.replays.ring import TRUNCATED, VALID, Ring, Shape
 from penstock.replays.windows import WindowReader
 
@@ -155,6 +155,8 @@ def test_the_newest_final_observations_move_to_other_writers(before: int, after:
     truncated = positions[positions % 5 == 0]
     kept = truncated[old.has_final(truncated % old.size)]
     assert len(kept) == 12 * before
+    if before > 1:
+        assert of_one_writer(old)[1:] == (len(kept), 12 * before)
     columns = [new.columns(writer) for writer in range(after)]
     own = [[int(at) for at in kept if at % 4 in range(4)[part]][-4:] for part in columns]
     found = truncated[new.has_final(truncated % new.size)]
