@@ -52,6 +52,7 @@ if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # the
         Extension(
             "penstock.replays._native",
             ["replays/_native.c", "replays/_rows.c"],
+            depends=["replays/_native.h"],  # setuptools takes it into the sdist too
             include_dirs=[numpy.get_include()],
             extra_compile_args=["-ffp-contract=off"] if os.name == "posix" else [],
             optional=True,
@@ -93,7 +94,7 @@ DEV = [
     "import-linter>=2.1",
     "pre-commit>=3.5",
     "types-psutil",
-    "setuptools>=68",
+    "setuptools>=69",
     "wheel",
     "build>=1.2",
     "twine>=5.1",

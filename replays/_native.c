@@ -1,30 +1,8 @@
 /* The replay's loops in C: see sum_tree.py and windows.py, which say what each function does and have the same in
    numpy. */
 
-#define PY_SSIZE_T_CLEAN
-#define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
-#define PY_ARRAY_UNIQUE_SYMBOL penstock_replays_numpy /* _rows.c uses it too */
-#include <Python.h>
-#include <numpy/arrayobject.h>
-
-typedef PyObject *const *Arguments;
-
-#if defined(__GNUC__) || defined(__clang__)
-#define PREFETCH(address) __builtin_prefetch(address)
-#else
-#define PREFETCH(address)
-#endif
-
-/* `object`, if it is a contiguous array of one dimension with this type of numbers. NULL with an exception set
-   otherwise. */
-static PyArrayObject *as_line(PyObject *object, int type) {
-    PyArrayObject *array = PyArray_CheckExact(object) ? (PyArrayObject *)object : NULL;
-    if (array == NULL || PyArray_NDIM(array) != 1 || PyArray_TYPE(array) != type || !PyArray_ISCARRAY(array)) {
-        PyErr_SetString(PyExc_TypeError, "expected a contiguous array of one dimension and of the right dtype");
-        return NULL;
-    }
-    return array;
-}
+#define IMPORTS_NUMPY
+#include "_native.h"
 
 /* The trees of sums and of maxima, each an array of 2 * size numbers: see sum_tree.py. */
 typedef struct {
@@ -264,8 +242,7 @@ static PyObject *tree_ratios(PyObject *Py_UNUSED(module), Arguments arguments, P
 
 /* ---- windows ----------------------------------------------------------------------------------- */
 
-enum { VALID = 1, TERMINATED = 2, TRUNCATED = 4, BEGINS = 8 }; /* as in ring.py */
-enum { N_AHEAD = 8 };                                          /* windows whose first rows are loaded before they are read */
+enum { N_AHEAD = 8 }; /* windows whose first rows are loaded before they are read */
 
 /* read_windows(flags, reward, positions, powers, B, at, last, after, return, discount, end, eligible) */
 static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n_arguments) {
@@ -288,7 +265,7 @@ static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, 
     }
     Py_ssize_t B = PyNumber_AsSsize_t(arguments[4], PyExc_IndexError);
     npy_intp size = sizes[0], count = sizes[2], n = sizes[3] - 1;
-    int fits = B > 0 && size > 0 && sizes[1] == size && n > 0;
+    int fits = B > 0 && size >= B && sizes[1] == size && n > 0;
     for (int i = 5; i < N_ARGUMENTS; i++) {
         fits = fits && sizes[i] == count;
     }
@@ -337,11 +314,6 @@ static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, 
     }
     Py_RETURN_NONE;
 }
-
-/* In _rows.c. */
-PyObject *pack_flags(PyObject *, Arguments, Py_ssize_t), *copy_rows(PyObject *, Arguments, Py_ssize_t),
-    *same_rows(PyObject *, Arguments, Py_ssize_t), *take_rows(PyObject *, Arguments, Py_ssize_t),
-    *read_ages(PyObject *, Arguments, Py_ssize_t), *take_frames(PyObject *, Arguments, Py_ssize_t);
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 

@@ -1,22 +1,7 @@
 /* A batch's way into the ring, and frames' way out of it: see appending.py, ring.py and observations.py, which say what
    each function does and have the same in numpy. */
 
-#define PY_SSIZE_T_CLEAN
-#define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
-#define PY_ARRAY_UNIQUE_SYMBOL penstock_replays_numpy /* _native.c imports it */
-#define NO_IMPORT_ARRAY
-#include <Python.h>
-#include <numpy/arrayobject.h>
-
-typedef PyObject *const *Arguments;
-
-#if defined(__GNUC__) || defined(__clang__)
-#define PREFETCH(address) __builtin_prefetch(address)
-#else
-#define PREFETCH(address)
-#endif
-
-enum { VALID = 1, TERMINATED = 2, TRUNCATED = 4, BEGINS = 8, PARTIAL = 16 }; /* as in ring.py */
+#include "_native.h"
 
 /* ---- append ------------------------------------------------------------------------------------ */
 
@@ -176,17 +161,6 @@ PyObject *same_rows(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t
         }
     }
     return PyBool_FromLong(is_same);
-}
-
-/* `object`, if it is a contiguous array of one dimension with this type of numbers. NULL with an exception set
-   otherwise. */
-static PyArrayObject *as_line(PyObject *object, int type) {
-    PyArrayObject *array = PyArray_CheckExact(object) ? (PyArrayObject *)object : NULL;
-    if (array == NULL || PyArray_NDIM(array) != 1 || PyArray_TYPE(array) != type || !PyArray_ISCARRAY(array)) {
-        PyErr_SetString(PyExc_TypeError, "expected a contiguous array of one dimension and of the right dtype");
-        return NULL;
-    }
-    return array;
 }
 
 /* take_rows(source, at, out) */
