@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from penstock.buffers import NamedArrays
 from penstock.errors import ConfigError
-from penstock.replays.moving import of_one_writer
+from penstock.replays.moving import NOWHERE, of_one_writer
 from penstock.replays.ring import Ring, Shape
 
 _INDEX, _FORMAT = "replay.json", 1
@@ -102,6 +102,9 @@ def read_steps(folder: Path, index: dict[str, Any], ring: Ring) -> None:
         count = min(len(saved), len(field))
         step = -(-end // every) - count + np.arange(count)
         field[step % len(field)] = saved[len(saved) - count :]
+    # This ring may keep more final observations than the saved one. But those that were lost before stay lost.
+    ring.arrays.final_step[...] = NOWHERE
+    ring.final[ring.final < n_finals - index["max_finals"]] = NOWHERE
     for name, field in _finals_of(ring.arrays):
         saved = _read_array(folder, index, name)
         count = min(len(saved), ring.shape.max_finals)

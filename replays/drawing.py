@@ -98,8 +98,9 @@ class UniformDraw:
     def redraw(self, places: Positions, rng: np.random.Generator, newer_than: int | None) -> Positions:
         """`places`, with another one in place of each that is not eligible."""
         low, high = self._bounds(newer_than)
-        places[places < low] = low
-        bad = np.flatnonzero(~self._is_usable(places, newer_than))
+        gone = places < low  # a writer has overwritten them since they were drawn
+        places[gone] = low  # any place that can be examined
+        bad = np.flatnonzero(gone | ~self._is_usable(places, newer_than))
         for _ in range(_ROUNDS):
             if not bad.size:
                 return places

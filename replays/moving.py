@@ -12,7 +12,7 @@ from penstock.errors import ConfigError
 from penstock.replays.ring import Ring, Shape, lacks_next, writers_of
 
 _FINALS = ("final", "final_obs", "final_step")
-_NOWHERE = -(1 << 62)  # the number of a final observation that is lost
+NOWHERE = -(1 << 62)  #: the number, or the step, of a final observation that is lost
 
 
 def move(old: Ring, new: Ring) -> None:
@@ -38,7 +38,7 @@ def move(old: Ring, new: Ring) -> None:
 def of_one_writer(ring: Ring) -> tuple[NamedArrays, int, int]:
     """The arrays of `ring` as one writer would have written them, how many final observations there were ever, and how
     many are kept at most. No process may write meanwhile."""
-    if ring.shape.n_writers == 1 and not ring.shape.spare_finals:
+    if not ring.is_shared:
         return ring.arrays, ring.n_finals[0], ring.shape.max_finals
     shape = replace(ring.shape, n_writers=1, max_finals=ring.shape.n_finals, spare_finals=0)
     specs = shape.specs()
@@ -55,7 +55,7 @@ def _move_finals(old: Ring, arrays: NamedArrays, shape: Shape) -> list[int]:
     is_truncated = lacks_next(old.flags[at])
     at, steps = at[is_truncated], positions[is_truncated] // old.B
     final = arrays.final.reshape(-1)
-    final[at] = _NOWHERE
+    final[at] = NOWHERE
     is_kept = old.has_final(at)
     at, steps = at[is_kept], steps[is_kept]
     writer = writers_of(shape.B, shape.n_writers)[at % shape.B]

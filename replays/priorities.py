@@ -35,16 +35,15 @@ class PriorityDraw:
 
     def redraw(self, places: Positions, rng: np.random.Generator, newer_than: int | None) -> Positions:
         """`places`, with another one in place of each that is not eligible. Those will not be drawn again."""
-        self.catch_up()
-        gone = places < self.low
-        places[gone] = self.low
         while True:
+            self.catch_up()
+            gone = places < self.low  # a writer has overwritten them since they were drawn
+            places[gone] = self.low  # any place that the tree knows: their own leaves may belong to new places now
             bad = ~self._places.eligible(places)
             self.tree.update(places[bad], np.zeros(bad.sum()))
             redrawn = np.flatnonzero(bad | gone)
             if not redrawn.size:
                 return places
-            gone[:] = False
             places[redrawn] = self.draw(redrawn.size, rng, newer_than)
 
     def weight(self, places: Positions, beta: float) -> npt.NDArray[np.float32]:
@@ -86,9 +85,10 @@ class PriorityDraw:
         self.n_stale += n_stale
 
     def _require_known(self, positions: Positions, places: Positions, priority: Any, leaf: Any) -> None:
-        """Raise `ConfigError` if a place was never drawn, or a priority or leaf is negative or not finite."""
-        if places.size and places.max() >= self.high:
-            raise ConfigError(f"index {positions[places.argmax()]} was never drawn: pass batch.index unchanged")
+        """Raise `ConfigError` if a place cannot have been drawn, or a priority or leaf is negative or not finite."""
+        unknown = positions[(places < 0) | (places >= self.high)]
+        if unknown.size:
+            raise ConfigError(f"index {unknown[0]} was never drawn: pass batch.index unchanged")
         bad = priority[~(np.isfinite(priority) & np.isfinite(leaf) & (priority >= 0))]
         if bad.size:
             raise ConfigError(

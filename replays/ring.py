@@ -234,7 +234,8 @@ class Ring:
         begun, done = self._words[writer]
         start, first_final = int(done[_STEP]), int(done[_FINAL])
         end, end_final = start + len(flags), first_final + (0 if finals is None else len(leaves(finals)[0]))
-        begun[_FINAL], begun[_STEP] = end_final, end
+        # Never lower: a writer that has died may have overwritten more final observations than this batch has.
+        begun[_FINAL], begun[_STEP] = max(end_final, int(begun[_FINAL])), end
         fence()
         if not copy_rows(self.leaves, rows, start % self.T, columns.start):
             _copy_rows(self.leaves, rows, start % self.T, columns.start)

@@ -140,6 +140,23 @@ def test_the_capacity_may_change(tmp_path: Path, kind: str, capacity: int) -> No
     assert loaded.sample(500).index.min() > replay.n_steps
 
 
+@pytest.mark.filterwarnings("ignore:more than max_truncations:RuntimeWarning")
+def test_in_a_larger_ring_lost_final_observations_stay_lost(tmp_path: Path) -> None:
+    stream, replay = Stream(0, 3), Replay(3 * 50, 2, DISCOUNT, max_truncations=5)
+    for _ in range(6):
+        replay.append(stream.batch(7))
+    assert stream.n_finals > 10
+    replay.save(tmp_path)
+    loaded = Replay.load(tmp_path, capacity=3 * 100)
+    storages = [each._storage for each in (replay, loaded)]
+    found = [s.places.all_eligible(*s.places.bounds()).tolist() for s in storages if s is not None]
+    assert found[0] == found[1]
+    before = stream.n_finals
+    while stream.n_finals == before:
+        loaded.append(stream.batch(1), continues=False)
+    assert loaded.n_without_final == replay.n_without_final, "there is room for more now"
+
+
 def test_a_new_sampler_does_not_continue_the_saved_episodes(tmp_path: Path) -> None:
     stream, replay = make("uniform")
     replay.save(tmp_path)

@@ -190,6 +190,7 @@ def test_lost_final_observations_are_not_drawn() -> None:
         ([10_000, -1], [1.0, 1.0], "index 10000 was never drawn"),
         ([1, 2], [1.0], "2 indices and 1 priorities"),
         ([10_000], [1.0], "never drawn"),
+        ([3, -1], [1.0, 1.0], "index -1 was never drawn"),
     ],
 )
 def test_wrong_updates_are_refused(index: Any, priority: Any, message: str) -> None:
@@ -251,6 +252,38 @@ def test_places_that_were_overwritten_or_are_not_eligible_are_drawn_again(priori
     again = storage.draw.redraw(places, rng, None)
     assert again[: len(found)].tolist() == found.tolist(), "these stay as they are"
     assert set(again[len(found) :]) == set(found)
+
+
+@pytest.mark.parametrize("prioritized", [None, Prioritized()])
+def test_a_place_that_was_overwritten_is_not_replaced_by_the_oldest_one(prioritized: Prioritized | None) -> None:
+    stream = Stream(0, 2, p_end=0.0)
+    replay = Replay(100, 1, DISCOUNT, prioritized)
+    for _ in range(3):
+        replay.append(stream.batch(40))
+    storage = replay._storage
+    assert storage is not None
+    low, _ = storage.places.bounds()
+    found = storage.draw.redraw(np.full(4000, low - 2), np.random.default_rng(0), None)
+    assert (found == low).mean() < 0.1
+
+
+def test_a_writer_may_overwrite_rows_while_others_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, replay = make(T=40, n=1, p_end=0.0)
+    replay.append(stream.batch(40))
+    draw = draw_of(replay)
+    draw.catch_up()
+    waiting, draw_more = [stream.batch(10)], draw.draw
+
+    def write_and_draw(*args: Any) -> Any:
+        if waiting:
+            replay.append(waiting.pop())
+        return draw_more(*args)
+
+    monkeypatch.setattr(draw, "draw", write_and_draw)
+    # Place 78 has no next step yet. While it is drawn again, places 2 and 4 are overwritten by steps 41 and 42.
+    found = draw.redraw(np.array([2, 78, 4]), np.random.default_rng(0), None)
+    assert (found >= draw.low).all()
+    assert sorted(np.flatnonzero(draw.tree.leaves)) == sorted(eligible(replay) % 80)
 
 
 @pytest.mark.parametrize("n_at_once", [1, 7, 30])

@@ -123,6 +123,41 @@ def test_what_a_dead_writer_has_begun_is_not_read(monkeypatch: pytest.MonkeyPatc
     assert ring.has_final(truncated).tolist() == (truncated % 4 < 2).tolist()
 
 
+def test_final_observations_that_a_dead_writer_has_overwritten_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = Ring(Shape(64, 1, np.zeros(1), np.zeros((), np.int64), max_finals=4), shared=True)
+    fences, fence = [0], ring_module.fence
+
+    def write(n_truncated: int) -> None:
+        """Eight rows, of which the first ones are truncated."""
+        flags = np.full((8, 1), VALID, np.uint8)
+        flags[:n_truncated] |= TRUNCATED
+        step = ring.written(0) + np.arange(8)[:, None]
+        rows = flags, step.astype(np.float32), np.zeros((8, 1), np.int32), step[..., None].astype(np.float64), step
+        ring.write(rows, -rows[3][:n_truncated, 0])
+
+    def die_before_done() -> None:
+        fence()
+        fences[0] += 1
+        if fences[0] == 2:
+            raise KeyboardInterrupt
+
+    write(4)
+    at = np.arange(4)
+    assert ring.has_final(at).all()
+    monkeypatch.setattr(ring_module, "fence", die_before_done)
+    with pytest.raises(KeyboardInterrupt):
+        write(3)  # in place of the first three
+    monkeypatch.undo()
+    assert ring.has_final(at).tolist() == [False, False, False, True]
+    write(1)  # what the writer does that takes its place
+    assert ring.has_final(at).tolist() == [False, False, False, True]
+    assert ring.has_final(np.array([8])).all()
+    assert ring.final_obs(np.array([3, 8])).tolist() == [[-3], [-8]]
+    arrays, n_finals, most = of_one_writer(ring)
+    kept = arrays.final.reshape(-1)[[0, 1, 2, 3, 8]]
+    assert (kept >= n_finals - most).tolist() == [False, False, False, True, True]
+
+
 def test_what_one_writer_lacks_nobody_reads() -> None:
     ring = make_ring(2)
     ring.write(*rows_of(ring, 0, 0, 8), 0)
