@@ -18,7 +18,6 @@ from penstock import errors
 from penstock.agents import Agent
 from penstock.buffers.reports import RemoteTraceback, dump_exception, in_one_line, load_exception
 from penstock.buffers.results import ObjectMessage, Unreadable
-from penstock.collectors import TrajInfo
 from penstock.envs.calls import EnvCall
 from penstock.samplers.allocation import eval_fn, eval_kwargs
 from penstock.samplers.base import Sampler
@@ -143,18 +142,6 @@ class Reply:
     version: int  #: of the parameters that acted
 
 
-class _Hosted(Sampler):
-    """A part of a shard's sampler: it returns trajectories as the workers have sent them, and makes no `TrajInfo`s."""
-
-    def _take_traj_infos(self, pool: Any, slot: int = 0, opening: int | None = None) -> Any:
-        counts = self._count_results(opening)
-        if not any(counts):
-            return []
-        if self.config.traj_info_cls is TrajInfo:
-            return self._memory.records.take(counts, self._first_records[slot])
-        return pool.take_messages(opening)
-
-
 class ShardHost:
     """The Ray actor. One thread makes the sampler and runs all orders. The methods give it orders and wait for replies.
 
@@ -169,7 +156,7 @@ class ShardHost:
         self._replies: dict[int, Future[Reply | Failure]] = {}
         self._next_number = 0
         self._parameters: Parameters | None = None
-        self._is_closing = False
+        self._is_closing = self._is_evaluating = False
         self._sampler: Any = None
         self._started: Future[Started | Failure] = Future()
         self._thread = threading.Thread(target=self._work, args=(spec,), name="penstock-shard", daemon=True)
@@ -203,13 +190,13 @@ class ShardHost:
                 self._parameters = parameters
 
     def n_finished(self) -> int:
-        """How many trajectories the evaluation that runs has finished so far."""
+        """How many trajectories the evaluation that runs has finished so far; 0 if none runs."""
         sampler = self._sampler
-        return 0 if sampler is None else sum(sampler._memory.control.n_results_by_rank(sampler.n_workers))
+        return sum(sampler._memory.control.n_results_by_rank(sampler.n_workers)) if self._is_evaluating else 0
 
     def stop_evaluation(self) -> None:
-        """End the evaluation that runs at its next step."""
-        if self._sampler is not None:
+        """End the evaluation that runs at its next step. One that has not begun yet runs."""
+        if self._is_evaluating:
             self._sampler._memory.control.stop_eval = True
 
     def stats(self) -> SamplerStats | None:
@@ -253,9 +240,9 @@ class ShardHost:
 
         self._spec, self._plan = spec, spec.plans[self._index]
         options, plan = spec.options(self._plan), self._plan
-        cls: Any = type(spec.sampler_cls.__name__, (_Hosted, spec.sampler_cls), {})
-        sampler = cls(options.pop("env_fn"), **options)
+        sampler = spec.sampler_cls(options.pop("env_fn"), **options)
         sampler._generation = self._generation << _GENERATION_BITS
+        sampler._makes_infos = False  # the driver makes them, in the order of all shards
         context = ray.get_runtime_context()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the driver has given the same warnings
@@ -292,16 +279,25 @@ class ShardHost:
             if command.has_message:
                 found = self._call(pickle.loads(order.message or b""))
             elif command.do_eval:
-                if self._plan.eval_columns and self._spec.episodes(self._plan) != 0:
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore", RuntimeWarning)  # the driver counts the episodes of all shards
-                        found = sampler.evaluate_agent(command.itr)
+                found = self._evaluate(command.itr)
             else:
                 _, found = sampler.obtain_samples(command.itr)
                 arrays = {path: array.copy() for path, array in self._last_slot().leaves()}
             return Reply(order.number, arrays, [_portable(item) for item in found], shared.version)
         except BaseException as error:
             return Failure.of(error)
+
+    def _evaluate(self, itr: int) -> Trajectories:
+        if not self._plan.eval_columns or self._spec.episodes(self._plan) == 0:
+            return []
+        self._is_evaluating = True
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # the driver counts the episodes of all shards
+                found: Trajectories = self._sampler.evaluate_agent(itr)
+        finally:
+            self._is_evaluating = False
+        return found
 
     def _last_slot(self) -> Any:
         batches = self._sampler._batches

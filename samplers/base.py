@@ -133,6 +133,9 @@ class Sampler(EnvironmentCalls, ABC):
     #: How often the environments have been built again, in a sampler that replaces a lost one.
     _generation = 0
 
+    #: Whether trajectories are returned as `TrajInfo`s. Otherwise they stay as the workers have sent them.
+    _makes_infos = True
+
     #: Why evaluations cannot be recorded as videos; empty if they can.
     _no_video = ""
 
@@ -278,24 +281,19 @@ class Sampler(EnvironmentCalls, ABC):
         self._metrics.training.extend(infos)
         return samples, infos
 
-    def _take_traj_infos(
-        self, pool: WorkerPool | SerialPool, slot: int = 0, opening: int | None = None
-    ) -> list[TrajInfo]:
+    def _take_traj_infos(self, pool: WorkerPool | SerialPool, slot: int = 0, opening: int | None = None) -> list[Any]:
         """The trajectories that the workers have sent for the last command, or for that of this opening of the gates,
         ordered by time step, then env_rank. `slot` is that of the batch; 0 for an evaluation."""
-        cls, counts = self.config.traj_info_cls, self._count_results(opening)
+        cls, counts = self.config.traj_info_cls, self._memory.control.n_results_by_rank(len(self._plans), opening)
+        for rank, n in enumerate(counts):
+            self._n_trajectories[rank] += n
         if not any(counts):
             return []
         if cls is TrajInfo:
-            return infos_of(self._memory.records, counts, self._first_records[slot])
-        return infos_from_messages(cls, pool.take_messages(opening))
-
-    def _count_results(self, opening: int | None) -> list[int]:
-        """How many trajectories each worker has sent for this opening. They are counted as returned."""
-        counts = self._memory.control.n_results_by_rank(len(self._plans), opening)
-        for rank, n in enumerate(counts):
-            self._n_trajectories[rank] += n
-        return counts
+            records, starts = self._memory.records, self._first_records[slot]
+            return infos_of(records, counts, starts) if self._makes_infos else records.take(counts, starts)
+        messages = pool.take_messages(opening)
+        return infos_from_messages(cls, messages) if self._makes_infos else messages
 
     def evaluate_agent(self, itr: int, *, video: str | os.PathLike[str] | None = None) -> list[TrajInfo]:
         """Run the agent in the evaluation environments and return the trajectories that finished.
