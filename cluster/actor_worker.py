@@ -122,7 +122,8 @@ class ActorWorker(Worker):
         samples, infos = self._sampler.obtain_samples(self._itr)
         self._itr += 1
         if not self._is_recurrent or self._n_moves == n_moves:
-            return piece_of(samples.numpy(), infos, self._version, self.name)
+            # The stream keeps the piece until a consumer has taken it. The next batch overwrites the samples before.
+            return piece_of(samples.numpy().copy(), infos, self._version, self.name)
         self._n_truncated += self._sampler.batch_B
         self._sampler.shutdown()
         self._begin_episodes()

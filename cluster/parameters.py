@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.cluster.name_table import NameClient
 from penstock.cluster.peer import Peer
-from penstock.cluster.streams import withdraw
+from penstock.cluster.streams import offer, withdraw
 from penstock.cluster.wire import Letter, Wire
 from penstock.errors import ClusterError
 
@@ -25,10 +25,9 @@ class ParameterServer:
 
     def __init__(self, wire: Wire, names: NameClient, name: str) -> None:
         self._names, self._key = names, f"parameters/{name}"
-        self._inbox = wire.open(self._key)
+        self._inbox = offer(wire, names, self._key)
         self._id, self._waiting = wire.id, list[Letter]()
         self._newest: dict[str, Any] | None = None
-        names.announce(self._key, self._inbox, replace=True)
 
     def publish(self, version: int, parameters: Mapping[str, Any]) -> None:
         """From now on these are the newest parameters. They are copied."""
@@ -54,7 +53,7 @@ class ParameterServer:
 
 
 class ParameterClient:
-    """Follows the parameters of one policy, without ever waiting for them.
+    """Follows the parameters of one policy. It never waits for newer ones.
 
     Args:
         wire, names: the worker's.

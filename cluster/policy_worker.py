@@ -77,6 +77,7 @@ class PolicyWorker(Worker):
         self._plan, self._stream, self._policy = plan, stream, parameters
         self._max_batch, self._max_delay = max_batch, max_delay
         self._server: InferenceServer | None = None
+        self._next: Letter | None = None  # a request that did not fit into the batch before
         self._n_rows = self._n_batches = 0
 
     def _configure(self) -> None:
@@ -124,13 +125,16 @@ class PolicyWorker(Worker):
         letters, n_rows, until = list[Letter](), 0, 0.0
         while n_rows < self._max_batch:
             wait = _WAIT_SECONDS if not letters else max(0.0, until - time.monotonic())
-            letter = self._server.receive(wait)
+            letter, self._next = self._next or self._server.receive(wait), None
             if letter is None:
+                break
+            n_rows += len(letter.message["env_ranks"])
+            if letters and n_rows > self._max_batch:
+                self._next = letter
                 break
             if not letters:
                 until = time.monotonic() + self._max_delay
             letters.append(letter)
-            n_rows += len(letter.message["env_ranks"])
         return letters
 
     def _read(self, letter: Letter) -> _StepRequest | None:

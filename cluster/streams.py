@@ -82,8 +82,9 @@ class SampleProducer:
         integer("credit", credit, 1)
         self._stream, self._routing, self._name = stream, routing, name
         self._consumers = _Inboxes(wire, names, f"streams/{stream}", credit)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what the callback changes too
         self._returned: list[Any] = []  # pieces of consumers that have ended
+        self._n_waiting = 0  # how often a piece was sent that its consumer has not taken yet
         self.n_put = self.n_lost = 0
 
     def put(self, piece: Any, timeout: float) -> bool:
@@ -100,11 +101,15 @@ class SampleProducer:
     def flush(self, timeout: float) -> bool:
         """Wait until consumers have taken every piece. Returns whether they have."""
         deadline = time.monotonic() + timeout
-        while not self._flush_returned() or any(peer.n_told for peer in self._consumers.live()):
+        while True:
+            self._flush_returned()
+            with self._lock:
+                if not self._returned and not self._n_waiting:
+                    return True
             if time.monotonic() >= deadline:
                 return False
+            self._consumers.live()  # pieces of a consumer whose name has gone come back
             time.sleep(0.001)
-        return True
 
     def _flush_returned(self) -> bool:
         with self._lock:
@@ -131,23 +136,27 @@ class SampleProducer:
                 taken = peer.tell_and_hear(piece)
             except PeerLostError:  # it has ended just now
                 if self._routing == "all":
-                    self.n_lost += 1
+                    with self._lock:
+                        self.n_lost += 1
                     continue
                 return False
             if taken is None:
                 raise ClusterError(
                     f"stream {self._stream}: two threads use one SampleProducer: make one producer for each thread"
                 )
+            with self._lock:
+                self._n_waiting += 1
             taken.add_done_callback(partial(self._on_taken, piece))
         return True
 
     def _on_taken(self, piece: Any, future: Future[Any]) -> None:
-        if isinstance(future.exception(), PeerLostError):
-            if self._routing == "any":
-                with self._lock:
-                    self._returned.append(piece)
+        error = future.exception()
+        with self._lock:
+            self._n_waiting -= 1
+            if isinstance(error, PeerLostError) and self._routing == "any":
+                self._returned.append(piece)
             else:
-                self.n_lost += 1
+                self.n_lost += error is not None
 
 
 class SampleConsumer:
@@ -161,8 +170,7 @@ class SampleConsumer:
 
     def __init__(self, wire: Wire, names: NameClient, stream: str, name: str) -> None:
         self._names, self._key = names, f"streams/{stream}/{name}"
-        self._inbox: Inbox = wire.open(self._key)
-        names.announce(self._key, self._inbox, replace=True)  # an earlier one of this name has ended
+        self._inbox = offer(wire, names, self._key)
 
     def get(self, timeout: float) -> Any:
         """The next piece. Raises `NoReplyError` if none comes within `timeout` seconds."""
@@ -205,7 +213,7 @@ class InferenceClient:
         self._wire, self._stream, self._name, self._timeout = wire, stream, name, timeout
         self._index, self._is_over = zlib.crc32(name.encode()), is_over
         self._server: str | None = None  # the place of the server that was asked last
-        #: How often it had to ask another server.
+        #: How often it had to ask another server, or had lost one and reached it again.
         self.n_moves = 0
 
     def ask(self, message: dict[str, Any]) -> Any:
@@ -237,7 +245,9 @@ class InferenceClient:
                 if future.done():
                     return future.result()
             except PeerLostError:
-                pass  # ask another server
+                # Ask another server. If it is the same one, it may have acted for this request already: then its
+                # recurrent state is one step ahead, and a new session is needed as well.
+                self._server = ""
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError(
@@ -257,8 +267,7 @@ class InferenceServer:
 
     def __init__(self, wire: Wire, names: NameClient, stream: str, name: str) -> None:
         self._names, self._key = names, f"policies/{stream}/{name}"
-        self._inbox = wire.open(self._key)
-        names.announce(self._key, self._inbox, replace=True)  # an earlier one of this name has ended
+        self._inbox = offer(wire, names, self._key)
 
     def receive(self, timeout: float) -> Letter | None:
         """The next request, or None."""
@@ -267,6 +276,17 @@ class InferenceServer:
     def close(self) -> None:
         """Answer no more requests."""
         withdraw(self._names, self._key, self._inbox)
+
+
+def offer(wire: Wire, names: NameClient, key: str) -> Inbox:
+    """A new inbox, with the name `key`. If there was another one of this name, it has ended."""
+    inbox = wire.open(key)
+    try:
+        names.announce(key, inbox, replace=True)
+    except BaseException:
+        inbox.close()
+        raise
+    return inbox
 
 
 def withdraw(names: NameClient, key: str, inbox: Inbox) -> None:

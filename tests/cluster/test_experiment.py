@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -289,6 +290,26 @@ def test_pieces_join_along_the_environments(panel: ControlPanel) -> None:
             assert (batch.samples.env.observation[:, part] == samples.env.observation).all()
             assert (batch.samples.env.next_observation[:, part] == samples.env.next_observation).all()
             assert (batch.samples.agent.bootstrap_value[part] == samples.agent.bootstrap_value).all()
+
+
+def test_a_piece_does_not_change_with_the_next_batch(panel: ControlPanel) -> None:
+    worker = ActorWorker(SAMPLER, experiment(None)._plan())
+    panel.launch(lambda: worker, name="actor")
+    panel.connect()
+    panel.request("actor/0", "configure")  # it does not start, so this thread may use its sampler
+    piece = worker._collect()
+    assert piece is not None
+    before = pickle.dumps(piece)
+    worker._collect()
+    assert pickle.dumps(piece) == before
+
+
+def test_a_policy_worker_acts_for_no_more_environments_than_max_batch() -> None:
+    waiting = [SimpleNamespace(message={"env_ranks": np.arange(n)}) for n in (2, 2, 2, 7, 1)]
+    worker: Any = PolicyWorker(experiment()._plan(), max_batch=5)
+    worker._server = SimpleNamespace(receive=lambda _: waiting.pop(0) if waiting else None)
+    batches = [[len(letter.message["env_ranks"]) for letter in worker._gather()] for _ in range(5)]
+    assert batches == [[2, 2], [2], [7], [1], []], "one request may be larger"
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:

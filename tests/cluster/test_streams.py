@@ -133,6 +133,32 @@ def test_pieces_of_a_consumer_that_ends_go_to_another(trial: Trial) -> None:
     assert producer.n_lost == 0
 
 
+def test_flush_waits_for_the_pieces_of_a_consumer_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial, flushed = Trial("local"), list[bool]()
+    try:
+        consumer = SampleConsumer(*trial.join(), "train", "a")
+        producer = SampleProducer(*trial.join(), "train")
+        assert producer.put(1, 5)
+        forget = Wire.forget
+
+        def flush_and_forget(wire: Wire, peer: Any) -> None:
+            """While a consumer is lost, and its pieces have not come back yet."""
+            flushed.append(producer.flush(0))
+            forget(wire, peer)
+
+        monkeypatch.setattr(Wire, "forget", flush_and_forget)
+        consumer.close()
+        wait_until(lambda: bool(flushed))
+        monkeypatch.undo()
+        assert flushed == [False]
+        second = SampleConsumer(*trial.join(), "train", "b")
+        assert producer.put(2, 5)
+        assert sorted(second.get(5) for _ in range(2)) == [1, 2]
+        assert producer.flush(5)
+    finally:
+        trial.close()
+
+
 def test_without_consumers_put_waits_and_returns_false(trial: Trial) -> None:
     producer = SampleProducer(*trial.join(), "train")
     assert not producer.put(1, 0.2)
@@ -207,6 +233,31 @@ def test_a_client_moves_to_another_server_in_a_new_session(trial: Trial) -> None
     second.join()
     assert client.n_moves == 1
     assert not first.sessions.keys() & second.sessions.keys()
+
+
+def test_a_server_that_was_lost_and_is_reached_again_gets_a_new_session() -> None:
+    trial = Trial("local")
+    try:
+        server = Doubler(InferenceServer(*trial.join(), "policy", "a"), "a")
+        client = InferenceClient(*trial.join(), "policy", "actor/0")
+        assert client.ask({"x": np.ones(1)})["version"] == 1
+        (peer,) = client._servers.live()
+        ask = peer.ask
+
+        def ask_and_lose(*args: Any) -> Any:
+            """The server acts, but the answer does not come: the network is broken for a while."""
+            ask(*args).result(5)
+            peer.lose("it was silent")
+            return ask(*args)
+
+        peer.ask = ask_and_lose  # type: ignore[method-assign]
+        assert client.ask({"x": np.ones(1)})["version"] == 3
+        server.stop = True
+        server.join()
+        assert client.n_moves == 1
+        assert sorted(server.sessions.values()) == [1, 2], "the third step is the first one of another session"
+    finally:
+        trial.close()
 
 
 def test_a_client_without_servers_gives_up() -> None:
