@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,7 @@ _log = logging.getLogger("penstock")
 
 _CHILD = "from penstock.cluster.launch import run_child; run_child()"
 _LENGTHS = struct.Struct("!QQ")
+_REAP_SECONDS = 5.0  # how long `kill` waits for the end
 
 
 class LaunchedThread:
@@ -63,6 +66,7 @@ class LaunchedProcess:
         paths = json.dumps(sys.path).encode()
         code = cloudpickle.dumps((make, connection, name))
         command = [sys.executable, *_warnings(), "-c", _CHILD]
+        self._lock = threading.Lock()  # the panel's watcher calls `ending` too
         # A new process group: Ctrl-C reaches this process only, and the worker can be killed with all that it started.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         self.pid = self._process.pid
@@ -75,38 +79,42 @@ class LaunchedProcess:
 
     def ending(self) -> str | None:
         """How it has ended, or None while it runs."""
-        code = self._process.poll()
+        code = self._reap()
         if code is None:
             return None
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def wait(self, timeout: float) -> bool:
-        """Wait until it has ended, and kill what it has started. Returns whether it has ended."""
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return False
-        self._clear()
+        """Wait until it has ended. Returns whether it has. Then nothing that it has started is left."""
+        deadline = time.monotonic() + timeout
+        while self._reap() is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(left, 0.01))
         return True
 
     def kill(self) -> None:
         """Kill it, with everything that it has started."""
-        if self._process.poll() is None:
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-        self._clear()
+        with self._lock:
+            if self._process.returncode is None:
+                os.killpg(self.pid, signal.SIGKILL)
+        self.wait(_REAP_SECONDS)
 
-    def _clear(self) -> None:
-        """After its end: kill the other processes of its group, and close the pipe."""
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # nothing of its group is left
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.close()
-        except BrokenPipeError:
-            pass  # it ended before it had read everything
+    def _reap(self) -> int | None:
+        """Its exit code, or None while it runs. When it has ended, this kills what is left of its process group first:
+        its process id, which the group has too, cannot be used again before the exit code is collected."""
+        with self._lock:
+            if self._process.returncode is None:
+                with contextlib.suppress(ChildProcessError):  # other code has collected the exit code
+                    if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                        return None
+                    os.killpg(self.pid, signal.SIGKILL)
+                self._process.wait()
+                assert self._process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):  # it ended before it had read everything
+                    self._process.stdin.close()
+            return self._process.returncode
 
 
 def run_child() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.errors import ClusterError
 
-MOST_BYTES = 256 * 2**20  #: of one message
+MOST_BYTES = 256 * 2**20  #: of one array
 _MOST_DEPTH = 64
 _MOST_FRAMES = 1024
 _MOST_HEADER = 2**18  # bytes of everything except arrays. One of them may become 64 bytes of Python objects
@@ -153,6 +153,11 @@ def _check_tree(value: Any, depth: int = 0) -> None:
 def _checked_array(value: Any) -> Any:
     """`value`, if it is an array that can be sent. Otherwise raises `BadMessageError`."""
     if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS and value.ndim <= 32:
+        if value.nbytes > MOST_BYTES:
+            raise BadMessageError(
+                f"an array of {value.nbytes / 2**20:,.0f} MiB cannot cross a wire: send it as several arrays, of at "
+                f"most {MOST_BYTES / 2**20:,.0f} MiB each"
+            )
         return value
     kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a value of type {type(value).__name__}"
     raise BadMessageError(

@@ -11,7 +11,7 @@ from typing import Any, cast
 from penstock.cluster.names import Names
 from penstock.cluster.peer import Peer
 from penstock.cluster.wire import Inbox, Letter, Wire
-from penstock.errors import ClusterError, NameTableError, NoReplyError, PeerLostError, RequestError
+from penstock.errors import NameTableError, NoReplyError, PeerLostError, RequestError
 
 INBOX = "names"
 LEASE_SECONDS = 3.0
@@ -42,19 +42,20 @@ class NameHost:
             if self._waiting and (letter is not None or time.monotonic() >= due_at):
                 due_at = time.monotonic() + 0.05
                 for token, value in self._names.due():
-                    self._waiting.pop(token).reply(value)
+                    if (waiting := self._waiting.pop(token, None)) is not None:
+                        waiting.reply(value)
 
     def _answer(self, letter: Letter) -> None:
         try:
             message = dict(letter.message)
             call = message.pop("call")
             if call in ("wait", "watch"):
-                token = str(message["token"])
+                message["token"] = token = str(message["token"])
                 getattr(self._names, call)(**message)
                 self._waiting[token] = letter
             elif call == "forget":
-                self._names.forget(message["token"])
-                self._waiting.pop(message["token"], None)
+                self._names.forget(str(message["token"]))
+                self._waiting.pop(str(message["token"]), None)
                 letter.reply()
             elif call in ("add", "renew", "get", "delete", "find", "clear"):
                 letter.reply(getattr(self._names, call)(**message))
@@ -74,6 +75,7 @@ class NameClient:
     Args:
         address: where the table is.
         timeout: seconds.
+        lease: seconds after which a name is deleted, unless it is renewed. A thread of the wire does that.
     """
 
     def __init__(self, wire: Wire, address: str, *, timeout: float = 10.0, lease: float = LEASE_SECONDS) -> None:
@@ -133,15 +135,17 @@ class NameClient:
                 break
             finally:
                 peer.release()
-        with contextlib.suppress(ClusterError):
-            self._call("forget", token=token)
+        with contextlib.suppress(PeerLostError):
+            self._live_peer().ask({"call": "forget", "token": token}, self.timeout)  # nobody needs the answer
         raise NoReplyError(f"the name {key!r} was not added within {timeout:g} s")
 
     def watch(self, keys: list[str], *, until: str = "any") -> Future[Any]:
         """A future that gets the list of the keys that are gone, when any or all of `keys` are gone. If the table
         itself ends, it gets a `PeerLostError`: watch again then. A key that was never in the table is not gone."""
-        token = f"{self._wire.id}.{next(self._wire.numbers)}"
-        return self._reach().ask({"call": "watch", "keys": keys, "token": token, "until": until}, 1e9)
+        token, peer = f"{self._wire.id}.{next(self._wire.numbers)}", self._reach()
+        gone = peer.ask({"call": "watch", "keys": keys, "token": token, "until": until}, 1e9)
+        gone.add_done_callback(lambda _: peer.release())
+        return gone
 
     def peer(self, key: str, *, credit: int = 16) -> Peer:
         """The inbox whose address is the value of `key`. Raises `NameTableError` if it does not exist."""

@@ -17,7 +17,7 @@ from penstock.cluster.launch import LaunchedThread, load_worker, snake
 from penstock.cluster.name_table import NameClient
 from penstock.cluster.peer import Peer
 from penstock.cluster.statuses import Status
-from penstock.cluster.trial import Launched, Trial, open_trial
+from penstock.cluster.trial import Launched, OpenTrial, open_trial
 from penstock.cluster.wire import Wire
 from penstock.cluster.worker import Connection, Worker
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError
@@ -72,7 +72,7 @@ class ControlPanel:
         file: str | Path | None = None,
     ) -> None:
         opened = open_trial(f"{experiment}/{trial}", wire, host, port, file)
-        self._trial: Trial | None = opened
+        self._trial: OpenTrial | None = opened
         self._begin(opened.wire, opened.connection)
 
     @classmethod

@@ -329,13 +329,7 @@ class ShardPool:
                 call(shard, "stop_evaluation", "control")
 
     def run(
-        self,
-        command: Command,
-        occasion: str,
-        discard: Callable[[], Any],
-        *,
-        message: bytes | None = None,
-        **how: Any,
+        self, command: Command, occasion: str, discard: Callable[[], Any], *, message: bytes | None = None, **how: Any
     ) -> None:
         """`submit` and `wait`. Replies to a command whose wait Ctrl-C has ended are dropped when they come."""
         self.submit(command, message)
@@ -393,8 +387,12 @@ class ShardPool:
                 self._closing_thread = None
 
     def _end_shards(self, seconds: float) -> None:
-        if ray.is_initialized():  # otherwise Ray has ended before, and its actors with it
+        if not ray.is_initialized():  # Ray has ended before, and its actors with it
+            return
+        try:
             refs = [call(shard, "close", "control") for shard in self.shards if shard.started]
             if refs:
                 ray.wait(refs, num_returns=len(refs), timeout=seconds)
             self._placement.close([shard.actor for shard in self.shards if shard.actor is not None])
+        except Exception:  # Ray itself has failed, and ends its actors
+            _log.warning("Ray could not end the shards", exc_info=True)

@@ -43,7 +43,7 @@ Launch = Callable[[Callable[[], Worker], Connection, str, Mapping[str, float]], 
 
 
 @dataclass
-class Trial:
+class OpenTrial:
     """What a panel owns. Closing `resources` ends the name table, then the wire, then what is below."""
 
     wire: Wire
@@ -52,7 +52,7 @@ class Trial:
     resources: ExitStack
 
 
-def open_trial(name: str, wire: str, host: str | None, port: int, file: str | Path | None) -> Trial:
+def open_trial(name: str, wire: str, host: str | None, port: int, file: str | Path | None) -> OpenTrial:
     """Begin a trial. Raises `ConfigError` for a wire that does not exist, or an address that cannot be used."""
     if wire not in WIRES:
         raise ConfigError(f"wire must be one of {', '.join(WIRES)}, got {wire!r}")
@@ -69,16 +69,16 @@ def open_trial(name: str, wire: str, host: str | None, port: int, file: str | Pa
     return trial
 
 
-def _local(name: str, resources: ExitStack) -> Trial:
+def _local(name: str, resources: ExitStack) -> OpenTrial:
     hub = LocalHub()
     wire = hub.wire()
     resources.callback(wire.close)
     resources.callback(NameHost(wire).close)
     launch: Launch = lambda make, connection, worker, _: LaunchedThread(make, connection, worker)  # noqa: E731
-    return Trial(wire, LocalConnection(name, wire.address, hub), launch, resources)
+    return OpenTrial(wire, LocalConnection(name, wire.address, hub), launch, resources)
 
 
-def _zmq(name: str, resources: ExitStack, host: str | None, port: int, file: str | Path | None) -> Trial:
+def _zmq(name: str, resources: ExitStack, host: str | None, port: int, file: str | Path | None) -> OpenTrial:
     from penstock.cluster.keys import Connection as Keys
     from penstock.cluster.wire_zmq import zmq_wire
 
@@ -90,10 +90,10 @@ def _zmq(name: str, resources: ExitStack, host: str | None, port: int, file: str
     if file is not None:
         connection.write(file)
     launch: Launch = lambda make, connection, worker, _: LaunchedProcess(make, connection, worker)  # noqa: E731
-    return Trial(wire, connection, launch, resources)
+    return OpenTrial(wire, connection, launch, resources)
 
 
-def _ray(name: str, resources: ExitStack) -> Trial:
+def _ray(name: str, resources: ExitStack) -> OpenTrial:
     from penstock.cluster.launch_ray import LaunchedActor, RayNames
     from penstock.cluster.placement import connect
     from penstock.cluster.wire_ray import RayConnection
@@ -104,4 +104,4 @@ def _ray(name: str, resources: ExitStack) -> Trial:
     connection = RayConnection(name, names.address)
     wire = connection.wire()
     resources.callback(wire.close)
-    return Trial(wire, connection, LaunchedActor, resources)
+    return OpenTrial(wire, connection, LaunchedActor, resources)

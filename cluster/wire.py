@@ -101,7 +101,7 @@ class Inbox:
         if self.is_closed:
             return None
         try:
-            if timeout is None:  # it always waits, so others are in more of a hurry to receive
+            if timeout is None:  # it may wait for long: threads that wait for an answer receive the packets
                 item = self._letters.get()
             else:
                 until = time.monotonic() + timeout

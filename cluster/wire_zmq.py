@@ -34,6 +34,7 @@ _EVENTS, _MORE, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.P
 _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 _MOST_HEADER = 4096
+_MOST_FRAME = messages.MOST_BYTES + 2**20  # ZMQ breaks a connection through which more comes
 _LINGER_SECONDS = 0.5  # how long `close` waits for packets that are not sent yet
 
 
@@ -101,7 +102,7 @@ class ZmqTransport(Transport):
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.linger = int(_LINGER_SECONDS * 1000)
-        socket.maxmsgsize = messages.MOST_BYTES
+        socket.maxmsgsize = _MOST_FRAME
         socket.heartbeat_ivl, socket.heartbeat_timeout = 1000, 3000
         socket.sndhwm = 10_000
         socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
@@ -153,7 +154,7 @@ class ZmqTransport(Transport):
     def disconnect(self, address: str) -> None:
         with self._lock:
             dealer = self._dealers.pop(address, None)
-            if dealer is not None:
+            if dealer is not None and not self._has_ended:
                 fd = dealer.fileno()
                 self._input.unregister(fd)
                 del self._sources[fd]

@@ -24,6 +24,7 @@ Handler = Callable[..., Any]
 ORPHAN_SECONDS = 30.0  # a worker that has not reached the name table for so long ends
 _IDLE_SECONDS = 0.002  # between polls that had nothing to do
 _STATS_SECONDS = 0.5  # how often a worker updates its figures
+_END_SECONDS = 2.0  # how long a worker that ends waits for an urgent handler, and for the name table
 #: What every worker answers.
 _COMMANDS = ("configure", "reconfigure", "start", "pause", "exit", "interrupt", "ping", "status", "stats", "stacks")
 
@@ -109,7 +110,7 @@ class WorkerServer:
 
     def close(self, status: Status, text: str) -> None:
         """Write the final status into the name table, and close the wire."""
-        self.names.timeout = 2.0  # if the table has ended, do not wait for it
+        self.names.timeout = _END_SECONDS  # the table may have ended
         try:
             if self._is_announced:  # otherwise another worker has this name
                 self.names.add(f"status/{self.name}", [status.value, text], replace=True, lasting=True)
@@ -118,7 +119,7 @@ class WorkerServer:
             _log.warning("worker %s could not report that it has ended: %s", self.name, error)
         finally:
             self._inbox.close()
-            self._thread.join()
+            self._thread.join(_END_SECONDS)
             self.wire.close()
 
     def _receive(self) -> None:

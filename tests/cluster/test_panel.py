@@ -416,6 +416,70 @@ def test_waiting_for_a_name_and_watching_names(local: ControlPanel) -> None:
     assert sorted(both.result(10)) == ["a", "b"]  # the lease of b has run out
 
 
+def test_a_strange_token_does_not_end_the_name_table(local: ControlPanel) -> None:
+    wire = local.connection.wire()
+    peer = wire.reach(local.connection.address, "names")
+    try:
+        watching = peer.ask({"call": "watch", "keys": ["a"], "token": 5}, 10)
+        waiting = peer.ask({"call": "wait", "key": "a", "token": [5]}, 10)
+        peer.ask({"call": "wait", "key": "a", "token": 5}, 10)  # takes the place of the watch
+        local.names.add("a", 1)
+        assert waiting.result(10) == 1
+        local.names.delete("a")
+        time.sleep(0.1)
+        assert local.names.find("a") == {}
+        assert not watching.done()
+    finally:
+        wire.close()
+
+
+def test_a_worker_ends_although_an_urgent_handler_hangs(local: ControlPanel) -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        released.wait(60)
+
+    class Hanging(Worker):
+        def _configure(self) -> None:
+            self.register_handler("hang", hang, urgent=True)
+
+        def _poll(self) -> PollResult:
+            if begun.is_set():
+                raise RuntimeError("the end")
+            return PollResult()
+
+    local.launch(Hanging)
+    local.connect()
+    local.request("hanging/0", "configure")
+    local.request("hanging/0", "start")
+    local.async_request("hanging/0", "hang")
+    try:
+        assert local._launched["hanging/0"].wait(10)
+    finally:
+        released.set()
+
+
+@needs_zmq
+def test_a_process_group_is_killed_once_and_while_its_id_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.cluster import launch
+
+    monkeypatch.setattr(launch, "_CHILD", "pass")
+    killed, killpg = list[tuple[int, str]](), os.killpg
+
+    def note_and_kill(pid: int, number: int) -> None:
+        killed.append((pid, psutil.Process(pid).status()))
+        killpg(pid, number)
+
+    monkeypatch.setattr(os, "killpg", note_and_kill)
+    worker = launch.LaunchedProcess(Counter, None, "counter/0")  # type: ignore[arg-type]
+    assert worker.wait(30)
+    assert worker.wait(0)
+    worker.kill()
+    assert worker.ending() == "exit code 0"
+    assert killed == [(worker.pid, psutil.STATUS_ZOMBIE)]
+
+
 def test_a_closed_panel_says_so(panel: ControlPanel) -> None:
     started(panel)
     panel.close()

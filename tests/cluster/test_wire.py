@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from penstock import ClusterError, NoReplyError, PeerLostError, RequestError
+from penstock.cluster import messages
 from penstock.cluster.messages import BadMessageError
 from penstock.cluster.peer import Peer
 from penstock.cluster.wire import Inbox, Letter, Wire
@@ -112,6 +113,13 @@ class TestContract:
 
     def test_tuples_arrive_as_lists_and_numpy_scalars_as_numbers(self, peer: Peer, echo: Echo) -> None:
         assert peer.ask((1, np.float32(0.5), np.int64(7)), 10).result() == [1, 0.5, 7]
+
+    def test_a_large_array_is_refused_at_once(self, peer: Peer, echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(messages, "MOST_BYTES", 2**20)
+        array = np.zeros(2**20, np.uint8)
+        assert peer.ask(array, 20).result().nbytes == 2**20
+        with pytest.raises(BadMessageError, match="an array of 2 MiB cannot cross a wire: send it as several arrays, of at most 1 MiB"):
+            peer.ask(np.zeros(2**21, np.uint8), 20)
 
     @pytest.mark.parametrize(
         "message",
