@@ -118,7 +118,9 @@ class TestContract:
         monkeypatch.setattr(messages, "MOST_BYTES", 2**20)
         array = np.zeros(2**20, np.uint8)
         assert peer.ask(array, 20).result().nbytes == 2**20
-        with pytest.raises(BadMessageError, match="an array of 2 MiB cannot cross a wire: send it as several arrays, of at most 1 MiB"):
+        with pytest.raises(
+            BadMessageError, match="an array of 2 MiB cannot cross a wire: send it as several arrays, of at most 1 MiB"
+        ):
             peer.ask(np.zeros(2**21, np.uint8), 20)
 
     @pytest.mark.parametrize(
