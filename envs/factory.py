@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
 from penstock.envs.seeding import Purpose
@@ -85,6 +86,27 @@ class EnvFactory:
             parameter = None
         by_name = parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         return {**self.kwargs, "context": context} if by_name else {**self.kwargs}
+
+
+def descriptions(factories: Sequence[EnvFactory]) -> list[str]:
+    """What the environments are made of, to notice that a saved run had others: the name of the function and its
+    arguments. Of arguments that are no plain values, only the type is compared. One text if all are equal."""
+    texts = [f"{_plain(factory.fn)}, {_plain(dict(factory.kwargs))}" for factory in factories]
+    return texts[:1] if len(set(texts)) == 1 else texts
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_plain(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_plain, value)) + "]"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, partial):
+        return f"{_plain(value.func)}{_plain(value.args)}{_plain(value.keywords)}"
+    if isinstance(value, EnvSpec):
+        return f"{value.id}, max_episode_steps={value.max_episode_steps}, {_plain(value.kwargs)}"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def env_factories(

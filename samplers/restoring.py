@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.agents import Agent
 from penstock.envs.calls import pickled, single_results
+from penstock.envs.factory import descriptions, env_factories
 from penstock.envs.replay import EpisodeReplay
 from penstock.envs.seeding import ColumnStreams
-from penstock.errors import ConfigError, SamplerStateError
+from penstock.errors import ConfigError, SamplerStateError, brief
 from penstock.samplers.saving import RESEEDED, LoadMessage, SaveMessage, StateMessage, restart_agent, untrusted_class
 from penstock.workers.arguments import integer, one_of
 from penstock.workers.control import Command
@@ -203,6 +204,7 @@ class RestoringCalls(ABC):
         return {
             "seed": self.seed,
             "env_ranks": [rank for plan in self._plans for rank in plan.env_ranks],
+            "environments": descriptions(env_factories(config.env_fn, config.env_kwargs, config.batch_B)),
             "spaces": [str(self.observation_space), str(self.action_space)],
             "classes": [cls.__qualname__ for cls in (type(self._agent), config.collector_cls, config.traj_info_cls)],
             "central": self._central,
@@ -221,7 +223,7 @@ class RestoringCalls(ABC):
         for name, own in self._described().items():
             if state[name] != own:
                 hint = f": initialize(agent, seed={state[name]})" if name == "seed" else ""
-                raise ConfigError(f"the state has {name}={state[name]}, this sampler has {own}{hint}")
+                raise ConfigError(f"the state has {name}={brief(state[name])}, this sampler has {brief(own)}{hint}")
 
     def _send(self, message: StateMessage, call: str) -> list[Any]:
         """Let all workers perform `message`. Returns their answers, by env_rank."""

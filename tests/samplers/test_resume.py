@@ -374,7 +374,8 @@ def test_a_state_of_another_run_is_refused() -> None:
     for sampler, seed, message in (
         (make(), 4, r"the state has seed=3, this sampler has 4: initialize\(agent, seed=3\)"),
         (make(batch_B=6), 3, r"the state has env_ranks=\[0, 1, 2, 3, 4\], this sampler has"),
-        (make("FrozenLake-v1"), 3, "the state has spaces="),
+        (make("FrozenLake-v1"), 3, r"the state has environments=\['make\[CartPole-v1, max_episode_steps=500"),
+        (make(env_kwargs={"sutton_barto_reward": True}), 3, r"this sampler has .*sutton_barto_reward: True"),
         (make(collector_cls=WaitResetCollector), 3, "the state has classes="),
         (make(seed_episodes=True), 3, "the state has seed_episodes=False"),
         (make(cls=GpuSampler), 3, "the state has central=False"),
