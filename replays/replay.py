@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -114,7 +115,7 @@ class Replay:
         self.n_drawn = 0
         self._rng = np.random.default_rng(None if seed is None else require_count("seed", seed, 0))
         self._storage: _Storage | None = None
-        self._feeder: Feeder | None = None
+        self._feeder: weakref.ref[Feeder] | None = None  # not a part of a cycle, so that memory is freed early
         self._has_warned = False
 
     # ---- append ----------------------------------------------------------------------------
@@ -134,9 +135,7 @@ class Replay:
         """
         if self._feeder is not None:
             raise ConfigError("the workers of a sampler write into this replay: use another one for other batches")
-        storage = self._storage
-        if storage is None:
-            storage = self._storage = self._allocate(self._shape_for(samples))
+        storage = self._storage = self._storage or self._allocate(self._shape_for(samples))
         storage.appender.append(storage.appender.bind(samples), policy_version, continues)
         self._warn_of_lost_finals()
 
@@ -160,16 +159,19 @@ class Replay:
         `samples` `[T, B]` is an example. No worker is more than `rows_ahead` rows ahead of another. Each keeps
         `spare_finals` final observations more than its share.
         """
-        if self._feeder is not None and self._feeder.is_feeding:
+        if (before := self._live_feeder()) is not None and before.is_feeding:
             raise ConfigError("another sampler writes into this replay: shut it down first, or use another replay")
-        shape, before = self._shape_for(samples), self._storage
+        shape, old = self._shape_for(samples), self._storage
         max_finals = -(-shape.max_finals // n_writers) + spare_finals
         shape = replace(shape, n_writers=n_writers, max_finals=max_finals, spare_finals=spare_finals)
         storage = self._allocate(shape, rows_ahead)
-        if before is not None and before.ring.end:
-            storage = self._move(before, storage)
-        self._storage, self._feeder = storage, feeder
+        if old is not None and old.ring.end:
+            storage = self._move(old, storage)
+        self._storage, self._feeder = storage, weakref.ref(feeder)
         return storage.appender
+
+    def _live_feeder(self) -> Feeder | None:
+        return None if self._feeder is None else self._feeder()
 
     def _move(self, before: _Storage, storage: _Storage) -> _Storage:
         """`storage`, with the steps and priorities of `before`."""
@@ -230,8 +232,8 @@ class Replay:
             raise ConfigError("newer_than needs a replay without priorities: make it with prioritized=None")
         if out is not None and len(out.index) != n:
             raise ConfigError(f"out has {len(out.index)} positions, but {n} are to be drawn: it must have as many")
-        if self._feeder is not None:
-            self._feeder.before_sample(n)
+        if (feeder := self._live_feeder()) is not None:
+            feeder.before_sample(n)
             self._warn_of_lost_finals()
         storage = self._require_storage("sample")
         into = None if out is None else out.numpy()
@@ -286,7 +288,8 @@ class Replay:
         If the process is killed meanwhile, the folder keeps the checkpoint that it had. Workers that write into the
         replay finish their batches first, and wait.
         """
-        with nullcontext() if self._feeder is None else self._feeder.stand_still():
+        feeder = self._live_feeder()
+        with nullcontext() if feeder is None else feeder.stand_still():
             self._save(Path(folder), self._require_storage("save"))
 
     def _save(self, folder: Path, storage: _Storage) -> None:

@@ -23,7 +23,7 @@ _MOST_INFOS = 65_536
 
 
 class ReplayFeed:
-    """Links one sampler with its replay. The replay holds it, so it must not keep the sampler alive."""
+    """Links one sampler with its replay. The sampler owns it; references in the other direction are weak."""
 
     def __init__(self, sampler: AsyncSampler, replay: Replay, ratio: Ratio | None, *, is_pinned: bool) -> None:
         if not isinstance(replay, Replay):

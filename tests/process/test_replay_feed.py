@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -220,3 +222,26 @@ def test_workers_start_as_fast_with_a_large_replay(start_method: str) -> None:
     assert replay.nbytes > 0.95 * n_bytes
     small, large = (min(found) for found in seconds.values())
     note(f"replay, start with {n_bytes / 2**30:g} GiB slower, s", large - small, 0.2 * SLACK)
+
+
+def test_the_memory_is_freed_with_the_last_reference() -> None:
+    """At once, and not when Python looks for cycles: it may be gigabytes."""
+    import torch.autograd.graph  # noqa: F401 - its first import keeps the frames of its caller until then
+
+    replay = replay_of()
+    sampler = sampler_of(replay, CountingEnv)
+    sampler.initialize(RandomAgent(), seed=0)
+    sampler.start()
+    replay.sample(8)
+    assert replay._storage is not None
+    ring = weakref.ref(replay._storage.ring)
+    sampler.shutdown()
+    gc.collect()
+    gc.disable()
+    try:
+        del sampler
+        assert len(replay.sample(8).index) == 8
+        del replay
+        assert ring() is None
+    finally:
+        gc.enable()
