@@ -29,8 +29,19 @@ def mask_of(agent: Agent) -> ActionMask | None:
 
 
 def info_key(mask_key: str | None) -> str | None:
-    """The name of the entry of `info` with the mask. None if the mask is not in `info`."""
+    """The name of the entry of `info` with the mask. None if the mask is not in `info`.
+
+    Raises `ConfigError` if `mask_key` is not a text.
+    """
+    if not isinstance(mask_key, str | None):
+        raise _wrong_key(mask_key)
     return mask_key.removeprefix("info.") if mask_key is not None and mask_key.startswith("info.") else None
+
+
+def _wrong_key(mask_key: Any) -> ConfigError:
+    return ConfigError(
+        f'mask_key must be "observation.NAME" or "info.NAME", where NAME is the name of the mask: got {mask_key!r}'
+    )
 
 
 class ActionMask:
@@ -58,9 +69,7 @@ class ActionMask:
 
     def _require(self, key: str, space: gym.Space[Any]) -> None:
         if not (info_key(key) or key.split(".", maxsplit=1)[0] == "observation"):
-            raise ConfigError(
-                f'mask_key must be "observation.NAME" or "info.NAME", where NAME is the name of the mask: got {key!r}'
-            )
+            raise _wrong_key(key)
         part: Any = space
         for name in self._path:
             if isinstance(part, spaces.Tuple):

@@ -28,12 +28,18 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], agent: str) -> 
 
 
 def load(path: str | os.PathLike[str], agent: str) -> Any:
-    """The state in the file. Raises `ConfigError` if another class of agent has written it."""
+    """The state in the file. Raises `ConfigError` if another class of agent, or something else, has written it."""
     import torch
 
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    foreign = f"{os.fspath(path)} was not written by agent.save: "
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError):
+        raise  # the file is missing, or cannot be read
+    except Exception as error:  # torch raises many kinds for a file that it has not written
+        raise ConfigError(f"{foreign}torch cannot read it ({type(error).__name__})") from error
     if not (isinstance(saved, dict) and saved.keys() == {"agent", "state"}):
-        raise ConfigError(f"{os.fspath(path)} was not written by agent.save: load it yourself, with load_state_dict")
+        raise ConfigError(f"{foreign}load it yourself, with load_state_dict")
     if saved["agent"] != agent:
         raise ConfigError(f"{os.fspath(path)} has the state of a {saved['agent']}, this agent is a {agent}")
     return _unpacked(saved["state"])

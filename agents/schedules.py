@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,21 @@ Setting = float | Sequence[float] | npt.NDArray[Any] | Callable[[int], Any]
 
 @dataclass(frozen=True)
 class LinearSchedule:
-    """Goes from `start` at itr 0 to `end` at itr `n_itrs` in equal steps, and then stays at `end`."""
+    """Goes from `start` at itr 0 to `end` at itr `n_itrs` in equal steps, and then stays at `end`.
+
+    Raises `ConfigError` unless `n_itrs` is at least 1.
+    """
 
     start: float
     end: float
     n_itrs: int
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.n_itrs, Real) and self.n_itrs >= 1):
+            raise ConfigError(f"n_itrs of a LinearSchedule must be at least 1, got {self.n_itrs!r}")
+
     def __call__(self, itr: int) -> float:
-        done = min(max(itr / self.n_itrs, 0.0), 1.0) if self.n_itrs > 0 else 1.0
+        done = min(max(itr / self.n_itrs, 0.0), 1.0)
         return (1.0 - done) * self.start + done * self.end
 
 

@@ -90,8 +90,10 @@ def flattened(samples: Samples) -> Samples:
 def sequences(samples: Samples, length: int) -> Samples:
     """`Samples.sequences`."""
     T, B = dimensions(samples, "sequences")
-    if length < 1 or T % length:
-        raise ConfigError(f"the length of sequences must divide the {T} rows of these samples, got {length}")
+    if not _is_integer(length) or length < 1 or T % length:
+        raise ConfigError(
+            f"the length of sequences must be an integer that divides the {T} rows of these samples, got {length!r}"
+        )
     n = T // length
     if n == 1:
         cut = with_status(_per_step(samples, lambda leaf: leaf), samples.status)
@@ -112,8 +114,10 @@ def minibatches(samples: Samples, n: int, rng: Any, length: int | None) -> Itera
     whole = samples.flatten() if length is None else samples.sequences(length)
     valid = whole.env.valid
     size, unit = valid.shape[-1], "steps" if length is None else "sequences"
-    if not 1 <= n <= size:
-        raise ConfigError(f"the number of minibatches must be from 1 to the {size} {unit} that there are, got {n}")
+    if not (_is_integer(n) and 1 <= n <= size):
+        raise ConfigError(
+            f"the number of minibatches must be an integer from 1 to the {size} {unit} that there are, got {n!r}"
+        )
     whole = _make(type(whole), whole._values)  # without its status, since its parts are copies
     return (whole[part] if length is None else whole[:, part] for part in _shuffled(size, rng, valid, n))
 
@@ -164,6 +168,10 @@ def next_observation(env: EnvSamples) -> Any:
 
 
 # ---- pieces ----------------------------------------------------------------------------------------
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _per_step(samples: Samples, fn: Callable[[Any], Any]) -> Samples:

@@ -152,6 +152,8 @@ class Samples(NamedArrays):
         Every index and method applies to them too: `samples.with_targets(advantage=advantage).minibatches(8)`."""
         shape = tuple(self.env.valid.shape)
         for name, leaf in NamedArrays(targets).leaves():
+            if not hasattr(leaf, "shape"):
+                raise ConfigError(f"target {name} must be an array {list(shape)}, it is a {type(leaf).__name__}")
             if tuple(leaf.shape[: len(shape)]) != shape:
                 raise ConfigError(f"target {name} must be an array {list(shape)}, it has {list(leaf.shape)}")
         joined = {**dict(self._values.get("targets", NamedArrays()).items()), **targets}

@@ -18,6 +18,7 @@ _REMEDIES = {
     spaces.Graph: "pad nodes and edges to a fixed number with gymnasium.wrappers.TransformObservation",
     spaces.OneOf: "flatten it with gymnasium.wrappers.FlattenObservation",
 }
+_ONE_OF_ACTION = "replace it by a Tuple of the number of the part and all parts, with gymnasium.wrappers.TransformAction"
 
 
 def example_of(space: gym.Space[Any], name: str = "observation") -> Any:
@@ -42,6 +43,8 @@ def example_of(space: gym.Space[Any], name: str = "observation") -> Any:
             f"{name} has a space of type {type(space).__name__}, which penstock does not support: wrap the environment "
             "so that its spaces consist of Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple"
         )
+    if name.startswith("action"):
+        remedy = _ONE_OF_ACTION if isinstance(space, spaces.OneOf) else remedy.replace("Observation", "Action")
     raise SpaceError(f"{name} has a {type(space).__name__} space, whose elements have no fixed shape: {remedy}")
 
 

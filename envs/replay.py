@@ -129,8 +129,13 @@ class EpisodeReplay:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> EpisodeReplay:
         """Read a replay from a file. The file may contain code: load only your own. Raises `ConfigError` if it contains
-        something else."""
-        replay = pickle.loads(Path(path).read_bytes())
+        something else, or cannot be read."""
+        content = Path(path).read_bytes()
+        try:
+            replay = pickle.loads(content)
+        except Exception as error:  # pickle raises many kinds for a file that it has not written
+            problem = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{path} cannot be read as an EpisodeReplay that `save` has written: {problem}") from error
         if not isinstance(replay, EpisodeReplay):
             raise ConfigError(f"{path} does not contain an EpisodeReplay, but a {type(replay).__name__}")
         return replay

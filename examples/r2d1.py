@@ -177,7 +177,7 @@ def main(cfg: Config) -> dict[str, Any]:
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(1)  # a second thread does not help with networks this small
     batch_steps, time_limit = cfg.batch_T * cfg.batch_B, 6 * cfg.corridor
-    epsilon = LinearSchedule(1.0, cfg.epsilon, cfg.explore_steps // batch_steps)
+    epsilon = LinearSchedule(1.0, cfg.epsilon, max(cfg.explore_steps // batch_steps, 1))
     agent = RecurrentEpsilonGreedyAgent(partial(QNetwork, cfg.hidden), epsilon=epsilon)
     sequences = Sequences(cfg.length, cfg.burn_in, state_every=cfg.burn_in or 1)
     prioritized = Prioritized(cfg.alpha, cfg.beta)

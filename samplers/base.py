@@ -73,7 +73,8 @@ class Sampler(EnvironmentCalls, ABC):
         start_method: "forkserver", "spawn" or "fork".
         step_timeout: seconds that a worker may make no progress (an environment step, a reset, an agent step) before
             `WorkerTimeoutError`; None waits for ever, as long as the worker lives.
-        start_timeout: the same, while environments are built and reset for the first time.
+        start_timeout: the same, while environments are built, are reset for the first time, and make the random steps
+            before the first batch (`max_decorrelation_steps`).
         on_worker_failure: "raise" breaks the sampler when a worker raises, dies or hangs. "restart" replaces the
             worker: the new one builds its environments again, with new but reproducible random streams, and collects
             its columns of the running batch again from the first step. No other column is touched.

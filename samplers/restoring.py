@@ -221,6 +221,9 @@ class RestoringCalls(ABC):
         for name in ("batches", "policy_version", "generation"):
             integer(f"{name} of the state", state[name], 0)
         for name, own in self._described().items():
+            if name == "central" and state[name] != own:
+                saved = "GpuSampler or AlternatingSampler" if state[name] else "SerialSampler or ParallelSampler"
+                raise ConfigError(f"the state is that of a {saved}, this is a {type(self).__name__}: use a {saved}")
             if state[name] != own:
                 hint = f": initialize(agent, seed={state[name]})" if name == "seed" else ""
                 raise ConfigError(f"the state has {name}={brief(state[name])}, this sampler has {brief(own)}{hint}")

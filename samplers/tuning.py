@@ -115,8 +115,7 @@ class TuneReport:
     def __str__(self) -> str:
         headings = ("sampler", "workers", "T", "B", "inference", "steps/s", "CPU µs a step", "times one process")
         lines = _aligned([headings, *(self._cells(row) for row in self.rows)])
-        failures = [f"{_short(row.candidate)}: {' '.join(row.failure.split())}" for row in self.rows if row.failure]
-        notes = ["Figures are medians; the middle half of the turns follows in parentheses.", *failures]
+        notes = ["Figures are medians; the middle half of the turns follows in parentheses.", *_failures(self.rows)]
         if self.is_interrupted:
             notes.append("Interrupted: the candidates that are missing were not tried, or not to the end.")
         return "\n".join([*lines, "", *notes, "", self.recommendation])
@@ -336,6 +335,19 @@ def _short(candidate: Candidate) -> str:
     """How the notes below the table name a candidate."""
     options = {**candidate.options, "inference": candidate.inference}
     return f"{candidate.sampler} ({', '.join(f'{name}={value}' for name, value in options.items() if value)})"
+
+
+def _failures(rows: Sequence[TuneRow]) -> list[str]:
+    """A line for each error. Errors that differ only in numbers, such as the pid, are one."""
+    failed: dict[str, list[TuneRow]] = {}
+    for row in rows:
+        if row.failure:  # of several workers that fail, each has a line
+            failed.setdefault(re.sub(r"\d+", "", row.failure.splitlines()[0]), []).append(row)
+    lines = []
+    for first, *others in failed.values():
+        more = f" (the same error for {len(others)} more)" if others else ""
+        lines.append(f"{_short(first.candidate)}: {' '.join(str(first.failure).split())}{more}")
+    return lines
 
 
 def _figure(values: Sequence[float], form: str) -> str:

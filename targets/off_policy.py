@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from penstock.buffers import Samples
+from penstock.errors import ConfigError
 from penstock.targets.returns import as_steps, checked_lambda
 from penstock.targets.steps import Array, Ends, Steps
 
@@ -53,8 +54,11 @@ def vtrace(
 
     For ends of episodes, see `gae`. If the current parameters are those that acted, the targets equal
     `lambda_return`.
+
+    Raises `ConfigError` if `log_ratio` has another shape than the rewards.
     """
     steps = as_steps(steps, discount)
+    _check(log_ratio, steps.reward)
     ends = Ends(steps)
     log_ratio = ends.steps_only(log_ratio)  # in rows that are not valid, it may have any value, also NaN
     ratio: Any = np.exp(log_ratio) if isinstance(log_ratio, np.ndarray) else log_ratio.exp()
@@ -63,3 +67,14 @@ def vtrace(
     target = steps.value + ends.summed_backwards(ends.steps_only(delta), discount * c)
     advantage = rho * (steps.reward + discount * ends.following(target) - steps.value)
     return ends.steps_only(advantage), ends.steps_only(target)
+
+
+def _check(log_ratio: Any, reward: Any) -> None:
+    """Raise `ConfigError` unless `log_ratio` is an array of the same kind and shape as `reward`."""
+    is_same_kind = isinstance(log_ratio, np.ndarray) is isinstance(reward, np.ndarray)
+    shape, given = list(reward.shape), list(getattr(log_ratio, "shape", ()))
+    if not is_same_kind or given != shape:
+        raise ConfigError(
+            f"log_ratio must be a {type(reward).__name__} {shape}, as the rewards are: got a "
+            f"{type(log_ratio).__name__} {given}"
+        )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, overload
 
+import numpy as np
+
 from penstock.buffers import Samples
 from penstock.errors import ConfigError
 from penstock.targets.steps import Array, Ends, Steps
@@ -42,8 +44,8 @@ def n_step_return(steps: Samples | Steps[Array], n: int, discount: float) -> Arr
     The sum is shorter where the episode or the batch ends. `gae` says which value then comes after it.
     """
     steps = as_steps(steps, discount)
-    if n < 1:
-        raise ConfigError(f"n must be at least 1, got {n}")
+    if not isinstance(n, int | np.integer) or n < 1:
+        raise ConfigError(f"n must be an integer of at least 1, got {n!r}")
     ends = Ends(steps)
     found: Array = steps.value
     for _ in range(min(n, len(steps.reward))):

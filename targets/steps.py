@@ -68,6 +68,11 @@ class Steps(Generic[Array]):
 
         Raises `ConfigError` if one of these was not recorded, and you do not give it.
         """
+        if not isinstance(samples, Samples):
+            raise ConfigError(
+                f"targets need samples or Steps, got a {type(samples).__name__}: obtain_samples returns (samples, "
+                "traj_infos); for other data, make Steps(...)"
+            )
         env, agent = samples.env, samples.agent
         info = agent.agent_info
         given = {"value": value, "bootstrap_value": bootstrap_value, "final_value": final_value}

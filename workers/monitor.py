@@ -215,13 +215,13 @@ class Monitor:
     def _examine_hung(self, pending: Sequence[int]) -> list[WorkerFailure]:
         """Ask workers that make no progress for their stacks, then kill them."""
         failures = []
-        for rank, limit in self._overdue(pending):
+        for rank, name, limit in self._overdue(pending):
             handle = self._handles[rank]
             status = self.status(handle)
             stopped = " and is stopped by a signal" if handle.is_stopped else ""
             stack = handle.stacks.ask(handle.pid)
             handle.signal_group(signal.SIGKILL)
-            hung = f"made no progress for {limit:g} s{stopped}"
+            hung = f"made no progress for {limit:g} s ({name}={limit:g}){stopped}"
             exitcode = handle.reap()
             failures.append(WorkerFailure(status, exitcode, None, stack, hung, self._replay_of(status)))
         return failures
@@ -239,17 +239,18 @@ class Monitor:
         self._check_seconds = min(checks, default=3600.0)
         self._next_check = time.monotonic() + self._check_seconds
 
-    def _overdue(self, ranks: Sequence[int]) -> list[tuple[int, float]]:
+    def _overdue(self, ranks: Sequence[int]) -> list[tuple[int, str, float]]:
         """Check progress. Returns the workers of `ranks` that made no progress for longer than their limit, each with
-        the limit."""
+        the name of the limit and its seconds."""
         now = time.monotonic()
         self._starting = {rank for rank in self._starting if not self._has_started(rank)}
         self._set_next_check()
         overdue = []
         for rank in ranks:
-            limit = self._options.start_timeout if rank in self._starting else self._options.step_timeout
+            name = "start_timeout" if rank in self._starting else "step_timeout"
+            limit = getattr(self._options, name)
             if self._silence(rank, now) > (math.inf if limit is None else limit):
-                overdue.append((rank, limit or 0.0))
+                overdue.append((rank, name, limit))
         return overdue
 
     def _silence(self, rank: int, now: float, *, is_excused: bool = False) -> float:

@@ -167,7 +167,7 @@ def test_a_missing_attribute_says_why_it_is_missing() -> None:
 
 @pytest.mark.parametrize(("observation", "got"), [(np.zeros(2), "(2,)"), (np.zeros((5, 4)), "(5, 4)")])
 def test_an_observation_of_a_wrong_shape_is_refused(observation: Any, got: str) -> None:
-    message = re.escape(f"observation must have the shape (3,), or ('B', 3), got {got}")
+    message = re.escape(f"observation must have the shape (3,), or (B, 3), got {got}")
     with pytest.raises(SpaceError, match=message):
         ready(RandomAgent()).act(observation)
 

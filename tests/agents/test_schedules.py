@@ -16,7 +16,9 @@ def test_a_linear_schedule_goes_from_start_to_end_and_stays() -> None:
     schedule = LinearSchedule(1.0, 0.2, n_itrs=4)
     assert [schedule(itr) for itr in (0, 1, 2, 4, 5, 999)] == pytest.approx([1, 0.8, 0.6, 0.2, 0.2, 0.2])
     assert schedule(10**9) == 0.2
-    assert LinearSchedule(1.0, 0.5, n_itrs=0)(0) == 0.5
+    for n_itrs in (0, -5, "3"):
+        with pytest.raises(ConfigError, match=f"n_itrs of a LinearSchedule must be at least 1, got {n_itrs!r}"):
+            LinearSchedule(1.0, 0.5, n_itrs=n_itrs)  # type: ignore[arg-type]
 
 
 def test_an_exponential_schedule_decays_to_its_end() -> None:

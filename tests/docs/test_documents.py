@@ -73,6 +73,16 @@ def test_the_readme_example_runs_as_a_script_and_learns(tmp_path: Path) -> None:
     assert returns[-1] > 2 * returns[0]
 
 
+def test_the_update_of_the_readme_trains_the_model_of_its_example() -> None:
+    example, update = blocks("README.md")[:2]
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(example.replace("range(100)", "range(1)").replace("batch_T=128", "batch_T=8").replace("=4000", "=40"), names)
+    before = [parameter.clone() for parameter in names["agent"].model.parameters()]
+    exec(update, names)
+    assert names["part"].env.observation.shape == (32, 4)
+    assert not any(torch.equal(*pair) for pair in zip(before, names["agent"].model.parameters(), strict=True))
+
+
 def test_the_central_sampler_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = (block for block in blocks("README.md") if "GpuSampler" in block)
     exec(compile(block, "README.md", "exec"), {})
@@ -326,10 +336,10 @@ def test_the_recipes_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_checkpoint_of_the_recipes_is_continued(capsys: pytest.CaptureFixture[str]) -> None:
     page = blocks("docs/recipes.md")
-    (loop,) = (block for block in page if "checkpoint.pt" in block)
+    (loop,) = (block for block in page if "training.pt" in block)
     for last_itr in (9, 19):
         exec(compile(page[0] + loop, "docs/recipes.md", "exec"), {"__name__": "__main__"})
-        assert torch.load("checkpoint.pt")["itr"] == last_itr
+        assert torch.load("training.pt")["itr"] == last_itr
     assert capsys.readouterr().out == "8 environments continue exactly, 0 began new episodes\n"
 
 

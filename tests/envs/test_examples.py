@@ -81,6 +81,12 @@ def test_a_space_without_fixed_shape_is_refused_with_a_remedy(space: Any, remedy
         example_of(wrap(space), "sight")
 
 
+@pytest.mark.parametrize("space", [spaces.OneOf([spaces.Discrete(2), spaces.Discrete(3)]), spaces.Text(5)], ids=str)
+def test_the_remedy_for_an_action_space_is_a_wrapper_for_actions(space: Any) -> None:
+    with pytest.raises(SpaceError, match=r"^action has a .*gymnasium\.wrappers\.TransformAction$"):
+        example_of(space, "action")
+
+
 @quick
 @given(any_space)
 def test_a_float_dtype_replaces_only_float_dtypes(space: Any) -> None:

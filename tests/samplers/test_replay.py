@@ -301,6 +301,9 @@ def test_a_file_that_is_no_replay_and_a_factory_that_cannot_be_pickled(tmp_path:
     (tmp_path / "other").write_bytes(pickle.dumps(3))
     with pytest.raises(ConfigError, match="does not contain an EpisodeReplay, but a int"):
         EpisodeReplay.load(tmp_path / "other")
+    (tmp_path / "other").write_text("i am no pickle\n")
+    with pytest.raises(ConfigError, match="other cannot be read as an EpisodeReplay"):
+        EpisodeReplay.load(tmp_path / "other")
 
     class Unpicklable(Walk):
         def __reduce__(self) -> Any:

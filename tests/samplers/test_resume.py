@@ -378,7 +378,7 @@ def test_a_state_of_another_run_is_refused() -> None:
         (make(env_kwargs={"sutton_barto_reward": True}), 3, r"this sampler has .*sutton_barto_reward: True"),
         (make(collector_cls=WaitResetCollector), 3, "the state has classes="),
         (make(seed_episodes=True), 3, "the state has seed_episodes=False"),
-        (make(cls=GpuSampler), 3, "the state has central=False"),
+        (make(cls=GpuSampler), 3, "that of a SerialSampler or ParallelSampler, this is a GpuSampler"),
     ):
         with sampler, pytest.raises(ConfigError, match=message):
             sampler.initialize(RandomAgent(), seed=seed)

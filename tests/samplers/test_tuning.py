@@ -75,6 +75,21 @@ def test_the_recommendation_is_code_and_says_so_if_one_process_is_fastest() -> N
     assert "no recommendation" in TuneReport().recommendation
 
 
+def test_an_error_of_several_candidates_is_shown_once() -> None:
+    rows = [
+        row(ONE, failure="WorkerError: worker 0 (pid 11) raised ValueError: no server"),
+        row(TWO, failure="WorkerError: worker 0 (pid 22) raised ValueError: no server\nworker 1 (pid 23) raised too"),
+        row(FOUR, failure="WorkerError: worker 0 (pid 33) raised ValueError: no server"),
+        row(Candidate("GpuSampler", 8, 4), failure="slow"),
+    ]
+    assert str(TuneReport(rows=rows)).partition("parentheses.\n")[2].splitlines()[:3] == [
+        "SerialSampler (batch_T=8, batch_B=4): WorkerError: worker 0 (pid 11) raised ValueError: no server "
+        "(the same error for 2 more)",
+        "GpuSampler (batch_T=8, batch_B=4): slow",
+        "",
+    ]
+
+
 def test_more_workers_than_cpus_are_tried_but_never_more_than_environments() -> None:
     candidates = first_candidates(128, 32, 2, None)
     assert candidates[0] == Candidate("SerialSampler", 128, 32)

@@ -335,5 +335,5 @@ def test_what_is_missing_or_wrong_is_named() -> None:
         gae(steps, 99, 0.9)
     with pytest.raises(ConfigError, match=r"lambda_ must be from 0 to 1, got 1\.1"):
         vtrace(steps, log_ratio, 0.9, 1.1)
-    with pytest.raises(ConfigError, match="n must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="n must be an integer of at least 1, got 0"):
         n_step_return(steps, 0, 0.9)
