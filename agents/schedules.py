@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ class LinearSchedule:
     n_itrs: int
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.n_itrs, Real) and self.n_itrs >= 1):
+        if not (isinstance(self.n_itrs, int | float | np.integer | np.floating) and self.n_itrs >= 1):
             raise ConfigError(f"n_itrs of a LinearSchedule must be at least 1, got {self.n_itrs!r}")
 
     def __call__(self, itr: int) -> float:

@@ -92,7 +92,7 @@ def sequences(samples: Samples, length: int) -> Samples:
     T, B = dimensions(samples, "sequences")
     if not _is_integer(length) or length < 1 or T % length:
         raise ConfigError(
-            f"the length of sequences must be an integer that divides the {T} rows of these samples, got {length!r}"
+            f"the length of sequences must be an integer and must divide the {T} rows of these samples, got {length!r}"
         )
     n = T // length
     if n == 1:

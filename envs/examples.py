@@ -18,7 +18,9 @@ _REMEDIES = {
     spaces.Graph: "pad nodes and edges to a fixed number with gymnasium.wrappers.TransformObservation",
     spaces.OneOf: "flatten it with gymnasium.wrappers.FlattenObservation",
 }
-_ONE_OF_ACTION = "replace it by a Tuple of the number of the part and all parts, with gymnasium.wrappers.TransformAction"
+_ONE_OF_ACTION = (
+    "replace it by a Tuple of the number of the part and all parts, with gymnasium.wrappers.TransformAction"
+)
 
 
 def example_of(space: gym.Space[Any], name: str = "observation") -> Any:

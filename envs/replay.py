@@ -135,7 +135,9 @@ class EpisodeReplay:
             replay = pickle.loads(content)
         except Exception as error:  # pickle raises many kinds for a file that it has not written
             problem = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"{path} cannot be read as an EpisodeReplay that `save` has written: {problem}") from error
+            raise ConfigError(
+                f"{path} cannot be read as an EpisodeReplay that `save` has written: {problem}"
+            ) from error
         if not isinstance(replay, EpisodeReplay):
             raise ConfigError(f"{path} does not contain an EpisodeReplay, but a {type(replay).__name__}")
         return replay

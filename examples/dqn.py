@@ -110,7 +110,9 @@ def main(cfg: Config) -> dict[str, Any]:
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(1)  # a second thread does not help with networks this small
     batch_steps = cfg.batch_T * cfg.batch_B
-    agent = EpsilonGreedyAgent(QNetwork, epsilon=LinearSchedule(1.0, cfg.epsilon, max(cfg.explore_steps // batch_steps, 1)))
+    agent = EpsilonGreedyAgent(
+        QNetwork, epsilon=LinearSchedule(1.0, cfg.epsilon, max(cfg.explore_steps // batch_steps, 1))
+    )
     prioritized = Prioritized(cfg.alpha, cfg.beta)
     replay = Replay(cfg.capacity, cfg.n_step, cfg.discount, prioritized, seed=cfg.seed)
     ratio = Ratio(cfg.samples_per_step, batch_steps, cfg.batch_size, cfg.min_steps)

@@ -260,6 +260,12 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     ready(Table()).save(tmp_path / "table.pt")
     with pytest.raises(ConfigError, match=r"table\.pt has the state of a Table, this agent is a CategoricalPgAgent"):
         ready(CategoricalPgAgent(Policy)).load(tmp_path / "table.pt")
+    for content in (b"", b"i am junk\n", bytes(range(256))):
+        (tmp_path / "junk.pt").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"junk\.pt was not written by agent\.save: torch cannot read it"):
+            ready(Table()).load(tmp_path / "junk.pt")
+    with pytest.raises(FileNotFoundError):
+        ready(Table()).load(tmp_path / "missing.pt")
     torch.save({"weight": torch.zeros(2)}, tmp_path / "other.pt")
     with pytest.raises(ConfigError, match=r"other\.pt was not written by agent\.save"):
         ready(Table()).load(tmp_path / "other.pt")

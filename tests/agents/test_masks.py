@@ -217,12 +217,13 @@ def test_columns_without_a_legal_action_are_found_by_component() -> None:
 @pytest.mark.parametrize(
     ("key", "error", "message"),
     [
+        (3, ConfigError, 'mask_key must be "observation.NAME" or "info.NAME".* got 3'),
         ("action_mask", ConfigError, 'mask_key must be "observation.NAME" or "info.NAME"'),
         ("observation.legal", ConfigError, r"mask_key='observation\.legal': Dict\(.*\) has no entry 'legal'"),
         ("observation.board", SpaceError, r"one number for each of the 5 actions, such as MultiBinary\(5\)"),
     ],
 )
-def test_a_wrong_key_is_named_before_workers_start(key: str, error: Any, message: str) -> None:
+def test_a_wrong_key_is_named_before_workers_start(key: Any, error: Any, message: str) -> None:
     for agent in (RandomAgent(mask_key=key), CategoricalPgAgent(Model, mask_key=key)):
         with SerialSampler(Masked, batch_T=2, batch_B=2) as sampler, pytest.raises(error, match=message):
             sampler.initialize(agent)

@@ -151,9 +151,9 @@ def test_minibatches_of_whole_sequences(kind: str) -> None:
     assert sorted(starts) == sorted(100 * t + b for t in (0, 3) for b in range(B))
 
 
-@pytest.mark.parametrize("n", [0, 25])
-def test_a_wrong_number_of_minibatches_is_named(n: int) -> None:
-    with pytest.raises(ConfigError, match=f"from 1 to the 24 steps that there are, got {n}"):
+@pytest.mark.parametrize("n", [0, 25, 2.0, "2", True])
+def test_a_wrong_number_of_minibatches_is_named(n: Any) -> None:
+    with pytest.raises(ConfigError, match=f"from 1 to the 24 steps that there are, got {n!r}"):
         batch("torch").minibatches(n)
 
 
@@ -198,8 +198,8 @@ def test_sequences_need_the_state_where_they_start(kind: str) -> None:
         _ = batch(kind).initial_state
 
 
-@pytest.mark.parametrize("length", [0, 4, 7])
-def test_a_length_that_does_not_divide_the_rows_is_named(length: int) -> None:
+@pytest.mark.parametrize("length", [0, 4, 7, 3.0])
+def test_a_length_that_does_not_divide_the_rows_is_named(length: Any) -> None:
     with pytest.raises(ConfigError, match=f"must divide the 6 rows of these samples, got {length}"):
         batch("torch").sequences(length)
 
@@ -274,6 +274,8 @@ def test_targets_follow_every_index_and_stay_beside_those_that_were_there(kind: 
     assert "targets" not in samples
     with pytest.raises(ConfigError, match=r"target wrong must be an array \[6, 4\], it has \[5, 4\]"):
         samples.with_targets(wrong=samples.env.reward[1:])
+    with pytest.raises(ConfigError, match=r"target wrong must be an array \[6, 4\], it is a list"):
+        samples.with_targets(wrong=[1])
 
 
 def test_to_a_device() -> None:

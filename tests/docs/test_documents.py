@@ -76,7 +76,7 @@ def test_the_readme_example_runs_as_a_script_and_learns(tmp_path: Path) -> None:
 def test_the_update_of_the_readme_trains_the_model_of_its_example() -> None:
     example, update = blocks("README.md")[:2]
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(example.replace("range(100)", "range(1)").replace("batch_T=128", "batch_T=8").replace("=4000", "=40"), names)
+    exec(example.replace("range(100)", "range(1)").replace("batch_T=128", "batch_T=8").replace("=4000", "=400"), names)
     before = [parameter.clone() for parameter in names["agent"].model.parameters()]
     exec(update, names)
     assert names["part"].env.observation.shape == (32, 4)

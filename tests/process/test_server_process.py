@@ -165,7 +165,8 @@ def test_a_server_that_hangs_is_named_and_no_worker_is(how: str, tmp_path: Path)
     struck, pid = notebook.read()
     first = str(caught.value).splitlines()[0]
     stopped = " and is stopped by a signal" if how == "stop" else ""
-    assert first == f"the inference server (pid {pid}) made no progress for {LIMIT:g} s{stopped} while acting (itr=0)"
+    limit = f"{LIMIT:g} s (step_timeout={LIMIT:g})"
+    assert first == f"the inference server (pid {pid}) made no progress for {limit}{stopped} while acting (itr=0)"
     if how != "stop":  # to be asked for its stack, a stopped one is continued
         assert re.search(r"^  worker 0: waiting for actions, t=3, last heartbeat", str(caught.value), re.MULTILINE)
     assert re.search(r"^  the inference server: acting, last heartbeat", str(caught.value), re.MULTILINE)

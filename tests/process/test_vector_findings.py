@@ -60,7 +60,8 @@ def test_a_hang_is_found_while_others_go_on_stepping() -> None:
         envs.reset()
         envs.send([0, 0])
         with pytest.raises(
-            WorkerTimeoutError, match=r"worker 0 .* made no progress for 0\.5 s while stepping env_rank 0"
+            WorkerTimeoutError,
+            match=r"worker 0 .* made no progress for 0\.5 s \(step_timeout=0\.5\) while stepping env_rank 0",
         ):
             while True:
                 ids = envs.recv()[4]["env_id"]

@@ -209,14 +209,14 @@ def test_a_worker_without_progress_times_out_if_asked_to() -> None:
             sampler.obtain_samples(0)
     message = str(caught.value)
     assert "worker 1 (pid" in message
-    assert "made no progress for 0.5 s while stepping env_rank 1, t=1 (itr=0)" in message
+    assert "made no progress for 0.5 s (step_timeout=0.5) while stepping env_rank 1, t=1 (itr=0)" in message
     assert "worker 0: waiting at barrier_in, last heartbeat" in message
 
 
 def test_start_up_has_a_limit_of_its_own() -> None:
     env_kwargs = {"where": "init", "how": "hang", "spare_pid": os.getpid()}
     with ParallelSampler(CrashingEnv, env_kwargs=env_kwargs, batch_T=4, batch_B=1, start_timeout=1.0) as sampler:
-        with pytest.raises(WorkerTimeoutError, match=r"while building env_rank 0 \(start-up\)"):
+        with pytest.raises(WorkerTimeoutError, match=r"\(start_timeout=1\) while building env_rank 0 \(start-up\)"):
             sampler.initialize(RandomAgent())
         with pytest.raises(WorkerTimeoutError):
             sampler.obtain_samples(0)

@@ -337,3 +337,10 @@ def test_what_is_missing_or_wrong_is_named() -> None:
         vtrace(steps, log_ratio, 0.9, 1.1)
     with pytest.raises(ConfigError, match="n must be an integer of at least 1, got 0"):
         n_step_return(steps, 0, 0.9)
+    with pytest.raises(ConfigError, match=r"n must be an integer of at least 1, got 1\.5"):
+        n_step_return(steps, 1.5, 0.9)  # type: ignore[call-overload]
+    for other in (log_ratio[0], np.asarray(log_ratio), [1.0]):
+        with pytest.raises(ConfigError, match=r"log_ratio must be a Tensor \[24, 16\], as the rewards are: got a"):
+            vtrace(steps, other, 0.9)
+    with pytest.raises(ConfigError, match=r"targets need samples or Steps, got a dict: obtain_samples returns"):
+        gae(samples.to_dict(), 0.9, 0.9)  # type: ignore[call-overload]
