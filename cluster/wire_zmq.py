@@ -32,6 +32,7 @@ _log = logging.getLogger("penstock")
 # As int: zmq's own type of flags takes half a microsecond for each `&`.
 _EVENTS, _MORE, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN), int(zmq.NOBLOCK)
 _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_ONCE = select.EPOLLIN | select.EPOLLONESHOT
 
 _MOST_HEADER = 4096
 _MOST_FRAME = messages.MOST_BYTES + 2**20  # ZMQ breaks a connection through which more comes
@@ -77,10 +78,10 @@ class ZmqTransport(Transport):
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
         # `_input` has all descriptors that announce packets. The thread of this transport waits for `_quiet`, which has
-        # `_input`, except while another thread receives.
+        # `_input`, except while another thread receives. `_quiet` signals once, until `_rearm`.
         self._input, self._quiet = select.epoll(), select.epoll()
         self._input.register(self._wake_reader, select.EPOLLIN)
-        self._quiet.register(self._input.fileno(), select.EPOLLIN)
+        self._quiet.register(self._input.fileno(), _ONCE)
         try:
             self._zap = self._context.socket(zmq.REP)  # here ZMQ asks which clients may connect
             self._zap.bind("inproc://zeromq.zap.01")
@@ -174,17 +175,21 @@ class ZmqTransport(Transport):
             finally:
                 self._attendant = None
                 self._attending.release()
+                self._rearm()  # not earlier: if the other thread finds the lock taken, it sleeps until the next call
+
+    def _rearm(self) -> None:
+        """Let the thread of this transport wake up when a packet comes."""
+        with self._lock:
+            if not self._has_ended:
+                self._quiet.modify(self._input.fileno(), _ONCE)
 
     def _receive_until(self, is_done: Callable[[], Any], until: float) -> None:
         self._quiet.modify(self._input.fileno(), 0)
-        try:
-            while not is_done() and not self._is_closing and not sigint.is_pending():
-                left = until - time.monotonic()
-                if left <= 0:
-                    break
-                self._receive(min(left, TICK_SECONDS))  # not longer: `is_done` may change without a packet
-        finally:
-            self._quiet.modify(self._input.fileno(), select.EPOLLIN)
+        while not is_done() and not self._is_closing and not sigint.is_pending():
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            self._receive(min(left, TICK_SECONDS))  # not longer: `is_done` may change without a packet
 
     def close(self) -> None:
         self._is_closing = True
@@ -207,10 +212,11 @@ class ZmqTransport(Transport):
                 signaled = [fd for fd, _ in self._quiet.poll(max(0.0, next_tick - time.monotonic()))]
                 if self._zap_fd in signaled:
                     self._answer_zap()
-                if self._input.fileno() in signaled:
+                if self._input.fileno() in signaled and not self._attending.locked():
                     self._receive(0.0)
                     if self._attending.locked():  # what that thread waits for may have come, or its wake-up was taken
                         self._wake()
+                    self._rearm()
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK_SECONDS
                     self._wire.tick()

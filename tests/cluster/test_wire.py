@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait as wait_for
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -387,3 +388,22 @@ def test_ten_thousand_increments_count_ten_thousand(wires: Wires) -> None:
         assert wires.hub.n_dropped > n // 10
     inbox.close()
     thread.join()
+
+
+@pytest.mark.parametrize("wires", ["zmq"], indirect=True)
+def test_the_thread_of_a_socket_sleeps_while_another_thread_receives(server: Wire, echo: Echo, peer: Peer) -> None:
+    assert peer.ask(1, 10).result() == 1
+    transport, ticks, polls = server.transport, list[float](), list[float]()
+    quiet = transport._quiet
+    transport._quiet = SimpleNamespace(
+        poll=lambda seconds: polls.append(seconds) or quiet.poll(seconds), modify=quiet.modify, close=quiet.close
+    )
+    server.on_tick.append(ticks.append)
+    transport._attending.acquire()  # as a thread that is about to receive, or has just stopped
+    future = peer.ask(2, 10)
+    wait_until(lambda: len(ticks) >= 5)
+    assert len(polls) < 20
+    assert echo.n_calls == 1
+    transport._attending.release()
+    transport._rearm()
+    assert future.result() == 2
