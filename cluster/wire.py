@@ -129,7 +129,9 @@ class Inbox:
         """A packet of a sender has come."""
         kind, _, _, sender_id, number, done = header
         with self.wire.lock:
-            sender = self._senders.setdefault(sender_id, _Sender(route, 0.0))
+            sender = self._senders.get(sender_id)
+            if sender is None:
+                self._senders[sender_id] = sender = _Sender(route, 0.0)
             sender.route, sender.heard = route, time.monotonic()
             # Usually few numbers, but a stranger may send any.
             for old in range(sender.done, done) if done - sender.done < 1000 else list(sender.replies):

@@ -313,10 +313,13 @@ def to_frames(header: bytes, packed: Sequence[bytes] | None) -> list[bytes]:
 def _drain(source: zmq.Socket[bytes], packets: list[tuple[list[bytes], zmq.Socket[bytes]]]) -> bool:
     """Append the packets that have come to `source`. Returns False if there may be more."""
     for _ in range(100):  # not without a limit: the other sockets have packets too
-        if not int(source.get(_EVENTS)) & _POLLIN:
+        try:
+            frames = [source.recv(_NOBLOCK)]
+        except zmq.Again:  # rare: usually there is a packet, and asking first costs more
             return True
-        frames = [source.recv(_NOBLOCK)]
         while source.get(_MORE):
             frames.append(source.recv(_NOBLOCK))
         packets.append((frames, source))
+        if not int(source.get(_EVENTS)) & _POLLIN:
+            return True
     return False
