@@ -201,10 +201,11 @@ class TestContract:
 
     def test_several_threads_may_use_one_peer(self, peer: Peer, echo: Echo) -> None:
         results: list[int] = []
-        threads = [
-            threading.Thread(target=lambda k=k: results.extend(peer.ask(k * 100 + i, 20).result() for i in range(10)))
-            for k in range(4)
-        ]
+
+        def ask(k: int) -> None:
+            results.extend(peer.ask(np.array([k * 100 + i]), 20).result()[0] for i in range(10))
+
+        threads = [threading.Thread(target=ask, args=(k,)) for k in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
