@@ -98,7 +98,8 @@ def encode(value: Any) -> list[Any]:
 
 
 def decode(frames: Sequence[Any]) -> Any:
-    """The message in `frames`. Its arrays use the memory of the frames. Raises `BadMessageError` for other bytes."""
+    """The message in `frames`, which are bytes or memoryviews of bytes. Its arrays use the memory of the frames. Raises
+    `BadMessageError` for other bytes."""
     import msgpack
 
     if not 0 < len(frames) <= _MOST_FRAMES or len(frames[0]) > _MOST_HEADER:
@@ -124,7 +125,7 @@ def decode(frames: Sequence[Any]) -> Any:
 
 def _array(frame: Any, dtype: Any, shape: Any) -> np.ndarray[Any, Any]:
     if (
-        not isinstance(frame, bytes)
+        not isinstance(frame, bytes | memoryview)
         or not isinstance(dtype, str)
         or len(dtype) > 5
         or not isinstance(shape, list)

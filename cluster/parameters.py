@@ -10,7 +10,7 @@ from penstock.cluster.name_table import NameClient
 from penstock.cluster.peer import Peer
 from penstock.cluster.streams import offer, withdraw
 from penstock.cluster.wire import Letter, Wire
-from penstock.errors import ClusterError
+from penstock.errors import ClusterError, PeerLostError
 
 _FOR_EVER = 1e9  # seconds
 
@@ -69,13 +69,14 @@ class ParameterClient:
         self.version = 0
 
     def newer(self) -> dict[str, Any] | None:
-        """Parameters by name, as writable arrays, if newer ones have arrived since the last call. Otherwise None."""
+        """Parameters by name, as writable arrays, if newer ones have arrived since the last call. Otherwise None.
+        Raises `ClusterError` if what arrived cannot be read."""
         if self._answer is None:
             self._ask()
         if self._answer is None or not self._answer.done():
             return None
         answer, self._answer = self._answer, None
-        if answer.exception() is not None:  # the trainer has ended, and may be started again
+        if isinstance(answer.exception(), PeerLostError):  # the trainer has ended, and may be started again
             self._peer = None
             return None
         message = answer.result()

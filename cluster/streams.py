@@ -85,10 +85,14 @@ class SampleProducer:
         self._lock = threading.Lock()  # of what the callback changes too
         self._returned: list[Any] = []  # pieces of consumers that have ended
         self._n_waiting = 0  # how often a piece was sent that its consumer has not taken yet
+        self._refused: BaseException | None = None  # what a consumer that could not read a piece has reported
         self.n_put = self.n_lost = 0
 
     def put(self, piece: Any, timeout: float) -> bool:
-        """Send a piece. Returns False if no consumer had room for it within `timeout` seconds: put it again then."""
+        """Send a piece. Returns False if no consumer had room for it within `timeout` seconds: put it again then.
+
+        Raises `RequestError` if a consumer could not read an earlier piece.
+        """
         deadline = time.monotonic() + timeout
         while True:
             if self._flush_returned() and self._try(piece):
@@ -104,7 +108,7 @@ class SampleProducer:
         while True:
             self._flush_returned()
             with self._lock:
-                if not self._returned and not self._n_waiting:
+                if not self._returned and not self._n_waiting and self._refused is None:
                     return True
             if time.monotonic() >= deadline:
                 return False
@@ -112,6 +116,8 @@ class SampleProducer:
             time.sleep(0.001)
 
     def _flush_returned(self) -> bool:
+        if self._refused is not None:
+            raise self._refused
         with self._lock:
             pieces, self._returned = self._returned, []
         for i, piece in enumerate(pieces):
@@ -155,8 +161,9 @@ class SampleProducer:
             self._n_waiting -= 1
             if isinstance(error, PeerLostError) and self._routing == "any":
                 self._returned.append(piece)
-            else:
-                self.n_lost += error is not None
+            elif error is not None:
+                self.n_lost += 1
+                self._refused = self._refused or (None if isinstance(error, PeerLostError) else error)
 
 
 class SampleConsumer:

@@ -248,7 +248,7 @@ class RayTransport(Transport):
         return [header, *(np.frombuffer(each, np.uint8) if len(each) > _LARGE else each for each in arrays)]
 
     def unpack(self, packed: Any) -> Any:
-        return messages.decode(packed)
+        return messages.decode([each.data if isinstance(each, np.ndarray) else each for each in packed])
 
     def send(self, route: Any, header: Header, packed: Any) -> None:
         self._hub.send((route, header, packed, self.address))

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock import ConfigError, NoReplyError
+from penstock import ConfigError, NoReplyError, RequestError
 from penstock.cluster import InferenceClient, InferenceServer, SampleConsumer, SampleProducer
+from penstock.cluster.messages import BadMessageError
 from penstock.cluster.name_table import NameClient, NameHost
+from penstock.cluster.parameters import ParameterClient, ParameterServer
 from penstock.cluster.wire import Wire
 
 from ..scale import scaled
@@ -165,6 +167,39 @@ def test_without_consumers_put_waits_and_returns_false(trial: Trial) -> None:
     consumer = SampleConsumer(*trial.join(), "train", "late")
     assert producer.put(1, 10)
     assert consumer.get(5) == 1
+
+
+def _refuse(packed: object) -> None:
+    raise BadMessageError("torn")
+
+
+def test_a_piece_that_the_consumer_cannot_read_is_reported(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    wire, names = trial.join()
+    SampleConsumer(wire, names, "train", "trainer/0")
+    producer = SampleProducer(*trial.join(), "train")
+    monkeypatch.setattr(wire.transport, "unpack", _refuse)
+    assert producer.put(1, 10)
+    with pytest.raises(RequestError, match="torn"):
+        producer.flush(10)
+
+
+def test_parameters_that_cannot_be_read_are_reported(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ParameterServer(*trial.join(), "policy")
+    wire, names = trial.join()
+    client = ParameterClient(wire, names, "policy")
+    assert client.newer() is None
+    monkeypatch.setattr(wire.transport, "unpack", _refuse)
+    server.publish(1, {"weight": np.zeros(3)})
+
+    def fails() -> bool:
+        server.serve()
+        try:
+            client.newer()
+        except BadMessageError:
+            return True
+        return False
+
+    wait_until(fails)
 
 
 def test_routings_are_checked() -> None:
