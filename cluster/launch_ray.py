@@ -72,7 +72,9 @@ def new_actor(purpose: str, resources: Mapping[str, float]) -> Any:
     name = new_name(purpose)
     cls = ray.remote(concurrency_groups={"control": 3})(ActorProcess)
     owner = _node(), os.getpid(), start_time_of(os.getpid())
-    return cls.options(name=name, namespace=NAMESPACE, **actor_options(resources)).remote(name, owner)
+    options = {"name": name, "namespace": NAMESPACE, **actor_options(resources)}
+    # A worker may be called a thousand times a second: Ray would record each call in its head node.
+    return cls.options(enable_task_events=False, **options).remote(name, owner)
 
 
 def _node() -> str:

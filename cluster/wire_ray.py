@@ -84,7 +84,8 @@ class RayHub:
         self._box: Any = None
         self.name = name or new_name("post box")
         if name is None:
-            self._box = ray.remote(PostBox).options(name=self.name, namespace=NAMESPACE, num_cpus=0).remote()
+            options = {"name": self.name, "namespace": NAMESPACE, "num_cpus": 0, "enable_task_events": False}
+            self._box = ray.remote(PostBox).options(**options).remote()
         self._wires: dict[str, Wire] = {}
         self._numbers = iter(range(2**62))
         self._actors: dict[str, _Actor] = {}
