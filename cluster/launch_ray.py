@@ -64,6 +64,8 @@ class ActorProcess:
                 result.set_exception(error)
 
         threading.Thread(target=work, name="worker", daemon=True).start()
+        wait([result])
+        self._hub.flush()  # its last replies arrive before the panel learns that it has ended
         return result.result()
 
 

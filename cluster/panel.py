@@ -355,14 +355,17 @@ class ControlPanel:
         self.names.clear(f"workers/{name}")
 
     def _watch(self) -> None:
-        """In a thread: if a launched worker has ended, fail the requests to it at once."""
+        """In a thread: if a launched worker has ended, fail the requests to it."""
+        before: set[Launched] = set()
         while not self._closing.wait(_WATCH_SECONDS):
+            ended: set[Launched] = set()
             for name, worker in list(self._launched.items()):
                 peer = self._peers.get(name)
-                if peer is not None and not peer.is_dead:
-                    ending = worker.ending()
-                    if ending is not None:
+                if peer is not None and not peer.is_dead and (ending := worker.ending()) is not None:
+                    ended.add(worker)
+                    if worker in before:  # at the first look, its last reply may be on the way
                         peer.lose(ending)
+            before = ended
 
 
 def _listed(names: Iterable[str]) -> Iterable[str]:

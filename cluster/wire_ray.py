@@ -89,7 +89,9 @@ class RayHub:
         self._wires: dict[str, Wire] = {}
         self._numbers = iter(range(2**62))
         self._actors: dict[str, _Actor] = {}
-        # ("send", packet), ("mail", packets), ("returned", name, exception), ("failed", exception), or None: the end
+        self._flushes: list[threading.Event] = []
+        # ("send", packet), ("mail", packets), ("returned", name, exception), ("failed", exception), ("flush", event),
+        # or None: the end
         self._events: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ray wires", daemon=True)
         self._thread.start()
@@ -128,6 +130,12 @@ class RayHub:
     def send(self, packet: Packet) -> None:
         """Send a packet, soon."""
         self._events.put(("send", packet))
+
+    def flush(self) -> None:
+        """Wait until what was sent has arrived, for `_LINGER_SECONDS` at most."""
+        has_arrived = threading.Event()
+        self._events.put(("flush", has_arrived))
+        has_arrived.wait(_LINGER_SECONDS)
 
     def receive(self, packets: list[Packet]) -> None:
         """Packets have come."""
@@ -195,6 +203,8 @@ class RayHub:
                     wire.deliver(header, packed, route)
         elif event[0] == "failed":
             raise event[1]
+        elif event[0] == "flush":
+            self._flushes.append(event[1])
         else:
             _, name, error = event
             self._actors[name].n_calls -= 1
@@ -206,6 +216,8 @@ class RayHub:
             self._send_to(name, actor)
             if not actor.waiting and not actor.n_calls:
                 del self._actors[name]
+        while self._flushes and not self._actors:
+            self._flushes.pop().set()
 
     def _send_to(self, name: str, actor: _Actor) -> None:
         while actor.waiting and actor.n_calls < _MOST_CALLS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -24,6 +25,7 @@ from penstock.cluster import RaySampler  # noqa: E402
 
 from ..scale import FULL, scaled  # noqa: E402
 from .ray_support import our_processes, wait_for_none  # noqa: E402
+from .support import wait_until  # noqa: E402
 from .test_ray_failures import WithChild, actor_pids  # noqa: E402
 
 pytestmark = [
@@ -52,6 +54,9 @@ KILLS: dict[str, Callable[[RaySampler, int], None]] = {
 }
 
 
+left_after: list[float] = []  # seconds until the last process of each killed shard had ended
+
+
 def make_sampler(on_node_failure: Any) -> RaySampler:
     return RaySampler(
         WithChild,
@@ -71,15 +76,18 @@ class Killer:
         self.shard, self._delay = rng.randrange(N_SHARDS), rng.random() * 0.1
         self._kill, self._sampler, self.at = kill, sampler, 0.0
         actor = psutil.Process(actor_pids(sampler)[self.shard])
-        self._processes = [actor, *actor.children(recursive=True)]
-        self._left: list[psutil.Process] = []
+        self._processes = {process: process.cmdline() for process in [actor, *actor.children(recursive=True)]}
+        self._seconds: dict[psutil.Process, float] = {}  # until each has ended
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
         time.sleep(self._delay)
         self.at = time.monotonic()
         self._kill(self._sampler, self.shard)
-        self._left = psutil.wait_procs(self._processes, LEFT_SECONDS)[1]
+        psutil.wait_procs(self._processes, 10 * LEFT_SECONDS, self._note)
+
+    def _note(self, process: psutil.Process) -> None:
+        self._seconds[process] = time.monotonic() - self.at
 
     def __enter__(self) -> Killer:
         self._thread.start()
@@ -87,7 +95,10 @@ class Killer:
 
     def __exit__(self, *_: object) -> None:
         self._thread.join()
-        assert self._left == []
+        seconds = {p: self._seconds.get(p, float("inf")) for p in self._processes}
+        left_after.append(max(seconds.values()))
+        late = [(p.pid, command, seconds[p]) for p, command in self._processes.items() if seconds[p] > LEFT_SECONDS]
+        assert late == []
 
 
 @pytest.mark.parametrize("how", KILLS)
@@ -125,6 +136,8 @@ def test_shards_killed_at_random_moments_are_named(how: str) -> None:
 def report(how: str, what: str, times: list[float]) -> None:
     times.sort()
     print(f"{how}: {len(times)} {what} after {times[len(times) // 2]:.2f} s (median), {times[-1]:.2f} s at most")
+    print(f"its processes had ended after {max(left_after):.2f} s at most")
+    left_after.clear()
 
 
 # ---- out of memory ---------------------------------------------------------------------------------
@@ -143,6 +156,17 @@ class Hungry(gym.Wrapper[Any, Any, Any, Any]):
         return super().step(action)
 
 
+def is_removed(group: Path) -> bool:
+    """Remove a control group, if the last process in it has ended."""
+    try:
+        group.rmdir()
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        return False
+    return True
+
+
 @contextmanager
 def little_memory() -> Iterator[Callable[[int], None]]:
     """Yields a function that lets a process have 100 MB more, and no more than that."""
@@ -156,7 +180,7 @@ def little_memory() -> Iterator[Callable[[int], None]]:
         (group / "memory.limit_in_bytes").write_text(str(100 * 2**20))
         yield lambda pid: (group / "cgroup.procs").write_text(str(pid)) and None
     finally:
-        group.rmdir()
+        wait_until(partial(is_removed, group))
 
 
 @pytest.mark.skipif(not FULL, reason="only at full scale")
