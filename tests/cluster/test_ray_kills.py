@@ -25,7 +25,7 @@ from penstock.cluster import RaySampler  # noqa: E402
 
 from ..scale import FULL, scaled  # noqa: E402
 from .ray_support import our_processes, wait_for_none  # noqa: E402
-from .support import wait_until  # noqa: E402
+from .support import has_ended, wait_until  # noqa: E402
 from .test_ray_failures import WithChild, actor_pids  # noqa: E402
 
 pytestmark = [
@@ -84,10 +84,11 @@ class Killer:
         time.sleep(self._delay)
         self.at = time.monotonic()
         self._kill(self._sampler, self.shard)
-        psutil.wait_procs(self._processes, 10 * LEFT_SECONDS, self._note)
-
-    def _note(self, process: psutil.Process) -> None:
-        self._seconds[process] = time.monotonic() - self.at
+        while len(self._seconds) < len(self._processes) and time.monotonic() < self.at + 10 * LEFT_SECONDS:
+            for process in self._processes.keys() - self._seconds.keys():
+                if has_ended(process):
+                    self._seconds[process] = time.monotonic() - self.at
+            time.sleep(0.01)
 
     def __enter__(self) -> Killer:
         self._thread.start()
