@@ -145,6 +145,9 @@ class Nodes:
             "RAY_health_check_period_ms": "1000",
             "RAY_health_check_timeout_ms": "2000",
             "RAY_health_check_failure_threshold": "3",
+            "RAY_grpc_client_keepalive_time_ms": "5000",
+            "RAY_grpc_client_keepalive_timeout_ms": "5000",
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
             "RAY_ADDRESS": f"{self.near.address}:6379",
         }
         self._started: list[subprocess.Popen[Any]] = []
@@ -304,7 +307,7 @@ def test_a_cut_is_named(nodes: Nodes, tmp_path: Path) -> None:
     assert nodes.far.address in error["error"]
     assert took < 11.0
     while processes_in(nodes.far, nodes.run):  # until its raylet gives up
-        assert time.monotonic() - began < 150
+        assert time.monotonic() - began < 60
         time.sleep(0.2)
     print(f"no shard is left behind the cut after {time.monotonic() - began:.1f} s")
 
