@@ -10,9 +10,8 @@ recurrent state that was stored with the first step of a sequence. Without it, i
 
 Stops when three evaluations in turn reach the goal. Exits with status 1 if this takes too long.
 
-Measured with seeds 0 to 5, on two cores that were also busy with other work: all reached the goal, after 35k to 45k
-steps (7 to 35 s), and with `--asynchronous 0` after 35k to 85k steps. Without the stored state, seeds 0, 1, 2, 4 and 5
-missed it in 40k steps. A few of their evaluations were 1.00 by luck, but never three in turn.
+With seeds 0 to 9, on two cores with other programs, all reached the goal after 33k to 105k steps (6 to 18 s), and with
+`--asynchronous 0` after 35k to 85k steps. Without the stored state, seeds 0 to 4 missed it in 200k steps.
 """
 
 from __future__ import annotations
