@@ -44,8 +44,8 @@ def test_the_other_blocks_name_what_exists() -> None:
 
 
 # The document's experiment is the example, over sockets.
-LEARNS = [("local", False), pytest.param("ray", False, marks=pytest.mark.ray)]
-LEARNS += scaled([("zmq", False), ("zmq", True), pytest.param("ray", True, marks=pytest.mark.ray)], [])
+ON_RAY = [pytest.param("ray", is_killed, marks=pytest.mark.ray) for is_killed in (False, True)]
+LEARNS = [("local", False), *scaled([("zmq", False), ("zmq", True), *ON_RAY], [])]
 
 
 @pytest.mark.timeout(300)

@@ -102,7 +102,7 @@ class Killer:
         assert late == []
 
 
-@pytest.mark.parametrize("how", KILLS)
+@pytest.mark.parametrize("how", KILLS if FULL else ["SIGKILL", "ray.kill"])
 def test_shards_killed_at_random_moments_are_repaired(how: str) -> None:
     rng, times = random.Random(f"repaired {how}"), list[float]()
     with make_sampler("restart") as sampler:

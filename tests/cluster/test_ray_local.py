@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("ray", reason='ray is not installed: pip install "penstock[cluster]"')
 
+from ..scale import scaled
 from .ray_support import wait_for_none
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
@@ -74,7 +75,7 @@ def listening(run: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("how", ["wait", "shutdown"])
+@pytest.mark.parametrize("how", scaled(["wait", "shutdown"], ["shutdown"]))
 def test_ray_is_started_for_this_machine_alone_and_ends_with_the_program(tmp_path: Path, how: str) -> None:
     process, run = start(tmp_path, how)
     try:

@@ -112,7 +112,7 @@ def sample_until(sampler: RaySampler, condition: Callable[[], bool]) -> None:
         assert samples.env.valid.all()
 
 
-@pytest.mark.parametrize("on_node_failure", ["raise", "restart"])
+@pytest.mark.parametrize("on_node_failure", scaled(["raise", "restart"], ["restart"]))
 def test_a_node_that_is_killed_is_named_or_replaced(ray_cluster: Any, on_node_failure: Any) -> None:
     before = our_processes()
     nodes = [add_node(ray_cluster, "killed", 1), add_node(ray_cluster, "killed", 1)]
