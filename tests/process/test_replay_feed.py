@@ -187,6 +187,7 @@ def started_with(replay: Replay, start_method: str) -> Iterator[list[float]]:
         began = time.monotonic()
         sampler.initialize(RandomAgent(), seed=1)
         seconds[0] += time.monotonic() - began
+        del replay._feed_from  # a cycle, which would keep the memory
         yield seconds
 
 
