@@ -371,4 +371,4 @@ def test_a_reply_that_was_slow_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch
     now = 9.4
     assert monitor._overdue([0]) == []
     now = 9.6
-    assert monitor._overdue([0]) == [(0, 0.5)], "but now it has had its time"
+    assert monitor._overdue([0]) == [(0, "step_timeout", 0.5)], "but now it has had its time"
