@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.buffers.results import RECORD
 
-#: `watch` of `step_ordinary`: no step is ordinary; or none with an info that is not empty or a reward that is no float.
+#: `watch` of `step_ordinary`: it returns at every step, or also at steps with an info or a reward that is no float.
 WATCH_ALL, WATCH_UNUSUAL = 1, 2
 
 

@@ -115,7 +115,7 @@ class Replay:
         self.n_drawn = 0
         self._rng = np.random.default_rng(None if seed is None else require_count("seed", seed, 0))
         self._storage: _Storage | None = None
-        self._feeder: weakref.ref[Feeder] | None = None  # not a part of a cycle, so that memory is freed early
+        self._feeder: weakref.ref[Feeder] | None = None  # so that no cycle keeps the memory
         self._has_warned = False
 
     # ---- append ----------------------------------------------------------------------------

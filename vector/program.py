@@ -67,7 +67,6 @@ class VectorProgram:
         """Build this worker's environments."""
         memory: VectorMemory = context.memory
         plan, self._progress = context.plan, context.progress
-        self._loop_words = self._progress.loop_words
         self._context, self._plan, self._mailbox = context, plan, memory.mailbox
         self._builder = EnvBuilder(self._progress, self.observation_space, self.action_space)
         self._envs = [
@@ -179,7 +178,7 @@ class VectorProgram:
         self._terminated[which.start : which.stop] = self._truncated[which.start : which.stop] = False
         # step_ordinary returns at each step that needs a check, ends an episode or has an info.
         while stop := step_ordinary(
-            self._loop_words, bound, actions, cells, first, WATCH_UNUSUAL, observations, rewards, None
+            self._progress.loop_words, bound, actions, cells, first, WATCH_UNUSUAL, observations, rewards, None
         ):
             first, result = stop
             i, env_rank, _, step_into = bound[first]
