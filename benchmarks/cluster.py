@@ -5,7 +5,9 @@
 
 One Ray serves all contestants. They take short turns in one run, in random order, and wait while others have theirs.
 
-- `speed`, `pixels`: one shard, with one worker. "Inside": the same sampler in an actor of Ray, which returns nothing.
+- `speed`, `batched`, `instant`, `pixels`: one shard, with one worker. It samples CartPole, Gymnasium's vectorized
+  CartPole, an environment that takes no time, and images. "Inside": the same sampler in an actor of Ray, which returns
+  nothing.
   "One at a time": `obtain_samples`. "Stream": `stream(max_in_flight=2)`. "RLlib": `EnvRunnerGroup` with one runner for
   the same number of environments, on the new API stack, with random actions; if `pip install "ray[rllib]"` was done.
 - `slow`: four shards that sleep in their steps; one is 10 times slower, and `min_ready=3`. The ratio is of batches.
@@ -54,11 +56,12 @@ from rich.table import Table
 from turns import CAPTION, cell, machine, ratios
 from workloads import ActorCritic, Pixels
 
-from penstock import Affinity, CategoricalPgAgent, ParallelSampler, RandomAgent, SerialSampler
+from penstock import Affinity, CategoricalPgAgent, ParallelSampler, RandomAgent, SerialSampler, VectorEnvCollector
 from penstock.cluster import Piece, RaySampler
 from penstock.cluster.placement import actor_options, connect
+from penstock.envs import BatchedCartPole
 
-PARTS = ("speed", "pixels", "slow", "puts", "memory")
+PARTS = ("speed", "batched", "instant", "pixels", "slow", "puts", "memory")
 INSIDE, ONE, STREAM, RLLIB = "inside", "one at a time", "stream", "RLlib"
 N_CPUS = 16  # that Ray may give away: contestants wait while others have their turn
 
@@ -72,6 +75,13 @@ class Work:
     env_fn: Callable[..., Any]
     batch_T: int
     batch_B: int
+    vectorized: str = ""  #: for RLlib: the environment whose vectorized form `env_fn` makes
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the sampler."""
+        sizes = {"env_fn": self.env_fn, "batch_T": self.batch_T, "batch_B": self.batch_B, "n_workers": 1}
+        return {**sizes, "collector_cls": VectorEnvCollector} if self.vectorized else sizes
 
     @property
     def steps(self) -> int:
@@ -80,6 +90,8 @@ class Work:
 
 WORKS = {
     "speed": Work(partial(gym.make, "CartPole-v1"), 128, 32),
+    "batched": Work(BatchedCartPole, 128, 32, "CartPole-v1"),
+    "instant": Work(partial(SleepingEnv, 0.0), 128, 32),
     "pixels": Work(Pixels, 64, 16),
 }
 
@@ -122,7 +134,7 @@ class InActor:
     """What runs in the actor of `Inside`."""
 
     def __init__(self, work: Work) -> None:
-        self._sampler = ParallelSampler(work.env_fn, batch_T=work.batch_T, batch_B=work.batch_B, n_workers=1)
+        self._sampler = ParallelSampler(**work.options)
         self._sampler.initialize(RandomAgent(), seed=0, affinity=Affinity(pin=False))
         self._steps, self._itr = work.steps, 0
 
@@ -197,11 +209,18 @@ class EnvRunners:
     def __init__(self, work: Work) -> None:
         from ray.rllib.algorithms.ppo import PPOConfig
         from ray.rllib.env.env_runner_group import EnvRunnerGroup
+        from ray.tune import register_env
 
+        register_env("ours", lambda _: work.env_fn())
         config = (
             PPOConfig()
-            .environment("CartPole-v1")
-            .env_runners(num_env_runners=1, num_envs_per_env_runner=work.batch_B, rollout_fragment_length=work.batch_T)
+            .environment(work.vectorized or "ours")
+            .env_runners(
+                num_env_runners=1,
+                num_envs_per_env_runner=work.batch_B,
+                rollout_fragment_length=work.batch_T,
+                gym_env_vectorize_mode=gym.VectorizeMode.VECTOR_ENTRY_POINT if work.vectorized else "sync",
+            )
         )
         self._group = EnvRunnerGroup(config=config, local_env_runner=False)
 
@@ -238,13 +257,13 @@ def contestants(part: str) -> dict[str, Callable[[], Contestant]]:
             ),
         }
     work = WORKS[part]
-    one = {"env_fn": work.env_fn, "batch_T": work.batch_T, "batch_B": work.batch_B, "n_shards": 1, "n_workers": 1}
+    one = {**work.options, "n_shards": 1}
     found: dict[str, Callable[[], Contestant]] = {
         INSIDE: lambda: Inside(work),
         ONE: lambda: Batches(**one),
         STREAM: lambda: Pieces(**one),
     }
-    return {**found, RLLIB: lambda: EnvRunners(work)} if part == "speed" else found
+    return {**found, RLLIB: lambda: EnvRunners(work)}
 
 
 def measure(part: str, repeats: int, seconds: float) -> dict[str, list[Turn]]:

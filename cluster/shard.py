@@ -154,6 +154,8 @@ class ShardHost:
         self._condition = threading.Condition()
         self._orders: dict[int, Order] = {}
         self._replies: dict[int, Future[Reply | Failure]] = {}
+        self._lent: dict[int, dict[str, npt.NDArray[Any]]] = {}  # the arrays of these replies, by number
+        self._spare: list[dict[str, npt.NDArray[Any]]] = []  # arrays of earlier replies, which the driver has
         self._next_number = 0
         self._parameters: Parameters | None = None
         self._is_closing = self._is_evaluating = False
@@ -181,6 +183,8 @@ class ShardHost:
             reply = self._replies[order.number]
             for number in [number for number in self._replies if number < order.n_done]:
                 del self._replies[number]
+                if number in self._lent:
+                    self._spare.append(self._lent.pop(number))
         return reply.result()
 
     def take_parameters(self, parameters: Parameters) -> None:
@@ -282,7 +286,7 @@ class ShardHost:
                 found = self._evaluate(command.itr)
             else:
                 _, found = sampler.obtain_samples(command.itr)
-                arrays = {path: array.copy() for path, array in self._last_slot().leaves()}
+                arrays = self._copy_batch(order.number)
             return Reply(order.number, arrays, [_portable(item) for item in found], shared.version)
         except BaseException as error:
             return Failure.of(error)
@@ -299,9 +303,19 @@ class ShardHost:
             self._is_evaluating = False
         return found
 
-    def _last_slot(self) -> Any:
-        batches = self._sampler._batches
-        return self._sampler._memory.slots[(self._sampler._batch - 1) % batches.n_slots]
+    def _copy_batch(self, number: int) -> dict[str, npt.NDArray[Any]]:
+        """A copy of the last batch, by path. It reuses the arrays of an earlier reply: new memory costs more than the
+        copying."""
+        sampler = self._sampler
+        slot = sampler._memory.slots[(sampler._batch - 1) % sampler._batches.n_slots]
+        with self._condition:
+            self._lent[number] = arrays = self._spare.pop() if self._spare else {}
+        for path, array in slot.leaves():
+            if path in arrays:
+                np.copyto(arrays[path], array)
+            else:
+                arrays[path] = array.copy()
+        return arrays
 
     def _call(self, call: EnvCall) -> list[ObjectMessage]:
         columns = self._plan.eval_columns if call.evaluation else self._plan.columns
