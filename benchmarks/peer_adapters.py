@@ -1,7 +1,7 @@
 """The contestants of `peers.py`, one function each: other libraries, penstock, and bare loops.
 
 A contestant has `advance()`, which makes some environment steps and returns their number, and `close()`. A bare loop
-has `turn(seconds)` instead. All record the same fields as `[T, B]`, except the bare loops, which record nothing.
+has `turn(seconds)` too. All record the same fields as `[T, B]`, except the bare loops, which record nothing.
 """
 
 from __future__ import annotations
@@ -134,15 +134,16 @@ class Loop:
 
 
 def bare_process(work: Work, n_envs: int, pipe: Any) -> None:
-    """Step `n_envs` environments and record nothing. For each number of seconds, reply with steps per second."""
+    """Step `n_envs` environments and record nothing. For each pair of seconds and rows, step until one of them is over,
+    and reply with the steps and the seconds."""
     torch.set_num_threads(1)
     envs = [work.make_env() for _ in range(n_envs)]
     observation = np.stack([env.reset(seed=i)[0] for i, env in enumerate(envs)])
     policy, has_model, ended = work.make_policy(n_envs), work.policy != "random", np.zeros(n_envs, np.bool_)
     while True:
-        seconds, steps = pipe.recv(), 0
+        (seconds, rows), steps = pipe.recv(), 0
         began = time.perf_counter()
-        while time.perf_counter() - began < seconds:
+        while steps < rows * n_envs and time.perf_counter() - began < seconds:
             for b, (env, action) in enumerate(zip(envs, policy(observation, ended)[0].tolist(), strict=True)):
                 seen, _, terminated, truncated, _ = env.step(action)
                 if terminated or truncated:
@@ -160,6 +161,7 @@ class Bare:
         context = multiprocessing.get_context("fork")
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
+        self._rows = work.T
         work.make_policy(1)  # imports what the processes need
         for columns in np.array_split(range(work.n_envs), n):
             here, there = context.Pipe()
@@ -170,12 +172,19 @@ class Bare:
 
     def turn(self, seconds: float) -> dict[str, float]:
         """Steps of all processes in `seconds`."""
-        for pipe in self._pipes:
-            pipe.send(seconds)
-        parts = [pipe.recv() for pipe in self._pipes]
+        parts = self._run(seconds, float("inf"))
         slowest = min(steps / took for steps, took in parts) * len(parts)
         steps, rate = sum(steps for steps, _ in parts), sum(steps / took for steps, took in parts)
         return {"steps": steps, "rate": rate, "in_step": slowest}
+
+    def advance(self) -> int:
+        """As many steps as a batch has. No process begins the next batch before all have ended this one."""
+        return sum(steps for steps, _ in self._run(float("inf"), self._rows))
+
+    def _run(self, seconds: float, rows: float) -> list[tuple[int, float]]:
+        for pipe in self._pipes:
+            pipe.send((seconds, rows))
+        return [pipe.recv() for pipe in self._pipes]
 
     def close(self) -> None:
         """End the processes."""

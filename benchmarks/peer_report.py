@@ -176,8 +176,7 @@ def pauses(result: dict[str, Any]) -> list[str]:
         "steal and other programs, CPUs",
     )
     lines = [f"**{WORKS[result['work']].title}**", "", f"| {' | '.join(headings)} |", "|" + " --- |" * len(headings)]
-    names = [name for name in dict.fromkeys(name for turns in rounds for name in turns) if name not in (ONE, ALL)]
-    for name in sorted(names):
+    for name in sorted({name for turns in rounds for name in turns}):
         base, _, kind = name.rpartition(", ")
         is_paused = kind in ("sleep", "work")
         taken = [a + b for a, b in zip(values(rounds, name, "steal"), values(rounds, name, "others"), strict=True)]

@@ -16,7 +16,8 @@ disturbed if other programs used more than 5 % of it while the contestant waited
 not count. Ratios of disturbed and undisturbed rounds are reported apart.
 
 With `--pause SECONDS`, each contestant has three turns in a round: back to back, with a learner that sleeps for so long
-between two batches, and with one that works. The pauses themselves do not count.
+between two batches, and with one that works. The pauses themselves do not count. What the bare loops lose then is the
+host's: their processes wait for each other after each batch, and do nothing else.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ WORK_NAMES = ("random", "mlp", "pixels", "sleeping", "central", "short", "nature
 def take_turns(contestant: Contestant, args: argparse.Namespace) -> dict[str, Turn]:
     """The contestant's turns of one round, by its name and what the learner does between the batches."""
     kinds = {"": 0.0}
-    if args.pause and not contestant.name.startswith("bare"):  # bare loops have no batches
+    if args.pause:
         kinds |= {", sleep": args.pause, ", work": args.pause}
     turns = {}
     for suffix, pause in kinds.items():

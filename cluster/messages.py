@@ -23,6 +23,7 @@ _SMALL, _MOST_SMALL = 4096, 2**16  # bytes of an array that goes into the header
 _KINDS = "biufc"  # of dtypes: bool, integers, floats, complex numbers
 _ARRAY = 1  # the msgpack extension type
 _NODES = dict, list, tuple
+_LEAVES = frozenset({type(None), bool, int, float, str, bytes, np.ndarray})  # the usual types of other values
 
 
 class BadMessageError(ClusterError):
@@ -147,16 +148,17 @@ def _check_tree(value: Any, depth: int = 0) -> None:
     """Raise `BadMessageError` for too many levels, and for keys that are not str."""
     if depth > _MOST_DEPTH:
         raise BadMessageError(f"a message is nested at most {_MOST_DEPTH} levels deep")
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
+    items = value
+    if type(value) is dict or isinstance(value, dict):
+        items = value.values()
+        for key in value:
+            if type(key) is not str and not isinstance(key, str):
                 raise BadMessageError(f"the keys of a dict in a message must be str, got {key!r}")
-            if isinstance(item, _NODES):
-                _check_tree(item, depth + 1)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            if isinstance(item, _NODES):
-                _check_tree(item, depth + 1)
+    elif not isinstance(value, list | tuple):
+        return
+    for item in items:
+        if type(item) not in _LEAVES and isinstance(item, _NODES):
+            _check_tree(item, depth + 1)
 
 
 def _checked_array(value: Any) -> Any:

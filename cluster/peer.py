@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.cluster.messages import BadMessageError
-from penstock.cluster.transport import ASK, ERROR, GONE, MISSING, PENDING, PROBE, REPLY, TELL, Transport
+from penstock.cluster.transport import ASK, ERROR, GONE, MISSING, PENDING, PROBE, REPLY, TELL, Header, Transport
 from penstock.errors import NoReplyError, PeerLostError, RequestError
 
 if TYPE_CHECKING:
@@ -16,29 +16,53 @@ if TYPE_CHECKING:
 
 
 class Answer(Future[Any]):
-    """What comes back for one request. The thread that waits for it receives packets meanwhile."""
+    """What comes back for one request. The thread that waits for it receives packets meanwhile.
+
+    `done`, `result` and `exception` take no lock once it has come: a request asks for them often.
+    """
+
+    _is_over = False
+    _value: Any = None
+    _error: BaseException | None = None
 
     def __init__(self, transport: Transport) -> None:
         super().__init__()
         self._transport = transport
-        self.set_running_or_notify_cancel()  # it cannot be cancelled: the request is on its way
+
+    def cancel(self) -> bool:
+        return False  # the request is on its way
+
+    def set_result(self, result: Any) -> None:
+        self._value, self._is_over = result, True
+        super().set_result(result)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        self._error, self._is_over = exception, True
+        super().set_exception(exception)
+
+    def done(self) -> bool:
+        return self._is_over
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it has come, for `timeout` seconds. Returns whether it has."""
-        if not self.done():
+        if not self._is_over:
             until = float("inf") if timeout is None else time.monotonic() + timeout
             self._transport.attend(self.done, until)
-            if not self.done():  # another thread receives
+            if not self._is_over:  # another thread receives
                 wait([self], None if timeout is None else until - time.monotonic())
-        return self.done()
-
-    def result(self, timeout: float | None = None) -> Any:
-        self.wait(timeout)
-        return super().result(0)
+        return self._is_over
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self.wait(timeout)
-        return super().exception(0)
+        return self._error if self.wait(timeout) else super().exception(0)
+
+    def result(self, timeout: float | None = None) -> Any:
+        error = self.exception(timeout)
+        if error is None:
+            return self._value
+        try:
+            raise error
+        finally:
+            del error, self  # its traceback would keep both
 
 
 _FIRST_PROBE, _LAST_PROBE = 0.25, 1.0  # seconds without a reply until the first probe, and between the later ones
@@ -119,8 +143,9 @@ class Peer:
     def _send(self, kind: int, message: Any, timeout: float) -> Answer | None:
         if kind == TELL and self._lost is None and not self.has_credit:
             return None
-        future = Answer(self._wire.transport)
-        packed = self._wire.transport.pack(message)
+        transport = self._wire.transport
+        future = Answer(transport)
+        packed = transport.pack(message)
         now = time.monotonic()
         with self._wire.lock:
             if self._lost is not None:
@@ -133,13 +158,17 @@ class Peer:
                 self._silent_since = None  # nothing was expected
             number, self._next = self._next, self._next + 1
             self._requests[number] = _Request(future, kind, packed, now + timeout, now + _FIRST_PROBE)
-        self._send_packet(kind, number, packed)
+            header = self._header(kind, number)
+        transport.send(self.address, header, packed)
         return future
+
+    def _header(self, kind: int, number: int) -> Header:
+        oldest = next(iter(self._requests), self._next)  # the requests are in order
+        return kind, self._target, self.name, self._id, number, min(oldest, number)
 
     def _send_packet(self, kind: int, number: int, packed: Any = None) -> None:
         with self._wire.lock:
-            oldest = next(iter(self._requests), self._next)  # the requests are in order
-        header = (kind, self._target, self.name, self._id, number, min(oldest, number))
+            header = self._header(kind, number)
         self._wire.transport.send(self.address, header, packed)
 
     def release(self) -> None:

@@ -34,11 +34,11 @@ class Transport(ABC):
         """From now on call `wire.deliver` for each packet, in any thread, and `wire.tick` every `TICK_SECONDS`."""
 
     @abstractmethod
-    def pack(self, message: Any) -> Any:
+    def pack(self, message: Any, /) -> Any:
         """`message` as it is sent. Raises `BadMessageError`."""
 
     @abstractmethod
-    def unpack(self, packed: Any) -> Any:
+    def unpack(self, packed: Any, /) -> Any:
         """The message in `packed`. Raises `BadMessageError`."""
 
     @abstractmethod

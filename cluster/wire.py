@@ -167,7 +167,7 @@ class Inbox:
             if sender is None or number not in sender.replies:  # the sender does not wait any more
                 return
             sender.replies[number] = (kind, packed)
-        self.wire.send_back(sender.route, kind, packed, (kind, "", self.name, sender_id, number, 0))
+        self.wire.transport.send(sender.route, (kind, "", self.name, sender_id, number, 0), packed)
 
     def forget_silent(self, before: float) -> None:
         """Forget the senders whose last packet came before this time."""

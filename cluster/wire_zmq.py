@@ -33,6 +33,7 @@ _log = logging.getLogger("penstock")
 _EVENTS, _MORE, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN), int(zmq.NOBLOCK)
 _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _ONCE = select.EPOLLIN | select.EPOLLONESHOT
+_pack_header = msgpack.Packer().pack  # `packb` would make a new packer each time
 
 _MOST_HEADER = 4096
 _MOST_FRAME = messages.MOST_BYTES + 2**20  # ZMQ breaks a connection through which more comes
@@ -81,7 +82,8 @@ class ZmqTransport(Transport):
         # `_input`, except while another thread receives. `_quiet` signals once, until `_rearm`.
         self._input, self._quiet = select.epoll(), select.epoll()
         self._input.register(self._wake_reader, select.EPOLLIN)
-        self._quiet.register(self._input.fileno(), _ONCE)
+        self._input_fd = self._input.fileno()
+        self._quiet.register(self._input_fd, _ONCE)
         try:
             self._zap = self._context.socket(zmq.REP)  # here ZMQ asks which clients may connect
             self._zap.bind("inproc://zeromq.zap.01")
@@ -122,16 +124,13 @@ class ZmqTransport(Transport):
         self._thread = threading.Thread(target=self._run, name="zmq wire", daemon=True)
         self._thread.start()
 
-    def pack(self, message: Any) -> Any:
-        return messages.encode(message)
-
-    def unpack(self, packed: Any) -> Any:
-        return messages.decode(packed)
+    pack = staticmethod(messages.encode)
+    unpack = staticmethod(messages.decode)
 
     def send(self, route: Any, header: Header, packed: Any) -> None:
         if route is None:  # a stranger has answered a request, as if it were one
             return
-        frames = to_frames(msgpack.packb(header), packed)
+        frames = to_frames(_pack_header(header), packed)
         if isinstance(route, bytes):
             frames.insert(0, route)
         is_sent, has_input = True, False
@@ -181,10 +180,10 @@ class ZmqTransport(Transport):
         """Let the thread of this transport wake up when a packet comes."""
         with self._lock:
             if not self._has_ended:
-                self._quiet.modify(self._input.fileno(), _ONCE)
+                self._quiet.modify(self._input_fd, _ONCE)
 
     def _receive_until(self, is_done: Callable[[], Any], until: float) -> None:
-        self._quiet.modify(self._input.fileno(), 0)
+        self._quiet.modify(self._input_fd, 0)
         while not is_done() and not self._is_closing and not sigint.is_pending():
             left = until - time.monotonic()
             if left <= 0:
@@ -212,7 +211,7 @@ class ZmqTransport(Transport):
                 signaled = [fd for fd, _ in self._quiet.poll(max(0.0, next_tick - time.monotonic()))]
                 if self._zap_fd in signaled:
                     self._answer_zap()
-                if self._input.fileno() in signaled and not self._attending.locked():
+                if self._input_fd in signaled and not self._attending.locked():
                     self._receive(0.0)
                     if self._attending.locked():  # what that thread waits for may have come, or its wake-up was taken
                         self._wake()
@@ -232,14 +231,18 @@ class ZmqTransport(Transport):
 
     def _receive(self, seconds: float) -> None:
         """Deliver the packets that have come, or that come within this time."""
-        fired = {fd for fd, _ in self._input.poll(seconds)}
+        fired = [fd for fd, _ in self._input.poll(seconds)]
         packets: list[tuple[list[bytes], zmq.Socket[bytes]]] = []
         with self._lock:
-            if self._wake_reader in fired:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_reader, 4096)
-            fired |= self._ready
-            self._ready = {fd for fd in fired & self._sources.keys() if not _drain(self._sources[fd], packets)}
+            for fd in self._ready.union(fired) if self._ready else fired:
+                source = self._sources.get(fd)
+                if source is not None and _drain(source, packets, is_router=source is self._router):
+                    self._ready.discard(fd)
+                elif source is not None:
+                    self._ready.add(fd)
+                elif fd == self._wake_reader:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(fd, 4096)
             is_rest = bool(self._ready)
         if is_rest:
             self._wake()
@@ -310,13 +313,17 @@ def to_frames(header: bytes, packed: Sequence[bytes] | None) -> list[bytes]:
     return [len(header).to_bytes(4, "big") + header + first, *others]
 
 
-def _drain(source: zmq.Socket[bytes], packets: list[tuple[list[bytes], zmq.Socket[bytes]]]) -> bool:
+def _drain(
+    source: zmq.Socket[bytes], packets: list[tuple[list[bytes], zmq.Socket[bytes]]], *, is_router: bool
+) -> bool:
     """Append the packets that have come to `source`. Returns False if there may be more."""
     for _ in range(100):  # not without a limit: the other sockets have packets too
         try:
             frames = [source.recv(_NOBLOCK)]
         except zmq.Again:  # rare: usually there is a packet, and asking first costs more
             return True
+        if is_router:  # the first frame is the route, and others follow
+            frames.append(source.recv(_NOBLOCK))
         while source.get(_MORE):
             frames.append(source.recv(_NOBLOCK))
         packets.append((frames, source))

@@ -254,7 +254,8 @@ class ShmVectorEnv(CallsOnEnvs):
         self._wait(timeout, "step_wait")
         exchange = self._exchange
         reward, terminated, truncated = exchange.reward.copy(), exchange.terminated.copy(), exchange.truncated.copy()
-        np.logical_or(terminated, truncated, out=self._ended)
+        if self.autoreset_mode is AutoresetMode.DISABLED:
+            np.logical_or(terminated, truncated, out=self._ended)
         self._guard.state = State.READY  # even if an info cannot be unpickled
         infos = self._workers.take(exchange.all)
         return self._observations(), reward, terminated, truncated, infos

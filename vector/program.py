@@ -160,13 +160,13 @@ class VectorProgram:
             write_row(self._observation, 0, observations)
         except ColumnError as error:
             raise self._blame(error.column, error) from error.__cause__
-        self._reply(everyone)
+        self._reply()
 
     def _step_one(self, i: int) -> None:
         self._advance(range(i, i + 1), self._action[i : i + 1])
         self._reward[i] = self._rewards[i]
         self._write_observation(i, self._observations[i])
-        self._reply([i])
+        self._reply(i)
 
     def _advance(self, which: range, action_rows: Any) -> None:
         """Step the environments `which`, or do what the autoreset mode says instead. Writes the flags."""
@@ -218,7 +218,8 @@ class VectorProgram:
         """The first step after a replacement."""
         return self._last_observation(i), 0.0, False, True, {RESTARTED: True}
 
-    def _reply(self, which: Sequence[int]) -> None:
+    def _reply(self, only: int | None = None) -> None:
+        """Announce the results of all environments, or of one."""
         if self._infos:
             requested, columns = self._requested, self._plan.columns
             self._context.put(
@@ -228,8 +229,8 @@ class VectorProgram:
                 self._info_seq[i] = requested[i]
             self._infos.clear()
         fence()
-        for i in which:
-            self._replied[i] = self._requested[i]  # last: it announces the rest
+        cells = slice(None) if only is None else slice(only, only + 1)
+        self._replied[cells] = self._requested[cells]  # last: it announces the rest
 
     def _write_observation(self, i: int, observation: Any) -> None:
         if self._observation_parts:
@@ -293,7 +294,7 @@ class VectorProgram:
             self._reward[i], self._terminated[i], self._truncated[i] = 0.0, False, False
             self._record_info(i, "info", info)
             self._write_observation(i, observation)
-            self._reply([i])
+            self._reply(i)
 
     def _reset_one(self, i: int, seed: int | None, options: dict[str, Any] | None) -> tuple[Any, Any]:
         self._bound[i] = self._own[i]
