@@ -313,9 +313,7 @@ def to_frames(header: bytes, packed: Sequence[bytes] | None) -> list[bytes]:
     return [len(header).to_bytes(4, "big") + header + first, *others]
 
 
-def _drain(
-    source: zmq.Socket[bytes], packets: list[tuple[list[bytes], zmq.Socket[bytes]]], *, is_router: bool
-) -> bool:
+def _drain(source: zmq.Socket[bytes], packets: list[tuple[list[bytes], zmq.Socket[bytes]]], *, is_router: bool) -> bool:
     """Append the packets that have come to `source`. Returns False if there may be more."""
     for _ in range(100):  # not without a limit: the other sockets have packets too
         try:

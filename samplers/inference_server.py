@@ -27,6 +27,7 @@ from penstock.samplers.readiness import LockStep, Readiness
 from penstock.samplers.step_buffer import StepBuffer
 from penstock.workers import sigint
 from penstock.workers.control import Command
+from penstock.workers.failures import raised
 from penstock.workers.native import look, spin_for_requests
 from penstock.workers.progress import FOR_ANY, Phase
 from penstock.workers.spinning import SpinTime, is_crowded
@@ -319,9 +320,8 @@ class InferenceServer:
         is_eval = self._batch is self._eval
         env_ranks = [e for r in ranks for e in (self._plans[r].eval_env_ranks if is_eval else self._plans[r].env_ranks)]
         occasion = f"{'evaluation, ' if is_eval else ''}itr={self._command.itr}"
-        found = WorkerError(
-            f"the inference server raised {in_one_line(error)} while {doing} for env_rank {env_ranks} ({occasion})"
-        )
+        text = raised("the inference server", in_one_line(error), f"{doing} for env_rank {env_ranks}")
+        found = WorkerError(f"{text} ({occasion})")
         found.__cause__ = error
         return found
 

@@ -12,7 +12,7 @@ from penstock.buffers.results import ObjectMessage
 from penstock.errors import SamplerClosedError, WorkerError
 from penstock.workers import sigint
 from penstock.workers.control import Command
-from penstock.workers.failures import WorkerStatus
+from penstock.workers.failures import WorkerStatus, raised
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.program import SharedMemory, WorkerContext, WorkerProgram
 from penstock.workers.progress import Phase, StopCollecting
@@ -88,11 +88,15 @@ class LocalWorker:
     def error(self, cause: BaseException, occasion: str) -> WorkerError:
         """The same error as for a worker process that raised `cause`."""
         status = self.status()
-        text = f"{status} raised {type(cause).__name__}: {cause} while {status.doing} ({occasion})"
+        text = f"{self._raised(cause)} ({occasion})"
         replay = self._replay_of(status)
         error = WorkerError(text if replay is None else f"{text}\n{replay.advice}")
         error.__cause__, error.replay = cause, replay
         return error
+
+    def _raised(self, error: BaseException) -> str:
+        status = self.status()
+        return raised(status, f"{type(error).__name__}: {error}".removesuffix(": "), status.doing)
 
     def close(self, *, broken: bool) -> None:
         """Close the environments. It raises no error, except for Ctrl-C. It warns if one raises, unless the sampler is
@@ -105,9 +109,7 @@ class LocalWorker:
             program.close()
         except (Exception, SystemExit) as error:
             if not broken:
-                status = self.status()
-                text = f"{status} raised {type(error).__name__}: {error} while {status.doing}"
-                warnings.warn(text, RuntimeWarning, stacklevel=5)
+                warnings.warn(self._raised(error), RuntimeWarning, stacklevel=5)
 
 
 class SerialPool:

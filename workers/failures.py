@@ -84,13 +84,16 @@ class WorkerFailure:
         return self.status.plan.worker_rank
 
     def __str__(self) -> str:
-        if self.hung:
-            how = self.hung
-        elif self.report:
-            how = f"raised {self.report.headline}"
-        else:
-            how = describe_exit(self.exitcode)
-        return f"{self.status} {how} while {self.status.doing}"
+        if self.report and not self.hung:
+            return raised(self.status, self.report.headline, self.status.doing)
+        return f"{self.status} {self.hung or describe_exit(self.exitcode)} while {self.status.doing}"
+
+
+def raised(who: object, error: str, doing: str) -> str:
+    """Who has raised an exception, while doing what. `error` is its class and message: the message comes last, since it
+    may be long."""
+    kind, colon, message = error.partition(": ")
+    return f"{who} raised {kind} while {doing}{colon}{message}"
 
 
 def describe_exit(exitcode: int | None) -> str:
