@@ -5,9 +5,9 @@
 
 One Ray serves all contestants. They take short turns in one run, in random order, and wait while others have theirs.
 
-- `speed`, `batched`, `instant`, `pixels`: one shard, with one worker. It samples CartPole, Gymnasium's vectorized
-  CartPole, an environment that takes no time, and images. "Inside": the same sampler in an actor of Ray, which returns
-  nothing.
+- `speed`, `batched`, `instant`, `pixels`: one shard, with one worker. They sample CartPole, Gymnasium's vectorized
+  CartPole, an environment that takes no time, and images, in this order.
+  "Inside": the same sampler in an actor of Ray, which returns nothing.
   "One at a time": `obtain_samples`. "Stream": `stream(max_in_flight=2)`. "RLlib": `EnvRunnerGroup` with one runner for
   the same number of environments, on the new API stack, with random actions; if `pip install "ray[rllib]"` was done.
 - `slow`: four shards that sleep in their steps; one is 10 times slower, and `min_ready=3`. The ratio is of batches.

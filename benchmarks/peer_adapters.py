@@ -134,8 +134,8 @@ class Loop:
 
 
 def bare_process(work: Work, n_envs: int, pipe: Any) -> None:
-    """Step `n_envs` environments and record nothing. For each pair of seconds and rows, step until one of them is over,
-    and reply with the steps and the seconds."""
+    """Step `n_envs` environments and record nothing. For each message (seconds, rows): step for that many seconds or
+    rows, whichever ends first. Then reply with the steps and the seconds."""
     torch.set_num_threads(1)
     envs = [work.make_env() for _ in range(n_envs)]
     observation = np.stack([env.reset(seed=i)[0] for i, env in enumerate(envs)])

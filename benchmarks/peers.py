@@ -16,8 +16,9 @@ disturbed if other programs used more than 5 % of it while the contestant waited
 not count. Ratios of disturbed and undisturbed rounds are reported apart.
 
 With `--pause SECONDS`, each contestant has three turns in a round: back to back, with a learner that sleeps for so long
-between two batches, and with one that works. The pauses themselves do not count. What the bare loops lose then is the
-host's: their processes wait for each other after each batch, and do nothing else.
+between two batches, and with one that works. The pauses themselves do not count. Then the
+bare loops are slower too. Their processes only step, and wait for each other after each batch: what they lose is not
+due to a library.
 """
 
 from __future__ import annotations

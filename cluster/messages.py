@@ -7,8 +7,8 @@ numbers or booleans. Tuples arrive as lists, numpy scalars as Python's. Arrays t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ _KINDS = "biufc"  # of dtypes: bool, integers, floats, complex numbers
 _ARRAY = 1  # the msgpack extension type
 _NODES = dict, list, tuple
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes, np.ndarray})  # the usual types of other values
+_own = threading.local()
 
 
 class BadMessageError(ClusterError):
@@ -54,12 +55,13 @@ def _copy(value: Any) -> Any:
     return array
 
 
-@cache
-def _packer() -> Any:
-    """Packs the arrays of all messages. A new one, while that of the message exists, has to fetch memory: 15 µs."""
-    import msgpack
+def packer() -> Any:
+    """This thread's packer of headers and small arrays. To make one takes up to 15 µs."""
+    if (found := getattr(_own, "packer", None)) is None:
+        import msgpack
 
-    return msgpack.Packer()
+        found = _own.packer = msgpack.Packer()
+    return found
 
 
 def encode(value: Any) -> list[Any]:
@@ -83,7 +85,7 @@ def encode(value: Any) -> list[Any]:
         else:
             arrays.append(where)
             where = len(arrays)
-        return msgpack.ExtType(_ARRAY, _packer().pack([where, array.dtype.str, array.shape]))
+        return msgpack.ExtType(_ARRAY, packer().pack([where, array.dtype.str, array.shape]))
 
     _check_tree(value)
     try:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Answer(Future[Any]):
     """What comes back for one request. The thread that waits for it receives packets meanwhile.
 
-    `done`, `result` and `exception` take no lock once it has come: a request asks for them often.
+    After it has come, `done`, `result` and `exception` take no lock: each request calls them several times.
     """
 
     _is_over = False
@@ -31,6 +31,9 @@ class Answer(Future[Any]):
 
     def cancel(self) -> bool:
         return False  # the request is on its way
+
+    def running(self) -> bool:
+        return not self._is_over
 
     def set_result(self, result: Any) -> None:
         self._value, self._is_over = result, True

@@ -21,9 +21,9 @@ from penstock.errors import ConfigError
 
 #: Ray's variables for the process of a shard or a worker. By default Ray kills the child processes of an actor that
 #: ends. Then the kernel kills the workers before their watchdogs have killed what the environments have started. And by
-#: default Ray lowers the priority of actors. The third is the most bytes of a result that comes with the reply and not
-#: through Ray's object store. That store takes 0.7 ms longer up to half a MB, and is faster from 1 MB on; Ray's default
-#: is 100 KiB.
+#: default Ray lowers the priority of actors. The third is a size in bytes. Ray sends smaller arguments and results with
+#: the call, and larger ones through its object store. For results of up to half a MB, the store takes 0.7 ms longer.
+#: From 1 MB on, the store is faster. Ray's default is 100 KiB.
 ACTOR_VARIABLES = {
     "RAY_kill_child_processes_on_worker_exit": "0",
     "RAY_worker_niceness": "0",

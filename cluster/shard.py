@@ -154,8 +154,8 @@ class ShardHost:
         self._condition = threading.Condition()
         self._orders: dict[int, Order] = {}
         self._replies: dict[int, Future[Reply | Failure]] = {}
-        self._lent: dict[int, dict[str, npt.NDArray[Any]]] = {}  # the arrays of these replies, by number
-        self._spare: list[dict[str, npt.NDArray[Any]]] = []  # arrays of earlier replies, which the driver has
+        self._lent: dict[int, dict[str, npt.NDArray[Any]]] = {}  # arrays of replies that may be on their way, by number
+        self._spare: list[dict[str, npt.NDArray[Any]]] = []  # arrays to use again: the driver has their replies
         self._next_number = 0
         self._parameters: Parameters | None = None
         self._is_closing = self._is_evaluating = False
@@ -185,6 +185,7 @@ class ShardHost:
                 del self._replies[number]
                 if number in self._lent:
                     self._spare.append(self._lent.pop(number))
+            del self._spare[max(1, len(self._lent)) :]  # as many as are needed at the rate of now
         return reply.result()
 
     def take_parameters(self, parameters: Parameters) -> None:
@@ -304,8 +305,8 @@ class ShardHost:
         return found
 
     def _copy_batch(self, number: int) -> dict[str, npt.NDArray[Any]]:
-        """A copy of the last batch, by path. It reuses the arrays of an earlier reply: new memory costs more than the
-        copying."""
+        """A copy of the last batch, by path. It reuses the arrays of an earlier reply: to get new memory takes longer
+        than to copy."""
         sampler = self._sampler
         slot = sampler._memory.slots[(sampler._batch - 1) % sampler._batches.n_slots]
         with self._condition:

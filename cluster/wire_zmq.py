@@ -33,7 +33,6 @@ _log = logging.getLogger("penstock")
 _EVENTS, _MORE, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN), int(zmq.NOBLOCK)
 _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _ONCE = select.EPOLLIN | select.EPOLLONESHOT
-_pack_header = msgpack.Packer().pack  # `packb` would make a new packer each time
 
 _MOST_HEADER = 4096
 _MOST_FRAME = messages.MOST_BYTES + 2**20  # ZMQ breaks a connection through which more comes
@@ -130,7 +129,7 @@ class ZmqTransport(Transport):
     def send(self, route: Any, header: Header, packed: Any) -> None:
         if route is None:  # a stranger has answered a request, as if it were one
             return
-        frames = to_frames(_pack_header(header), packed)
+        frames = to_frames(messages.packer().pack(header), packed)
         if isinstance(route, bytes):
             frames.insert(0, route)
         is_sent, has_input = True, False

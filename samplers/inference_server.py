@@ -320,8 +320,8 @@ class InferenceServer:
         is_eval = self._batch is self._eval
         env_ranks = [e for r in ranks for e in (self._plans[r].eval_env_ranks if is_eval else self._plans[r].env_ranks)]
         occasion = f"{'evaluation, ' if is_eval else ''}itr={self._command.itr}"
-        text = raised("the inference server", in_one_line(error), f"{doing} for env_rank {env_ranks}")
-        found = WorkerError(f"{text} ({occasion})")
+        doing = f"{doing} for env_rank {env_ranks} ({occasion})"
+        found = WorkerError(raised("the inference server", doing, *in_one_line(error).split(": ", 1)))
         found.__cause__ = error
         return found
 

@@ -88,15 +88,11 @@ class LocalWorker:
     def error(self, cause: BaseException, occasion: str) -> WorkerError:
         """The same error as for a worker process that raised `cause`."""
         status = self.status()
-        text = f"{self._raised(cause)} ({occasion})"
+        text = raised(status, f"{status.doing} ({occasion})", type(cause).__name__, str(cause))
         replay = self._replay_of(status)
         error = WorkerError(text if replay is None else f"{text}\n{replay.advice}")
         error.__cause__, error.replay = cause, replay
         return error
-
-    def _raised(self, error: BaseException) -> str:
-        status = self.status()
-        return raised(status, f"{type(error).__name__}: {error}".removesuffix(": "), status.doing)
 
     def close(self, *, broken: bool) -> None:
         """Close the environments. It raises no error, except for Ctrl-C. It warns if one raises, unless the sampler is
@@ -109,7 +105,9 @@ class LocalWorker:
             program.close()
         except (Exception, SystemExit) as error:
             if not broken:
-                warnings.warn(self._raised(error), RuntimeWarning, stacklevel=5)
+                status = self.status()
+                text = raised(status, status.doing, type(error).__name__, str(error))
+                warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 class SerialPool:

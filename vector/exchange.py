@@ -106,24 +106,18 @@ class Exchange:
     # ---- replies -----------------------------------------------------------------------------
 
     def take(self, which: Ids, receive_infos: Callable[[], None]) -> list[tuple[int, dict[str, Any]]]:
-        """Take the replies of `which`; this is `self.all` only if none was taken before. Returns the infos of replies
-        that were not taken before, by environment; with `final_obs` and `final_info` where an episode ended and the
-        environment was reset at once.
+        """Take the replies of `which`. Returns the infos of replies that were not taken before, by environment; with
+        `final_obs` and `final_info` where an episode ended and the environment was reset at once.
 
         Raises `EnvCallError` for an info that cannot be unpickled, `SpaceError` for data that `check_finite` refuses.
         """
-        requested = self._requested
-        has_info = self._info_seq == requested
-        is_new: Any = True
-        if which is self.all:
-            new = which
-            self._taken[:] = requested
-        else:
-            new = which[self._taken[which] != requested[which]]
-            is_new = np.zeros(len(requested), np.bool_)
-            is_new[new] = True
-            has_info &= is_new
-            self._taken[new] = requested[new]
+        requested, is_new = self._requested, self._taken != self._requested
+        if which is not self.all:
+            is_wanted = np.zeros(len(requested), np.bool_)
+            is_wanted[which] = True
+            is_new &= is_wanted
+        has_info = is_new & (self._info_seq == requested)
+        np.copyto(self._taken, requested, where=is_new)
         ids = has_info.nonzero()[0].tolist()  # a third of the time of numpy's functions `any` and `flatnonzero`
         if ids:
             receive_infos()
@@ -131,7 +125,7 @@ class Exchange:
             ids = (has_info | (is_new & (self.terminated | self.truncated))).nonzero()[0].tolist()
         infos = [(i, self._info_of(i)) for i in ids]
         if self._check_finite:
-            self._require_finite(np.sort(new))
+            self._require_finite(np.flatnonzero(is_new))
         return infos
 
     def _require_finite(self, which: Ids) -> None:

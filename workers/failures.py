@@ -83,17 +83,18 @@ class WorkerFailure:
         """The worker's rank."""
         return self.status.plan.worker_rank
 
-    def __str__(self) -> str:
+    def told(self, occasion: str = "") -> str:
+        """What happened to the worker, what it was doing, and during which call."""
+        doing = f"{self.status.doing} ({occasion})" if occasion else self.status.doing
         if self.report and not self.hung:
-            return raised(self.status, self.report.headline, self.status.doing)
-        return f"{self.status} {self.hung or describe_exit(self.exitcode)} while {self.status.doing}"
+            return raised(self.status, doing, *self.report.headline.split(": ", 1))
+        return f"{self.status} {self.hung or describe_exit(self.exitcode)} while {doing}"
 
 
-def raised(who: object, error: str, doing: str) -> str:
-    """Who has raised an exception, while doing what. `error` is its class and message: the message comes last, since it
-    may be long."""
-    kind, colon, message = error.partition(": ")
-    return f"{who} raised {kind} while {doing}{colon}{message}"
+def raised(who: object, doing: str, kind: str, message: str = "") -> str:
+    """Text that says who has raised an exception of this class, and what it was doing. The message of the exception
+    comes last, since it may be long."""
+    return f"{who} raised {kind} while {doing}{': ' if message else ''}{message}"
 
 
 def describe_exit(exitcode: int | None) -> str:
@@ -126,7 +127,7 @@ def make_error(
     """
     hung = [failure for failure in failures if failure.hung]
     reports = [failure.report for failure in failures if failure.report is not None]
-    lines = [f"{failure} ({occasion})" for failure in failures[:_MAX_LISTED]]
+    lines = [failure.told(occasion) for failure in failures[:_MAX_LISTED]]
     if len(failures) > _MAX_LISTED:
         lines.append(f"... and {len(failures) - _MAX_LISTED} more workers")
     if hung:
@@ -178,5 +179,5 @@ def examine_exits(
         if is_unreported and exitcode is not None and exitcode < 0:
             killed.append(failure)
         if report is not None or status.progress.phase is Phase.CLOSING:
-            complaints.append(str(failure))
+            complaints.append(failure.told())
     return complaints, killed, exitcodes

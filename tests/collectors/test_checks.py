@@ -226,7 +226,7 @@ def make(cls: type[Sampler], env_kwargs: Any, **options: Any) -> Sampler:
 def check_named(error: pytest.ExceptionInfo[WorkerError], message: str) -> None:
     assert type(error.value.__cause__) is SpaceError
     assert error.match(f"raised (penstock.errors.)?SpaceError while .*: {message}")
-    assert f": {error.value.__cause__} (" in str(error.value), "the message quotes the cause"
+    assert f"): {error.value.__cause__}" in str(error.value), "the message quotes the cause"
 
 
 def others(wrong: dict[str, Any]) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def test_bad_data_is_named_in_its_batch(cls: type[Sampler], name: str) -> None:
         with pytest.raises(WorkerError) as error:
             sampler.obtain_samples(1)
     check_named(error, message)
-    assert error.match(r"env_rank 3, t=0: .* \(itr=1\)")
+    assert "env_rank 3, t=0 (itr=1): " in str(error.value)
 
 
 IN_EVALUATION = [name for name in BAD if "not recorded" not in name]
@@ -256,7 +256,7 @@ def test_bad_data_is_named_in_evaluations_too(name: str) -> None:
     with make(SerialSampler, others(wrong), **size, **options) as sampler:
         sampler.initialize(RandomAgent())
         sampler.obtain_samples(0)
-        with pytest.raises(WorkerError, match=r"env_rank 1, t=\d: .* \(.*itr=3\)") as error:
+        with pytest.raises(WorkerError, match=r"env_rank 1, t=\d \(.*itr=3\)") as error:
             sampler.evaluate_agent(3)
     check_named(error, message.replace("env_rank 3", "env_rank 1"))
 
@@ -364,7 +364,7 @@ def test_bad_actions_are_named_in_their_batch(
     with make(cls, [{}] * 3 + [MARKED], **options) as sampler:
         sampler.initialize(agent)
         sampler.obtain_samples(0)
-        with pytest.raises(WorkerError, match=r"t=1: .* \(itr=1\)") as error:
+        with pytest.raises(WorkerError, match=r"t=1 \(itr=1\)") as error:
             sampler.obtain_samples(1)
     check_named(error, message)
 

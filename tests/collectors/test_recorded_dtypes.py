@@ -153,7 +153,7 @@ def test_env_info(first: Any, later: Any, dtypes: str) -> None:
     factories = [*[lambda: Informing(first, first)] * 2, lambda: Informing(first, later)]
     with sampler_of("parallel", factories, n_workers=1, env_info=["n"]) as sampler:
         sampler.initialize(Reporting(0, 0))
-        message = rf"while stepping env_rank 2, t=\d: info\['n'\] of env_rank 2 must have shape \(\) and dtype {dtypes}"
+        message = rf"env_rank 2, t=\d \(.*\): info\['n'\] of env_rank 2 must have shape \(\) and dtype {dtypes}"
         with pytest.raises(WorkerError, match=message):
             sampler.obtain_samples(0)
 
@@ -162,7 +162,9 @@ def test_an_error_in_env_info_names_one_environment() -> None:
     factories = [lambda: Informing(0, "text"), *[lambda: Informing(0, 0)] * 2]
     with sampler_of("parallel", factories, n_workers=1, env_info=["n"]) as sampler:
         sampler.initialize(Reporting(0, 0))
-        with pytest.raises(WorkerError, match=r"while stepping env_rank 0, t=\d: info\['n'\] of env_rank 0 must "):
+        with pytest.raises(
+            WorkerError, match=r"while stepping env_rank 0, t=\d \(.*\): info\['n'\] of env_rank 0 must "
+        ):
             sampler.obtain_samples(0)
 
 

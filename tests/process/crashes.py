@@ -10,19 +10,17 @@ class Place(NamedTuple):
     doing: str  #: what the error says that the worker was doing
 
 
-SAYS = r"(: a fault was injected: [\w ]+ at call \d+)?"  # if it is an exception, its message
-
 # Batches of 8 steps, episodes of 5, no decorrelation: in the first batch, every episode ends at t=4 and no other.
 PLACES = {
-    "init": Place(1, rf"building env_rank 3{SAYS} \(start-up\)"),
-    "first reset": Place(1, rf"resetting env_rank 3{SAYS} \(start-up\)"),
-    "reset": Place(2, rf"resetting env_rank 3, t=4{SAYS} \(itr=0\)"),
-    "step": Place(3, rf"stepping env_rank 3, t=2{SAYS} \(itr=0\)"),
-    "agent": Place(7, rf"acting, t=6{SAYS} \(itr=0\)"),
-    "collector": Place(2, rf"\w[^()]*{SAYS} \(itr=1\)"),
-    "parked": Place(2, rf"waiting at barrier_in{SAYS} \(itr=[01]\)"),
-    "evaluation": Place(4, rf"stepping env_rank [01], t=3{SAYS} \(evaluation, itr=1\)"),
-    "sending": Place(3, rf"sending results{SAYS} \(itr=1\)"),
+    "init": Place(1, r"building env_rank 3 \(start-up\)"),
+    "first reset": Place(1, r"resetting env_rank 3 \(start-up\)"),
+    "reset": Place(2, r"resetting env_rank 3, t=4 \(itr=0\)"),
+    "step": Place(3, r"stepping env_rank 3, t=2 \(itr=0\)"),
+    "agent": Place(7, r"acting, t=6 \(itr=0\)"),
+    "collector": Place(2, r"\w[^()]* \(itr=1\)"),
+    "parked": Place(2, r"waiting at barrier_in \(itr=[01]\)"),
+    "evaluation": Place(4, r"stepping env_rank [01], t=3 \(evaluation, itr=1\)"),
+    "sending": Place(3, r"sending results \(itr=1\)"),
 }
 
 HOWS = {

@@ -142,7 +142,7 @@ def test_a_strange_exception_is_told_in_short(name: str, tmp_path: Path, monkeyp
     message = str(error)
     assert re.match(r"worker 1 \(pid \d+, env_rank 1\) raised ", message), message[:500]
     kind, _, says = words.partition(": ")
-    told = rf"raised \S*{kind} while stepping env_rank 1, t=2.*{says}.* \(itr=0\)"
+    told = rf"raised \S*{kind} while stepping env_rank 1, t=2 \(itr=0\).*{says}"
     assert re.search(told, message), message[:500]
     assert error.__cause__ is not None
     text = "".join(traceback.format_exception(error))

@@ -368,7 +368,7 @@ def test_an_observation_of_the_wrong_shape_is_named(cls: type[Sampler]) -> None:
         sampler.initialize(RandomAgent())
         with pytest.raises(
             WorkerError,
-            match=r"SpaceError while .* env_rank 2, t=2: observation of env_rank 2 must have shape \(2,\), got \(1,\)",
+            match=r"SpaceError .* env_rank 2, t=2 \(.*\): observation of env_rank 2 must have shape \(2,\), got \(1,\)",
         ):
             sampler.obtain_samples(0)
 

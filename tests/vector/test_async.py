@@ -47,6 +47,21 @@ def test_a_reset_in_two_halves() -> None:
         assert envs.step([0, 0])[1].tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
+def test_a_reset_of_some_during_a_step_drops_their_results(mode: str) -> None:
+    with ShmVectorEnv([Slow] * 2, autoreset_mode=mode) as envs:
+        envs.reset()
+        envs.step_async([0, 0])
+        _, infos = envs.reset(options={"reset_mask": np.array([True, False]), "n": 1})
+        assert infos["options"].tolist() == ["{'n': 1}", None]
+        observation, reward, *_, infos = envs.step_wait()
+        assert observation[:, 1].tolist() == [0, 1]
+        assert reward.tolist() == [0, 1]
+        assert infos["_count"].tolist() == [False, True]
+        assert "options" not in infos, "the info of the reset does not come twice"
+        assert envs.step([0, 0])[1].tolist() == [1, 2]
+
+
 def test_a_reset_in_two_halves_between_send_and_recv() -> None:
     with ShmVectorEnv([CountingEnv] * 2) as envs:
         envs.reset()
