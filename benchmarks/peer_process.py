@@ -86,15 +86,25 @@ def serve(work_name: str, name: str, whole_batches: bool) -> None:
 # ---- in the process that compares ------------------------------------------------------------------
 
 
-def involuntary_switches(pids: Sequence[int]) -> int:
-    """How often the kernel took the CPU away from a thread of these processes."""
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for status in Path(f"/proc/{pid}/task").glob("*/status"):
-                (line,) = (text for text in status.read_text().splitlines() if text.startswith("nonvol"))
-                total += int(line.split()[1])
-    return total
+_EVENTS = {  # in /proc/<pid>/task/<tid>/status and sched
+    "nonvoluntary_ctxt_switches": "switches",
+    "voluntary_ctxt_switches": "sleeps",
+    "se.nr_migrations": "migrations",
+}
+
+
+def scheduling(pids: Sequence[int]) -> dict[str, int]:
+    """How often the kernel took the CPU away from a thread of these processes, how often a thread slept, and how often
+    one came to another CPU. Kernels without CONFIG_SCHED_DEBUG do not tell the last one: then it is 0."""
+    found = dict.fromkeys(_EVENTS.values(), 0)
+    tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").glob("*")]
+    for file in (task / name for task in tasks for name in ("status", "sched")):
+        with contextlib.suppress(OSError):  # the thread has ended
+            for line in file.read_text().splitlines():
+                field, _, value = line.partition(":")
+                if (event := _EVENTS.get(field.strip())) is not None:
+                    found[event] += int(value)
+    return found
 
 
 def ready_seconds(pids: Sequence[int]) -> float:
@@ -202,7 +212,7 @@ class Contestant:
         """Let it run for one turn. None if it failed; then `missing` says why."""
         pids = self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
-        own, switches, ready = sum(cpu_clocks(pids).values()), involuntary_switches(pids), ready_seconds(pids)
+        own, before, ready = sum(cpu_clocks(pids).values()), scheduling(pids), ready_seconds(pids)
         machine = Machine()
         began = time.perf_counter()
         self._process.stdin.write((json.dumps(how) + "\n").encode())
@@ -216,10 +226,13 @@ class Contestant:
             return None
         cpu = sum(cpu_clocks(pids).values()) - own
         others, steal = machine.taken(cpu)
+        events = {name: n - before[name] for name, n in scheduling(pids).items()}
         return {
             **turn,
             "cpu_us": (cpu - turn.pop("pause_cpu")) / turn["steps"] * 1e6,
-            "switches": (involuntary_switches(pids) - switches) / took,
+            "switches": events["switches"] / took,
+            "sleeps": events["sleeps"] / turn["steps"] * 1000,
+            "migrations": events["migrations"] / turn["steps"] * 1000,
             "steal": steal,
             # What others used while this contestant's processes did not wait for a CPU did not disturb them.
             "others": min(others, (ready_seconds(pids) - ready) / took),

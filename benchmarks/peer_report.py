@@ -172,7 +172,8 @@ def pauses(result: dict[str, Any]) -> list[str]:
         "of back to back",
         "the same in disturbed rounds",
         "CPU µs a step",
-        "involuntary switches a second",
+        "sleeps per 1,000 steps",
+        "migrations per 1,000 steps",
         "steal and other programs, CPUs",
     )
     lines = [f"**{WORKS[result['work']].title}**", "", f"| {' | '.join(headings)} |", "|" + " --- |" * len(headings)]
@@ -185,7 +186,8 @@ def pauses(result: dict[str, Any]) -> list[str]:
             figure(values(rounds, name, "rate"), "{:,.0f}"),
             *(shares(rounds, name, base, "rate") if is_paused else ("1", "1")),
             figure(values(rounds, name, "cpu_us"), "{:.1f}"),
-            figure(values(rounds, name, "switches"), "{:,.0f}"),
+            figure(values(rounds, name, "sleeps"), "{:,.2f}"),
+            figure(values(rounds, name, "migrations"), "{:.3f}"),
             figure(taken, "{:.2f}"),
         ]
         lines.append(f"| {' | '.join(cells)} |")

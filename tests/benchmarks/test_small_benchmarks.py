@@ -208,11 +208,14 @@ def test_peers(folder: Path) -> None:
 
 
 def test_peers_with_a_pause_of_the_learner(folder: Path) -> None:
-    sizes = ["--repeats", 1, "--seconds", 0.02, "--only", "penstock SerialSampler", "--pause", 0.02]
+    sizes = ["--repeats", 1, "--seconds", 0.02, "--only", "penstock SerialSampler", "bare loops", "--pause", 0.02]
     printed, content = run(folder, "peers", "short", *sizes)
     assert "of back to back" in printed
     (result,) = content["results"]
     (turns,) = result["rounds"]
-    assert turns.keys() == {f"penstock SerialSampler{kind}" for kind in ("", ", sleep", ", work")}
+    names = ("penstock SerialSampler", "bare loops")
+    assert turns.keys() == {f"{name}{kind}" for name in names for kind in ("", ", sleep", ", work")}
+    assert turns["penstock SerialSampler, sleep"]["sleeps"] >= 1000 / (5 * 32), "once a batch, with 1,000 steps"
+    assert all(turn["steps"] % (5 * 32) == 0 for turn in turns.values()), "whole batches"
     # A working learner takes more CPU than a batch of so few steps, but its time does not count.
     assert turns["penstock SerialSampler, work"]["cpu_us"] < 0.02 * 1e6 / (5 * 32)
