@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ..process.support import is_running
 from ..scale import START_METHODS, pairs, scaled, with_start_methods
 from ..starter import Program
 
@@ -57,7 +58,7 @@ def workers_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
 def assert_gone(workers: list[psutil.Process]) -> None:
     """They have ended within 2 s. Since their parent has ended too, they may stay zombies for some seconds."""
     _, left = psutil.wait_procs(workers, timeout=2)
-    assert not [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not [process for process in left if is_running(process.pid)]
 
 
 FORGOTTEN = ""
