@@ -98,8 +98,8 @@ def _rows(space: Space, value: Any, is_batch: bool, name: str) -> Any:
     array = np.asarray(value, space.dtype)
     array = array if is_batch else array[np.newaxis]
     if array.shape[1:] != shape:
-        batch = ", ".join(["B", *map(str, shape)]) + "," * (not shape)  # as Python writes a tuple
-        raise SpaceError(f"{name} must have the shape {shape}, or ({batch}), got {np.shape(value)}")
+        batch = str(("B", *shape)).replace("'", "")
+        raise SpaceError(f"{name} must have the shape {shape}, or {batch}, got {np.shape(value)}")
     return array
 
 

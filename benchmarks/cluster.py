@@ -6,10 +6,10 @@
 One Ray serves all contestants. They take short turns in one run, in random order, and wait while others have theirs.
 
 - `speed`, `batched`, `instant`, `pixels`: one shard, with one worker. They sample CartPole, Gymnasium's vectorized
-  CartPole, an environment that takes no time, and images, in this order.
-  "Inside": the same sampler in an actor of Ray, which returns nothing.
-  "One at a time": `obtain_samples`. "Stream": `stream(max_in_flight=2)`. "RLlib": `EnvRunnerGroup` with one runner for
-  the same number of environments, on the new API stack, with random actions; if `pip install "ray[rllib]"` was done.
+  CartPole, an environment that takes no time, and images, in this order. "Inside": the same sampler in an actor of Ray,
+  which returns nothing. "One at a time": `obtain_samples`. "Stream": `stream(max_in_flight=2)`. "RLlib":
+  `EnvRunnerGroup` with one runner for the same number of environments, on the new API stack, with random actions; if
+  `pip install "ray[rllib]"` was done.
 - `slow`: four shards that sleep in their steps; one is 10 times slower, and `min_ready=3`. The ratio is of batches.
 - `puts`: how often parameters are put into Ray's object store, for 1, 2 and 4 shards.
 - `memory`: the memory of this process, while it samples `--batches` batches.

@@ -16,9 +16,9 @@ disturbed if other programs used more than 5 % of it while the contestant waited
 not count. Ratios of disturbed and undisturbed rounds are reported apart.
 
 With `--pause SECONDS`, each contestant has three turns in a round: back to back, with a learner that sleeps for so long
-between two batches, and with one that works. The pauses themselves do not count. Then the
-bare loops are slower too. Their processes only step, and wait for each other after each batch: what they lose is not
-due to a library. The table then says how often threads slept, and how often one came to another CPU.
+between two batches, and with one that works. The pauses themselves do not count. The bare loops take part, and wait for
+each other after each batch: what they lose by the pauses is not due to a library. The table also says how often threads
+slept, and how often one came to another CPU.
 """
 
 from __future__ import annotations

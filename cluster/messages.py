@@ -151,10 +151,10 @@ def _check_tree(value: Any, depth: int = 0) -> None:
     if depth > _MOST_DEPTH:
         raise BadMessageError(f"a message is nested at most {_MOST_DEPTH} levels deep")
     items = value
-    if type(value) is dict or isinstance(value, dict):
+    if isinstance(value, dict):
         items = value.values()
         for key in value:
-            if type(key) is not str and not isinstance(key, str):
+            if not isinstance(key, str):
                 raise BadMessageError(f"the keys of a dict in a message must be str, got {key!r}")
     elif not isinstance(value, list | tuple):
         return

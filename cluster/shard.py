@@ -154,7 +154,6 @@ class ShardHost:
         self._condition = threading.Condition()
         self._orders: dict[int, Order] = {}
         self._replies: dict[int, Future[Reply | Failure]] = {}
-        self._lent: dict[int, dict[str, npt.NDArray[Any]]] = {}  # arrays of replies that may be on their way, by number
         self._spare: list[dict[str, npt.NDArray[Any]]] = []  # arrays to use again: the driver has their replies
         self._next_number = 0
         self._parameters: Parameters | None = None
@@ -182,10 +181,11 @@ class ShardHost:
                 self._condition.notify_all()
             reply = self._replies[order.number]
             for number in [number for number in self._replies if number < order.n_done]:
-                del self._replies[number]
-                if number in self._lent:
-                    self._spare.append(self._lent.pop(number))
-            del self._spare[max(1, len(self._lent)) :]  # as many as are needed at the rate of now
+                earlier = self._replies.pop(number)
+                # An order that came again, after the driver had its reply, never gets another one.
+                if earlier.done() and isinstance(found := earlier.result(), Reply) and found.arrays:
+                    self._spare.append(found.arrays)
+            del self._spare[len(self._replies) :]  # one for each order that the driver waits for
         return reply.result()
 
     def take_parameters(self, parameters: Parameters) -> None:
@@ -200,7 +200,7 @@ class ShardHost:
         return sum(sampler._memory.control.n_results_by_rank(sampler.n_workers)) if self._is_evaluating else 0
 
     def stop_evaluation(self) -> None:
-        """End the evaluation that runs at its next step. One that has not begun yet runs."""
+        """End the evaluation that runs now, at its next step. An evaluation that has not begun yet is not affected."""
         if self._is_evaluating:
             self._sampler._memory.control.stop_eval = True
 
@@ -287,7 +287,7 @@ class ShardHost:
                 found = self._evaluate(command.itr)
             else:
                 _, found = sampler.obtain_samples(command.itr)
-                arrays = self._copy_batch(order.number)
+                arrays = self._copy_batch()
             return Reply(order.number, arrays, [_portable(item) for item in found], shared.version)
         except BaseException as error:
             return Failure.of(error)
@@ -304,13 +304,13 @@ class ShardHost:
             self._is_evaluating = False
         return found
 
-    def _copy_batch(self, number: int) -> dict[str, npt.NDArray[Any]]:
+    def _copy_batch(self) -> dict[str, npt.NDArray[Any]]:
         """A copy of the last batch, by path. It reuses the arrays of an earlier reply: to get new memory takes longer
         than to copy."""
         sampler = self._sampler
         slot = sampler._memory.slots[(sampler._batch - 1) % sampler._batches.n_slots]
         with self._condition:
-            self._lent[number] = arrays = self._spare.pop() if self._spare else {}
+            arrays = self._spare.pop() if self._spare else {}
         for path, array in slot.leaves():
             if path in arrays:
                 np.copyto(arrays[path], array)

@@ -19,8 +19,8 @@ from penstock.workers.control import Command
 class Piece:
     """One shard's part of a batch, as `RaySampler.stream` yields it.
 
-    `samples` are torch tensors `[batch_T, n, ...]` of the shard's n environments. They are in memory of Ray,
-    which can only be read: copy what you want to change. The memory is freed with the piece.
+    `samples` are torch tensors `[batch_T, n, ...]` of the shard's n environments. They are in memory of Ray, which can
+    only be read: copy what you want to change. The memory is freed with the piece.
     """
 
     samples: Samples

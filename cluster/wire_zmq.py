@@ -56,7 +56,7 @@ class ZmqTransport(Transport):
     """Owns the sockets. Any thread may send. A thread holds `_lock` while it uses a socket.
 
     A thread that waits for a packet receives it itself (see `attend`), if no other thread does: so no other thread must
-    wake it. When nobody waits, the thread of this transport receives. It also keeps the time.
+    wake it. While no thread waits, the thread of this transport receives. It also keeps the time.
     """
 
     def __init__(self, connection: Connection, host: str, port: int) -> None:
@@ -233,15 +233,15 @@ class ZmqTransport(Transport):
         fired = [fd for fd, _ in self._input.poll(seconds)]
         packets: list[tuple[list[bytes], zmq.Socket[bytes]]] = []
         with self._lock:
-            for fd in self._ready.union(fired) if self._ready else fired:
-                source = self._sources.get(fd)
-                if source is not None and _drain(source, packets, is_router=source is self._router):
-                    self._ready.discard(fd)
-                elif source is not None:
-                    self._ready.add(fd)
-                elif fd == self._wake_reader:
+            for fd in self._ready.union(fired):
+                if fd == self._wake_reader:
                     with contextlib.suppress(BlockingIOError):
                         os.read(fd, 4096)
+                elif (source := self._sources.get(fd)) is not None:
+                    if _drain(source, packets, is_router=source is self._router):
+                        self._ready.discard(fd)
+                    else:
+                        self._ready.add(fd)
             is_rest = bool(self._ready)
         if is_rest:
             self._wake()

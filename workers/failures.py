@@ -84,7 +84,7 @@ class WorkerFailure:
         return self.status.plan.worker_rank
 
     def told(self, occasion: str = "") -> str:
-        """What happened to the worker, what it was doing, and during which call."""
+        """One sentence: the worker, how it failed, its phase, and the call that was running (`occasion`)."""
         doing = f"{self.status.doing} ({occasion})" if occasion else self.status.doing
         if self.report and not self.hung:
             return raised(self.status, doing, *self.report.headline.split(": ", 1))
@@ -92,8 +92,8 @@ class WorkerFailure:
 
 
 def raised(who: object, doing: str, kind: str, message: str = "") -> str:
-    """Text that says who has raised an exception of this class, and what it was doing. The message of the exception
-    comes last, since it may be long."""
+    """One sentence about an exception: who raised it, its class, and the phase (`doing`). The message comes last, since
+    it may be long."""
     return f"{who} raised {kind} while {doing}{': ' if message else ''}{message}"
 
 
@@ -162,9 +162,10 @@ def examine_exits(
     status_of: Callable[[WorkerHandle], WorkerStatus],
     reports: ReportBoard,
 ) -> tuple[list[str], list[WorkerFailure], set[int | None]]:
-    """Reap the workers of a pool that closes. `forced`, by rank: those that had to be killed.
+    """Reap the workers of a pool that closes. `forced` has the workers that the pool had to kill, by rank.
 
-    Returns a text for each worker that did not exit well, those that something else has killed, and the exit codes.
+    Returns three things: a text for each worker that did not exit well, the workers that something else has killed, and
+    the exit codes.
     """
     complaints, killed, exitcodes = list[str](), list[WorkerFailure](), set[int | None]()
     for handle in handles:

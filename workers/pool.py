@@ -317,8 +317,9 @@ class WorkerPool:
         rank = failure.rank
         old = self.handles[rank]
         n_lost = self._count_lost(old)
-        self.restarts.note(rank, failure.told(occasion), n_lost)
-        _log.warning("%s; it is being replaced, %d trajectories are lost", failure.told(occasion), n_lost)
+        told = failure.told(occasion)
+        self.restarts.note(rank, told, n_lost)
+        _log.warning("%s; it is being replaced, %d trajectories are lost", told, n_lost)
         n_kept = None if self._options.keeps_messages else self.control.n_results_since(rank, self._n_taken)
         pipe = old.pipe.replacement(keep=n_kept)
         self._reports.clear(rank)

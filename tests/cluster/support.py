@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import pytest
 
 from penstock.cluster import peer
@@ -42,14 +41,6 @@ def wait_until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "this has not happened in time"
         time.sleep(0.005)
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """Whether the process has ended. Where its parent has ended too, it may stay a zombie for seconds."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 class FaultyHub(LocalHub):

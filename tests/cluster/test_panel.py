@@ -19,9 +19,10 @@ import pytest
 from penstock import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError, RequestError
 from penstock.cluster import ControlPanel, PollResult, Status, Worker
 
+from ..process.support import is_running
 from ..scale import scaled
 from .ray_support import our_processes, wait_for_none
-from .support import MAKES, has_ended, need, note, wait_until
+from .support import MAKES, need, note, wait_until
 
 HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
 needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
@@ -310,7 +311,7 @@ def test_launched_workers_end_with_a_panel_that_is_killed(
         assert make == "ray" or len(our_processes().keys() - before) >= 6, "the panel, 2 workers, 3 of the first one"
         process.kill()
         began = time.monotonic()
-        wait_until(lambda: all(map(has_ended, workers)), timeout=20)
+        wait_until(lambda: not any(is_running(worker.pid) for worker in workers), timeout=20)
         assert wait_for_none(before, 20) == {}
         note("workers, and what they have started, have ended after their panel [s]", time.monotonic() - began, limit)
 

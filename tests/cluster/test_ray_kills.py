@@ -23,9 +23,10 @@ ray = pytest.importorskip("ray", reason='ray is not installed: pip install "pens
 from penstock import NodeLostError, RandomAgent, SerialSampler  # noqa: E402
 from penstock.cluster import RaySampler  # noqa: E402
 
+from ..process.support import is_running  # noqa: E402
 from ..scale import FULL, scaled  # noqa: E402
 from .ray_support import our_processes, wait_for_none  # noqa: E402
-from .support import has_ended, wait_until  # noqa: E402
+from .support import wait_until  # noqa: E402
 from .test_ray_failures import WithChild, actor_pids  # noqa: E402
 
 pytestmark = [
@@ -86,7 +87,7 @@ class Killer:
         self._kill(self._sampler, self.shard)
         while len(self._seconds) < len(self._processes) and time.monotonic() < self.at + 10 * LEFT_SECONDS:
             for process in self._processes.keys() - self._seconds.keys():
-                if has_ended(process):
+                if not is_running(process.pid):
                     self._seconds[process] = time.monotonic() - self.at
             time.sleep(0.01)
 

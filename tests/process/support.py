@@ -77,6 +77,7 @@ def gone_after(pids: Sequence[int], since: float, seconds: float) -> float:
 
 
 def is_running(pid: int) -> bool:
+    """Whether the process has not ended. Where its parent has ended too, it may stay a zombie for seconds."""
     try:
         return bool(psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
     except psutil.NoSuchProcess:
