@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 from penstock.buffers import NamedArrays, Samples
@@ -41,6 +41,7 @@ class Stream:
         self._given: Counter[Shard] = Counter()  # orders of this stream
         self._taken: Counter[Shard] = Counter()  # pieces that were returned or dropped
         self._come: deque[tuple[Shard, Reply]] = deque()
+        self._early: defaultdict[Shard, list[Reply]] = defaultdict(list)  # replies before which another is missing
         for shard in pool.shards:
             self._fill(shard)
 
@@ -69,19 +70,28 @@ class Stream:
         for pending, answer in self._pool.answers("stream"):
             shard = pending.shard
             if isinstance(answer, Started):  # it was built again: give it the orders of the lost actor
+                shard.late += len(self._early.pop(shard, ()))  # the order before them was lost: they run again
                 n_waiting = sum(other is shard for other, _ in self._come)
                 self._given[shard] = self._taken[shard] + n_waiting
                 self._fill(shard)
             elif pending.batch == self._number:
-                self._come.append((shard, answer))
+                self._early[shard].append(answer)
             else:
                 shard.late += 1
+            # Several threads of a shard send its replies, so one may overtake another.
+            early = self._early[shard]
+            early.sort(key=lambda reply: reply.number)
+            while early and all(early[0].number < number for number in shard.waiting):
+                self._come.append((shard, early.pop(0)))
 
     def end(self) -> None:
         """Pieces that have come and were not taken count as late. The pool counts later ones."""
         for shard, _ in self._come:
             shard.late += 1
+        for shard, replies in self._early.items():
+            shard.late += len(replies)
         self._come.clear()
+        self._early.clear()
 
 
 def as_samples(template: NamedArrays, reply: Reply, batch_T: int) -> Samples:

@@ -87,3 +87,59 @@ def test_every_piece_is_handed_over_or_counted(
         assert pool.ran[shard] == shard.batches + shard.stale + shard.late
         if max_staleness is None:
             assert itrs[shard] == list(range(100, 100 + len(itrs[shard])))
+
+
+def test_replies_that_overtake_each_other_are_handed_over_in_order() -> None:
+    pool = Pool(1, itertools.count(), may_lose=False)
+    (shard,) = pool.shards
+    stream: Any = Stream(pool, 3, None, itr=100)  # type: ignore[arg-type]
+    shard.waiting = {0, 1, 2}
+    comes = [(2, {0, 1}), (0, {1}), (1, set[int]())]  # the number of a reply, and what is missing then
+
+    def answers(occasion: str) -> Iterator[tuple[Pending, Reply]]:
+        number, shard.waiting = comes.pop(0)
+        yield Pending(shard, None, 7), Reply(number, {}, [], number)
+
+    pool.answers = answers  # type: ignore[assignment, method-assign]
+    assert [(reply.number, itr) for _, reply, itr, _ in (stream.take(3) for _ in range(3))] == [
+        (0, 100),
+        (1, 101),
+        (2, 102),
+    ]
+
+
+def test_a_reply_after_a_lost_order_is_counted_and_collected_again() -> None:
+    pool = Pool(1, itertools.count(), may_lose=False)
+    (shard,) = pool.shards
+    stream: Any = Stream(pool, 2, None, itr=100)  # type: ignore[arg-type]
+    started = Started("there", 2, ())
+    comes: list[tuple[set[int], Started | Reply]] = [
+        ({0}, Reply(1, {}, [], 1)),
+        (set(), started),  # order 0 was lost with the actor
+        ({1}, Reply(0, {}, [], 2)),
+    ]
+
+    def answers(occasion: str) -> Iterator[tuple[Pending, Started | Reply]]:
+        shard.waiting, answer = comes.pop(0)
+        pool.orders[shard].clear()
+        yield Pending(shard, None, 7), answer
+
+    pool.answers = answers  # type: ignore[method-assign]
+    _, reply, itr, _ = stream.take(2)
+    assert (reply.version, itr, shard.late) == (2, 100, 1)
+    assert list(pool.orders[shard]) == [102], "the orders 100 and 101 were given again, then the next one"
+
+
+def test_a_reply_waits_for_an_order_that_was_given_before_the_stream() -> None:
+    pool = Pool(1, itertools.count(), may_lose=False)
+    (shard,) = pool.shards
+    stream: Any = Stream(pool, 1, None, itr=100)  # type: ignore[arg-type]
+    comes = [(7, {0}, Reply(1, {}, [], 1)), (6, set[int](), Reply(0, {}, [], 1))]
+
+    def answers(occasion: str) -> Iterator[tuple[Pending, Reply]]:
+        batch, shard.waiting, reply = comes.pop(0)
+        yield Pending(shard, None, batch), reply
+
+    pool.answers = answers  # type: ignore[assignment, method-assign]
+    _, reply, itr, _ = stream.take(1)
+    assert (reply.number, itr, shard.late) == (1, 100, 1)
