@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from penstock.agents.base import Agent, AgentStep
 from penstock.buffers.named import NamedArrays
-from penstock.workers.progress import URGENT
+from penstock.workers.progress import URGENT, Progress
 
 
 class Request(enum.IntEnum):
@@ -29,18 +29,20 @@ class RemoteAgent(Agent):
     """
 
     _request: Callable[[int], None]
+    _progress: Progress
+    _has_offered = False  # whether the next step may have its actions already
 
     def __init__(self, agent: Agent) -> None:
         """Keep what collectors use of `agent`."""
         self.recurrent, self.mask_key = agent.recurrent, agent.mask_key
         self.initialize(agent.observation_space, agent.action_space)
 
-    def connect(self, row: NamedArrays, request: Callable[[int], None]) -> None:
+    def connect(self, row: NamedArrays, progress: Progress, request: Callable[[int], None]) -> None:
         """Use `row`, this worker's columns of the step buffer. Every column starts an episode.
 
         `request(kind)` sends a request and waits for the reply.
         """
-        self._row, self._request = row, request
+        self._row, self._progress, self._request = row, progress, request
         # Looked up once, because a look-up by name takes as long as writing the field.
         self._inputs = row.observation, row.prev_action, row.prev_reward
         self._reset, self._reply = row.reset, AgentStep(row.action, row.agent_info)
@@ -60,10 +62,24 @@ class RemoteAgent(Agent):
         self._reset[column] = state["reset"]
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
-        inputs = self._inputs
-        inputs[0][...], inputs[1][...], inputs[2][...] = observation, prev_action, prev_reward
+        if self._has_offered:
+            self._has_offered = False
+            if self._progress.has_first_actions:
+                return self._reply
+        self._write(observation, prev_action, prev_reward)
         self._request(Request.STEP)
         return self._reply
+
+    def offer(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> None:
+        """At the end of a batch: if the next command collects a batch, its first step will have these inputs. The
+        server may act on them before it wakes the workers."""
+        self._write(observation, prev_action, prev_reward)
+        self._progress.offer_row()
+        self._has_offered = True
+
+    def _write(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> None:
+        inputs = self._inputs
+        inputs[0][...], inputs[1][...], inputs[2][...] = observation, prev_action, prev_reward
 
     def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
         inputs = self._inputs

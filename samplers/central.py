@@ -47,9 +47,9 @@ class GpuSampler(ParallelSampler):
     device that its model is on when the sampler is initialized, with a copy that follows `agent.sync_shared_memory()`.
     Workers need no torch.
 
-    By default the caller's process acts, inside `obtain_samples` and `wait_samples`: between `start_samples` and
-    `wait_samples`, only steps that have already started finish. With `server="process"` a dedicated process acts, and
-    workers continue the batch while the caller trains.
+    By default the caller's process acts, inside `obtain_samples`, `start_samples` (for the first time step) and
+    `wait_samples`: between `start_samples` and `wait_samples`, only steps that have already started finish. With
+    `server="process"` a dedicated process acts, and workers continue the batch while the caller trains.
 
     It has the arguments of `Sampler`, and these:
 

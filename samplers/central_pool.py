@@ -60,6 +60,7 @@ class CentralPool(WorkerPool):
 
     def _submit(self, command: Command, ranks: Iterable[int] | None = None) -> None:
         self.server.begin(command, self._wanted_openings[0] + 1)
+        self.server.act_ahead(command)
         super()._submit(command, ranks)
         if self._local is not None:
             self._local.open(command)

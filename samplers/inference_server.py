@@ -151,6 +151,16 @@ class InferenceServer:
         # Last: if Ctrl-C comes before this line, the workers do not start this evaluation either.
         self._n_evaluations += command.do_eval
 
+    def act_ahead(self, command: Command) -> None:
+        """Between `begin` and the opening of the gates: act for the workers that the rule chooses first, if `command`
+        collects a batch and every worker has offered its first row. This saves them a request and a wait."""
+        n, is_batch = len(self._plans), not (command.has_message or command.do_eval)
+        if is_batch and self._error is None and self._control.have_offered(self._number, n):
+            ranks = self._rule.choose(range(n), ())
+            self._act(ranks, for_values=False)
+            if self._error is None:
+                self._control.reply_to_offer(ranks, self._number)
+
     def _begin_evaluation(self, agent: Agent, itr: int) -> None:
         """Noise and state start again, as in the evaluation collectors."""
         key = self._n_evaluations

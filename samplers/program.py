@@ -22,8 +22,9 @@ from penstock.collectors.env_batch import EnvBatch
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.collectors.episodes import EpisodeRecorder
 from penstock.collectors.evaluation import BaseEvalCollector, EvalCollectorParts
+from penstock.collectors.reset import ResetCollector
 from penstock.collectors.tracking import Tracker, make_tracker
-from penstock.collectors.vector import VectorColumns
+from penstock.collectors.vector import VectorColumns, VectorEnvCollector
 from penstock.envs.calls import EnvCall, perform
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.seeding import ColumnStreams, Purpose
@@ -78,6 +79,10 @@ class SamplerProgram:
         env_factories, eval_env_factories = context.share
         self._collector = self._build_collector(env_factories)
         self._eval_collector = self._build_eval_collector(eval_env_factories) if eval_env_factories else None
+        # Another collector may begin a batch with another row than the one that ended the batch before. With action
+        # masks, the collector checks the row before the agent acts on it.
+        has_known_rows = type(self._collector) in (ResetCollector, VectorEnvCollector)
+        self._offers_rows = has_known_rows and self.agent.mask_key is None
 
     def _build_collector(self, factories: Sequence[EnvFactory]) -> Collector:
         plan = self._plan
@@ -147,7 +152,7 @@ class SamplerProgram:
             steps, columns = (memory.eval_steps, plan.eval_columns) if is_eval else (memory.steps, plan.columns)
             assert steps is not None
             assert self._context.request is not None
-            agent.connect(steps.columns(columns), self._context.request)
+            agent.connect(steps.columns(columns), self._progress, self._context.request)
         agent.runtime.set_columns(streams.env_ranks, self.share.n_eval_envs if is_eval else self.share.n_envs)
         return agent
 
@@ -202,6 +207,9 @@ class SamplerProgram:
         if command.version and gate is not None:
             gate.wake_main()  # `sync_shared_memory` may wait for this
         collector.collect_batch(command.itr)
+        if self._offers_rows and isinstance(collector.agent, RemoteAgent):
+            last = collector.samples.observation_rows[-1]
+            collector.agent.offer(last, collector.prev_action, collector.prev_reward)
         # With central inference, the server has noted the version before its first reply.
         collector.samples.policy_version[...] = version if self._memory.steps is None else control.version(-1)
 

@@ -18,6 +18,7 @@ from penstock.buffers.named import NamedArrays
 from penstock.buffers.ordering import HAS_FULL_FENCE, fence, full_fence
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.workers.progress import (
+    ACTED,
     ACTING,
     ARRIVED,
     ASLEEP,
@@ -28,8 +29,10 @@ from penstock.workers.progress import (
     HEARTBEAT,
     KIND_BITS,
     MAIN_ASLEEP,
+    OFFERED,
     PHASE,
     QUIT,
+    REPLIED,
     REQUESTED,
     RESETTING,
     RING,
@@ -229,7 +232,7 @@ class ControlBlock:
         """Number and kind of this worker's last request; kind 0 if it has its reply."""
         word: int = self._rows[worker_rank, REQUESTED]
         number = word >> KIND_BITS
-        return number, 0 if number == self._replied[worker_rank, 0] else word & _KIND
+        return number, 0 if number == self._replied[worker_rank, REPLIED] else word & _KIND
 
     def is_requesting(self, worker_rank: int) -> bool:
         """Whether this worker waits for a reply."""
@@ -237,7 +240,7 @@ class ControlBlock:
 
     def replied(self, worker_rank: int) -> int:
         """The number of the last request of this worker that has its reply."""
-        return self._replied[worker_rank, 0]  # type: ignore[no-any-return]
+        return self._replied[worker_rank, REPLIED]  # type: ignore[no-any-return]
 
     def reply(self, worker_ranks: Sequence[int], numbers: Sequence[int]) -> list[int]:
         """Inference server: request `numbers[rank]` of each of these workers has its reply. Returns which of them
@@ -245,9 +248,24 @@ class ControlBlock:
         rows, replied = self._rows, self._replied
         fence()
         for rank in worker_ranks:
-            replied[rank, 0] = numbers[rank]
+            replied[rank, REPLIED] = numbers[rank]
         full_fence()
         return [rank for rank in worker_ranks if rows[rank, ASLEEP]]
+
+    def have_offered(self, number: int, n_workers: int) -> bool:
+        """Whether each of these workers has offered the first row of opening `number`."""
+        rows = self._rows
+        for rank in range(n_workers):
+            if rows[rank, OFFERED] != number:
+                return False
+        fence()
+        return True
+
+    def reply_to_offer(self, worker_ranks: Sequence[int], number: int) -> None:
+        """Inference server: the first row of opening `number` has the actions of these workers."""
+        fence()
+        for rank in worker_ranks:
+            self._replied[rank, ACTED] = number
 
     def version(self, worker_rank: int) -> int:
         """The version of the parameters with which this worker or inference server acts, or last acted. The server has
@@ -287,6 +305,7 @@ class ControlBlock:
             self._n_results[worker_rank, (row[ARRIVED] + 1) % RING] = 0
         row[VERSION] = 0
         row[REQUESTED] &= ~_KIND
+        row[OFFERED] = 0
         row[PHASE], row[HEARTBEAT] = Phase.STARTING, time.monotonic_ns()
         # Last: a server that sees a request of the new worker sees the new generation too.
         fence()

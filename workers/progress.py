@@ -43,12 +43,16 @@ class StopCollecting(Exception):
 
 
 # The words of a row.
-PHASE, T, ENV_RANK, HEARTBEAT, BEGUN, ARRIVED, _UNUSED, BATCHES = range(8)
+PHASE, T, ENV_RANK, HEARTBEAT, BEGUN, ARRIVED, OFFERED, BATCHES = range(8)
 STEPPING, ACTING, RESETTING, WAITING, STEPS, REQUESTED, VERSION, ASLEEP = range(8, 16)
 RING = 8  # commands that may be open at once
 ROW_WORDS = 16  # 128 bytes: two workers never write to the same pair of cache lines
 KIND_BITS = 2  # number and kind of a request are in one word, so that one store publishes both
 URGENT = 2  # the kind of requests that are answered at once
+
+# Words that the inference server writes for each worker: the number of the last request that has its reply, and the
+# last opening of the gate whose first row has its actions.
+REPLIED, ACTED = range(2)
 
 # Words that the main process writes for all workers. It has its own ASLEEP.
 QUIT, STOP_EVAL, MAIN_ASLEEP = range(3)
@@ -204,11 +208,22 @@ class Progress:
     @property
     def has_reply(self) -> bool:
         """Whether the last request has its reply. Raises `StopCollecting` once the sampler shuts down."""
-        if self._replied[0] == self.words[REQUESTED] >> KIND_BITS:
+        if self._replied[REPLIED] == self.words[REQUESTED] >> KIND_BITS:
             return True
         if self._main[QUIT]:
             raise StopCollecting
         return False
+
+    def offer_row(self) -> None:
+        """The row of the step buffer is complete: it is the first row of the command after the running one, if that
+        collects a batch. The inference server may act on it as soon as that command is given."""
+        fence()
+        self.words[OFFERED] = self.words[ARRIVED] + 2
+
+    @property
+    def has_first_actions(self) -> bool:
+        """Whether the inference server has acted on the row that was offered for the running command."""
+        return self._replied[ACTED] == self.words[ARRIVED] + 1
 
     def note_version(self, version: int) -> None:
         """Note the version of the parameters in use. The one who acts notes it: worker or inference server."""

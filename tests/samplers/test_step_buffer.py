@@ -16,6 +16,7 @@ from penstock.collectors.central import RemoteAgent, Request
 from penstock.envs import CountingEnv, NestedEnv, example_of, observation_example
 from penstock.samplers.inference_batch import InferenceBatch
 from penstock.samplers.step_buffer import StepBuffer
+from penstock.workers.control import ControlBlock
 from penstock.workers.plan import split
 
 T, B = 3, 5
@@ -93,6 +94,8 @@ class Line:
     def __init__(self, batch: InferenceBatch, steps: StepBuffer, shares: list[range], rank: int) -> None:
         self.batch, self.rank, self.row = batch, rank, steps.columns(shares[rank])
         self.requests: list[int] = []
+        self.control = ControlBlock(len(shares), T, shared=False)
+        self.progress = self.control.progress(rank)
 
     def request(self, kind: int) -> None:
         self.requests.append(kind)
@@ -110,7 +113,7 @@ def lines(n_workers: int) -> tuple[list[RemoteAgent], list[Line], Echo]:
     for rank in range(n_workers):
         remote = RemoteAgent(agent).runtime.column_copy([])
         ports.append(Line(batch, steps, shares, rank))
-        remote.connect(ports[-1].row, ports[-1].request)
+        remote.connect(ports[-1].row, ports[-1].progress, ports[-1].request)
         remotes.append(remote)
     return remotes, ports, served
 
