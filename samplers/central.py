@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import numbers
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -17,15 +18,15 @@ from penstock.collectors.central import RemoteAgent
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation
-from penstock.samplers.central_pool import CentralPool
+from penstock.samplers.central_pool import CentralPool, LonePool
 from penstock.samplers.inference_server import InferenceServer, ServerOptions
-from penstock.samplers.local import LocalWorker
+from penstock.samplers.local import LocalWorker, SerialPool
 from penstock.samplers.parallel import ParallelSampler, pool_options
-from penstock.samplers.plan import SamplerPlan, Share
+from penstock.samplers.plan import SamplerPlan, Share, make_plans
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
 from penstock.samplers.server_program import ServerProgram
 from penstock.samplers.stats import ServerStats
-from penstock.workers.affinity import threads_here, usable_cpus
+from penstock.workers.affinity import idle_cpus, threads_here, usable_cpus
 from penstock.workers.arguments import true_or_false
 from penstock.workers.plan import Affinity, PoolOptions
 from penstock.workers.pool import WorkerPool
@@ -37,7 +38,11 @@ if TYPE_CHECKING:
 
     from penstock.samplers.config import SamplerOptions
 
+_log = logging.getLogger("penstock")
+
 _MOST_SPIN_SECONDS = 0.01
+_FEWEST_IDLE_CPUS = 1.5  # for the caller's process and a worker: with fewer, both wait for time slices in every row
+_LOOK_SECONDS = 0.2
 
 
 class GpuSampler(ParallelSampler):
@@ -59,8 +64,11 @@ class GpuSampler(ParallelSampler):
             `batch_T` steps in a batch. None: the agent acts for all of them together.
         serve_envs: the number of environments that the caller's process steps itself, beside acting for all. Where CPUs
             are few, this saves wake-ups, each of which costs as much as several steps. "auto" takes an equal share, and
-            one worker less by default. Their exceptions are reported as in a worker, but nothing watches for a
-            crash or a hang there. Only for `server="caller"`.
+            one worker less by default. If `initialize` finds fewer than 1.5 idle CPUs, because other programs use them,
+            "auto" takes all environments, and there are no workers: with them, each row would wait for a time slice.
+            So for environments that sleep in their steps, give `n_workers`: then there are workers in any case.
+            Exceptions are reported as in a worker, but nothing watches for a crash or a hang there. Only for
+            `server="caller"`.
         server: "caller", or "process" for a dedicated process. That is supervised as the workers are, and
             `step_timeout` applies to the agent's steps too. It is never replaced, since it keeps noise and state of
             every environment. It uses as many torch threads as this process does (if forked: one).
@@ -77,6 +85,8 @@ class GpuSampler(ParallelSampler):
     """
 
     _central = True
+    _may_be_alone = True  # whether `serve_envs="auto"` may do without workers
+    _is_alone = False
 
     def __init__(
         self,
@@ -150,6 +160,14 @@ class GpuSampler(ParallelSampler):
         n_envs = self.batch_B // (n_workers + 1) if self._serve_envs == "auto" else int(self._serve_envs)
         return n_envs, self.config.eval_n_envs * n_envs // self.batch_B
 
+    def _make_plans(self, affinity: Affinity, share: Share, resources: ExitStack) -> tuple[SamplerPlan, ...]:
+        is_open = self._may_be_alone and self._serve_envs == "auto" and self.config.n_workers is None
+        self._is_alone = is_open and (idle := idle_cpus(_LOOK_SECONDS)) < _FEWEST_IDLE_CPUS
+        if not self._is_alone:
+            return super()._make_plans(affinity, share, resources)
+        _log.info('%.1f CPUs are idle: with serve_envs="auto", this process steps all environments', idle)
+        return make_plans(self.batch_B, self.config.eval_n_envs, [()], share, torch_threads=threads_here())
+
     # ---- resuming --------------------------------------------------------------------------
 
     def _server_agent(self) -> Agent | None:
@@ -163,7 +181,7 @@ class GpuSampler(ParallelSampler):
     @property
     def _server(self) -> InferenceServer:
         pool = self._require_pool("the inference server")
-        assert isinstance(pool, CentralPool)
+        assert isinstance(pool, CentralPool | LonePool)
         return pool.server
 
     # ---- the pool --------------------------------------------------------------------------
@@ -173,7 +191,7 @@ class GpuSampler(ParallelSampler):
             return LockStep()
         return FirstReady(self._min_columns, [len(plan.columns) for plan in self._plans].__getitem__)
 
-    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
+    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool | SerialPool:
         plans, memory, agent = self._plans, allocation.memory, self._agent
         server_options = ServerOptions.of(
             agent,
@@ -190,6 +208,9 @@ class GpuSampler(ParallelSampler):
         program = replace(allocation.program, agent=RemoteAgent(agent))
         server = InferenceServer(server_options, memory)
         resources.callback(server.close)
+        if self._is_alone:
+            share, replay_of = allocation.shares[0], allocation.replay_of
+            return LonePool(plans[0], program, share, memory, resources.pop_all(), replay_of, server)
         local = LocalWorker(plans[-1], program, memory, allocation.replay_of) if self._steps_locally else None
         return CentralPool(plans, program, allocation.shares, memory, options, resources, server, local)
 
@@ -241,6 +262,8 @@ class AlternatingSampler(GpuSampler):
         overlap: a half continues as soon as its actions are computed. False: only one half steps at a time, so that it
             has the CPUs for itself; the actions of the other wait until it has finished.
     """
+
+    _may_be_alone = False
 
     def __init__(
         self,

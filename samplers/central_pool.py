@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.buffers.results import ObjectMessage
 from penstock.errors import SamplerBrokenError, SamplerClosedError, WorkerError
 from penstock.samplers.inference_server import InferenceServer
-from penstock.samplers.local import LocalWorker
+from penstock.samplers.local import LocalWorker, SerialPool
 from penstock.samplers.memory import SamplerMemory
 from penstock.workers import sigint
 from penstock.workers.affinity import avoid_cpus
@@ -18,7 +18,7 @@ from penstock.workers.failures import WorkerStatus
 from penstock.workers.plan import PoolOptions, WorkerPlan
 from penstock.workers.pool import WorkerPool
 from penstock.workers.program import WorkerProgram
-from penstock.workers.progress import Phase
+from penstock.workers.progress import URGENT, Phase
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -141,3 +141,30 @@ class CentralPool(WorkerPool):
         if self._local is not None:
             self._local.close(broken=broken)
         super()._release(broken)
+
+
+class LonePool(SerialPool):
+    """The pool of a central sampler without processes: the caller's process steps all environments."""
+
+    def __init__(
+        self,
+        plan: WorkerPlan,
+        program: WorkerProgram,
+        share: Any,
+        memory: SamplerMemory,
+        resources: ExitStack,
+        replay_of: Callable[[Any], Any],
+        server: InferenceServer,
+    ) -> None:
+        self.server = server
+        super().__init__(plan, program, share, memory, resources, replay_of)
+
+    def _build(self, share: Any) -> None:
+        self._worker.build(share, self._request)
+
+    def submit(self, command: Command) -> int:
+        self.server.begin(command, self._memory.control.opened[0] + 1)
+        return super().submit(command)
+
+    def _request(self, kind: int) -> None:
+        self.server.act_at_once(for_values=kind == URGENT)

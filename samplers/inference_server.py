@@ -310,6 +310,14 @@ class InferenceServer:
         self._is_acting = False
         self._totals.add_seconds(acting=time.monotonic() - began)
 
+    def act_at_once(self, *, for_values: bool) -> None:
+        """Act for the only worker, which runs in this thread and so sends no request. Raises as `serve` does."""
+        if self._error is None:
+            with sigint.nested():
+                self._act((0,), for_values=for_values)
+        if self._error is not None:
+            raise self._error
+
     def _look(self) -> tuple[list[int], list[int], list[int]]:
         """The ranks that request values, that request actions, and that work on their batch."""
         control = self._control

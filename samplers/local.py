@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from penstock.buffers.results import ObjectMessage
-from penstock.errors import SamplerClosedError, WorkerError
+from penstock.errors import SamplerBrokenError, SamplerClosedError, WorkerError
 from penstock.workers import sigint
 from penstock.workers.control import Command
 from penstock.workers.failures import WorkerStatus, raised
@@ -131,9 +131,12 @@ class SerialPool:
         self._memory, self._resources = memory, resources
         self._worker = LocalWorker(plan, program, memory, replay_of)
         self.restarts = Restarts(max_restarts=0, window=0.0)  # there is no process to replace
-        self._error: WorkerError | SamplerClosedError | None = None
+        self._error: SamplerBrokenError | SamplerClosedError | None = None
         self.is_closed = False
-        self._run(lambda: self._worker.build(share), "start-up")
+        self._run(lambda: self._build(share), "start-up")
+
+    def _build(self, share: Any) -> None:
+        self._worker.build(share)
 
     def submit(self, command: Command) -> int:
         """Run `command`. Returns the number of this opening."""
@@ -150,6 +153,8 @@ class SerialPool:
                 work()
         except StopCollecting:
             self._error = SamplerClosedError(f"shut down by another thread during {occasion}")
+        except SamplerBrokenError as error:
+            self._error = error
         except BaseException as error:
             self._error = self._worker.error(error, occasion)
             if not isinstance(error, Exception):  # Ctrl-C: the user wants the call to end now

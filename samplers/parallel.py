@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.base import Sampler
 from penstock.samplers.config import SamplerConfig
+from penstock.samplers.local import SerialPool
 from penstock.samplers.plan import SamplerPlan, Share, make_plans
 from penstock.workers.affinity import usable_cpus
 from penstock.workers.plan import Affinity, PoolOptions
@@ -48,7 +49,7 @@ class ParallelSampler(Sampler):
         """The number of workers: as asked, else one per usable CPU, and never more than environments."""
         return max(1, min(self.config.n_workers or len(mask) or 1, self.batch_B))
 
-    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
+    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool | SerialPool:
         programs, options = [allocation.program] * len(self._plans), pool_options(self.config, allocation)
         return WorkerPool(self._plans, programs, allocation.shares, allocation.memory, options, resources)
 

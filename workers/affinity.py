@@ -15,6 +15,14 @@ def usable_cpus() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
+def idle_cpus(seconds: float) -> float:
+    """How many of the CPUs that this process may use are idle now, on average, while it sleeps for `seconds`."""
+    import psutil  # here, since importing it takes longer than a worker should
+
+    used = psutil.cpu_percent(seconds, percpu=True)
+    return sum(1 - percent / 100 for cpu, percent in enumerate(used) if cpu in (usable_cpus() or range(len(used))))
+
+
 def pin(cpus: Sequence[int]) -> None:
     """Run on `cpus` only, from now on."""
     os.sched_setaffinity(0, cpus)

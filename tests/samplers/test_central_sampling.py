@@ -33,12 +33,15 @@ from penstock.workers.plan import PoolOptions
 
 from ..scale import pairs
 
+pytestmark = pytest.mark.usefixtures("no_idle_cpu")  # for "alone"
+
 HOW: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     "lock-step": (GpuSampler, {"n_workers": 2}),
     "first-ready": (GpuSampler, {"n_workers": 3, "min_ready": 1}),
     "alternating": (AlternatingSampler, {"n_workers": 3}),
     "no overlap": (AlternatingSampler, {"n_workers": 2, "overlap": False}),
     "own share": (GpuSampler, {"n_workers": 2, "serve_envs": "auto"}),
+    "alone": (GpuSampler, {"serve_envs": "auto"}),
     "own process": (GpuSampler, {"n_workers": 3, "min_ready": 1, "server": "process"}),
 }
 each = pytest.mark.parametrize("how", HOW)

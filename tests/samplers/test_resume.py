@@ -195,7 +195,10 @@ def test_a_run_continues_exactly_with_another_number_of_workers(name: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs"), pairs(["slots", "recurrent", "noise with drift"], [{"serve_envs": 2}, {"min_ready": 1}, {}])
+    ("name", "kwargs"),
+    pairs(
+        ["slots", "recurrent", "noise with drift"], [{"serve_envs": 2}, {"min_ready": 1}, {}, {"serve_envs": "auto"}]
+    ),
 )
 def test_a_run_with_central_inference_continues_exactly(name: str, kwargs: dict[str, Any]) -> None:
     make_agent, options = OPTIONS[name]
