@@ -163,6 +163,24 @@ def aims(results: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def in_relation(rounds: Rounds, name: str, kind: str) -> list[float]:
+    """What a contestant keeps of its speed with pauses, divided by what the bare loops keep in the same round."""
+    paused = f"{name}, {kind}", f"{ALL}, {kind}"
+    chosen = calmest(rounds, name, ALL, *paused)
+    kept, bare = (ratios(chosen, one, other) for one, other in zip(paused, (name, ALL), strict=True))
+    return [ratio / other for ratio, other in zip(kept, bare, strict=True)]
+
+
+def only_paused(result: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The turns of one kind of pause alone, by the names of the contestants."""
+    suffix = f", {kind}"
+    rounds = [
+        {name.removesuffix(suffix): turn for name, turn in turns.items() if name.endswith(suffix)}
+        for turns in result["rounds"]
+    ]
+    return {**result, "rounds": rounds}
+
+
 def pauses(result: dict[str, Any]) -> list[str]:
     """The Markdown of one work that was measured with pauses."""
     rounds = result["rounds"]
@@ -171,6 +189,7 @@ def pauses(result: dict[str, Any]) -> list[str]:
         "steps/s",
         "of back to back",
         "the same in disturbed rounds",
+        "of back to back, in relation to the bare loops",
         "CPU µs a step",
         "sleeps per 1,000 steps",
         "migrations per 1,000 steps",
@@ -185,6 +204,7 @@ def pauses(result: dict[str, Any]) -> list[str]:
             name,
             figure(values(rounds, name, "rate"), "{:,.0f}"),
             *(shares(rounds, name, base, "rate") if is_paused else ("1", "1")),
+            figure(in_relation(rounds, base, kind), "{:.2f}") if is_paused else "1",
             figure(values(rounds, name, "cpu_us"), "{:.1f}"),
             figure(values(rounds, name, "sleeps"), "{:,.2f}"),
             figure(values(rounds, name, "migrations"), "{:.3f}"),
@@ -239,6 +259,9 @@ def tables(results: Sequence[dict[str, Any]], skipped: Path | None = None) -> st
     back_to_back = [result for result in results if not result["pause"]]
     if back_to_back:
         lines += [*summary(back_to_back), "", *aims(back_to_back), ""]
+    if paused := [result for result in results if result["pause"]]:
+        for kind in ("sleep", "work"):
+            lines += [f"With pauses ({kind}):", "", *aims([only_paused(result, kind) for result in paused]), ""]
     if skipped is not None and skipped.exists() and (text := skipped.read_text(encoding="utf-8").strip()):
         lines += ["Not installed:", "", *(f"- {first_line(line)}" for line in text.splitlines())]
     return "\n".join(lines)
