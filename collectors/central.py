@@ -1,4 +1,4 @@
-"""Central inference, the worker's side: an agent that sends a request for every action."""
+"""Central inference, the worker's side: an agent whose actions the inference server computes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ class Request(enum.IntEnum):
 class RemoteAgent(Agent):
     """Takes the agent's place in a worker when the agent itself runs in the inference server.
 
-    `step` and `value` copy their inputs into the step buffer and wait for the reply. The results of `step` are views of
-    the step buffer. The next step overwrites them.
+    `step` and `value` copy their inputs into the step buffer and wait for the reply. If the server has already acted on
+    inputs that were offered, `step` sends no request. The results of `step` are views of the step buffer. The next step
+    overwrites them.
     """
 
     _request: Callable[[int], None]
     _progress: Progress
-    _has_offered = False  # whether the next step may have its actions already
+    # Whether this process has offered inputs. A replacement has not: it must not take the actions of the worker before.
+    _has_offered = False
 
-    def __init__(self, agent: Agent) -> None:
-        """Keep what collectors use of `agent`."""
+    def __init__(self, agent: Agent, *, offers_inputs: bool = False) -> None:
+        """Keep what collectors use of `agent`. `offers_inputs`: whether the server acts before it wakes the workers."""
+        self.offers_inputs = offers_inputs
         self.recurrent, self.mask_key = agent.recurrent, agent.mask_key
         self.initialize(agent.observation_space, agent.action_space)
 
@@ -71,10 +74,10 @@ class RemoteAgent(Agent):
         return self._reply
 
     def offer(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> None:
-        """At the end of a batch: if the next command collects a batch, its first step will have these inputs. The
+        """At the end of a batch: if the next command collects a batch, its first `step` will get these inputs. The
         server may act on them before it wakes the workers."""
         self._write(observation, prev_action, prev_reward)
-        self._progress.offer_row()
+        self._progress.offer_inputs()
         self._has_offered = True
 
     def _write(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> None:

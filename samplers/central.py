@@ -18,7 +18,7 @@ from penstock.collectors.central import RemoteAgent
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation
-from penstock.samplers.central_pool import CentralPool, LonePool
+from penstock.samplers.central_pool import CentralPool, CentralSerialPool
 from penstock.samplers.inference_server import InferenceServer, ServerOptions
 from penstock.samplers.local import LocalWorker, SerialPool
 from penstock.samplers.parallel import ParallelSampler, pool_options
@@ -42,7 +42,7 @@ _log = logging.getLogger("penstock")
 
 _MOST_SPIN_SECONDS = 0.01
 _FEWEST_IDLE_CPUS = 1.5  # for the caller's process and a worker: with fewer, both wait for time slices in every row
-_LOOK_SECONDS = 0.2
+_IDLE_CPUS_SECONDS = 0.2
 
 
 class GpuSampler(ParallelSampler):
@@ -52,9 +52,9 @@ class GpuSampler(ParallelSampler):
     device that its model is on when the sampler is initialized, with a copy that follows `agent.sync_shared_memory()`.
     Workers need no torch.
 
-    By default the caller's process acts, inside `obtain_samples`, `start_samples` (for the first time step) and
-    `wait_samples`: between `start_samples` and `wait_samples`, only steps that have already started finish. With
-    `server="process"` a dedicated process acts, and workers continue the batch while the caller trains.
+    By default the caller's process acts: `start_samples` for the first time step, and `wait_samples` for the others.
+    Between these two calls the workers finish one step, and then they wait. With `server="process"` a dedicated process
+    acts, and workers continue the batch while the caller trains.
 
     It has the arguments of `Sampler`, and these:
 
@@ -64,11 +64,12 @@ class GpuSampler(ParallelSampler):
             `batch_T` steps in a batch. None: the agent acts for all of them together.
         serve_envs: the number of environments that the caller's process steps itself, beside acting for all. Where CPUs
             are few, this saves wake-ups, each of which costs as much as several steps. "auto" takes an equal share, and
-            one worker less by default. If `initialize` finds fewer than 1.5 idle CPUs, because other programs use them,
-            "auto" takes all environments, and there are no workers: with them, each row would wait for a time slice.
-            So for environments that sleep in their steps, give `n_workers`: then there are workers in any case.
-            Exceptions are reported as in a worker, but nothing watches for a crash or a hang there. Only for
-            `server="caller"`.
+            one worker less by default. If fewer than 1.5 of the CPUs that this process may use are idle during
+            `initialize`, "auto" takes all environments and starts no workers: they would have to wait for a CPU at
+            every time step. Then `start_samples` collects the whole batch before it returns, as in `SerialSampler`, and
+            environments that sleep in their steps sleep one after another. With `n_workers`, `affinity`, `step_timeout`
+            or `on_worker_failure="restart"` there are workers in any case. Exceptions of the environments are reported
+            as in a worker, but nothing watches for a crash or a hang there. Only for `server="caller"`.
         server: "caller", or "process" for a dedicated process. That is supervised as the workers are, and
             `step_timeout` applies to the agent's steps too. It is never replaced, since it keeps noise and state of
             every environment. It uses as many torch threads as this process does (if forked: one).
@@ -85,8 +86,8 @@ class GpuSampler(ParallelSampler):
     """
 
     _central = True
-    _may_be_alone = True  # whether `serve_envs="auto"` may do without workers
-    _is_alone = False
+    _may_have_no_workers = True  # whether `serve_envs="auto"` may do without them
+    _has_no_workers = False
 
     def __init__(
         self,
@@ -161,12 +162,19 @@ class GpuSampler(ParallelSampler):
         return n_envs, self.config.eval_n_envs * n_envs // self.batch_B
 
     def _make_plans(self, affinity: Affinity, share: Share, resources: ExitStack) -> tuple[SamplerPlan, ...]:
-        is_open = self._may_be_alone and self._serve_envs == "auto" and self.config.n_workers is None
-        self._is_alone = is_open and (idle := idle_cpus(_LOOK_SECONDS)) < _FEWEST_IDLE_CPUS
-        if not self._is_alone:
-            return super()._make_plans(affinity, share, resources)
-        _log.info('%.1f CPUs are idle: with serve_envs="auto", this process steps all environments', idle)
-        return make_plans(self.batch_B, self.config.eval_n_envs, [()], share, torch_threads=threads_here())
+        if self._may_have_no_workers and self._serve_envs == "auto" and not self._asks_for_workers(affinity):
+            idle = idle_cpus(_IDLE_CPUS_SECONDS)
+            self._has_no_workers = idle < _FEWEST_IDLE_CPUS
+            if self._has_no_workers:
+                _log.info('%.1f CPUs are idle: with serve_envs="auto", this process steps all environments', idle)
+                return make_plans(self.batch_B, self.config.eval_n_envs, [()], share)
+        return super()._make_plans(affinity, share, resources)
+
+    def _asks_for_workers(self, affinity: Affinity) -> bool:
+        """Whether the user has given an argument that has no effect without workers."""
+        config = self.config
+        is_supervised = config.step_timeout is not None or config.on_worker_failure != "raise"
+        return config.n_workers is not None or affinity.cpus is not None or is_supervised
 
     # ---- resuming --------------------------------------------------------------------------
 
@@ -181,7 +189,7 @@ class GpuSampler(ParallelSampler):
     @property
     def _server(self) -> InferenceServer:
         pool = self._require_pool("the inference server")
-        assert isinstance(pool, CentralPool | LonePool)
+        assert isinstance(pool, CentralPool | CentralSerialPool)
         return pool.server
 
     # ---- the pool --------------------------------------------------------------------------
@@ -205,12 +213,12 @@ class GpuSampler(ParallelSampler):
         options = pool_options(self.config, allocation, self._spin_seconds, preload=())
         if self._is_process:
             return pool_with_server(agent, plans, allocation, options, resources, server_options)
-        program = replace(allocation.program, agent=RemoteAgent(agent))
+        program = replace(allocation.program, agent=RemoteAgent(agent, offers_inputs=not self._has_no_workers))
         server = InferenceServer(server_options, memory)
         resources.callback(server.close)
-        if self._is_alone:
+        if self._has_no_workers:
             share, replay_of = allocation.shares[0], allocation.replay_of
-            return LonePool(plans[0], program, share, memory, resources.pop_all(), replay_of, server)
+            return CentralSerialPool(plans[0], program, share, memory, resources.pop_all(), replay_of, server)
         local = LocalWorker(plans[-1], program, memory, allocation.replay_of) if self._steps_locally else None
         return CentralPool(plans, program, allocation.shares, memory, options, resources, server, local)
 
@@ -263,7 +271,7 @@ class AlternatingSampler(GpuSampler):
             has the CPUs for itself; the actions of the other wait until it has finished.
     """
 
-    _may_be_alone = False
+    _may_have_no_workers = False
 
     def __init__(
         self,

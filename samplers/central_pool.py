@@ -143,7 +143,7 @@ class CentralPool(WorkerPool):
         super()._release(broken)
 
 
-class LonePool(SerialPool):
+class CentralSerialPool(SerialPool):
     """The pool of a central sampler without processes: the caller's process steps all environments."""
 
     def __init__(
@@ -163,8 +163,17 @@ class LonePool(SerialPool):
         self._worker.build(share, self._request)
 
     def submit(self, command: Command) -> int:
-        self.server.begin(command, self._memory.control.opened[0] + 1)
+        if self._error is None:
+            self.server.begin(command, self._memory.control.opened[0] + 1)
         return super().submit(command)
 
     def _request(self, kind: int) -> None:
         self.server.act_at_once(for_values=kind == URGENT)
+
+    def _error_of(self, error: BaseException, occasion: str) -> SamplerBrokenError:
+        # The agent's error says already who raised it.
+        return (
+            error
+            if isinstance(error, SamplerBrokenError) and error is self.server.error
+            else super()._error_of(error, occasion)
+        )

@@ -131,7 +131,7 @@ class InferenceServer:
         """The workers are about to run `command`, at opening `number` of their gates. Load the newest parameters, or
         the version that the command names."""
         self._number = number
-        if command.has_message and not command.do_eval:  # a call on the environments
+        if command.is_call:
             return
         self._command, self._batch, self._rule = command, self._train, self._readiness
         self._fingerprint = self._idle_since = None
@@ -153,13 +153,14 @@ class InferenceServer:
 
     def act_ahead(self, command: Command) -> None:
         """Between `begin` and the opening of the gates: act for the workers that the rule chooses first, if `command`
-        collects a batch and every worker has offered its first row. This saves them a request and a wait."""
-        n, is_batch = len(self._plans), not (command.has_message or command.do_eval)
-        if is_batch and self._error is None and self._control.have_offered(self._number, n):
+        collects a batch and every worker has offered its inputs. This saves them a request and a wait."""
+        n = len(self._plans)
+        if command.is_batch and self._error is None and self._control.have_offered(self._number, n):
             ranks = self._rule.choose(range(n), ())
             self._act(ranks, for_values=False)
             if self._error is None:
                 self._control.reply_to_offer(ranks, self._number)
+            self._served_until = time.monotonic()
 
     def _begin_evaluation(self, agent: Agent, itr: int) -> None:
         """Noise and state start again, as in the evaluation collectors."""
@@ -312,11 +313,18 @@ class InferenceServer:
 
     def act_at_once(self, *, for_values: bool) -> None:
         """Act for the only worker, which runs in this thread and so sends no request. Raises as `serve` does."""
-        if self._error is None:
+        self._totals.add_seconds(waiting=time.monotonic() - self._served_until)
+        if self.error is None:
             with sigint.nested():
                 self._act((0,), for_values=for_values)
-        if self._error is not None:
-            raise self._error
+        self._served_until = time.monotonic()
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def error(self) -> SamplerBrokenError | None:
+        """The exception of the agent, if it has raised one."""
+        return self._error
 
     def _look(self) -> tuple[list[int], list[int], list[int]]:
         """The ranks that request values, that request actions, and that work on their batch."""

@@ -133,7 +133,11 @@ class SerialPool:
         self.restarts = Restarts(max_restarts=0, window=0.0)  # there is no process to replace
         self._error: SamplerBrokenError | SamplerClosedError | None = None
         self.is_closed = False
-        self._run(lambda: self._build(share), "start-up")
+        try:
+            self._run(lambda: self._build(share), "start-up")
+        except BaseException:
+            self.close(broken=True)
+            raise
 
     def _build(self, share: Any) -> None:
         self._worker.build(share)
@@ -153,12 +157,13 @@ class SerialPool:
                 work()
         except StopCollecting:
             self._error = SamplerClosedError(f"shut down by another thread during {occasion}")
-        except SamplerBrokenError as error:
-            self._error = error
         except BaseException as error:
-            self._error = self._worker.error(error, occasion)
+            self._error = self._error_of(error, occasion)
             if not isinstance(error, Exception):  # Ctrl-C: the user wants the call to end now
                 raise
+
+    def _error_of(self, error: BaseException, occasion: str) -> SamplerBrokenError:
+        return self._worker.error(error, occasion)
 
     def wait(self, occasion: str) -> None:
         """Raise the error of the command, if there was one."""

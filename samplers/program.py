@@ -79,10 +79,11 @@ class SamplerProgram:
         env_factories, eval_env_factories = context.share
         self._collector = self._build_collector(env_factories)
         self._eval_collector = self._build_eval_collector(eval_env_factories) if eval_env_factories else None
-        # Another collector may begin a batch with another row than the one that ended the batch before. With action
-        # masks, the collector checks the row before the agent acts on it.
-        has_known_rows = type(self._collector) in (ResetCollector, VectorEnvCollector)
-        self._offers_rows = has_known_rows and self.agent.mask_key is None
+        # Only these classes are known to begin a batch with the last row of the batch before: a subclass may change the
+        # row. With action masks, the collector must check the row before the agent acts on it.
+        has_known_row = type(self._collector) in (ResetCollector, VectorEnvCollector)
+        is_remote = isinstance(self.agent, RemoteAgent) and self.agent.offers_inputs
+        self._offers_inputs = is_remote and has_known_row and self.agent.mask_key is None
 
     def _build_collector(self, factories: Sequence[EnvFactory]) -> Collector:
         plan = self._plan
@@ -170,7 +171,7 @@ class SamplerProgram:
     def run(self, command: Command) -> None:
         """Run one command: collect a batch, evaluate, or make a call on the environments."""
         evaluator, records = self._eval_collector, self._memory.records
-        if not (command.has_message or command.do_eval):
+        if command.is_batch:
             slot = command.batch % self._n_slots
             records.begin(self._plan.first_record(self.config.batch_T, slot))
             if self._memory.appender is None:
@@ -207,9 +208,9 @@ class SamplerProgram:
         if command.version and gate is not None:
             gate.wake_main()  # `sync_shared_memory` may wait for this
         collector.collect_batch(command.itr)
-        if self._offers_rows and isinstance(collector.agent, RemoteAgent):
-            last = collector.samples.observation_rows[-1]
-            collector.agent.offer(last, collector.prev_action, collector.prev_reward)
+        if self._offers_inputs and isinstance(collector.agent, RemoteAgent):
+            last_row = collector.samples.observation_rows[-1]
+            collector.agent.offer(last_row, collector.prev_action, collector.prev_reward)
         # With central inference, the server has noted the version before its first reply.
         collector.samples.policy_version[...] = version if self._memory.steps is None else control.version(-1)
 

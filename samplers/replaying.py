@@ -66,7 +66,7 @@ class Replays:
         if not isinstance(plan, SamplerPlan) or progress.phase not in _IN_ENVIRONMENT:
             return None
         command = control.command(rank, control.begun(rank)) if control.is_running(rank) else None
-        is_other_command = command is not None and (command.do_eval or command.has_message)
+        is_other_command = command is not None and not command.is_batch
         if is_other_command or progress.env_rank not in plan.env_ranks:
             return None
         column = plan.columns[plan.env_ranks.index(progress.env_rank)]

@@ -41,7 +41,7 @@ class ServerProgram:
 
     def run(self, command: Command) -> None:
         """Reply to requests until every worker has arrived at barrier_out."""
-        if command.has_message and not command.do_eval:  # a call on the environments
+        if command.is_call:
             return
         server, progress = self._server, self._context.progress
         server.begin(command, progress.arrived + 1)  # all gates are opened equally often

@@ -26,7 +26,8 @@ class WorkerStats:
     """One worker, including the workers that it has replaced, since the sampler was initialized. Times are in seconds.
 
     `steps` counts environment steps of training batches; `stepping` and `acting` are the times that they took.
-    With central inference, `acting` is the time in which the worker waited for its actions.
+    With central inference, `acting` is the time in which the worker waited for its actions, except for the first of a
+    batch: these are mostly computed while the worker waits at barrier_in.
     `resetting` is the time in `env.reset`; within batches it is part of `stepping` too. `waiting` is the time at
     barrier_in, while the learner trained or other workers finished. `trajectories` counts what the sampler's calls have
     returned, from training and evaluation; `lost_trajectories` what was lost with workers that were replaced.

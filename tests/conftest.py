@@ -238,3 +238,11 @@ def nothing_left(_servers: None) -> Iterator[None]:
     kinds = ("processes", "descriptors", "names in /dev/shm", "threads", "lock files")
     for kind, after, then in zip(kinds, _holdings(), before, strict=True):
         assert (names if kind == "names in /dev/shm" else after - then) == set(), f"{kind} left behind"
+
+
+@pytest.fixture(scope="module")
+def no_idle_cpu() -> Iterator[None]:
+    """As if other programs used all CPUs: `serve_envs="auto"` then starts no workers, unless `n_workers` is given."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.samplers.central.idle_cpus", lambda seconds: 0.0)
+        yield

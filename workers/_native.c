@@ -12,8 +12,8 @@
 #include <time.h>
 
 /* The words of a progress row, as in progress.py. native.py compares them at import. */
-enum { ARRIVED = 5, REQUESTED = 13, ROW_WORDS = 16, KIND_BITS = 2, URGENT = 2 };
-#define LAYOUT "ARRIVED:5 REQUESTED:13 ROW_WORDS:16 KIND_BITS:2 URGENT:2"
+enum { ARRIVED = 5, REQUESTED = 13, ROW_WORDS = 16, KIND_BITS = 2, URGENT = 2, REPLIED = 0 };
+#define LAYOUT "ARRIVED:5 REQUESTED:13 ROW_WORDS:16 KIND_BITS:2 URGENT:2 REPLIED:0"
 enum { KIND = (1 << KIND_BITS) - 1 };
 
 #define YIELD_NS 100000 /* where each process has a CPU, a spinning one yields this often: the system may place two on one */
@@ -183,7 +183,7 @@ static int has_arrived(const Block *block, Py_ssize_t rank) {
 static int open_kind(const Block *block, Py_ssize_t rank, Word *number) {
     Word word = load(block->rows.at + rank * ROW_WORDS + REQUESTED);
     *number = word >> KIND_BITS;
-    return *number == load(block->replied.at + rank * ROW_WORDS) ? 0 : (int)(word & KIND);
+    return *number == load(block->replied.at + rank * ROW_WORDS + REPLIED) ? 0 : (int)(word & KIND);
 }
 
 /* Whether all workers are idle, or one has an urgent request. */

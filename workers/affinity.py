@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
+import time
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -16,11 +19,25 @@ def usable_cpus() -> tuple[int, ...]:
 
 
 def idle_cpus(seconds: float) -> float:
-    """How many of the CPUs that this process may use are idle now, on average, while it sleeps for `seconds`."""
-    import psutil  # here, since importing it takes longer than a worker should
+    """How many of the CPUs that this process may use are idle, on average, while it sleeps for `seconds`. All of them
+    where the system does not say."""
+    cpus, before, began = usable_cpus(), _idle_ticks(), time.monotonic()
+    time.sleep(seconds)
+    after, took = _idle_ticks(), time.monotonic() - began
+    if not (cpus and before.keys() & after.keys()):
+        return float(os.cpu_count() or 1)
+    ticks = sum(after[cpu] - before[cpu] for cpu in cpus if cpu in before and cpu in after)
+    return ticks / os.sysconf("SC_CLK_TCK") / took
 
-    used = psutil.cpu_percent(seconds, percpu=True)
-    return sum(1 - percent / 100 for cpu, percent in enumerate(used) if cpu in (usable_cpus() or range(len(used))))
+
+def _idle_ticks() -> dict[int, int]:
+    """For each CPU, how long it has been idle since the system started."""
+    try:
+        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+    except OSError:  # macOS
+        return {}
+    found = (re.match(r"cpu(\d+) +\d+ +\d+ +\d+ +(\d+)", line) for line in lines)
+    return {int(match[1]): int(match[2]) for match in found if match}
 
 
 def pin(cpus: Sequence[int]) -> None:

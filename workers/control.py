@@ -63,12 +63,23 @@ class Command(NamedTuple):
     version: int = 0  #: act with this version of the parameters; 0: with the newest
     batch: int = 0  #: the number of the batch, which says into which slot of the samples buffer it goes
 
+    @property
+    def is_batch(self) -> bool:
+        """Whether a sampler's worker collects a batch."""
+        return not (self.do_eval or self.has_message)
+
+    @property
+    def is_call(self) -> bool:
+        """Whether a sampler's worker makes a call on its environments."""
+        return self.has_message and not self.do_eval
+
 
 class ControlBlock:
     """Flags, commands and gate counts for `n_workers` workers, one progress row each, and the times of the last batch.
 
     The main process writes `quit`, `stop_eval`, the commands, `opened` and `generation`. Each worker writes its
-    progress row and its row of `n_results`. `replied` belongs to the inference server, in whichever process that runs.
+    progress row and its row of `n_results`. `replied`, with its words REPLIED and ACTED for each worker, belongs to the
+    inference server, in whichever process that runs.
     """
 
     def __init__(self, n_workers: int, batch_T: int, *, shared: bool) -> None:
@@ -253,7 +264,7 @@ class ControlBlock:
         return [rank for rank in worker_ranks if rows[rank, ASLEEP]]
 
     def have_offered(self, number: int, n_workers: int) -> bool:
-        """Whether each of these workers has offered the first row of opening `number`."""
+        """Whether each of the first `n_workers` workers has offered the first inputs of opening `number`."""
         rows = self._rows
         for rank in range(n_workers):
             if rows[rank, OFFERED] != number:
@@ -262,7 +273,7 @@ class ControlBlock:
         return True
 
     def reply_to_offer(self, worker_ranks: Sequence[int], number: int) -> None:
-        """Inference server: the first row of opening `number` has the actions of these workers."""
+        """Inference server: the step buffer has the first actions of these workers for opening `number`."""
         fence()
         for rank in worker_ranks:
             self._replied[rank, ACTED] = number

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.buffers.ordering import full_fence
-from penstock.workers.progress import ARRIVED, KIND_BITS, REQUESTED, ROW_WORDS, URGENT
+from penstock.workers.progress import ARRIVED, KIND_BITS, REPLIED, REQUESTED, ROW_WORDS, URGENT
 
 _KIND = (1 << KIND_BITS) - 1
 
@@ -49,7 +49,7 @@ def _has_arrived(rows: Any, opened: Any, rank: int) -> bool:
 def _open_kind(rows: Any, replied: Any, rank: int) -> int:
     """The kind of this worker's open request; 0 if it has none."""
     word: int = rows[rank, REQUESTED]
-    return 0 if word >> KIND_BITS == replied[rank, 0] else word & _KIND
+    return 0 if word >> KIND_BITS == replied[rank, REPLIED] else word & _KIND
 
 
 def _is_urgent_or_all_idle(rows: Any, opened: Any, replied: Any, n_workers: int) -> bool:
@@ -128,7 +128,10 @@ PYTHON: dict[str, Callable[..., Any]] = {
     "look": _look,
 }
 
-_LAYOUT = f"ARRIVED:{ARRIVED} REQUESTED:{REQUESTED} ROW_WORDS:{ROW_WORDS} KIND_BITS:{KIND_BITS} URGENT:{URGENT}"
+_LAYOUT = (
+    f"ARRIVED:{ARRIVED} REQUESTED:{REQUESTED} ROW_WORDS:{ROW_WORDS} KIND_BITS:{KIND_BITS} URGENT:{URGENT} "
+    f"REPLIED:{REPLIED}"
+)
 
 try:
     from penstock.workers import _native

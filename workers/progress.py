@@ -45,13 +45,14 @@ class StopCollecting(Exception):
 # The words of a row.
 PHASE, T, ENV_RANK, HEARTBEAT, BEGUN, ARRIVED, OFFERED, BATCHES = range(8)
 STEPPING, ACTING, RESETTING, WAITING, STEPS, REQUESTED, VERSION, ASLEEP = range(8, 16)
+# OFFERED: the opening of the gate for which the step buffer has the first inputs. The other words: see `Progress`.
 RING = 8  # commands that may be open at once
 ROW_WORDS = 16  # 128 bytes: two workers never write to the same pair of cache lines
 KIND_BITS = 2  # number and kind of a request are in one word, so that one store publishes both
 URGENT = 2  # the kind of requests that are answered at once
 
-# Words that the inference server writes for each worker: the number of the last request that has its reply, and the
-# last opening of the gate whose first row has its actions.
+# Words that the inference server writes for each worker. REPLIED: the number of the last request that has its reply.
+# ACTED: the last opening of the gate that found the actions of its first time step in the step buffer.
 REPLIED, ACTED = range(2)
 
 # Words that the main process writes for all workers. It has its own ASLEEP.
@@ -214,15 +215,15 @@ class Progress:
             raise StopCollecting
         return False
 
-    def offer_row(self) -> None:
-        """The row of the step buffer is complete: it is the first row of the command after the running one, if that
-        collects a batch. The inference server may act on it as soon as that command is given."""
+    def offer_inputs(self) -> None:
+        """The step buffer has the inputs of the agent for the first time step of the next command, if that collects a
+        batch. The inference server may act on them when that command is given."""
         fence()
-        self.words[OFFERED] = self.words[ARRIVED] + 2
+        self.words[OFFERED] = self.words[ARRIVED] + 2  # + 1 is the opening that runs, + 2 the next
 
     @property
     def has_first_actions(self) -> bool:
-        """Whether the inference server has acted on the row that was offered for the running command."""
+        """Whether the inference server has acted on the inputs that were offered for the running command."""
         return self._replied[ACTED] == self.words[ARRIVED] + 1
 
     def note_version(self, version: int) -> None:

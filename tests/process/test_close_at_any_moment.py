@@ -36,6 +36,7 @@ KINDS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
     "gpu": (GpuSampler, {}),
     "gpu process": (GpuSampler, {"server": "process"}),
     "gpu local": (GpuSampler, {"serve_envs": 1}),
+    "gpu, no workers": (GpuSampler, {"serve_envs": "auto", "n_workers": None}),
     "alternating": (AlternatingSampler, {}),
 }
 CALLS: dict[str, Callable[[Sampler], Any]] = {
@@ -44,7 +45,7 @@ CALLS: dict[str, Callable[[Sampler], Any]] = {
     "get_attr": lambda sampler: sampler.get_attr("render_mode"),
 }
 
-pytestmark = pytest.mark.timeout(scaled(600, 120))
+pytestmark = [pytest.mark.timeout(scaled(600, 120)), pytest.mark.usefixtures("no_idle_cpu")]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 N_TIMES = scaled(30, 1)
 

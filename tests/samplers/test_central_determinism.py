@@ -46,7 +46,7 @@ class TabularAgent(Agent):
         return self.table[observation, prev_action] + prev_reward
 
 
-pytestmark = pytest.mark.usefixtures("no_idle_cpu")  # for "alone"
+pytestmark = pytest.mark.usefixtures("no_idle_cpu")  # for "no workers"
 
 CASES: dict[str, tuple[Any, Any]] = {
     "random": ("CartPole-v1", RandomAgent),
@@ -67,7 +67,7 @@ SAMPLERS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
     "alternating, no overlap": (AlternatingSampler, {"n_workers": 2, "overlap": False}),
     "own share": (GpuSampler, {"n_workers": 2, "serve_envs": 2}),
     "own share, first-ready": (GpuSampler, {"n_workers": 1, "serve_envs": "auto", "min_ready": 1}),
-    "alone": (GpuSampler, {"serve_envs": "auto"}),
+    "no workers": (GpuSampler, {"serve_envs": "auto"}),
     "own process": (GpuSampler, {"n_workers": 2, "server": "process"}),
     "own process, first-ready": (GpuSampler, {"n_workers": 3, "min_ready": 1, "server": "process"}),
     "own process, no overlap": (AlternatingSampler, {"n_workers": 3, "overlap": False, "server": "process"}),

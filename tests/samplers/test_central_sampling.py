@@ -33,7 +33,7 @@ from penstock.workers.plan import PoolOptions
 
 from ..scale import pairs
 
-pytestmark = pytest.mark.usefixtures("no_idle_cpu")  # for "alone"
+pytestmark = pytest.mark.usefixtures("no_idle_cpu")  # for "no workers"
 
 HOW: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     "lock-step": (GpuSampler, {"n_workers": 2}),
@@ -41,7 +41,7 @@ HOW: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     "alternating": (AlternatingSampler, {"n_workers": 3}),
     "no overlap": (AlternatingSampler, {"n_workers": 2, "overlap": False}),
     "own share": (GpuSampler, {"n_workers": 2, "serve_envs": "auto"}),
-    "alone": (GpuSampler, {"serve_envs": "auto"}),
+    "no workers": (GpuSampler, {"serve_envs": "auto"}),
     "own process": (GpuSampler, {"n_workers": 3, "min_ready": 1, "server": "process"}),
 }
 each = pytest.mark.parametrize("how", HOW)
@@ -333,7 +333,10 @@ def test_uneven_shares_and_more_workers_than_environments(sizes: tuple[int, int]
 
 @pytest.mark.parametrize("serve_envs", [1, 3, 4, "auto"])
 @pytest.mark.parametrize("n_workers", [None, 1, 5])
-def test_every_worker_has_an_environment_however_many_are_kept(n_workers: int | None, serve_envs: Any) -> None:
+def test_every_worker_has_an_environment_however_many_are_kept(
+    n_workers: int | None, serve_envs: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("penstock.samplers.central.idle_cpus", lambda seconds: 2.0)
     with GpuSampler(CountingEnv, batch_T=3, batch_B=5, n_workers=n_workers, serve_envs=serve_envs) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         shares = [len(worker.env_ranks) for worker in sampler.stats().workers]

@@ -160,3 +160,26 @@ def test_a_value_leaves_the_action_alone_and_forgets_what_is_to_be_forgotten() -
     assert served.age.tolist() == [1, 0, 1, 0, 0]
     remotes[0].reset()
     assert ports[0].row.reset.all()
+
+
+def test_offered_inputs_are_acted_on_without_a_request() -> None:
+    """If the server replies for this opening of the gate. A replacement asks, whatever its predecessor has offered."""
+    (remote,), (line,), _ = lines(1)
+    inputs = np.ones((B, 2)), np.zeros(B, int), np.zeros(B, np.float32)
+    for opening, has_acted, n_requests in ((1, False, 1), (2, True, 1), (3, False, 2)):
+        if has_acted:
+            assert line.control.have_offered(opening, 1)
+            line.batch.step([0])
+            line.control.reply_to_offer([0], opening)
+        assert (remote.step(*inputs).action == 1).all()
+        assert len(line.requests) == n_requests
+        remote.offer(*inputs)
+        line.progress.arrived += 1
+    line.batch.step([0])
+    line.control.reply_to_offer([0], 4)
+    replacement = RemoteAgent(remote).runtime.column_copy([])
+    replacement.connect(line.row, line.progress, line.request)
+    replacement.step(*inputs)
+    assert len(line.requests) == 3
+    line.control.reset_row(0)
+    assert not line.control.have_offered(4, 1)

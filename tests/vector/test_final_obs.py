@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.utils.env_checker import data_equivalence
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import SyncVectorEnv, VectorEnv
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.vector import ShmVectorEnv, exchange
+from penstock.vector.exchange import batch_infos
 
 BOX, DISCRETE = spaces.Box(-9, 9, (2,), np.float32), spaces.Discrete(5)
 
@@ -69,3 +72,43 @@ def test_it_is_what_the_environment_returned(space: Any, last: Any, is_sent: boo
             assert type(one) is type(other)
             assert data_equivalence(one, other)
     assert (n_unpickled > 0) is is_sent
+
+
+class Reference(VectorEnv[Any, Any, Any]):
+    """Gymnasium's own way to batch infos."""
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs, self.closed = num_envs, True
+
+
+OBSERVATIONS = st.one_of(
+    st.just(np.ones(3, np.float32)), st.just(np.array(2.5)), st.just({"a": np.zeros(2)}), st.just((1, 2)), st.just(7)
+)
+INFOS = st.one_of(
+    st.fixed_dictionaries({"final_obs": OBSERVATIONS, "final_info": st.just({})}),
+    st.fixed_dictionaries({"final_obs": OBSERVATIONS, "final_info": st.just({"x": 1.5})}),
+    st.fixed_dictionaries({"final_obs": OBSERVATIONS, "final_info": st.just({}), "y": st.just(2)}),
+)
+
+
+def flat(node: Any, name: str = "") -> dict[str, Any]:
+    if isinstance(node, dict):
+        return {k: v for key, part in node.items() for k, v in flat(part, f"{name}/{key}").items()} or {name: {}}
+    return {name: (type(node), node.dtype, node.tolist()) if isinstance(node, np.ndarray) else node}
+
+
+@given(
+    infos=st.dictionaries(st.integers(0, 4), st.one_of(INFOS, st.fixed_dictionaries({"z": st.just(1)})), max_size=5),
+    only_ends=st.booleans(),
+)
+def test_infos_are_batched_as_gymnasium_does_it(infos: dict[int, Any], only_ends: bool) -> None:
+    if only_ends:
+        infos = {i: {**info, "final_info": {}} for i, info in infos.items() if "final_obs" in info and "y" not in info}
+    expected: dict[str, Any] = {}
+    for i, info in infos.items():
+        expected = Reference(5)._add_info(expected, info, i)
+    found = batch_infos(list(infos.items()), 5)
+    assert list(found) == list(expected)
+    assert repr(flat(found)) == repr(flat(expected))
+    masks = [array for name, array in found.items() if name.startswith("_")]
+    assert len({id(mask) for mask in masks}) == len(masks), "the user may change one of them"

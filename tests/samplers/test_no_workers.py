@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
 
-from penstock import AgentStep, AlternatingSampler, GpuSampler, RandomAgent, SamplerState, WorkerError
+from penstock import Affinity, AgentStep, AlternatingSampler, GpuSampler, RandomAgent, SamplerState, WorkerError
 from penstock.envs import CountingEnv
 from penstock.testing import Fault, faulty_env
 from penstock.workers.affinity import idle_cpus, usable_cpus
@@ -16,28 +19,31 @@ from penstock.workers.affinity import idle_cpus, usable_cpus
 SIZE: dict[str, Any] = {"batch_T": 4, "batch_B": 5, "serve_envs": "auto"}
 
 
-def n_processes(cls: type[GpuSampler], **kwargs: Any) -> int:
+def n_processes(cls: type[GpuSampler], affinity: Any = None, **kwargs: Any) -> int:
     with cls(CountingEnv, **{**SIZE, **kwargs}) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+        sampler.initialize(RandomAgent(), seed=0, affinity=affinity)
         sampler.obtain_samples(0)
         assert sum(len(worker.env_ranks) for worker in sampler.stats().workers) == 5
         return len(sampler.worker_pids)
 
 
 @pytest.mark.parametrize(
-    ("idle", "cls", "kwargs", "is_alone"),
+    ("idle", "cls", "kwargs", "has_none"),
     [
         (1.4, GpuSampler, {}, True),
         (0.0, GpuSampler, {"min_ready": 2}, True),
         (1.6, GpuSampler, {}, False),
         (0.0, GpuSampler, {"n_workers": 1}, False),
         (0.0, GpuSampler, {"serve_envs": 2}, False),
+        (0.0, GpuSampler, {"step_timeout": 60.0}, False),
+        (0.0, GpuSampler, {"on_worker_failure": "restart"}, False),
+        (0.0, GpuSampler, {"affinity": Affinity(pin=False)}, True),
         (0.0, AlternatingSampler, {}, False),
     ],
 )
-def test_when_it_does_without_workers(idle: float, cls: Any, kwargs: Any, is_alone: bool, monkeypatch: Any) -> None:
+def test_when_it_does_without_workers(idle: float, cls: Any, kwargs: Any, has_none: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr("penstock.samplers.central.idle_cpus", lambda seconds: idle)
-    assert (n_processes(cls, **kwargs) == 0) == is_alone
+    assert (n_processes(cls, **kwargs) == 0) == has_none
 
 
 def test_idle_cpus_counts_what_other_programs_leave() -> None:
@@ -50,6 +56,12 @@ def test_idle_cpus_counts_what_other_programs_leave() -> None:
             loop.kill()
             loop.wait()
     assert idle_cpus(0.05) <= n + 0.01
+
+
+def test_cpus_that_are_asked_for_have_workers(monkeypatch: Any) -> None:
+    monkeypatch.setattr("penstock.samplers.central.idle_cpus", lambda seconds: 0.0)
+    n = max(1, len(usable_cpus()) - 1)
+    assert n_processes(GpuSampler, affinity=[usable_cpus()[0]] * n) == n
 
 
 class Raises(RandomAgent):
@@ -92,4 +104,58 @@ def test_the_server_counts_its_steps() -> None:
             sampler.start_samples(itr)
             sampler.wait_samples()
         assert sampler.server_stats.served == {5: 3 * 4}
+        assert min(sampler.server_stats.acting, sampler.server_stats.waiting) > 0
+        assert "1 worker" in repr(sampler)
         assert sampler.n_workers == 1
+
+
+class Nested(CountingEnv):
+    """Raises as a sampler of its own would."""
+
+    def step(self, action: Any) -> Any:
+        raise WorkerError("of another sampler")
+
+
+class Interrupting(CountingEnv):
+    """Ctrl-C comes in its step, or when it is built."""
+
+    def __init__(self, when: str, n_open: list[int]) -> None:
+        super().__init__()
+        if when == "built" and n_open[0] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        n_open[0] += 1
+        self.when, self.n_open = when, n_open
+
+    def step(self, action: Any) -> Any:
+        if self.when == "step":
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().step(action)
+
+    def close(self) -> None:
+        self.n_open[0] -= 1
+
+
+@pytest.mark.usefixtures("no_idle_cpu")
+def test_an_error_of_another_sampler_is_that_of_the_environment() -> None:
+    with GpuSampler(Nested, **SIZE, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(
+            WorkerError, match=r"raised WorkerError while stepping env_rank 0, t=0 .*: of another sampler"
+        ):
+            sampler.obtain_samples(0)
+
+
+@pytest.mark.usefixtures("no_idle_cpu")
+@pytest.mark.parametrize("when", ["step", "built"])
+def test_ctrl_c_closes_all_environments(when: str) -> None:
+    n_open = [0]
+    sampler = GpuSampler(partial(Interrupting, when, n_open), **SIZE, max_decorrelation_steps=0)
+    with pytest.raises(KeyboardInterrupt):
+        sampler.initialize(RandomAgent(), seed=0)
+        assert when == "step"
+        sampler.obtain_samples(0)
+    if when == "step":
+        with pytest.raises(WorkerError, match="KeyboardInterrupt while stepping env_rank 0"):
+            sampler.obtain_samples(1)
+    sampler.shutdown()
+    assert n_open == [0]
