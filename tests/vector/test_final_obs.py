@@ -108,7 +108,6 @@ def test_infos_are_batched_as_gymnasium_does_it(infos: dict[int, Any], only_ends
     for i, info in infos.items():
         expected = Reference(5)._add_info(expected, info, i)
     found = batch_infos(list(infos.items()), 5)
-    assert list(found) == list(expected)
-    assert repr(flat(found)) == repr(flat(expected))
+    assert repr(sorted(flat(found).items())) == repr(sorted(flat(expected).items()))
     masks = [array for name, array in found.items() if name.startswith("_")]
     assert len({id(mask) for mask in masks}) == len(masks), "the user may change one of them"
