@@ -264,7 +264,7 @@ class AlternatingSampler(GpuSampler):
     By default there are two workers per CPU, one of each half, and one CPU is left for the process that acts: it acts
     nearly all the time. Within a half, the agent acts for all environments together.
 
-    It has the arguments of `GpuSampler` except `min_ready`, and these:
+    It has the arguments of `GpuSampler` except `min_ready`, and always starts workers. It also has:
 
     Args:
         overlap: a half continues as soon as its actions are computed. False: only one half steps at a time, so that it

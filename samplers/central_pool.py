@@ -171,9 +171,6 @@ class CentralSerialPool(SerialPool):
         self.server.act_at_once(for_values=kind == URGENT)
 
     def _error_of(self, error: BaseException, occasion: str) -> SamplerBrokenError:
-        # The agent's error says already who raised it.
-        return (
-            error
-            if isinstance(error, SamplerBrokenError) and error is self.server.error
-            else super()._error_of(error, occasion)
-        )
+        if isinstance(error, SamplerBrokenError) and error is self.server.error:
+            return error  # it says already that the agent raised it
+        return super()._error_of(error, occasion)

@@ -36,8 +36,9 @@ def _idle_ticks() -> dict[int, int]:
         lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
     except OSError:  # macOS
         return {}
-    found = (re.match(r"cpu(\d+) +\d+ +\d+ +\d+ +(\d+)", line) for line in lines)
-    return {int(match[1]): int(match[2]) for match in found if match}
+    # After the name: user, nice, system, idle, and idle while a program waits for a disk.
+    found = (re.match(r"cpu(\d+) \d+ \d+ \d+ (\d+) (\d+)", line) for line in lines)
+    return {int(match[1]): int(match[2]) + int(match[3]) for match in found if match}
 
 
 def pin(cpus: Sequence[int]) -> None:
