@@ -15,7 +15,7 @@ from penstock import Agent, Collector, ParallelSampler, ResetCollector, Sampler,
 from penstock.collectors import VectorEnvCollector
 from penstock.envs import BatchedCartPole, CountingEnv
 
-from ..scale import FULL, pairs, scaled
+from ..scale import pairs, scaled
 from .test_central_restart import AGENTS, CARTPOLE, MODES, OWN_SHARE, B, assert_same
 
 cloudpickle.register_pickle_by_value(sys.modules[assert_same.__module__])
@@ -104,7 +104,7 @@ def sampled(mode: str, agent: Agent, seed: int, n: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("mode", "seed"), pairs(CALLER, range(20)) if FULL else zip(CALLER, range(5), strict=True))
+@pytest.mark.parametrize(("mode", "seed"), pairs(CALLER, range(scaled(20, 5))))
 def test_batches_are_the_same_in_any_order_of_calls(mode: str, seed: int) -> None:
     name = list(AGENTS)[seed % 3]
     found = sampled(mode, AGENTS[name](), seed, scaled(40, 12))
