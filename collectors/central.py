@@ -69,20 +69,17 @@ class RemoteAgent(Agent):
             self._has_offered = False
             if self._progress.has_first_actions:
                 return self._reply
-        self._write(observation, prev_action, prev_reward)
+        inputs = self._inputs
+        inputs[0][...], inputs[1][...], inputs[2][...] = observation, prev_action, prev_reward
         self._request(Request.STEP)
         return self._reply
 
-    def offer(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> None:
-        """At the end of a batch: if the next command collects a batch, its first `step` will get these inputs. The
-        server may act on them before it wakes the workers."""
-        self._write(observation, prev_action, prev_reward)
+    def offer(self, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> None:
+        """At the end of a batch: if the next command collects a batch, its first `step` will get these inputs, and the
+        last observations of this batch. The server may act on them before it wakes the workers."""
+        self._inputs[1][...], self._inputs[2][...] = prev_action, prev_reward
         self._progress.offer_inputs()
         self._has_offered = True
-
-    def _write(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> None:
-        inputs = self._inputs
-        inputs[0][...], inputs[1][...], inputs[2][...] = observation, prev_action, prev_reward
 
     def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
         inputs = self._inputs

@@ -81,8 +81,8 @@ class GpuSampler(ParallelSampler):
             about twice as long as their recent waits took, or not at all if these took longer than this. By default
             1 ms, at most 10 ms: while they spin they notice nothing else.
 
-    On CPUs, `torch.set_num_threads(1)` in the main process is faster for small policies: while it acts, the main
-    process then avoids the CPUs that workers are pinned to.
+    On CPUs, `torch.set_num_threads(1)` in the main process is faster for small policies: while it waits for
+    the workers and acts, the main process then avoids the CPUs that workers are pinned to.
     """
 
     _central = True

@@ -44,7 +44,8 @@ _OTHER_NAMES = {
 
 #: Which samplers have the arguments that not all of them have.
 _ARGUMENTS_OF = {
-    **dict.fromkeys(("min_ready", "serve_envs", "compile_model"), "GpuSampler and AlternatingSampler have it"),
+    "min_ready": "GpuSampler has it",
+    **dict.fromkeys(("serve_envs", "compile_model", "spin_seconds"), "GpuSampler and AlternatingSampler have it"),
     "server": "GpuSampler, AlternatingSampler and AsyncSampler have it",
     "overlap": "AlternatingSampler has it",
     **dict.fromkeys(("lag", "replay", "ratio"), "AsyncSampler has it"),
@@ -130,7 +131,8 @@ class SamplerConfig:
         for name in options:
             if name not in known:
                 hints = {other: f"did you mean {own!r}?" for other, own in _OTHER_NAMES.items()} | _ARGUMENTS_OF
-                raise unknown_argument(caller, name, list(known), hints)
+                own = [other for other, text in _ARGUMENTS_OF.items() if caller in text]
+                raise unknown_argument(caller, name, [*known, *own], hints)
         missing = [name for name, default in known.items() if default is MISSING and name not in {"env_fn", *options}]
         if missing:
             raise ConfigError(f"{caller} needs {' and '.join(missing)}")

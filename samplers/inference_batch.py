@@ -29,6 +29,10 @@ class InferenceBatch:
         self._whole_row = AgentInfoWriter(self._row.agent_info.map(lambda leaf: leaf[None]))
         self._parts: dict[int, tuple[NamedArrays, AgentInfoWriter]] = {}
 
+    def put_observations(self, observations: Any) -> None:
+        """The next inputs have these observations `[B, ...]`."""
+        self._inputs[0][...] = observations
+
     def step(self, ranks: Sequence[int]) -> int:
         """Act for these workers; returns for how many environments."""
         columns, inputs = self._select(ranks)

@@ -93,6 +93,7 @@ class InferenceServer:
         if options.compile_options is not None:
             agent.runtime.compile_model(options.compile_options)
         self._train = _inference_batch(agent, options, memory.steps, Purpose.ACTION)
+        self._last_rows = [slot.observation[-1] for slot in memory.slots]  # by slot of the samples buffer
         self._eval = None
         if memory.eval_steps is not None:
             self._eval = _inference_batch(agent, options, memory.eval_steps, Purpose.EVAL_ACTION)
@@ -157,6 +158,8 @@ class InferenceServer:
         n = len(self._plans)
         if command.is_batch and self._error is None and self._control.have_offered(self._number, n):
             ranks = self._rule.choose(range(n), ())
+            # The workers begin with this row. The user may have changed it since they wrote it.
+            self._train.put_observations(self._last_rows[(command.batch - 1) % len(self._last_rows)])
             self._act(ranks, for_values=False)
             if self._error is None:
                 self._control.reply_to_offer(ranks, self._number)

@@ -209,8 +209,7 @@ class SamplerProgram:
             gate.wake_main()  # `sync_shared_memory` may wait for this
         collector.collect_batch(command.itr)
         if self._offers_inputs and isinstance(collector.agent, RemoteAgent):
-            last_row = collector.samples.observation_rows[-1]
-            collector.agent.offer(last_row, collector.prev_action, collector.prev_reward)
+            collector.agent.offer(collector.prev_action, collector.prev_reward)
         # With central inference, the server has noted the version before its first reply.
         collector.samples.policy_version[...] = version if self._memory.steps is None else control.version(-1)
 

@@ -217,7 +217,8 @@ class Progress:
 
     def offer_inputs(self) -> None:
         """The step buffer has the inputs of the agent for the first time step of the next command, if that collects a
-        batch. The inference server may act on them when that command is given."""
+        batch; the observations are in the last row of this batch. The inference server may act on them when that
+        command is given."""
         fence()
         self.words[OFFERED] = self.words[ARRIVED] + 2  # + 1 is the opening that runs, + 2 the next
 

@@ -84,7 +84,7 @@ def sampled(mode: str, agent: Agent, seed: int, n: int) -> list[Any]:
     with make(mode, on_worker_failure="restart", max_restarts=n) as sampler:
         sampler.initialize(agent, seed=9)
         for itr in range(n):
-            what = rng.choice(["batch", "batch", "pause", "evaluation", "call", "kill", "parameters"])
+            what = rng.choice(["batch", "batch", "pause", "evaluation", "call", "kill", "parameters", "change"])
             if what == "evaluation":
                 sampler.evaluate_agent(itr)
             elif what == "call":
@@ -100,6 +100,8 @@ def sampled(mode: str, agent: Agent, seed: int, n: int) -> list[Any]:
             else:
                 sampler.obtain_samples(itr)
             found.append(sampler.samples_np.copy())
+            if what == "change":  # the next batch begins with what the user has made of the last row
+                sampler.samples_np.env.bootstrap_obs[...] *= -0.5
         assert sampler.stats().restarts == n_kills
     return found
 

@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from penstock import Affinity, AgentStep, AlternatingSampler, GpuSampler, RandomAgent, SamplerState, WorkerError
+from penstock import (
+    Affinity,
+    AgentStep,
+    AlternatingSampler,
+    ConfigError,
+    GpuSampler,
+    RandomAgent,
+    SamplerState,
+    WorkerError,
+)
 from penstock.envs import CountingEnv
 from penstock.testing import Fault, faulty_env
 from penstock.workers.affinity import idle_cpus, usable_cpus
@@ -159,3 +168,17 @@ def test_ctrl_c_closes_all_environments(when: str) -> None:
             sampler.obtain_samples(1)
     sampler.shutdown()
     assert n_open == [0]
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "own"),
+    [
+        (GpuSampler, "serve_env", "serve_envs"),
+        (GpuSampler, "min_redy", "min_ready"),
+        (AlternatingSampler, "overlp", "overlap"),
+        (AlternatingSampler, "spin_second", "spin_seconds"),
+    ],
+)
+def test_a_misspelt_argument_of_a_central_sampler(cls: Any, name: str, own: str) -> None:
+    with pytest.raises(ConfigError, match=f"no argument '{name}': did you mean '{own}'"):
+        cls(CountingEnv, batch_T=2, batch_B=4, **{name: 1})

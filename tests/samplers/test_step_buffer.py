@@ -169,11 +169,12 @@ def test_offered_inputs_are_acted_on_without_a_request() -> None:
     for opening, has_acted, n_requests in ((1, False, 1), (2, True, 1), (3, False, 2)):
         if has_acted:
             assert line.control.have_offered(opening, 1)
+            line.batch.put_observations(inputs[0])
             line.batch.step([0])
             line.control.reply_to_offer([0], opening)
         assert (remote.step(*inputs).action == 1).all()
         assert len(line.requests) == n_requests
-        remote.offer(*inputs)
+        remote.offer(*inputs[1:])
         line.progress.arrived += 1
     line.batch.step([0])
     line.control.reply_to_offer([0], 4)
