@@ -68,8 +68,9 @@ class GpuSampler(ParallelSampler):
             `initialize`, "auto" takes all environments and starts no workers: they would have to wait for a CPU at
             every time step. Then `start_samples` collects the whole batch before it returns, as in `SerialSampler`, and
             environments that sleep in their steps sleep one after another. With `n_workers`, `affinity`, `step_timeout`
-            or `on_worker_failure="restart"` there are workers in any case. Exceptions of the environments are reported
-            as in a worker, but nothing watches for a crash or a hang there. Only for `server="caller"`.
+            or `on_worker_failure="restart"` there are workers in any case. If an environment of the caller's process
+            raises, this is reported as in a worker, but nothing watches it for a crash or a hang. Only for
+            `server="caller"`.
         server: "caller", or "process" for a dedicated process. That is supervised as the workers are, and
             `step_timeout` applies to the agent's steps too. It is never replaced, since it keeps noise and state of
             every environment. It uses as many torch threads as this process does (if forked: one).

@@ -81,9 +81,10 @@ class SamplerProgram:
         self._eval_collector = self._build_eval_collector(eval_env_factories) if eval_env_factories else None
         # Only these classes are known to begin a batch with the last row of the batch before: a subclass may change the
         # row. With action masks, the collector must check the row before the agent acts on it.
-        has_known_row = type(self._collector) in (ResetCollector, VectorEnvCollector)
-        is_remote = isinstance(self.agent, RemoteAgent) and self.agent.offers_inputs
-        self._offers_inputs = is_remote and has_known_row and self.agent.mask_key is None
+        self._offering_agent: RemoteAgent | None = None
+        agent, has_known_row = self._collector.agent, type(self._collector) in (ResetCollector, VectorEnvCollector)
+        if isinstance(agent, RemoteAgent) and agent.offers_inputs and has_known_row and agent.mask_key is None:
+            self._offering_agent = agent
 
     def _build_collector(self, factories: Sequence[EnvFactory]) -> Collector:
         plan = self._plan
@@ -208,8 +209,8 @@ class SamplerProgram:
         if command.version and gate is not None:
             gate.wake_main()  # `sync_shared_memory` may wait for this
         collector.collect_batch(command.itr)
-        if self._offers_inputs and isinstance(collector.agent, RemoteAgent):
-            collector.agent.offer(collector.prev_action, collector.prev_reward)
+        if self._offering_agent is not None:
+            self._offering_agent.offer(collector.prev_action, collector.prev_reward)
         # With central inference, the server has noted the version before its first reply.
         collector.samples.policy_version[...] = version if self._memory.steps is None else control.version(-1)
 

@@ -21,13 +21,11 @@ def usable_cpus() -> tuple[int, ...]:
 def idle_cpus(seconds: float) -> float:
     """How many of the CPUs that this process may use are idle, on average, while it sleeps for `seconds`. All of them
     where the system does not say."""
-    cpus, before, began = usable_cpus(), _idle_ticks(), time.monotonic()
+    before, began = _idle_ticks(), time.monotonic()
     time.sleep(seconds)
     after, took = _idle_ticks(), time.monotonic() - began
-    if not (cpus and before.keys() & after.keys()):
-        return float(os.cpu_count() or 1)
-    ticks = sum(after[cpu] - before[cpu] for cpu in cpus if cpu in before and cpu in after)
-    return ticks / os.sysconf("SC_CLK_TCK") / took
+    ticks = [after[cpu] - before[cpu] for cpu in usable_cpus() if cpu in before and cpu in after]
+    return sum(ticks) / os.sysconf("SC_CLK_TCK") / took if ticks else float(os.cpu_count() or 1)
 
 
 def _idle_ticks() -> dict[int, int]:

@@ -52,7 +52,7 @@ KIND_BITS = 2  # number and kind of a request are in one word, so that one store
 URGENT = 2  # the kind of requests that are answered at once
 
 # Words that the inference server writes for each worker. REPLIED: the number of the last request that has its reply.
-# ACTED: the last opening of the gate that found the actions of its first time step in the step buffer.
+# ACTED: the last opening of the gate before which the server wrote the actions of the first time step.
 REPLIED, ACTED = range(2)
 
 # Words that the main process writes for all workers. It has its own ASLEEP.
