@@ -24,8 +24,7 @@ from turns import CAPTION, Figures, cell, machine, ratios
 
 from penstock import NamedArrays, Samples
 from penstock.buffers import AgentSamples, EnvSamples
-from penstock.buffers.reshaping import with_status
-from penstock.buffers.samples import BatchStatus
+from penstock.buffers.samples import BatchStatus, with_status
 from penstock.replays import Frames, Prioritized, Replay
 
 N_INPUTS, N_ACTIONS, B, BATCH = 17, 6, 32, 256

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.buffers import NamedArrays, Samples
-from penstock.buffers.reshaping import PER_COLUMN
-from penstock.buffers.samples import AgentSamples, EnvSamples
+from penstock.buffers.samples import PER_COLUMN, AgentSamples, EnvSamples
 from penstock.collectors import TrajInfo
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers import Samples
-from penstock.buffers.reshaping import with_status
-from penstock.buffers.samples import BatchStatus
+from penstock.buffers.samples import BatchStatus, with_status
 from penstock.errors import StaleSamplesError
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from penstock.buffers import NamedArrays, Samples, SamplesBuffer, SampleSpec
 from penstock.buffers.named import map_leaves
-from penstock.buffers.reshaping import with_status
-from penstock.buffers.samples import BatchStatus
+from penstock.buffers.samples import BatchStatus, with_status
 from penstock.errors import ConfigError
 
 torch = pytest.importorskip("torch")
