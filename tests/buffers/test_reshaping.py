@@ -199,7 +199,7 @@ def test_sequences_need_the_state_where_they_start(kind: str) -> None:
 
 @pytest.mark.parametrize("length", [0, 4, 7, 3.0])
 def test_a_length_that_does_not_divide_the_rows_is_named(length: Any) -> None:
-    with pytest.raises(ConfigError, match=f"must divide the 6 rows of these samples, got {length}"):
+    with pytest.raises(ConfigError, match=f"that divides the 6 rows of these samples, got {length}"):
         batch("torch").sequences(length)
 
 
