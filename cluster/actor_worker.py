@@ -12,7 +12,7 @@ from penstock.cluster.pieces import piece_of
 from penstock.cluster.policy_worker import AgentPlan
 from penstock.cluster.statuses import FINAL
 from penstock.cluster.stream_agent import StreamAgent
-from penstock.cluster.streams import InferenceClient, SampleProducer
+from penstock.cluster.streams import InferenceClient, Routing, SampleProducer
 from penstock.cluster.worker import PollResult, Worker
 from penstock.errors import PenstockError
 from penstock.samplers import Sampler
@@ -51,7 +51,7 @@ class ActorWorker(Worker):
         inference: str | None = None,
         parameters: str = "policy",
         samples: str = "train",
-        routing: str = "any",
+        routing: Routing = "any",
         bootstrap_value: bool = True,
         generation: int = 0,
     ) -> None:

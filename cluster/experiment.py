@@ -15,7 +15,9 @@ from penstock.cluster.metrics import JsonLines, Metrics
 from penstock.cluster.panel import ControlPanel
 from penstock.cluster.policy_worker import AgentPlan, PolicyWorker
 from penstock.cluster.statuses import Status
+from penstock.cluster.streams import Routing
 from penstock.cluster.trainer_worker import Trainer, TrainerWorker
+from penstock.cluster.trial import WireName
 from penstock.cluster.worker import Worker
 from penstock.envs import fresh_seed
 from penstock.envs.factory import build_example_env, close_example_env, env_factories
@@ -46,7 +48,7 @@ class Actors:
     make_sampler: Callable[[], Sampler]
     inference: str | None = None
     samples: str = "train"
-    routing: str = "any"
+    routing: Routing = "any"
     bootstrap_value: bool = True
     resources: Mapping[str, float] | None = None
 
@@ -109,7 +111,7 @@ class Experiment:
     policies: Policies | None = None
     seed: int | None = None
 
-    def run(self, trial: str = "trial0", *, wire: str = "local", max_restarts: int = 3, **panel: Any) -> Run:
+    def run(self, trial: str = "trial0", *, wire: WireName = "local", max_restarts: int = 3, **panel: Any) -> Run:
         """Start all workers, and return the run. Use it in a `with` statement.
 
         Args:

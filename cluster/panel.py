@@ -17,7 +17,7 @@ from penstock.cluster.launch import LaunchedThread, load_worker, snake
 from penstock.cluster.name_table import NameClient
 from penstock.cluster.peer import Peer
 from penstock.cluster.statuses import Status
-from penstock.cluster.trial import Launched, OpenTrial, open_trial
+from penstock.cluster.trial import Launched, OpenTrial, WireName, open_trial
 from penstock.cluster.wire import Wire
 from penstock.cluster.worker import Connection, Worker
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError
@@ -66,7 +66,7 @@ class ControlPanel:
         experiment: str,
         trial: str = "trial0",
         *,
-        wire: str = "local",
+        wire: WireName = "local",
         host: str | None = None,
         port: int = 0,
         file: str | Path | None = None,

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 from penstock.cluster.name_table import NameClient
 from penstock.cluster.peer import Peer
@@ -17,7 +17,8 @@ from penstock.cluster.wire import Inbox, Letter, Wire
 from penstock.errors import ClusterError, ConfigError, NoReplyError, PeerLostError
 from penstock.workers.arguments import integer
 
-ROUTINGS = ("any", "all", "one")
+Routing = Literal["any", "all", "one"]
+ROUTINGS: tuple[str, ...] = get_args(Routing)
 _LOOK_SECONDS = 0.5  # how often a stream looks into the name table for new consumers or servers
 
 
@@ -75,7 +76,7 @@ class SampleProducer:
     """
 
     def __init__(
-        self, wire: Wire, names: NameClient, stream: str, *, routing: str = "any", name: str = "", credit: int = 4
+        self, wire: Wire, names: NameClient, stream: str, *, routing: Routing = "any", name: str = "", credit: int = 4
     ) -> None:
         if routing not in ROUTINGS:
             raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}, got {routing!r}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 from penstock.cluster.launch import LaunchedProcess, LaunchedThread
 from penstock.cluster.name_table import NameHost
@@ -15,7 +15,8 @@ from penstock.cluster.wire_local import LocalConnection, LocalHub
 from penstock.cluster.worker import Connection, Worker
 from penstock.errors import ConfigError
 
-WIRES = ("local", "zmq", "ray")
+WireName = Literal["local", "zmq", "ray"]
+WIRES: tuple[str, ...] = get_args(WireName)
 
 
 class Launched(Protocol):
@@ -52,7 +53,7 @@ class OpenTrial:
     resources: ExitStack
 
 
-def open_trial(name: str, wire: str, host: str | None, port: int, file: str | Path | None) -> OpenTrial:
+def open_trial(name: str, wire: WireName, host: str | None, port: int, file: str | Path | None) -> OpenTrial:
     """Begin a trial. Raises `ConfigError` for a wire that does not exist, or an address that cannot be used."""
     if wire not in WIRES:
         raise ConfigError(f"wire must be one of {', '.join(WIRES)}, got {wire!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,18 +13,23 @@ from penstock.replays.options import Frames, Sequences
 from penstock.replays.ring import BEGINS, PARTIAL, TERMINATED, TRUNCATED, VALID, Ring
 from penstock.replays.windows import Positions, WindowReader
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 class ReplayBatch(NamedArrays):
     """N transitions. The window of each is n steps, or fewer if the episode ends before. Every field is `[N, ...]`."""
 
     __slots__ = ()
+    if TYPE_CHECKING:  # a misspelt field is an error
+        __getattr__: ClassVar[None]  # type: ignore[assignment, misc]
     observation: Any  #: what the agent acted on
     action: Any  #: the action it took
-    return_: Any  #: float32, the discounted sum of the rewards of the window, which ends with the episode
-    discount: Any  #: float32, the factor of the value after the window: discount ** length, 0 after a termination
+    return_: Tensor  #: float32, the discounted sum of the rewards of the window, which ends with the episode
+    discount: Tensor  #: float32, the factor of the value after the window: discount ** length, 0 after a termination
     next_observation: Any  #: the observation after the window: `final_obs` after a truncation, 0 after a termination
-    index: Any  #: int64, the absolute position, step * B + b
-    weight: Any  #: float32, the importance weight; only with priorities
+    index: Tensor  #: int64, the absolute position, step * B + b
+    weight: Tensor  #: float32, the importance weight; only with priorities
 
 
 class SequenceBatch(NamedArrays):
@@ -32,21 +37,23 @@ class SequenceBatch(NamedArrays):
     where no other shape is given."""
 
     __slots__ = ()
+    if TYPE_CHECKING:  # a misspelt field is an error
+        __getattr__: ClassVar[None]  # type: ignore[assignment, misc]
     observation: Any  #: what the agent acted on
     action: Any  #: the action it took
-    reward: Any  #: float32
-    terminated: Any  #: bool
-    truncated: Any  #: bool
+    reward: Tensor  #: float32
+    terminated: Tensor  #: bool
+    truncated: Tensor  #: bool
     prev_action: Any  #: what the agent got as previous action: 0 at the first step of an episode
-    prev_reward: Any  #: float32, the same for rewards
-    prev_done: Any  #: bool, True at the first step of an episode, where the recurrent state is the initial one
-    return_: Any  #: `[length, N]`, as in `ReplayBatch`
-    discount: Any  #: `[length, N]`, as in `ReplayBatch`
-    next_row: Any  #: int64 `[length, N]`, the row of the observation after the window
-    mask: Any  #: bool `[length, N]`, whether the step counts in the loss: see docs/replay.md
+    prev_reward: Tensor  #: float32, the same for rewards
+    prev_done: Tensor  #: bool, True at the first step of an episode, where the recurrent state is the initial one
+    return_: Tensor  #: `[length, N]`, as in `ReplayBatch`
+    discount: Tensor  #: `[length, N]`, as in `ReplayBatch`
+    next_row: Tensor  #: int64 `[length, N]`, the row of the observation after the window
+    mask: Tensor  #: bool `[length, N]`, whether the step counts in the loss: see docs/replay.md
     state: Any  #: `[N, ...]`, the recurrent state before the first step; only if the agent records it
-    index: Any  #: int64 `[N]`, the absolute position of the first step
-    weight: Any  #: float32 `[N]`; only with priorities
+    index: Tensor  #: int64 `[N]`, the absolute position of the first step
+    weight: Tensor  #: float32 `[N]`; only with priorities
 
 
 class Transitions:

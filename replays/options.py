@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -72,7 +72,7 @@ class Frames:
     """
 
     n: int = 4
-    padding: str = "reset"
+    padding: Literal["reset", "zero"] = "reset"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n", require_count("n", self.n, 2))

@@ -8,7 +8,7 @@ import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, overload
 
 import numpy as np
 
@@ -25,6 +25,22 @@ from penstock.replays.priorities import PriorityDraw
 from penstock.replays.ring import Ring, Shape
 from penstock.replays.sum_tree import SumTree
 from penstock.replays.windows import Positions, WindowReader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+    from typing_extensions import TypeVar
+
+    from penstock.buffers import Samples
+
+    Numbers = Tensor | NDArray[Any] | Sequence[float]  #: `[N]`
+    Batch = TypeVar("Batch", bound=ReplayBatch | SequenceBatch, default=ReplayBatch)
+else:
+    from typing import TypeVar
+
+    Batch = TypeVar("Batch")
 
 _OPTIONS = {"prioritized": Prioritized, "sequences": Sequences, "frames": Frames}
 _SETTINGS = ("capacity", "n_step", "discount", "max_truncations", "n_drawn")
@@ -55,7 +71,7 @@ class _Storage:
     draw: UniformDraw | PriorityDraw
 
 
-class Replay:
+class Replay(Generic[Batch]):
     """A ring of the newest `capacity` steps, which any sampler's batches fill.
 
     Args:
@@ -80,6 +96,37 @@ class Replay:
     contain several episodes: `prev_done` is True where one begins.
     Memory is allocated at the first `append`, which raises `ConfigError` if there is not enough; see `estimate`.
     """
+
+    if TYPE_CHECKING:  # what `sample` returns depends on `sequences`
+
+        @overload
+        def __init__(
+            self: Replay[ReplayBatch],
+            capacity: int,
+            n_step: int = 1,
+            discount: float = 0.99,
+            prioritized: Prioritized | None = None,
+            sequences: None = None,
+            frames: Frames | None = None,
+            file: str | os.PathLike[str] | None = None,
+            *,
+            max_truncations: int | None = None,
+            seed: int | None = None,
+        ) -> None: ...
+        @overload
+        def __init__(
+            self: Replay[SequenceBatch],
+            capacity: int,
+            n_step: int = 1,
+            discount: float = 0.99,
+            prioritized: Prioritized | None = None,
+            *,
+            sequences: Sequences,
+            frames: Frames | None = None,
+            file: str | os.PathLike[str] | None = None,
+            max_truncations: int | None = None,
+            seed: int | None = None,
+        ) -> None: ...
 
     def __init__(
         self,
@@ -120,7 +167,7 @@ class Replay:
 
     # ---- append ----------------------------------------------------------------------------
 
-    def append(self, samples: Any, *, policy_version: Any = None, continues: bool = True) -> None:
+    def append(self, samples: Samples, *, policy_version: int | Numbers | None = None, continues: bool = True) -> None:
         """Copy a batch `[T, B]` of a sampler into the ring.
 
         Append every batch, in order: each continues the episodes of the one before. If the first row does not follow
@@ -182,7 +229,7 @@ class Replay:
             storage.draw.n_stale = before.draw.n_stale
         return replace(storage, appender=Appender(storage.ring, self.frames))
 
-    def estimate(self, samples: Any) -> Estimate:
+    def estimate(self, samples: Samples) -> Estimate:
         """The memory that this replay takes: print it. Nothing is allocated.
 
         `samples` is a batch, or what `sampler.initialize` returns: an example of one step.
@@ -216,7 +263,7 @@ class Replay:
 
     # ---- sample ----------------------------------------------------------------------------
 
-    def sample(self, n: int, *, newer_than: int | None = None, out: Any = None) -> Any:
+    def sample(self, n: int, *, newer_than: int | None = None, out: Batch | None = None) -> Batch:
         """A `ReplayBatch`, or with `sequences` a `SequenceBatch`, of `n` positions, as torch tensors.
 
         The batch has its own memory, which is not overwritten. `newer_than`: only steps of later policy versions.
@@ -236,7 +283,7 @@ class Replay:
             feeder.before_sample(n)
             self._warn_of_lost_finals()
         storage = self._require_storage("sample")
-        into = None if out is None else out.numpy()
+        into: Any = None if out is None else out.numpy()
         while True:
             places = storage.draw.draw(n, self._rng, newer_than)
             positions = storage.places.positions(places)
@@ -250,7 +297,8 @@ class Replay:
         if weight is not None:
             fields["weight"] = weight
         self.n_drawn += n
-        return (ReplayBatch if self.sequences is None else SequenceBatch)(fields).torch()
+        batch: Any = (ReplayBatch if self.sequences is None else SequenceBatch)(fields).torch()
+        return batch  # type: ignore[no-any-return]
 
     def _is_whole(self, storage: _Storage, positions: Positions) -> bool:
         """Whether no other process has overwritten these rows while they were read."""
@@ -265,7 +313,7 @@ class Replay:
         # As long as the ring has all rows, none has been overwritten. `oldest` may be less than 0 then.
         return bool(is_eligible) and (first == 0 or oldest >= first)
 
-    def update(self, index: Any, priority: Any) -> None:
+    def update(self, index: Numbers, priority: Numbers) -> None:
         """Set the priorities `[N]` of the positions `index` `[N]` of a batch: tensors or arrays.
 
         Of equal indices, the largest priority counts. Steps that were overwritten in the meantime are left out, and
@@ -317,7 +365,7 @@ class Replay:
         *,
         capacity: int | None = None,
         file: str | os.PathLike[str] | None = None,
-    ) -> Replay:
+    ) -> Replay[Any]:
         """The replay that was saved in `folder`. It draws what the saved one would have drawn next.
 
         With another `capacity`, it keeps as many of the newest steps as fit, and the draws may differ. The next batch

@@ -14,8 +14,8 @@ from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, Res
 from penstock.envs import EnvFn, InfoWanted
 from penstock.errors import ConfigError, brief
 from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds, true_or_false, unknown_argument
-from penstock.workers.launch import START_METHODS
-from penstock.workers.restarts import ON_WORKER_FAILURE
+from penstock.workers.launch import START_METHODS, StartMethod
+from penstock.workers.restarts import ON_WORKER_FAILURE, OnWorkerFailure
 
 if TYPE_CHECKING:
     from typing_extensions import Required
@@ -73,10 +73,10 @@ class SamplerOptions(TypedDict, total=False):
     eval_env_fn: EnvFn | None
     eval_env_kwargs: EnvKwargs
     eval_collector_cls: type[BaseEvalCollector]
-    start_method: str
+    start_method: StartMethod
     step_timeout: float | None
     start_timeout: float
-    on_worker_failure: str
+    on_worker_failure: OnWorkerFailure
     max_restarts: int
     restart_window: float
     observation_dtype: npt.DTypeLike | None
@@ -109,10 +109,10 @@ class SamplerConfig:
     eval_env_fn: EnvFn | None = None
     eval_env_kwargs: EnvKwargs = None
     eval_collector_cls: type[BaseEvalCollector] = EvalCollector
-    start_method: str = "forkserver"
+    start_method: StartMethod = "forkserver"
     step_timeout: float | None = None
     start_timeout: float = 120.0
-    on_worker_failure: str = "raise"
+    on_worker_failure: OnWorkerFailure = "raise"
     max_restarts: int = 3
     restart_window: float = 60.0
     observation_dtype: npt.DTypeLike | None = None

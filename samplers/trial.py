@@ -29,7 +29,7 @@ from penstock.samplers.serial import SerialSampler
 from penstock.workers.affinity import limit_threads
 from penstock.workers.cpu_claims import NAMESPACE_VARIABLE
 from penstock.workers.guardian import Guardian
-from penstock.workers.launch import Launcher
+from penstock.workers.launch import Launcher, StartMethod
 
 SAMPLERS: dict[str, type[Sampler]] = {
     cls.__name__: cls for cls in (SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler)
@@ -80,7 +80,7 @@ class Task:
 
     env_fn: EnvFn
     policy: Policy
-    start_method: str
+    start_method: StartMethod
 
     def pickled(self) -> bytes:
         """For the trials' processes, with the environment variables of now. Raises `ConfigError`."""

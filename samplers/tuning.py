@@ -24,7 +24,7 @@ from penstock.workers.affinity import usable_cpus
 from penstock.workers.arguments import integer, one_of
 from penstock.workers.arguments import seconds as seconds_of
 from penstock.workers.guardian import Guardian
-from penstock.workers.launch import START_METHODS, Launcher
+from penstock.workers.launch import START_METHODS, Launcher, StartMethod
 from penstock.workers.plan import PoolOptions
 
 _ROUNDS = 8  # turns of each candidate in a stage, if there is time
@@ -176,7 +176,7 @@ def tune(
     n_workers: int | Iterable[int] | None = None,
     seconds: float = 20.0,
     limit: float = 20.0,
-    start_method: str = "fork",
+    start_method: StartMethod = "fork",
     report: TuneReport | None = None,
     say: Callable[[str], Any] | None = None,
 ) -> TuneReport:

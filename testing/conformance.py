@@ -15,6 +15,7 @@ from penstock.testing.evaluation_rules import EVALUATION_RULES, EvaluationSetup
 from penstock.testing.rules import apply
 from penstock.testing.traces import CollectorSetup, record
 from penstock.testing.traj_info_rules import TRAJ_INFO_RULES, TrajInfoSetup
+from penstock.workers.launch import StartMethod
 
 
 def check_collector(
@@ -30,7 +31,7 @@ def check_collector(
     continues: bool = True,
     central: bool = True,
     seed: int = 0,
-    start_method: str = "forkserver",
+    start_method: StartMethod = "forkserver",
 ) -> None:
     """Check a collector against every rule.
 
@@ -88,7 +89,7 @@ def check_agent(
     batch_invariant: bool = True,
     central: bool = True,
     seed: int = 0,
-    start_method: str = "forkserver",
+    start_method: StartMethod = "forkserver",
 ) -> None:
     """Check an agent against every rule.
 
@@ -128,7 +129,7 @@ def check_eval_collector(
     max_T: int = 40,
     n_workers: Sequence[int] = (2,),
     seed: int = 0,
-    start_method: str = "forkserver",
+    start_method: StartMethod = "forkserver",
 ) -> None:
     """Check an evaluation collector against every rule.
 
@@ -150,7 +151,7 @@ def check_traj_info(
     env_kwargs: Mapping[str, Any] | None = None,
     traj_info_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
-    start_method: str = "forkserver",
+    start_method: StartMethod = "forkserver",
 ) -> None:
     """Check a `TrajInfo` subclass against every rule.
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.envs import EnvFn, env_factories
 from penstock.samplers import Sampler
+from penstock.workers.launch import StartMethod
 
 COLUMN = "_penstock_column"  # the argument of the wrapped env_fn with the number of the environment
 
@@ -47,7 +48,7 @@ class Setup:
     batch_T: int
     batch_B: int
     seed: int
-    start_method: str
+    start_method: StartMethod
 
     def sampler(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -16,11 +16,14 @@ from penstock.vector.exchange import Ids
 from penstock.workers.affinity import usable_cpus
 from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds, unknown_argument
 from penstock.workers.cpu_claims import CpuClaims
-from penstock.workers.launch import START_METHODS
+from penstock.workers.launch import START_METHODS, StartMethod
 from penstock.workers.plan import Affinity, PoolOptions, WorkerPlan, split
-from penstock.workers.restarts import ON_WORKER_FAILURE
+from penstock.workers.restarts import ON_WORKER_FAILURE, OnWorkerFailure
 
 Options = dict[str, Any] | None
+#: What builds the environments. A single id is refused: it is a sequence of texts too, so `list[str]` is named.
+EnvFns = Sequence[Callable[[], gym.Env[Any, Any]]] | list[str] | list[str | Callable[[], gym.Env[Any, Any]]]
+ModeName = Literal["NEXT_STEP", "NextStep", "SAME_STEP", "SameStep", "DISABLED", "Disabled"]
 
 
 #: What to use instead of an argument of AsyncVectorEnv or of another library, by the name of this argument.
@@ -58,7 +61,7 @@ def check_async_arguments(shared_memory: Any, daemon: Any, observation_mode: Any
         )
 
 
-def as_factories(env_fns: Sequence[Callable[..., gym.Env[Any, Any]] | str]) -> tuple[EnvFactory, ...]:
+def as_factories(env_fns: EnvFns) -> tuple[EnvFactory, ...]:
     """One factory for each environment."""
     given: Any = env_fns
     is_list = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
@@ -79,7 +82,7 @@ def _as_factory(env_fn: Callable[..., gym.Env[Any, Any]] | str, i: int) -> EnvFa
         ) from error.__cause__
 
 
-def as_mode(mode: str | AutoresetMode) -> AutoresetMode:
+def as_mode(mode: ModeName | AutoresetMode) -> AutoresetMode:
     """An autoreset mode, or the one of that name (`"SameStep"` or `"SAME_STEP"`)."""
     try:
         named = AutoresetMode.__members__.get(str(mode))
@@ -121,10 +124,10 @@ def as_plans(
 
 
 def as_options(
-    context: str | None,
+    context: StartMethod | None,
     step_timeout: float | None,
     start_timeout: float,
-    on_worker_failure: str,
+    on_worker_failure: OnWorkerFailure,
     max_restarts: int,
     restart_window: float,
 ) -> PoolOptions:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
@@ -17,6 +16,8 @@ from penstock.envs.factory import EnvFactory, build_example_env, close_example_e
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.vector.arguments import (
+    EnvFns,
+    ModeName,
     Options,
     as_factories,
     as_mode,
@@ -36,8 +37,10 @@ from penstock.vector.pool import VectorPool
 from penstock.vector.program import ResetMessage, VectorProgram
 from penstock.workers.arguments import integer, true_or_false
 from penstock.workers.cpu_claims import CpuClaims
+from penstock.workers.launch import StartMethod
 from penstock.workers.limits import naming_descriptor_limit
 from penstock.workers.plan import Affinity
+from penstock.workers.restarts import OnWorkerFailure
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -93,20 +96,20 @@ class ShmVectorEnv(CallsOnEnvs):
 
     def __init__(
         self,
-        env_fns: Sequence[Callable[[], gym.Env[Any, Any]] | str],
+        env_fns: EnvFns,
         in_series: int = 1,
         n_workers: int | None = None,
-        context: str | None = "forkserver",
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        context: StartMethod | None = "forkserver",
+        autoreset_mode: ModeName | AutoresetMode = AutoresetMode.NEXT_STEP,
         copy: bool = True,
         *,
         shared_memory: bool = True,
         daemon: bool = True,
-        observation_mode: str = "same",
+        observation_mode: Literal["same"] = "same",
         affinity: Affinity | Sequence[int | Sequence[int]] | None = None,
         step_timeout: float | None = None,
         start_timeout: float = 120.0,
-        on_worker_failure: str = "raise",
+        on_worker_failure: OnWorkerFailure = "raise",
         max_restarts: int = 3,
         restart_window: float = 60.0,
         check_finite: bool = False,

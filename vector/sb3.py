@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
@@ -12,7 +12,9 @@ from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.vec_env import VecEnv
 
 from penstock.errors import EnvCallError, SpaceError, brief
+from penstock.vector.arguments import EnvFns
 from penstock.vector.env import ShmVectorEnv
+from penstock.workers.launch import StartMethod
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,11 +31,11 @@ class Sb3VecEnv(VecEnv):
 
     def __init__(
         self,
-        env_fns: Sequence[Callable[[], gym.Env[Any, Any]] | str],
-        start_method: str | None = None,
+        env_fns: EnvFns,
+        start_method: StartMethod | None = None,
         **kwargs: Any,
     ) -> None:
-        arguments = {"context": start_method, "autoreset_mode": "SAME_STEP", **kwargs}
+        arguments: dict[str, Any] = {"context": start_method, "autoreset_mode": "SAME_STEP", **kwargs}
         envs = ShmVectorEnv(env_fns, **arguments)
         try:
             self._use(envs)

@@ -12,7 +12,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import cloudpickle
 
@@ -26,7 +26,8 @@ from penstock.workers.process import worker_main
 from penstock.workers.program import WorkerProcessArgs, WorkerProgram
 from penstock.workers.uninterrupted import uninterrupted
 
-START_METHODS = ("fork", "forkserver", "spawn")
+StartMethod = Literal["fork", "forkserver", "spawn"]
+START_METHODS: tuple[str, ...] = get_args(StartMethod)
 
 # Environment variables with these prefixes would make libraries believe that a worker is an MPI process.
 _MPI_PREFIXES = ("OMPI_", "PMI_")

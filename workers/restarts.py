@@ -7,11 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from penstock.errors import PenstockError
 from penstock.workers.failures import WorkerFailure
 
-ON_WORKER_FAILURE = ("raise", "restart")
+OnWorkerFailure = Literal["raise", "restart"]
+ON_WORKER_FAILURE: tuple[str, ...] = get_args(OnWorkerFailure)
 
 # After these signals a worker may have written anywhere in the shared memory.
 _CORRUPTING = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}

@@ -23,7 +23,9 @@ from penstock import (
     TrajInfo,
 )
 from penstock.buffers import AgentSamples, EnvSamples
+from penstock.replays import Frames, Prioritized, Replay, ReplayBatch, SequenceBatch, Sequences
 from penstock.targets import Steps, gae, n_step_return, vtrace
+from penstock.vector import ShmVectorEnv
 
 
 def fields_of_a_batch(samples: Samples) -> None:
@@ -85,3 +87,25 @@ def arguments(model: Any) -> None:
     AsyncSampler("CartPole-v1", batch_t=4, batch_B=2)  # type: ignore[call-arg]
     CategoricalPgAgent(model, greedy=True)  # type: ignore[call-arg]
     FunctionAgent(AgentStep, params=3)  # type: ignore[call-arg]
+
+
+def choices() -> None:
+    ParallelSampler("CartPole-v1", batch_T=4, batch_B=2, on_worker_failure="restrat")  # type: ignore[arg-type]
+    ParallelSampler("CartPole-v1", batch_T=4, batch_B=2, start_method="frok")  # type: ignore[arg-type]
+    Frames(4, "rest")  # type: ignore[arg-type]
+    ShmVectorEnv("CartPole-v1")  # type: ignore[arg-type]
+    ShmVectorEnv(["CartPole-v1"] * 2, autoreset_mode="SAMESTEP")  # type: ignore[arg-type]
+    ShmVectorEnv(["CartPole-v1"] * 2, context="frok")  # type: ignore[arg-type]
+
+
+def replays(samples: Samples) -> None:
+    replay = Replay(1000, prioritized=Prioritized())
+    batch = replay.sample(3)
+    assert_type(batch, ReplayBatch)
+    assert_type(batch.weight, Tensor)
+    assert_type(Replay(1000, sequences=Sequences(8)).sample(3), SequenceBatch)
+    batch.retrun_  # type: ignore[attr-defined]
+    replay.append(3)  # type: ignore[arg-type]
+    replay.update("x", batch.weight)  # type: ignore[arg-type]
+    replay.append(samples)
+    replay.update(batch.index, batch.weight)
