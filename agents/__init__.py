@@ -2,13 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.agents.base import Agent, AgentStep
+from penstock.agents.base import Agent, AgentRuntime, AgentStep
 from penstock.agents.drawing import draw
 from penstock.agents.function import FunctionAgent
 from penstock.agents.masks import ActionMask, mask_of
 from penstock.agents.noise import ColumnNoise, OrnsteinUhlenbeck
 from penstock.agents.random import RandomAgent
-from penstock.agents.runtime import AgentRuntime
 from penstock.agents.schedules import ExponentialSchedule, LinearSchedule
 from penstock.agents.shared_parameters import SharedParameters
 

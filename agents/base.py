@@ -5,20 +5,20 @@ from __future__ import annotations
 import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
+from gymnasium import spaces
 
-from penstock.agents.acting import Actor, act
-from penstock.agents.runtime import AgentRuntime
 from penstock.agents.saving import load, save
 from penstock.agents.shared_parameters import SharedParameters
-from penstock.buffers.named import NamedArrays
-from penstock.errors import ConfigError, SamplerStateError
+from penstock.buffers.named import NamedArrays, as_named, fields_of, map_leaves
+from penstock.errors import ConfigError, SamplerStateError, SpaceError
 
 #: The space of observations or actions.
 Space = gym.Space[Any]
@@ -33,6 +33,123 @@ class AgentStep(NamedTuple):
 
     action: Any  #: `[B, ...]`, one action per column, in the structure of the action space
     agent_info: Any = NamedArrays()  #: arrays `[B, ...]` to record with the action, by name
+
+
+@dataclass
+class _Actor:
+    """A copy of the agent for `n` rows, and its last actions."""
+
+    agent: Agent
+    n: int
+    prev_action: Any
+
+
+class AgentRuntime:
+    """The samplers' side of `agent`. An agent names its class in `runtime_cls` and makes it in `agent.runtime`.
+
+    All state is kept on the agent. A stored runtime object would form a reference cycle with its agent, and the
+    memory of both would then wait for the garbage collector.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+
+    # ---- the learner's agent ---------------------------------------------------------------
+
+    def ensure_initialized(self, observation_space: Space, action_space: Space, seed: int | None) -> None:
+        """Initialize the agent, unless an earlier sampler has done so. Raise `SpaceError` if it was initialized for
+        other spaces."""
+        agent = self.agent
+        if "observation_space" not in vars(agent):
+            try:
+                agent.initialize(observation_space, action_space, seed=seed)
+            except BaseException:  # the agent is as before: it may be initialized again
+                vars(agent).pop("observation_space", None)
+                raise
+        elif (agent.observation_space, agent.action_space) != (observation_space, action_space):
+            raise SpaceError(
+                f"the agent was initialized for {agent.observation_space} and {agent.action_space}, the environment "
+                f"has {observation_space} and {action_space}: make a new agent"
+            )
+
+    def share_memory(self, *, shared: bool) -> SharedParameters:
+        """Allocate shared parameters for one more sampler, and write the current parameters into them."""
+        values = self.agent.read_parameters()
+        parameters = SharedParameters(values, shared=shared)
+        parameters.publish(values)
+        self.agent._subscribers = (*(self.agent._subscribers or ()), parameters)
+        return parameters
+
+    def unshare_memory(self, parameters: SharedParameters) -> None:
+        """Stop publishing to this sampler."""
+        self.agent._subscribers = tuple(other for other in self.agent._subscribers or () if other is not parameters)
+        parameters.memory.close()
+
+    def worker_copy(self) -> Agent:
+        """A copy to act with in a worker: on the CPU, with its own parameters."""
+        copied, parameters = self.agent.copy_for_worker(), self.agent.read_parameters()
+        if parameters:  # the learner may write into its own arrays while this copy acts
+            copied.write_parameters({name: value.copy() for name, value in parameters.items()})
+        return copied
+
+    def server_copy(self) -> Agent:
+        """A copy for the inference server: as `worker_copy`, but on the device of the learner's model."""
+        return self.worker_copy()
+
+    # ---- a copy that acts ------------------------------------------------------------------
+
+    def attach(self, parameters: SharedParameters) -> None:
+        """From now on, read parameters from `parameters`."""
+        self.agent._source = parameters
+
+    def pull_shared_memory(self, version: int = 0) -> int:
+        """Write the newest published parameters into the agent, unless it has them already. With `version`, write the
+        parameters of that version. Returns their version."""
+        agent = self.agent
+        if agent._source is not None and (version or agent._source.version) != agent._version:
+            values, agent._version = agent._source.read(version)
+            agent.write_parameters(values)
+        return agent._version
+
+    def inference_difference(self, make_inputs: Callable[[], Sequence[Any]]) -> float | None:
+        """The largest absolute difference between the outputs of this worker's copy and torch's.
+
+        `make_inputs()` returns inputs of `step`. If the copy runs its model with torch, this returns None and does not
+        call it. Raises `ConfigError` for too large a difference.
+        """
+        return None
+
+    def column_copy(self, rngs: Sequence[np.random.Generator]) -> Agent:
+        """A copy with its own state for `len(rngs)` columns, and the same parameters."""
+        copied = self._copy_without_columns()
+        copied.seed_columns(rngs)
+        copied.reset()
+        return copied
+
+    def _copy_without_columns(self) -> Agent:
+        """A copy that reads parameters from the same place, and has no columns yet."""
+        copied = copy.copy(self.agent)
+        copied._source = self.agent._source
+        copied.env_ranks = copied.n_envs = copied.selected = None
+        return copied
+
+    def set_columns(self, env_ranks: Sequence[int], n_envs: int) -> None:
+        """Set which environments the columns are: column b is `env_ranks[b]` of `n_envs`, on all machines together.
+
+        Call this once for each column copy, before `sample_mode` or `eval_mode`.
+        """
+        self.agent.env_ranks, self.agent.n_envs = env_ranks, n_envs
+
+    # ---- a server copy ---------------------------------------------------------------------
+
+    def compile_model(self, options: Mapping[str, Any]) -> None:
+        """Compile the model with `torch.compile(model, **options)`. Raises `ConfigError` if the agent has no model."""
+        raise ConfigError(f"{type(self.agent).__name__} has no model that could be compiled: leave compile_model out")
+
+    def page_locked(self, memory: npt.NDArray[np.uint8]) -> AbstractContextManager[None]:
+        """A context manager for the time in which inputs come from `memory`. If the model is on a GPU, the memory is
+        page-locked."""
+        return nullcontext()
 
 
 class Agent(ABC):
@@ -72,7 +189,7 @@ class Agent(ABC):
     _from_initialize: ClassVar[Sequence[str]] = ("observation_space", "action_space")  # attributes that it sets
     _subscribers: tuple[SharedParameters, ...] | None = None  # in the learner's agent: one per sampler
     _source: SharedParameters | None = None  # in a worker's copy: where it reads parameters
-    _actor: Actor | None = None  # what `act` uses
+    _actor: _Actor | None = None  # what `act` uses
     _version = 0  # in a worker's copy: the version that it has read
 
     # ---- setup -----------------------------------------------------------------------------
@@ -130,7 +247,26 @@ class Agent(ABC):
         Raises `SamplerStateError` before `initialize`, and `SpaceError` for an observation that does not fit.
         """
         self._require_initialized()
-        return act(self, observation, greedy, start, prev_reward)
+        is_batch = _is_batch(self.observation_space, observation)
+        rows = _rows(self.observation_space, observation, is_batch, "observation")
+        n = len(next(NamedArrays(rows=rows).leaves())[1])
+        if self.recurrent and start is None:
+            raise ConfigError(
+                f"{type(self).__name__} has a state that changes from step to step: give start=True at the first step "
+                "of an episode (or [B] bools), and start=False at the others"
+            )
+        actor = self._actor
+        if actor is None or actor.n != n:
+            actor = self._actor = _new_actor(self, n)
+        starts = np.broadcast_to(np.asarray(False if start is None else start, np.bool_), (n,))
+        for column in np.flatnonzero(starts).tolist():
+            actor.agent.reset_one(column)
+        _zero(actor.prev_action, starts)
+        rewards = np.broadcast_to(np.asarray(0 if prev_reward is None else prev_reward, np.float32), (n,)).copy()
+        with self._acting(actor.agent, greedy):
+            action = as_named(actor.agent.step(rows, actor.prev_action, rewards).action)
+        actor.prev_action[...] = action
+        return _elements(self.action_space, action, None if is_batch else 0)
 
     @contextmanager
     def _acting(self, actor: Agent, greedy: bool) -> Iterator[None]:
@@ -266,3 +402,72 @@ class Agent(ABC):
     def _described(self) -> list[str]:
         """What `repr` says beside the class and the spaces."""
         return [] if self.mask_key is None else [f"mask_key={self.mask_key!r}"]
+
+
+# ---- `act`: one observation or a batch, outside a sampler ---------------------------------------------
+
+
+def _new_actor(agent: Agent, n: int) -> _Actor:
+    rngs = [np.random.default_rng(sequence) for sequence in np.random.SeedSequence(0).spawn(n)]
+    copied = agent.runtime.column_copy(rngs)
+    copied.runtime.set_columns([0] * n, 1)
+    return _Actor(copied, n, _zeros(agent.action_space, n))
+
+
+def _zero(rows: Any, columns: npt.NDArray[np.bool_]) -> None:
+    map_leaves(lambda leaf: leaf.__setitem__(columns, 0), rows)
+
+
+def _zeros(space: Space, n: int) -> Any:
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return NamedArrays({name: _zeros(sub, n) for name, sub in _parts(space)})
+    return np.zeros((n, *(space.shape or ())), space.dtype)
+
+
+def _parts(space: spaces.Dict | Any) -> list[tuple[str, Space]]:
+    if isinstance(space, spaces.Dict):
+        return [(str(key), sub) for key, sub in space.items()]
+    return [(f"_{i}", sub) for i, sub in enumerate(space)]
+
+
+def _is_batch(space: Space, observation: Any) -> bool:
+    """Whether the first array of `observation` has one dimension more than `space` says."""
+    while isinstance(space, spaces.Dict | spaces.Tuple):
+        name, sub = _parts(space)[0]
+        observation, space = _part(observation, name, space), sub
+    return bool(np.ndim(observation) > len(space.shape or ()))
+
+
+def _part(value: Any, name: str, space: Space) -> Any:
+    fields = fields_of(value)
+    by_name = {str(key): part for key, part in fields.items()} if fields is not None else {}
+    if name not in by_name:
+        raise SpaceError(f"observation must be an element of {space}, or a batch of them: it has no entry {name!r}")
+    return by_name[name]
+
+
+def _rows(space: Space, value: Any, is_batch: bool, name: str) -> Any:
+    """`value` as agents get it: arrays `[B, ...]` in the dtypes of the space."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return NamedArrays(
+            {key: _rows(sub, _part(value, key, space), is_batch, f"{name}.{key}") for key, sub in _parts(space)}
+        )
+    shape = tuple(space.shape or ())
+    array = np.asarray(value, space.dtype)
+    array = array if is_batch else array[np.newaxis]
+    if array.shape[1:] != shape:
+        batch = str(("B", *shape)).replace("'", "")
+        raise SpaceError(f"{name} must have the shape {shape}, or {batch}, got {np.shape(value)}")
+    return array
+
+
+def _elements(space: Space, rows: Any, row: int | None) -> Any:
+    """The actions `[B, ...]` in the structure of the space; only that of `row` if it is given."""
+    if isinstance(space, spaces.Dict):
+        return {key: _elements(sub, rows[str(key)], row) for key, sub in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_elements(sub, rows[f"_{i}"], row) for i, sub in enumerate(space))
+    actions = np.array(rows)
+    if row is None:
+        return actions
+    return int(actions[row]) if isinstance(space, spaces.Discrete) else actions[row]

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from penstock.agents.base import AgentRuntime
 from penstock.agents.device import DeviceLink
 from penstock.agents.inference import TracedModel
 from penstock.agents.numpy_model import NumpyModel
-from penstock.agents.runtime import AgentRuntime
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
