@@ -134,6 +134,7 @@ setup(
         "torch>=2.1",
         "psutil>=5.9",
         "cloudpickle>=2.2",
+        "threadpoolctl>=3.5",
         "gymnasium>=1.1",
     ],
     extras_require={

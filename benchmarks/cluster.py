@@ -36,7 +36,6 @@ from typing import Any, Protocol
 # Ray reads these when it is imported. All its processes get the priority of this one: by default Ray lowers that of
 # actors, and penstock's shards undo it.
 os.environ |= {
-    "OMP_NUM_THREADS": "1",
     "RAY_worker_niceness": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",

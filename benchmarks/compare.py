@@ -41,8 +41,11 @@ class Sampling:
     """A sampler that collects one batch after another."""
 
     def __init__(self, name: str, make_agent: Callable[[], Any], env: Any, T: int, B: int, **options: Any) -> None:
+        import torch
+
         import penstock
 
+        torch.set_num_threads(1)  # as in the examples; workers limit theirs themselves
         self._sampler = getattr(penstock, name)(env, batch_T=T, batch_B=B, **options)
         self._sampler.initialize(make_agent(), seed=0, bootstrap_value=make_agent is not random_agent)
         self._steps, self._itr = T * B, 0
@@ -96,6 +99,13 @@ def mlp(**options: Any) -> Any:
     from penstock import CategoricalPgAgent
 
     return CategoricalPgAgent(workload("ActorCritic"), **options)
+
+
+def wide_mlp() -> Any:
+    """Two hidden layers of 512 units, run by numpy: large enough for threads of BLAS."""
+    from penstock import CategoricalPgAgent
+
+    return CategoricalPgAgent(partial(workload("ActorCritic"), n_hidden=512), inference="numpy")
 
 
 def cartpole(**kwargs: Any) -> Any:
@@ -169,6 +179,7 @@ STEPS: dict[str, Callable[[], Any]] = {
         for name in ("ParallelSampler", "GpuSampler")
         for inference in ("traced", "numpy")
     },
+    'ParallelSampler, wide mlp, inference="numpy"': sampling("ParallelSampler", wide_mlp),
     "one row of 16, mlp": acting(mlp),
     **{
         f'one row of 16, mlp, inference="{inference}"': acting(partial(mlp, inference=inference))
@@ -284,9 +295,9 @@ class Version:
     """A process of one version, at one case."""
 
     def __init__(self, folder: Path, case: str) -> None:
-        # More threads would disturb the other's turn. Without its own namespace, it would find the CPUs claimed.
+        # Without its own namespace, it would find the CPUs claimed.
         path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PENSTOCK_CPU_NAMESPACE": f"-{next(_numbers)}"}
+        own = {"PYTHONPATH": path, "PENSTOCK_CPU_NAMESPACE": f"-{next(_numbers)}"}
         command = [sys.executable, __file__, "--serve", case]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **own}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import time
 from collections.abc import Mapping
@@ -110,7 +109,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="of each turn, at least")
     parser.add_argument("--json", help="write the machine and all turns to this file")
     args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
     table = Table(title='Small policies: steps/s; for "one row", rows/s', caption=CAPTION)
     for heading in ("", "inference", "steps/s", "CPU µs a step", "of before", f"of the {CEILING}"):
         table.add_column(heading, justify="left" if heading in ("", "inference") else "right")

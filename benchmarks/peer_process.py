@@ -163,7 +163,7 @@ class Contestant:
         self.name, self._limit = name, limit
         command = [sys.executable, str(Path(__file__).with_name("peers.py")), "--serve", work, name]
         # All contestants may use all CPUs. Without its own namespace, a sampler would find them claimed.
-        environ = {"OMP_NUM_THREADS": "1", "PENSTOCK_CPU_NAMESPACE": f"-peer-{time.monotonic_ns()}"}
+        environ = {"PENSTOCK_CPU_NAMESPACE": f"-peer-{time.monotonic_ns()}"}
         self._process = subprocess.Popen(
             [*command, *(["--whole-batches"] if whole_batches else [])],
             stdin=subprocess.PIPE,

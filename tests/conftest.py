@@ -12,9 +12,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before torch is imported. Several tests run at once, so one thread each is fastest.
-os.environ["OMP_NUM_THREADS"] = "1"
-
 # Several tests run at once. Each must find its CPUs free.
 os.environ["PENSTOCK_CPU_NAMESPACE"] = f"-test-{os.getpid()}"
 

@@ -10,6 +10,10 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+import threadpoolctl
+
+# Libraries read these when they are loaded. They are for libraries that an environment loads later, and for programs
+# that it starts.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -75,9 +79,22 @@ def threads_here() -> int:
     return 1 if torch is None else int(torch.get_num_threads())
 
 
+_n_modules, _libraries = 0, threadpoolctl.ThreadpoolController()
+
+
 def limit_threads(n: int) -> None:
-    """Let torch and all libraries that are loaded later use `n` threads."""
+    """Let torch and the numerical libraries (OpenMP, MKL, OpenBLAS, BLIS) use `n` threads: those that are loaded, and
+    those that are loaded later."""
+    global _n_modules, _libraries  # noqa: PLW0603 - forked workers inherit what the fork server has found
     for variable in _THREAD_VARIABLES:
         os.environ[variable] = str(n)
+    if len(sys.modules) != _n_modules:  # the search takes a millisecond
+        _n_modules, _libraries = len(sys.modules), threadpoolctl.ThreadpoolController()
+    for library in _libraries.lib_controllers:
+        if library.num_threads != n:
+            library.set_num_threads(n)
+            if n == 1 and hasattr(library.dynlib, "blas_thread_shutdown_"):
+                # In a fork, OpenBLAS has just started its threads again. They would spin for 0.1 s, on this CPU.
+                library.dynlib.blas_thread_shutdown_()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(n)

@@ -1,7 +1,7 @@
 """What the fork server imports first. If it exits after the main process, it removes its socket and that folder.
 
 Usually the main process does this itself. If it is killed, the guardian does it, as long as there is a sampler.
-Before each fork, the fork server excludes all its objects from garbage collection.
+Before each fork, the fork server excludes all its objects from garbage collection, and limits its threads.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import os
 import time
 from multiprocessing import forkserver
 from typing import Any
+
+from penstock.workers.affinity import limit_threads
 
 _PARENT_SECONDS = 1.0  # the end of its pipe comes a moment before the end of the main process
 _POLL_SECONDS = 0.01
@@ -36,6 +38,7 @@ def _remove_socket(pid: int, parent: int) -> None:
 
 def _freeze(pid: int) -> None:
     if os.getpid() == pid:  # not in forks of the workers: garbage that is frozen there would stay for ever
+        limit_threads(1)  # once, in place of a search in each worker
         gc.freeze()
 
 

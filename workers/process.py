@@ -65,7 +65,7 @@ def _run_commands(args: WorkerProcessArgs) -> None:
     context = args.context()
     progress = context.progress
     program.build(context)
-    limit_threads(args.plan.torch_threads)  # again: unpickling the program may have loaded torch
+    limit_threads(args.plan.torch_threads)  # again: this may have loaded other libraries
     gc.freeze()  # garbage collection need not search torch's modules again
     try:
         progress.enter(Phase.WAITING)

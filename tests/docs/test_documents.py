@@ -345,7 +345,7 @@ def scripts(tmp_path: Path) -> Path:
 
 
 def start(folder: Path, *command: str) -> subprocess.Popen[str]:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     return subprocess.Popen(
         [sys.executable, *command], cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

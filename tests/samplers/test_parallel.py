@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
+import threadpoolctl
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from penstock import (
     AgentStep,
     CategoricalPgAgent,
     ConfigError,
+    GpuSampler,
     ParallelSampler,
     RandomAgent,
     Sampler,
@@ -134,13 +136,19 @@ def test_more_workers_than_environments_and_uneven_shares() -> None:
         sampler.obtain_samples(0)
 
 
+def threads_of_libraries() -> list[int]:
+    """How many threads each numerical library of this process uses, as the libraries say."""
+    return [torch.get_num_threads(), *(library["num_threads"] for library in threadpoolctl.threadpool_info())]
+
+
 class WhereEnv(CountingEnv):
-    """Shows in its reward on which CPU, and in its observation with how many threads, it runs."""
+    """Shows in its reward on which CPU, and in its observation with how many threads, it runs: the fewest and the most
+    of all libraries."""
 
     def step(self, action: Any) -> Any:
         observation, _, *rest = super().step(action)
         (cpu,) = psutil.Process().cpu_affinity()
-        observation[:] = torch.get_num_threads(), int(os.environ["OMP_NUM_THREADS"])
+        observation[:] = min(threads_of_libraries()), max(threads_of_libraries())
         return observation, float(cpu), *rest
 
 
@@ -159,6 +167,43 @@ def test_workers_run_where_the_mask_or_the_caller_says(start_method: str) -> Non
     assert places(None) == ([cpus[i % len(cpus)] for i in range(3)], {1.0})
     last = cpus[-1]
     assert places(Affinity(cpus=[last, last, last], torch_threads=2)) == ([last] * 3, {2.0})
+
+
+class LateEnv(WhereEnv):
+    """Loads another library with threads when it is reset."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        import scipy.linalg  # noqa: F401 - its wheel has an OpenBLAS of its own
+
+        return super().reset(**kwargs)
+
+
+def test_libraries_that_environments_load_use_one_thread_too() -> None:
+    pytest.importorskip("scipy")
+    with ParallelSampler(LateEnv, batch_T=2, batch_B=1) as sampler:
+        sampler.initialize(RandomAgent())
+        samples, _ = sampler.obtain_samples(0)
+        assert samples.env.observation[1].tolist() == [[1.0, 1.0]]
+
+
+class ReportsThreads(RandomAgent):
+    """Records how many threads the libraries of its process use, at most."""
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        threads = np.full(len(prev_reward), max(threads_of_libraries()), np.int64)
+        return AgentStep(super().step(observation, prev_action, prev_reward).action, {"threads": threads})
+
+
+def test_a_server_process_uses_as_many_threads_as_the_main_process(start_method: str) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with GpuSampler(CountingEnv, batch_T=2, batch_B=2, server="process", start_method=start_method) as sampler:
+            sampler.initialize(ReportsThreads())
+            samples, _ = sampler.obtain_samples(0)
+            assert samples.agent.agent_info.threads.unique().tolist() == [1 if start_method == "fork" else 2]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_main_process_is_not_pinned() -> None:
