@@ -24,6 +24,7 @@ from penstock.envs.factory import build_example_env, close_example_env, env_fact
 from penstock.errors import ClusterError, ConfigError
 from penstock.samplers import AsyncSampler, Sampler
 from penstock.workers.arguments import integer
+from penstock.workers.marking import marked
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -175,7 +176,9 @@ class Experiment:
             )
         config = sampler.config
         batched = config.collector_cls.batched
-        env = build_example_env(env_factories(config.env_fn, config.env_kwargs, config.batch_B)[0], batched=batched)
+        factory = env_factories(config.env_fn, config.env_kwargs, config.batch_B)[0].as_example(config.spaces)
+        with marked():
+            env = build_example_env(factory, batched=batched)
         try:
             prefix = "single_" if batched else ""
             spaces = [getattr(env, f"{prefix}{kind}_space") for kind in ("observation", "action")]

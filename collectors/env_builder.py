@@ -8,6 +8,7 @@ import gymnasium as gym
 
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.errors import SpaceError
+from penstock.workers.marking import marked
 from penstock.workers.progress import Phase, Progress
 
 
@@ -20,23 +21,29 @@ class EnvBuilder:
         self._built: list[tuple[int, Any]] = []
 
     def build(self, factory: EnvFactory, context: EnvContext) -> gym.Env[Any, Any]:
-        """One environment. Raises `SpaceError` if the example environment has other spaces."""
+        """One environment. Raises `SpaceError` if it has other spaces than the example environment."""
         self._at(context)
-        env = factory(context)
+        with marked():
+            env = factory(context)
         self._built.append((context.env_rank, env))
-        for name, space in self._spaces.items():
-            if getattr(env, name) != space:
-                raise SpaceError(
-                    f"the {name} of env_rank {context.env_rank} is {getattr(env, name)}, that of the example "
-                    f"environment is {space}: all environments must have the same spaces"
-                )
+        self._check_spaces(env, context)
         return env
+
+    def _check_spaces(self, env: Any, context: EnvContext, prefix: str = "") -> None:
+        for name, space in self._spaces.items():
+            if (own := getattr(env, f"{prefix}{name}")) != space:
+                raise SpaceError(
+                    f"the {name} of env_rank {context.env_rank} is {own}, that of the example environment, or of the "
+                    f"argument `spaces`, is {space}: all environments must have the same spaces"
+                )
 
     def build_batched(self, factory: EnvFactory, num_envs: int, context: EnvContext) -> Any:
         """One `VectorEnv` of `num_envs` environments, the first of which `context` describes."""
         self._at(context)
-        env = factory.batched(num_envs, context)
+        with marked():
+            env = factory.batched(num_envs, context)
         self._built.append((context.env_rank, env))
+        self._check_spaces(env, context, "single_")
         return env
 
     def replace(self, old: Any, new: Any) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from penstock.buffers.named import NamedArrays, map_leaves
-from penstock.errors import SpaceError
+from penstock.errors import ConfigError, SpaceError, brief
 
 _REMEDIES = {
     spaces.Text: "encode the text as a fixed-size Box or MultiDiscrete with gymnasium.wrappers.TransformObservation",
@@ -57,3 +57,15 @@ def observation_example(space: gym.Space[Any], float_dtype: npt.DTypeLike | None
         return example
     wanted = np.dtype(float_dtype)
     return map_leaves(lambda leaf: leaf.astype(wanted) if leaf.dtype.kind == "f" else leaf, example)
+
+
+def checked_spaces(given: Any) -> tuple[gym.Space[Any], gym.Space[Any]] | None:
+    """The argument `spaces`: observation space and action space, or None. Raises `ConfigError` for anything else."""
+    if given is None:
+        return None
+    is_pair = isinstance(given, tuple | list) and len(given) == 2
+    if not is_pair or not all(isinstance(space, gym.Space) for space in given):
+        raise ConfigError(
+            f"spaces must be (observation_space, action_space), two gymnasium spaces, or None, got {brief(given)}"
+        )
+    return given[0], given[1]

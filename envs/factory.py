@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,10 @@ class EnvFactory:
             )
         return env
 
+    def as_example(self, spaces: tuple[gym.Space[Any], gym.Space[Any]] | None) -> EnvFactory:
+        """What builds the example environment. If the user has given the `spaces`, it has nothing else."""
+        return self if spaces is None else replace(self, fn=partial(_with_spaces, spaces), kwargs={})
+
     def _arguments(self, context: EnvContext) -> dict[str, Any]:
         try:
             parameter = inspect.signature(self.fn).parameters.get("context")
@@ -86,6 +90,14 @@ class EnvFactory:
             parameter = None
         by_name = parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         return {**self.kwargs, "context": context} if by_name else {**self.kwargs}
+
+
+def _with_spaces(spaces: tuple[gym.Space[Any], gym.Space[Any]], num_envs: int | None = None) -> Any:
+    env: Any = gym.Env() if num_envs is None else VectorEnv()
+    prefix, env.num_envs = "" if num_envs is None else "single_", num_envs
+    for name, space in zip(("observation_space", "action_space"), spaces, strict=True):
+        setattr(env, f"{prefix}{name}", space)
+    return env
 
 
 def descriptions(factories: Sequence[EnvFactory]) -> list[str]:

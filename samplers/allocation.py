@@ -87,11 +87,12 @@ def allocate(config: SamplerConfig, agent: Agent, setup: Setup, resources: ExitS
     n_evals = config.eval_n_envs
     evals = env_factories(eval_fn(config), eval_kwargs(config), n_evals, "eval_") if n_evals else ()
     train, evals = (_masked(agent, factories, config) for factories in (train, evals))
-    env_info = _prepare_agent(agent, train[0], setup.seed, config)
+    example = train[0].as_example(config.spaces)
+    env_info = _prepare_agent(agent, example, setup.seed, config)
     traj_info_kwargs = _checked_traj_info_kwargs(config.traj_info_cls, setup.traj_info_kwargs)
     worker_agent = agent.runtime.worker_copy()
-    spec = replace(_try_agent(worker_agent, train[0], config, setup), env_info=env_info)
-    difference = worker_agent.runtime.inference_difference(lambda: _real_inputs(worker_agent, train[0], config))
+    spec = replace(_try_agent(worker_agent, example, config, setup), env_info=env_info)
+    difference = worker_agent.runtime.inference_difference(lambda: _real_inputs(worker_agent, example, config))
     program = SamplerProgram(
         agent=worker_agent,
         config=replace(config, env_fn="", env_kwargs=None, eval_env_fn=None, eval_env_kwargs=None, env_info=False),

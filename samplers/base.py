@@ -35,6 +35,7 @@ from penstock.workers.call_guard import CallGuard
 from penstock.workers.control import Command
 from penstock.workers.cpu_claims import CpuClaims
 from penstock.workers.limits import naming_descriptor_limit
+from penstock.workers.marking import marked
 from penstock.workers.plan import Affinity
 from penstock.workers.pool import WorkerPool
 
@@ -57,6 +58,9 @@ class Sampler(EnvironmentCalls, ABC):
         n_workers: worker processes; by default one for each CPU that this process may use. Never more than `batch_B`.
             `SerialSampler` always has one worker.
         collector_cls: the `Collector` subclass that runs in the workers.
+        spaces: `(observation_space, action_space)` of the environments. Then no example environment is built to read
+            them: give this where an environment takes long to start, or needs a licence. `env_info` then needs examples
+            of its values, and the agent is tried on zeros only.
         max_decorrelation_steps: before the first batch, each environment makes a random number of random steps, at
             most this many.
         traj_info_cls: `TrajInfo` or a subclass of it.
@@ -201,7 +205,8 @@ class Sampler(EnvironmentCalls, ABC):
                 self._plans = plans = self._make_plans(affinity, share, resources)
                 shared, central = self._shared_memory, self._central
                 setup = Setup(plans, seed, share, bootstrap_value, traj_info_kwargs, shared, central)
-                with sigint.allowed():  # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest
+                # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest.
+                with sigint.allowed(), marked():
                     allocation = allocate(self.config, agent, setup, resources)
                 self._keep(allocation, share)
                 self._pool = self._make_pool(allocation, resources)

@@ -7,11 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
 from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted
+from penstock.envs.examples import checked_spaces
 from penstock.errors import ConfigError, brief
 from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds, true_or_false, unknown_argument
 from penstock.workers.launch import START_METHODS, StartMethod
@@ -62,6 +64,7 @@ class SamplerOptions(TypedDict, total=False):
     batch_T: Required[int]
     batch_B: Required[int]
     n_workers: int | None
+    spaces: tuple[gym.Space[Any], gym.Space[Any]] | None
     n_slots: int
     collector_cls: type[Collector]
     max_decorrelation_steps: int
@@ -98,6 +101,7 @@ class SamplerConfig:
     batch_T: int
     batch_B: int
     n_workers: int | None = None
+    spaces: tuple[gym.Space[Any], gym.Space[Any]] | None = None
     n_slots: int = 1
     collector_cls: type[Collector] = ResetCollector
     max_decorrelation_steps: int = 100
@@ -209,9 +213,15 @@ class SamplerConfig:
         is_names = isinstance(wanted, Collection) and not isinstance(wanted, str)
         if not (isinstance(wanted, bool) or (is_names and all(isinstance(name, str) for name in wanted))):
             raise ConfigError(f"env_info must be True, False, a list of names or a dict of examples, got {wanted!r}")
+        self._put("spaces", checked_spaces(self.spaces))
+        if self.spaces is not None and wanted and not isinstance(wanted, Mapping):
+            raise ConfigError(
+                f"with spaces, no example environment is stepped for env_info={wanted!r}: give examples of the values, "
+                "env_info={'name': 0.0}"
+            )
 
     def _put(self, name: str, value: Any) -> None:
-        """Replace a checked argument by a plain Python number."""
+        """Replace an argument by its checked value."""
         object.__setattr__(self, name, value)
 
 

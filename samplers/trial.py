@@ -30,6 +30,7 @@ from penstock.workers.affinity import limit_threads
 from penstock.workers.cpu_claims import NAMESPACE_VARIABLE
 from penstock.workers.guardian import Guardian
 from penstock.workers.launch import Launcher, StartMethod
+from penstock.workers.marking import marked
 
 SAMPLERS: dict[str, type[Sampler]] = {
     cls.__name__: cls for cls in (SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler)
@@ -268,7 +269,8 @@ def agent_maker(policy: Policy, env_fn: EnvFn) -> Callable[..., Agent]:
         return RandomAgent
     if callable(policy):
         return policy
-    env = build_example_env(env_factories(env_fn, None, 1)[0])
+    with marked():
+        env = build_example_env(env_factories(env_fn, None, 1)[0])
     observation_space, action_space = env.observation_space, env.action_space
     close_example_env(env)
     from penstock.agents import CategoricalPgAgent, GaussianPgAgent

@@ -19,6 +19,7 @@ from penstock.errors import ConfigError
 from penstock.samplers import Sampler, SerialSampler
 from penstock.testing.environments import Setup
 from penstock.testing.rules import Violation, leaves
+from penstock.workers.marking import marked
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class AgentSetup(Setup):
         agent = self.make_agent()
         if not isinstance(agent, Agent):
             raise ConfigError(f"make_agent must return a penstock Agent, got {type(agent).__name__}")
-        env = build_example_env(env_factories(self.env_fn, self.env_kwargs, 1)[0])
+        with marked():
+            env = build_example_env(env_factories(self.env_fn, self.env_kwargs, 1)[0])
         if (key := info_key(agent.mask_key)) is not None:
             env = MaskInObservation(env, key)
         observation_space, action_space = env.observation_space, env.action_space

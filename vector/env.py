@@ -12,6 +12,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from penstock.envs.calls import EnvCall
+from penstock.envs.examples import checked_spaces
 from penstock.envs.factory import EnvFactory, build_example_env, close_example_env
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed
 from penstock.errors import ConfigError, SamplerStateError
@@ -39,6 +40,7 @@ from penstock.workers.arguments import integer, true_or_false
 from penstock.workers.cpu_claims import CpuClaims
 from penstock.workers.launch import StartMethod
 from penstock.workers.limits import naming_descriptor_limit
+from penstock.workers.marking import marked
 from penstock.workers.plan import Affinity
 from penstock.workers.restarts import OnWorkerFailure
 
@@ -70,6 +72,8 @@ class ShmVectorEnv(CallsOnEnvs):
         copy: return copies. Otherwise observations are views of the shared memory, which the next step overwrites.
         shared_memory, daemon, observation_mode: exist because `AsyncVectorEnv` has them. Only their defaults are
             allowed.
+        spaces: `(observation_space, action_space)` of the environments. Then none is built in the main process to read
+            them. `spec` and `render_mode` are None then, and `metadata` has little more than the autoreset mode.
         affinity: CPUs for each worker, or an `Affinity`. None pins each worker to one CPU that no other run on this
             machine has claimed. If there are more workers than free CPUs, no worker is pinned.
         step_timeout: seconds that a worker may make no progress before `WorkerTimeoutError`; None waits for ever, as
@@ -106,6 +110,7 @@ class ShmVectorEnv(CallsOnEnvs):
         shared_memory: bool = True,
         daemon: bool = True,
         observation_mode: Literal["same"] = "same",
+        spaces: tuple[gym.Space[Any], gym.Space[Any]] | None = None,
         affinity: Affinity | Sequence[int | Sequence[int]] | None = None,
         step_timeout: float | None = None,
         start_timeout: float = 120.0,
@@ -125,7 +130,8 @@ class ShmVectorEnv(CallsOnEnvs):
         check_finite = true_or_false("check_finite", check_finite)
         options = as_options(context, step_timeout, start_timeout, on_worker_failure, max_restarts, restart_window)
         self.autoreset_mode = as_mode(autoreset_mode)
-        self._read_spaces(factories[0])
+        with marked():
+            self._read_spaces(factories[0].as_example(checked_spaces(spaces)))
         program = VectorProgram(
             ColumnStreams(fresh_seed(), range(self.num_envs)).env_seeds(Purpose.TRAIN),
             self.single_observation_space,

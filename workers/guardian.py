@@ -20,6 +20,7 @@ import subprocess
 from penstock.workers.forks import abandon_in_forks
 from penstock.workers.handle import start_time_of
 from penstock.workers.launch import ForkServer
+from penstock.workers.marking import path_alone
 
 # Lines "+pid:start" and "-pid:start" add and remove a worker; "done" ends the shell. `start` is the start time of the
 # worker: if the process has another one, the system has given the process id to a stranger, who must not be killed.
@@ -90,6 +91,7 @@ class Guardian:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
+                env=path_alone(),
                 start_new_session=True,  # Ctrl-C must not reach it
                 bufsize=0,
             )

@@ -21,6 +21,7 @@ from penstock.errors import ConfigError, WorkerDiedError, WorkerTimeoutError
 from penstock.workers import lookout, sigint
 from penstock.workers.handle import status_of
 from penstock.workers.limits import check_limits
+from penstock.workers.marking import worker_variables
 from penstock.workers.plan import PoolOptions
 from penstock.workers.process import worker_main
 from penstock.workers.program import WorkerProcessArgs, WorkerProgram
@@ -50,6 +51,7 @@ def post_programs(
     """
     # The current variables: the fork server has the older ones, from when it was started.
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_PREFIXES)}
+    environ |= worker_variables()
     distinct = {id(program): program for program in programs}
     if "__mp_main__" in sys.modules:  # this process belongs to a pool; workers cannot import its main module
         cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])

@@ -18,6 +18,7 @@ from penstock.buffers.descriptors import InheritedFd
 from penstock.workers import cleanup
 from penstock.workers.affinity import limit_threads, pin
 from penstock.workers.gates import MainProcessGone
+from penstock.workers.marking import note_worker
 from penstock.workers.program import WorkerProcessArgs, WorkerProgram
 from penstock.workers.progress import Phase, StopCollecting
 
@@ -102,6 +103,7 @@ def _detach(args: WorkerProcessArgs) -> None:
         _end_with_parent()
     threading.Thread(target=_watch_main_process, args=(args.main_process,), name="watchdog", daemon=True).start()
     _set_environ(args.load(args.environ))
+    note_worker()
     limit_threads(args.plan.torch_threads)
     if args.plan.cpus:
         try:
