@@ -26,6 +26,7 @@ from penstock.vector import ShmVectorEnv
 
 SIZE: dict[str, Any] = {"batch_T": 8, "batch_B": 2, "n_workers": 1}
 SPACES = CountingEnv().observation_space, CountingEnv().action_space
+REFUSED = r"observation_space of env_rank 0 is .* or of the argument `spaces`"
 OTHER = spaces.Box(0, 1, (3,)), SPACES[1]
 
 
@@ -72,15 +73,13 @@ def test_environments_with_other_spaces_are_refused(cls: Any) -> None:
 
 
 def check_spaces_are_compared(sampler: Any) -> None:
-    with pytest.raises(
-        WorkerError, match=r"observation_space of env_rank 0 is .* or of the argument `spaces`"
-    ) as error:
+    with pytest.raises(WorkerError, match=REFUSED) as error:
         sampler.initialize(RandomAgent(), seed=0)
     assert isinstance(error.value.__cause__, SpaceError)
 
 
 def test_a_vector_environment_with_other_spaces_is_refused() -> None:
-    with pytest.raises(WorkerError, match=r"observation_space of env_rank 0 is .* or of the argument `spaces`"):
+    with pytest.raises(WorkerError, match=REFUSED):
         ShmVectorEnv([CountingEnv], spaces=OTHER)
 
 
