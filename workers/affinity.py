@@ -85,7 +85,7 @@ _n_modules, _libraries = 0, threadpoolctl.ThreadpoolController()
 def limit_threads(n: int) -> None:
     """Let torch and the numerical libraries (OpenMP, MKL, OpenBLAS, BLIS) use `n` threads: those that are loaded, and
     those that are loaded later."""
-    global _n_modules, _libraries  # noqa: PLW0603 - forked workers inherit what the fork server has found
+    global _n_modules, _libraries  # forked workers inherit what the fork server has found
     for variable in _THREAD_VARIABLES:
         os.environ[variable] = str(n)
     if len(sys.modules) != _n_modules:  # the search takes a millisecond
