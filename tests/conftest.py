@@ -47,100 +47,13 @@ if not HAS_TORCH:
     collect_ignore = [path.name for path in TESTS.iterdir() if path.name not in NEED_NO_TORCH]
     collect_ignore.append("workers/test_arguments.py")
 
-# `make quick` leaves these out: folders, files and functions that take long. It also leaves out the cases with another
-# start method than the default.
-SLOW = (
-    "agents/test_acting.py",
-    "agents/test_conformance.py",
-    "agents/test_drawing.py",
-    "agents/test_learners_view.py",
-    "agents/test_masks.py",
-    "agents/test_normalization.py",
-    "agents/test_shared_parameters.py::test_no_read_is_torn_and_no_version_goes_back_while_another_process_publishes",
-    "benchmarks/",
-    "buffers/test_shared.py::test_closing_and_dropping_the_views_gives_every_descriptor_back",
-    "cluster/test_documents.py",
-    "cluster/test_experiment.py",
-    "cluster/test_lost_state.py",
-    "cluster/test_names.py",
-    "cluster/test_panel.py",
-    "cluster/test_ray_failures.py",
-    "cluster/test_ray_kills.py",
-    "cluster/test_ray_local.py",
-    "cluster/test_ray_network.py",
-    "cluster/test_ray_nodes.py",
-    "cluster/test_ray_sampler.py",
-    "cluster/test_remote.py::test_a_server_that_was_closed_is_lost",
-    "cluster/test_streams.py",
-    "cluster/test_wire.py",
-    "collectors/test_batched_envs.py",
-    "collectors/test_checks.py::test_bad_actions_are_named_in_their_batch",
-    "collectors/test_checks.py::test_bad_data_is_named_in_its_batch",
-    "collectors/test_checks.py::test_bad_data_is_named_while_decorrelating",
-    "collectors/test_checks.py::test_evaluations_in_processes",
-    "collectors/test_invalid_data.py",
-    "collectors/test_native.py::test_signals_are_looked_at_even_if_no_step_is_in_python",
-    "collectors/test_recorded_dtypes.py",
-    "collectors/test_vector.py",
-    "docs/",
-    "envs/test_batched.py",
-    "envs/test_rows.py::test_sampled_elements_are_recorded_exactly",
-    "examples/",
-    "process/",
-    "real/",
-    "replays/test_checkpoint.py::test_a_kill_while_saving_leaves_a_whole_checkpoint",
-    "replays/test_sequences.py",
-    "replays/test_shared_ring.py::test_no_row_is_torn",
-    "replays/test_transitions.py",
-    "samplers/test_agents_determinism.py",
-    "samplers/test_arguments.py::test_a_type_checker_finds_wrong_arguments_of_every_sampler",
-    "samplers/test_asynchronous.py",
-    "samplers/test_central_determinism.py",
-    "samplers/test_central_device.py",
-    "samplers/test_central_order.py",
-    "samplers/test_central_sampling.py",
-    "samplers/test_central_workers.py",
-    "samplers/test_determinism.py::test_the_random_agent_gives_bit_identical_batches_with_any_number_of_workers",
-    "samplers/test_doctor.py::test_the_doctor_starts_a_sampler_and_finds_it_well",
-    "samplers/test_failures.py",
-    "samplers/test_inference.py",
-    "samplers/test_lifetime.py",
-    "samplers/test_parallel.py::test_every_one_step_episode_is_delivered_in_its_batch",
-    "samplers/test_replay.py::test_any_step_of_the_last_batch_is_repeated",
-    "samplers/test_replay_feed.py",
-    "samplers/test_replay_lag.py",
-    "samplers/test_resume.py",
-    "samplers/test_slots.py::test_debug_changes_no_batch",
-    "samplers/test_video.py",
-    "test_package.py",
-    "testing/test_broken_collectors.py",
-    "testing/test_conformance_agent.py",
-    "testing/test_conformance_collector.py",
-    "testing/test_faulty.py",
-    "vector/test_async.py",
-    "vector/test_calls.py",
-    "vector/test_objects.py",
-    "vector/test_same.py",
-    "vector/test_sb3.py",
-    "workers/test_guardian.py",
-)
-
-
-def pytest_configure() -> None:
-    for entry in SLOW:
-        name, _, function = entry.partition("::")
-        path = TESTS / name
-        if not path.exists() or (function and f"def {function}(" not in path.read_text(encoding="utf-8")):
-            raise pytest.UsageError(f"SLOW in {__file__} names {entry}, which does not exist")
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Workers cannot import test modules. Definitions in them are pickled by value, like those in a script.
     for module in {scale, *(item.module for item in items if isinstance(item, pytest.Function))}:
         cloudpickle.register_pickle_by_value(module)
     for item in items:
-        name = f"{item.path.relative_to(TESTS).as_posix()}::{item.name}"
-        if name.startswith(SLOW) or _has_other_start_method(item):
+        if _has_other_start_method(item):
             item.add_marker(pytest.mark.slow)
 
 

@@ -16,6 +16,8 @@ from penstock.buffers import native
 
 from .scale import FULL, scaled
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 ROOMS = (
     "buffers",

@@ -31,6 +31,8 @@ from penstock import (
 )
 from penstock.envs import CountingEnv, NestedEnv
 
+pytestmark = pytest.mark.slow
+
 BOX = spaces.Box(-1.0, 1.0, (3,), np.float64)
 
 

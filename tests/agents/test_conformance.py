@@ -27,6 +27,8 @@ from penstock.agents import (
 from penstock.envs import NestedEnv
 from penstock.testing import check_agent
 
+pytestmark = pytest.mark.slow
+
 CARTPOLE, PENDULUM = partial(gym.make, "CartPole-v1"), partial(gym.make, "Pendulum-v1")
 
 

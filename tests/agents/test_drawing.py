@@ -18,6 +18,8 @@ from penstock.errors import SpaceError
 from ..envs.space_strategies import any_space, at, children, discrete, leaf_paths, path_name
 from ..scale import scaled
 
+pytestmark = pytest.mark.slow
+
 quick = settings(max_examples=scaled(80, 40), deadline=None)
 seeds = st.integers(0, 2**32)
 counts = st.integers(0, 20)

@@ -7,6 +7,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import pytest
 import torch
 from torch import distributions as D
 from torch import nn
@@ -20,6 +21,8 @@ from penstock import (
     SquashedGaussianAgent,
 )
 from penstock.envs import NestedEnv
+
+pytestmark = pytest.mark.slow
 
 CARTPOLE = partial(gym.make, "CartPole-v1", max_episode_steps=25)
 PENDULUM = partial(gym.make, "Pendulum-v1", max_episode_steps=12)

@@ -272,6 +272,7 @@ def test_a_reader_that_is_overtaken_for_ever_says_so(shared: SharedParameters) -
 READS, VERSIONS, ELEMENTS, BURST = 5000, 1000, 60_000, 4
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_no_read_is_torn_and_no_version_goes_back_while_another_process_publishes() -> None:
     shared = SharedParameters(constant(0, ELEMENTS), shared=True)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent.parent
 HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
 SECONDS = 300  # for a machine that is busy with other work
 
-pytestmark = [pytest.mark.timeout(SECONDS), pytest.mark.usefixtures("starter")]
+pytestmark = [pytest.mark.timeout(SECONDS), pytest.mark.usefixtures("starter"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

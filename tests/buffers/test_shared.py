@@ -292,6 +292,7 @@ def test_closing_twice_is_harmless() -> None:
         os.close(other)
 
 
+@pytest.mark.slow
 def test_closing_and_dropping_the_views_gives_every_descriptor_back() -> None:
     before = descriptors()
     memories = [NamedMemory(specs_of((100,), (3, 3)), shared=True, purpose="a test") for _ in range(5)]

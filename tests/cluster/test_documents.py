@@ -15,6 +15,8 @@ from ..scale import scaled
 pytest.importorskip("zmq", reason="the documents use the wire over sockets")
 pytest.importorskip("msgpack", reason="the documents use the wire over sockets")
 
+pytestmark = pytest.mark.slow
+
 
 ROOT = Path(__file__).parent.parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/control_plane.md").read_text(encoding="utf-8"), re.DOTALL)

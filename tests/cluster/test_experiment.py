@@ -52,6 +52,8 @@ from penstock.cluster.trainer_worker import _figures
 from ..scale import scaled
 from .support import MAKES, need, wait_until
 
+pytestmark = pytest.mark.slow
+
 HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
 needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
 SAMPLER = partial(SerialSampler, "CartPole-v1", batch_T=8, batch_B=4)

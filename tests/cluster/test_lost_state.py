@@ -20,6 +20,8 @@ from ..scale import scaled
 from .support import MAKES, need, wait_until
 from .test_experiment import SAMPLER, experiment, recurrent_model
 
+pytestmark = pytest.mark.slow
+
 
 def unexpected_starts(pieces: list[Any], model: Any) -> list[int]:
     """The pieces in which new episodes begin, although those of the piece before have not ended. Checks all rows: each

@@ -12,7 +12,7 @@ from penstock.cluster.names import Names
 
 from ..scale import scaled
 
-pytestmark = pytest.mark.timeout(scaled(1800, 120))
+pytestmark = [pytest.mark.timeout(scaled(1800, 120)), pytest.mark.slow]
 
 KEYS = ("a", "a/b", "a/b/c", "a/c", "ab", "ab/b")
 OWNERS = ("x", "y", "z")

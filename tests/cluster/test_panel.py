@@ -24,6 +24,8 @@ from ..scale import scaled
 from .ray_support import our_processes, wait_for_none
 from .support import MAKES, need, note, wait_until
 
+pytestmark = pytest.mark.slow
+
 HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
 needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
 PROCESSES = [make for make in MAKES if make != "local"]

@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.usefixtures("ray_cluster"),
     pytest.mark.timeout(180),
+    pytest.mark.slow,
 ]
 
 CARTPOLE = partial(gym.make, "CartPole-v1")

@@ -33,6 +33,7 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.usefixtures("ray_cluster"),
     pytest.mark.timeout(600),
+    pytest.mark.slow,
 ]
 
 N_SHARDS = 2

@@ -18,7 +18,7 @@ pytest.importorskip("ray", reason='ray is not installed: pip install "penstock[c
 from ..scale import scaled
 from .ray_support import wait_for_none
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 _PROGRAM = """

@@ -40,6 +40,7 @@ pytestmark = [
     pytest.mark.skipif(not FULL, reason="only at full scale"),
     pytest.mark.skipif(os.geteuid() != 0 or not Path("/dev/net/tun").exists(), reason="needs root and /dev/net/tun"),
     pytest.mark.skipif(not all(map(shutil.which, ("unshare", "nsenter", "ip"))), reason="needs unshare, nsenter, ip"),
+    pytest.mark.slow,
 ]
 
 ROOT = Path(__file__).parents[2]

@@ -26,6 +26,7 @@ from .test_ray_sampler import CARTPOLE, Own
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(180),
+    pytest.mark.slow,
 ]
 
 

@@ -59,6 +59,7 @@ def test_results_and_errors_of_handlers(server: RpcServer) -> None:
         assert client.call("foo", x=1) == 2
 
 
+@pytest.mark.slow
 def test_a_server_that_was_closed_is_lost() -> None:
     server = RpcServer()
     with RpcClient(server.connection) as client:

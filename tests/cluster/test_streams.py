@@ -20,7 +20,7 @@ from penstock.cluster.wire import Wire
 from ..scale import scaled
 from .support import MAKES, Wires, need, wait_until
 
-pytestmark = pytest.mark.timeout(scaled(1800, 120))
+pytestmark = [pytest.mark.timeout(scaled(1800, 120)), pytest.mark.slow]
 PIECES = scaled(100_000, 4_000)
 
 

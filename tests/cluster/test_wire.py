@@ -22,7 +22,7 @@ from penstock.cluster.wire import Inbox, Letter, Wire
 from ..scale import scaled
 from .support import MAKES, FaultyHub, Wires, need, wait_until
 
-pytestmark = pytest.mark.timeout(scaled(1800, 120))
+pytestmark = [pytest.mark.timeout(scaled(1800, 120)), pytest.mark.slow]
 
 
 @pytest.fixture(params=[*MAKES, "faulty"])

@@ -26,6 +26,8 @@ from penstock import (
 )
 from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv, SameStep
 
+pytestmark = pytest.mark.slow
+
 
 class Memory(nn.Module):
     """Values and logits depend on the number of steps in the episode, and on the observation."""

@@ -234,6 +234,7 @@ def others(wrong: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in wrong.items() if not name.startswith("spoil")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cls", "name"), mostly_first([SerialSampler, *[ParallelSampler] * scaled(1, 4)], BAD))
 def test_bad_data_is_named_in_its_batch(cls: type[Sampler], name: str) -> None:
     wrong, options, message = BAD[name]
@@ -261,6 +262,7 @@ def test_bad_data_is_named_in_evaluations_too(name: str) -> None:
     check_named(error, message.replace("env_rank 3", "env_rank 1"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reward NaN", "final observation of wrong shape", "action outside the space"])
 def test_evaluations_in_processes(name: str) -> None:
     agent: Agent = RandomAgent()
@@ -277,6 +279,7 @@ def test_evaluations_in_processes(name: str) -> None:
     check_named(error, message.replace("env_rank 3", "env_rank 1"))
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize(
     "name", ["observation of wrong shape", "reward None", "reward NaN", "info None", "four values"]
@@ -340,6 +343,7 @@ class Fractional(Wild):
         return action + 0.5 if marked.any() else action.astype(np.int32)
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize(
     ("agent", "options", "message"),

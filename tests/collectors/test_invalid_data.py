@@ -12,6 +12,8 @@ from penstock.envs import CountingEnv
 
 from ..scale import mostly_first, scaled
 
+pytestmark = pytest.mark.slow
+
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 NOTHING = "nothing"
 

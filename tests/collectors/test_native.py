@@ -289,6 +289,7 @@ def test_nothing_is_held_on_to() -> None:
     assert counts() == before
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_signals_are_looked_at_even_if_no_step_is_in_python() -> None:
     def handle(*_: Any) -> None:

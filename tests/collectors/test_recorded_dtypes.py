@@ -24,6 +24,8 @@ from penstock.envs import BatchedCartPole, CountingEnv
 
 from ..scale import mostly_first
 
+pytestmark = pytest.mark.slow
+
 SAMPLERS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
     "serial": (SerialSampler, {}),
     "parallel": (ParallelSampler, {}),

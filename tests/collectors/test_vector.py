@@ -23,6 +23,8 @@ from penstock import (
 )
 from penstock.envs import CountingEnv, NestedEnv
 
+pytestmark = pytest.mark.slow
+
 MODES = [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 
 

@@ -33,6 +33,8 @@ from penstock.testing import (
 from ..scale import FULL, scaled
 from ..starter import Program, run
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 TESTING = (ROOT / "docs/testing.md").read_text(encoding="utf-8")
 

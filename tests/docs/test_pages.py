@@ -15,6 +15,8 @@ from penstock import ParallelSampler
 from ..scale import FULL
 from ..starter import run
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 NEEDS = {

@@ -24,6 +24,7 @@ pytestmark = [
     ),
     pytest.mark.xdist_group("site"),  # it is built once
     pytest.mark.timeout(400),
+    pytest.mark.slow,
 ]
 
 

@@ -11,6 +11,8 @@ from gymnasium.vector import AutoresetMode
 from penstock.envs import BatchedCartPole, BatchedEnvPool
 from penstock.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 def run(env: Any, n: int, seed: Any, columns: Any = slice(None), width: int = 4) -> list[Any]:
     """`n` steps with the actions of `width` columns; `env` has `columns` of them."""

@@ -42,6 +42,7 @@ def write(space: Any, row: Any, values: Any, name: str = "observation") -> None:
     write_row(arrays_like(space, row[np.newaxis]), 0, values, name)
 
 
+@pytest.mark.slow
 @quick
 @given(any_space, counts, seeds)
 def test_sampled_elements_are_recorded_exactly(space: Any, n: int, seed: int) -> None:

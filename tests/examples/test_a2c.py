@@ -3,7 +3,11 @@
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from .. import starter
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
 

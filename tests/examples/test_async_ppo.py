@@ -5,7 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from .. import starter
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
 

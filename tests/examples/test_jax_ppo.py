@@ -9,6 +9,8 @@ import pytest
 
 from .. import starter
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "jax_ppo.py"
 
 

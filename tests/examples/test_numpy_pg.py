@@ -15,6 +15,8 @@ from penstock.buffers import AgentSamples, EnvSamples, NamedArrays, Samples
 
 from .. import starter
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "numpy_pg.py"
 
 

@@ -4,8 +4,12 @@ import re
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from .. import starter
 from ..scale import scaled
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
 

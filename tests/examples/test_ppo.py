@@ -14,6 +14,8 @@ import pytest
 from .. import starter
 from ..scale import scaled
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from .. import starter
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 MISSING = [name for name in ("ale_py", "cv2") if importlib.util.find_spec(name) is None]
 

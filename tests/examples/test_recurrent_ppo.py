@@ -17,6 +17,8 @@ from penstock.targets import gae
 
 from .. import starter
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 
 

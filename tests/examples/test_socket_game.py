@@ -14,7 +14,7 @@ from gymnasium.utils.env_checker import check_env
 
 from penstock.ports.lock_files import FOLDER_VARIABLE
 
-pytestmark = pytest.mark.xdist_group("ports")
+pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.slow]
 
 ROOT = Path(__file__).parent.parent.parent
 

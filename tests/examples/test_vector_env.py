@@ -7,6 +7,8 @@ import pytest
 
 from .. import starter
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 
 

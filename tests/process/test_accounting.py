@@ -17,7 +17,7 @@ N_EPISODES = scaled(1_000_000, 30_000)
 T, B = 50, 8
 CYCLE = 1000  # episodes until returns repeat: float32 holds them exactly
 
-pytestmark = pytest.mark.timeout(scaled(3600, 60))
+pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
 
 class Signed(CountingEnv):

@@ -47,7 +47,7 @@ from .support import (
 N_WORKERS, B, T = 3, 6, 16
 LOG_SECONDS = 0.2 * SLACK
 
-pytestmark = pytest.mark.timeout(scaled(3600, 60))
+pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
 
 class Detailed(TrajInfo):

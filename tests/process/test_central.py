@@ -31,7 +31,7 @@ from ..scale import FULL, methods, pairs, scaled
 from . import crashes
 from .support import ERROR_SECONDS, SLACK, Notebook, check_counting, is_running, killer, note, until
 
-pytestmark = pytest.mark.timeout(scaled(1800, 60))
+pytestmark = [pytest.mark.timeout(scaled(1800, 60)), pytest.mark.slow]
 
 MODES: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     "lock-step": (GpuSampler, {}),

@@ -36,7 +36,7 @@ from .test_main_process import Interrupts
 
 cloudpickle.register_pickle_by_value(sys.modules[Interrupts.__module__])
 
-pytestmark = pytest.mark.timeout(scaled(1800, 60))
+pytestmark = [pytest.mark.timeout(scaled(1800, 60)), pytest.mark.slow]
 
 B, T = 6, 24
 CARTPOLE = functools.partial(gym.make, "CartPole-v1", max_episode_steps=25)

@@ -29,7 +29,7 @@ from .support import SLACK, Notebook, Script, note, until
 
 CLOSE_SECONDS = 2.5 * SLACK
 
-pytestmark = pytest.mark.timeout(scaled(3600, 60))
+pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
 
 def sampler_of(env_fn: Any = CountingEnv, start_method: str = "forkserver", **kwargs: Any) -> ParallelSampler:

@@ -45,7 +45,7 @@ CALLS: dict[str, Callable[[Sampler], Any]] = {
     "get_attr": lambda sampler: sampler.get_attr("render_mode"),
 }
 
-pytestmark = [pytest.mark.timeout(scaled(600, 120)), pytest.mark.usefixtures("no_idle_cpu")]
+pytestmark = [pytest.mark.timeout(scaled(600, 120)), pytest.mark.usefixtures("no_idle_cpu"), pytest.mark.slow]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 N_TIMES = scaled(30, 1)
 

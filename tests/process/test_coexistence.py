@@ -21,7 +21,7 @@ from .support import BOUND, SLACK, Script, gone_after, python_path
 
 LEFT_SECONDS = 2.0 * SLACK  # until nothing is left of a main process that was killed
 
-pytestmark = pytest.mark.timeout(scaled(3600, 60))
+pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
 
 @methods("forkserver")

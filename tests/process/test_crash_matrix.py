@@ -32,6 +32,8 @@ from ..scale import FULL
 from .crashes import HOWS, PLACES
 from .support import ERROR_SECONDS, Notebook, NotedFault, killer, note
 
+pytestmark = pytest.mark.slow
+
 
 def combinations(places: Any) -> list[Any]:
     """The whole matrix. Daily, forkserver: an exception and a kill in each place, and a third way that differs from

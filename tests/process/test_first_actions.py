@@ -20,7 +20,7 @@ from .test_central_restart import AGENTS, CARTPOLE, MODES, OWN_SHARE, B, assert_
 
 cloudpickle.register_pickle_by_value(sys.modules[assert_same.__module__])
 
-pytestmark = pytest.mark.timeout(scaled(1800, 60))
+pytestmark = [pytest.mark.timeout(scaled(1800, 60)), pytest.mark.slow]
 
 T = 3
 CALLER = {**MODES, "own share": OWN_SHARE}

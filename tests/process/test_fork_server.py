@@ -23,7 +23,7 @@ from penstock.envs import CountingEnv
 from ..scale import scaled
 from .support import BOUND, Script, gone_after, until
 
-pytestmark = pytest.mark.timeout(scaled(600, 90))
+pytestmark = [pytest.mark.timeout(scaled(600, 90)), pytest.mark.slow]
 
 
 def sampler_of(**kwargs: Any) -> ParallelSampler:

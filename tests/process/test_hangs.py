@@ -17,7 +17,7 @@ from .support import SLACK, Notebook, note
 LIMIT = scaled(2.0, 0.5)
 OVER = 0.5 * SLACK  # from the limit to the error
 
-pytestmark = pytest.mark.timeout(scaled(1800, 60))
+pytestmark = [pytest.mark.timeout(scaled(1800, 60)), pytest.mark.slow]
 
 # How it hangs, the function that the stack must show, and what else the error says.
 HANGS = {

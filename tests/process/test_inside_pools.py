@@ -9,7 +9,7 @@ import pytest
 from ..scale import methods, scaled
 from ..starter import run
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
 
 SCRIPT = """
 import sys

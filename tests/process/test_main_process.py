@@ -22,7 +22,7 @@ LEFT_SECONDS = 2.0 * SLACK  # until nothing is left of a main process that was k
 # How it is told to end, and the start method to try that with at quick scale.
 TOLD = {signal.SIGTERM: "forkserver", signal.SIGHUP: "fork"}
 
-pytestmark = pytest.mark.timeout(scaled(3600, 60))
+pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
 # Two workers, whose environments have started a process each: two for training, two for evaluation.
 WORKING = """

@@ -18,7 +18,7 @@ from ..scale import methods, scaled
 
 MOST_BYTES = 64 * 1024
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 
 
 class Long(Exception):

@@ -12,7 +12,7 @@ import pytest
 
 from .support import python_path
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
 
 CELLS = [
     """

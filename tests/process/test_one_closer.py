@@ -22,6 +22,8 @@ from penstock.workers.guardian import Guardian
 from penstock.workers.handle import WorkerHandle
 from penstock.workers.stacks import StackFile
 
+pytestmark = pytest.mark.slow
+
 CLOSERS: list[tuple[type, str]] = [
     (Gate, "close"),
     (ObjectPipe, "close"),

@@ -25,7 +25,7 @@ from penstock.testing import Fault, InjectedFault, faulty_env
 from ..scale import pairs, scaled
 from .support import check_counting
 
-pytestmark = pytest.mark.timeout(scaled(1800, 60))
+pytestmark = [pytest.mark.timeout(scaled(1800, 60)), pytest.mark.slow]
 
 LIMIT = scaled(2.0, 0.5)
 

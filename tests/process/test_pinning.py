@@ -17,6 +17,7 @@ from .support import Script
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(len(usable_cpus()) < 2, reason="one CPU is not enough for two runs"),
+    pytest.mark.slow,
 ]
 
 RUN = """

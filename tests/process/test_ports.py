@@ -27,7 +27,7 @@ from .support import BOUND, SLACK, note, pause, until
 
 FREE_SECONDS = 1.0 * SLACK  # after the owner is killed, until its port can be leased
 
-pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.xdist_group("ports")]
+pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.xdist_group("ports"), pytest.mark.slow]
 
 
 @pytest.fixture(params=[True, False], ids=["names", "files alone"])

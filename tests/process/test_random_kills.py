@@ -22,7 +22,7 @@ KILLS = scaled({"fork": 200, "forkserver": 200, "spawn": 200}, {"fork": 8, "fork
 MEDIAN_SECONDS = 0.020 * (1 if FULL else 10)  # beyond what processes like the workers take to die without penstock
 LONGEST_DELAY = 0.05
 
-pytestmark = pytest.mark.timeout(scaled(1800, 40))
+pytestmark = [pytest.mark.timeout(scaled(1800, 40)), pytest.mark.slow]
 
 
 class Talkative(TrajInfo):

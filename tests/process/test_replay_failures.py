@@ -28,7 +28,7 @@ from penstock import (
 from ..scale import scaled
 from .support import generator, python_path
 
-pytestmark = pytest.mark.timeout(scaled(3600, 60))
+pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
 EXCEPTIONS = ("ValueError", "ZeroDivisionError", "KeyError", "FloatingPointError", "SystemExit", "Unpicklable")
 DEATHS = ("SIGKILL", "SIGSEGV", "exit")

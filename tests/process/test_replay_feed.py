@@ -26,7 +26,7 @@ from .support import BOUND, ERROR_SECONDS, SLACK, Script, generator, gone_after,
 
 N_WORKERS, B, T, LENGTH, N_STEP = 3, 6, 8, 5, 2
 
-pytestmark = pytest.mark.timeout(scaled(3600, 60))
+pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
 
 def sampler_of(replay: Replay, env_fn: Any, **kwargs: Any) -> AsyncSampler:

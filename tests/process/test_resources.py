@@ -20,7 +20,7 @@ from .support import HEAD, Script, note, python_path
 
 SURROUNDINGS: dict[str, Any] = {"cwd": "/", "timeout": 50, "env": {**os.environ, "PYTHONPATH": python_path()}}
 
-pytestmark = pytest.mark.timeout(scaled(3600, 60))
+pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
 # ---- descriptors and processes -------------------------------------------------------------
 

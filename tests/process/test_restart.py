@@ -32,7 +32,7 @@ from .support import ERROR_SECONDS, Notebook, check_counting, generator, is_runn
 N_WORKERS, B, T = 3, 6, 24
 ENDLESS: dict[str, Any] = {"on_worker_failure": "restart", "max_restarts": 1_000_000}
 
-pytestmark = pytest.mark.timeout(scaled(3600, 60))
+pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
 
 class Detailed(TrajInfo):

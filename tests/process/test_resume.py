@@ -14,7 +14,7 @@ from penstock import RandomAgent, SerialSampler
 from ..scale import scaled
 from .support import Script, generator, pause
 
-pytestmark = pytest.mark.timeout(scaled(3600, 60))
+pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
 BODY = """
 import hashlib, torch

@@ -44,7 +44,7 @@ from .support import (
 )
 from .test_main_process import Interrupts
 
-pytestmark = pytest.mark.timeout(scaled(1800, 60))
+pytestmark = [pytest.mark.timeout(scaled(1800, 60)), pytest.mark.slow]
 
 SERVER_RANK = 2
 

@@ -9,7 +9,7 @@ import pytest
 from ..scale import methods, scaled
 from .support import Script
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 HEAD = """
 import random

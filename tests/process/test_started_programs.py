@@ -16,7 +16,7 @@ from .support import SLACK, Script, gone_after, is_running, note
 
 LEFT_SECONDS = 2.0 * SLACK  # until nothing is left of a main process that has ended
 
-pytestmark = pytest.mark.timeout(scaled(3600, 60))
+pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
 # Every environment starts a game in its process group, and one in a new session. A reset starts another, once.
 HEAD = """

@@ -20,7 +20,7 @@ from penstock.workers.handle import WorkerHandle
 from ..scale import methods, scaled
 from .support import BOUND, Script, gone_after, is_running, pause, refusing, until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 SUSPENDED = """
 class Slow(CountingEnv):

@@ -22,6 +22,8 @@ from penstock import ConfigError, TuneReport, tune
 from penstock.__main__ import main
 from penstock.envs import CountingEnv, CrashingEnv, EnvContext, SlowEnv
 
+pytestmark = pytest.mark.slow
+
 TINY: dict[str, Any] = {"policy": "random", "batch_T": 4, "batch_B": 4, "n_workers": 2, "seconds": 0.3}
 
 

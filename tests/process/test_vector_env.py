@@ -24,7 +24,7 @@ from ..scale import methods, pairs, scaled
 from .crashes import HOWS
 from .support import ERROR_SECONDS, note, until
 
-pytestmark = pytest.mark.timeout(scaled(600, 60))
+pytestmark = [pytest.mark.timeout(scaled(600, 60)), pytest.mark.slow]
 
 N = 4
 

@@ -20,7 +20,7 @@ from penstock.vector import ShmVectorEnv
 
 from ..scale import scaled
 
-pytestmark = pytest.mark.timeout(scaled(600, 60))
+pytestmark = [pytest.mark.timeout(scaled(600, 60)), pytest.mark.slow]
 
 
 class Reusing(CountingEnv):

@@ -17,7 +17,7 @@ from penstock.testing import Fault, faulty_env
 from ..scale import methods, scaled
 from .support import SLACK, Script, gone_after, note, until
 
-pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.xdist_group("ports")]
+pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.xdist_group("ports"), pytest.mark.slow]
 
 
 class Leasing(CountingEnv):

@@ -11,6 +11,8 @@ from ..scale import pairs
 from .comparing import Diary, compare
 from .environments import ENVIRONMENTS, agent_maker, env_fns
 
+pytestmark = pytest.mark.slow
+
 T = 8
 #: Time limits within a batch, at its end, and beyond it.
 LIMITS = dict.fromkeys(ENVIRONMENTS, (3, 8, 11)) | {"Blackjack": (1, 2, 3)}  # most hands end within two steps

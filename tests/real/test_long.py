@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.skipif(STEPS == 0, reason="only in `make real`, which sets PENSTOCK_REAL_STEPS"),
     # The environments' own warnings are not penstock's.
     pytest.mark.filterwarnings("ignore"),
+    pytest.mark.slow,
 ]
 
 

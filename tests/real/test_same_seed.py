@@ -14,6 +14,8 @@ from penstock import Agent, ParallelSampler, RandomAgent, Sampler, SerialSampler
 from ..samplers.test_agents_determinism import CASES
 from .environments import ENVIRONMENTS, agent_maker, env_fns
 
+pytestmark = pytest.mark.slow
+
 LIMITS = (9, 12, 15, 18, 21)
 
 

@@ -20,6 +20,8 @@ from ..scale import scaled
 from .comparing import Diary, compare
 from .reference import row
 
+pytestmark = pytest.mark.slow
+
 both_modes = pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
 
 ODD = {

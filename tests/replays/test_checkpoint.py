@@ -210,6 +210,7 @@ def _save_for_ever(folder: str, n_saved: Any) -> None:
         n_saved.value += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_kills", [scaled(100, 12)])
 def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path, n_kills: int) -> None:
     context = multiprocessing.get_context("fork")

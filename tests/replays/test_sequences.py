@@ -17,6 +17,8 @@ from ..scale import scaled
 from .streams import DISCOUNT, Stream, can_start, wanted_transition
 from .test_drawing import p_value
 
+pytestmark = pytest.mark.slow
+
 
 def check_all(replay: Replay, stream: Stream, n: int) -> int:
     """Compare every position that was ever appended. Returns how many sequences there are."""

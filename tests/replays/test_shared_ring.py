@@ -51,6 +51,7 @@ def _write_for_ever(ring: Ring, writer: int) -> None:
             ring.write(*rows_of(ring, writer, start, 8), writer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_kills", [0, 200 if FULL else 10])
 def test_no_row_is_torn(n_kills: int) -> None:
     ring, context = make_ring(N_WRITERS), multiprocessing.get_context("fork")

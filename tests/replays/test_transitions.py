@@ -21,7 +21,7 @@ from .streams import DISCOUNT, Stream, wanted_transition
 
 FULL = os.environ.get("PENSTOCK_FAULTS") == "full"  # see tests/process/support.py
 
-pytestmark = pytest.mark.timeout(3600 if FULL else 120)
+pytestmark = [pytest.mark.timeout(3600 if FULL else 120), pytest.mark.slow]
 
 
 def check_all(replay: Replay, stream: Stream, n: int, max_finals: int = 10**9) -> int:

@@ -30,6 +30,8 @@ from penstock import (
 )
 from penstock.envs import CountingEnv, NestedEnv
 
+pytestmark = pytest.mark.slow
+
 CARTPOLE = partial(gym.make, "CartPole-v1", max_episode_steps=25)
 PENDULUM = partial(gym.make, "Pendulum-v1", max_episode_steps=12)
 COUNTING = partial(CountingEnv, truncate=True)

@@ -93,6 +93,7 @@ AlternatingSampler("CartPole-v1", batch_B=2)  # wrong
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_type_checker_finds_wrong_arguments_of_every_sampler(tmp_path: Path) -> None:
     pytest.importorskip("mypy")

@@ -42,7 +42,7 @@ from .async_support import (
 FULL = os.environ.get("PENSTOCK_FAULTS") == "full"  # see tests/process/support.py
 SIZES = list(itertools.product((1, 2, 3, 5), (2, 3, 4))) if FULL else [(1, 2), (2, 3), (3, 4), (5, 2)]
 
-pytestmark = pytest.mark.timeout(3600 if FULL else 60)
+pytestmark = [pytest.mark.timeout(3600 if FULL else 60), pytest.mark.slow]
 servers = pytest.mark.parametrize("server", [None, "process"], ids=["workers act", "server acts"])
 
 

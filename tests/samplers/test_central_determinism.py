@@ -46,7 +46,7 @@ class TabularAgent(Agent):
         return self.table[observation, prev_action] + prev_reward
 
 
-pytestmark = pytest.mark.usefixtures("no_idle_cpu")  # for "no workers"
+pytestmark = [pytest.mark.usefixtures("no_idle_cpu"), pytest.mark.slow]  # for "no workers"
 
 CASES: dict[str, tuple[Any, Any]] = {
     "random": ("CartPole-v1", RandomAgent),

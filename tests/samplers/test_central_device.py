@@ -25,6 +25,8 @@ from penstock.envs import CountingEnv
 
 from ..scale import pairs
 
+pytestmark = pytest.mark.slow
+
 servers = pytest.mark.parametrize("server", ["caller", "process"])
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -21,7 +21,7 @@ from ..scale import pairs
 
 T = 10
 
-pytestmark = pytest.mark.timeout(60)  # what is served in the wrong order waits for ever
+pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]  # what is served in the wrong order waits for ever
 
 
 class Gates:

@@ -33,7 +33,7 @@ from penstock.workers.plan import PoolOptions
 
 from ..scale import pairs
 
-pytestmark = pytest.mark.usefixtures("no_idle_cpu")  # for "no workers"
+pytestmark = [pytest.mark.usefixtures("no_idle_cpu"), pytest.mark.slow]  # for "no workers"
 
 HOW: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     "lock-step": (GpuSampler, {"n_workers": 2}),

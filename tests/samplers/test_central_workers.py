@@ -26,6 +26,8 @@ from penstock import (
 )
 from penstock.envs import CountingEnv
 
+pytestmark = pytest.mark.slow
+
 every = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler])
 
 SCRIPT = """

@@ -52,6 +52,7 @@ def assert_same(a: tuple[list[Any], Any], b: tuple[list[Any], Any]) -> None:
     assert a[1] == b[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("env_fn", "evaluate"), pairs([CARTPOLE, PENDULUM, NestedEnv], [False, True]))
 def test_the_random_agent_gives_bit_identical_batches_with_any_number_of_workers(env_fn: Any, evaluate: bool) -> None:
     reference = run(SerialSampler, env_fn, RandomAgent)

@@ -86,6 +86,7 @@ def test_the_command_line() -> None:
         assert command in text
 
 
+@pytest.mark.slow
 def test_the_doctor_starts_a_sampler_and_finds_it_well() -> None:
     text = run("doctor")
     assert "usable CPUs" in text

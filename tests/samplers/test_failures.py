@@ -27,6 +27,8 @@ from penstock.envs import CountingEnv, CrashingEnv
 
 from ..scale import with_start_methods
 
+pytestmark = pytest.mark.slow
+
 # From the failure to the error: the issue allows 1 s; a loaded test machine gets a little more.
 PROMPTLY = 2.0
 

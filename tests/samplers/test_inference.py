@@ -25,6 +25,8 @@ from penstock.testing import DelegatingAgent
 
 from ..scale import with_start_methods
 
+pytestmark = pytest.mark.slow
+
 FAST = ("traced", "numpy")
 CARTPOLE = partial(gym.make, "CartPole-v1", max_episode_steps=25)
 SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -14,7 +14,7 @@ from ..process.support import is_running
 from ..scale import START_METHODS, pairs, scaled, with_start_methods
 from ..starter import Program
 
-pytestmark = pytest.mark.usefixtures("starter")
+pytestmark = [pytest.mark.usefixtures("starter"), pytest.mark.slow]
 ENDING = [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP]
 LATER_METHODS = ("forkserver", "spawn", "fork")
 

@@ -53,6 +53,7 @@ class OwnTrajInfo(TrajInfo):
         self.final = final_observation.copy()
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("traj_info_cls", [TrajInfo, OwnTrajInfo])
 def test_every_one_step_episode_is_delivered_in_its_batch(cls: type[Sampler], traj_info_cls: type[TrajInfo]) -> None:

@@ -63,6 +63,7 @@ class Walk(gym.Env[Any, Any]):
         return self.position.copy(), reward, self.count == self.length, False, {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait_reset", [False, True])
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler])
 @pytest.mark.parametrize("env_fn", [Walk, partial(NestedEnv, 31)], ids=["Walk", "NestedEnv"])

@@ -32,7 +32,7 @@ from .async_support import VersionAgent
 T, B = 4, 5
 LENGTH = 5
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 servers = pytest.mark.parametrize("server", [None, "process"], ids=["workers act", "server acts"])
 
 

@@ -18,7 +18,7 @@ from .async_support import B, Delayed, T, TabularAgent
 N_DRAWS, BATCH, LENGTH = 60, 16, 5
 RATIO = Ratio(1.0, T * B, BATCH, min_steps=2 * T * B)
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 
 
 def make_env() -> Any:

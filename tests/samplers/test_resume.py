@@ -40,6 +40,8 @@ from penstock.testing import Fault, faulty_env
 
 from ..scale import pairs
 
+pytestmark = pytest.mark.slow
+
 N = 5
 
 

@@ -131,6 +131,7 @@ def test_with_debug_what_was_given_back_is_poisoned_and_refused(cls: type[Sample
         assert newer.env.reward.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collector_cls", [None, WaitResetCollector])
 @every
 def test_debug_changes_no_batch(cls: type[Sampler], collector_cls: Any) -> None:

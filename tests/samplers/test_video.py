@@ -25,6 +25,8 @@ from penstock.envs import BatchedCartPole, CountingEnv
 
 from ..scale import pairs
 
+pytestmark = pytest.mark.slow
+
 # In place of moviepy: it writes the frames themselves.
 STUB = """
 import numpy as np

@@ -10,6 +10,8 @@ from penstock import Collector, ResetCollector
 from penstock.envs import CountingEnv
 from penstock.testing import ConformanceError, check_collector, collector_rules, run_rules
 
+pytestmark = pytest.mark.slow
+
 
 class Draws(ResetCollector):
     def act(self, t: int) -> None:

@@ -25,6 +25,8 @@ from penstock.testing import (
     check_collector,
 )
 
+pytestmark = pytest.mark.slow
+
 CARTPOLE = functools.partial(gym.make, "CartPole-v1")
 
 

@@ -22,6 +22,8 @@ from penstock import (
 from penstock.envs import CountingEnv, NestedEnv
 from penstock.testing import ConformanceError, check_collector, run_rules
 
+pytestmark = pytest.mark.slow
+
 CARTPOLE = functools.partial(gym.make, "CartPole-v1")
 
 

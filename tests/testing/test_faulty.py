@@ -37,6 +37,8 @@ from penstock.testing import (
 
 from ..scale import pairs, scaled
 
+pytestmark = pytest.mark.slow
+
 # For each place: the sampler's arguments, and a part of the error message.
 Place = Callable[[Fault], dict[str, Any]]
 PLACES: dict[str, tuple[Place, str]] = {

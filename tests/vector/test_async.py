@@ -15,6 +15,8 @@ from penstock import ConfigError, SamplerClosedError, SamplerStateError
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 
+pytestmark = pytest.mark.slow
+
 
 class Slow(CountingEnv):
     """Takes its time."""

@@ -15,6 +15,8 @@ from penstock import ConfigError, EnvCallError, SamplerClosedError, SamplerState
 from penstock.envs import CountingEnv, EnvContext
 from penstock.vector import ShmVectorEnv, tile
 
+pytestmark = pytest.mark.slow
+
 
 class Pictured(CountingEnv):
     """Shows a picture of one colour, its level."""

@@ -21,6 +21,8 @@ from penstock.vector import ShmVectorEnv
 from ..scale import pairs
 from .vector_support import assert_same
 
+pytestmark = pytest.mark.slow
+
 modes = pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
 
 

@@ -21,6 +21,8 @@ from ..envs.space_strategies import any_space
 from ..scale import pairs, scaled
 from .vector_support import assert_same, talkative
 
+pytestmark = pytest.mark.slow
+
 MODES = list(AutoresetMode)
 modes = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 

@@ -23,6 +23,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor  # noqa: E4
 
 from .vector_support import assert_same  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 def ours(fns: Any, **kwargs: Any) -> Any:
     return ShmVectorEnv(fns, in_series=2, autoreset_mode="SAME_STEP", **kwargs).to_sb3()

@@ -11,6 +11,8 @@ import pytest
 
 from penstock.workers.guardian import Guardian
 
+pytestmark = pytest.mark.slow
+
 
 def sleeper() -> "subprocess.Popen[bytes]":
     return subprocess.Popen(["sleep", "600"], start_new_session=True)
