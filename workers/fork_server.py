@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import os
+import sys
 import time
 from multiprocessing import forkserver
 from typing import Any
@@ -25,6 +26,8 @@ def _remove_socket(pid: int, parent: int) -> None:
     server: Any = forkserver._forkserver
     address = server._forkserver_address
     if os.getpid() != pid or not isinstance(address, str) or address.startswith("\0"):
+        return
+    if hasattr(sys, "last_value"):  # an exception ends the fork server, and the main process lives
         return
     deadline = time.monotonic() + _PARENT_SECONDS
     while os.getppid() == parent and time.monotonic() < deadline:

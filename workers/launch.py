@@ -164,7 +164,12 @@ class Launcher:
     def _start_by_server(self, process: Any, name: str, check: Callable[[], None]) -> None:
         def start() -> None:
             self._ensure_fork_server()  # again: the fork server may have ended, or its socket was removed
-            process.start()
+            try:
+                process.start()
+            except ConnectionRefusedError:  # the fork server is ending
+                _await_end_of_server()
+                self._ensure_fork_server()
+                process.start()
 
         def undo(_: None) -> None:
             process.kill()
@@ -239,6 +244,17 @@ def _forget_unreachable_server() -> None:
     folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
     if folder is not None and not os.path.isdir(folder):
         os.mkdir(folder, 0o700)  # multiprocessing puts the next socket there, and removes the folder at exit
+
+
+def _await_end_of_server() -> None:
+    """The fork server listens no more: wait until it has ended, and let multiprocessing start another."""
+    server: Any = forkserver._forkserver
+    with server._lock:
+        if server._forkserver_pid is not None:  # an abandoned start may have been here first
+            with contextlib.suppress(ChildProcessError):  # something else in this process has waited for it
+                os.waitpid(server._forkserver_pid, 0)
+            os.close(server._forkserver_alive_fd)
+            server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None
 
 
 def _refuse_unsafe_fork(start_method: str) -> None:

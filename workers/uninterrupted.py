@@ -15,7 +15,9 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 _CHECK_SECONDS = 0.25
-_ABANDON_SECONDS = 1.0  # how long an interrupted caller waits for the work: it may use what the caller will close
+# How long an interrupted caller waits for the work, which may use what the caller will close. A start takes some
+# milliseconds, unless the fork server is stopped or still imports; then it has the descriptors already.
+_ABANDON_SECONDS = 2.0
 
 
 class _Work(threading.Thread, Generic[T]):
@@ -44,15 +46,23 @@ class _Work(threading.Thread, Generic[T]):
             self.has_ended.set()
 
     def abandon(self) -> None:
-        """The caller does not want the result any more: undo the work."""
-        try:
-            self.has_ended.wait(_ABANDON_SECONDS)
-        finally:
-            with self._lock:
-                self._is_abandoned = True
-                results = list(self.results)
-            for result in results:
-                self._undo(result)
+        """The caller does not want the result any more: undo the work.
+
+        A further exception of a signal handler does not end the wait for the work. It is raised afterwards.
+        """
+        deadline, later = time.monotonic() + _ABANDON_SECONDS, None
+        while not self.has_ended.is_set() and (left := deadline - time.monotonic()) > 0:
+            try:
+                self.has_ended.wait(left)
+            except BaseException as error:
+                later = error
+        with self._lock:
+            self._is_abandoned = True
+            results = list(self.results)
+        for result in results:
+            self._undo(result)
+        if later is not None:
+            raise later
 
 
 def uninterrupted(

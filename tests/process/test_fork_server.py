@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, reduction
 from pathlib import Path
+from traceback import extract_stack
 from typing import Any
 
 import psutil
@@ -39,9 +41,9 @@ class Interruption(Exception):
 
 
 @contextmanager
-def interrupting(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A signal whose handler raises comes when multiprocessing calls `reduction.name`."""
-    plain, interrupted = getattr(reduction, name), threading.Event()
+def interrupting(name: str, monkeypatch: pytest.MonkeyPatch, n_signals: int = 1) -> Iterator[None]:
+    """Signals whose handler raises come when multiprocessing calls `reduction.name`."""
+    plain, interrupted, main = getattr(reduction, name), threading.Event(), threading.main_thread().ident
 
     def handler(*_: Any) -> None:
         interrupted.set()
@@ -49,8 +51,12 @@ def interrupting(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def interrupt(*args: Any) -> Any:
         if not interrupted.is_set():
-            os.kill(os.getpid(), signal.SIGALRM)
-            assert interrupted.wait(BOUND)
+            for _ in range(n_signals):
+                interrupted.clear()
+                os.kill(os.getpid(), signal.SIGALRM)
+                assert interrupted.wait(BOUND)
+                # The main thread must come back to its wait, and must not close what this start uses.
+                until(lambda: any(frame.name == "abandon" for frame in extract_stack(sys._current_frames()[main])))
         return plain(*args)
 
     before = signal.signal(signal.SIGALRM, handler)
@@ -63,14 +69,15 @@ def interrupting(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.parametrize("n_signals", [1, 3])
 @pytest.mark.parametrize("name", ["dump", "sendfds"])  # before and after the connection to the fork server
 def test_an_interrupted_start_leaves_the_fork_server_and_other_samplers_alone(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, n_signals: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with sampler_of() as other:
         other.initialize(RandomAgent())
         server = fork_server()
-        with interrupting(name, monkeypatch), sampler_of() as sampler, pytest.raises(Interruption):
+        with interrupting(name, monkeypatch, n_signals), sampler_of() as sampler, pytest.raises(Interruption):
             sampler.initialize(RandomAgent())
         assert server == fork_server()
         assert server.is_running()
