@@ -18,6 +18,7 @@ from penstock.agents.inference import Inference, checked_inference
 from penstock.agents.numpy_model import NumpyModel
 from penstock.agents.torch_runtime import TorchRuntime
 from penstock.buffers.named import map_leaves
+from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError
 
 #: A model, or a callable that builds one.
@@ -80,7 +81,7 @@ class TorchAgent(Agent):
                 model = source(**arguments)
             except TypeError as error:
                 raise ConfigError(
-                    f"the model could not be built: {error}. It is called without arguments, or with "
+                    f"the model could not be built: {in_one_line(error)}. It is called without arguments, or with "
                     "observation_space and action_space if its signature has parameters of these names"
                 ) from error
         if not isinstance(model, nn.Module):

@@ -16,6 +16,7 @@ from penstock.agents.base import AgentRuntime
 from penstock.agents.device import DeviceLink
 from penstock.agents.inference import TracedModel
 from penstock.agents.numpy_model import NumpyModel
+from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class TorchRuntime(AgentRuntime):
         try:
             self.agent._compiled_model = torch.compile(self.agent.model, **options)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"torch.compile(model, **{dict(options)}) raised {error}") from error
+            raise ConfigError(f"torch.compile(model, **{dict(options)}) raised {in_one_line(error)}") from error
 
     def page_locked(self, memory: npt.NDArray[np.uint8]) -> AbstractContextManager[None]:
         link = self.agent._link
@@ -129,6 +130,6 @@ def _copy_of(model: nn.Module) -> nn.Module:
 def _copy_error(model: nn.Module, what: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"the model, a {type(model).__name__}, cannot be copied for the workers, which act with their own copies: "
-        f"copy.deepcopy of {what} raised {type(error).__name__}: {error}. Exclude it from copies "
+        f"copy.deepcopy of {what} raised {in_one_line(error)}. Exclude it from copies "
         "(__deepcopy__, __getstate__), or make it on first use"
     )

@@ -27,9 +27,17 @@ def check_memory(needed: int, purpose: str) -> None:
     free = free_memory()
     if needed > free:
         raise ConfigError(
-            f"{purpose} needs {needed / 2**20:,.1f} MiB of memory, but only {free / 2**20:,.1f} MiB are free: free "
+            f"{purpose} needs {size_text(needed)} of memory, but only {size_text(free)} are free: free "
             "some memory, lower batch_T or batch_B, or record smaller observations"
         )
+
+
+def size_text(nbytes: int) -> str:
+    """A number of bytes for people."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:,.2f} {unit}"
+    return f"{nbytes} bytes"
 
 
 def left_in_cgroups(

@@ -284,8 +284,9 @@ class RaySampler(Sampler):
 
     @property
     def worker_pids(self) -> list[int]:
-        """The process ids of the workers on their nodes, by shard, as they were started. Empty before `initialize`."""
-        shards = [] if self._pool is None else self._pool.shards  # type: ignore[union-attr]
+        """The process ids of the workers on their nodes, by shard, as they were started. Empty before `initialize`
+        and when the sampler is closed or broken."""
+        shards = [] if self._pool is None or self._pool.is_closed else self._pool.shards  # type: ignore[union-attr]
         return [pid for shard in shards if shard.started for pid in shard.started.worker_pids]
 
     def stats(self) -> RayStats:

@@ -9,6 +9,7 @@ import numpy as np
 from penstock.agents.base import Agent, AgentStep
 from penstock.buffers.named import NamedArrays, fields_of
 from penstock.buffers.native import put_row
+from penstock.buffers.reports import in_one_line
 from penstock.envs.rows import as_dtype, dtype_error
 from penstock.errors import SpaceError, brief
 
@@ -52,7 +53,7 @@ def _as_array(value: Any, path: str) -> Any:
     try:
         return np.asarray(value)
     except Exception as error:  # ragged; or a tensor that requires a gradient, or is on a GPU
-        raise SpaceError(f"{path} cannot be converted to an array: {type(error).__name__}: {error}") from error
+        raise SpaceError(f"{path} cannot be converted to an array: {in_one_line(error)}") from error
 
 
 class AgentInfoWriter:

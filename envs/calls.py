@@ -49,7 +49,7 @@ def pickled(message: Any, what: str) -> bytes:
     try:
         return bytes(cloudpickle.dumps(message))
     except Exception as error:
-        raise ConfigError(f"{what} cannot be pickled for the workers: {error}") from error
+        raise ConfigError(f"{what} cannot be pickled for the workers: {in_one_line(error)}") from error
 
 
 def perform(call: EnvCall, envs: Sequence[gym.Env[Any, Any]], columns: range, env_ranks: range) -> list[ObjectMessage]:

@@ -12,6 +12,7 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
+from penstock.buffers.reports import in_one_line
 from penstock.envs.seeding import Purpose
 from penstock.errors import ConfigError, brief
 
@@ -47,7 +48,7 @@ class EnvFactory:
     wrapper: Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]] | None = None  #: applied to the environment
 
     def __call__(self, context: EnvContext = _EXAMPLE) -> gym.Env[Any, Any]:
-        env: Any = self.fn(**self._arguments(context))
+        env: Any = self._call(context)
         if isinstance(env, VectorEnv):
             raise ConfigError(
                 f"env_fn returned a batched environment, {_describe(env)}: pass collector_cls=VectorEnvCollector, "
@@ -63,7 +64,7 @@ class EnvFactory:
     def batched(self, num_envs: int, context: EnvContext = _EXAMPLE) -> VectorEnv[Any, Any, Any]:
         """Build one batched environment: `fn(num_envs=num_envs, **kwargs)`."""
         try:
-            env: Any = self.fn(num_envs=num_envs, **self._arguments(context))
+            env: Any = self._call(context, num_envs=num_envs)
         except TypeError as error:
             if "num_envs" not in str(error):
                 raise
@@ -82,6 +83,17 @@ class EnvFactory:
     def as_example(self, spaces: tuple[gym.Space[Any], gym.Space[Any]] | None) -> EnvFactory:
         """What builds the example environment. If the user has given the `spaces`, it has nothing else."""
         return self if spaces is None else replace(self, fn=partial(_with_spaces, spaces), kwargs={})
+
+    def _call(self, context: EnvContext, **arguments: Any) -> Any:
+        try:
+            return self.fn(**arguments, **self._arguments(context))
+        except gym.error.UnregisteredEnv as error:
+            if context.worker_rank < 0:
+                raise
+            raise ConfigError(
+                f"env_fn raised {in_one_line(error)} The environment could be built in the main process, but not in a "
+                "worker: import the module that registers it, or register it, inside env_fn"
+            ) from error
 
     def _arguments(self, context: EnvContext) -> dict[str, Any]:
         try:
@@ -171,7 +183,7 @@ def build_example_env(factory: EnvFactory, *, batched: bool = False) -> Any:
         raise
     except Exception as error:
         raise ConfigError(
-            f"env_fn raised {type(error).__name__} while the main process built an example environment: {error}"
+            f"the main process could not build an example environment: env_fn raised {in_one_line(error)}"
         ) from error
     for name in ("observation_space", "action_space"):
         space = getattr(env, f"single_{name}" if batched else name, None)
@@ -186,9 +198,7 @@ def close_example_env(env: Any) -> None:
     try:
         env.close()
     except Exception as error:
-        raise ConfigError(
-            f"closing the example environment in the main process raised {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"closing the example environment in the main process raised {in_one_line(error)}") from error
 
 
 def _describe(value: Any) -> str:

@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 
 from penstock.buffers.named import NamedArrays, as_named
+from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import map_tree
 from penstock.envs.rows import ColumnError, as_dtype
 from penstock.errors import ConfigError, brief
@@ -56,7 +57,7 @@ def _step_once(env: gym.Env[Any, Any]) -> Any:
         return env.step(env.action_space.sample())[4]
     except Exception as error:
         raise ConfigError(
-            f"the example step that env_info is read from raised {type(error).__name__}: {error}. Give examples "
+            f"the example step that env_info is read from raised {in_one_line(error)}. Give examples "
             "instead: env_info={'name': 0.0}"
         ) from error
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.named import map_leaves
+from penstock.buffers.reports import in_one_line
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.rows import action_splitter, arrays_like, write_cell
 from penstock.errors import ConfigError, ReplayError, brief
@@ -123,7 +124,7 @@ class EpisodeReplay:
         try:
             pickled = cloudpickle.dumps(self)
         except Exception as error:  # pickling runs the user's code
-            raise ConfigError(f"the replay cannot be pickled: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"the replay cannot be pickled: {in_one_line(error)}") from error
         Path(path).write_bytes(pickled)
 
     @staticmethod
@@ -134,7 +135,7 @@ class EpisodeReplay:
         try:
             replay = pickle.loads(content)
         except Exception as error:  # pickle raises many kinds for a file that it has not written
-            problem = f"{type(error).__name__}: {error}"
+            problem = in_one_line(error)
             raise ConfigError(
                 f"{path} cannot be read as an EpisodeReplay that `save` has written: {problem}"
             ) from error
@@ -154,12 +155,12 @@ def follow(
     try:
         observation, _ = env.reset(seed=seed)
     except Exception as error:
-        raise _differs(name, len(actions), f"env.reset raised {type(error).__name__}: {error}") from error
+        raise _differs(name, len(actions), f"env.reset raised {in_one_line(error)}") from error
     for i, (action, recorded) in enumerate(zip(actions, rewards, strict=True)):
         try:
             observation, reward, terminated, truncated, _ = env.step(action)
         except Exception as error:
-            raise _differs(name, len(actions), f"step {i} raised {type(error).__name__}: {error}") from error
+            raise _differs(name, len(actions), f"step {i} raised {in_one_line(error)}") from error
         with np.errstate(over="ignore"):
             is_equal = np.array_equal(np.float32(reward), recorded, equal_nan=True)
         if not is_equal:

@@ -12,6 +12,7 @@ import cloudpickle
 import gymnasium as gym
 import numpy as np
 
+from penstock.buffers.reports import in_one_line
 from penstock.envs.factory import EnvContext, EnvFactory, EnvFn, env_factories
 from penstock.errors import ConfigError, brief
 
@@ -133,7 +134,7 @@ def save_env(env: Any) -> tuple[StateKind, bytes]:
     except ConfigError:
         raise
     except Exception as error:  # saving runs the user's code
-        raise ConfigError(f"{env} cannot be saved: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{env} cannot be saved: {in_one_line(error)}") from error
 
 
 def load_env(env: Any, kind: str, data: bytes) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.buffers.memory_limits import size_text
 from penstock.replays.ring import Shape
 
 
@@ -29,12 +30,5 @@ class Estimate:
 
     def __str__(self) -> str:
         lines = [f"{'a replay of':>24}  {self.n_steps:,} steps"]
-        lines += [f"{name:>24}  {_size(nbytes)}" for name, nbytes in self.nbytes.items()]
-        return "\n".join([*lines, f"{'total':>24}  {_size(self.total)}"])
-
-
-def _size(nbytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:,.2f} {unit}"
-    return f"{nbytes} bytes"
+        lines += [f"{name:>24}  {size_text(nbytes)}" for name, nbytes in self.nbytes.items()]
+        return "\n".join([*lines, f"{'total':>24}  {size_text(self.total)}"])

@@ -17,6 +17,7 @@ from penstock.buffers import NamedArrays, RecordRings, Samples, SamplesBuffer, S
 from penstock.buffers.episode_log import EpisodeLog
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import map_leaves
+from penstock.buffers.reports import in_one_line
 from penstock.collectors import BaseEvalCollector, EpisodeEvalCollector, EvalCollector, TrajInfo
 from penstock.collectors.acting import agent_info_example, as_agent_step
 from penstock.collectors.checks import write_action
@@ -217,7 +218,7 @@ def _checked_traj_info_kwargs(cls: type[TrajInfo], kwargs: Any) -> dict[str, Any
     try:
         cls(**arguments)
     except Exception as error:
-        raise ConfigError(f"{cls.__name__}(**traj_info_kwargs) raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{cls.__name__}(**traj_info_kwargs) raised {in_one_line(error)}") from error
     return arguments
 
 
@@ -292,7 +293,7 @@ def _trial(agent: Agent, observation: Any, config: SamplerConfig, setup: Setup) 
     except Exception as error:
         shapes = observation if isinstance(observation, NamedArrays) else observation.shape
         raise SpaceError(
-            f"{type(agent).__name__} failed on example observations of shape {shapes}: {type(error).__name__}: {error}"
+            f"{type(agent).__name__} failed on example observations of shape {shapes}: {in_one_line(error)}"
         ) from error
     write_action(_columns(action), step.action)  # raises if it does not fit
     if value is not None and value.shape != (_TRIAL_COLUMNS,):

@@ -342,7 +342,7 @@ class Sampler(EnvironmentCalls, ABC):
     @property
     def worker_pids(self) -> list[int]:
         """The process ids of the workers by rank, then that of the inference server if it is a process. Empty before
-        `initialize` and for a sampler without processes."""
+        `initialize`, for a sampler without processes, and when the workers have ended (`shutdown`, a failure)."""
         return [] if self._pool is None else list(self._pool.pids)
 
     def stats(self) -> SamplerStats:

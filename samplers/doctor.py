@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.buffers import native
 from penstock.buffers.memory_limits import free_memory
+from penstock.buffers.reports import in_one_line
 from penstock.errors import PenstockError
 from penstock.ports.lock_files import ports_with_lock_file
 from penstock.workers.affinity import usable_cpus
@@ -110,7 +111,7 @@ def _sampling() -> Iterator[str]:
             sampler.initialize(RandomAgent(), seed=0)
             sampler.obtain_samples(0)
     except PenstockError as error:
-        yield f"a ParallelSampler with two workers does not run here: {type(error).__name__}: {error}"
+        yield f"a ParallelSampler with two workers does not run here: {in_one_line(error)}"
         return
     seconds = time.monotonic() - began
     if seconds > 20:

@@ -350,7 +350,7 @@ class InferenceServer:
         env_ranks = [e for r in ranks for e in (self._plans[r].eval_env_ranks if is_eval else self._plans[r].env_ranks)]
         occasion = f"{'evaluation, ' if is_eval else ''}itr={self._command.itr}"
         doing = f"{doing} for env_rank {env_ranks} ({occasion})"
-        found = WorkerError(raised("the inference server", doing, *in_one_line(error).split(": ", 1)))
+        found = WorkerError(raised("the inference server", doing, in_one_line(error)))
         found.__cause__ = error
         return found
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from penstock.buffers.reports import in_one_line
 from penstock.buffers.results import ObjectMessage
 from penstock.errors import SamplerBrokenError, SamplerClosedError, WorkerError
 from penstock.workers import sigint
@@ -88,7 +89,7 @@ class LocalWorker:
     def error(self, cause: BaseException, occasion: str) -> WorkerError:
         """The same error as for a worker process that raised `cause`."""
         status = self.status()
-        text = raised(status, f"{status.doing} ({occasion})", type(cause).__name__, str(cause))
+        text = raised(status, f"{status.doing} ({occasion})", in_one_line(cause))
         replay = self._replay_of(status)
         error = WorkerError(text if replay is None else f"{text}\n{replay.advice}")
         error.__cause__, error.replay = cause, replay
@@ -106,7 +107,7 @@ class LocalWorker:
         except (Exception, SystemExit) as error:
             if not broken:
                 status = self.status()
-                text = raised(status, status.doing, type(error).__name__, str(error))
+                text = raised(status, status.doing, in_one_line(error))
                 warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 

@@ -158,7 +158,7 @@ def describe(plans: Sequence[WorkerPlan], pool: WorkerPool | SerialPool, *, has_
     cpus = sorted({cpu for plan in plans for cpu in plan.cpus})
     pinned = f"on CPUs {', '.join(map(str, cpus))}" if cpus else "not pinned"
     statuses = [] if has_ended else pool.statuses()
-    lines = [f"{len(plans)} workers, {pinned}{restarts}"]
+    lines = [f"{len(plans)} worker{'s' if len(plans) > 1 else ''}, {pinned}{restarts}"]
     lines += [f"  {status}: {status.doing}" for status in statuses[:_MAX_SHOWN]]
     if len(statuses) > _MAX_SHOWN:
         lines.append(f"  ... and {len(statuses) - _MAX_SHOWN} more")

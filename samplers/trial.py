@@ -19,6 +19,7 @@ import psutil
 from gymnasium import spaces
 
 from penstock.agents import Agent, RandomAgent
+from penstock.buffers.reports import in_one_line
 from penstock.envs import EnvFn
 from penstock.envs.factory import build_example_env, close_example_env, env_factories
 from penstock.errors import ConfigError
@@ -88,7 +89,9 @@ class Task:
         try:
             return bytes(cloudpickle.dumps((dict(os.environ), self)))
         except Exception as error:  # pickling runs the user's code, which may raise anything
-            raise ConfigError(f"env_fn or policy cannot be pickled for the trials' processes: {error}") from error
+            raise ConfigError(
+                f"env_fn or policy cannot be pickled for the trials' processes: {in_one_line(error)}"
+            ) from error
 
 
 # ---- in the main process ---------------------------------------------------------------------------
@@ -218,7 +221,7 @@ def _main(pipe: Any, candidate: Candidate, pickled: bytes) -> None:
     except (EOFError, BrokenPipeError):
         pass  # the main process is gone
     except BaseException as error:  # SystemExit too: the main process must know
-        pipe.send(f"{type(error).__name__}: {error}")
+        pipe.send(in_one_line(error))
 
 
 def _serve(pipe: Any, candidate: Candidate, pickled: bytes) -> None:

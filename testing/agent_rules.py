@@ -15,6 +15,7 @@ import numpy as np
 from penstock.agents import Agent
 from penstock.buffers import NamedArrays
 from penstock.buffers.named import map_leaves
+from penstock.buffers.reports import in_one_line
 from penstock.envs import ColumnStreams, Purpose, action_splitter, example_of
 from penstock.errors import ConfigError
 from penstock.samplers import GpuSampler, ParallelSampler, SerialSampler
@@ -229,7 +230,7 @@ def select_steps_only_some_columns(setup: AgentSetup) -> None:
             _value(agent, inputs)
             done = dict(step(agent, *inputs).leaves())
         except Exception as error:
-            raise Violation(f"{type(error).__name__}: {error}, for the columns {columns.tolist()}", _SELECT) from error
+            raise Violation(f"{in_one_line(error)}, for the columns {columns.tolist()}", _SELECT) from error
         for name, leaf in done.items():
             if len(leaf) != columns.size:
                 raise Violation(f"{len(leaf)} rows of {name} for the columns {columns.tolist()}", _SELECT)
@@ -285,7 +286,7 @@ def pickling_changes_nothing(setup: AgentSetup) -> None:
     try:
         pickled = cloudpickle.loads(cloudpickle.dumps(setup.agent.runtime.worker_copy()))
     except Exception as error:
-        raise Violation(f"{type(error).__name__}: {error}", remedy) from error
+        raise Violation(in_one_line(error), remedy) from error
     _same(setup.reference(), setup.reference(pickled), "before and after pickling", remedy)
 
 

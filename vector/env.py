@@ -377,7 +377,7 @@ class ShmVectorEnv(CallsOnEnvs):
 
     @property
     def worker_pids(self) -> list[int]:
-        """The process ids of the workers, by rank."""
+        """The process ids of the workers, by rank. Empty when they have ended."""
         return self._workers.pids
 
     @property

@@ -15,6 +15,7 @@ from gymnasium.vector import AutoresetMode
 
 from penstock.buffers.native import WATCH_UNUSUAL, step_ordinary
 from penstock.buffers.ordering import fence
+from penstock.buffers.reports import in_one_line
 from penstock.buffers.results import MessageKind, ObjectMessage
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.envs.calls import EnvCall, perform, pickled
@@ -262,7 +263,8 @@ class VectorProgram:
         except Exception as error:  # pickling runs the user's code, which may raise anything
             self._progress.at_env(self._plan.env_ranks[i])
             raise SpaceError(
-                f"the observation of env_rank {self._plan.env_ranks[i]} cannot be sent to the main process: {error}"
+                f"the observation of env_rank {self._plan.env_ranks[i]} cannot be sent to the main process: "
+                f"{in_one_line(error)}"
             ) from error
         return rest
 
@@ -346,7 +348,7 @@ def _pickled_info(info: Mapping[str, Any], env_rank: int) -> bytes:
                 cloudpickle.dumps(value)
             except Exception as error:
                 raise SpaceError(
-                    f"info[{key!r}] of env_rank {env_rank} cannot be pickled for the main process: {error}. Leave it "
-                    "out, or turn it into numbers, text or arrays"
+                    f"info[{key!r}] of env_rank {env_rank} cannot be pickled for the main process: "
+                    f"{in_one_line(error)}. Leave it out, or turn it into numbers, text or arrays"
                 ) from error
         return bytes(cloudpickle.dumps(dict(info)))

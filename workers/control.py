@@ -17,6 +17,7 @@ import numpy.typing as npt
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.ordering import HAS_FULL_FENCE, fence, full_fence
 from penstock.buffers.shared import ArraySpec, NamedMemory
+from penstock.errors import SamplerStateError
 from penstock.workers.progress import (
     ACTED,
     ACTING,
@@ -151,7 +152,7 @@ class ControlBlock:
         is_full = number - self._rows[worker_rank, ARRIVED] > RING and not self.quit
         # The same command may be written over itself.
         if is_full and self.command(worker_rank, place) != command:
-            raise RuntimeError(f"worker {worker_rank} has {RING} commands open: wait for it before the next")
+            raise SamplerStateError(f"worker {worker_rank} has {RING} commands open: wait for it before the next")
         _WORDS.pack_into(self._commands, (worker_rank * RING + place) * _COMMAND_BYTES, *command)
         fence()
         self.opened[worker_rank] = number  # last: it announces the command

@@ -27,7 +27,7 @@ _PHASE_TEXT = {
     Phase.BUILDING: "building env_rank {rank}",
     Phase.RESETTING: "resetting env_rank {rank}",
     Phase.DECORRELATING: "decorrelating env_rank {rank}",
-    Phase.WAITING: "waiting at barrier_in",
+    Phase.WAITING: "waiting for the next command",
     Phase.ACTING: "acting",
     Phase.STEPPING: "stepping env_rank {rank}",
     Phase.SENDING: "sending results",
@@ -37,6 +37,11 @@ _PHASE_TEXT = {
     Phase.CALLING: "in a call on its environments",
     Phase.REQUESTING: "waiting for actions",
     Phase.SERVING: "waiting for requests",
+}
+#: What some exceptions need to say; by the headline of their report.
+_HINTS = {
+    "bdb.BdbQuit": "bdb.BdbQuit: breakpoint() needs a terminal, which a worker does not have. Use a SerialSampler, or "
+    "error.replay (seed_episodes=True)"
 }
 _IN_BATCH = (Phase.ACTING, Phase.REQUESTING, Phase.STEPPING, Phase.RESETTING)
 
@@ -87,22 +92,29 @@ class WorkerFailure:
         """One sentence: the worker, how it failed, its phase, and the call that was running (`occasion`)."""
         doing = f"{self.status.doing} ({occasion})" if occasion else self.status.doing
         if self.report and not self.hung:
-            return raised(self.status, doing, *self.report.headline.split(": ", 1))
+            return raised(self.status, doing, _HINTS.get(self.report.headline, self.report.headline))
         return f"{self.status} {self.hung or describe_exit(self.exitcode)} while {doing}"
 
 
-def raised(who: object, doing: str, kind: str, message: str = "") -> str:
-    """One sentence about an exception: who raised it, its class, and the phase (`doing`). The message comes last, since
-    it may be long."""
+def raised(who: object, doing: str, headline: str) -> str:
+    """One sentence about an exception, of which `in_one_line` has made the `headline`: who raised it, its class, and
+    the phase (`doing`). The message comes last, since it may be long."""
+    kind, _, message = headline.partition(": ")
     return f"{who} raised {kind} while {doing}{': ' if message else ''}{message}"
 
 
 def describe_exit(exitcode: int | None) -> str:
     """An exit code in words, with the signal's name."""
     if exitcode is None:
-        return "has ended; its exit code is unknown, because the process that started it does not answer"
+        return (
+            "has ended; its exit code is unknown: the process that started it does not answer, or SIGCHLD is ignored "
+            "here, or another thread has waited for it"
+        )
     if exitcode == _NO_EXIT_CODE and _fork_server_has_ended():
-        return "ended with the fork server, which was killed"
+        return (
+            f"ended with the fork server (pid {_fork_server_pid()}), which has exited or was killed, and with it the "
+            "workers of all samplers of this process,"
+        )
     if exitcode >= 0:
         return f"exited with code {exitcode}"
     try:
@@ -113,8 +125,12 @@ def describe_exit(exitcode: int | None) -> str:
     return f"was killed by {name}{hint}"
 
 
+def _fork_server_pid() -> int | None:
+    return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined,no-any-return]
+
+
 def _fork_server_has_ended() -> bool:
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    pid = _fork_server_pid()
     return pid is not None and status_of(pid) in ("zombie", "")
 
 
@@ -153,7 +169,7 @@ def add_killed(error: SamplerBrokenError, killed: Sequence[WorkerFailure]) -> No
     """Name in `error` the workers that were found killed after it was made."""
     if killed:
         lines = [str(error), "killed as well, at the same moment or while the others were told to exit:"]
-        error.args = ("\n".join([*lines, *map(str, killed[:_MAX_LISTED])]),)
+        error.args = ("\n".join([*lines, *(failure.told() for failure in killed[:_MAX_LISTED])]),)
 
 
 def examine_exits(

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import cloudpickle
 
 from penstock.buffers.mailbox import Mailbox
+from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError, WorkerDiedError, WorkerTimeoutError
 from penstock.workers import lookout, sigint
 from penstock.workers.handle import status_of
@@ -74,10 +75,10 @@ def _unpicklable(programs: Sequence[WorkerProgram], shares: Sequence[Any], error
             cloudpickle.dumps(part)
         except Exception as cause:
             return ConfigError(
-                f"{name} cannot be pickled for the workers: {cause}. Create such objects inside the function. "
-                "A SerialSampler needs no pickling"
+                f"{name} cannot be pickled for the workers: {in_one_line(cause)}. Create such objects inside the "
+                "function. A SerialSampler needs no pickling"
             )
-    return ConfigError(f"the workers' program cannot be pickled: {error}")
+    return ConfigError(f"the workers' program cannot be pickled: {in_one_line(error)}")
 
 
 class ForkServer(NamedTuple):

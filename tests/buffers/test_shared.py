@@ -254,7 +254,7 @@ def test_too_large_a_block_is_refused_before_anything_is_allocated(
         monkeypatch.setattr("tempfile.TemporaryFile", None)
     else:
         monkeypatch.setattr(os, "memfd_create", None)
-    with pytest.raises(ConfigError, match=r"a large buffer needs 3\.0 MiB .* 1\.0 MiB are free"):
+    with pytest.raises(ConfigError, match=r"a large buffer needs 3\.00 MiB .* 1\.00 MiB are free"):
         NamedMemory(specs_of((3 * MIB,), dtype=np.uint8), shared=True, purpose="a large buffer")
 
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.envs import CountingEnv, EnvFactory, build_example_env, env_factories
+from penstock.envs.factory import EnvContext
 from penstock.errors import ConfigError
 
 
@@ -127,9 +128,31 @@ def test_the_example_environment_is_what_the_factory_builds() -> None:
 
 
 def test_an_exception_of_a_factory_is_named_and_is_the_cause() -> None:
-    with pytest.raises(ConfigError, match="env_fn raised ZeroDivisionError while the main process") as caught:
+    with pytest.raises(
+        ConfigError, match="main process could not build an example environment: env_fn raised ZeroDivisionError"
+    ) as caught:
         build_example_env(EnvFactory(lambda: 1 / 0))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def raising(error: Exception) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize("error", [AssertionError(), AssertionError("\n")])
+def test_an_exception_without_text_leaves_no_empty_end(error: Exception) -> None:
+    with pytest.raises(ConfigError, match=r"env_fn raised AssertionError$"):
+        build_example_env(EnvFactory(raising, {"error": error}))
+
+
+@pytest.mark.parametrize("build", [EnvFactory.__call__, lambda factory, context: factory.batched(2, context)])
+def test_an_id_that_only_the_main_process_knows_gets_a_hint(build: Any) -> None:
+    factory = EnvFactory(lambda num_envs=1: gym.make("OnlyThere-v0"))
+    with pytest.raises(gym.error.NameNotFound):
+        build(factory, EnvContext(0, -1, 0, None))
+    with pytest.raises(ConfigError, match=r"OnlyThere.* not in a worker: .*register it, inside env_fn") as caught:
+        build(factory, EnvContext(0, 1, 0, None))
+    assert isinstance(caught.value.__cause__, gym.error.NameNotFound)
 
 
 def test_a_wrong_keyword_is_an_error_that_names_it() -> None:

@@ -18,7 +18,7 @@ PLACES = {
     "step": Place(3, r"stepping env_rank 3, t=2 \(itr=0\)"),
     "agent": Place(7, r"acting, t=6 \(itr=0\)"),
     "collector": Place(2, r"\w[^()]* \(itr=1\)"),
-    "parked": Place(2, r"waiting at barrier_in \(itr=[01]\)"),
+    "parked": Place(2, r"waiting for the next command \(itr=[01]\)"),
     "evaluation": Place(4, r"stepping env_rank [01], t=3 \(evaluation, itr=1\)"),
     "sending": Place(3, r"sending results \(itr=1\)"),
 }

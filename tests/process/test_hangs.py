@@ -42,10 +42,10 @@ def _hang_once(how: str, notebook: Notebook, start_method: str) -> None:
     with ParallelSampler(fns, start_method=start_method, step_timeout=LIMIT, **arguments) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)
+        pids = sampler.worker_pids
         with pytest.raises(WorkerTimeoutError) as caught:
             sampler.obtain_samples(1)
         seen = time.monotonic()
-        pids = sampler.worker_pids
     struck, pid = notebook.read()
     message = str(caught.value)
     function, words = HANGS[how]
@@ -57,7 +57,7 @@ def _hang_once(how: str, notebook: Notebook, start_method: str) -> None:
     ages = dict(re.findall(r"^  worker (\d): .*, last heartbeat ([\d.]+) s ago$", message, re.MULTILINE))
     assert list(ages) == ["0", "1", "2"], message
     assert LIMIT * 0.9 <= float(ages["2"]) <= LIMIT + OVER
-    assert message.count("waiting at barrier_in") == 2
+    assert message.count("waiting for the next command") == 2
     stack = message.partition("the stack of worker 2:")[2]
     # A stopped one must go on to answer, and may have come a step further by then.
     if how != "stop":

@@ -182,7 +182,8 @@ def test_a_batch_beyond_the_machine_is_refused(batch_T: int) -> None:
     with (
         ParallelSampler(CountingEnv, batch_T=batch_T, batch_B=8, n_workers=2) as sampler,
         pytest.raises(
-            ConfigError, match=r"needs [\d,.]+ MiB of memory, but only [\d,.]+ MiB are free: free some memory, lower"
+            ConfigError,
+            match=r"needs [\d,.]+ [GT]iB of memory, but only [\d,.]+ [MG]iB are free: free some memory",
         ) as caught,
     ):
         sampler.initialize(RandomAgent())

@@ -207,10 +207,11 @@ def test_a_dead_worker_ends_the_server_too(tmp_path: Path, cls: type[GpuSampler]
     fns = [CountingEnv] * 3 + [faulty_env(CountingEnv, notebook.fault("kill", at=4))]
     with sampler_of(fns, cls, start_method=start_method) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
+        pids = sampler.worker_pids
         with pytest.raises(WorkerDiedError, match=r"(?s)worker 1 .* was killed by SIGKILL .*; the inference server "):
             sampler.obtain_samples(0)
         seen = time.monotonic()
-        assert not any(map(psutil.pid_exists, sampler.worker_pids))
+        assert not any(map(psutil.pid_exists, pids))
     note("server process, worker killed to error, s", seen - notebook.read()[0], ERROR_SECONDS)
 
 

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
-from penstock import AlternatingSampler, ConfigError, GpuSampler, ParallelSampler, RandomAgent, Sampler, SerialSampler
+from penstock import (
+    AlternatingSampler,
+    ConfigError,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SerialSampler,
+    WorkerDiedError,
+)
 from penstock.envs import CountingEnv
 from penstock.samplers.config import SamplerConfig, SamplerOptions
 
@@ -111,6 +122,25 @@ def test_a_type_checker_finds_wrong_arguments_of_every_sampler(tmp_path: Path) -
 
 
 @every
-def test_worker_pids_are_empty_before_initialize(cls: type[Sampler]) -> None:
+def test_worker_pids_are_empty_before_initialize_and_after_shutdown(cls: type[Sampler]) -> None:
     with cls(CountingEnv, batch_T=1, batch_B=2) as sampler:
         assert sampler.worker_pids == []
+        if cls is SerialSampler:
+            sampler.initialize(RandomAgent())
+    assert sampler.worker_pids == []
+
+
+@pytest.mark.parametrize("cls", [ParallelSampler, GpuSampler])
+def test_worker_pids_are_empty_when_the_workers_have_ended(cls: type[Sampler]) -> None:
+    """The system may give their numbers to other processes."""
+    with cls(CountingEnv, batch_T=1, batch_B=2, n_workers=2) as sampler:
+        sampler.initialize(RandomAgent())
+        assert len(sampler.worker_pids) == 2
+        assert all(map(psutil.pid_exists, sampler.worker_pids))
+        os.kill(sampler.worker_pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            sampler.obtain_samples(0)
+        assert sampler.worker_pids == []
+    with cls(CountingEnv, batch_T=1, batch_B=2, n_workers=2) as sampler:
+        sampler.initialize(RandomAgent())
+    assert sampler.worker_pids == []

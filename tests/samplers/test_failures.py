@@ -86,7 +86,9 @@ def test_the_error_comes_promptly_even_from_a_worker_parked_at_the_gate() -> Non
         pid = sampler.worker_pids[1]
         psutil.Process(pid).kill()
         began = time.monotonic()
-        with pytest.raises(WorkerDiedError, match=rf"worker 1 \(pid {pid}.*SIGKILL.*waiting at barrier_in \(itr=1\)"):
+        with pytest.raises(
+            WorkerDiedError, match=rf"worker 1 \(pid {pid}.*SIGKILL.*waiting for the next command \(itr=1\)"
+        ):
             sampler.obtain_samples(1)
         assert time.monotonic() - began < PROMPTLY
 
@@ -217,7 +219,7 @@ def test_a_worker_without_progress_times_out_if_asked_to() -> None:
     message = str(caught.value)
     assert "worker 1 (pid" in message
     assert "made no progress for 0.5 s (step_timeout=0.5) while stepping env_rank 1, t=1 (itr=0)" in message
-    assert "worker 0: waiting at barrier_in, last heartbeat" in message
+    assert "worker 0: waiting for the next command, last heartbeat" in message
 
 
 def test_start_up_has_a_limit_of_its_own() -> None:

@@ -18,7 +18,9 @@ from penstock import (
     ConfigError,
     GpuSampler,
     RandomAgent,
+    Sampler,
     SamplerState,
+    SerialSampler,
     WorkerError,
 )
 from penstock.envs import CountingEnv
@@ -91,7 +93,7 @@ class Raises(RandomAgent):
         (
             faulty_env(CountingEnv, Fault("raise", at=7)),
             RandomAgent(),
-            r"raised InjectedFault while stepping env_rank 0",
+            r"raised penstock\.testing\.faults\.InjectedFault while stepping env_rank 0",
         ),
     ],
 )
@@ -105,6 +107,33 @@ def test_exceptions_name_who_raised_them(env_fn: Any, agent: Any, text: str) -> 
         assert sampler.state is SamplerState.BROKEN
 
 
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Leaving(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("no text")
+
+
+@pytest.mark.usefixtures("no_idle_cpu")
+@pytest.mark.parametrize("error", [Wordless(), Leaving()])
+@pytest.mark.parametrize("cls", [SerialSampler, GpuSampler])
+def test_an_exception_whose_text_cannot_be_made_breaks_the_sampler_too(cls: type[Sampler], error: Exception) -> None:
+    class Raising(CountingEnv):
+        def step(self, action: Any) -> Any:
+            raise error
+
+    size = {**SIZE, "serve_envs": "auto"} if cls is GpuSampler else {"batch_T": 4, "batch_B": 5}
+    message = r"worker 0 .* raised .* while stepping env_rank 4, t=0 \(itr=0\): \(its message could not be formatted"
+    with cls([CountingEnv] * 4 + [Raising], max_decorrelation_steps=0, **size) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(WorkerError, match=message):
+            sampler.obtain_samples(0)
+        assert sampler.state is SamplerState.BROKEN
+
+
 @pytest.mark.usefixtures("no_idle_cpu")
 def test_the_server_counts_its_steps() -> None:
     with GpuSampler(CountingEnv, **SIZE, min_ready=1) as sampler:
@@ -114,7 +143,7 @@ def test_the_server_counts_its_steps() -> None:
             sampler.wait_samples()
         assert sampler.server_stats.served == {5: 3 * 4}
         assert min(sampler.server_stats.acting, sampler.server_stats.waiting) > 0
-        assert "1 worker" in repr(sampler)
+        assert "1 worker, " in repr(sampler)
         assert sampler.n_workers == 1
 
 

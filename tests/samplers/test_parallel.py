@@ -424,6 +424,6 @@ def test_memory_beyond_the_limit_is_refused_before_anything_starts(monkeypatch: 
     monkeypatch.setattr("penstock.buffers.memory_limits.SMALL_BYTES", 0)
     with (
         ParallelSampler(CountingEnv, batch_T=1000, batch_B=8) as sampler,
-        pytest.raises(ConfigError, match="MiB are free"),
+        pytest.raises(ConfigError, match="KiB are free"),
     ):
         sampler.initialize(RandomAgent())

@@ -53,7 +53,7 @@ PLACES: dict[str, tuple[Place, str]] = {
     "collect_batch": (lambda f: {"collector_cls": faulty_collector(ResetCollector, f)}, r"\(itr=0\)"),
     "reset_if_needed": (
         lambda f: {"collector_cls": faulty_collector(ResetCollector, f, "reset_if_needed")},
-        "waiting at barrier_in",
+        "waiting for the next command",
     ),
     "end_batch": (lambda f: {"collector_cls": faulty_collector(ResetCollector, f, "end_batch")}, r"t=5 \(itr=0\)"),
     "evaluation": (lambda f: {"eval_collector_cls": faulty_eval_collector(EvalCollector, f)}, r"t=0 \(evaluation"),
@@ -149,7 +149,7 @@ def test_an_environment_that_fails_to_close_is_one_warning() -> None:
         ("env step", 4, "stepping env_rank 1, t=3"),
         ("agent step", 3, "acting, t=2"),
         ("collect_batch", 3, r"\(itr=2\)"),
-        ("reset_if_needed", 2, r"waiting at barrier_in \(itr=1\)"),
+        ("reset_if_needed", 2, r"waiting for the next command \(itr=1\)"),
         ("terminate", 2, "env_rank 1, t=4"),
         ("sending", 3, r"\(itr=1\)"),
         ("evaluation", 8, r"t=7 \(evaluation, itr=3\)"),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.errors import SamplerStateError
 from penstock.workers import progress as progress_module
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.progress import Phase, StopCollecting
@@ -100,7 +101,7 @@ def test_a_ninth_open_command_is_refused_unless_it_is_the_same() -> None:
     block = ControlBlock(1, T, shared=False)
     for _ in range(20):
         block.open(0, Command(itr=3))
-    with pytest.raises(RuntimeError, match="worker 0 has 8 commands open"):
+    with pytest.raises(SamplerStateError, match="worker 0 has 8 commands open"):
         block.open(0, Command(itr=4))
 
 

@@ -1,0 +1,65 @@
+"""What errors say of workers that fail."""
+
+from __future__ import annotations
+
+import bdb
+import multiprocessing
+import os
+import re
+from multiprocessing import forkserver
+from typing import Any
+
+import pytest
+
+from penstock.buffers.reports import Report, in_one_line
+from penstock.errors import SamplerBrokenError
+from penstock.workers.failures import WorkerFailure, WorkerStatus, add_killed, describe_exit
+from penstock.workers.plan import WorkerPlan
+from penstock.workers.progress import Phase, ProgressSnapshot
+
+
+def failure_of(rank: int, exitcode: int | None = -9, error: BaseException | None = None) -> WorkerFailure:
+    progress = ProgressSnapshot(Phase.WAITING, -1, 0, 0.0, 0, 0, 0.0, 0.0, 0.0, 0.0)
+    status = WorkerStatus(WorkerPlan(worker_rank=rank), 1000 + rank, progress)
+    return WorkerFailure(status, exitcode, None if error is None else Report(in_one_line(error), "", None))
+
+
+def test_workers_that_were_killed_as_well_are_named_in_words() -> None:
+    error = SamplerBrokenError("worker 0 has failed")
+    add_killed(error, [failure_of(1), failure_of(2)])
+    assert str(error).splitlines()[2:] == [
+        f"worker {rank} (pid {1000 + rank}) was killed by SIGKILL (out of memory?) while waiting for the next command"
+        for rank in (1, 2)
+    ]
+
+
+def test_a_breakpoint_in_a_worker_gets_a_hint() -> None:
+    text = failure_of(0, 1, bdb.BdbQuit()).told("itr=3")
+    assert re.search(
+        r"raised bdb\.BdbQuit while .* \(itr=3\): breakpoint\(\) needs a terminal.*SerialSampler.*replay", text
+    )
+
+
+def test_an_exception_without_text_leaves_no_empty_end() -> None:
+    assert (
+        failure_of(0, 1, AssertionError())
+        .told("itr=3")
+        .endswith("raised AssertionError while waiting for the next command (itr=3)")
+    )
+
+
+def test_an_unknown_exit_code_says_why() -> None:
+    assert "SIGCHLD is ignored" in describe_exit(None)
+
+
+def test_the_end_of_the_fork_server_is_named_with_its_pid(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
+    child.start()
+    pid = child.pid
+    child.join()
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    with monkeypatch.context() as patched:
+        patched.setattr(server, "_forkserver_pid", pid)
+        text = describe_exit(255)
+    assert f"the fork server (pid {pid}), which has exited or was killed" in text
+    assert "all samplers of this process" in text
