@@ -6,11 +6,13 @@ On Linux the memory is a memfd: a file without a name. So nothing is left behind
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import math
 import mmap
 import os
 import sys
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ from penstock.buffers.memory_limits import check_memory
 from penstock.buffers.named import NamedArrays
 from penstock.errors import ConfigError
 
+_MAP_FIXED = 0x10  # of Linux and macOS; Python's module lacks it
 _ALIGNMENT = 128  # bytes. Processors load two cache lines of 64 bytes together: no two arrays share such a pair
 
 
@@ -50,6 +53,7 @@ class SharedBlock:
                 f"{purpose} needs {self.nbytes:,} bytes of shared memory: {error.strerror}. Lower batch_T or batch_B, "
                 "or raise the limit (ulimit -v)"
             ) from error
+        shared_mappings.add(self)
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """A numpy view of the block. The memory is freed with its last view."""
@@ -60,7 +64,12 @@ class SharedBlock:
 
     def close(self) -> None:
         """Close the descriptor. Then no other child can get the block, but views stay valid."""
+        shared_mappings.discard(self)
         self._descriptor.close()
+
+    def make_private(self) -> None:
+        """In a fork of a worker: what it writes from now on, no other process sees. Views stay valid."""
+        make_private(self._buffer, self.nbytes, self._descriptor.fd)
 
     def __getstate__(self) -> tuple[int, InheritedFd]:
         return self.nbytes, self._descriptor
@@ -68,6 +77,22 @@ class SharedBlock:
     def __setstate__(self, state: tuple[int, InheritedFd]) -> None:
         self.nbytes, self._descriptor = state
         self._buffer = _map(self._descriptor.fd, self.nbytes)
+        shared_mappings.add(self)
+
+
+#: What this process shares with others. Each has a method `make_private`.
+shared_mappings: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def make_private(buffer: mmap.mmap, nbytes: int, fd: int) -> None:
+    """Put a private mapping of the file `fd` in the place of the shared one. It copies no page before it is written."""
+    map_memory = ctypes.CDLL(None, use_errno=True).mmap
+    map_memory.restype = ctypes.c_void_p
+    address = np.frombuffer(buffer, np.uint8).ctypes.data
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED
+    where, size = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
+    if map_memory(where, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, ctypes.c_long(0)) != address:
+        raise OSError(ctypes.get_errno(), "shared memory cannot be made private")
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
@@ -147,4 +172,3 @@ class NamedMemory:
         self._nbytes, self._layout, block = state
         self._block = block
         self.arrays = self._views(block)
-        block.close()  # the memory is mapped, so this process needs the descriptor no longer

@@ -24,6 +24,7 @@ from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.memory_limits import free_memory
 from penstock.buffers.named import map_leaves
 from penstock.buffers.ordering import fence
+from penstock.buffers.shared import make_private, shared_mappings
 from penstock.errors import ConfigError
 
 # The flags of a row. BEGINS: the row does not continue the row before it. PARTIAL: it also does not begin an episode,
@@ -351,10 +352,16 @@ class _FileMemory:
             begin, offset = offset, offset + _in_pages(spec.nbytes)
             return np.frombuffer(block, spec.dtype, int(np.prod(spec.shape)), begin).reshape(spec.shape)
 
-        self.arrays = self._specs.map(array)
+        self.arrays, self._buffer = self._specs.map(array), block
+        shared_mappings.add(self)
+
+    def make_private(self) -> None:
+        """As `SharedBlock.make_private`."""
+        make_private(self._buffer, self.nbytes, self._descriptor.fd)
 
     def close(self) -> None:
         """Close the descriptor. Then no other worker can get the file, but the arrays stay valid."""
+        shared_mappings.discard(self)
         self._descriptor.close()
 
     def __getstate__(self) -> tuple[NamedArrays, int, InheritedFd]:
@@ -363,7 +370,6 @@ class _FileMemory:
     def __setstate__(self, state: tuple[NamedArrays, int, InheritedFd]) -> None:
         self._specs, self.nbytes, self._descriptor = state
         self._map()
-        self.close()
 
 
 def _in_pages(nbytes: int) -> int:

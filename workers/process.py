@@ -12,9 +12,13 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from penstock.buffers.descriptors import InheritedFd
+from penstock.buffers.reports import in_one_line
+from penstock.buffers.shared import shared_mappings
 from penstock.workers import cleanup
 from penstock.workers.affinity import limit_threads, pin
 from penstock.workers.gates import MainProcessGone
@@ -38,22 +42,29 @@ _RELEASE_SECONDS = 1.0
 def worker_main(args: WorkerProcessArgs) -> None:
     """Entry point of a worker process. It never returns: threads and exit handlers that environments have left would
     delay an ordinary exit."""
-    code, pid = 1, os.getpid()
+    code, pid, how = 1, os.getpid(), "returned from"
     progress = args.memory.control.progress(args.plan.worker_rank)
     try:
         _detach(args)
         _run_commands(args)
-        code = 0
+        code = int(os.getpid() != pid)
     except MainProcessGone:
         _kill_own_group()  # what the environments have started must end too
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: nothing else would report them
-        if os.getpid() == pid:  # a fork that an environment made must not report in the worker's place
+        if os.getpid() == pid:
             # Do not change the phase here: the main process quotes it beside the exception.
             args.reports.write(args.plan.worker_rank, error)
+        how = f"raised {in_one_line(error)} in"
     else:
         progress.enter(Phase.CLOSED)
     cleanup.run_at_exit()  # `os._exit` runs no exit handlers
     with contextlib.suppress(Exception):  # standard output may be closed, broken or None
+        if os.getpid() != pid:
+            print(
+                f"penstock: process {os.getpid()} ends. The user's code in {args.plan.name} (pid {pid}) has forked it, "
+                f"and it {how} this code. End such a process inside this code with os._exit",
+                file=sys.stderr,
+            )
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
@@ -61,7 +72,7 @@ def worker_main(args: WorkerProcessArgs) -> None:
 
 def _run_commands(args: WorkerProcessArgs) -> None:
     """Build the program, then run one command after another between barrier_in and barrier_out."""
-    gate, control = args.gate, args.memory.control
+    gate, control, pid = args.gate, args.memory.control, os.getpid()
     program: WorkerProgram = args.load(args.program)
     context = args.context()
     progress = context.progress
@@ -87,7 +98,8 @@ def _run_commands(args: WorkerProcessArgs) -> None:
             gate.arrive(progress)  # barrier_out
     except StopCollecting:
         pass
-    program.close()
+    if os.getpid() == pid:  # a fork must not close what the environments of the worker use
+        program.close()
 
 
 def _detach(args: WorkerProcessArgs) -> None:
@@ -102,6 +114,7 @@ def _detach(args: WorkerProcessArgs) -> None:
     if args.dies_with_parent and sys.platform == "linux":
         _end_with_parent()
     threading.Thread(target=_watch_main_process, args=(args.main_process,), name="watchdog", daemon=True).start()
+    os.register_at_fork(after_in_child=partial(_separate_fork, args, list(shared_mappings)))
     _set_environ(args.load(args.environ))
     note_worker()
     limit_threads(args.plan.torch_threads)
@@ -110,6 +123,19 @@ def _detach(args: WorkerProcessArgs) -> None:
             pin(args.plan.cpus)
         except PermissionError as error:  # a sandbox
             _log.warning("%s is not pinned to CPUs %s: %s", args.plan.name, list(args.plan.cpus), error)
+
+
+def _separate_fork(args: WorkerProcessArgs, shared: Sequence[Any]) -> None:
+    """In a fork that the user's code makes. If it comes back from this code, it must not work in the worker's place.
+
+    It goes on with memory of its own, where `quit` is set, so it ends at the next time step. Its results go nowhere.
+    """
+    for mapping in shared:
+        mapping.make_private()
+    args.memory.control.quit = True
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, args.pipe.writer.fd, inheritable=False)
+    os.close(nowhere)
 
 
 def _set_environ(wanted: Mapping[str, str]) -> None:
