@@ -22,7 +22,7 @@ THREAD_NAME = "penstock lookout"
 
 
 class Lookout:
-    """Logs deaths of workers, and notes their progress. It changes nothing else: the next wait of the main process
+    """Logs deaths of workers, notes their progress, and warns if one makes none. It changes nothing else: the next wait of the main process
     finds the same, and raises the error.
 
     Stop it before the descriptors of workers are closed, which it polls.
@@ -65,8 +65,7 @@ class Lookout:
         for fd in watched:
             poll.register(fd, select.POLLIN)
         while True:
-            seconds = monitor.note_seconds
-            found = poll.poll(None if seconds is None else max(1, round(seconds * 1000)))
+            found = poll.poll(max(1, round(monitor.note_seconds * 1000)))
             if self._must_end:
                 return
             dead = [fd for fd, _ in found if fd in watched]
@@ -76,8 +75,7 @@ class Lookout:
             for fd in dead:
                 poll.unregister(fd)
                 self._report(watched.pop(fd))
-            if seconds is not None:
-                monitor.note_progress()
+            monitor.note_progress()
 
     def _report(self, handle: WorkerHandle) -> None:
         if not (self._monitor.is_closing or handle.is_reaped):

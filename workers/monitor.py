@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import select
 import signal
@@ -22,6 +23,9 @@ from penstock.workers.plan import PoolOptions
 from penstock.workers.progress import AWAKE, FOR_ANY, Phase, ProgressSnapshot
 from penstock.workers.spinning import SpinTime
 
+_log = logging.getLogger("penstock")
+
+_WARN_SECONDS = 60.0  # without step_timeout: how long a worker may make no progress before a warning
 _CHECKS_PER_LIMIT = 20  # how often progress is checked within one limit
 _CHECK_SECONDS = 0.25  # the longest time between two checks, if there is a limit
 _DEATH_CHECK_SECONDS = 0.1  # spinning does not notice deaths: poll at least this often
@@ -57,6 +61,7 @@ class Monitor:
         # than one wait lasts.
         self._seen: dict[int, tuple[tuple[ProgressSnapshot, int], float]] = {}
         self._starting: set[int] = set()
+        self._warned: dict[int, int] = {}  # by rank: the command (its number) in which a warning has named the worker
         self._set_next_check()
         self.is_closing = False  #: True ends every wait: the pool is being closed
         self.is_waiting = False  #: whether a wait is running, which looks for failures itself
@@ -236,7 +241,7 @@ class Monitor:
         be shorter than the time between two checks."""
         limits = (self._options.start_timeout if self._starting else None, self._options.step_timeout)
         checks = [min(limit / _CHECKS_PER_LIMIT, _CHECK_SECONDS) for limit in limits if limit is not None]
-        self._check_seconds = min(checks, default=3600.0)
+        self._check_seconds = min([*checks, _WARN_SECONDS / _CHECKS_PER_LIMIT])
         self._next_check = time.monotonic() + self._check_seconds
 
     def _overdue(self, ranks: Sequence[int]) -> list[tuple[int, str, float]]:
@@ -249,7 +254,10 @@ class Monitor:
         for rank in ranks:
             name = "start_timeout" if rank in self._starting else "step_timeout"
             limit = getattr(self._options, name)
-            if self._silence(rank, now) > (math.inf if limit is None else limit):
+            silence = self._silence(rank, now)
+            if limit is None:
+                self._warn(rank, silence)
+            elif silence > limit:
                 overdue.append((rank, name, limit))
         return overdue
 
@@ -263,10 +271,24 @@ class Monitor:
             self._seen[rank] = row, now
         return now - self._seen[rank][1]
 
+    def _warn(self, rank: int, silence: float) -> None:
+        """Log, once in each command, that this worker may hang: there is no limit that would end the wait."""
+        number = self._control.arrived(rank) + 1
+        if silence > _WARN_SECONDS and self._warned.get(rank) != number:
+            self._warned[rank] = number
+            status = self.status(self._handles[rank])
+            _log.warning(
+                "%s has made no progress for %.0f s while %s. If it hangs, nothing ends this: set step_timeout (seconds) "
+                "to get an error with its stack",
+                status,
+                silence,
+                status.doing,
+            )
+
     @property
-    def note_seconds(self) -> float | None:
-        """How often `note_progress` should be called; None: never, as there is no limit."""
-        return None if self._options.step_timeout is None else self._check_seconds
+    def note_seconds(self) -> float:
+        """How often `note_progress` should be called."""
+        return self._check_seconds
 
     def note_progress(self) -> None:
         """Lookout: note which workers make progress, so that the next wait knows since when one hangs."""
@@ -274,7 +296,10 @@ class Monitor:
         for handle in self._handles:
             # It waits for a command, or until a wait of the main process reads its pipe.
             is_excused = control.has_arrived(handle.rank) or control.snapshot(handle.rank).phase is Phase.SENDING
-            self._silence(handle.rank, now, is_excused=is_excused)
+            silence = self._silence(handle.rank, now, is_excused=is_excused)
+            is_starting = handle.rank in self._starting and not self._has_started(handle.rank)
+            if self._options.step_timeout is None and not (is_starting or self.is_waiting):
+                self._warn(handle.rank, silence)
 
     def _has_started(self, rank: int) -> bool:
         """Whether a worker that was being started has reached its gate."""
