@@ -22,8 +22,8 @@ THREAD_NAME = "penstock lookout"
 
 
 class Lookout:
-    """Logs deaths of workers, notes their progress, and warns if one makes none. It changes nothing else: the next wait of the main process
-    finds the same, and raises the error.
+    """Logs deaths of workers, notes their progress, and warns if one makes none. It changes nothing else: the next wait
+    of the main process finds the same, and raises the error.
 
     Stop it before the descriptors of workers are closed, which it polls.
     """

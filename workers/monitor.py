@@ -278,8 +278,8 @@ class Monitor:
             self._warned[rank] = number
             status = self.status(self._handles[rank])
             _log.warning(
-                "%s has made no progress for %.0f s while %s. If it hangs, nothing ends this: set step_timeout (seconds) "
-                "to get an error with its stack",
+                "%s has made no progress for %.0f s while %s. If it hangs, nothing ends this: set step_timeout "
+                "(seconds) to get an error with its stack",
                 status,
                 silence,
                 status.doing,
