@@ -107,16 +107,18 @@ def describe_exit(exitcode: int | None) -> str:
     """An exit code in words, with the signal's name."""
     if exitcode is None:
         return (
-            "has ended; its exit code is unknown: the process that started it does not answer, or SIGCHLD is ignored "
-            "here, or another thread has waited for it"
+            "has ended with an unknown exit code (the process that started it does not answer; or SIGCHLD is ignored "
+            "in this process, or another thread has waited for the exit)"
         )
     if exitcode == _NO_EXIT_CODE and _fork_server_has_ended():
         return (
-            f"ended with the fork server (pid {_fork_server_pid()}), which has exited or was killed, and with it the "
-            "workers of all samplers of this process,"
+            f"ended with the fork server (pid {_fork_server_pid()}, which has exited or was killed: the workers of all "
+            "samplers of this process end with it)"
         )
     if exitcode >= 0:
-        return f"exited with code {exitcode}"
+        # Another sampler may have started a new fork server already.
+        hint = ", or ended with the fork server that started it" if exitcode == _NO_EXIT_CODE else ""
+        return f"exited with code {exitcode}{hint}"
     try:
         name = signal.Signals(-exitcode).name
     except ValueError:

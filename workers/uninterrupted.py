@@ -26,13 +26,18 @@ class _Work(threading.Thread, Generic[T]):
     def __init__(self, work: Callable[[], T], undo: Callable[[T], Any]) -> None:
         super().__init__(name="penstock-start", daemon=True)
         self._work, self._undo, self._lock = work, undo, threading.Lock()
-        self._is_abandoned = False
+        self._has_begun = self._is_abandoned = False
+        self._deadline: float | None = None  # of the wait in `abandon`
         self.results: list[T] = []  #: one, when the work has succeeded
         self.error: BaseException | None = None
         # Not `join`: in some versions of Python, a thread counts as ended if an exception interrupts it.
         self.has_ended = threading.Event()
 
     def run(self) -> None:
+        with self._lock:
+            if self._is_abandoned:
+                return
+            self._has_begun = True
         try:
             result = self._work()
             with self._lock:
@@ -46,21 +51,27 @@ class _Work(threading.Thread, Generic[T]):
             self.has_ended.set()
 
     def abandon(self) -> None:
-        """The caller does not want the result any more: undo the work.
+        """The caller does not want the result any more: undo the work. Work that has not begun never begins.
 
-        A further exception of a signal handler does not end the wait for the work. It is raised afterwards.
+        A further exception of a signal handler does not end the wait for the work. It is raised afterwards. This may be
+        called twice.
         """
-        deadline, later = time.monotonic() + _ABANDON_SECONDS, None
-        while not self.has_ended.is_set() and (left := deadline - time.monotonic()) > 0:
+        later: BaseException | None = None
+        with self._lock:
+            if not self._has_begun:
+                self._is_abandoned = True
+                return
+            self._deadline = self._deadline or time.monotonic() + _ABANDON_SECONDS
+        while not self.has_ended.is_set() and (left := self._deadline - time.monotonic()) > 0:
             try:
                 self.has_ended.wait(left)
             except BaseException as error:
                 later = error
         with self._lock:
             self._is_abandoned = True
-            results = list(self.results)
-        for result in results:
+        for result in self.results:
             self._undo(result)
+        self.results.clear()
         if later is not None:
             raise later
 
@@ -76,14 +87,17 @@ def uninterrupted(
     thread, began = _Work(work, undo), time.monotonic()
     try:
         try:
-            thread.start()
-        except RuntimeError as error:  # the system allows no more threads
-            raise BlockingIOError(errno.EAGAIN, str(error)) from error
-        while not thread.has_ended.wait(_CHECK_SECONDS):
-            check(time.monotonic() - began)
-    except BaseException:
-        if thread.ident is not None:
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system allows no more threads
+                raise BlockingIOError(errno.EAGAIN, str(error)) from error
+            while not thread.has_ended.wait(_CHECK_SECONDS):
+                check(time.monotonic() - began)
+        except BaseException:
             thread.abandon()
+            raise
+    except BaseException:
+        thread.abandon()  # again: another exception of a signal handler may have come just before the first time
         raise
     thread.join()
     if thread.error is not None:

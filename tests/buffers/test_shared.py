@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock.buffers import ArraySpec, NamedArrays, NamedMemory, SharedBlock, memory_limits
+from penstock.buffers.shared import shared_mappings
 from penstock.errors import ConfigError
 
 from ..scale import scaled
@@ -155,12 +156,13 @@ def test_the_layout_crosses_to_a_worker_and_the_contents_do_not(
 
 
 @pytest.mark.usefixtures("starting")
-def test_a_worker_needs_no_descriptor_besides_its_mapping() -> None:
+def test_a_worker_keeps_one_descriptor_for_its_mapping() -> None:
+    """A fork of the worker needs it, to make the mapping private."""
     with opened(NamedMemory(specs_of((4,)), shared=True, purpose="a test")) as memory:
         before = descriptors()
         twin = pickle.loads(reduction.ForkingPickler.dumps(memory))
-        # Before Python 3.13, a mapping keeps a duplicate.
-        assert len(descriptors()) - len(before) == (sys.version_info < (3, 13))
+        # Before Python 3.13, a mapping keeps a duplicate too.
+        assert len(descriptors()) - len(before) == 1 + (sys.version_info < (3, 13))
         assert twin.arrays.a0.tolist() == [0] * 4
 
 
@@ -310,3 +312,21 @@ def test_dropping_without_closing_gives_every_descriptor_back() -> None:
     for fd in left:
         os.close(fd)
     assert left == {}
+
+
+def test_a_private_mapping_keeps_its_values_and_sends_none() -> None:
+    with opened(NamedMemory(specs_of((4,), (0,)), shared=True, purpose="a test")) as memory:
+        array = memory.arrays.a0
+        array[:] = 7
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for mapping in list(shared_mappings):
+                    mapping.make_private()
+                is_kept = array.tolist() == [7] * 4
+                array[:] = 8
+                os._exit(0 if is_kept and array.tolist() == [8] * 4 else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert array.tolist() == [7] * 4

@@ -117,7 +117,7 @@ def test_a_worker_that_a_stopped_fork_server_cannot_replace() -> None:
             os.kill(sampler.worker_pids[0], signal.SIGKILL)
             with pytest.raises(WorkerDiedError) as caught:
                 sampler.obtain_samples(0)
-    assert "its exit code is unknown, because the process that started it does not answer" in str(caught.value)
+    assert "has ended with an unknown exit code (the process that started it does not answer" in str(caught.value)
     assert "worker 0 could not be replaced: worker 0 could not be started within" in str(caught.value)
 
 

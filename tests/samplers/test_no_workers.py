@@ -118,12 +118,14 @@ class Leaving(Exception):
 
 
 @pytest.mark.usefixtures("no_idle_cpu")
-@pytest.mark.parametrize("error", [Wordless(), Leaving()])
+@pytest.mark.parametrize("kind", [Wordless, Leaving])
 @pytest.mark.parametrize("cls", [SerialSampler, GpuSampler])
-def test_an_exception_whose_text_cannot_be_made_breaks_the_sampler_too(cls: type[Sampler], error: Exception) -> None:
+def test_an_exception_whose_text_cannot_be_made_breaks_the_sampler_too(
+    cls: type[Sampler], kind: type[Exception]
+) -> None:
     class Raising(CountingEnv):
         def step(self, action: Any) -> Any:
-            raise error
+            raise kind
 
     size = {**SIZE, "serve_envs": "auto"} if cls is GpuSampler else {"batch_T": 4, "batch_B": 5}
     message = r"worker 0 .* raised .* while stepping env_rank 4, t=0 \(itr=0\): \(its message could not be formatted"
@@ -178,7 +180,8 @@ def test_an_error_of_another_sampler_is_that_of_the_environment() -> None:
     with GpuSampler(Nested, **SIZE, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         with pytest.raises(
-            WorkerError, match=r"raised WorkerError while stepping env_rank 0, t=0 .*: of another sampler"
+            WorkerError,
+            match=r"raised penstock\.errors\.WorkerError while stepping env_rank 0, t=0 .*: of another sampler",
         ):
             sampler.obtain_samples(0)
 

@@ -61,5 +61,5 @@ def test_the_end_of_the_fork_server_is_named_with_its_pid(monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         patched.setattr(server, "_forkserver_pid", pid)
         text = describe_exit(255)
-    assert f"the fork server (pid {pid}), which has exited or was killed" in text
-    assert "all samplers of this process" in text
+    assert f"the fork server (pid {pid}, which has exited or was killed: the workers of all samplers" in text
+    assert "or ended with the fork server" in describe_exit(255)

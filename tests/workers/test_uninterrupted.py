@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from penstock.workers.uninterrupted import uninterrupted
+from penstock.workers.uninterrupted import _Work, uninterrupted
 
 from ..process.support import BOUND, Script, until
 
@@ -60,6 +60,34 @@ def test_the_caller_gets_the_exception_when_the_work_has_ended_and_is_undone(
     with pytest.raises(Interruption):
         uninterrupted(work, undo=events.append)
     assert events == ["worked", "result"]
+
+
+def test_work_of_a_thread_that_has_not_begun_never_begins(
+    interrupted: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, the exception may come before the new thread runs for the first time."""
+    events: list[str] = []
+    left = threading.Event()
+    threads: list[threading.Thread] = []
+    plain = _Work.run
+
+    def run(self: Any) -> None:
+        threads.append(self)
+        assert left.wait(BOUND)
+        plain(self)
+
+    def start(self: Any) -> None:
+        threading.Thread.start(self)
+        os.kill(os.getpid(), signal.SIGALRM)
+        assert interrupted.wait(BOUND)
+
+    monkeypatch.setattr(_Work, "run", run)
+    monkeypatch.setattr(_Work, "start", start)
+    with pytest.raises(Interruption):
+        uninterrupted(lambda: events.append("worked"))
+    left.set()
+    threads[0].join()
+    assert events == []
 
 
 # The fork server of the tests must live, so a script ends its own one.
