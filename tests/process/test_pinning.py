@@ -35,7 +35,7 @@ def test_a_second_run_takes_another_cpu_and_says_so(tmp_path: Path) -> None:
         with ParallelSampler(CountingEnv, batch_T=2, batch_B=1) as sampler:
             sampler.initialize(RandomAgent())
             assert sampler.stats().workers[0].cpus == (mask[1],)
-            assert f"1 workers, on CPUs {mask[1]}" in repr(sampler)
+            assert f"1 worker, on CPUs {mask[1]}" in repr(sampler)
         with ShmVectorEnv([CountingEnv]) as envs:
             assert os.sched_getaffinity(envs.worker_pids[0]) == {mask[1]}
         for cls in (ParallelSampler, AlternatingSampler):
