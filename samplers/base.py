@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -15,22 +17,28 @@ import numpy.typing as npt
 
 from penstock.agents import Agent
 from penstock.buffers import Samples
+from penstock.buffers.reports import in_one_line
+from penstock.buffers.results import ObjectMessage
 from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn, fresh_seed
-from penstock.errors import ConfigError
+from penstock.envs.calls import EnvCall, pickled, results, single_results
+from penstock.envs.factory import descriptions, env_factories
+from penstock.envs.replay import EpisodeReplay
+from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, Setup, allocate
 from penstock.samplers.batches import Batches
 from penstock.samplers.config import SamplerConfig
-from penstock.samplers.env_calls import EnvironmentCalls
 from penstock.samplers.evaluation import until_enough, video_message, warn_if_unfinished
 from penstock.samplers.local import SerialPool
 from penstock.samplers.metrics import Metrics
 from penstock.samplers.plan import SamplerPlan, Share
-from penstock.samplers.results import infos_from_messages, infos_of
+from penstock.samplers.restoring import FORMAT, ResumeReport, check_state, load_server_agent, reasons
+from penstock.samplers.results import answers_to, infos_from_messages, infos_of
+from penstock.samplers.saving import RESEEDED, LoadMessage, SaveMessage, StateMessage, untrusted_class
 from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import SamplerStats, describe, worker_stats
 from penstock.workers import sigint
-from penstock.workers.arguments import integer, true_or_false
+from penstock.workers.arguments import integer, one_of, true_or_false
 from penstock.workers.call_guard import CallGuard
 from penstock.workers.control import Command
 from penstock.workers.cpu_claims import CpuClaims
@@ -45,7 +53,7 @@ if TYPE_CHECKING:
     from penstock.samplers.config import SamplerOptions
 
 
-class Sampler(EnvironmentCalls, ABC):
+class Sampler(ABC):
     """Samples batches `[batch_T, batch_B]` from `batch_B` environments.
 
     Args:
@@ -144,6 +152,9 @@ class Sampler(EnvironmentCalls, ABC):
     #: Why evaluations cannot be recorded as videos; empty if they can.
     _no_video = ""
 
+    #: Why this sampler cannot repeat episodes, and save and continue runs; empty if it can.
+    _no_restore = ""
+
     #: The states in which evaluations and calls on the environments are allowed.
     _idle_states: tuple[SamplerState, ...] = (SamplerState.READY,)
 
@@ -154,6 +165,17 @@ class Sampler(EnvironmentCalls, ABC):
     @abstractmethod
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool | SerialPool:
         """Start the workers. The pool becomes the owner of `resources`, and closes them."""
+
+    def _server_agent(self) -> Agent | None:
+        """The agent that acts for the environments of all workers; None if each worker has its own. Raises
+        `ConfigError` if it is in another process."""
+        return None
+
+    def _resume_server(self, generation: int) -> None:
+        """The inference server's streams are of this generation from now on."""
+
+    def _finish_batches(self, pool: Any, occasion: str) -> None:
+        """An evaluation or a call on the environments comes next: finish the batches that run."""
 
     # ---- initialize ------------------------------------------------------------------------
 
@@ -327,6 +349,186 @@ class Sampler(EnvironmentCalls, ABC):
         warn_if_unfinished(self.config, itr, len(infos))
         return infos
 
+    # ---- calls on the environments ------------------------------------------------------
+
+    def call(self, name: str, /, *args: Any, evaluation: bool = False, **kwargs: Any) -> list[Any]:
+        """Call the method `name` of every training (or evaluation) environment, between two batches.
+
+        Wrappers are searched from the outermost inwards. Returns the results by env_rank. Raises `EnvCallError` naming
+        the environment if one raises; the sampler stays usable.
+        """
+        return self._call(EnvCall("call", name, evaluation, args, kwargs))
+
+    def get_attr(self, name: str, /, *, evaluation: bool = False) -> list[Any]:
+        """The attribute `name` of every environment; see `call`."""
+        return self._call(EnvCall("get_attr", name, evaluation))
+
+    def set_attr(self, name: str, /, value: Any, *, evaluation: bool = False) -> None:
+        """Set the attribute `name` of every environment to `value`; a list or tuple has one value per environment.
+
+        If an environment has no such attribute, it is created, and a `RuntimeWarning` names the nearest one. A worker
+        that replaces another builds its environments again, without these values.
+        """
+        n_envs = self.config.eval_n_envs if evaluation else self.batch_B
+        values = value if isinstance(value, list | tuple) else [value] * n_envs
+        if len(values) != n_envs:
+            raise ConfigError(f"set_attr({name!r}) got {len(values)} values for {n_envs} environments")
+        found = self._call(EnvCall("set_attr", name, evaluation, values=values))
+        if created := [(env_rank, near) for env_rank, (is_new, near) in enumerate(found) if is_new]:
+            env_rank, near = created[0]
+            hint = f"; did you mean {near!r}?" if near else ""
+            warnings.warn(
+                f"set_attr has created the attribute {name!r}: {len(created)} of {n_envs} environments did not have it "
+                f"(the first is number {env_rank}){hint}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _call(self, call: EnvCall) -> list[Any]:
+        return results(call, self._perform(call))
+
+    def _perform(self, call: EnvCall) -> list[ObjectMessage]:
+        """What the workers send for `call`."""
+        with self._guard.require(call.verb, *self._idle_states):
+            pool, occasion = self._require_pool(call.verb), f"{call.verb} {call.name!r} on the environments"
+            self._finish_batches(pool, occasion)
+            return answers_to(pool, call, occasion)
+
+    # ---- one episode --------------------------------------------------------------------
+
+    def replay(self, env_rank: int, t: int) -> EpisodeReplay:
+        """The episode of an environment until step t of the last batch. `EpisodeReplay.run` repeats it in this process.
+        This needs `seed_episodes=True`.
+
+        Raises `ConfigError` if the environment waited for a reset at t, or for an argument out of range.
+        """
+        with self._guard.require("replay", *self._idle_states):
+            replays, first = self._replays, self._plans[0].env_ranks[0]
+            if self._no_restore:
+                raise SamplerStateError(f"replay was called {self._no_restore}")
+            if replays is None:
+                raise ConfigError(
+                    "replay needs to know the seeds of the episodes: construct the sampler with seed_episodes=True"
+                )
+            if not self._batches.held:
+                raise SamplerStateError("replay was called before the first batch: call obtain_samples first")
+            env_rank = integer("env_rank", env_rank, first, first + self.batch_B - 1)
+            t = integer("t", t, 0, self.batch_T - 1)
+            statuses = self._require_pool("replay").statuses()
+            (plan,) = (status.plan for status in statuses if env_rank in status.plan.env_ranks)
+            return replays.at(plan, env_rank, t, (self._batch - 1) % self._batches.n_slots)
+
+    # ---- save and continue a run --------------------------------------------------------
+
+    def state_dict(self, *, env_state: Literal["auto", "require", "never"] = "auto") -> dict[str, Any]:
+        """Everything that a new sampler needs to continue after the last batch, as numbers, text and bytes.
+
+        It contains counters, environments, unfinished trajectories, random streams, noise and recurrent state. It does
+        not contain the agent's parameters: save `agent.state_dict()` too. It may contain code: load only your own.
+
+        With `env_state="auto"`, each environment is saved exactly if a check shows that this works (`check_env_state`),
+        or if `seed_episodes=True` makes it possible to repeat its running episode. The others are "reseeded": they
+        begin new episodes with new seeds. "require" raises a `ConfigError` if there are such environments. With
+        "never", all are reseeded.
+        """
+        one_of("env_state", env_state, ("auto", "require", "never"))
+        with self._guard.require("state_dict", *self._idle_states):
+            self._check_restorable("state_dict")
+            server_agent = self._server_agent()
+            untrusted = untrusted_class(self.config.collector_cls, type(self._agent))
+            answers = self._send(SaveMessage(env_state != "never", untrusted), "state_dict")
+            columns = {rank: column for own, _ in answers for rank, column in own.items()}
+            reseeded = {rank: column["why"] for rank, column in columns.items() if column["kind"] == RESEEDED}
+            if env_state == "require" and reseeded:
+                raise ConfigError(f'state_dict(env_state="require"): {reasons(reseeded)}')
+            if server_agent is not None:
+                for b, column in enumerate(columns.values()):
+                    column["server"] = pickle.dumps(server_agent.column_state(b))
+            control = self._memory.control
+            return {
+                "format": FORMAT,
+                **self._described(),
+                "batches": self._batch,
+                "policy_version": self._memory.parameters.version,
+                "counts": self._metrics.counts(self.stats()),
+                "generation": max(control.generation(plan.worker_rank) for plan in self._plans),
+                "columns": columns,
+                "evaluations": {rank: list(counts) for _, own in answers for rank, counts in own.items()},
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> ResumeReport:
+        """Continue the run that `state_dict` has saved. Call this after `initialize`, before the first batch. Load the
+        agent's parameters first: this call publishes them. The number of workers, `batch_T` and the kind of sampler may
+        differ from those of the saved run. But a central sampler (`GpuSampler`, `AlternatingSampler`) cannot continue
+        the run of another kind, or the other way round.
+
+        Returns which environments continue exactly, and which began new episodes. The new seeds depend on how often the
+        run was continued, so none of its episodes comes again.
+
+        Raises `ConfigError` if `state` belongs to another run (another seed, other environments, spaces or classes), or
+        if a part of it is missing; nothing has changed then. Raises `SamplerBrokenError` if an environment cannot be
+        loaded: this sampler cannot be used any more, since other environments may continue the saved run.
+        """
+        with self._guard.require("load_state_dict", *self._idle_states):
+            self._check_restorable("load_state_dict")
+            if self._batches.held:
+                raise SamplerStateError("load_state_dict must be called after initialize, before the first batch")
+            server_agent, control, parameters = self._server_agent(), self._memory.control, self._memory.parameters
+            check_state(state, self._described(), type(self).__name__)
+            counts = {tuple(each) for each in state["evaluations"].values()}
+            generation = state["generation"] + 1
+            # A worker that is replaced from now on gets streams that were never used.
+            control.raise_generation(generation)
+            try:
+                self._resume_server(generation)
+                # Where workers were replaced, the evaluations differ from column to column: begin new streams.
+                evaluations = counts.pop() if len(counts) == 1 else (0, generation)
+                message = LoadMessage(state["columns"], evaluations, generation)
+                refused = {rank: why for own in self._send(message, "load_state_dict") for rank, why in own.items()}
+                if server_agent is not None:
+                    assert self.seed is not None
+                    load_server_agent(server_agent, state["columns"], refused, self.seed, generation)
+            except Exception as error:  # what the state contains may raise anything
+                if isinstance(error, SamplerBrokenError):
+                    raise
+                self._require_pool("load_state_dict").close(broken=True)
+                raise SamplerBrokenError(
+                    f"load_state_dict failed, so that some environments would continue the saved run and others not: "
+                    f"{in_one_line(error)}. The state is damaged, or belongs to another version of the environment: "
+                    "make a new sampler, and load another state"
+                ) from error
+            self._batch = state["batches"]
+            self._metrics.start_at(state["counts"])
+            parameters.continue_at(state["policy_version"], self._agent.read_parameters())
+            return ResumeReport(tuple(rank for rank in state["columns"] if rank not in refused), refused)
+
+    def _check_restorable(self, call: str) -> None:
+        if self._no_restore:
+            raise SamplerStateError(f"{call} was called {self._no_restore}")
+        if self.config.collector_cls.batched:
+            raise ConfigError(f"{call} needs single environments: a batched one cannot be divided among other workers")
+
+    def _described(self) -> dict[str, Any]:
+        """What a run must have in common with the run that continues it."""
+        config = self.config
+        return {
+            "seed": self.seed,
+            "env_ranks": [rank for plan in self._plans for rank in plan.env_ranks],
+            "environments": descriptions(env_factories(config.env_fn, config.env_kwargs, config.batch_B)),
+            "spaces": [str(self.observation_space), str(self.action_space)],
+            "classes": [cls.__qualname__ for cls in (type(self._agent), config.collector_cls, config.traj_info_cls)],
+            "central": self._central,
+            "seed_episodes": config.seed_episodes,
+        }
+
+    def _send(self, message: StateMessage, call: str) -> list[Any]:
+        """Let all workers perform `message`. Returns their answers, by env_rank."""
+        pool = self._require_pool(call)
+        pool.run(
+            Command(has_message=True), call, discard=pool.take_messages, message=pickled(message, "the saved state")
+        )
+        return single_results(call, pool.take_messages())
+
     # ---- inspection ------------------------------------------------------------------------
 
     @property
@@ -344,6 +546,11 @@ class Sampler(EnvironmentCalls, ABC):
         """The process ids of the workers by rank, then that of the inference server if it is a process. Empty before
         `initialize`, for a sampler without processes, and when the workers have ended (`shutdown`, a failure)."""
         return [] if self._pool is None else list(self._pool.pids)
+
+    def _require_pool(self, call: str) -> WorkerPool | SerialPool:
+        if self._pool is None:
+            raise SamplerStateError(f"{call} was called before initialize: call sampler.initialize(agent) first")
+        return self._pool
 
     def stats(self) -> SamplerStats:
         """Where the workers' time went since `initialize`."""

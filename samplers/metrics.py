@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 
 from penstock.collectors import TrajInfo
@@ -13,6 +13,8 @@ from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats
 
 _NEWEST = 100  # how many trajectories of batches the figures are of
 _KINDS = ("idle", "acting", "stepping")
+#: The figures that a resumed run continues; the others are of this sampler.
+COUNTS = ("env_steps", "batches", "trajectories", "seconds")
 
 
 class Metrics:
@@ -25,19 +27,32 @@ class Metrics:
         #: The trajectories of the last evaluation; None without evaluation environments.
         self.evaluation: Sequence[TrajInfo] | None = [] if has_evaluation else None
         self._began = self._called = time.monotonic()
-        self._steps = 0
+        self._steps = 0.0
+        self._before = dict.fromkeys(COUNTS, 0.0)  # counts of the runs that this one continues
         self._seconds: dict[str, tuple[float, ...]] = {}  # at the last call: worker or server, seconds of each kind
+
+    def counts(self, stats: SamplerStats) -> dict[str, float]:
+        """The counts of this run, with those of the runs that it continues."""
+        workers, before = stats.workers, self._before
+        return {
+            "env_steps": before["env_steps"] + sum(worker.steps for worker in workers),
+            "batches": before["batches"] + min(worker.batches for worker in workers),
+            "trajectories": before["trajectories"] + sum(worker.trajectories for worker in workers),
+            "seconds": before["seconds"] + time.monotonic() - self._began,
+        }
+
+    def start_at(self, counts: Mapping[str, float]) -> None:
+        """Continue the counts of a saved run."""
+        self._before = {name: counts[name] for name in COUNTS}
+        self._steps = counts["env_steps"]
 
     def figures(self, stats: SamplerStats, server: ServerStats | None, policy_version: int | None) -> dict[str, float]:
         """See `Sampler.metrics`."""
         now, workers = time.monotonic(), stats.workers
-        steps = sum(worker.steps for worker in workers)
-        seconds = now - self._called
+        counts = self.counts(stats)
+        steps, seconds = counts["env_steps"], now - self._called
         figures: dict[str, float] = {
-            "sampler/env_steps": steps,
-            "sampler/batches": min(worker.batches for worker in workers),
-            "sampler/trajectories": sum(worker.trajectories for worker in workers),
-            "sampler/seconds": now - self._began,
+            **{f"sampler/{name}": value for name, value in counts.items()},
             "sampler/steps_per_second": (steps - self._steps) / seconds if seconds else 0.0,
             "sampler/policy_version": math.nan if policy_version is None else policy_version,
             "sampler/restarts": stats.restarts,

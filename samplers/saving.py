@@ -38,7 +38,9 @@ class SavedColumn(TypedDict):
 
     kind: str  #: "get_state", "pickle", "replay" or "reseeded"
     why: str  #: why it is reseeded; empty otherwise
-    data: bytes  #: everything that the column needs to continue, pickled; empty if it is reseeded
+    #: Everything that the column needs to continue, pickled; None if it is reseeded. Not `b""`: torch.save writes empty
+    #: bytes as a call, which torch.load refuses.
+    data: bytes | None
 
 
 @dataclass
@@ -105,7 +107,7 @@ class SaveMessage(StateMessage):
     def _save(self, parts: WorkerParts, column: int) -> SavedColumn:
         collector, envs = parts.collector, parts.collector.envs
         if self.untrusted or not self.saves_envs:
-            return SavedColumn(kind=RESEEDED, why=self.untrusted or 'env_state="never"', data=b"")
+            return SavedColumn(kind=RESEEDED, why=self.untrusted or 'env_state="never"', data=None)
         episodes = None if collector._episodes is None else collector._episodes.column_state(column)
         kind, env, why = "", b"", _proof(parts, column)
         if not why:
@@ -115,7 +117,7 @@ class SaveMessage(StateMessage):
                 why = str(error)
         if why:
             if episodes is None or episodes["n_missing"]:
-                return SavedColumn(kind=RESEEDED, why=why, data=b"")
+                return SavedColumn(kind=RESEEDED, why=why, data=None)
             kind = "replay"
         values = {
             "env": env,
@@ -128,7 +130,7 @@ class SaveMessage(StateMessage):
             data = cloudpickle.dumps(values)
             pickle.loads(data)
         except Exception as error:  # for example an attribute of a TrajInfo subclass
-            return SavedColumn(kind=RESEEDED, why=f"its state cannot be pickled: {in_one_line(error)}", data=b"")
+            return SavedColumn(kind=RESEEDED, why=f"its state cannot be pickled: {in_one_line(error)}", data=None)
         return SavedColumn(kind=kind, why="", data=data)
 
 
@@ -207,6 +209,7 @@ def restart_agent(agent: Agent, columns: Sequence[int], streams: ColumnStreams) 
 
 def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
     """Continue this column. Returns why that is impossible if a repeated episode differs; otherwise an empty text."""
+    assert saved["data"] is not None
     collector, state = parts.collector, pickle.loads(saved["data"])
     envs, episodes = collector.envs, state["episodes"]
     assert isinstance(envs, EnvColumns)

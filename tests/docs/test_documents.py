@@ -374,9 +374,9 @@ def test_four_runs_at_once_give_what_one_alone_gives(scripts: Path) -> None:
     runs = outputs(*(Program([scripts / "train.py", seed], cwd=scripts, light=True) for seed in range(4)))
     found = [re.search(r"seed (\d) return (\S+)", run) for run in runs]
     assert [match and match[1] for match in found] == list("0123")
-    pinned = [cpu for run in runs for cpu in re.findall(r"1 workers, on CPUs (\d+)", run)]
+    pinned = [cpu for run in runs for cpu in re.findall(r"1 worker, on CPUs (\d+)", run)]
     assert len(pinned) == len(set(pinned))
-    assert len(pinned) + sum("1 workers, not pinned" in run for run in runs) == 4
+    assert len(pinned) + sum("1 worker, not pinned" in run for run in runs) == 4
     expected = " ".join(["returns", *(match[2] for match in found[:2] if match)])
     sweep = scripts / "sweep.py"
     sweep.write_text(sweep.read_text().replace("range(4)", "range(2)").replace("4)", "2)"))

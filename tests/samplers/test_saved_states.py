@@ -1,0 +1,94 @@
+"""States of a saved run that are damaged, and what of a state every reader can read. `test_resume.py` has the runs."""
+
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import ConfigError, ParallelSampler, RandomAgent, Sampler, SamplerBrokenError, SerialSampler
+from penstock.envs import CountingEnv
+
+both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+
+
+def make(cls: type[Sampler] = SerialSampler, **options: Any) -> Sampler:
+    sampler = cls(CountingEnv, batch_T=4, batch_B=4, n_workers=2, max_decorrelation_steps=0, **options)
+    sampler.initialize(RandomAgent(), seed=1)
+    return sampler
+
+
+def state_of(sampler: Sampler, n_batches: int = 2, **options: Any) -> dict[str, Any]:
+    with sampler:
+        for itr in range(n_batches):
+            sampler.obtain_samples(itr)
+        return sampler.state_dict(**options)
+
+
+@pytest.mark.parametrize("env_state", ["auto", "never"])
+def test_torch_reads_a_state_as_documented(env_state: Any) -> None:
+    state, file = state_of(make(), env_state=env_state), io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    read = torch.load(file)  # with weights_only=True, its default
+    with make() as sampler:
+        report = sampler.load_state_dict(read)
+    assert len(report.exact if env_state == "auto" else report.reseeded) == 4
+
+
+@both
+def test_a_column_that_cannot_be_loaded_breaks_the_sampler(cls: type[Sampler]) -> None:
+    state = state_of(make(), env_state="require")
+    state["columns"][2]["data"] = state["columns"][2]["data"][:20]
+    with make(cls) as sampler:
+        with pytest.raises(SamplerBrokenError, match=r"load_state_dict failed.*UnpicklingError.*make a new sampler"):
+            sampler.load_state_dict(state)
+        with pytest.raises(SamplerBrokenError, match="load_state_dict failed"):
+            sampler.obtain_samples(0)
+
+
+@both
+def test_counts_continue_after_a_resume(cls: type[Sampler]) -> None:
+    state = state_of(make(), 3)
+    with make(cls) as sampler:
+        sampler.load_state_dict(state)
+        before = sampler.metrics()
+        sampler.obtain_samples(3)
+        after, again = sampler.metrics(), sampler.state_dict()
+    assert before["sampler/env_steps"] == 3 * 16
+    assert before["sampler/steps_per_second"] == 0
+    assert (after["sampler/env_steps"], after["sampler/batches"]) == (4 * 16, 4)
+    assert after["sampler/trajectories"] >= before["sampler/trajectories"] == state["counts"]["trajectories"] > 0
+    assert after["sampler/seconds"] > state["counts"]["seconds"]
+    with make() as sampler:  # a resume of a resume
+        sampler.load_state_dict(again)
+        assert sampler.metrics()["sampler/env_steps"] == 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("part", "damaged", "message"),
+    [
+        ("evaluations", None, "its counts, columns and evaluations must be dicts"),
+        ("evaluations", {0: 3}, "its evaluations must be pairs of integers"),
+        ("columns", [], "its counts, columns and evaluations must be dicts"),
+        ("columns", {}, "it has no column 0"),
+        ("columns", {0: {"kind": "pickle"}}, "it has no column 0"),
+        ("columns", {0: {"kind": "pickle", "why": "", "data": None}}, "its column 0 has no data"),
+        ("counts", {"env_steps": "3"}, "its counts have no number env_steps"),
+    ],
+)
+def test_a_damaged_state_changes_nothing(part: str, damaged: Any, message: str) -> None:
+    state = state_of(make())
+    with make() as sampler:
+        version = sampler._memory.parameters.version
+        with pytest.raises(ConfigError, match=f"this state is damaged: {message}"):
+            sampler.load_state_dict({**state, part: damaged})
+        assert sampler._memory.parameters.version == version
+        assert len(sampler.load_state_dict(state).exact) == 4
+
+
+def test_a_state_of_other_classes_says_what_to_use() -> None:
+    state = pickle.loads(pickle.dumps(state_of(make())))
+    with make() as sampler, pytest.raises(ConfigError, match="use an agent, a collector and a TrajInfo of the same"):
+        sampler.load_state_dict({**state, "classes": ["Other", "ResetCollector", "TrajInfo"]})
