@@ -133,6 +133,7 @@ setup(
         "numpy>=1.25",
         "torch>=2.1",
         "psutil>=5.9",
+        "fasteners>=0.18",
         "cloudpickle>=2.2",
         "threadpoolctl>=3.5",
         "gymnasium>=1.1",

@@ -14,7 +14,6 @@ from penstock.buffers.shared import ArraySpec, NamedMemory
 _TEXT_BYTES = 40 * 1024
 _EXCEPTION_BYTES = 16 * 1024
 _HEADLINE_BYTES = 1024
-_CLEANUP_BYTES = 256
 
 
 class RemoteTraceback(Exception):
@@ -42,7 +41,7 @@ class Report:
 
 
 class ReportBoard:
-    """A fixed-size area per worker: its exception, cut if it is too long, and what to clean up if it is killed."""
+    """A fixed-size area per worker: its exception, cut if it is too long."""
 
     def __init__(self, n_workers: int, *, shared: bool) -> None:
         byte = np.dtype(np.uint8)
@@ -51,23 +50,12 @@ class ReportBoard:
             headline=ArraySpec((n_workers, _HEADLINE_BYTES), byte),
             text=ArraySpec((n_workers, _TEXT_BYTES), byte),
             exception=ArraySpec((n_workers, _EXCEPTION_BYTES), byte),
-            cleanup=ArraySpec((n_workers, _CLEANUP_BYTES), byte),
         )
         self.memory = NamedMemory(specs, shared=shared, purpose="the workers' failure reports")
 
     def clear(self, worker_rank: int) -> None:
         """Main process: forget the report of a worker that is being replaced."""
         self.memory.arrays.sizes[worker_rank] = 0
-
-    def announce_cleanup(self, worker_rank: int, name: str) -> None:
-        """Worker: if this worker is killed, the main process must call the function `name` (`workers/cleanup.py`)."""
-        names = "\n".join([*self.cleanup_functions(worker_rank), name]).encode()[:_CLEANUP_BYTES]
-        self.memory.arrays.cleanup[worker_rank, : len(names)] = np.frombuffer(names, np.uint8)
-
-    def cleanup_functions(self, worker_rank: int) -> list[str]:
-        """The functions that this worker, or a worker that it replaced, has announced."""
-        text: bytes = self.memory.arrays.cleanup[worker_rank].tobytes()
-        return text.rstrip(b"\0").decode().splitlines()
 
     def write(self, worker_rank: int, error: BaseException) -> None:
         """Worker: report `error`."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import NoReturn
 
-from penstock.ports.claims import PortClaim
 from penstock.ports.search import PortProtocol, PortSearch, ServerAddress, port_range, resolve
+from penstock.workers.claims import Claim
 
 
 class PortLease:
@@ -21,13 +21,13 @@ class PortLease:
     make one.
     """
 
-    def __init__(self, claim: PortClaim, address: ServerAddress) -> None:
+    def __init__(self, claim: Claim, address: ServerAddress) -> None:
         self._claim, self._address = claim, address
 
     @property
     def port(self) -> int:
         """The port's number."""
-        return self._claim.port
+        return int(self._claim.label)
 
     @property
     def host(self) -> str:

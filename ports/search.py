@@ -18,8 +18,8 @@ from typing import Any, Literal
 import psutil
 
 from penstock.errors import ConfigError, PortLeaseError
-from penstock.ports.claims import PortClaim, claim, owner_of, prepare_process
 from penstock.workers.arguments import integer
+from penstock.workers.claims import Claim, claim, owner_of
 
 PortProtocol = Literal["tcp", "udp"]
 _SOCKET_TYPES = {"tcp": socket.SOCK_STREAM, "udp": socket.SOCK_DGRAM}
@@ -139,11 +139,10 @@ class PortSearch:
         if not is_number or not self.timeout >= 0:
             raise ConfigError(f"timeout must be a number of seconds, 0 or more, got {self.timeout!r}")
 
-    def run(self) -> list[PortClaim]:
+    def run(self) -> list[Claim]:
         """Claim `n` free ports, sorted. If there are too few, release all and raise `PortLeaseError`."""
-        prepare_process()
         start_time = time.monotonic()
-        found: list[PortClaim] = []
+        found: list[Claim] = []
         try:
             while not self._search_once(found):
                 seconds = time.monotonic() - start_time
@@ -151,21 +150,29 @@ class PortSearch:
                     _release(found)  # before the report, which must show them as free
                     raise PortLeaseError(self._failure(seconds))
                 time.sleep(_RETRY_SECONDS)
-        except BaseException:
+        except BaseException as error:
             _release(found)
+            if isinstance(error, OSError):
+                raise PortLeaseError(
+                    f"no port can be leased here: {error}. A sandbox may forbid it, or this process has too many open "
+                    "files. Or name a folder on a local disk in the environment variable PENSTOCK_PORT_FOLDER"
+                ) from error
             raise
-        return sorted(found, key=lambda each: each.port)
+        return sorted(found, key=_port_of)
 
-    def _search_once(self, found: list[PortClaim]) -> bool:
+    def _search_once(self, found: list[Claim]) -> bool:
         """Search the range once and add claims to `found`. Returns whether there are `n` now."""
         for port in self._order():
-            if self.consecutive and found and port != found[-1].port + 1:
+            if self.consecutive and found and port != _port_of(found[-1]) + 1:
                 _release(found)
             # Claim first, then bind: binding another owner's port could stop the owner's server from starting.
-            if (new := claim(port, self.address.can_bind)) is not None:
-                found.append(new)
-                if len(found) == self.n:
-                    return True
+            if (new := claim("port", str(port))) is None:
+                continue
+            found.append(new)
+            if not self.address.can_bind(port):
+                found.pop().release()
+            elif len(found) == self.n:
+                return True
         if self.consecutive:
             _release(found)
         return False
@@ -190,7 +197,11 @@ class PortSearch:
         )
 
 
-def _release(found: list[PortClaim]) -> None:
+def _port_of(found: Claim) -> int:
+    return int(found.label)
+
+
+def _release(found: list[Claim]) -> None:
     while found:
         found.pop().release()
 
@@ -204,7 +215,7 @@ def describe_ports(ports: Sequence[int], address: ServerAddress) -> str:
     ports_by_user: dict[str, list[int]] = defaultdict(list)
     since: dict[str, float] = {}
     for port in ports:
-        if (owner := owner_of(port)) is not None:
+        if (owner := owner_of("port", str(port))) is not None:
             user = f"leased by {process(owner.pid, owner.uid)}"
             if owner.since is not None:
                 since[user] = min(owner.since, since.get(user, owner.since))

@@ -13,7 +13,7 @@ from penstock.buffers import native
 from penstock.buffers.memory_limits import free_memory
 from penstock.buffers.reports import in_one_line
 from penstock.errors import PenstockError
-from penstock.ports.lock_files import ports_with_lock_file
+from penstock.ports import lease_port
 from penstock.workers.affinity import usable_cpus
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -23,7 +23,7 @@ _LITTLE_MEMORY = 2**30
 
 def advice() -> Iterator[str]:
     """One sentence or two for each finding: what was found, and what to do. Starts a small sampler."""
-    for look in (_torch, _compiler, _cpus, _quota, _load, _memory, _shared_memory, _descriptors, _locks, _sampling):
+    for look in (_torch, _compiler, _cpus, _quota, _load, _memory, _shared_memory, _descriptors, _ports, _sampling):
         yield from look()
 
 
@@ -91,9 +91,9 @@ def _descriptors() -> Iterator[str]:
         yield f"a process may open {limit} files, which is too few for many workers: ulimit -n {max(most, limit)}"
 
 
-def _locks() -> Iterator[str]:
+def _ports() -> Iterator[str]:
     try:
-        ports_with_lock_file()
+        lease_port().release()
     except PenstockError as error:
         yield f"ports cannot be leased, and workers of several runs may be pinned to the same CPUs: {error}"
 

@@ -22,8 +22,8 @@ from hypothesis import settings
 
 from penstock import ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
-from penstock.ports.lock_files import FOLDER_VARIABLE, ports_with_lock_file
 from penstock.vector import ShmVectorEnv
+from penstock.workers import claims
 
 from . import scale
 from .scale import START_METHODS, scaled
@@ -69,13 +69,14 @@ def start_method(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _port_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A folder of lock files for this process alone."""
-    os.environ[FOLDER_VARIABLE] = str(tmp_path_factory.mktemp("ports") / "locks")
+def _lock_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Folders of lock files for this process alone."""
+    for kind in ("PORT", "CPU"):
+        os.environ[f"PENSTOCK_{kind}_FOLDER"] = str(tmp_path_factory.mktemp(kind) / "locks")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _servers(_port_folder: None) -> None:
+def _servers(_lock_folders: None) -> None:
     """Start the fork server and the resource tracker, which live as long as the process."""
     if HAS_TORCH:  # then the fork server imports torch
         with ParallelSampler(CountingEnv, batch_T=1, batch_B=1) as sampler:
@@ -127,13 +128,12 @@ def _shm_names() -> set[str]:
 
 
 def _holdings() -> list[set[object]]:
-    lock_files = set(ports_with_lock_file())
-    return [set(_children()), set(_descriptors()), set(_shm_names()), set(threading.enumerate()), set(lock_files)]
+    return [set(_children()), set(_descriptors()), set(_shm_names()), set(threading.enumerate()), set(claims._claims)]
 
 
 @pytest.fixture(autouse=True)
 def nothing_left(_servers: None) -> Iterator[None]:
-    """A test leaves no child process, descriptor, thread, lock file or name in /dev/shm behind."""
+    """A test leaves no child process, descriptor, thread, name in /dev/shm, or claim on a port or a CPU behind."""
     before = _holdings()
     yield
     if not any(after - then for after, then in zip(_holdings(), before, strict=True)):
@@ -145,7 +145,7 @@ def nothing_left(_servers: None) -> Iterator[None]:
     while names and time.monotonic() < deadline:
         time.sleep(0.01)  # tests in other processes have names there too, while they run
         names &= _shm_names()
-    kinds = ("processes", "descriptors", "names in /dev/shm", "threads", "lock files")
+    kinds = ("processes", "descriptors", "names in /dev/shm", "threads", "claims")
     for kind, after, then in zip(kinds, _holdings(), before, strict=True):
         assert (names if kind == "names in /dev/shm" else after - then) == set(), f"{kind} left behind"
 

@@ -1,28 +1,24 @@
 """Claims on CPUs: several processes on one machine must not all pin their workers to the first CPUs.
 
-A claim is a name in the kernel's abstract namespace of Unix sockets. All processes that share the network see it, only
-one socket can have it, and the kernel frees it when its process ends. Other systems than Linux have no claims.
+`claims.py` explains what a claim is. If a system has no claims, every process may use every CPU.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from itertools import islice
 
+from penstock.workers.claims import Claim, claim
 from penstock.workers.plan import Affinity, assign_cpus
 
 #: Processes with different values of this environment variable do not see each other's claims.
 NAMESPACE_VARIABLE = "PENSTOCK_CPU_NAMESPACE"
 
 _lock = threading.RLock()
-_sockets: dict[int, socket.socket] = {}  # by CPU: what this process has claimed
+_claims: dict[int, Claim] = {}  # by CPU: what this process has claimed
 _users: Counter[int] = Counter()  # how many samplers and vector environments of this process use a CPU
 
 
@@ -76,32 +72,28 @@ class CpuClaims:
 
 def _is_ours(cpu: int) -> bool:
     """Claim the CPU if no other process has claimed it. Returns whether this process has it."""
-    if cpu in _sockets or sys.platform != "linux":
+    if cpu in _claims:
         return True
-    with ExitStack() as stack:
-        try:
-            claim = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-            claim.bind(f"\0penstock-cpu-{cpu}-{os.environ.get(NAMESPACE_VARIABLE, '')}")
-        except OSError as error:
-            return error.errno != errno.EADDRINUSE  # another process has it; other errors: this system has no claims
-        stack.pop_all()
-        _sockets[cpu] = claim
+    namespace = os.environ.get(NAMESPACE_VARIABLE, "").replace("/", "_")  # it becomes part of the name of a file
+    try:
+        new = claim("cpu", f"{cpu}-{namespace}")
+    except OSError:  # this system has no claims
         return True
+    if new is not None:
+        _claims[cpu] = new
+    return new is not None
 
 
 def _release_unused() -> None:
-    for cpu in [cpu for cpu in _sockets if not _users[cpu]]:
-        _sockets.pop(cpu).close()
+    for cpu in [cpu for cpu in _claims if not _users[cpu]]:
+        _claims.pop(cpu).release()
 
 
 def _abandon() -> None:
-    """In a fork: an open copy of a socket would keep the claim after its owner has ended. Another thread of the parent
-    may have held the lock."""
+    """In a fork, which inherits no claim. Another thread of the parent may have held the lock."""
     global _lock  # noqa: PLW0603 - a property of the process
     _lock = threading.RLock()
-    for claim in _sockets.values():
-        claim.close()
-    _sockets.clear()
+    _claims.clear()
     _users.clear()
 
 

@@ -179,17 +179,15 @@ def examine_exits(
     forced: Mapping[int, WorkerStatus],
     status_of: Callable[[WorkerHandle], WorkerStatus],
     reports: ReportBoard,
-) -> tuple[list[str], list[WorkerFailure], set[int | None]]:
+) -> tuple[list[str], list[WorkerFailure]]:
     """Reap the workers of a pool that closes. `forced` has the workers that the pool had to kill, by rank.
 
-    Returns three things: a text for each worker that did not exit well, the workers that something else has killed, and
-    the exit codes.
+    Returns a text for each worker that did not exit well, and the workers that something else has killed.
     """
-    complaints, killed, exitcodes = list[str](), list[WorkerFailure](), set[int | None]()
+    complaints, killed = list[str](), list[WorkerFailure]()
     for handle in handles:
         is_unreported = not handle.is_reaped
         exitcode = handle.reap()  # this also kills what its environments have left running
-        exitcodes.add(exitcode)
         status, report = status_of(handle), reports.read(handle.rank)
         failure = WorkerFailure(status, exitcode, report)
         if handle.rank in forced:
@@ -199,4 +197,4 @@ def examine_exits(
             killed.append(failure)
         if report is not None or status.progress.phase is Phase.CLOSING:
             complaints.append(failure.told())
-    return complaints, killed, exitcodes
+    return complaints, killed

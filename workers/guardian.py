@@ -5,10 +5,9 @@ The kernel's parent-death signal reaches the worker, but not the processes that 
 guardian depends on neither of these two. It reads from a pipe whose other end the main process holds, so it notices the
 end of the main process, whatever the reason.
 
-At first the guardian waits half a second: the watchdogs of the workers also release lock files. During this time it
-keeps the fork server alive, because the exit of the fork server triggers the parent-death signal. Then it kills the
-workers that are left. If the main process is gone, it also kills the fork server, and removes its socket and the folder
-of the socket.
+It kills the workers at once. If the main process is gone half a second later, it also kills the fork server, and
+removes its socket and the folder of the socket. Until then it keeps the fork server alive, because the exit of the fork
+server triggers the parent-death signal.
 """
 
 from __future__ import annotations
@@ -56,11 +55,12 @@ while read -r line; do
         -*) case $workers in *" $worker "*) workers="${workers%% $worker *} ${workers#* $worker }" ;; esac ;;
     esac
 done
-sleep 0.5
 for worker in $workers; do
     end "$worker"
 done
-# The pipe is also closed if an exception ends `close`. Then the main process needs its fork server.
+# The pipe is also closed if an exception ends `close`. Then the main process needs its fork server. A process that ends
+# closes its pipes shortly before it seems to have ended.
+sleep 0.5
 exists "$1" && [ "$state" != Z ] && exit
 # While it imports modules, the fork server does not notice the end of the main process.
 [ "$2" ] && end "$2"

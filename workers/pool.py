@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.buffers.reports import ReportBoard
 from penstock.buffers.results import ObjectMessage, ObjectPipe
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError, WorkerTimeoutError
-from penstock.workers import cleanup, sigint
+from penstock.workers import sigint
 from penstock.workers.control import Command
 from penstock.workers.failures import WorkerFailure, WorkerStatus, add_killed, examine_exits, make_error
 from penstock.workers.forks import abandon_in_forks
@@ -380,10 +380,7 @@ class WorkerPool:
         """End all workers, and warn if one did not exit well. Returns as `close` does."""
         self._lookout.stop()
         forced = self._monitor.make_them_exit(self.handles, _EXIT_BROKEN_SECONDS if broken else _EXIT_SECONDS)
-        complaints, killed, exitcodes = examine_exits(self.handles, forced, self._monitor.status, self._reports)
-        if exitcodes - {0}:
-            names = {name for handle in self.handles for name in self._reports.cleanup_functions(handle.rank)}
-            cleanup.remove_stale(names)
+        complaints, killed = examine_exits(self.handles, forced, self._monitor.status, self._reports)
         if complaints and not broken:
             warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=5)
         return killed

@@ -19,7 +19,6 @@ from typing import Any
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.shared import shared_mappings
-from penstock.workers import cleanup
 from penstock.workers.affinity import limit_threads, pin
 from penstock.workers.gates import MainProcessGone
 from penstock.workers.marking import note_worker
@@ -36,7 +35,6 @@ _log = logging.getLogger("penstock")
 
 _PR_SET_PDEATHSIG = 1
 _PARENT_POLL_SECONDS = 0.5
-_RELEASE_SECONDS = 1.0
 
 
 def worker_main(args: WorkerProcessArgs) -> None:
@@ -57,7 +55,6 @@ def worker_main(args: WorkerProcessArgs) -> None:
         how = f"raised {in_one_line(error)} in"
     else:
         progress.enter(Phase.CLOSED)
-    cleanup.run_at_exit()  # `os._exit` runs no exit handlers
     with contextlib.suppress(Exception):  # standard output may be closed, broken or None
         if os.getpid() != pid:
             print(
@@ -110,7 +107,6 @@ def _detach(args: WorkerProcessArgs) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the fork server blocks it; programs inherit that
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     args.stacks.install()
-    cleanup.announce_to(lambda name: args.reports.announce_cleanup(args.plan.worker_rank, name))
     if args.dies_with_parent and sys.platform == "linux":
         _end_with_parent()
     threading.Thread(target=_watch_main_process, args=(args.main_process,), name="watchdog", daemon=True).start()
@@ -171,16 +167,7 @@ def _watch_main_process(main_process: InheritedFd | None) -> None:
     _kill_own_group()
 
 
-_gone_lock = threading.Lock()  # held for ever by the first thread that finds the main process gone
-
-
 def _kill_own_group() -> None:
-    _gone_lock.acquire(timeout=_RELEASE_SECONDS)  # a second thread would kill the first before it has finished
-    try:
-        # If the main thread is busy, this thread waits up to 5 ms for the interpreter after each system call.
-        sys.setswitchinterval(1e-6)
-        cleanup.run_at_exit()
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(os.getpgrp(), signal.SIGKILL)
-        os._exit(1)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(1)

@@ -12,8 +12,6 @@ import psutil
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from penstock.ports.lock_files import FOLDER_VARIABLE
-
 pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.slow]
 
 ROOT = Path(__file__).parent.parent.parent
@@ -67,7 +65,7 @@ def test_the_example_recovers_from_a_killed_server(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=110,
-        env={**os.environ, FOLDER_VARIABLE: str(locks)},
+        env={**os.environ, "PENSTOCK_PORT_FOLDER": str(locks)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 worker was restarted" in done.stdout

@@ -4,6 +4,7 @@ import gc
 import os
 import pickle
 import socket
+import sys
 import threading
 
 import pytest
@@ -13,11 +14,15 @@ from hypothesis import strategies as st
 from penstock import ConfigError, PortLeaseError
 from penstock.ports import PortLease, lease_port, leases
 from penstock.ports import search as search_module
-from penstock.ports.claims import release_all
-from penstock.ports.lock_files import ports_with_lock_file
 from penstock.ports.search import resolve
+from penstock.workers import claims
+from penstock.workers.claims import lock_folder
 
 pytestmark = pytest.mark.xdist_group("ports")
+
+
+def ports_with_lock_file() -> list[int]:
+    return sorted(int(path.stem) for path in lock_folder("port").glob("*.lock"))
 
 
 @pytest.fixture
@@ -225,7 +230,6 @@ def test_a_fork_owns_nothing(stretch: range) -> None:
             code = 1
             try:
                 mine.release()
-                release_all()
                 with pytest.raises(PortLeaseError, match=f"leased by pid {os.getppid()} "):
                     lease(stretch[:1])
                 with lease(stretch[1:2]) as own:
@@ -237,6 +241,18 @@ def test_a_fork_owns_nothing(stretch: range) -> None:
         assert ports_with_lock_file() == [mine.port]
         with pytest.raises(PortLeaseError, match="this process"):
             lease(stretch[:1])
+
+
+def test_a_folder_that_cannot_be_used(stretch: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example because the file system is read-only or full."""
+    monkeypatch.setenv("PENSTOCK_PORT_FOLDER", "/dev/null/locks")
+    if sys.platform == "linux":
+        with lease(stretch[:1]), pytest.raises(PortLeaseError, match=f"leased by pid {os.getpid()} "):
+            lease(stretch[:1])
+    monkeypatch.setattr(claims, "_HAS_NAMES", False)
+    with pytest.raises(PortLeaseError, match=r"/dev/null/locks/\d+.lock cannot be used: .*PENSTOCK_PORT_FOLDER"):
+        lease(stretch)
+    assert not claims._claims
 
 
 def test_a_lease_cannot_be_pickled(stretch: range) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.errors import PortLeaseError
 from penstock.ports import PortLeases, leases
-from penstock.ports.claims import remove_stale
+from penstock.workers.claims import remove_stale
 
 from .support import BOUND, until
 
@@ -116,7 +116,7 @@ def peers(n: int, first: Callable[[], None] = lambda: None) -> Iterator[list[Pee
     finally:
         for peer in them:
             peer.close()
-        remove_stale()
+        remove_stale("port")
 
 
 def all_at_once(them: Sequence[Peer], n: int, ports: range, **options: Any) -> list[int]:

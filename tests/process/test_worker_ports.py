@@ -1,4 +1,4 @@
-"""Ports that environments lease: a lease ends with its worker, and no run leaves a lock file."""
+"""Ports that environments lease: a lease ends with its worker, and no run leaves a lock."""
 
 import os
 import signal
@@ -11,8 +11,8 @@ import pytest
 from penstock import ParallelSampler, PortLeaseError, RandomAgent
 from penstock.envs import CountingEnv
 from penstock.ports import PortLease, lease_port
-from penstock.ports.lock_files import FOLDER_VARIABLE, ports_with_lock_file
 from penstock.testing import Fault, faulty_env
+from penstock.workers.claims import lock_folder, remove_stale
 
 from ..scale import methods, scaled
 from .support import SLACK, Script, gone_after, note, until
@@ -34,6 +34,10 @@ class Leasing(CountingEnv):
     def close(self) -> None:
         if self.tidy:
             self.lease.release()
+
+
+def lock_files() -> list[Path]:
+    return list(lock_folder("port").glob("*.lock"))
 
 
 def is_leased(port: int) -> bool:
@@ -75,23 +79,24 @@ def test_a_workers_leases_end_with_it(start_method: str, tidy: bool, tmp_path: P
         assert all(is_leased(port) for port in after)
         assert not any(is_leased(port) for port in set(before) - set(after))
     assert not any(is_leased(port) for port in {*before, *after})
-    assert ports_with_lock_file() == []
+    assert lock_files() == []
 
 
-def test_a_killed_workers_lock_files_are_removed_with_the_sampler(tmp_path: Path) -> None:
+def test_a_killed_workers_ports_are_free_before_the_sampler_closes() -> None:
     with ParallelSampler(Leasing, batch_T=20, batch_B=2, n_workers=2) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         ports = sampler.get_attr("port")
+        assert all(is_leased(port) for port in ports)
         for pid in sampler.worker_pids:  # type: ignore[attr-defined]
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="SIGKILL"):
             sampler.obtain_samples(0)
-    assert ports_with_lock_file() == []
-    assert not any(is_leased(port) for port in ports)
+        assert not any(is_leased(port) for port in ports)
+    assert lock_files() == [], "who leases a port next removes its file"
 
 
-def nothing_left(ports: list[int]) -> bool:
-    return not ports_with_lock_file() and not any(map(is_leased, ports))
+def is_free(port: int) -> bool:
+    return not is_leased(port)
 
 
 MAIN = """
@@ -113,17 +118,21 @@ for itr in range(1000000):
 
 
 @methods("fork", "forkserver", "spawn")
-def test_a_killed_main_process_leaves_no_lock_file(
+def test_a_killed_main_process_leaves_no_lock(
     start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "locks"))
+    monkeypatch.setenv("PENSTOCK_PORT_FOLDER", str(tmp_path / "locks"))
     for _ in range(scaled(30, 1)):
         with Script(tmp_path, MAIN, METHOD=start_method) as script:
             ports, workers = [int(word) for word in script.line()], script.pids()
-            assert ports_with_lock_file() == sorted(ports)
+            assert all(is_leased(port) for port in ports)
             began = time.monotonic()
             script.process.kill()
             gone_after(workers, began, 2 * SLACK)
+            assert {path.stat().st_size for path in lock_files()} <= {0}
             # A thread of the process may still run after the process seems to have ended.
-            until(partial(nothing_left, ports), "the end of leases and lock files")
-            note("main process killed, to no lock file left, s", time.monotonic() - began, 2 * SLACK)
+            for port in ports:
+                until(partial(is_free, port), "the end of the lease")
+            note("main process killed, to no port leased, s", time.monotonic() - began, 2 * SLACK)
+            remove_stale("port")
+            assert lock_files() == []

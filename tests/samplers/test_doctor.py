@@ -32,7 +32,7 @@ def refuse_folder() -> Any:
         ("_torch", "find_spec", lambda _: None, "torch is not installed.*pip install torch"),
         ("_cpus", "usable_cpus", lambda: (3,), "may use 1 of 64 CPUs.*SerialSampler"),
         ("_memory", "free_memory", lambda: 2**20, "only 1 MiB of memory are free"),
-        ("_locks", "ports_with_lock_file", refuse_folder, "ports cannot be leased.*unsafe permissions"),
+        ("_ports", "lease_port", refuse_folder, "ports cannot be leased.*unsafe permissions"),
         ("_descriptors", "resource.getrlimit", lambda _: (256, 4096), "may open 256 files.*ulimit -n 4096"),
         ("_load", "os.getloadavg", lambda: (999.0, 0, 0), "999.0 processes ran"),
         ("_shared_memory", "os.memfd_create", refuse, "temporary file.*not here"),

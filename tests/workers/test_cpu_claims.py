@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +18,11 @@ from penstock.workers.plan import Affinity
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has claims")
 
 OTHER = """
-import sys
+import os, sys
 from penstock.workers.cpu_claims import CpuClaims
 from penstock.workers.plan import Affinity
+if sys.argv[2]:
+    os.setuid(int(sys.argv[2]))
 claims = CpuClaims()
 print(list(claims.choose(Affinity(), int(sys.argv[1]), (100, 101, 102, 103))), flush=True)
 sys.stdin.read()
@@ -27,8 +30,8 @@ sys.stdin.read()
 
 
 @contextmanager
-def another_run(n: int) -> Iterator[list[int]]:
-    command = [sys.executable, "-c", OTHER, str(n)]
+def another_run(n: int, user: str = "") -> Iterator[list[int]]:
+    command = [sys.executable, "-c", OTHER, str(n), user]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield list(map(int, process.stdout.readline().strip("[]\n").split(", ")))
@@ -48,7 +51,7 @@ def test_each_run_gets_the_first_cpus_that_are_free() -> None:
         assert (first, second) == ([100], [101, 102])
         cpus, claims = chosen(1)
         assert cpus == [103]
-        assert set(cpu_claims._sockets) == {103}
+        assert set(cpu_claims._claims) == {103}
         claims.close()
         claims.close()
         cpus, claims = chosen(2)
@@ -57,7 +60,7 @@ def test_each_run_gets_the_first_cpus_that_are_free() -> None:
     cpus, claims = chosen(9)
     assert cpus == [100, 101, 102, 103]
     claims.close()
-    assert not cpu_claims._sockets
+    assert not cpu_claims._claims
 
 
 def test_samplers_of_one_process_share_what_it_has_but_take_others_first() -> None:
@@ -68,9 +71,9 @@ def test_samplers_of_one_process_share_what_it_has_but_take_others_first() -> No
         assert (first, second, third) == ([102], [103], [102, 103])
         for claims in (first_claims, second_claims):
             claims.close()
-        assert set(cpu_claims._sockets) == {102, 103}, "the third still uses them"
+        assert set(cpu_claims._claims) == {102, 103}, "the third still uses them"
         third_claims.close()
-    assert not cpu_claims._sockets
+    assert not cpu_claims._claims
 
 
 def test_what_the_user_says_is_done_and_claimed() -> None:
@@ -82,6 +85,13 @@ def test_what_the_user_says_is_done_and_claimed() -> None:
             assert third == [102]
     claims.close()
     assert chosen(0, Affinity(pin=False))[0] == list(MASK)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the administrator can be two users")
+def test_two_users_get_different_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CPU_FOLDER", str(tmp_path / "locks"))  # the other user may not even look into it
+    with another_run(2, user="65534") as theirs, another_run(1) as ours:
+        assert (theirs, ours) == ([100, 101], [102])
 
 
 def test_a_fork_keeps_no_claim() -> None:
