@@ -23,7 +23,7 @@ from penstock.envs import fresh_seed
 from penstock.envs.factory import build_example_env, close_example_env, env_factories
 from penstock.errors import ClusterError, ConfigError
 from penstock.samplers import AsyncSampler, Sampler
-from penstock.workers.arguments import integer
+from penstock.workers.arguments import integer, seconds
 from penstock.workers.marking import marked
 
 if TYPE_CHECKING:
@@ -165,6 +165,8 @@ class Experiment:
         if policies is not None:
             integer("the number of policies", policies.count, 1)
             integer("max_batch", policies.max_batch, 1)
+            if seconds("max_delay", policies.max_delay, zero=True) == float("inf"):
+                raise ConfigError("max_delay must be finite, got inf: a policy worker would wait for a full batch")
 
     def _plan(self) -> AgentPlan:
         """How all workers make the agent. It has the spaces of an example environment."""

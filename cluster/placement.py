@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
+import socket
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -43,10 +45,17 @@ def connect(address: str | None, n_cpus: int, *, dashboard: bool) -> Callable[[]
     """Join the cluster at `address`, or at RAY_ADDRESS, unless this process has joined one. Without an address, start
     Ray on this machine alone, with at least `n_cpus` CPUs.
 
-    Returns a function that ends what this has started. Raises `ConfigError` if there is no cluster at the address.
+    Returns a function that ends what this has started. Raises `ConfigError` if there is no cluster at the address, or
+    if this process has joined another one.
     """
     global _n_users, _has_warned  # noqa: PLW0603 - properties of the process
     with _lock:
+        if ray.is_initialized() and address is not None and not _is_joined(address):
+            joined = ray.get_runtime_context().gcs_address
+            raise ConfigError(
+                f"this process has joined the Ray cluster at {joined}, so it cannot join the one at {address} too: "
+                "leave the address out, or call ray.shutdown() first"
+            )
         if _n_users and ray.is_initialized():
             _n_users += 1
             return _leave
@@ -71,6 +80,20 @@ def connect(address: str | None, n_cpus: int, *, dashboard: bool) -> Callable[[]
                 stacklevel=2,
             )
         return lambda: None
+
+
+def _is_joined(address: str) -> bool:
+    """Whether `address` is that of the cluster that this process has joined. "auto" is any cluster."""
+    joined = _endpoint(ray.get_runtime_context().gcs_address)
+    return address == "auto" or _endpoint(address) == joined or (address == "local" and joined[0] == _LOOPBACK)
+
+
+def _endpoint(address: str) -> tuple[str, str]:
+    """Host and port. A host may have several names, and this machine several addresses."""
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError):  # not a name that is known here
+        host = socket.gethostbyname(host)
+    return _LOOPBACK if host.startswith("127.") or host == ray.util.get_node_ip_address() else host, port
 
 
 def _start(n_cpus: int, dashboard: bool) -> None:

@@ -113,7 +113,7 @@ class RaySampler(Sampler):
             again as soon as a node has room for it. None: wait for all.
         unavailable_timeout: seconds that a shard may be unreachable before it counts as lost.
         resources: what each shard needs of Ray besides CPUs, for example `{"GPU": 1}`.
-        address: the address of a Ray cluster.
+        address: the address of a Ray cluster. It must be the one that the process has joined, if any.
         dashboard: whether a Ray that is started here has its dashboard.
     """
 

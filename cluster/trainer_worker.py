@@ -151,11 +151,11 @@ class TrainerWorker(Worker):
 def _figures(returned: Any) -> dict[str, float]:
     """What `step` has returned, as numbers."""
     if not isinstance(returned, Mapping | None):
-        raise TypeError(f"step of the trainer must return a dict of figures or None, got {brief(returned)}")
+        raise ConfigError(f"step of the trainer must return a dict of figures or None, got {brief(returned)}")
     figures = {}
     for name, value in (returned or {}).items():
         try:
             figures[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:  # torch raises RuntimeError for several numbers
-            raise TypeError(f"the trainer's figure {name!r} must be one number, got {brief(value)}") from error
+            raise ConfigError(f"the trainer's figure {name!r} must be one number, got {brief(value)}") from error
     return figures

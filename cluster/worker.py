@@ -223,7 +223,7 @@ class Worker:
             if machine.status is Status.RUNNING:
                 result = self._poll() or PollResult()
                 if not isinstance(result, PollResult):
-                    raise TypeError(f"_poll must return a PollResult or None, got {result!r}")
+                    raise ConfigError(f"_poll must return a PollResult or None, got {result!r}")
                 self._worker_counts["polls"] += 1
                 self._worker_counts["samples"] += result.sample_count
                 self._worker_counts["batches"] += result.batch_count

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import psutil
 
 from penstock.errors import ConfigError, PortLeaseError
-from penstock.workers.arguments import integer
+from penstock.workers.arguments import integer, seconds
 from penstock.workers.claims import Claim, claim, owner_of
 
 PortProtocol = Literal["tcp", "udp"]
@@ -135,9 +135,7 @@ class PortSearch:
             raise ConfigError(
                 f"n must be a number of ports from 1 to {len(self.ports)}, as many as the range has, got {self.n!r}"
             )
-        is_number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
-        if not is_number or not self.timeout >= 0:
-            raise ConfigError(f"timeout must be a number of seconds, 0 or more, got {self.timeout!r}")
+        seconds("timeout", self.timeout, zero=True)
 
     def run(self) -> list[Claim]:
         """Claim `n` free ports, sorted. If there are too few, release all and raise `PortLeaseError`."""
@@ -145,10 +143,10 @@ class PortSearch:
         found: list[Claim] = []
         try:
             while not self._search_once(found):
-                seconds = time.monotonic() - start_time
-                if seconds >= self.timeout:
+                took = time.monotonic() - start_time
+                if took >= self.timeout:
                     _release(found)  # before the report, which must show them as free
-                    raise PortLeaseError(self._failure(seconds))
+                    raise PortLeaseError(self._failure(took))
                 time.sleep(_RETRY_SECONDS)
         except BaseException as error:
             _release(found)
@@ -188,10 +186,10 @@ class PortSearch:
         yield from range(first, stop)
         yield from range(start, min(first + self.n - 1, stop) if self.consecutive else first)
 
-    def _failure(self, seconds: float) -> str:
+    def _failure(self, took: float) -> str:
         wanted = "a free port" if self.n == 1 else f"{self.n} free ports" + (" in a row" if self.consecutive else "")
         return (
-            f"{wanted} could not be found in {seconds:.1f} s among {self.address.protocol} ports {self.ports.start} to "
+            f"{wanted} could not be found in {took:.1f} s among {self.address.protocol} ports {self.ports.start} to "
             f"{self.ports.stop - 1} of {self.address.host}. Pass a wider range, or release unused ports. "
             "The ports are:\n" + describe_ports(self.ports, self.address)
         )

@@ -42,11 +42,12 @@ def true_or_false(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def seconds(name: str, value: Any) -> float:
-    """`value` as a float; raises `ConfigError` naming the argument unless it is a positive number."""
+def seconds(name: str, value: Any, *, zero: bool = False) -> float:
+    """`value` as a float; raises `ConfigError` naming the argument unless it is a positive number, or 0 with `zero`."""
     is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not is_number or not value > 0:
-        raise ConfigError(f"{name} must be a positive number of seconds, got {brief(value)}")
+    if not is_number or not (value > 0 or (zero and value == 0)):
+        wanted = "a number of seconds, 0 or more" if zero else "a positive number of seconds"
+        raise ConfigError(f"{name} must be {wanted}, got {brief(value)}")
     try:
         return float(value)
     except OverflowError:

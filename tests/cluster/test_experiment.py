@@ -47,7 +47,6 @@ from penstock.cluster.launch import LaunchedThread
 from penstock.cluster.name_table import NameClient
 from penstock.cluster.pieces import batch_of
 from penstock.cluster.stream_agent import StreamAgent
-from penstock.cluster.trainer_worker import _figures
 
 from ..scale import scaled
 from .support import MAKES, need, wait_until
@@ -333,6 +332,9 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         ({"training": Training(CountingTrainer, batch=0)}, "batch of Training must be an integer of at least 1, got 0"),
         ({"training": Training(CountingTrainer, save_every=0)}, "save_every must be an integer of at least 1, got 0"),
         ({"policies": Policies(0)}, "the number of policies must be an integer of at least 1, got 0"),
+        ({"policies": Policies(1, max_delay=-1)}, "max_delay must be a number of seconds, 0 or more, got -1"),
+        ({"policies": Policies(1, max_delay=float("nan"))}, "max_delay must be a number of seconds, .*, got nan"),
+        ({"policies": Policies(1, max_delay=float("inf"))}, "max_delay must be finite, got inf"),
         ({"seed": "x"}, "seed must be an integer of at least 0, got 'x'"),
     ],
 )
@@ -368,16 +370,6 @@ def test_a_trainer_that_could_not_step_or_save_is_refused(
     panel.connect()
     with pytest.raises(RequestError, match=error):
         panel.request("trainer/0", "configure")
-
-
-def test_what_a_step_returns_is_a_dict_of_numbers() -> None:
-    assert _figures(None) == {}
-    assert _figures({"a": np.float32(2), "b": np.ones(1)[0]}) == {"a": 2.0, "b": 1.0}
-    with pytest.raises(TypeError, match="step of the trainer must return a dict of figures or None, got 5"):
-        _figures(5)
-    for value in ("x", [1.0, 2.0], np.ones(2)):
-        with pytest.raises(TypeError, match="the trainer's figure 'loss' must be one number"):
-            _figures({"loss": value})
 
 
 def test_no_figure_of_a_worker_hides_its_status(panel: ControlPanel) -> None:

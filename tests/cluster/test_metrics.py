@@ -8,15 +8,27 @@ import sys
 from pathlib import Path
 from urllib.request import urlopen
 
+import numpy as np
 import pytest
 
 from penstock import ConfigError
 from penstock.cluster import JsonLines, Metrics, Prometheus, RunState, TensorBoard
+from penstock.cluster.trainer_worker import _figures
 
 STATES = [
     RunState(version, 2.0 * version, {"trainer/0": {"status": "RUNNING", "version": version, "return": 10.5}, **more})
     for version, more in ((1, {}), (2, {"actor/0": {"status": "LOST", "text": ""}}))
 ]
+
+
+def test_what_a_step_returns_is_a_dict_of_numbers() -> None:
+    assert _figures(None) == {}
+    assert _figures({"a": np.float32(2), "b": np.ones(1)[0]}) == {"a": 2.0, "b": 1.0}
+    with pytest.raises(ConfigError, match="step of the trainer must return a dict of figures or None, got 5"):
+        _figures(5)
+    for value in ("x", [1.0, 2.0], np.ones(2)):
+        with pytest.raises(ConfigError, match="the trainer's figure 'loss' must be one number"):
+            _figures({"loss": value})
 
 
 def test_a_line_of_json_for_each_moment(tmp_path: Path) -> None:

@@ -563,7 +563,7 @@ def test_mistakes_of_a_worker_are_named(local: ControlPanel, caplog: pytest.LogC
         local.request("mistaken/0", "configure", handler=5)
     local.request("mistaken/0", "configure")
     local.request("mistaken/0", "start")
-    text = "TypeError: _poll must return a PollResult or None, got 5"
+    text = "ConfigError: _poll must return a PollResult or None, got 5"
     wait_until(lambda: local.stats()["mistaken/0"] == {"status": "ERROR", "text": text})
     assert "mistaken/0 has failed" in caplog.text
 

@@ -32,7 +32,8 @@ from penstock import (
     WorkerError,
 )
 from penstock.cluster import RaySampler
-from penstock.envs import NestedEnv
+from penstock.cluster.placement import connect
+from penstock.envs import CountingEnv, NestedEnv
 
 from ..samplers import test_agents_determinism as stock
 from ..samplers import test_central_determinism as agents
@@ -362,6 +363,19 @@ def test_what_does_not_fit_the_cluster_is_refused() -> None:
         pytest.raises(ConfigError, match="env_fn cannot be pickled for the shards"),
     ):
         sampler.initialize(RandomAgent())
+
+
+def test_another_address_than_that_of_the_cluster_is_refused(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, _, port = ray_cluster.address.rpartition(":")
+    for same in (None, "auto", ray_cluster.address, f"localhost:{port}"):
+        connect(same, 1, dashboard=False)()
+    for other in (f"{host}:1", f"192.0.2.1:{port}", f"no.such.host.invalid:{port}", "ray://localhost:10001"):
+        sampler = RaySampler(CountingEnv, batch_T=2, batch_B=1, address=other)
+        with pytest.raises(ConfigError, match=f"joined .* at {ray_cluster.address}, .* the one at {other} too: leave"):
+            sampler.initialize(RandomAgent())
+        sampler.shutdown()
+    monkeypatch.setenv("RAY_ADDRESS", f"{host}:1")  # only a default
+    connect(None, 1, dashboard=False)()
 
 
 def test_a_cluster_without_a_token_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:

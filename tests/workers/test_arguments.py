@@ -10,6 +10,7 @@ import torch
 from penstock import ConfigError, ParallelSampler, RandomAgent, Sampler, SerialSampler, TrajInfo
 from penstock.envs import CountingEnv
 from penstock.errors import brief
+from penstock.workers.arguments import seconds
 
 INTEGERS = (
     "batch_T", "batch_B", "n_workers", "max_decorrelation_steps", "eval_n_envs", "eval_max_steps", "eval_episodes",
@@ -48,6 +49,13 @@ def test_numpys_scalars_are_numbers(cls: type[Sampler]) -> None:
 def test_what_is_no_time_is_refused_by_name(value: Any) -> None:
     with pytest.raises(ConfigError, match="start_timeout must be a positive number of seconds, got"):
         make(start_timeout=value)
+
+
+def test_a_time_may_be_zero_if_its_meaning_allows_it() -> None:
+    assert (seconds("max_delay", 0, zero=True), seconds("max_delay", np.float32(0.5), zero=True)) == (0.0, 0.5)
+    for value in ("1", float("nan"), -1, True, None):
+        with pytest.raises(ConfigError, match="max_delay must be a number of seconds, 0 or more, got"):
+            seconds("max_delay", value, zero=True)
 
 
 @pytest.mark.parametrize("value", [1.5, "x", None, 10**30, -(10**30), np.array([1]), True], ids=brief)
