@@ -132,10 +132,7 @@ class ObjectPipe:
         """Worker: send every message; waits while the pipe is full, until the main process reads it."""
         for kind, number, env_rank, payload in messages:
             assert isinstance(payload, dict)
-            try:
-                body = _dumps(payload, pickle.Pickler)
-            except Exception:  # a class or function of the user's script: cloudpickle sends its definition
-                body = _dumps(payload, cloudpickle.Pickler)
+            body = dumped(payload)
             view = memoryview(_HEAD.pack(kind, number, env_rank, len(body)) + body)
             while view:
                 view = view[os.write(self.writer.fd, view) :]
@@ -172,7 +169,7 @@ class ObjectPipe:
         messages = []
         end = 0
         for kind, number, env_rank, body in islice(self._bodies(), most):
-            messages.append(ObjectMessage(MessageKind(kind), number, env_rank, _loads(body)))
+            messages.append(ObjectMessage(MessageKind(kind), number, env_rank, loaded(body)))
             end += _HEAD.size + len(body)
         del self._received[:end]
         return messages
@@ -213,6 +210,14 @@ class ObjectPipe:
         self._received = bytearray()
 
 
+def dumped(payload: dict[str, Any]) -> bytes:
+    """`payload`, pickled. Raises what pickling raises."""
+    try:
+        return _dumps(payload, pickle.Pickler)
+    except Exception:  # a class or function of the user's script: cloudpickle sends its definition
+        return _dumps(payload, cloudpickle.Pickler)
+
+
 def _dumps(payload: dict[str, Any], pickler_cls: Any) -> bytes:
     """Pickle the names, then each value on its own, so that an error of unpickling can name the value.
 
@@ -226,7 +231,8 @@ def _dumps(payload: dict[str, Any], pickler_cls: Any) -> bytes:
     return stream.getvalue()
 
 
-def _loads(body: bytes) -> dict[str, Any] | Unreadable:
+def loaded(body: bytes) -> dict[str, Any] | Unreadable:
+    """The payload of `dumped`, or the first value that cannot be unpickled."""
     unpickler = pickle.Unpickler(io.BytesIO(body))
     payload: dict[str, Any] = {}
     for name in unpickler.load():

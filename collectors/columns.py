@@ -209,8 +209,9 @@ class EnvColumns(EnvBatch):
         if array is None or array.shape != row.shape or array.dtype.kind not in "fiub":
             array = self._numbers()
         try:
-            row[...] = array
-        except RuntimeWarning:  # an overflow: see penstock.envs.rows
+            with np.errstate(over="raise"):
+                row[...] = array
+        except FloatingPointError:  # an overflow
             column = int(np.abs(array).argmax())
             self.progress.at_env(self.env_ranks[column])
             raise SpaceError(

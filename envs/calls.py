@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import cloudpickle
 import gymnasium as gym
 
 from penstock.buffers.reports import dump_exception, in_one_line, load_exception
-from penstock.buffers.results import MessageKind, ObjectMessage, Unreadable
+from penstock.buffers.results import MessageKind, ObjectMessage, Unreadable, dumped, loaded
 from penstock.errors import ConfigError, EnvCallError
 
 
@@ -60,7 +59,9 @@ def perform(call: EnvCall, envs: Sequence[gym.Env[Any, Any]], columns: range, en
             continue
         try:
             outcome = {"result": _perform_one(call, env, column)}
-            pickle.loads(pickle.dumps(outcome))
+            # Here the environment is known.
+            if isinstance(found := loaded(dumped(outcome)), Unreadable):
+                raise found.error
         except Exception as error:
             outcome = {"error": dump_exception(error)}
         messages.append(ObjectMessage(MessageKind.CALL_RESULT, 0, env_rank, outcome))

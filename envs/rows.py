@@ -17,12 +17,6 @@ from penstock.errors import SpaceError, brief
 
 Splitter = Callable[[Any], Sequence[Any]]
 
-# numpy writes inf and warns if a float64 is too large for float32. This filter makes the warning an error, so the
-# usual case needs no check. The user's filters may override this one: then inf is recorded.
-warnings.filterwarnings(
-    "error", "overflow encountered in cast", RuntimeWarning, r"penstock\.(envs\.rows|collectors\.columns)"
-)
-
 
 class ColumnError(SpaceError):
     """An element does not fit. The message names the column."""
@@ -100,17 +94,19 @@ def _split(arrays: Any, values: Sequence[Any], name: str) -> list[tuple[Any, lis
 def _wrote_at_once(row: Any, values: Sequence[Any]) -> bool:
     """Write the row in one call of numpy. False if that is impossible: a value does not fit, or has an unusual type."""
     try:
-        if row.ndim == 1:
-            array = np.asarray(values)
-            if array.shape == row.shape and np.can_cast(array.dtype, row.dtype, _casting(row.dtype)):
-                row[...] = array
+        # By default numpy writes inf, and warns, if a float64 is too large for float32.
+        with np.errstate(over="raise"):
+            if row.ndim == 1:
+                array = np.asarray(values)
+                if array.shape == row.shape and np.can_cast(array.dtype, row.dtype, _casting(row.dtype)):
+                    row[...] = array
+                    return True
+            # np.concatenate checks all dimensions except the first, so check that one here.
+            elif row.flags.c_contiguous and list(map(len, values)) == [row.shape[1]] * len(row):
+                flat = row.reshape(len(row) * row.shape[1], *row.shape[2:])
+                np.concatenate(values, out=flat, casting=_casting(row.dtype))
                 return True
-        # np.concatenate checks all dimensions except the first, so check that one here.
-        elif row.flags.c_contiguous and list(map(len, values)) == [row.shape[1]] * len(row):
-            flat = row.reshape(len(row) * row.shape[1], *row.shape[2:])
-            np.concatenate(values, out=flat, casting=_casting(row.dtype))
-            return True
-    except (ValueError, TypeError, RuntimeError, RuntimeWarning):
+    except (ValueError, TypeError, RuntimeError, FloatingPointError):
         pass
     return False
 

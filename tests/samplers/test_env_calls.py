@@ -32,6 +32,13 @@ class Unreadable:
         return eval, ("1/0",)
 
 
+class Point:
+    """A class of the user's script, which workers cannot import."""
+
+    def __init__(self, x: int) -> None:
+        self.x, self.double = x, lambda: 2 * x
+
+
 class Unspeakable(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no words")
@@ -51,7 +58,10 @@ class Levelled(CountingEnv):
             raise ArithmeticError("not here")
 
     def unpicklable(self) -> Any:
-        return lambda: None
+        return (i for i in range(3))
+
+    def point(self) -> Any:
+        return Point(self.context.env_rank)
 
     def unreadable(self) -> Any:
         return Unreadable()
@@ -100,6 +110,16 @@ def test_results_of_any_size_arrive(cls: type[Sampler]) -> None:
     with make(cls) as sampler:
         sampler.initialize(RandomAgent())
         assert sampler.call("big") == [bytes(300_000)] * 5
+
+
+def test_a_result_may_be_of_a_class_of_the_script(start_method: str) -> None:
+    with make(ParallelSampler, start_method=start_method) as sampler:
+        sampler.initialize(RandomAgent())
+        found = sampler.call("point")
+        assert [type(point) for point in found] == [Point] * 5
+        assert [(point.x, point.double()) for point in found] == [(b, 2 * b) for b in range(5)]
+        sampler.set_attr("level", found)
+        assert [point.x for point in sampler.get_attr("level")] == list(range(5))
 
 
 @both
