@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,8 @@ class CategoricalHead(PolicyHead):
         # Pad components of different sizes, so that one table holds the logits of all of them.
         is_even = bool((sizes == self._widest).all())
         self._has_logit = None if is_even else (np.arange(self._widest) < sizes[:, None]).ravel()
+        self._first_of_component = np.cumsum(sizes) - sizes
+        self._is_checked = False  # whether the outputs of the model have been looked at: once, when the agent is tried
 
     def draw(self, rng: np.random.Generator, n: int) -> npt.NDArray[Any]:
         return rng.random((n, self._n_components) if self._is_multi else n)
@@ -48,6 +51,9 @@ class CategoricalHead(PolicyHead):
         self, model: nn.Module, outputs: Sequence[Any], rows: int, noise: npt.NDArray[Any] | None
     ) -> tuple[npt.NDArray[Any], dict[str, Any]]:
         logits = output_array(outputs[0], "logits", (rows, self._n_logits))
+        if not self._is_checked:
+            self._is_checked = True
+            self._warn_of_probabilities(logits)
         if self._has_logit is not None:
             padded = np.full((rows, self._has_logit.size), -np.inf, logits.dtype)
             padded[:, self._has_logit] = logits
@@ -62,11 +68,23 @@ class CategoricalHead(PolicyHead):
         action = index if self._is_index else (index + self._start).astype(self._dtype, copy=False)
         return action, {"log_prob": log_prob if log_prob.dtype == np.float32 else log_prob.astype(np.float32)}
 
+    def _warn_of_probabilities(self, logits: npt.NDArray[Any]) -> None:
+        sums = np.add.reduceat(logits, self._first_of_component, axis=1)
+        if self._widest > 1 and (logits > 0).all() and (np.abs(sums - 1) < 1e-5).all():
+            warnings.warn(
+                "the model seems to return probabilities: its outputs for the actions are positive and sum to 1. They "
+                "are taken as logits, so the policy would stay nearly uniform. Leave out the softmax, or return "
+                "torch.log(probabilities)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
 
 class CategoricalPgAgent(PgAgent):
     """Samples from the categorical distribution of the model's logits.
 
-    `model(observation)` returns `(logits, value)`, value `[B]` or `[B, 1]`. For a `Discrete(n)` action space
+    `model(observation)` returns `(logits, value)`, value `[B]` or `[B, 1]`. Logits are unnormalized log-probabilities,
+    as the last layer of a network gives them without a softmax. For a `Discrete(n)` action space
     logits are `[B, n]`. For a `MultiDiscrete` they are `[B, nvec.sum()]`: first the logits of the first component,
     then of the second, and so on. The components are independent, and log_prob is the sum over them. Logit 0 belongs
     to the action `start` of the space.

@@ -180,17 +180,15 @@ class EnvColumns(EnvBatch):
         if self._action_space is not None:
             self._check_action(column, action, "drawn at random")
         _, env_rank, step, _ = self._bound[column]
-        result = checked_step(step(action), env_rank)
-        observation, reward, terminated, truncated, info = result
-        number = require_number(reward, env_rank)
-        if self.checks.check_finite and not math.isfinite(number):
+        observation, reward, terminated, truncated, info = checked_step(step(action), env_rank)
+        if self.checks.check_finite and not math.isfinite(reward):
             raise self._not_finite(column, reward)
         self.observations[column] = observation
         if terminated or truncated:
             self.check_final(column, observation)
         else:
             self.check_observation(column)
-        return observation, number, terminated, truncated, info
+        return observation, reward, terminated, truncated, info
 
     # ---- recording -------------------------------------------------------------------------
 

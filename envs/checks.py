@@ -36,7 +36,7 @@ def step_values(result: Any, env_rank: int) -> StepValues:
 
 
 def checked_step(result: Any, env_rank: int) -> StepValues:
-    """The five values that `env.step` of one environment returned as `result`, with the flags as bools.
+    """The five values that `env.step` of one environment returned as `result`: the reward as a float, flags as bools.
 
     Raises `SpaceError` unless there are five, the reward is a number, the flags are bools and info is a mapping. The
     observation is checked when it is written.
@@ -48,7 +48,7 @@ def checked_step(result: Any, env_rank: int) -> StepValues:
     if info.__class__ is not dict:
         require_info(info, env_rank)
     if reward.__class__ is not float:
-        require_number(reward, env_rank)
+        reward = require_number(reward, env_rank)
     if not (terminated.__class__ is truncated.__class__ is bool):
         terminated, truncated = episode_flags(terminated, truncated, env_rank)
     return observation, reward, terminated, truncated, info

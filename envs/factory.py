@@ -51,13 +51,23 @@ class EnvFactory:
         env: Any = self._call(context)
         if isinstance(env, VectorEnv):
             raise ConfigError(
-                f"env_fn returned a batched environment, {_describe(env)}: pass collector_cls=VectorEnvCollector, "
-                "which calls env_fn(num_envs=n) for a batch of n environments"
+                f"the environment function returned a batched environment, {_describe(env)}. A sampler takes it with "
+                "collector_cls=VectorEnvCollector, which calls env_fn(num_envs=n) for a batch of n environments. A "
+                "ShmVectorEnv takes functions that return single environments"
             )
         if not isinstance(env, gym.Env):
+            remedy = ""
+            if hasattr(env, "possible_agents") or hasattr(env, "agent_iter"):  # PettingZoo's
+                remedy = (
+                    ". This is an environment of several agents, which penstock does not sample. Wrap it in a "
+                    "gymnasium.Env: with one policy for all agents, Dict spaces that have an entry for each agent; or "
+                    "with the view of one agent, whose step plays the others"
+                )
+            elif hasattr(env, "step"):
+                remedy = ": convert an old gym environment with shimmy"
             raise ConfigError(
-                f"env_fn must return a gymnasium.Env, got {type(env).__module__}.{type(env).__qualname__}"
-                + (": convert an old gym environment with shimmy" if hasattr(env, "step") else "")
+                f"the environment function must return a gymnasium.Env, got {type(env).__module__}."
+                f"{type(env).__qualname__}{remedy}"
             )
         return env if self.wrapper is None else self.wrapper(env)
 

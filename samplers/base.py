@@ -24,6 +24,7 @@ from penstock.envs import EnvFn, fresh_seed
 from penstock.envs.calls import EnvCall, pickled, results, single_results
 from penstock.envs.factory import descriptions, env_factories
 from penstock.envs.replay import EpisodeReplay
+from penstock.envs.video import warn_if_unwritten
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, Setup, allocate
 from penstock.samplers.batches import Batches
@@ -333,6 +334,7 @@ class Sampler(ABC):
         `video` is a folder. The first episode of the first evaluation environment is recorded there, as
         `itr-{itr}-episode-0.mp4`. This needs moviepy, and evaluation environments with `render_mode="rgb_array"`. The
         worker keeps the frames in memory and writes the file during the evaluation; `step_timeout` must allow for that.
+        A folder that cannot be written is a `ConfigError`, a file that was not written a `RuntimeWarning`.
         """
         with self._guard.require("evaluate_agent", *self._idle_states):
             if not self.config.eval_n_envs:
@@ -346,6 +348,8 @@ class Sampler(ABC):
             command = Command(itr, do_eval=True, has_message=message is not None)
             pool.run(command, occasion, discard=lambda: self._take_traj_infos(pool), message=message, **how)
             self._metrics.evaluation = infos = self._take_traj_infos(pool)
+        if video is not None:
+            warn_if_unwritten(os.fspath(video), itr)
         warn_if_unfinished(self.config, itr, len(infos))
         return infos
 

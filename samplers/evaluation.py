@@ -8,7 +8,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from penstock.envs.calls import EnvCall
-from penstock.envs.video import require_video
+from penstock.envs.video import require_folder, require_video
 from penstock.errors import ConfigError
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.results import run_call
@@ -55,4 +55,5 @@ def video_message(pool: WorkerPool | SerialPool, config: SamplerConfig, folder: 
     call = EnvCall("get_attr", "render_mode", evaluation=True, only=frozenset({0}))
     (render_mode,) = run_call(pool, call, "the render mode of the evaluation environments")
     require_video(render_mode)
-    return pickle.dumps(os.path.abspath(folder))
+    require_folder(path := os.path.abspath(folder))
+    return pickle.dumps(path)

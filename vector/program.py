@@ -19,7 +19,7 @@ from penstock.buffers.reports import in_one_line
 from penstock.buffers.results import MessageKind, ObjectMessage
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.envs.calls import EnvCall, perform, pickled
-from penstock.envs.checks import StepValues, checked_step, require_info, require_number
+from penstock.envs.checks import StepValues, checked_step, require_info
 from penstock.envs.factory import EnvContext
 from penstock.envs.into import cells_of, step_into_of, with_observation
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_cell, write_row
@@ -190,7 +190,7 @@ class VectorProgram:
                 self._terminated[i], self._truncated[i] = terminated, truncated
                 observation, info = self._end_episode(i, observation, info)
             self._record_info(i, "info", info)
-            observations[i], rewards[i] = observation, require_number(reward, env_rank)
+            observations[i], rewards[i] = observation, reward
             first += 1
 
     def _record_info(self, i: int, kind: str, info: Any) -> None:

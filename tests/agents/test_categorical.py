@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import nn
 
+from penstock import SerialSampler
 from penstock.agents import CategoricalPgAgent
 from penstock.envs import ColumnStreams, Purpose
 from penstock.errors import SpaceError
@@ -253,3 +255,46 @@ def test_other_than_discrete_actions_are_refused_with_a_way_out(space: Any) -> N
         SpaceError, match=r"needs a Discrete or MultiDiscrete action space, the environment has .*use an"
     ):
         CategoricalPgAgent(Echo).initialize(spaces.Box(0, 1, (2,)), space)
+
+
+class Softmax(nn.Module):
+    """Returns probabilities, as many tutorials do. `sizes`: of the components of the action."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.sizes, self.body = sizes, nn.Linear(4, sum(sizes))
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        parts = self.body(observation).split(self.sizes, dim=-1)
+        return torch.cat([part.softmax(-1) for part in parts], -1), observation[:, 0]
+
+
+class Pair(gym.ActionWrapper[Any, Any, Any]):
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.action_space = spaces.MultiDiscrete([2, 3])
+
+    def action(self, action: Any) -> Any:
+        return int(action[0])
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 3)])
+def test_a_model_that_returns_probabilities_is_warned_of_once(sizes: tuple[int, ...]) -> None:
+    def env_fn() -> Any:
+        return gym.make("CartPole-v1") if len(sizes) == 1 else Pair(gym.make("CartPole-v1"))
+
+    with SerialSampler(env_fn, batch_T=4, batch_B=2) as sampler:
+        with pytest.warns(RuntimeWarning, match="the model seems to return probabilities") as caught:
+            sampler.initialize(CategoricalPgAgent(Softmax(*sizes)), seed=0)
+        assert len(caught) == 1
+        sampler.obtain_samples(0)  # a warning would be an error
+
+
+@pytest.mark.parametrize("logits", [[0.0, 0.0], [0.0, 1.0], [0.5, 0.7], [2.0, -1.0]])
+def test_other_outputs_are_not_warned_of(logits: list[float]) -> None:
+    class Fixed(nn.Module):
+        def forward(self, observation: torch.Tensor) -> Any:
+            return torch.tensor([logits] * len(observation)), observation[:, 0]
+
+    with SerialSampler("CartPole-v1", batch_T=4, batch_B=2) as sampler:
+        sampler.initialize(CategoricalPgAgent(Fixed()), seed=0)

@@ -161,7 +161,7 @@ def test_a_wrong_keyword_is_an_error_that_names_it() -> None:
 
 
 def test_a_config_error_from_a_factory_is_not_wrapped() -> None:
-    with pytest.raises(ConfigError, match=r"^env_fn must return a gymnasium\.Env"):
+    with pytest.raises(ConfigError, match=r"^the environment function must return a gymnasium\.Env"):
         build_example_env(EnvFactory(dict))
 
 
@@ -193,3 +193,25 @@ def test_an_environment_that_is_refused_is_closed() -> None:
     with pytest.raises(ConfigError):
         build_example_env(EnvFactory(Spaceless, {"missing": "action_space", "value": None}))
     assert Spaceless.closed
+
+
+class SeveralAgents:
+    """As PettingZoo's ParallelEnv, for what penstock sees of it."""
+
+    possible_agents = ("a", "b")
+
+    def step(self, actions: Any) -> Any:
+        raise AssertionError("nothing steps it")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (SeveralAgents, "environment of several agents, which penstock does not sample. Wrap it in a gymnasium.Env"),
+        (lambda: gym.make_vec("CartPole-v1", 2), "A ShmVectorEnv takes functions that return single environments"),
+    ],
+)
+def test_environments_of_other_kinds_get_the_right_advice(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        build_example_env(env_factories(make, None, 1)[0])
+    assert "shimmy" not in str(error.value)

@@ -159,6 +159,31 @@ def test_a_worker_that_is_replaced_records_again(tmp_path: Path) -> None:
     assert np.load(folder / "itr-0-episode-0.mp4")["frames"][:, 0, 0, 1].tolist() == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_a_folder_that_cannot_be_written_is_refused(cls: Any, moviepy: None, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with cls(Painted, **EVAL) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(ConfigError, match=r"file/videos' is no folder in which a file can be written: .*Not a dir"):
+            sampler.evaluate_agent(0, video=tmp_path / "file" / "videos")
+        assert sampler.evaluate_agent(0, video=tmp_path / "new" / "videos")
+        assert (tmp_path / "new" / "videos" / "itr-0-episode-0.mp4").stat().st_size
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+@pytest.mark.parametrize("failure", ["raise OSError(28, 'No space left on device')", "open(path, 'wb').close()"])
+def test_a_video_that_is_not_written_is_a_warning(cls: Any, failure: str, moviepy: None, tmp_path: Path) -> None:
+    stub = tmp_path / "stub/moviepy/video/io/ImageSequenceClip.py"
+    stub.write_text(STUB.partition("        with open")[0] + f"        {failure}\n")
+    with cls(Painted, **EVAL) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.warns(RuntimeWarning, match=r"itr-3-episode-0.mp4 was not written, or is empty"):
+            infos = sampler.evaluate_agent(3, video=tmp_path)
+        assert infos
+        assert len(sampler.evaluate_agent(4)) == len(infos)
+        sampler.obtain_samples(0)
+
+
 def test_what_cannot_be_recorded_is_named_and_the_sampler_stays_usable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +196,7 @@ def test_what_cannot_be_recorded_is_named_and_the_sampler_stays_usable(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "moviepy" else find_spec(name))
     with ParallelSampler(Painted, **EVAL, n_workers=2) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
-        with pytest.raises(ConfigError, match=r"needs moviepy.*pip install moviepy, or \"penstock\[video\]\""):
+        with pytest.raises(ConfigError, match=r"needs moviepy.*pip install moviepy, or \"\.\[video\]\""):
             sampler.evaluate_agent(0, video=tmp_path)
         assert sampler.evaluate_agent(0)
     with SerialSampler(

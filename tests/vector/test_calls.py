@@ -123,7 +123,7 @@ def test_factories_are_told_where_they_build() -> None:
         ({"env_fns": "CartPole-v1"}, "env_fns must be a list of callables"),
         ({"env_fns": [1]}, "callable"),
         ({"env_fns": CountingEnv}, "env_fns must be a list of callables"),
-        ({"env_fns": [lambda: 3]}, "env_fn must return a gymnasium.Env, got builtins.int"),
+        ({"env_fns": [lambda: 3]}, "the environment function must return a gymnasium.Env, got builtins.int"),
         ({"in_series": 0}, "in_series must be an integer of at least 1"),
         ({"n_workers": 0}, "n_workers must be an integer of at least 1"),
         ({"in_series": 2, "n_workers": 2}, "leave one out"),
