@@ -135,7 +135,7 @@ setup(
         "psutil>=5.9",
         "fasteners>=0.18",
         "cloudpickle>=2.2",
-        "threadpoolctl>=3.5",
+        "threadpoolctl>=3.5",  # older ones do not find the OpenBLAS of numpy 2
         "gymnasium>=1.1",
     ],
     extras_require={

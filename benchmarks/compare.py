@@ -41,11 +41,8 @@ class Sampling:
     """A sampler that collects one batch after another."""
 
     def __init__(self, name: str, make_agent: Callable[[], Any], env: Any, T: int, B: int, **options: Any) -> None:
-        import torch
-
         import penstock
 
-        torch.set_num_threads(1)  # as in the examples; workers limit theirs themselves
         self._sampler = getattr(penstock, name)(env, batch_T=T, batch_B=B, **options)
         self._sampler.initialize(make_agent(), seed=0, bootstrap_value=make_agent is not random_agent)
         self._steps, self._itr = T * B, 0
@@ -95,17 +92,10 @@ def random_agent() -> Any:
     return RandomAgent()
 
 
-def mlp(**options: Any) -> Any:
+def mlp(hidden: int = 64, **options: Any) -> Any:
     from penstock import CategoricalPgAgent
 
-    return CategoricalPgAgent(workload("ActorCritic"), **options)
-
-
-def wide_mlp() -> Any:
-    """Two hidden layers of 512 units, run by numpy: large enough for threads of BLAS."""
-    from penstock import CategoricalPgAgent
-
-    return CategoricalPgAgent(partial(workload("ActorCritic"), n_hidden=512), inference="numpy")
+    return CategoricalPgAgent(partial(workload("ActorCritic"), hidden=hidden), **options)
 
 
 def cartpole(**kwargs: Any) -> Any:
@@ -179,7 +169,12 @@ STEPS: dict[str, Callable[[], Any]] = {
         for name in ("ParallelSampler", "GpuSampler")
         for inference in ("traced", "numpy")
     },
-    'ParallelSampler, wide mlp, inference="numpy"': sampling("ParallelSampler", wide_mlp),
+    **{
+        f'ParallelSampler, mlp of 512, inference="{inference}"': sampling(
+            "ParallelSampler", partial(mlp, hidden=512, inference=inference)
+        )
+        for inference in ("torch", "numpy")
+    },
     "one row of 16, mlp": acting(mlp),
     **{
         f'one row of 16, mlp, inference="{inference}"': acting(partial(mlp, inference=inference))
@@ -251,6 +246,15 @@ def turn_of_first_start(case: str) -> Turn:
     return {**turn, "wall": time.perf_counter() - began}
 
 
+def use_one_thread() -> None:
+    """In this process alone: its threads would disturb the turn of the other version. Workers limit theirs themselves."""
+    import threadpoolctl
+    import torch
+
+    torch.set_num_threads(1)
+    threadpoolctl.threadpool_limits(1)
+
+
 def serve(case: str, once: bool) -> None:
     """Run one turn for each line of stdin, which is a number of seconds. With `once`, run one start without a line."""
     # Not stdout: workers inherit it, and an environment may print.
@@ -266,6 +270,7 @@ def serve(case: str, once: bool) -> None:
         answer({"count": 1, "cpu": used({}, cpu_clocks(processes()))})
         contestant.close()
         return
+    use_one_thread()
     try:
         contestant = STEPS[case]() if case in STEPS else None
         if case in STARTS:

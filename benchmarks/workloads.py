@@ -18,14 +18,14 @@ ENV = partial(gym.make, "CartPole-v1")
 
 
 class ActorCritic(nn.Module):
-    """The 64-64 MLP of the field's CartPole examples."""
+    """The 64-64 MLP of the field's CartPole examples, or a larger one."""
 
-    def __init__(self, observation_space: gym.Space[Any], action_space: spaces.Discrete, n_hidden: int = 64) -> None:
+    def __init__(self, observation_space: gym.Space[Any], action_space: spaces.Discrete, hidden: int = 64) -> None:
         super().__init__()
-        (n_inputs,), n = observation_space.shape or (1,), n_hidden
-        self.body = nn.Sequential(nn.Linear(n_inputs, n), nn.Tanh(), nn.Linear(n, n), nn.Tanh())
-        self.policy = nn.Linear(n, int(action_space.n))
-        self.value = nn.Linear(n, 1)
+        (n_inputs,) = observation_space.shape or (1,)
+        self.body = nn.Sequential(nn.Linear(n_inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh())
+        self.policy = nn.Linear(hidden, int(action_space.n))
+        self.value = nn.Linear(hidden, 1)
 
     def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         features = self.body(observation)

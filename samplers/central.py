@@ -73,7 +73,7 @@ class GpuSampler(ParallelSampler):
             `server="caller"`.
         server: "caller", or "process" for a dedicated process. That is supervised as the workers are, and
             `step_timeout` applies to the agent's steps too. It is never replaced, since it keeps noise and state of
-            every environment. It uses as many torch threads as this process does (if forked: one).
+            every environment. Its libraries use as many threads as torch does in this process (if forked: one).
         compile_model: run the model through `torch.compile`, with its defaults or with these arguments. It is compiled
             during `initialize`, for all environments together. For other numbers of environments (`min_ready`, halves,
             values at episode ends) torch compiles it again when they first occur; with `server="process"`,
@@ -83,7 +83,8 @@ class GpuSampler(ParallelSampler):
             1 ms, at most 10 ms: while they spin they notice nothing else.
 
     On CPUs, `torch.set_num_threads(1)` in the main process is faster for small policies: while it waits for
-    the workers and acts, the main process then avoids the CPUs that workers are pinned to.
+    the workers and acts, the main process then avoids the CPUs that workers are pinned to. If the agent has
+    `inference="numpy"`, also call `threadpoolctl.threadpool_limits(1)` there.
     """
 
     _central = True

@@ -24,7 +24,7 @@ def describe_machine() -> dict[str, str]:
             return f"{name} not installed"
 
     cpus = usable_cpus()
-    packages = ("numpy", "torch", "gymnasium", "cloudpickle", "psutil", "fasteners")
+    packages = ("numpy", "torch", "gymnasium", "cloudpickle", "psutil", "fasteners", "threadpoolctl")
     return {
         "python": platform.python_version(),
         "system": platform.platform(),

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import threadpoolctl
+from threadpoolctl import LibController, ThreadpoolController
 
-# Libraries read these when they are loaded. They are for libraries that an environment loads later, and for programs
-# that it starts.
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+
+_LIBC = ctypes.PyDLL(None)  # keeps the interpreter lock, which a thread holds while it loads a library
 
 
 def usable_cpus() -> tuple[int, ...]:
@@ -79,22 +87,82 @@ def threads_here() -> int:
     return 1 if torch is None else int(torch.get_num_threads())
 
 
-_n_modules, _libraries = 0, threadpoolctl.ThreadpoolController()
-
-
 def limit_threads(n: int) -> None:
-    """Let torch and the numerical libraries (OpenMP, MKL, OpenBLAS, BLIS) use `n` threads: those that are loaded, and
-    those that are loaded later."""
-    global _n_modules, _libraries  # forked workers inherit what the fork server has found
+    """Let torch, OpenMP, and the libraries of linear algebra (OpenBLAS, MKL, BLIS) use `n` threads in this process.
+
+    Those that are loaded later read the environment variables, and so do programs that this process starts.
+    """
     for variable in _THREAD_VARIABLES:
         os.environ[variable] = str(n)
-    if len(sys.modules) != _n_modules:  # the search takes a millisecond
-        _n_modules, _libraries = len(sys.modules), threadpoolctl.ThreadpoolController()
-    for library in _libraries.lib_controllers:
-        if library.num_threads != n:
-            library.set_num_threads(n)
-            if n == 1 and hasattr(library.dynlib, "blas_thread_shutdown_"):
-                # In a fork, OpenBLAS has just started its threads again. They would spin for 0.1 s, on this CPU.
-                library.dynlib.blas_thread_shutdown_()
     if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(n)
+        sys.modules["torch"].set_num_threads(n)  # its MKL is a part of it, which a search does not find
+    for library in _libraries():
+        _use_threads(library, n)
+
+
+def limit_blas() -> list[tuple[LibController, int]]:
+    """Let linear algebra use one thread here and in later forks. Returns its libraries and their numbers before.
+
+    Do this before a fork: if a fork changes the number, OpenBLAS first starts one thread per CPU there, and each spins
+    for a tenth of a second.
+    """
+    before = [(library, library.num_threads) for library in _libraries() if library.user_api == "blas"]
+    for library, _ in before:
+        _use_threads(library, 1)
+    return before
+
+
+@contextlib.contextmanager
+def blas_limited() -> Iterator[None]:
+    """`limit_blas`, and afterwards as many threads as before."""
+    before = limit_blas()
+    try:
+        yield
+    finally:
+        for library, n in before:
+            _use_threads(library, n)
+
+
+def _use_threads(library: LibController, n: int) -> None:
+    if library.num_threads != n:
+        library.set_num_threads(n)
+
+
+_found: tuple[int, list[LibController]] = (0, [])  # the libraries, and how many of any kind were loaded then
+
+
+def _libraries() -> list[LibController]:
+    """The loaded libraries that have threads. The search takes a millisecond, so forks inherit what it has found."""
+    global _found  # noqa: PLW0603 - a property of the process
+    n_loaded = _n_loaded()
+    if not n_loaded or n_loaded != _found[0]:
+        _found = n_loaded, ThreadpoolController().lib_controllers
+    return _found[1]
+
+
+class _LoadInfo(ctypes.Structure):
+    """`struct dl_phdr_info` of the C library."""
+
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("headers", ctypes.c_void_p),
+        ("n_headers", ctypes.c_uint16),
+        ("n_loaded", ctypes.c_ulonglong),
+    )
+
+
+_LoadCallback = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.POINTER(_LoadInfo), ctypes.c_size_t, ctypes.c_void_p)
+
+
+def _n_loaded() -> int:
+    """How many libraries this process has ever loaded; 0 where the system does not say (macOS)."""
+    found = [0]
+
+    def take(info: Any, size: int, _: Any) -> int:
+        found.append(info.contents.n_loaded)
+        return 1  # the number is the same for each library: one is enough
+
+    if hasattr(_LIBC, "dl_iterate_phdr"):
+        _LIBC.dl_iterate_phdr(_LoadCallback(take), None)
+    return int(found[-1])

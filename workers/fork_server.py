@@ -1,7 +1,8 @@
 """What the fork server imports first. If it exits after the main process, it removes its socket and that folder.
 
 Usually the main process does this itself. If it is killed, the guardian does it, as long as there is a sampler.
-Before each fork, the fork server excludes all its objects from garbage collection, and limits its threads.
+Before each fork, the fork server excludes all its objects from garbage collection, and lets linear algebra use one
+thread.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from multiprocessing import forkserver
 from typing import Any
 
-from penstock.workers.affinity import limit_threads
+from penstock.workers.affinity import limit_blas
 
 _PARENT_SECONDS = 1.0  # the end of its pipe comes a moment before the end of the main process
 _POLL_SECONDS = 0.01
@@ -39,12 +40,12 @@ def _remove_socket(pid: int, parent: int) -> None:
             os.rmdir(os.path.dirname(address))
 
 
-def _freeze(pid: int) -> None:
+def _before_fork(pid: int) -> None:
     if os.getpid() == pid:  # not in forks of the workers: garbage that is frozen there would stay for ever
-        limit_threads(1)  # once, in place of a search in each worker
+        limit_blas()
         gc.freeze()
 
 
 atexit.register(_remove_socket, os.getpid(), os.getppid())
 # Otherwise garbage collection in each worker searches the imported modules, which also copies their memory.
-os.register_at_fork(before=functools.partial(_freeze, os.getpid()))
+os.register_at_fork(before=functools.partial(_before_fork, os.getpid()))

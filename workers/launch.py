@@ -20,6 +20,7 @@ from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError, WorkerDiedError, WorkerTimeoutError
 from penstock.workers import lookout, sigint
+from penstock.workers.affinity import blas_limited
 from penstock.workers.handle import status_of
 from penstock.workers.limits import check_limits
 from penstock.workers.marking import worker_variables
@@ -155,7 +156,7 @@ class Launcher:
                     with _no_current_folder():
                         self._start_by_server(process, name, check)
                 elif self._start_method == "fork":
-                    with lookout.all_stopped():
+                    with lookout.all_stopped(), blas_limited():
                         process.start()
                 else:
                     process.start()

@@ -18,8 +18,8 @@ class Affinity:
 
     `cpus`: one entry per worker, each a CPU number or several. None gives each worker one CPU that this process may use
     and that no other run has claimed. If too few are left, the workers are not pinned.
-    `pin=False` leaves the placement to the system. `torch_threads` is the number of threads that torch and the
-    numerical libraries (OpenMP, MKL, OpenBLAS) use in each worker.
+    `pin=False` leaves the placement to the system. `torch_threads` is the number of threads that torch, OpenMP and
+    linear algebra (OpenBLAS, MKL, BLIS) use in each worker.
     """
 
     cpus: Sequence[int | Sequence[int]] | None = None

@@ -8,7 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from penstock.buffers.reports import ReportBoard
 from penstock.buffers.results import ObjectMessage, ObjectPipe
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError, WorkerTimeoutError
 from penstock.workers import sigint
+from penstock.workers.affinity import blas_limited
 from penstock.workers.control import Command
 from penstock.workers.failures import WorkerFailure, WorkerStatus, add_killed, examine_exits, make_error
 from penstock.workers.forks import abandon_in_forks
@@ -96,7 +97,9 @@ class WorkerPool:
             server = self._launcher.prepare()
             self._guardian: Guardian = self._owned(uninterrupted(lambda: Guardian(server), undo=Guardian.close))
             abandon_in_forks(self)
-            self._start_all(plans)
+            # Once for all forks: when it ends the limit, OpenBLAS starts threads.
+            with blas_limited() if options.start_method == "fork" else nullcontext():
+                self._start_all(plans)
         except BaseException:
             self.close(broken=True)
             raise

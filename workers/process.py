@@ -74,7 +74,7 @@ def _run_commands(args: WorkerProcessArgs) -> None:
     context = args.context()
     progress = context.progress
     program.build(context)
-    limit_threads(args.plan.torch_threads)  # again: this may have loaded other libraries
+    limit_threads(args.plan.torch_threads)  # again: the program may have loaded libraries, or changed this
     gc.freeze()  # garbage collection need not search torch's modules again
     try:
         progress.enter(Phase.WAITING)

@@ -137,27 +137,25 @@ def test_more_workers_than_environments_and_uneven_shares() -> None:
         sampler.obtain_samples(0)
 
 
-def threads_of_libraries() -> list[int]:
-    """How many threads each numerical library of this process uses, as the libraries say."""
-    return [torch.get_num_threads(), *(library["num_threads"] for library in threadpoolctl.threadpool_info())]
-
-
 class WhereEnv(CountingEnv):
-    """Shows in its reward on which CPU, and in its observation with how many threads, it runs: the fewest and the most
-    of all libraries."""
+    """Shows in its reward on which CPU it runs, and in its observation the fewest and the most threads that torch and
+    the libraries of numpy use there."""
 
     def step(self, action: Any) -> Any:
         observation, _, *rest = super().step(action)
         (cpu,) = psutil.Process().cpu_affinity()
-        observation[:] = min(threads_of_libraries()), max(threads_of_libraries())
+        libraries = threadpoolctl.threadpool_info()
+        assert {"blas", "openmp"} <= {library["user_api"] for library in libraries}
+        numbers = [torch.get_num_threads(), *(library["num_threads"] for library in libraries)]
+        observation[:] = min(numbers), max(numbers)
         return observation, float(cpu), *rest
 
 
 def test_workers_run_where_the_mask_or_the_caller_says(start_method: str) -> None:
     cpus = usable_cpus()
 
-    def places(affinity: Any) -> tuple[list[float], set[float]]:
-        with ParallelSampler(
+    def places(affinity: Any, cls: type[Sampler] = ParallelSampler) -> tuple[list[float], set[float]]:
+        with cls(
             WhereEnv, batch_T=1, batch_B=3, n_workers=3, start_method=start_method, max_decorrelation_steps=0
         ) as sampler:
             sampler.initialize(RandomAgent(), affinity=affinity)
@@ -168,41 +166,55 @@ def test_workers_run_where_the_mask_or_the_caller_says(start_method: str) -> Non
     assert places(None) == ([cpus[i % len(cpus)] for i in range(3)], {1.0})
     last = cpus[-1]
     assert places(Affinity(cpus=[last, last, last], torch_threads=2)) == ([last] * 3, {2.0})
+    assert places([last, last, last], GpuSampler) == ([last] * 3, {1.0})
 
 
-class LateEnv(WhereEnv):
-    """Loads another library with threads when it is reset."""
+class Unlimited(WhereEnv):
+    """Ends all limits, and loads a library of linear algebra."""
 
-    def reset(self, **kwargs: Any) -> Any:
-        import scipy.linalg  # noqa: F401 - its wheel has an OpenBLAS of its own
+    def __init__(self) -> None:
+        super().__init__()
+        for name in [name for name in os.environ if name.endswith("_NUM_THREADS")]:
+            del os.environ[name]
+        threadpoolctl.threadpool_limits(3)
+        torch.set_num_threads(3)
+        import scipy.linalg  # noqa: F401 - it has an OpenBLAS of its own
 
-        return super().reset(**kwargs)
 
-
-def test_libraries_that_environments_load_use_one_thread_too() -> None:
+def test_libraries_that_an_environment_loads_are_limited_too() -> None:
     pytest.importorskip("scipy")
-    with ParallelSampler(LateEnv, batch_T=2, batch_B=1) as sampler:
+    with ParallelSampler(Unlimited, batch_T=1, batch_B=1) as sampler:
         sampler.initialize(RandomAgent())
-        samples, _ = sampler.obtain_samples(0)
-        assert samples.env.observation[1].tolist() == [[1.0, 1.0]]
+        sampler.obtain_samples(0)  # the next batch begins with the observation of its last step
+        assert sampler.obtain_samples(1)[0].env.observation.unique().tolist() == [1.0]
 
 
-class ReportsThreads(RandomAgent):
-    """Records how many threads the libraries of its process use, at most."""
+def test_the_threads_of_the_main_process_stay(start_method: str) -> None:
+    before = torch.get_num_threads(), threadpoolctl.threadpool_info()
+    with ParallelSampler(CountingEnv, batch_T=1, batch_B=2, start_method=start_method) as sampler:
+        sampler.initialize(RandomAgent())
+        assert (torch.get_num_threads(), threadpoolctl.threadpool_info()) == before
 
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        threads = np.full(len(prev_reward), max(threads_of_libraries()), np.int64)
-        return AgentStep(super().step(observation, prev_action, prev_reward).action, {"threads": threads})
+
+class Threads(nn.Module):
+    """Its value is the most threads that the process may use in which it acts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 3)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        n = max(torch.get_num_threads(), *(library["num_threads"] for library in threadpoolctl.threadpool_info()))
+        return self.head(observation), torch.full((len(observation),), float(n))
 
 
-def test_a_server_process_uses_as_many_threads_as_the_main_process(start_method: str) -> None:
+def test_the_server_process_uses_as_many_threads_as_torch_does_here(start_method: str) -> None:
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     try:
         with GpuSampler(CountingEnv, batch_T=2, batch_B=2, server="process", start_method=start_method) as sampler:
-            sampler.initialize(ReportsThreads())
-            samples, _ = sampler.obtain_samples(0)
-            assert samples.agent.agent_info.threads.unique().tolist() == [1 if start_method == "fork" else 2]
+            sampler.initialize(CategoricalPgAgent(Threads))
+            assert sampler.obtain_samples(0)[0].agent.agent_info.value.unique().tolist() == [1.0]
     finally:
         torch.set_num_threads(before)
 
