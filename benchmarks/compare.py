@@ -247,7 +247,7 @@ def turn_of_first_start(case: str) -> Turn:
 
 
 def use_one_thread() -> None:
-    """In this process alone: its threads would disturb the turn of the other version. Workers limit theirs themselves."""
+    """In this process alone: its threads would disturb the other version. Workers limit theirs themselves."""
     import threadpoolctl
     import torch
 
