@@ -347,7 +347,7 @@ static PyObject *end_group_with_parent(PyObject *Py_UNUSED(module), Arguments Py
 
 /* In _stepping.c. */
 PyObject *penstock_step_ordinary(PyObject *module, Arguments arguments, Py_ssize_t n);
-PyObject *penstock_flat_methods(PyObject *module, Arguments arguments, Py_ssize_t n);
+PyObject *penstock_flat_step(PyObject *module, Arguments arguments, Py_ssize_t n);
 int penstock_make_names(void);
 /* In _drawing.c. */
 PyObject *penstock_shift_rows(PyObject *module, Arguments arguments, Py_ssize_t n);
@@ -364,7 +364,7 @@ static PyMethodDef functions[] = {
     FUNCTION(put_row),
     FUNCTION(put_cell),
     NAMED("step_ordinary", penstock_step_ordinary),
-    NAMED("flat_methods", penstock_flat_methods),
+    NAMED("flat_step", penstock_flat_step),
     FUNCTION(sum_episodes),
     NAMED("shift_rows", penstock_shift_rows),
     NAMED("draw_rows", penstock_draw_rows),

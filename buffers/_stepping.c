@@ -1,5 +1,5 @@
-/* One time step of all environments of a worker, and steps and resets without the Python functions of Gymnasium's
-   wrappers. native.py says what each function does. */
+/* One time step of all environments of a worker, and steps without the Python functions of Gymnasium's wrappers.
+   native.py says what each function does. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -173,149 +173,83 @@ PyObject *penstock_step_ordinary(PyObject *Py_UNUSED(module), Arguments argument
 /* ---- wrappers ---------------------------------------------------------------------------------- */
 
 /* The names that are looked up. They are made at import and live for ever. */
-static PyObject *ENV, *STEP, *RESET, *SEED, *OPTIONS, *HAS_RESET, *ELAPSED_STEPS, *MAX_EPISODE_STEPS;
-static PyObject *SEED_AND_OPTIONS, *ZERO, *ONE;
+static PyObject *ENV, *STEP, *HAS_RESET, *ELAPSED_STEPS, *MAX_EPISODE_STEPS;
 
 int penstock_make_names(void) {
     return (ENV = PyUnicode_InternFromString("env")) && (STEP = PyUnicode_InternFromString("step")) &&
-           (RESET = PyUnicode_InternFromString("reset")) && (SEED = PyUnicode_InternFromString("seed")) &&
-           (OPTIONS = PyUnicode_InternFromString("options")) &&
            (HAS_RESET = PyUnicode_InternFromString("_has_reset")) &&
            (ELAPSED_STEPS = PyUnicode_InternFromString("_elapsed_steps")) &&
-           (MAX_EPISODE_STEPS = PyUnicode_InternFromString("_max_episode_steps")) && (ZERO = PyLong_FromLong(0)) &&
-           (ONE = PyLong_FromLong(1)) && (SEED_AND_OPTIONS = PyTuple_Pack(2, SEED, OPTIONS));
+           (MAX_EPISODE_STEPS = PyUnicode_InternFromString("_max_episode_steps"));
 }
 
-/* The `self` of a flat function (step or reset): a tuple (step of the outermost wrapper, environment inside, layers,
-   finish). Each layer is (wrapper, its attributes, what it wraps, whether it is a TimeLimit), the outermost first. */
-#define METHOD(self) PyTuple_GET_ITEM(self, 0)
-#define INSIDE(self) PyTuple_GET_ITEM(self, 1)
-#define LAYERS(self) PyTuple_GET_ITEM(self, 2)
-#define FINISH(self) PyTuple_GET_ITEM(self, 3)
-#define WRAPPER(layer) PyTuple_GET_ITEM(layer, 0)
-#define ATTRIBUTES(layer) PyTuple_GET_ITEM(layer, 1)
-#define WRAPPED(layer) PyTuple_GET_ITEM(layer, 2)
-#define IS_TIME_LIMIT(layer) (PyTuple_GET_ITEM(layer, 3) == Py_True)
+/* The `self` of a flat step: a tuple (env, env.step, TimeLimit, OrderEnforcing, finish). */
+#define IS_A(env, self, i) (Py_TYPE(env) == (PyTypeObject *)PyTuple_GET_ITEM(self, i))
+enum { METHOD = 1, TIME_LIMIT, ORDER_ENFORCING, FINISH };
 
-/* The attribute `name` of a layer's wrapper, borrowed. NULL without an exception if there is none. */
-static PyObject *attribute(PyObject *layer, PyObject *name) {
-    PyObject *value = PyDict_GetItemWithError(ATTRIBUTES(layer), name);
-    if (value == NULL) {
-        PyErr_Clear(); /* the wrapper's own method raises it again */
-    }
-    return value;
-}
-
-/* Whether every wrapper still wraps the same environment, and no wrapper from layer `first` on has an attribute that
-   hides its method `name`. */
-static int are_unchanged(PyObject *layers, PyObject *name, Py_ssize_t first) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(layers); i++) {
-        PyObject *layer = PyTuple_GET_ITEM(layers, i);
-        if (attribute(layer, ENV) != WRAPPED(layer) || (i >= first && attribute(layer, name) != NULL)) {
-            return 0;
+/* What TimeLimit.step does with the `result` of the step inside. Takes over the reference to `result`. The function
+   `finish` does it at the end of an episode and for unusual values. */
+static PyObject *count_step(PyObject *self, PyObject *wrapper, PyObject *attributes, PyObject *result) {
+    PyObject *elapsed = PyDict_GetItemWithError(attributes, ELAPSED_STEPS), *next;
+    PyObject *most = PyDict_GetItemWithError(attributes, MAX_EPISODE_STEPS);
+    int is_usual = PyTuple_CheckExact(result) && PyTuple_GET_SIZE(result) == 5, is_large[2] = {1, 1};
+    if (is_usual && elapsed != NULL && PyLong_CheckExact(elapsed) && most != NULL && PyLong_CheckExact(most)) {
+        long long n = PyLong_AsLongLongAndOverflow(elapsed, &is_large[0]);
+        long long end = PyLong_AsLongLongAndOverflow(most, &is_large[1]);
+        if (!is_large[0] && !is_large[1] && n < end && n + 1 < end) {
+            next = PyLong_FromLongLong(n + 1);
+            if (next == NULL || PyDict_SetItem(attributes, ELAPSED_STEPS, next) < 0) {
+                Py_CLEAR(result);
+            }
+            Py_XDECREF(next);
+            return result;
         }
     }
-    return 1;
-}
-
-/* What TimeLimit.step does with the `result` of the step inside. Takes over the reference to `result`. If the values
-   are unusual, the Python function FINISH does it. */
-static PyObject *count_step(PyObject *self, PyObject *layer, PyObject *result) {
-    PyObject *elapsed = attribute(layer, ELAPSED_STEPS), *most = attribute(layer, MAX_EPISODE_STEPS), *next, *cut;
-    if (!PyTuple_CheckExact(result) || PyTuple_GET_SIZE(result) != 5 || elapsed == NULL || !PyLong_CheckExact(elapsed) ||
-        most == NULL || !PyLong_CheckExact(most)) {
-        PyObject *arguments[] = {NULL, WRAPPER(layer), result};
-        next = PyObject_Vectorcall(FINISH(self), arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
-        Py_DECREF(result);
-        return next;
-    }
-    Py_INCREF(most);
-    next = PyNumber_Add(elapsed, ONE);
-    int is_set = next != NULL && PyDict_SetItem(ATTRIBUTES(layer), ELAPSED_STEPS, next) == 0;
-    int is_over = is_set ? PyObject_RichCompareBool(next, most, Py_GE) : -1;
-    Py_XDECREF(next);
-    Py_DECREF(most);
-    if (is_over == 0) {
-        return result;
-    }
-    cut = is_over < 0 ? NULL
-                      : PyTuple_Pack(5, PyTuple_GET_ITEM(result, 0), PyTuple_GET_ITEM(result, 1),
-                                     PyTuple_GET_ITEM(result, 2), Py_True, PyTuple_GET_ITEM(result, 4));
+    PyObject *arguments[] = {NULL, wrapper, result};
+    size_t n_arguments = 2 | PY_VECTORCALL_ARGUMENTS_OFFSET;
+    next = PyErr_Occurred() ? NULL : PyObject_Vectorcall(PyTuple_GET_ITEM(self, FINISH), arguments + 1, n_arguments, NULL);
     Py_DECREF(result);
-    return cut;
+    return next;
 }
 
-/* `step(action)` */
-static PyObject *flat_step(PyObject *self, PyObject *action) {
-    PyObject *layers = LAYERS(self);
-    int is_flat = are_unchanged(layers, STEP, 1); /* 1: the outermost `step`, which is METHOD, was looked up only once */
-    for (Py_ssize_t i = 0; is_flat && i < PyTuple_GET_SIZE(layers); i++) {
-        PyObject *layer = PyTuple_GET_ITEM(layers, i);
-        is_flat = IS_TIME_LIMIT(layer) || attribute(layer, HAS_RESET) == Py_True;
+/* `env.step(action)`. `method` is `env.step` if it was looked up before, or else NULL. */
+static PyObject *step_through(PyObject *self, PyObject *env, PyObject *method, PyObject *action) {
+    PyObject *result = NULL, *inside = NULL;
+    int is_limit = IS_A(env, self, TIME_LIMIT);
+    PyObject *attributes = is_limit || IS_A(env, self, ORDER_ENFORCING) ? PyObject_GenericGetDict(env, NULL) : NULL;
+    if (attributes != NULL && (method != NULL || PyDict_GetItemWithError(attributes, STEP) == NULL) &&
+        (is_limit || PyDict_GetItemWithError(attributes, HAS_RESET) == Py_True)) {
+        inside = PyDict_GetItemWithError(attributes, ENV);
     }
-    PyObject *arguments[] = {NULL, INSIDE(self), action};
-    size_t offset = PY_VECTORCALL_ARGUMENTS_OFFSET;
-    if (!is_flat) {
-        return PyObject_Vectorcall(METHOD(self), arguments + 2, 1 | offset, NULL);
-    }
-    PyObject *result = PyObject_VectorcallMethod(STEP, arguments + 1, 2 | offset, NULL);
-    for (Py_ssize_t i = PyTuple_GET_SIZE(layers) - 1; i >= 0 && result != NULL; i--) {
-        PyObject *layer = PyTuple_GET_ITEM(layers, i);
-        result = IS_TIME_LIMIT(layer) ? count_step(self, layer, result) : result;
-    }
-    return result;
-}
-
-/* `reset(seed=...)` or `reset(seed=..., options=...)` */
-static PyObject *flat_reset(PyObject *self, Arguments arguments, Py_ssize_t n, PyObject *names) {
-    PyObject *layers = LAYERS(self);
-    Py_ssize_t n_names = names == NULL ? 0 : PyTuple_GET_SIZE(names);
-    int has_seed = n == 0 && (n_names == 1 || n_names == 2) && PyTuple_GET_ITEM(names, 0) == SEED;
-    int is_usual = has_seed && (n_names == 1 || PyTuple_GET_ITEM(names, 1) == OPTIONS);
-    if (!is_usual || !are_unchanged(layers, RESET, 0)) {
-        PyObject *method = PyObject_GetAttr(WRAPPER(PyTuple_GET_ITEM(layers, 0)), RESET);
-        PyObject *result = method == NULL ? NULL : PyObject_Vectorcall(method, arguments, n, names);
-        Py_XDECREF(method);
-        return result;
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(layers); i++) {
-        PyObject *layer = PyTuple_GET_ITEM(layers, i);
-        int is_limit = IS_TIME_LIMIT(layer);
-        if (PyDict_SetItem(ATTRIBUTES(layer), is_limit ? ELAPSED_STEPS : HAS_RESET, is_limit ? ZERO : Py_True) < 0) {
-            return NULL;
+    if (inside != NULL) {
+        Py_INCREF(inside); /* the environment may replace it */
+        if (Py_EnterRecursiveCall(" in env.step") == 0) {
+            result = step_through(self, inside, NULL, action);
+            Py_LeaveRecursiveCall();
         }
+        Py_DECREF(inside);
+        result = is_limit && result != NULL ? count_step(self, env, attributes, result) : result;
+    } else if (!PyErr_Occurred()) {
+        PyObject *arguments[] = {NULL, env, action};
+        size_t offset = PY_VECTORCALL_ARGUMENTS_OFFSET;
+        result = method != NULL ? PyObject_Vectorcall(method, arguments + 2, 1 | offset, NULL)
+                                : PyObject_VectorcallMethod(STEP, arguments + 1, 2 | offset, NULL);
     }
-    PyObject *given[] = {NULL, INSIDE(self), arguments[0], n_names == 2 ? arguments[1] : Py_None};
-    return PyObject_VectorcallMethod(RESET, given + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, SEED_AND_OPTIONS);
-}
-
-static PyMethodDef flat_functions[] = {
-    {"step", flat_step, METH_O, NULL},
-    {"reset", (PyCFunction)(void (*)(void))flat_reset, METH_FASTCALL | METH_KEYWORDS, NULL},
-};
-
-static int is_layer(PyObject *layer) {
-    return PyTuple_CheckExact(layer) && PyTuple_GET_SIZE(layer) == 4 && PyDict_CheckExact(ATTRIBUTES(layer));
-}
-
-PyObject *penstock_flat_methods(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    if (n != 4) {
-        return PyErr_Format(PyExc_TypeError, "expected 4 arguments, got %zd", n);
-    }
-    PyObject *layers = arguments[2];
-    int fits = PyTuple_CheckExact(layers) && PyTuple_GET_SIZE(layers) > 0;
-    for (Py_ssize_t i = 0; fits && i < PyTuple_GET_SIZE(layers); i++) {
-        fits = is_layer(PyTuple_GET_ITEM(layers, i));
-    }
-    if (!fits) {
-        return PyErr_Format(PyExc_TypeError, "layers must be a tuple of (wrapper, attributes, wrapped, is_time_limit)");
-    }
-    PyObject *self = PyTuple_Pack(4, arguments[0], arguments[1], layers, arguments[3]);
-    PyObject *step = self == NULL ? NULL : PyCFunction_NewEx(&flat_functions[0], self, NULL);
-    PyObject *reset = self == NULL ? NULL : PyCFunction_NewEx(&flat_functions[1], self, NULL);
-    PyObject *result = step == NULL || reset == NULL ? NULL : PyTuple_Pack(2, step, reset);
-    Py_XDECREF(self);
-    Py_XDECREF(step);
-    Py_XDECREF(reset);
+    Py_XDECREF(attributes);
     return result;
+}
+
+static PyObject *flat_step(PyObject *self, PyObject *action) {
+    return step_through(self, PyTuple_GET_ITEM(self, 0), PyTuple_GET_ITEM(self, METHOD), action);
+}
+
+static PyMethodDef flat_step_definition = {"step", flat_step, METH_O, NULL};
+
+PyObject *penstock_flat_step(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+    if (n != 5) {
+        return PyErr_Format(PyExc_TypeError, "expected 5 arguments, got %zd", n);
+    }
+    PyObject *self = PyTuple_Pack(5, arguments[0], arguments[1], arguments[2], arguments[3], arguments[4]);
+    PyObject *step = self == NULL ? NULL : PyCFunction_NewEx(&flat_step_definition, self, NULL);
+    Py_XDECREF(self);
+    return step;
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from time import monotonic_ns
 from typing import Any
 
@@ -22,7 +23,7 @@ from penstock.envs.examples import example_of
 from penstock.envs.into import cells_of, step_into_of, with_observation
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
 from penstock.envs.video import recorded
-from penstock.envs.wrappers import flattened
+from penstock.envs.wrappers import flat_step_of
 from penstock.errors import SpaceError, brief
 from penstock.workers.marking import marked
 from penstock.workers.progress import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Progress
@@ -51,6 +52,7 @@ class EnvColumns(EnvBatch):
         flatten_wrappers: bool = True,
     ) -> None:
         self.envs, self.env_ranks, self.progress = envs, env_ranks, progress
+        self._step_of = flat_step_of if flatten_wrappers else attrgetter("step")
         self.checks = checks
         self.observation_space = space = envs[0].observation_space
         example = map_leaves(lambda leaf: np.zeros((1, len(envs), *leaf.shape), leaf.dtype), example_of(space))
@@ -59,14 +61,11 @@ class EnvColumns(EnvBatch):
         self._loop_words = progress.loop_words
         self._action_space = envs[0].action_space if checks.debug else None
         self.split_actions = action_splitter(envs[0].action_space)
-        flat = [(flattened(env) if flatten_wrappers else None) or (env.step, None) for env in envs]
-        self._flat_resets = [reset for _, reset in flat]
         # One tuple for each environment with all that the loop needs.
         self._bound = self._active = [
-            (b, env_rank, step, step_into_of(env, env_rank))
-            for b, (env_rank, (step, _), env) in enumerate(zip(env_ranks, flat, envs, strict=True))
+            (b, env_rank, self._step_of(env), step_into_of(env, env_rank))
+            for b, (env_rank, env) in enumerate(zip(env_ranks, envs, strict=True))
         ]
-        self._flatten_wrappers = flatten_wrappers
         self._writes_in_place = any(step_into is not None for *_, step_into in self._bound)
         self.parked: list[int] = []
         self.observations: list[Any] = [None] * len(envs)
@@ -83,7 +82,7 @@ class EnvColumns(EnvBatch):
         if self.episodes is not None:
             seed = self.episodes.begin(column)
         with marked():
-            result: Any = (self._flat_resets[column] or self.envs[column].reset)(seed=seed)
+            result: Any = self.envs[column].reset(seed=seed)
         words[RESETTING] += monotonic_ns() - began
         if not isinstance(result, tuple) or len(result) != 2:
             got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
@@ -103,24 +102,23 @@ class EnvColumns(EnvBatch):
     def recorded(self, column: int, folder: str, itr: int) -> Iterator[None]:
         """While the context lasts, the environment of `column` is stepped and reset through a wrapper that records its
         first episode as a video. See `penstock.envs.video`."""
-        bound, flat_reset = self._bound, self._flat_resets[column]
+        bound, envs = self._bound, self.envs
         _, env_rank, _, _ = bound[column]
-        with recorded(self.envs[column], folder, itr) as wrapper:
-            self._flat_resets[column] = wrapper.reset
+        with recorded(envs[column], folder, itr) as wrapper:
+            self.envs = [*envs[:column], wrapper, *envs[column + 1 :]]
             self._bound = [*bound[:column], (column, env_rank, wrapper.step, None), *bound[column + 1 :]]
             self.unpark_all()
             try:
                 yield
             finally:
-                self._bound, self._flat_resets[column] = bound, flat_reset
+                self._bound, self.envs = bound, envs
                 self.unpark_all()
 
     def replace_env(self, column: int, env: gym.Env[Any, Any], observation: Any) -> None:
         """Use this environment from now on; `observation` is its last one. No column is parked."""
         (_, env_rank, _, _), envs = self._bound[column], list(self.envs)
         envs[column] = env
-        step, reset = (flattened(env) if self._flatten_wrappers else None) or (env.step, None)
-        self._bound[column], self._flat_resets[column] = (column, env_rank, step, step_into_of(env, env_rank)), reset
+        self._bound[column] = column, env_rank, self._step_of(env), step_into_of(env, env_rank)
         self.envs, self.observations[column] = envs, observation
         self.check_observation(column)
 

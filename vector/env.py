@@ -90,7 +90,7 @@ class ShmVectorEnv(CallsOnEnvs):
             array of the observation has NaN or inf. Parts without a fixed shape are not checked. The results of that
             step are lost; the next call works.
         flatten_wrappers: step Gymnasium's TimeLimit and OrderEnforcing without their Python functions, with the same
-            results. False: call the `step` and `reset` of the outermost wrapper in any case.
+            results. False: call the `step` of the outermost wrapper in any case.
 
     If environments differ in speed, use `send` and `recv` instead of `step`: `send(actions, env_ids)` starts a step of
     some of them, and `recv(min_ready)` waits for the first that have finished.

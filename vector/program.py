@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import cloudpickle
@@ -24,7 +25,7 @@ from penstock.envs.factory import EnvContext
 from penstock.envs.into import cells_of, step_into_of, with_observation
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_cell, write_row
 from penstock.envs.seeding import Purpose
-from penstock.envs.wrappers import flattened
+from penstock.envs.wrappers import flat_step_of
 from penstock.errors import ConfigError, SpaceError, brief
 from penstock.vector.memory import VectorMemory, copy_rows
 from penstock.vector.objects import ObjectParts, shared_part
@@ -105,16 +106,15 @@ class VectorProgram:
         self._infos: dict[int, dict[str, Any]] = {}  # pickled infos of the current requests
 
     def _bind_methods(self) -> None:
-        """The functions that step and reset each environment."""
-        flat = [(flattened(env) if self.flatten_wrappers else None) or (env.step, env.reset) for env in self._envs]
-        self._resets = [reset for _, reset in flat]
+        """The functions that step each environment."""
+        step_of = flat_step_of if self.flatten_wrappers else attrgetter("step")
         # Parts without a fixed shape have no place to step into. A worker that may be replaced does not write there
         # during a step: if it dies in it, the place must still have the last observation.
         is_in_place = not (self._observation_parts or self.may_be_replaced)
         self._cells = cells_of(self._observation, 0, len(self._envs)) if is_in_place else None
         self._own: list[Any] = [
-            (i, env_rank, step, step_into_of(env, env_rank) if is_in_place else None)
-            for i, (env, env_rank, (step, _)) in enumerate(zip(self._envs, self._plan.env_ranks, flat, strict=True))
+            (i, env_rank, step_of(env), step_into_of(env, env_rank) if is_in_place else None)
+            for i, (env, env_rank) in enumerate(zip(self._envs, self._plan.env_ranks, strict=True))
         ]
         #: What the next step of each environment calls, as `step_ordinary` takes it: usually its own functions.
         self._bound = list(self._own)
@@ -305,7 +305,7 @@ class VectorProgram:
             self._unseeded.remove(i)
             seed = self._replacement_seed(i) if seed is None else seed
         began = self._progress.enter(Phase.RESETTING)
-        returned = self._resets[i](seed=seed, options=options)
+        returned = self._envs[i].reset(seed=seed, options=options)
         self._progress.add_resetting_since(began)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise SpaceError(

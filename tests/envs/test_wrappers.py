@@ -1,22 +1,27 @@
-"""Flattened wrappers do exactly what they do with their own methods."""
+"""Flat steps do exactly what the wrappers do with their own methods."""
 
 from __future__ import annotations
 
+import ast
 import copy
+import functools
+import inspect
 import operator
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.error import ResetNeeded
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, RecordEpisodeStatistics, TimeLimit, TransformReward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.buffers.native import COMPILED
 from penstock.envs import CountingEnv, wrappers
-from penstock.envs.wrappers import flattened
+from penstock.envs.wrappers import flat_step_of
 
 from ..scale import scaled
 
@@ -101,7 +106,7 @@ def stack(results: list[Any], layers: list[int]) -> list[Any]:
     return envs
 
 
-def run(envs: list[Any], step: Any, reset: Any, operations: list[Any]) -> list[Any]:
+def run(envs: list[Any], step: Any, operations: list[Any]) -> list[Any]:
     """What each operation returns or raises, and the attributes of all wrappers afterwards."""
     log: list[Any] = []
     inner = envs[-1]
@@ -110,7 +115,7 @@ def run(envs: list[Any], step: Any, reset: Any, operations: list[Any]) -> list[A
             if name == "step":
                 outcome = step(argument)
             elif name in ("reset", "refuse"):
-                outcome = (reset or envs[0].reset)(**argument)  # without `reset`, looked up at each call
+                outcome = envs[0].reset(**argument)
             else:
                 outcome = change(envs, name, argument)
         except Exception as error:
@@ -147,18 +152,16 @@ def change(envs: list[Any], name: str, argument: Any) -> None:
     operations=st.lists(OPERATIONS, max_size=12),
     starts=st.booleans(),
 )
-def test_flat_methods_do_what_the_wrappers_do(
+def test_a_flat_step_does_what_the_wrappers_do(
     results: list[int], layers: list[int], operations: list[Any], starts: bool
 ) -> None:
     script = [RESULTS[i] for i in results]
     plain, flat = stack(script, layers), stack(script, layers)
-    methods = flattened(flat[0])
-    assert (methods is None) == (layers[-1] >= 3)
-    if methods is None:
-        return
+    flat_step = flat_step_of(flat[0])
+    assert (flat_step == flat[0].step) == (layers[-1] >= 3)
     operations = [("reset", {"seed": 1}), *operations] if starts else operations
     step = plain[0].step  # looked up once, as collectors do
-    assert run(plain, step, None, operations) == run(flat, *methods, operations)
+    assert run(plain, step, operations) == run(flat, flat_step, operations)
 
 
 def test_no_python_frame_of_a_known_wrapper_is_left() -> None:
@@ -173,10 +176,8 @@ def test_no_python_frame_of_a_known_wrapper_is_left() -> None:
             return super().step(action)
 
     env = TimeLimit(OrderEnforcing(Deep()), 9)
-    methods = flattened(env)
-    assert methods is not None
-    step, reset = methods
-    reset(seed=0)
+    step = flat_step_of(env)
+    env.reset(seed=0)
     for call in (step, env.step):
         depth.append(0)
         call(0)
@@ -185,42 +186,74 @@ def test_no_python_frame_of_a_known_wrapper_is_left() -> None:
 
 @pytest.mark.parametrize("wrap", [PassiveEnvChecker, RecordEpisodeStatistics, lambda env: OtherTimeLimit(env, 3)])
 def test_other_wrappers_stay_as_they_are(wrap: Any) -> None:
-    assert flattened(wrap(OrderEnforcing(CountingEnv()))) is None
-    assert flattened(CountingEnv()) is None
+    for env in (wrap(OrderEnforcing(CountingEnv())), CountingEnv()):
+        assert flat_step_of(env) == env.step
     env = OrderEnforcing(wrap(OrderEnforcing(CountingEnv())))
-    methods = flattened(env)
-    assert methods is not None
-    methods[1](seed=0)
-    assert env.has_reset
-    assert env.env.env.has_reset  # by its own method
+    step = flat_step_of(env)
+    assert step != env.step
+    with pytest.raises(ResetNeeded):
+        step(0)
+    env.reset(seed=0)
+    assert len(step(0)) == 5
 
 
 def test_a_wrapper_with_a_step_of_its_own_is_not_flattened() -> None:
     env = OrderEnforcing(CountingEnv())
     env.step = lambda action: "mine"  # type: ignore[method-assign, assignment, return-value]
-    assert flattened(env) is None
-    outer = flattened(TimeLimit(env, 3))
-    assert outer is not None
-    with pytest.raises(ValueError):
-        outer[0](0)
+    assert flat_step_of(env)(0) == "mine"
+    with pytest.raises(ValueError, match="not enough values to unpack"):
+        flat_step_of(TimeLimit(env, 3))(0)
 
 
-@pytest.mark.parametrize(("cls", "name"), [(TimeLimit, "step"), (OrderEnforcing, "reset"), (gym.Wrapper, "step")])
-def test_methods_that_are_not_known_are_called(cls: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = getattr(cls, name)
-    monkeypatch.setattr(cls, name, lambda self, action=None, **kwargs: own(self, action, **kwargs))
-    assert flattened(OrderEnforcing(CountingEnv())) is None
+#: The code that `flat_step` repeats, without docstrings and types.
+CODE = {
+    (gym.Wrapper, "step"): """
+def step(self, action):
+    return self.env.step(action)""",
+    (TimeLimit, "step"): """
+def step(self, action):
+    observation, reward, terminated, truncated, info = self.env.step(action)
+    self._elapsed_steps += 1
+    if self._elapsed_steps >= self._max_episode_steps:
+        truncated = True
+    return (observation, reward, terminated, truncated, info)""",
+    (OrderEnforcing, "step"): """
+def step(self, action):
+    if not self._has_reset:
+        raise ResetNeeded('Cannot call env.step() before calling env.reset()')
+    return super().step(action)""",
+}
 
 
-def test_attribute_access_that_is_not_known_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cls", "name"), CODE)
+def test_this_release_of_gymnasium_is_known_and_has_the_same_code(cls: Any, name: str) -> None:
+    """`make floors` runs this with the lowest release. If it fails for a new one, compare its code with `flat_step`."""
     assert wrappers._are_known()
-    monkeypatch.setattr(OrderEnforcing, "__getattr__", lambda self, name: 1, raising=False)
-    assert not wrappers._are_known()
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(getattr(cls, name)))).body
+    assert isinstance(function, ast.FunctionDef)
+    function.body, function.returns = function.body[1:], None  # without the docstring
+    for argument in function.args.args:
+        argument.annotation = None
+    assert ast.unparse(function) == CODE[cls, name].strip()
 
 
-def test_arguments_that_cannot_be_used_are_an_error() -> None:
-    from penstock.buffers import _native
+@pytest.mark.parametrize("cls", [TimeLimit, OrderEnforcing, gym.Wrapper])
+def test_a_step_that_somebody_has_replaced_is_called(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = TimeLimit(OrderEnforcing(CountingEnv()), 3)
+    monkeypatch.setattr(cls, "step", functools.wraps(cls.step)(lambda self, action: "replaced"))
+    assert flat_step_of(env) == env.step
 
-    for layers in ((), [], ((1, 2, 3),), ((1, 2, 3, 4),), None):
-        with pytest.raises(TypeError, match="layers must be"):
-            _native.flat_methods(None, None, layers, None)
+
+@pytest.mark.parametrize("version", ["1.0.0", "1.10.0", "1.5.0", "2.0.0a1"])
+def test_the_wrappers_of_another_release_are_called(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gym, "__version__", version)
+    env = OrderEnforcing(CountingEnv())
+    assert flat_step_of(env) == env.step
+
+
+def test_a_wrapper_that_wraps_itself_is_an_error() -> None:
+    env = OrderEnforcing(CountingEnv())
+    env.reset()
+    env.env = env
+    with pytest.raises(RecursionError):
+        flat_step_of(env)(0)
