@@ -40,11 +40,21 @@ VERSIONS = ("old", "new")
 class Sampling:
     """A sampler that collects one batch after another."""
 
-    def __init__(self, name: str, make_agent: Callable[[], Any], env: Any, T: int, B: int, **options: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        make_agent: Callable[[], Any],
+        env: Any,
+        T: int,
+        B: int,
+        bootstrap_value: bool = True,
+        **options: Any,
+    ) -> None:
         import penstock
 
+        bootstrap_value = bootstrap_value and make_agent is not random_agent
         self._sampler = getattr(penstock, name)(env, batch_T=T, batch_B=B, **options)
-        self._sampler.initialize(make_agent(), seed=0, bootstrap_value=make_agent is not random_agent)
+        self._sampler.initialize(make_agent(), seed=0, bootstrap_value=bootstrap_value)
         self._steps, self._itr = T * B, 0
 
     def batch(self) -> int:
@@ -164,6 +174,17 @@ STEPS: dict[str, Callable[[], Any]] = {
     "AlternatingSampler": sampling("AlternatingSampler"),
     'GpuSampler, server="process"': sampling("GpuSampler", server="process"),
     "GpuSampler, serve_envs": sampling("GpuSampler", serve_envs="auto"),
+    **{
+        f"{name}, short batches, T={T}, B={B}": sampling(name, T=T, B=B)
+        for name in ("GpuSampler", "AlternatingSampler")
+        for T in (1, 5, 20)
+        for B in (8, 32)
+    },
+    **{
+        f"{name}, without values, T=1, B={B}": sampling(name, T=1, B=B, bootstrap_value=False)
+        for name in ("GpuSampler", "AlternatingSampler")
+        for B in (8, 32)
+    },
     **{
         f'{name}, mlp, inference="{inference}"': sampling(name, partial(mlp, inference=inference))
         for name in ("ParallelSampler", "GpuSampler")

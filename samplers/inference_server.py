@@ -153,11 +153,10 @@ class InferenceServer:
         self._n_evaluations += command.do_eval
 
     def act_ahead(self, command: Command) -> None:
-        """Between `begin` and the opening of the gates: act for the workers that the rule chooses first, if `command`
-        collects a batch and every worker has offered its inputs. This saves them a request and a wait."""
-        n = len(self._plans)
-        if command.is_batch and self._error is None and self._control.have_offered(self._number, n):
-            ranks = self._rule.choose(range(n), ())
+        """Between `begin` and the opening of the gates: act for all workers, if `command` collects a batch and every
+        worker has offered its inputs. This saves them a request and a wait."""
+        ranks = range(len(self._plans))
+        if command.is_batch and self._error is None and self._control.have_offered(self._number, len(ranks)):
             # The workers begin with this row. The user may have changed it since they wrote it.
             self._train.put_observations(self._last_rows[(command.batch - 1) % len(self._last_rows)])
             self._act(ranks, for_values=False)
