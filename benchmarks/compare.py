@@ -175,15 +175,11 @@ STEPS: dict[str, Callable[[], Any]] = {
     'GpuSampler, server="process"': sampling("GpuSampler", server="process"),
     "GpuSampler, serve_envs": sampling("GpuSampler", serve_envs="auto"),
     **{
-        f"{name}, short batches, T={T}, B={B}": sampling(name, T=T, B=B)
+        f"{name}, short batches, T={T}{'' if has_value else ', without values'}": sampling(
+            name, T=T, B=8, bootstrap_value=has_value
+        )
         for name in ("GpuSampler", "AlternatingSampler")
-        for T in (1, 5, 20)
-        for B in (8, 32)
-    },
-    **{
-        f"{name}, without values, T=1, B={B}": sampling(name, T=1, B=B, bootstrap_value=False)
-        for name in ("GpuSampler", "AlternatingSampler")
-        for B in (8, 32)
+        for T, has_value in ((1, False), (1, True), (5, True), (20, True))
     },
     **{
         f'{name}, mlp, inference="{inference}"': sampling(name, partial(mlp, inference=inference))

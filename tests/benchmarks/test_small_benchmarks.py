@@ -169,6 +169,15 @@ def test_inference(folder: Path) -> None:
     assert all(len(own) == 2 and min(turn["count"] for turn in own) > 0 for own in turns.values())
 
 
+def test_layers(folder: Path) -> None:
+    printed, content = run(folder, "inference", "--layers", "--n-envs", 1, "--repeats", 2, "--seconds", 0.001)
+    assert "torch / traced" in printed
+    results = content["results"]
+    assert all(len(turns) == 2 and min(turns) > 0 for figures in results.values() for turns in figures.values())
+    in_numpy = {name for name, figures in results.items() if "numpy" in figures}
+    assert in_numpy == {"Tanh", "ELU", "GELU", "LayerNorm", "expand_as", "clamp"}
+
+
 @pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
 def test_cluster_wire(folder: Path) -> None:
     printed, content = run(folder, "cluster_wire", "--repeats", 2, "--seconds", 0.01)
