@@ -24,9 +24,9 @@ def checked_inference(value: Any) -> Inference:
     return value  # type: ignore[no-any-return]
 
 
-def refusal(inference: str, what: str, why: str) -> ConfigError:
+def refusal(inference: str, what: str, why: str, instead: str = '"torch"') -> ConfigError:
     """The error for a model that `inference` cannot run. `what` names the layer."""
-    return ConfigError(f'inference="{inference}" cannot run {what}: {why}. Use inference="torch" for this model')
+    return ConfigError(f'inference="{inference}" cannot run {what}: {why}. Use inference={instead} for this model')
 
 
 def _layer(path: str, module: nn.Module) -> str:
@@ -138,7 +138,8 @@ def _inline(graph: fx.Graph, node: fx.Node, layer: nn.Module, with_weights: Call
 class TracedModel:
     """Calls torch's functions one after the other. Changes of the weights of `model` take effect: nothing is copied.
 
-    A call takes and returns what `model` does.
+    A call takes and returns what `model` does. With a small MLP a whole step is 1.07 to 1.3 times as fast as with
+    "torch", also with layers that numpy does not have: `python benchmarks/inference.py --layers`.
     """
 
     def __init__(self, model: nn.Module) -> None:

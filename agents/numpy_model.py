@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from penstock.errors import ConfigError
 
 _Array = npt.NDArray[Any]
 
+_refuse = partial(refusal, "numpy", instead='"traced" or "torch"')
 _MOST_PROGRAMS = 32  # for how many numbers of rows the arrays are kept
 _DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 
@@ -73,7 +75,7 @@ class NumpyModel:
         for name, weight in weights:
             if weight.dtype not in _DTYPES or weight.dtype != dtype:
                 why = f"it has dtype {weight.dtype}; all weights must be float32, or all float64"
-                raise refusal("numpy", f"the parameter {name}", why)
+                raise _refuse(f"the parameter {name}", why)
         return _DTYPES[dtype]
 
     def _require_known(self, node: fx.Node) -> None:
@@ -86,9 +88,9 @@ class NumpyModel:
     def _refusal(self, node: fx.Node, why: str) -> ConfigError:
         """The error for a node that cannot be computed, with the name of the operation and the layer."""
         if node.op == "call_module":
-            return refusal("numpy", node.meta["layer"], why)
+            return _refuse(node.meta["layer"], why)
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
-        return refusal("numpy", f"{name!r} in {node.meta['layer']}", why)
+        return _refuse(f"{name!r} in {node.meta['layer']}", why)
 
     def _path(self, node: Any) -> tuple[Any, ...] | None:
         """If `node` is an input of the model, or a field of a nested input: the node of the input, and the names that
@@ -200,7 +202,7 @@ class NumpyModel:
 
         def output(part: Any) -> Any:
             if not isinstance(part, fx.Node):
-                raise refusal("numpy", "the model", "it must return a tensor or a tuple of tensors")
+                raise _refuse("the model", "it must return a tensor or a tuple of tensors")
             array = self._value(program, values, part, inputs)
             return array[: program.rows] if part in self._has_rows else array
 

