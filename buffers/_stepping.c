@@ -173,18 +173,20 @@ PyObject *penstock_step_ordinary(PyObject *Py_UNUSED(module), Arguments argument
 /* ---- wrappers ---------------------------------------------------------------------------------- */
 
 /* The names that are looked up. They are made at import and live for ever. */
-static PyObject *ENV, *STEP, *HAS_RESET, *ELAPSED_STEPS, *MAX_EPISODE_STEPS;
+static PyObject *ENV, *STEP, *HAS_RESET, *CHECKED_STEP, *CHECKED_DATA_REUSE, *ELAPSED_STEPS, *MAX_EPISODE_STEPS;
 
 int penstock_make_names(void) {
     return (ENV = PyUnicode_InternFromString("env")) && (STEP = PyUnicode_InternFromString("step")) &&
            (HAS_RESET = PyUnicode_InternFromString("_has_reset")) &&
+           (CHECKED_STEP = PyUnicode_InternFromString("checked_step")) &&
+           (CHECKED_DATA_REUSE = PyUnicode_InternFromString("checked_data_reuse")) &&
            (ELAPSED_STEPS = PyUnicode_InternFromString("_elapsed_steps")) &&
            (MAX_EPISODE_STEPS = PyUnicode_InternFromString("_max_episode_steps"));
 }
 
-/* The `self` of a flat step: a tuple (env, env.step, TimeLimit, OrderEnforcing, finish). */
+/* The `self` of a flat step: a tuple (env, env.step, TimeLimit, OrderEnforcing, PassiveEnvChecker, finish). */
 #define IS_A(env, self, i) (Py_TYPE(env) == (PyTypeObject *)PyTuple_GET_ITEM(self, i))
-enum { METHOD = 1, TIME_LIMIT, ORDER_ENFORCING, FINISH };
+enum { METHOD = 1, TIME_LIMIT, ORDER_ENFORCING, PASSIVE_ENV_CHECKER, FINISH, N_ARGUMENTS };
 
 /* What TimeLimit.step does with the `result` of the step inside. Takes over the reference to `result`. The function
    `finish` does it at the end of an episode and for unusual values. */
@@ -211,13 +213,26 @@ static PyObject *count_step(PyObject *self, PyObject *wrapper, PyObject *attribu
     return next;
 }
 
+static int is_true(PyObject *attributes, PyObject *name) {
+    return PyDict_GetItemWithError(attributes, name) == Py_True;
+}
+
+/* Whether an OrderEnforcing or a PassiveEnvChecker has nothing to do but step the environment inside. */
+static int is_done(PyObject *self, PyObject *env, PyObject *attributes) {
+    return IS_A(env, self, ORDER_ENFORCING)
+               ? is_true(attributes, HAS_RESET)
+               : is_true(attributes, CHECKED_STEP) && is_true(attributes, CHECKED_DATA_REUSE);
+}
+
 /* `env.step(action)`. `method` is `env.step` if it was looked up before, or else NULL. */
 static PyObject *step_through(PyObject *self, PyObject *env, PyObject *method, PyObject *action) {
-    PyObject *result = NULL, *inside = NULL;
+    PyObject *result = NULL, *inside = NULL, *attributes = NULL;
     int is_limit = IS_A(env, self, TIME_LIMIT);
-    PyObject *attributes = is_limit || IS_A(env, self, ORDER_ENFORCING) ? PyObject_GenericGetDict(env, NULL) : NULL;
+    if (is_limit || IS_A(env, self, ORDER_ENFORCING) || IS_A(env, self, PASSIVE_ENV_CHECKER)) {
+        attributes = PyObject_GenericGetDict(env, NULL);
+    }
     if (attributes != NULL && (method != NULL || PyDict_GetItemWithError(attributes, STEP) == NULL) &&
-        (is_limit || PyDict_GetItemWithError(attributes, HAS_RESET) == Py_True)) {
+        (is_limit || is_done(self, env, attributes))) {
         inside = PyDict_GetItemWithError(attributes, ENV);
     }
     if (inside != NULL) {
@@ -245,10 +260,13 @@ static PyObject *flat_step(PyObject *self, PyObject *action) {
 static PyMethodDef flat_step_definition = {"step", flat_step, METH_O, NULL};
 
 PyObject *penstock_flat_step(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    if (n != 5) {
-        return PyErr_Format(PyExc_TypeError, "expected 5 arguments, got %zd", n);
+    if (n != N_ARGUMENTS) {
+        return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", N_ARGUMENTS, n);
     }
-    PyObject *self = PyTuple_Pack(5, arguments[0], arguments[1], arguments[2], arguments[3], arguments[4]);
+    PyObject *self = PyTuple_New(n);
+    for (Py_ssize_t i = 0; self != NULL && i < n; i++) {
+        PyTuple_SET_ITEM(self, i, Py_NewRef(arguments[i]));
+    }
     PyObject *step = self == NULL ? NULL : PyCFunction_NewEx(&flat_step_definition, self, NULL);
     Py_XDECREF(self);
     return step;

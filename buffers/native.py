@@ -76,10 +76,11 @@ put_cell: Callable[[Any, int, int, Any], bool]
 #: the last environment. `words` int64 `[n]` are words of the progress row: the last gets the env_rank of the
 #: environment that steps, and the first (the phase) gets back the value that it had before `on_end`.
 step_ordinary: Callable[[Any, Any, Any, Any, int, int, Any, Any, Any], tuple[int, Any] | None]
-#: `flat_step(env, env.step, TimeLimit, OrderEnforcing, finish)`: a function that does what `env.step` does, without the
-#: Python functions of the outermost wrappers that are exactly of these two classes. `finish(wrapper, result)` does what
-#: a TimeLimit does after a step that was not usual. If nothing is compiled, this is `env.step`.
-flat_step: Callable[[Any, Any, type, type, Any], Callable[[Any], Any]]
+#: `flat_step(env, env.step, TimeLimit, OrderEnforcing, PassiveEnvChecker, finish)`: a function that does what
+#: `env.step` does, without the Python functions of the outermost wrappers that are exactly of these classes.
+#: `finish(wrapper, result)` does what a TimeLimit does after a step that was not usual. If nothing is compiled, this
+#: is `env.step`.
+flat_step: Callable[[Any, Any, type, type, type, Any], Callable[[Any], Any]]
 #: `sum_episodes(reward, done, running, records, first_t, first_env_rank, discount)`: write a RECORD for each trajectory
 #: that finishes in rows `[T, B]` into `records`, uint8 `[1, n]` with room for T * B of them. Return how many, or -1 if
 #: it cannot handle the arguments; then nothing was written. `running` float64 `[B, 5]` holds the sums of each column's

@@ -37,7 +37,7 @@ class EnvColumns(EnvBatch):
     `step` advances all of them by one time step, and calls an `EpisodeEndHook` where an episode ends. Raises
     `SpaceError`, with the field and the env_rank, for data that do not fit their space or have a wrong type.
 
-    With `flatten_wrappers`, Gymnasium's TimeLimit and OrderEnforcing are stepped without their Python functions.
+    With `flatten_wrappers`, the wrappers that `gym.make` adds are stepped without their Python functions.
     `episodes`, if there is one, gives every reset its seed.
     """
 

@@ -101,8 +101,8 @@ class Sampler(ABC):
         env_info: the entries of `info` to record as `samples.env.env_info`: names (`"stats.speed"` for nested ones), a
             dict of names and examples of their values, or True for every numeric one that a step of an example
             environment shows. `env_info._name` is True where `info` had `name`.
-        flatten_wrappers: step Gymnasium's TimeLimit and OrderEnforcing without their Python functions, with the same
-            results. False: call the `step` of the outermost wrapper in any case.
+        flatten_wrappers: step the wrappers that `gym.make` adds without their Python functions, with the same results.
+            False: call the `step` of the outermost wrapper in any case.
         check_finite: refuse NaN and inf in rewards and floating-point observations, with a `SpaceError` that names
             field, environment and value.
         debug: check each action and observation with `space.contains`. Slow. Shapes, dtypes and structure are always

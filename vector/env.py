@@ -89,8 +89,8 @@ class ShmVectorEnv(CallsOnEnvs):
         check_finite: raise a `SpaceError` that names the field and the environment if a reward or a floating-point
             array of the observation has NaN or inf. Parts without a fixed shape are not checked. The results of that
             step are lost; the next call works.
-        flatten_wrappers: step Gymnasium's TimeLimit and OrderEnforcing without their Python functions, with the same
-            results. False: call the `step` of the outermost wrapper in any case.
+        flatten_wrappers: step the wrappers that `gym.make` adds without their Python functions, with the same results.
+            False: call the `step` of the outermost wrapper in any case.
 
     If environments differ in speed, use `send` and `recv` instead of `step`: `send(actions, env_ids)` starts a step of
     some of them, and `recv(min_ready)` waits for the first that have finished.

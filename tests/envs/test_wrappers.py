@@ -66,6 +66,7 @@ WRAPPERS: list[Callable[[Any], Any]] = [
     OrderEnforcing,
     lambda env: TimeLimit(env, 2),
     lambda env: TimeLimit(env, 4),
+    PassiveEnvChecker,
     lambda env: OtherTimeLimit(env, 3),
     lambda env: TransformReward(env, operator.neg),
 ]
@@ -81,6 +82,10 @@ VALUES: list[tuple[str, Any]] = [
     ("_has_reset", True),
     ("_has_reset", 1),
     ("_has_reset", []),
+    ("checked_step", False),
+    ("checked_step", True),
+    ("checked_data_reuse", False),
+    ("checked_data_reuse", True),
 ]
 OPERATIONS = st.one_of(
     st.tuples(st.just("step"), st.integers(0, 1)),
@@ -91,7 +96,8 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("refuse"), st.just({"sed": 1})),
     st.tuples(st.just("set"), st.tuples(st.integers(0, 3), st.sampled_from(VALUES))),
     st.tuples(
-        st.just("delete"), st.tuples(st.integers(0, 3), st.sampled_from(["_elapsed_steps", "_has_reset", "env"]))
+        st.just("delete"),
+        st.tuples(st.integers(0, 3), st.sampled_from(["_elapsed_steps", "_has_reset", "checked_step", "env"])),
     ),
     st.tuples(st.just("hide"), st.tuples(st.integers(0, 3), st.sampled_from(["step", "reset"]))),
     st.tuples(st.just("replace"), st.integers(0, 3)),
@@ -158,7 +164,7 @@ def test_a_flat_step_does_what_the_wrappers_do(
     script = [RESULTS[i] for i in results]
     plain, flat = stack(script, layers), stack(script, layers)
     flat_step = flat_step_of(flat[0])
-    assert (flat_step == flat[0].step) == (layers[-1] >= 3)
+    assert (flat_step == flat[0].step) == (layers[-1] >= 4)
     operations = [("reset", {"seed": 1}), *operations] if starts else operations
     step = plain[0].step  # looked up once, as collectors do
     assert run(plain, step, operations) == run(flat, flat_step, operations)
@@ -175,16 +181,19 @@ def test_no_python_frame_of_a_known_wrapper_is_left() -> None:
                 frame = frame.f_back
             return super().step(action)
 
-    env = TimeLimit(OrderEnforcing(Deep()), 9)
+    env = TimeLimit(OrderEnforcing(PassiveEnvChecker(Deep()) if gym.__version__ >= "1.4" else Deep()), 9)
     step = flat_step_of(env)
     env.reset(seed=0)
+    depth.append(0)
+    for _ in range(2):  # PassiveEnvChecker checks the first steps
+        step(0)
     for call in (step, env.step):
         depth.append(0)
         call(0)
-    assert depth[0] == 0 < depth[1]
+    assert depth[1] == 0 < depth[2]
 
 
-@pytest.mark.parametrize("wrap", [PassiveEnvChecker, RecordEpisodeStatistics, lambda env: OtherTimeLimit(env, 3)])
+@pytest.mark.parametrize("wrap", [RecordEpisodeStatistics, lambda env: OtherTimeLimit(env, 3)])
 def test_other_wrappers_stay_as_they_are(wrap: Any) -> None:
     for env in (wrap(OrderEnforcing(CountingEnv())), CountingEnv()):
         assert flat_step_of(env) == env.step
@@ -222,6 +231,24 @@ def step(self, action):
     if not self._has_reset:
         raise ResetNeeded('Cannot call env.step() before calling env.reset()')
     return super().step(action)""",
+    # Before 1.4 it has no attribute checked_data_reuse, and is called.
+    (PassiveEnvChecker, "step"): """
+def step(self, action):
+    if self.checked_step is False:
+        self.checked_step = True
+        result = env_step_passive_checker(self.env, action)
+        obs, reward, terminated, truncated, info = result
+        env_data_reuse_passive_checker(self._previous_data, (obs, info), 'reset', 'step')
+        self._previous_data = (obs, info)
+        return result
+    else:
+        result = self.env.step(action)
+        if self.checked_data_reuse is False:
+            obs, reward, terminated, truncated, info = result
+            env_data_reuse_passive_checker(self._previous_data, (obs, info), 'step', 'step')
+            self._previous_data = None
+            self.checked_data_reuse = True
+        return result""",
 }
 
 
@@ -229,6 +256,8 @@ def step(self, action):
 def test_this_release_of_gymnasium_is_known_and_has_the_same_code(cls: Any, name: str) -> None:
     """`make floors` runs this with the lowest release. If it fails for a new one, compare its code with `flat_step`."""
     assert wrappers._are_known()
+    if cls is PassiveEnvChecker and not hasattr(PassiveEnvChecker(CountingEnv()), "checked_data_reuse"):
+        return
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(getattr(cls, name)))).body
     assert isinstance(function, ast.FunctionDef)
     function.body, function.returns = function.body[1:], None  # without the docstring
@@ -237,7 +266,7 @@ def test_this_release_of_gymnasium_is_known_and_has_the_same_code(cls: Any, name
     assert ast.unparse(function) == ast.unparse(ast.parse(CODE[cls, name]))
 
 
-@pytest.mark.parametrize("cls", [TimeLimit, OrderEnforcing, gym.Wrapper])
+@pytest.mark.parametrize("cls", [TimeLimit, OrderEnforcing, PassiveEnvChecker, gym.Wrapper])
 def test_a_step_that_somebody_has_replaced_is_called(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     env = TimeLimit(OrderEnforcing(CountingEnv()), 3)
     monkeypatch.setattr(cls, "step", functools.wraps(cls.step)(lambda self, action: "replaced"))
