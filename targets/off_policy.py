@@ -57,12 +57,12 @@ def vtrace(
 
     Raises `ConfigError` if `log_ratio` has another shape than the rewards.
     """
-    steps = as_steps(steps, discount)
+    steps, discount = as_steps(steps, discount)
     _check(log_ratio, steps.reward)
     ends = Ends(steps)
     log_ratio = ends.steps_only(log_ratio)  # in rows that are not valid, it may have any value, also NaN
     ratio: Any = np.exp(log_ratio) if isinstance(log_ratio, np.ndarray) else log_ratio.exp()
-    rho, c = ratio.clip(max=clip_rho), checked_lambda(lambda_) * ratio.clip(max=clip_c)
+    rho, c = ratio.clip(max=float(clip_rho)), checked_lambda(lambda_) * ratio.clip(max=float(clip_c))
     delta = rho * (steps.reward + discount * ends.following(steps.value) - steps.value)
     target = steps.value + ends.summed_backwards(ends.steps_only(delta), discount * c)
     advantage = rho * (steps.reward + discount * ends.following(target) - steps.value)

@@ -27,10 +27,10 @@ def gae(steps: Samples | Steps[Array], discount: float, lambda_: float) -> tuple
 
     Raises `ConfigError` if the values were not recorded (`initialize(agent, bootstrap_value=True)`).
     """
-    steps = as_steps(steps, discount)
+    steps, discount = as_steps(steps, discount)
     ends = Ends(steps)
     delta = ends.steps_only(steps.reward + discount * ends.following(steps.value) - steps.value)
-    advantage = ends.summed_backwards(delta, float(discount * checked_lambda(lambda_)))
+    advantage = ends.summed_backwards(delta, discount * checked_lambda(lambda_))
     return advantage, ends.steps_only(advantage + steps.value)
 
 
@@ -43,7 +43,7 @@ def n_step_return(steps: Samples | Steps[Array], n: int, discount: float) -> Arr
 
     The sum is shorter where the episode or the batch ends. `gae` says which value then comes after it.
     """
-    steps = as_steps(steps, discount)
+    steps, discount = as_steps(steps, discount)
     if not isinstance(n, int | np.integer) or n < 1:
         raise ConfigError(f"n must be an integer of at least 1, got {n!r}")
     ends = Ends(steps)
@@ -64,24 +64,25 @@ def lambda_return(steps: Samples | Steps[Array], discount: float, lambda_: float
     TD(lambda) and Dreamer use it. It equals the second result of `gae`, except for rounding. It has gradients with
     respect to the rewards and values.
     """
-    steps = as_steps(steps, discount)
+    steps, discount = as_steps(steps, discount)
     ends, weight = Ends(steps), checked_lambda(lambda_)
     after = ends.following(steps.value)
     # In the last row of an episode or of the batch, the value after it has the whole weight.
     rest = ends.in_last_rows(after, (1 - weight) * after)
-    found: Array = ends.summed_backwards(ends.steps_only(steps.reward + discount * rest), float(discount * weight))
+    found: Array = ends.summed_backwards(ends.steps_only(steps.reward + discount * rest), discount * weight)
     return found
 
 
-def as_steps(steps: Samples | Steps[Array], discount: float) -> Steps[Array]:
-    """`steps` as `Steps`. Raises `ConfigError` if they have no values, or if `discount` is not from 0 to 1."""
+def as_steps(steps: Samples | Steps[Array], discount: float) -> tuple[Steps[Array], float]:
+    """`steps` as `Steps`, and `discount` as a float of Python: one of numpy would turn float32 results into float64.
+    Raises `ConfigError` if they have no values, or if `discount` is not from 0 to 1."""
     if not 0 <= discount <= 1:
         raise ConfigError(f"discount must be from 0 to 1, got {discount}")
-    return steps if isinstance(steps, Steps) else Steps.of(steps)
+    return steps if isinstance(steps, Steps) else Steps.of(steps), float(discount)
 
 
 def checked_lambda(lambda_: float) -> float:
-    """`lambda_`. Raises `ConfigError` if it is not from 0 to 1."""
+    """`lambda_` as a float of Python. Raises `ConfigError` if it is not from 0 to 1."""
     if not 0 <= lambda_ <= 1:
         raise ConfigError(f"lambda_ must be from 0 to 1, got {lambda_}")
-    return lambda_
+    return float(lambda_)

@@ -294,6 +294,18 @@ class Valued(Agent):
         return observation[:, 1].astype(np.float32)
 
 
+def test_float32_stays_float32_whatever_the_type_of_the_other_arguments() -> None:
+    steps, log_ratio, *_ = random_batch(np.random.default_rng(0), T, B)
+    floats = {name: part for name, part in vars(steps).items() if part.dtype == np.float64}
+    steps = Steps(**{**vars(steps), **{name: part.astype(np.float32) for name, part in floats.items()}})
+    for number in (float, np.float64, np.float32, np.array):
+        discount, lambda_, clip = number(0.99), number(0.95), number(1.0)
+        found = [*gae(steps, discount, lambda_), n_step_return(steps, 3, discount)]
+        found.append(lambda_return(steps, discount, lambda_))
+        found += vtrace(steps, log_ratio.astype(np.float32), discount, lambda_, clip_rho=clip, clip_c=clip)
+        assert {each.dtype for each in found} == {np.dtype(np.float32)}, number
+
+
 @pytest.mark.parametrize("collector_cls", [None, WaitResetCollector])
 def test_the_targets_of_a_samplers_batch(collector_cls: Any) -> None:
     options = {} if collector_cls is None else {"collector_cls": collector_cls}
