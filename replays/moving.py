@@ -9,10 +9,9 @@ import numpy as np
 from penstock.buffers import NamedArrays
 from penstock.buffers.named import map_leaves
 from penstock.errors import ConfigError
-from penstock.replays.ring import Ring, Shape, lacks_next, writers_of
+from penstock.replays.ring import NOWHERE, Ring, Shape, lacks_next, writers_of
 
 _FINALS = ("final", "final_obs", "final_step")
-NOWHERE = -(1 << 62)  #: the number, or the step, of a final observation that is lost
 
 
 def move(old: Ring, new: Ring) -> None:

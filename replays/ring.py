@@ -32,6 +32,7 @@ from penstock.errors import ConfigError
 VALID, TERMINATED, TRUNCATED, BEGINS, PARTIAL = 1, 2, 4, 8, 16
 
 _WORDS = 16  # int64 numbers per writer: 128 bytes, so that no two writers share a cache line
+NOWHERE = -(1 << 62)  #: the number, or the step, of a final observation that is lost
 _STEP, _FINAL, _LOST = 0, 1, 2  # in these words: the step, the number of final observations, and in `done` of lost ones
 
 
@@ -235,6 +236,9 @@ class Ring:
         begun, done = self._words[writer]
         start, first_final = int(done[_STEP]), int(done[_FINAL])
         end, end_final = start + len(flags), first_final + (0 if finals is None else len(leaves(finals)[0]))
+        if begun[_STEP] > start:  # a writer has died in this batch: of its steps, none may be counted as lost later
+            steps = self.arrays.final_step[writer]
+            steps[steps >= start] = NOWHERE
         # Never lower: a writer that has died may have overwritten more final observations than this batch has.
         begun[_FINAL], begun[_STEP] = max(end_final, int(begun[_FINAL])), end
         fence()
@@ -257,10 +261,8 @@ class Ring:
         size, n_drawn = self.shape.max_finals, self.shape.max_finals - self.shape.spare_finals
         steps = self.arrays.final_step[writer]
         lost = number[:n_drawn] - n_drawn  # of which the new ones take the places, among those that are drawn
-        lost_step = steps[lost % size]
-        # After a death these may be steps that the dead writer has begun, and that are written again.
-        is_old = (lost >= 0) & (lost_step < start)
-        n_lost = len(number[n_drawn:]) + int((is_old & (lost_step >= start + len(flags) - self.T)).sum())
+        is_in_ring = (lost >= 0) & (steps[lost % size] >= start + len(flags) - self.T)
+        n_lost = len(number[n_drawn:]) + int(is_in_ring.sum())
         n_kept = min(len(number), size)  # the newest
         place = number[-n_kept:] % size
         steps[place] = step[-n_kept:]

@@ -159,6 +159,27 @@ def test_final_observations_that_a_dead_writer_has_overwritten_are_lost(monkeypa
     assert (kept >= n_finals - most).tolist() == [False, False, False, True, True]
 
 
+@pytest.mark.parametrize("n_after", [0, 1, 5])
+def test_what_a_dead_writer_has_begun_is_never_counted_as_lost(n_after: int) -> None:
+    """`n_after` truncations are in the batch that another writer collects in its place."""
+    ring = Ring(Shape(90, 2, np.zeros(3, np.float32), np.int64(0), max_finals=180))
+
+    def write(n_truncated: int) -> None:
+        flags = np.full((8, 2), VALID, np.uint8)
+        flags.reshape(-1)[:n_truncated] |= TRUNCATED
+        zeros = (np.zeros((8, 2, *of), kind) for kind, of in (("f4", ()), ("i4", ()), ("f4", (3,)), ("i8", ())))
+        ring.write((flags, *zeros), np.zeros((n_truncated, 3), np.float32) if n_truncated else None)
+
+    for _ in range(60):
+        write(4)
+    done = ring.arrays.done.copy()
+    write(5)
+    ring.arrays.done[...] = done  # as if it had been killed before it said so
+    for n_truncated in (n_after, *[4] * 60):
+        write(n_truncated)
+        assert ring.n_lost == 0, "there is room for every step of the ring"
+
+
 def test_what_one_writer_lacks_nobody_reads() -> None:
     ring = make_ring(2)
     ring.write(*rows_of(ring, 0, 0, 8), 0)
