@@ -136,7 +136,7 @@ def main(cfg: Config) -> dict[str, Any]:
                 replay.append(sampler.obtain_samples(itr)[0])
                 itr += 1
             batch = replay.sample(cfg.batch_size)  # with AsyncSampler: waits, if there are too few steps
-            replay.update(batch.index, learner.update(batch) + 1e-3)  # a step with priority 0 is never drawn
+            replay.update(batch.index, learner.update(batch) + 1e-3)  # small errors are drawn too
             if learner.n_updates % cfg.publish_every == 0:
                 agent.sync_shared_memory()
             result |= {"total_steps": replay.n_steps, "seconds": time.monotonic() - began}

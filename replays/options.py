@@ -31,13 +31,17 @@ class Prioritized:
 
     The batch gets `weight` = (N * probability) ** -beta, divided by the largest weight of the batch. A new step gets
     the largest priority that is in the replay at that moment. `replay.alpha` and `replay.beta` can be set later.
+
+    A priority below `min_priority` counts as `min_priority`, so a step with an error of 0 is drawn again. With
+    `min_priority=0`, a step with priority 0 is never drawn.
     """
 
     alpha: float = 0.6
     beta: float = 0.4
+    min_priority: float = 1e-6
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "beta"):
+        for name in ("alpha", "beta", "min_priority"):
             object.__setattr__(self, name, require_number(name, getattr(self, name), np.inf))
 
 

@@ -17,8 +17,8 @@ class PriorityDraw:
     """Draws each eligible place with a probability in proportion to `priority ** alpha`: its leaf in the tree. The
     leaves of all other places are 0."""
 
-    def __init__(self, places: Places) -> None:
-        self._places = places
+    def __init__(self, places: Places, min_priority: float) -> None:
+        self._places, self._min_priority = places, min_priority
         self.tree = SumTree(places.size)
         self.low = self.high = 0  # the places that the tree knows
         self.n_stale = 0
@@ -70,7 +70,7 @@ class PriorityDraw:
         self.catch_up()
         places = self._places.of_positions(positions)
         with np.errstate(all="ignore"):  # of what `_require_known` refuses
-            leaf = priority**alpha
+            leaf = np.maximum(priority, self._min_priority) ** alpha
         n_stale = self.tree.assign(self.low, self.high, places, priority, leaf)
         if n_stale < 0:  # something is wrong, or 0
             self._require_known(positions, places, priority, leaf)
@@ -83,6 +83,18 @@ class PriorityDraw:
             order = leaf.argsort(kind="stable")  # the largest of equal places comes last, and counts
             self.tree.update(places[order], leaf[order])
         self.n_stale += n_stale
+
+    def change_alpha(self, old: float, new: float) -> None:
+        """Make the leaves those of another `alpha`. From `old` 0 on, which knows no priorities, all are equal."""
+        self.catch_up()
+        leaves = self.leaves()
+        is_drawn = leaves > 0
+        with np.errstate(all="ignore"):
+            raised = leaves[is_drawn] ** (new / old if old else 0.0)
+        if not (np.isfinite(raised) & (raised > 0)).all():
+            raise ConfigError(f"with alpha={new}, some priorities ** alpha are 0 or infinite: choose a smaller alpha")
+        leaves[is_drawn] = raised
+        self.tree.set_range(self.low, leaves)
 
     def _require_known(self, positions: Positions, places: Positions, priority: Any, leaf: Any) -> None:
         """Raise `ConfigError` if a place cannot have been drawn, or a priority or leaf is negative or not finite."""

@@ -156,8 +156,9 @@ class Replay(Generic[Batch]):
         self.max_truncations = max_truncations
         if not isinstance(file, str | os.PathLike | None):
             raise ConfigError(f"file must be a path or None, got {file!r}")
-        #: The exponents of priorities and of weights. `alpha` counts for later calls of `update`.
-        self.alpha, self.beta = (prioritized.alpha, prioritized.beta) if prioritized else (0.0, 0.0)
+        #: The exponent of the weights.
+        self.beta = prioritized.beta if prioritized else 0.0
+        self._alpha = prioritized.alpha if prioritized else 0.0
         #: Positions drawn so far.
         self.n_drawn = 0
         self._rng = np.random.default_rng(None if seed is None else require_count("seed", seed, 0))
@@ -258,7 +259,7 @@ class Replay(Generic[Batch]):
                 f"{writers}: raise capacity"
             )
         places = Places(ring, reader)
-        draw = UniformDraw(places) if self.prioritized is None else PriorityDraw(places)
+        draw = UniformDraw(places) if self.prioritized is None else PriorityDraw(places, self.prioritized.min_priority)
         return _Storage(ring, Appender(ring, self.frames), reader, places, draw)
 
     # ---- sample ----------------------------------------------------------------------------
@@ -316,8 +317,9 @@ class Replay(Generic[Batch]):
     def update(self, index: Numbers, priority: Numbers) -> None:
         """Set the priorities `[N]` of the positions `index` `[N]` of a batch: tensors or arrays.
 
-        Of equal indices, the largest priority counts. Steps that were overwritten in the meantime are left out, and
-        counted in `n_stale`. Raises `ConfigError` for negative or infinite priorities.
+        Of equal indices, the largest priority counts. A priority below `Prioritized.min_priority` counts as that. Steps
+        that were overwritten in the meantime are left out, and counted in `n_stale`. Raises `ConfigError` for negative
+        or infinite priorities.
         """
         draw = self._require_storage("update").draw
         if not isinstance(draw, PriorityDraw):
@@ -349,8 +351,8 @@ class Replay(Generic[Batch]):
         facts = {
             "options": {name: asdict(option) if option else None for name, option in options.items()},
             **{name: getattr(self, name) for name in _SETTINGS},
-            "alpha": float(self.alpha),  # the user may have set a number of numpy or torch
-            "beta": float(self.beta),
+            "alpha": self.alpha,
+            "beta": float(self.beta),  # the user may have set a number of numpy or torch
             "generator": self._rng.bit_generator.state,
             "n_stale": self.n_stale,
             "n_without_final": self.n_without_final,
@@ -380,7 +382,7 @@ class Replay(Generic[Batch]):
         if capacity is not None:
             arguments["capacity"] = capacity
         replay = cls(**arguments, file=file)
-        replay.alpha, replay.beta, replay.n_drawn = index["alpha"], index["beta"], index["n_drawn"]
+        replay._alpha, replay.beta, replay.n_drawn = index["alpha"], index["beta"], index["n_drawn"]
         replay._rng.bit_generator.state = index["generator"]
         every, B = index["state_every"], index["shape"]["B"]
         shape = saved_shape(index, -(-replay.capacity // (B * every)) * every)
@@ -404,6 +406,20 @@ class Replay(Generic[Batch]):
     def n_steps(self) -> int:
         """Steps appended so far, whether they are still in the ring or not."""
         return 0 if self._storage is None else self._storage.ring.end * self._storage.ring.B
+
+    @property
+    def alpha(self) -> float:
+        """The exponent of the priorities. If you set it, all priorities in the replay get the new exponent. This takes
+        time in proportion to `capacity`. An exponent of 0 forgets them: after it, all are equal until `update`."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, alpha: float) -> None:
+        number: Any = alpha  # perhaps of numpy or torch
+        alpha = require_number("alpha", number.item() if hasattr(number, "item") else number, np.inf)
+        if self._storage is not None and isinstance(draw := self._storage.draw, PriorityDraw):
+            draw.change_alpha(self._alpha, alpha)
+        self._alpha = alpha
 
     def __repr__(self) -> str:
         options = {"n_step": self.n_step, "discount": self.discount}

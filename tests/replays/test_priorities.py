@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,49 @@ def test_draws_are_in_proportion_to_the_power_of_the_priority(seed: int) -> None
     counts = np.array([dict(zip(found, counts, strict=True)).get(i, 0) for i in index])
     expected = priority**0.7 / (priority**0.7).sum() * 60_000
     assert p_value(counts[expected > 5], expected[expected > 5]) > 1e-3
+
+
+@pytest.mark.parametrize("alphas", [(0.3,), (1.0,), (0.2, 1.3, 0.5)])
+def test_an_alpha_that_is_set_later_counts_for_all_steps(alphas: tuple[float, ...], tmp_path: Path) -> None:
+    stream, replay = make(alpha=0.7)
+    for _ in range(30):
+        replay.append(stream.batch(7))
+    index = eligible(replay)
+    priority = np.random.default_rng(0).exponential(size=len(index)) + 0.01
+    replay.update(index, priority)
+    for alpha in alphas:
+        replay.alpha = alpha
+    n = len(index) // 3
+    priority[:n] *= 2  # some get a new priority after that, the others keep the old one
+    replay.update(index[:n], priority[:n])
+    replay.save(tmp_path)
+    expected = priority**alpha / (priority**alpha).sum()
+    for each in (replay, Replay.load(tmp_path)):
+        assert each.alpha == alpha
+        np.testing.assert_allclose(draw_of(each).leaves()[index - draw_of(each).low], priority**alpha, rtol=1e-12)
+        drawn = torch.cat([each.sample(1000).index for _ in range(60)]).numpy()
+        counts = np.bincount(drawn, minlength=index.max() + 1)[index]
+        assert counts.sum() == 60_000
+        assert p_value(counts, expected * 60_000) > 1e-3
+
+
+def test_an_alpha_of_zero_forgets_the_priorities() -> None:
+    stream, replay = make(alpha=0.7)
+    replay.alpha = 0.5  # there are no steps yet
+    replay.append(stream.batch(40))
+    index, draw = eligible(replay), draw_of(replay)
+    replay.update(index, np.arange(1.0, len(index) + 1))
+    with pytest.raises(ConfigError, match=r"with alpha=1000.0, some priorities .* choose a smaller alpha"):
+        replay.alpha = 1000
+    for wrong in (-1, np.nan, "a", None):
+        with pytest.raises(ConfigError, match="alpha must be a number"):
+            replay.alpha = wrong
+    assert replay.alpha == 0.5
+    assert np.allclose(draw.tree.leaves[index % 100], np.arange(1.0, len(index) + 1) ** 0.5)
+    for alpha in (0.0, torch.tensor(0.5)):
+        replay.alpha = alpha  # type: ignore[assignment]
+        assert (draw.tree.leaves[index % 100] == 1).all()
+        assert draw.tree.total == len(index), "no other step has a leaf"
 
 
 def test_weights_follow_the_formula() -> None:
@@ -160,8 +204,20 @@ def test_of_equal_indices_the_largest_priority_counts(other: float) -> None:
     assert draw_of(replay).tree.leaves[[4, 7]].tolist() == [9, 1]
 
 
-def test_a_priority_of_zero_is_not_drawn_and_can_be_raised_again() -> None:
+def test_a_step_with_an_error_of_zero_is_drawn_again() -> None:
     stream, replay = make(T=40, p_end=0.0)
+    replay.append(stream.batch(30))
+    index = eligible(replay)
+    replay.update(index, np.zeros(len(index)))
+    assert set(replay.sample(4000).index.tolist()) == set(index.tolist())
+    replay.update(index[1:], np.full(len(index) - 1, 1e-3))
+    drawn = torch.cat([replay.sample(10_000).index for _ in range(20)])
+    share = 1e-6**0.6 / (1e-6**0.6 + 1e-3**0.6 * (len(index) - 1))
+    assert 0.5 < (drawn == index[0]).float().mean() / share < 1.5
+
+
+def test_with_a_least_priority_of_zero_a_priority_of_zero_is_not_drawn_and_can_be_raised_again() -> None:
+    stream, replay = make(T=40, p_end=0.0, min_priority=0.0)
     replay.append(stream.batch(30))
     index = eligible(replay)
     replay.update(index, np.zeros(len(index)))
@@ -216,7 +272,7 @@ def test_what_needs_priorities_says_so() -> None:
 
 @pytest.mark.parametrize("other", [1.0, 0.0])
 def test_the_first_and_the_last_index_that_count_are_exact(other: float) -> None:
-    stream, replay = make(T=40, n=1, p_end=0.0)
+    stream, replay = make(T=40, n=1, p_end=0.0, min_priority=0.0)
     for _ in range(5):
         replay.append(stream.batch(10))
     # Steps 10 to 49 are in the ring. Step 49 has no next one yet.
