@@ -10,9 +10,10 @@ sums 3 rewards (n = 3); the others return single steps. `bare` is the same copy 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -56,9 +57,15 @@ def vectors(T: int) -> Samples:
 
 def filled(replay: Replay, samples: Samples) -> Replay:
     """The replay, filled until its first batch is overwritten: the begin of those episodes is unknown."""
+    batches = as_batches(samples)
     while replay.n_steps < replay.capacity + samples.env.reward.size:
-        replay.append(samples)
+        replay.append(next(batches))
     return replay
+
+
+def as_batches(samples: Samples) -> Iterator[Samples]:
+    """The same samples for ever, each time as another batch than the one before."""
+    return itertools.cycle([with_status(samples, BatchStatus(number, None)) for number in range(2)])
 
 
 def vector_calls(capacity: int) -> dict[str, dict[str, Call]]:
@@ -67,11 +74,18 @@ def vector_calls(capacity: int) -> dict[str, dict[str, Call]]:
     uniform = filled(Replay(capacity, 3, seed=0), long)
     prioritized = filled(Replay(capacity, 3, prioritized=Prioritized(), seed=0), long)
     priority = np.random.default_rng(1).random(BATCH) + 0.1
+    long_batches, short_batches = as_batches(long), as_batches(short)
     calls: dict[str, dict[str, Call]] = {
         "sample": {"penstock, n = 3": lambda: uniform.sample(BATCH)},
         "prioritized": {"penstock, n = 3": lambda: prioritized.update(prioritized.sample(BATCH).index, priority)},
-        "append [128, 32]": {"penstock": lambda: uniform.append(long), "bare": bare_append(capacity, long)},
-        "append [1, 32]": {"penstock": lambda: uniform.append(short), "bare": bare_append(capacity, short)},
+        "append [128, 32]": {
+            "penstock": lambda: uniform.append(next(long_batches)),
+            "bare": bare_append(capacity, long),
+        },
+        "append [1, 32]": {
+            "penstock": lambda: uniform.append(next(short_batches)),
+            "bare": bare_append(capacity, short),
+        },
     }
     for name, peer in PEERS.items():
         if find_spec(name):

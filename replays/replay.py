@@ -165,6 +165,7 @@ class Replay(Generic[Batch]):
         self._storage: _Storage | None = None
         self._feeder: weakref.ref[Feeder] | None = None  # so that no cycle keeps the memory
         self._has_warned = False
+        self._last: Any = None  # the batch that was appended last
 
     # ---- append ----------------------------------------------------------------------------
 
@@ -178,13 +179,18 @@ class Replay(Generic[Batch]):
         `policy_version`, one number or `[B]`, is kept for `sample(newer_than=...)`. It must not fall from batch to
         batch. The default is `samples.agent.policy_version`, or 0.
 
-        Raises `ConfigError` if the ring does not fit into the memory, or the batch does not fit into the ring. Raises
-        `SpaceError` if shapes or dtypes have changed, or if observations are no stacks of frames.
+        Raises `ConfigError` if the ring does not fit into the memory, if the batch does not fit into the ring, or if a
+        sampler's batch is appended twice in a row. Raises `SpaceError` if shapes or dtypes have changed, or if
+        observations are no stacks of frames.
         """
         if self._feeder is not None:
             raise ConfigError("the workers of a sampler write into this replay: use another one for other batches")
         storage = self._storage = self._storage or self._allocate(self._shape_for(samples))
-        storage.appender.append(storage.appender.bind(samples), policy_version, continues)
+        batch = storage.appender.bind(samples)
+        if samples is self._last and samples.batch is not None:  # a batch of a sampler, not the user's own arrays
+            raise ConfigError(f"batch {samples.batch} is in the replay already: append each batch once")
+        storage.appender.append(batch, policy_version, continues)
+        self._last = samples
         self._warn_of_lost_finals()
 
     def _warn_of_lost_finals(self) -> None:

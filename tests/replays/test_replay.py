@@ -67,6 +67,24 @@ def test_batches_of_a_sampler_are_replayed(collector_cls: Any) -> None:
     assert (batch.next_observation[~is_last & ~ends_next, 1] == t[~is_last & ~ends_next] + 2).all()
 
 
+@pytest.mark.parametrize("options", [{}, {"n_slots": 2}, {"debug": True}])
+def test_a_batch_is_appended_only_once(options: Any) -> None:
+    replay = Replay(200, seed=0)
+    with SerialSampler(CountingEnv, batch_T=8, batch_B=2, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(6):
+            samples, _ = sampler.obtain_samples(itr)
+            if itr < 4:
+                replay.append(samples)
+            else:  # the parts of a batch are no repetition
+                replay.append(samples[:4])
+                samples = samples[4:]
+                replay.append(samples)
+            with pytest.raises(ConfigError, match=f"batch {itr} is in the replay already: append each batch once"):
+                replay.append(samples)
+            assert replay.n_steps == 16 * (itr + 1)
+
+
 @pytest.mark.parametrize("padding", ["reset", "zero"])
 def test_frames_of_gymnasium_are_built_again(padding: str) -> None:
     def make() -> Any:
