@@ -47,6 +47,19 @@ def left_in_cgroups(
 
     `v2` and `v1` are the names of the files with limit and usage, in both versions of cgroups.
     """
+    for place, is_v1 in enclosing_cgroups(controller, root, own):
+        limit_name, usage_name = v1 if is_v1 else v2
+        try:
+            limit, usage = (place / limit_name).read_text().strip(), int((place / usage_name).read_text())
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            yield place, int(limit) - usage
+
+
+def enclosing_cgroups(controller: str, root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> Iterator[tuple[Path, bool]]:
+    """The folders of the cgroups around this process that `controller` may limit, innermost first, and whether they are
+    of version 1 of cgroups."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -55,18 +68,13 @@ def left_in_cgroups(
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        base, (limit_name, usage_name) = (root / controller, v1) if controllers else (root, v2)
+        base = root / controller if controllers else root
         folder = base / path.lstrip("/")
         # In a container the path may not exist under `base`. Then only `base` itself can be read.
         for place in [folder, *folder.parents]:
             if place == base.parent:
                 break
-            try:
-                limit, usage = (place / limit_name).read_text().strip(), int((place / usage_name).read_text())
-            except (OSError, ValueError):
-                continue
-            if limit != "max":
-                yield place, int(limit) - usage
+            yield place, bool(controllers)
 
 
 def _cgroup_headrooms(*where: Path) -> Iterator[int]:

@@ -64,7 +64,8 @@ class Sampler(ABC):
         batch_T: time steps per batch.
         batch_B: environments per batch.
         n_slots: the last `n_slots` batches stay valid. There is memory for so many.
-        n_workers: worker processes; by default one for each CPU that this process may use. Never more than `batch_B`.
+        n_workers: worker processes; by default one for each CPU that this process may use, and no more than the CPU
+            quota of its container. Never more than `batch_B`.
             `SerialSampler` always has one worker.
         collector_cls: the `Collector` subclass that runs in the workers.
         spaces: `(observation_space, action_space)` of the environments. Then no example environment is built to read

@@ -26,7 +26,7 @@ from penstock.samplers.plan import SamplerPlan, Share, make_plans
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
 from penstock.samplers.server_program import ServerProgram
 from penstock.samplers.stats import ServerStats
-from penstock.workers.affinity import idle_cpus, threads_here, usable_cpus
+from penstock.workers.affinity import cpus_to_fill, idle_cpus, threads_here, usable_cpus
 from penstock.workers.arguments import true_or_false
 from penstock.workers.plan import Affinity, PoolOptions
 from penstock.workers.pool import WorkerPool
@@ -155,7 +155,7 @@ class GpuSampler(ParallelSampler):
 
     def _count_workers(self, mask: Sequence[int]) -> int:
         if self._steps_locally and self.config.n_workers is None:
-            return max(1, min(len(mask) - 1, self._most_workers))
+            return max(1, min(cpus_to_fill(mask) - 1, self._most_workers))
         return min(super()._count_workers(mask), self._most_workers)
 
     def _count_local_envs(self, n_workers: int) -> tuple[int, int]:
@@ -310,7 +310,7 @@ class AlternatingSampler(GpuSampler):
             raise ConfigError("AlternatingSampler needs at least two workers, got n_workers=1: leave it out, or use 2")
 
     def _count_workers(self, mask: Sequence[int]) -> int:
-        return max(2, min(self.config.n_workers or count_alternating(len(mask)), self._most_workers))
+        return max(2, min(self.config.n_workers or count_alternating(cpus_to_fill(mask)), self._most_workers))
 
     def _readiness(self) -> Readiness:
         ranks = range(len(self._plans))

@@ -7,23 +7,35 @@ import resource
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 from penstock.buffers import native
 from penstock.buffers.memory_limits import free_memory
 from penstock.buffers.reports import in_one_line
 from penstock.errors import PenstockError
 from penstock.ports import lease_port
-from penstock.workers.affinity import usable_cpus
+from penstock.workers.affinity import cpu_quota, cpus_to_fill, usable_cpus
+from penstock.workers.cpu_claims import CpuClaims
+from penstock.workers.plan import Affinity
 
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _FEW_DESCRIPTORS = 1024
 _LITTLE_MEMORY = 2**30
 
 
 def advice() -> Iterator[str]:
     """One sentence or two for each finding: what was found, and what to do. Starts a small sampler."""
-    for look in (_torch, _compiler, _cpus, _quota, _load, _memory, _shared_memory, _descriptors, _ports, _sampling):
+    for look in (
+        _torch,
+        _compiler,
+        _cpus,
+        _quota,
+        _pinning,
+        _load,
+        _memory,
+        _shared_memory,
+        _descriptors,
+        _ports,
+        _sampling,
+    ):
         yield from look()
 
 
@@ -54,16 +66,31 @@ def _cpus() -> Iterator[str]:
 
 
 def _quota() -> Iterator[str]:
-    try:
-        quota, period = _CPU_QUOTA.read_text(encoding="ascii").split()
-        allowed = float(quota) / float(period)
-    except (OSError, ValueError):  # no such file, or "max"
-        return
-    if allowed < len(usable_cpus() or ()):
+    cpus, allowed = usable_cpus(), cpu_quota()
+    if allowed < len(cpus):
         yield (
-            f"the container may use the time of {allowed:.3g} CPUs, less than the {len(usable_cpus() or ())} that it "
-            f"sees: give n_workers={max(1, int(allowed))}"
+            f"the container may use the time of {allowed:.3g} CPUs, less than the {len(cpus)} that it sees: by default "
+            f"a sampler starts {cpus_to_fill(cpus)} workers. The system would pause more of them again and again."
         )
+
+
+def _pinning() -> Iterator[str]:
+    cpus, claims = usable_cpus(), CpuClaims()
+    try:
+        n = cpus_to_fill(cpus)
+        if not cpus:
+            yield "this system does not say which CPUs a process may use, so no worker is pinned to a CPU."
+        elif not claims.choose(Affinity(), n, cpus):
+            yield (
+                f"other runs have claimed so many of these {len(cpus)} CPUs that fewer than {n} are left: a sampler "
+                "with that many workers would not pin them. Give n_workers, or wait for the other runs."
+            )
+        else:
+            os.sched_setaffinity(0, os.sched_getaffinity(0))
+    except OSError as error:
+        yield f"workers cannot be pinned to CPUs here: {error}. They run where the system places them, a bit slower."
+    finally:
+        claims.close()
 
 
 def _load() -> Iterator[str]:

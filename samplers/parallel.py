@@ -11,7 +11,7 @@ from penstock.samplers.base import Sampler
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.local import SerialPool
 from penstock.samplers.plan import SamplerPlan, Share, make_plans
-from penstock.workers.affinity import usable_cpus
+from penstock.workers.affinity import cpus_to_fill, usable_cpus
 from penstock.workers.plan import Affinity, PoolOptions
 from penstock.workers.pool import WorkerPool
 from penstock.workers.spinning import SPIN_SECONDS
@@ -46,8 +46,8 @@ class ParallelSampler(Sampler):
         return 0, 0
 
     def _count_workers(self, mask: Sequence[int]) -> int:
-        """The number of workers: as asked, else one per usable CPU, and never more than environments."""
-        return max(1, min(self.config.n_workers or len(mask) or 1, self.batch_B))
+        """The number of workers: as asked, else as many as the CPUs can run, and never more than environments."""
+        return min(self.config.n_workers or cpus_to_fill(mask), self.batch_B)
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool | SerialPool:
         programs, options = [allocation.program] * len(self._plans), pool_options(self.config, allocation)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.base import Sampler
 from penstock.samplers.local import SerialPool
 from penstock.samplers.plan import SamplerPlan, Share, make_plans
-from penstock.workers.plan import Affinity
+from penstock.workers.affinity import usable_cpus
+from penstock.workers.plan import Affinity, assign_cpus
 
 
 class SerialSampler(Sampler):
@@ -22,6 +24,9 @@ class SerialSampler(Sampler):
     _shared_memory = False
 
     def _make_plans(self, affinity: Affinity, share: Share, resources: ExitStack) -> tuple[SamplerPlan, ...]:
+        cpus = affinity.cpus
+        # It has no effect, but one that no sampler accepts raises here too.
+        assign_cpus(affinity, len(cpus) if isinstance(cpus, Sequence) else 1, usable_cpus())
         return make_plans(self.batch_B, self.config.eval_n_envs, [()], share)
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> SerialPool:

@@ -20,7 +20,7 @@ from penstock.samplers.central import count_alternating
 from penstock.samplers.machine import describe_machine
 from penstock.samplers.trial import Candidate, Policy, Task, Trial, Turn
 from penstock.workers import sigint
-from penstock.workers.affinity import usable_cpus
+from penstock.workers.affinity import cpus_to_fill, usable_cpus
 from penstock.workers.arguments import integer, one_of
 from penstock.workers.arguments import seconds as seconds_of
 from penstock.workers.guardian import Guardian
@@ -212,7 +212,7 @@ def tune(
     seconds, limit = seconds_of("seconds", seconds), seconds_of("limit", limit)
     report = TuneReport() if report is None else report
     report.env = _code_of(env_fn)
-    candidates = first_candidates(sizes_T[0], sizes_B[0], len(usable_cpus()) or 1, counts)
+    candidates = first_candidates(sizes_T[0], sizes_B[0], cpus_to_fill(usable_cpus()), counts)
     try:
         task, launcher = Task(env_fn, policy, start_method).pickled(), Launcher(_LAUNCH, 1)
         with closing(Guardian(launcher.prepare())) as guardian:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import re
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from threadpoolctl import LibController, ThreadpoolController
+
+from penstock.buffers.memory_limits import enclosing_cgroups
 
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -28,6 +31,27 @@ _LIBC = ctypes.PyDLL(None)  # keeps the interpreter lock, which a thread holds w
 def usable_cpus() -> tuple[int, ...]:
     """The CPUs that this process may run on; empty where the system does not say (macOS)."""
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+
+
+def cpu_quota() -> float:
+    """How many CPUs' time this process and its workers may use together, by the limits of containers; inf: no limit."""
+    least = math.inf
+    for folder, is_v1 in enclosing_cgroups("cpu"):
+        try:
+            if is_v1:
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            else:
+                quota, period = (folder / "cpu.max").read_text().split()
+            if float(quota) > 0:  # -1: no limit
+                least = min(least, float(quota) / float(period))
+        except (OSError, ValueError):  # the root has no such file, or it says "max"
+            continue
+    return least
+
+
+def cpus_to_fill(mask: Sequence[int]) -> int:
+    """How many processes keep the CPUs of `mask` busy: one for each, and no more than the quota of the container."""
+    return max(1, math.floor(min(len(mask), cpu_quota())))
 
 
 def idle_cpus(seconds: float) -> float:
@@ -72,7 +96,7 @@ def avoid_cpus(cpus: Collection[int]) -> Iterator[None]:
         return
     try:
         os.sched_setaffinity(0, rest)
-    except PermissionError:  # a sandbox
+    except OSError:  # a sandbox
         yield
         return
     try:

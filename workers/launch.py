@@ -108,7 +108,7 @@ class Launcher:
         """Start the fork server if it does not run. Returns None if this process starts the workers itself."""
         if self._start_method != "forkserver":
             return None
-        with _start_lock, _no_main_module(), _explaining("the fork server"), _no_current_folder():
+        with _start_lock, _no_main_module(), explaining("the fork server"), _no_current_folder():
             uninterrupted(self._ensure_fork_server)
         server: Any = forkserver._forkserver
         address = server._forkserver_address
@@ -150,7 +150,7 @@ class Launcher:
         _refuse_unsafe_fork(self._start_method)
         main_module = contextlib.nullcontext() if self._start_method == "fork" else _no_main_module()
         known = _known_start_method(self._start_method)
-        with _start_lock, main_module, known, _not_daemonic(), _explaining(name):
+        with _start_lock, main_module, known, _not_daemonic(), explaining(name):
             try:
                 if self._start_method == "forkserver":
                     with _no_current_folder():
@@ -193,7 +193,7 @@ class Launcher:
 
 
 @contextlib.contextmanager
-def _explaining(what: str) -> Iterator[None]:
+def explaining(what: str) -> Iterator[None]:
     """Say what could not be started, and what may help."""
     try:
         yield

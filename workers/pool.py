@@ -24,7 +24,7 @@ from penstock.workers.forks import abandon_in_forks
 from penstock.workers.gates import Gate, GateWakers, notify
 from penstock.workers.guardian import Guardian
 from penstock.workers.handle import WorkerHandle, open_pidfd
-from penstock.workers.launch import Launcher, post_programs
+from penstock.workers.launch import Launcher, explaining, post_programs
 from penstock.workers.lookout import Lookout
 from penstock.workers.monitor import Monitor, WaitOptions
 from penstock.workers.plan import PoolOptions, WorkerPlan
@@ -95,7 +95,8 @@ class WorkerPool:
             if self._main_process is not None:
                 self._owned(self._main_process)
             server = self._launcher.prepare()
-            self._guardian: Guardian = self._owned(uninterrupted(lambda: Guardian(server), undo=Guardian.close))
+            with explaining("the guardian of the workers"):
+                self._guardian: Guardian = self._owned(uninterrupted(lambda: Guardian(server), undo=Guardian.close))
             abandon_in_forks(self)
             # Once for all forks: when it ends the limit, OpenBLAS starts threads.
             with blas_limited() if options.start_method == "fork" else nullcontext():

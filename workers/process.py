@@ -117,7 +117,7 @@ def _detach(args: WorkerProcessArgs) -> None:
     if args.plan.cpus:
         try:
             pin(args.plan.cpus)
-        except PermissionError as error:  # a sandbox
+        except OSError as error:  # a sandbox
             _log.warning("%s is not pinned to CPUs %s: %s", args.plan.name, list(args.plan.cpus), error)
 
 

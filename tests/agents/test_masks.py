@@ -29,8 +29,6 @@ from penstock.agents import ActionMask
 from penstock.buffers import NamedArrays
 from penstock.envs import MaskInObservation
 
-pytestmark = pytest.mark.slow
-
 N = 5
 SIZES = np.array([2, 4])
 

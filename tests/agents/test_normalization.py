@@ -25,8 +25,6 @@ from penstock import (
 from penstock.agents import Moments, ObservationNorm, RewardNorm
 from penstock.envs import CountingEnv
 
-pytestmark = pytest.mark.slow
-
 
 class Model(nn.Module):
     def __init__(self) -> None:

@@ -95,8 +95,9 @@ def test_the_report_on_the_machine_names_the_fallback(tmp_path: Path, name: str,
 
 
 @only_x86_64
-def test_where_pinning_is_refused_a_worker_says_so_and_runs(tmp_path: Path) -> None:
-    body = refusing("sched_setaffinity", errno.EPERM) + SAMPLES
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS], ids=errno.errorcode.get)
+def test_where_pinning_is_refused_a_worker_says_so_and_runs(tmp_path: Path, error: int) -> None:
+    body = refusing("sched_setaffinity", error) + SAMPLES
     with Script(tmp_path, body, METHOD="forkserver", N=1) as script:
         output, errors = script.end(60)
     assert output.count("True") == 1

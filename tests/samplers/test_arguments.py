@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from penstock import (
+    Affinity,
     AlternatingSampler,
     ConfigError,
     GpuSampler,
@@ -144,3 +145,32 @@ def test_worker_pids_are_empty_when_the_workers_have_ended(cls: type[Sampler]) -
     with cls(CountingEnv, batch_T=1, batch_B=2, n_workers=2) as sampler:
         sampler.initialize(RandomAgent())
     assert sampler.worker_pids == []
+
+
+@every
+@pytest.mark.parametrize(
+    ("affinity", "message"),
+    [([9999, 9999], "pins worker 0 to CPUs"), (["a", "b"], "must list, for each worker"), (3, "must list, for each")],
+)
+def test_an_affinity_that_cannot_work_is_refused(cls: type[Sampler], affinity: Any, message: str) -> None:
+    sampler = cls(CountingEnv, batch_T=2, batch_B=2, n_workers=2)
+    with sampler, pytest.raises(ConfigError, match=message):
+        sampler.initialize(RandomAgent(), affinity=affinity)
+
+
+def test_a_serial_sampler_takes_the_affinity_of_other_samplers() -> None:
+    cpu = sorted(os.sched_getaffinity(0))[0]
+    for affinity in ([cpu, cpu], Affinity(cpus=[[cpu]] * 3), Affinity(pin=False)):
+        with SerialSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=2) as sampler:
+            sampler.initialize(RandomAgent(), affinity=affinity)
+            assert sampler.stats().workers[0].cpus == ()
+
+
+def test_where_no_thread_can_be_started_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with ParallelSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=2) as sampler:
+        monkeypatch.setattr("penstock.workers.uninterrupted._Work.start", refuse)
+        with pytest.raises(ConfigError, match=r"could not be started: .*can't start new thread.*ulimit -u"):
+            sampler.initialize(RandomAgent())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
 import sys
 from collections import namedtuple
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +36,9 @@ def refuse_folder() -> Any:
         ("_descriptors", "resource.getrlimit", lambda _: (256, 4096), "may open 256 files.*ulimit -n 4096"),
         ("_load", "os.getloadavg", lambda: (999.0, 0, 0), "999.0 processes ran"),
         ("_shared_memory", "os.memfd_create", refuse, "temporary file.*not here"),
+        ("_pinning", "os.sched_setaffinity", refuse, "cannot be pinned to CPUs here: not here"),
+        ("_pinning", "CpuClaims.choose", lambda *_: [], "other runs have claimed so many"),
+        ("_pinning", "usable_cpus", lambda: (), "does not say which CPUs"),
     ],
 )
 def test_findings(monkeypatch: pytest.MonkeyPatch, look: str, name: str, value: Any, message: str) -> None:
@@ -45,11 +48,11 @@ def test_findings(monkeypatch: pytest.MonkeyPatch, look: str, name: str, value: 
     assert re.search(message, found), found
 
 
-def test_a_quota_of_the_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_quota_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "usable_cpus", lambda: tuple(range(8)))
-    monkeypatch.setattr(doctor, "_CPU_QUOTA", tmp_path / "cpu.max")
-    for text, expected in (("250000 100000", ["n_workers=2"]), ("max 100000", []), ("800000 100000", [])):
-        (tmp_path / "cpu.max").write_text(text)
+    for quota, expected in ((2.5, ["a sampler starts 2 workers"]), (math.inf, []), (8.0, [])):
+        monkeypatch.setattr(doctor, "cpu_quota", lambda quota=quota: quota)
+        monkeypatch.setattr("penstock.workers.affinity.cpu_quota", lambda quota=quota: quota)
         found = list(doctor._quota())
         assert len(found) == len(expected)
         assert all(part in line for part, line in zip(expected, found, strict=True))
