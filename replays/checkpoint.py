@@ -2,15 +2,19 @@
 
 The arrays go into a new folder inside it. Then the file `replay.json`, which names it, is replaced in one step.
 A process that is killed in between leaves the earlier checkpoint, and a folder that the next save removes.
+The checksums of all files are in `replay.json`, which has one of its own.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import uuid
+import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +26,20 @@ from penstock.errors import ConfigError
 from penstock.replays.moving import of_one_writer
 from penstock.replays.ring import NOWHERE, Ring, Shape
 
-_INDEX, _FORMAT = "replay.json", 1
+_INDEX, _FORMAT = "replay.json", 2
 
 
 def write_checkpoint(folder: Path, ring: Ring, facts: dict[str, Any], priorities: npt.NDArray[Any] | None) -> None:
     """Write the steps that are in the ring, oldest first, with `facts`, which JSON must be able to hold."""
-    data = folder / f"data-{uuid.uuid4().hex}"
-    data.mkdir(parents=True)
-    first, end = ring.first, ring.end
     arrays, n_finals, max_finals = of_one_writer(ring)
-    fields = _saved_fields(arrays, ring.shape.state_every, first, end, n_finals)
-    names = {}
-    for i, (name, pieces) in enumerate(fields):
-        names[name] = f"{i:02d}.npy"
-        _write_array(data / names[name], pieces)
+    shape, first, end = ring.shape, ring.first, ring.end
+    fields = dict(_saved_fields(arrays, shape.state_every, first, end, n_finals))
     if priorities is not None:
-        names["priorities"] = "priorities.npy"
-        _write_array(data / names["priorities"], [priorities])
-    shape = ring.shape
+        fields["priorities"] = [priorities]
     examples = {"observation": shape.observation, "action": shape.action, "state": shape.state}
     index = {
         "format": _FORMAT,
-        "data": data.name,
-        "arrays": names,
+        "data": f"data-{uuid.uuid4().hex}",
         "shape": {**{name: _describe(tree) for name, tree in examples.items()}, "B": shape.B, "T": shape.T},
         "state_every": shape.state_every,
         "max_finals": max_finals,
@@ -53,30 +48,81 @@ def write_checkpoint(folder: Path, ring: Ring, facts: dict[str, Any], priorities
         "n_finals": n_finals,
         **facts,
     }
+    try:
+        try:
+            _write_files(folder, index, fields)
+        finally:
+            with suppress(OSError):  # what stays, the next save removes
+                _remove_incomplete(folder)
+    except OSError as error:
+        raise _not_written(folder, sum(piece.nbytes for each in fields.values() for piece in each), error) from error
+
+
+def _write_files(folder: Path, index: dict[str, Any], fields: dict[str, list[Any]]) -> None:
+    """Write all arrays, and then `replay.json`."""
+    _remove_incomplete(folder)  # before anything is written, so that there is space for it
+    data = folder / index["data"]
+    data.mkdir(parents=True)
+    index["arrays"] = files = {name: f"{i:02d}.npy" for i, name in enumerate(fields)}
+    index["checksums"] = {name: _write_array(data / files[name], pieces) for name, pieces in fields.items()}
     _sync(data)
     new = folder / f"{_INDEX}.new"
     with new.open("w", encoding="utf-8") as file:
-        json.dump(index, file, indent=1)
+        json.dump({**index, "checksum": _checksum(index)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     new.replace(folder / _INDEX)
     _sync(folder)
-    for other in folder.glob("data-*"):
-        if other.name != data.name:
-            shutil.rmtree(other)
+
+
+def _remove_incomplete(folder: Path) -> None:
+    """Remove what was left by saves that failed or were killed, and earlier checkpoints: all that `replay.json` does
+    not name."""
+    try:
+        complete = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["data"]
+    except (FileNotFoundError, ValueError, LookupError, TypeError):  # there is none, or it cannot be loaded any more
+        complete = None
+    (folder / f"{_INDEX}.new").unlink(missing_ok=True)
+    for data in folder.glob("data-" + 32 * "[0-9a-f]"):
+        if data.name != complete:
+            shutil.rmtree(data)
+
+
+def _not_written(folder: Path, n_bytes: int, error: OSError) -> ConfigError:
+    """What `save` raises. The incomplete checkpoint has been removed."""
+    text = f"the replay could not be saved in {folder}: {error}. An earlier checkpoint in this folder is still there"
+    with suppress(OSError):  # perhaps there is no folder
+        free = shutil.disk_usage(folder).free
+        text += f". The new one needs {n_bytes:,} bytes, and {free:,} are free on this disk"
+        text += ": free some, or choose a folder on another disk" if free < n_bytes else ""
+    return ConfigError(text)
+
+
+def _checksum(index: dict[str, Any]) -> int:
+    """The checksum of all that `index` contains."""
+    return zlib.crc32(json.dumps(index, sort_keys=True).encode())
 
 
 def read_index(folder: Path) -> dict[str, Any]:
     """What `replay.json` says. Raises `ConfigError` if there is no checkpoint, or it cannot be read."""
+    path = folder / _INDEX
     try:
-        index: dict[str, Any] = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        index: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{folder} holds no saved replay: there is no {_INDEX}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / _INDEX} cannot be read: {error}") from error
+        raise _damaged(path, error) from error
+    if not isinstance(index, dict):
+        raise _damaged(path, "it is no dict")
     if index.get("format") != _FORMAT:
         raise ConfigError(f"{folder} was saved in format {index.get('format')}, this version reads {_FORMAT}")
+    if index.pop("checksum", None) != _checksum(index):
+        raise _damaged(path, "its checksum differs")
     return index
+
+
+def _damaged(path: Path, why: object) -> ConfigError:
+    return ConfigError(f"{path} is damaged or cannot be read: {why}. Load another checkpoint of the replay")
 
 
 def saved_shape(index: dict[str, Any], T: int) -> Shape:
@@ -147,24 +193,31 @@ def _pieces(field: Any, first: int, end: int) -> list[Any]:
     return [field[low : low + fits], field[: count - fits]]
 
 
-def _write_array(path: Path, pieces: list[Any]) -> None:
-    """Write the pieces as one .npy file, without joining them in memory."""
+def _write_array(path: Path, pieces: list[Any]) -> int:
+    """Write the pieces as one .npy file, without joining them in memory. Returns the checksum of the file."""
     shape = (sum(len(piece) for piece in pieces), *pieces[0].shape[1:])
-    header = {"descr": np.lib.format.dtype_to_descr(pieces[0].dtype), "fortran_order": False, "shape": shape}
+    description = {"descr": np.lib.format.dtype_to_descr(pieces[0].dtype), "fortran_order": False, "shape": shape}
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, description)
+    checksum = zlib.crc32(header.getvalue())
     with path.open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, header)
+        file.write(header.getvalue())
         file.flush()
         for piece in pieces:
             piece.tofile(file)
+            checksum = zlib.crc32(piece, checksum)
         os.fsync(file.fileno())
+    return checksum
 
 
 def _read_array(folder: Path, index: dict[str, Any], name: str) -> Any:
     path = folder / index["data"] / index["arrays"][name]
     try:
+        if zlib.crc32(np.memmap(path, np.uint8, "r")) != index["checksums"][name]:
+            raise ValueError("its checksum differs")
         return np.load(path, mmap_mode="r")
     except (OSError, ValueError, EOFError) as error:
-        raise ConfigError(f"the replay saved in {folder} is damaged, {path.name} cannot be read: {error}") from error
+        raise _damaged(path, error) from error
 
 
 def _describe(tree: Any) -> Any:

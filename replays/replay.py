@@ -341,8 +341,9 @@ class Replay(Generic[Batch]):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the steps, the priorities, the counts and the state of the draws into `folder`.
 
-        If the process is killed meanwhile, the folder keeps the checkpoint that it had. Workers that write into the
-        replay finish their batches first, and wait.
+        If this fails, or the process is killed meanwhile, the folder keeps the checkpoint that it had. Workers that
+        write into the replay finish their batches first, and wait. Raises `ConfigError` if the folder cannot be
+        written, for example because the disk is full.
         """
         feeder = self._live_feeder()
         with nullcontext() if feeder is None else feeder.stand_still():

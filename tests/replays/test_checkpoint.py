@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import os
 import random
+import resource
+import shutil
 import signal
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock import ConfigError
-from penstock.replays import Frames, Prioritized, Replay, Sequences
+from penstock.replays import Frames, Prioritized, Replay, Sequences, checkpoint
 
 from ..scale import scaled
 from . import test_sequences, test_transitions
@@ -178,8 +187,9 @@ def test_a_second_save_replaces_the_first_and_removes_it(tmp_path: Path) -> None
 @pytest.mark.parametrize("n_bytes", [0, 50, None], ids=["empty", "cut off", "missing"])
 def test_a_damaged_checkpoint_names_the_file(tmp_path: Path, n_bytes: int | None) -> None:
     make("priorities", 3)[1].save(tmp_path)
-    (data,) = tmp_path.glob("data-*")
-    for path in (tmp_path / "replay.json", data / "priorities.npy", data / "00.npy"):
+    index = json.loads((tmp_path / "replay.json").read_text())
+    files = [f"{index['data']}/{index['arrays'][name]}" for name in ("priorities", "flags")]
+    for path in (tmp_path / "replay.json", *(tmp_path / file for file in files)):
         whole = path.read_bytes()
         path.unlink()
         if n_bytes is not None:
@@ -188,6 +198,183 @@ def test_a_damaged_checkpoint_names_the_file(tmp_path: Path, n_bytes: int | None
             Replay.load(tmp_path)
         path.write_bytes(whole)
     Replay.load(tmp_path)
+
+
+# ---- damaged folders -------------------------------------------------------------------------------
+
+
+@cache
+def saved_files(kind: str) -> dict[str, bytes]:
+    """The names and contents of the files of a checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        make(kind)[1].save(folder)
+        return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def draws_of(files: dict[str, bytes]) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            (Path(folder) / name).parent.mkdir(exist_ok=True)
+            (Path(folder) / name).write_bytes(content)
+        replay = Replay.load(folder)
+        return [replay.sample(64) for _ in range(3)]
+
+
+def change_json(value: Any, data: st.DataObject) -> Any:
+    """`value` with one change, at any depth."""
+    if isinstance(value, dict | list) and value and data.draw(st.integers(0, 9)):
+        key = data.draw(st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value))))
+        if data.draw(st.integers(0, 4)) == 0:
+            del value[key]
+        else:
+            value[key] = change_json(value[key], data)
+        return value
+    if isinstance(value, int | float) and data.draw(st.booleans()):
+        return value + data.draw(st.sampled_from([1, -1, 5, 10**9, 0.5]))
+    return data.draw(st.sampled_from([None, [], {}, [value], {"a": value}, "", "x", 0, -1, 1e400, True]))
+
+
+def change_array(content: bytes, data: st.DataObject) -> bytes:
+    """The array of a .npy file, of another shape or dtype, or with another element."""
+    array, file = np.load(io.BytesIO(content)), io.BytesIO()
+    how = data.draw(st.sampled_from(["rows", "B", "dtype", "bytes", "value", "no array"]))
+    if how == "no array":
+        np.savez(file, array)
+    else:
+        changed: dict[str, Any] = {
+            "rows": array[: data.draw(st.integers(0, len(array) - 1))],
+            "B": np.concatenate([array, array], min(1, array.ndim - 1)),
+            "dtype": array.astype(data.draw(st.sampled_from([np.float16, np.int32, np.bool_]))),
+            "bytes": array.astype("S3"),
+            "value": np.where(np.arange(array.size).reshape(array.shape) == 3, array + 1, array),
+        }
+        np.save(file, changed[how])
+    return file.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of numbers that do not fit into the new dtype
+@kinds
+@given(data=st.data())
+def test_a_damaged_folder_gives_an_error_or_the_right_batches(kind: str, data: st.DataObject) -> None:
+    files = dict(saved_files(kind))
+    name = data.draw(st.sampled_from(sorted(files)))
+    content = files[name]
+    how = data.draw(st.sampled_from(["cut off", "longer", "byte", "content", "missing", "other file"]))
+    at = data.draw(st.integers(0, len(content) - 1))
+    if how == "cut off":
+        files[name] = content[:at]
+    elif how == "longer":
+        files[name] = content[:at] + b"0" + content[at:]
+    elif how == "byte":
+        files[name] = content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :]
+    elif how == "other file":
+        files[name] = files[data.draw(st.sampled_from(sorted(files)))]
+    elif how == "missing":
+        del files[name]
+    elif name.endswith(".json"):
+        files[name] = json.dumps(change_json(json.loads(content), data)).encode()
+    else:
+        files[name] = change_array(content, data)
+    try:
+        found = draws_of(files)
+    except ConfigError:
+        return
+    for ours, theirs in zip(found, draws_of(saved_files(kind)), strict=True):
+        assert_same(ours, theirs)
+
+
+# ---- saves that fail ---------------------------------------------------------------------------
+
+
+@contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """No file may become larger than `limit` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def names_in(folder: Path) -> set[str]:
+    return {"data" if path.name.startswith("data-") else path.name for path in folder.iterdir()}
+
+
+def test_a_save_that_fails_leaves_nothing_and_names_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, replay = make("priorities", 3)
+    replay.save(tmp_path / "replay")
+    n_steps = replay.n_steps
+    for _ in range(9):
+        replay.append(stream.batch(7))
+    text = (
+        rf"could not be saved in {tmp_path}/replay: .*An earlier checkpoint .*needs [\d,]+ bytes, and [\d,]+ are free"
+    )
+    for free in (10**15, 10):
+        advice = ": free some, or choose a folder on another disk" if free == 10 else "$"
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: shutil._ntuple_diskusage(0, 0, free))
+        with small_files(1000), pytest.raises(ConfigError, match=f"{text} on this disk{advice}"):
+            replay.save(tmp_path / "replay")
+        assert names_in(tmp_path / "replay") == {"replay.json", "data"}
+        assert len(list((tmp_path / "replay").iterdir())) == 2
+        assert Replay.load(tmp_path / "replay").n_steps == n_steps
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=f"could not be saved in {tmp_path}/file/in: .*Not a directory"):
+        replay.save(tmp_path / "file" / "in")
+    replay.save(tmp_path / "replay")
+    assert Replay.load(tmp_path / "replay").n_steps == replay.n_steps
+
+
+def test_what_a_killed_save_has_left_is_removed_before_the_next_one_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, replay = make("uniform", 3)
+    replay.save(tmp_path)
+    left, other = tmp_path / f"data-{'0a' * 16}", tmp_path / "data-of-the-user"
+    left.mkdir()
+    other.mkdir()
+    (left / "00.npy").write_bytes(bytes(1000))
+    (tmp_path / "replay.json.new").write_text("{")
+    write = checkpoint._write_array
+
+    def check_and_write(*args: Any) -> int:
+        assert not left.exists()
+        return write(*args)
+
+    monkeypatch.setattr(checkpoint, "_write_array", check_and_write)
+    replay.save(tmp_path)
+    assert other.exists()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_save_that_is_interrupted_leaves_one_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, replay = make("priorities", 3)
+    replay.save(tmp_path)
+    sync, n_calls, found = os.fsync, 0, set()
+
+    def interrupted(fd: int) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    while True:
+        n_calls += 1
+        left, before = n_calls, Replay.load(tmp_path).n_steps
+        replay.append(stream.batch(7))
+        try:
+            replay.save(tmp_path)
+        except KeyboardInterrupt:
+            assert len(list(tmp_path.iterdir())) == 2
+            found.add(Replay.load(tmp_path).n_steps - before > 0)
+            continue
+        break
+    assert n_calls > 10
+    assert found == {False, True}, "the last interruption comes after the new checkpoint is complete"
 
 
 def test_folders_without_a_checkpoint_say_so(tmp_path: Path) -> None:
