@@ -43,7 +43,12 @@ TESTS = Path(__file__).parent
 # Samplers return tensors, so most tests need torch. Without it, only the tests of these folders run.
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 NEED_NO_TORCH = ("buffers", "envs", "ports", "vector", "workers")
-if not HAS_TORCH:
+if HAS_TORCH:
+    import torch
+
+    # In this process alone. Tests fork it, and in a fork torch would wait for the threads that it has used before.
+    torch.set_num_threads(1)
+else:
     collect_ignore = [path.name for path in TESTS.iterdir() if path.name not in NEED_NO_TORCH]
     collect_ignore.append("workers/test_arguments.py")
 
