@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar, overload
 
+from penstock.errors import ConfigError
+
 _Self = TypeVar("_Self", bound="NamedArrays")
 
 
@@ -106,7 +108,7 @@ class NamedArrays:
             return
         parts = fields_of(value)
         if parts is not None and parts.keys() != self._values.keys():
-            raise ValueError(
+            raise ConfigError(
                 f"cannot write the fields {sorted(parts)} into the fields {sorted(self._values)}: give all of these, "
                 "and no others"
             )

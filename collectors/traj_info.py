@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
+from penstock.errors import ConfigError
+
 
 class TrajInfo:
     """The record of one finished trajectory.
@@ -25,7 +27,7 @@ class TrajInfo:
     def __init__(self, discount: float = 1.0) -> None:
         number: object = discount  # numpy's floats are real numbers too
         if not isinstance(number, Real):
-            raise TypeError(f"discount must be a number, got {discount!r}")
+            raise ConfigError(f"discount must be a number, got {discount!r}")
         self.Length = 0
         self.Return = 0.0
         self.NonzeroRewards = 0

@@ -2,7 +2,7 @@
 
 The arrays go into a new folder inside it. Then the file `replay.json`, which names it, is replaced in one step.
 A process that is killed in between leaves the earlier checkpoint, and a folder that the next save removes.
-The checksums of all files are in `replay.json`, which has one of its own.
+`replay.json` contains the checksums of all files, and a checksum of its own content.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _remove_incomplete(folder: Path) -> None:
     not name."""
     try:
         complete = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["data"]
-    except (FileNotFoundError, ValueError, LookupError, TypeError):  # there is none, or it cannot be loaded any more
+    except (FileNotFoundError, ValueError, LookupError, TypeError):  # missing, or so damaged that it cannot be loaded
         complete = None
     (folder / f"{_INDEX}.new").unlink(missing_ok=True)
     for data in folder.glob("data-" + 32 * "[0-9a-f]"):

@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from penstock.buffers import AgentSamples, NamedArrays, as_named
 from penstock.buffers.named import map_leaves
+from penstock.errors import ConfigError
 
 from ..scale import scaled
 
@@ -239,7 +240,7 @@ def test_a_string_index_is_written_into_and_not_rebound() -> None:
 )
 def test_writing_mismatched_fields_names_both_sides_and_writes_nothing(value: Any) -> None:
     named = NamedArrays(a=np.zeros(2), b=np.zeros(2))
-    with pytest.raises(ValueError, match=r"cannot write the fields \[.*\] into the fields \['a', 'b'\]"):
+    with pytest.raises(ConfigError, match=r"cannot write the fields \[.*\] into the fields \['a', 'b'\]"):
         named[0] = value
     assert named.a.tolist() == named.b.tolist() == [0, 0]
 

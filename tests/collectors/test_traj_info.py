@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.collectors import TrajInfo
+from penstock.errors import ConfigError
 
 REWARDS = st.lists(st.one_of(st.just(0.0), st.floats(-100, 100)), max_size=20)
 
@@ -87,3 +88,9 @@ def test_restoring_shares_nothing_with_the_attributes_given() -> None:
 
 def test_repr_shows_the_record_and_hides_what_is_private() -> None:
     assert repr(Own(2.0)) == "Own(Length=0, Return=0.0, NonzeroRewards=0, DiscountedReturn=0.0, Scaled=0.0)"
+
+
+@pytest.mark.parametrize("discount", ["0.9", None])
+def test_a_discount_that_is_no_number_is_refused(discount: Any) -> None:
+    with pytest.raises(ConfigError, match="discount must be a number, got"):
+        TrajInfo(discount)
