@@ -24,7 +24,9 @@ from penstock.samplers.base import Sampler
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.plan import SamplerPlan, Share, episodes_per_env, eval_max_T
 from penstock.samplers.results import Trajectories
+from penstock.samplers.serial import SerialSampler
 from penstock.samplers.stats import SamplerStats
+from penstock.workers.affinity import limit_threads
 from penstock.workers.control import Command
 from penstock.workers.plan import Affinity
 
@@ -244,6 +246,8 @@ class ShardHost:
         import ray
 
         self._spec, self._plan = spec, spec.plans[self._index]
+        # Of this process, which steps or acts alone: a SerialSampler has one worker, others wait meanwhile.
+        limit_threads(1 if issubclass(spec.sampler_cls, SerialSampler) else spec.n_workers)
         options, plan = spec.options(self._plan), self._plan
         sampler = spec.sampler_cls(options.pop("env_fn"), **options)
         sampler._generation = self._generation << _GENERATION_BITS

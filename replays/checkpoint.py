@@ -213,7 +213,7 @@ def _write_array(path: Path, pieces: list[Any]) -> int:
 def _read_array(folder: Path, index: dict[str, Any], name: str) -> Any:
     path = folder / index["data"] / index["arrays"][name]
     try:
-        if zlib.crc32(np.memmap(path, np.uint8, "r")) != index["checksums"][name]:
+        if zlib.crc32(np.memmap(path, np.uint8, "r").data) != index["checksums"][name]:
             raise ValueError("its checksum differs")
         return np.load(path, mmap_mode="r")
     except (OSError, ValueError, EOFError) as error:

@@ -12,6 +12,7 @@ import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
+import threadpoolctl
 import torch
 from torch import nn
 
@@ -171,6 +172,24 @@ class Listed(gym.Wrapper[Any, Any, Any, Any]):
         if self.fails:
             raise ArithmeticError("it fails")
         return super().step(action)
+
+
+class Threads(CountingEnv):
+    """Its observation is how many threads the numerical libraries of its process use: the fewest and the most."""
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        numbers = [torch.get_num_threads(), *(each["num_threads"] for each in threadpoolctl.threadpool_info())]
+        observation[:] = min(numbers), max(numbers)
+        return observation, *rest
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_environments_of_a_shard_have_one_thread(cls: Any) -> None:
+    size = {"batch_T": 2, "batch_B": 2, "n_shards": 1, "n_workers": 2, "max_decorrelation_steps": 0}
+    with RaySampler(partial(Threads, length=100), sampler_cls=cls, **size) as sampler:
+        sampler.initialize(RandomAgent())
+        assert sampler.obtain_samples(0)[0].env.observation[1].unique().tolist() == [1.0]
 
 
 def test_calls_parameters_statistics_and_errors() -> None:
