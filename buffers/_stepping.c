@@ -4,6 +4,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <limits.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -189,7 +190,7 @@ int penstock_make_names(void) {
 enum { METHOD = 1, TIME_LIMIT, ORDER_ENFORCING, PASSIVE_ENV_CHECKER, FINISH, N_ARGUMENTS };
 
 /* What TimeLimit.step does with the `result` of the step inside. Takes over the reference to `result`. The function
-   `finish` does it at the end of an episode and for unusual values. */
+   `finish` does it for unusual values. */
 static PyObject *count_step(PyObject *self, PyObject *wrapper, PyObject *attributes, PyObject *result) {
     PyObject *elapsed = PyDict_GetItemWithError(attributes, ELAPSED_STEPS), *next;
     PyObject *most = PyDict_GetItemWithError(attributes, MAX_EPISODE_STEPS);
@@ -197,13 +198,18 @@ static PyObject *count_step(PyObject *self, PyObject *wrapper, PyObject *attribu
     if (is_usual && elapsed != NULL && PyLong_CheckExact(elapsed) && most != NULL && PyLong_CheckExact(most)) {
         long long n = PyLong_AsLongLongAndOverflow(elapsed, &is_large[0]);
         long long end = PyLong_AsLongLongAndOverflow(most, &is_large[1]);
-        if (!is_large[0] && !is_large[1] && n < end && n + 1 < end) {
+        if (!is_large[0] && !is_large[1] && n < LLONG_MAX) {
             next = PyLong_FromLongLong(n + 1);
-            if (next == NULL || PyDict_SetItem(attributes, ELAPSED_STEPS, next) < 0) {
-                Py_CLEAR(result);
-            }
+            int is_set = next != NULL && PyDict_SetItem(attributes, ELAPSED_STEPS, next) == 0;
             Py_XDECREF(next);
-            return result;
+            if (is_set && n + 1 < end) {
+                return result;
+            }
+            next = is_set ? PyTuple_Pack(5, PyTuple_GET_ITEM(result, 0), PyTuple_GET_ITEM(result, 1),
+                                         PyTuple_GET_ITEM(result, 2), Py_True, PyTuple_GET_ITEM(result, 4))
+                          : NULL;
+            Py_DECREF(result);
+            return next;
         }
     }
     PyObject *arguments[] = {NULL, wrapper, result};
