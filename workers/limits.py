@@ -21,10 +21,10 @@ _PROCESSES_BESIDE = 3  # fork server, resource tracker, guardian
 def check_limits(n_workers: int, start_method: str) -> None:
     """Raise `ConfigError` naming what is needed and what is left if `n_workers` more cannot be started."""
     descriptors = n_workers * _DESCRIPTORS_PER_WORKER[start_method] + _DESCRIPTORS_BESIDE
-    left = _descriptors_left()
+    left = _descriptors_left()  # fewer than 0, if the limit was lowered later
     if left is not None and descriptors > left:
         raise ConfigError(
-            f"{n_workers} workers need about {descriptors} file descriptors and this process may open only {left} "
+            f"{n_workers} workers need about {descriptors} file descriptors and this process may open only {max(left, 0)} "
             "more: lower n_workers, or raise the limit (ulimit -n)"
         )
     processes = n_workers + _PROCESSES_BESIDE

@@ -82,13 +82,13 @@ class WorkerPool:
         self.handles: list[WorkerHandle] = []
         self.restarts = Restarts(options.max_restarts, options.restart_window)
         with resources:  # until `close` works, an exception closes everything here
+            self._launcher = Launcher(options, len(plans))  # first: it says which limits are too low
             self._reports = ReportBoard(len(plans), shared=True)
             resources.callback(self._reports.memory.close)
             self._monitor = Monitor(self.control, self._reports, options)
             self._lookout = Lookout(self._monitor)
             self._mailbox, self._parts = post_programs(programs, shares)
             resources.callback(self._mailbox.close)
-            self._launcher = Launcher(options, len(plans))
             self._resources = resources.pop_all()
         try:
             self._main_process = open_pidfd(os.getpid())
