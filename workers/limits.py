@@ -24,8 +24,8 @@ def check_limits(n_workers: int, start_method: str) -> None:
     left = _descriptors_left()  # fewer than 0, if the limit was lowered later
     if left is not None and descriptors > left:
         raise ConfigError(
-            f"{n_workers} workers need about {descriptors} file descriptors and this process may open only {max(left, 0)} "
-            "more: lower n_workers, or raise the limit (ulimit -n)"
+            f"{n_workers} workers need about {descriptors} file descriptors and this process may open only "
+            f"{max(left, 0)} more: lower n_workers, or raise the limit (ulimit -n)"
         )
     processes = n_workers + _PROCESSES_BESIDE
     left = min(_processes_left(), default=None)
