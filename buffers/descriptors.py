@@ -1,23 +1,30 @@
-"""A file descriptor that can be sent to a child process under every start method."""
+"""File descriptors that are sent to a child process, beside the pickled objects that own them."""
 
 from __future__ import annotations
 
+import errno
 import os
+import pickle
 import socket
 import tempfile
+import threading
 from collections.abc import Sequence
-from multiprocessing import reduction
-from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 _MOST_FDS = 100  # in one message; the system allows 253
-_SEND_SECONDS = 5.0
+
+
+class _Pickling(threading.local):
+    fds: list[int] | None = None  # while `dumps` or `loads` runs: the descriptors that are sent
+
+
+_pickling = _Pickling()
 
 
 class InheritedFd:
     """Owns one descriptor. A forked child inherits it.
 
-    While spawn or forkserver starts a child, pickling sends it a duplicate. At any other time pickling fails.
+    `dumps` pickles it as a place in its list of descriptors. At any other time pickling fails.
     """
 
     __slots__ = ("fd",)
@@ -40,48 +47,54 @@ class InheritedFd:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if get_spawning_popen() is None:  # outside a start, DupFd would start a server thread
+        if _pickling.fds is None:
             raise TypeError("a descriptor can be pickled only to a process that is being started")
-        return _receive, (reduction.DupFd(self.fd),)
+        _pickling.fds.append(self.fd)
+        return _received, (len(_pickling.fds) - 1,)
 
 
-class InheritedFds:
-    """Sends many descriptors to one child process. Their owners close them.
-
-    A process can be started with at most about 250 descriptors. This passes one of them, a socket. The child receives
-    the others through it.
-    """
-
-    def __init__(self, fds: Sequence[int]) -> None:
-        self.fds = list(fds)
-        self._in_transit: InheritedFd | None = None  # stays open until the child has its duplicate
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        self.close()
-        receiver, sender = socket.socketpair()
-        self._in_transit = InheritedFd(receiver.detach())
-        with sender:
-            sender.settimeout(_SEND_SECONDS)
-            for first in range(0, len(self.fds), _MOST_FDS):
-                socket.send_fds(sender, [b"."], self.fds[first : first + _MOST_FDS])
-        return _receive_all, (self._in_transit, len(self.fds))
-
-    def close(self) -> None:
-        """Close the socket, once the child has been started."""
-        if self._in_transit is not None:
-            self._in_transit.close()
+def _received(place: int) -> InheritedFd:
+    assert _pickling.fds is not None
+    return InheritedFd(_pickling.fds[place])
 
 
-def _receive_all(inherited: InheritedFd, n: int) -> InheritedFds:
+def dumps(value: Any) -> tuple[bytes, list[int]]:
+    """Pickle `value` for a process that is being started. Returns its descriptors too, which their owners close."""
+    _pickling.fds = fds = list[int]()
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL), fds
+    finally:
+        _pickling.fds = None
+
+
+def loads(data: bytes, fds: Sequence[int]) -> Any:
+    """Unpickle what `dumps` has pickled. `fds` are its descriptors as they have arrived; the value owns them now."""
+    _pickling.fds = list(fds)
+    try:
+        return pickle.loads(data)
+    finally:
+        _pickling.fds = None
+
+
+def send(connection: socket.socket, fds: Sequence[int]) -> None:
+    """Send any number of descriptors through a new socket. Never blocks: they fit into its buffer."""
+    connection.setblocking(False)
+    for first in range(0, len(fds), _MOST_FDS):
+        socket.send_fds(connection, [b"."], fds[first : first + _MOST_FDS])
+
+
+def receive(connection: socket.socket, n: int) -> list[int]:
+    """Receive the `n` descriptors of one `send`."""
     fds: list[int] = []
-    with socket.socket(fileno=os.dup(inherited.fd)) as receiver:
-        while len(fds) < n:
-            message, received, _, _ = socket.recv_fds(receiver, 1, _MOST_FDS, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
-            if not message:
-                raise OSError(f"received {len(fds)} of {n} descriptors: this process may have too many open files")
-            fds += received
-    inherited.close()
-    return InheritedFds(fds)
+    while len(fds) < n:
+        message, received, _, _ = socket.recv_fds(connection, 1, _MOST_FDS, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+        if not message or len(received) < min(n - len(fds), _MOST_FDS):
+            raise OSError(
+                errno.EMFILE,
+                f"received {len(fds) + len(received)} of {n} descriptors: this process may have too many open files",
+            )
+        fds += received
+    return fds
 
 
 def anonymous_file(name: str) -> InheritedFd:
@@ -92,7 +105,3 @@ def anonymous_file(name: str) -> InheritedFd:
         pass
     with tempfile.TemporaryFile(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as file:
         return InheritedFd(os.dup(file.fileno()))
-
-
-def _receive(duplicate: Any) -> InheritedFd:
-    return InheritedFd(duplicate.detach())

@@ -214,7 +214,7 @@ def tune(
     report.env = _code_of(env_fn)
     candidates = first_candidates(sizes_T[0], sizes_B[0], cpus_to_fill(usable_cpus()), counts)
     try:
-        task, launcher = Task(env_fn, policy, start_method).pickled(), Launcher(_LAUNCH, 1)
+        task, launcher = Task(env_fn, policy, start_method).pickled(), Launcher(_LAUNCH, 1, may_be_supervised=False)
         with closing(Guardian(launcher.prepare())) as guardian:
             search = _Search(report, task, launcher, guardian, seconds, limit, say or (lambda text: None))
             search.run(candidates, [(T, B) for B in sizes_B for T in sizes_T], policy != "random")

@@ -197,6 +197,12 @@ def become(request: Request) -> types.ModuleType:
         multiprocessing.set_forkserver_preload = lambda names: preload([name for name in names if name != "torch"])
     if request.forks_server:
         multiprocessing.util.spawnv_passfds = fork_the_fork_server
+    if request.light or request.forks_server:
+        launch = importlib.import_module("penstock.workers.launch")
+        plain, names = launch.Supervisor, ("torch",) if request.light else ()
+        launch.Supervisor = lambda preload: plain(
+            [name for name in preload if name not in names], is_fork=request.forks_server
+        )
     main = types.ModuleType("__main__")
     main.__file__, main.__builtins__ = script, builtins  # type: ignore[attr-defined]
     sys.modules["starter"], sys.modules["__main__"] = sys.modules["__main__"], main

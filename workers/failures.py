@@ -14,6 +14,7 @@ from penstock.errors import SamplerBrokenError, WorkerDiedError, WorkerError, Wo
 from penstock.workers.handle import status_of
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.progress import Phase, ProgressSnapshot
+from penstock.workers.supervisor import SUPERVISOR_ENDED
 
 if TYPE_CHECKING:
     from penstock.workers.handle import WorkerHandle
@@ -105,6 +106,8 @@ def raised(who: object, doing: str, headline: str) -> str:
 
 def describe_exit(exitcode: int | None) -> str:
     """An exit code in words, with the signal's name."""
+    if exitcode == SUPERVISOR_ENDED:
+        return "ended with the supervisor, the process that starts the workers, which has exited or was killed"
     if exitcode is None:
         return (
             "has ended with an unknown exit code (the process that started it does not answer; or SIGCHLD is ignored "

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.buffers.descriptors import InheritedFd, InheritedFds
+from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.ordering import HAS_FULL_FENCE, fence, full_fence
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.native import must_wake, spin_for_word
@@ -220,12 +220,8 @@ class GateWakers:
     """What an inference server in its own process needs to wake the workers: only the descriptors to write to."""
 
     def __init__(self, gates: Sequence[Gate]) -> None:
-        self._fds = InheritedFds([gate.go.writer.fd for gate in gates])
+        self._writers = [gate.go.writer for gate in gates]
 
     def wake(self, rank: int) -> None:
         """Wake this worker, which sleeps: its request has a reply."""
-        notify(self._fds.fds[rank])
-
-    def close(self) -> None:
-        """Main process: close the socket, after the server has been started."""
-        self._fds.close()
+        notify(self._writers[rank].fd)

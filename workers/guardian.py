@@ -79,9 +79,12 @@ def _identity(pid: int) -> str:
 class Guardian:
     """Watches processes and their groups. If no shell can be started, only the watchdogs of the workers watch."""
 
-    def __init__(self, fork_server: ForkServer | None = None) -> None:
+    def __init__(self, fork_server: ForkServer | None = None, *, is_needed: bool = True) -> None:
         self._shell: subprocess.Popen[bytes] | None = None
         self._watched: dict[int, str] = {}  # the line that the shell has got, by process id
+        abandon_in_forks(self)
+        if not is_needed:  # a supervisor does its work
+            return
         arguments = [_identity(fork_server.pid), fork_server.address] if fork_server else ["", ""]
         with contextlib.suppress(OSError):
             self._shell = subprocess.Popen(
@@ -95,7 +98,6 @@ class Guardian:
                 start_new_session=True,  # Ctrl-C must not reach it
                 bufsize=0,
             )
-        abandon_in_forks(self)
 
     def watch(self, pid: int) -> None:
         """Note a worker that has been started."""

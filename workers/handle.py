@@ -14,6 +14,7 @@ from penstock.buffers.results import ObjectPipe
 from penstock.workers.gates import Gate
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.stacks import StackFile
+from penstock.workers.supervisor import SupervisedProcess
 
 _REAP_SECONDS = 0.5
 
@@ -35,7 +36,7 @@ class WorkerHandle:
     """A worker process that has been started. A replacement gets a new handle with the same gate."""
 
     plan: WorkerPlan
-    process: Any  #: multiprocessing's Process of any context
+    process: Any  #: multiprocessing's Process of any context, or a SupervisedProcess
     pid: int
     gate: Gate
     pipe: ObjectPipe
@@ -46,13 +47,16 @@ class WorkerHandle:
     def __post_init__(self) -> None:
         self.rank = self.plan.worker_rank
         self.start_time = start_time_of(self.pid)  #: as text; None if the system does not tell
-        self._pidfd = open_pidfd(self.pid)
+        self._pidfd = None if isinstance(self.process, SupervisedProcess) else open_pidfd(self.pid)
         #: Readable when the process has exited. A pidfd reacts within a millisecond. The fallback is a pipe, which
         #: children of the process may hold open long after its death.
         self.death_fd: int = self.process.sentinel if self._pidfd is None else self._pidfd.fd
 
     def signal_group(self, sig: int) -> None:
         """Signal the worker and everything that its environments have started."""
+        if isinstance(self.process, SupervisedProcess):
+            self.process.signal(sig)
+            return
         start_time = start_time_of(self.pid)
         if start_time is not None and start_time != self.start_time:
             return  # the worker is gone, and the system has given its process id to another process

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, reduction, resource_tracker
 from typing import Any, Literal, NamedTuple, get_args
 
 import cloudpickle
 
+from penstock.buffers import descriptors
+from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError, WorkerDiedError, WorkerTimeoutError
@@ -27,6 +31,7 @@ from penstock.workers.marking import worker_variables
 from penstock.workers.plan import PoolOptions
 from penstock.workers.process import worker_main
 from penstock.workers.program import WorkerProcessArgs, WorkerProgram
+from penstock.workers.supervisor import SupervisedProcess, Supervisor
 from penstock.workers.uninterrupted import uninterrupted
 
 StartMethod = Literal["fork", "forkserver", "spawn"]
@@ -41,6 +46,10 @@ _PRELOAD_SECONDS = 120.0  # what a fork server may take to import its modules, e
 _KILL_SECONDS = 0.5
 
 _start_lock = threading.Lock()
+
+#: Private: for start_method="forkserver", a supervisor takes the place of the fork server and the guardian.
+SUPERVISED = os.environ.get("_PENSTOCK_SUPERVISOR") == "1"
+_supervisors: list[Supervisor] = []  # one at most
 
 
 def post_programs(
@@ -82,6 +91,30 @@ def _unpicklable(programs: Sequence[WorkerProgram], shares: Sequence[Any], error
     return ConfigError(f"the workers' program cannot be pickled: {in_one_line(error)}")
 
 
+class Parcel:
+    """An object on its way to a child that `multiprocessing` starts: pickled as the object itself.
+
+    Its descriptors follow through a socket. A process can be started with at most about 250 descriptors.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._in_transit: InheritedFd | None = None  # stays open until the child has its duplicate
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        data, fds = descriptors.dumps(self._value)
+        receiver, sender = socket.socketpair()
+        self._in_transit = InheritedFd(receiver.detach())
+        with sender:
+            descriptors.send(sender, fds)
+        return _unpack, (data, len(fds), reduction.DupFd(self._in_transit.fd))
+
+
+def _unpack(data: bytes, n_fds: int, duplicate: Any) -> Any:
+    with socket.socket(fileno=duplicate.detach()) as receiver:
+        return descriptors.loads(data, descriptors.receive(receiver, n_fds))
+
+
 class ForkServer(NamedTuple):
     """The process that forks the workers."""
 
@@ -96,9 +129,10 @@ class Launcher:
     Raises `ConfigError` if the start method or this machine's limits do not allow this.
     """
 
-    def __init__(self, options: PoolOptions, n_workers: int) -> None:
+    def __init__(self, options: PoolOptions, n_workers: int, *, may_be_supervised: bool = True) -> None:
         start_method = options.start_method
         self._start_method = start_method
+        self.is_supervised = SUPERVISED and may_be_supervised and start_method == "forkserver"
         self._preload = ["penstock.workers.fork_server", *options.preload, "penstock.workers.process"]
         self._start_timeout = options.start_timeout
         check_limits(n_workers, start_method)
@@ -106,13 +140,23 @@ class Launcher:
 
     def prepare(self) -> ForkServer | None:
         """Start the fork server if it does not run. Returns None if this process starts the workers itself."""
-        if self._start_method != "forkserver":
+        if self.is_supervised:
+            with _start_lock, _no_current_folder():
+                resource_tracker.ensure_running()
+                self._ensure_supervisor()
+        if self._start_method != "forkserver" or self.is_supervised:
             return None
         with _start_lock, _no_main_module(), explaining("the fork server"), _no_current_folder():
             uninterrupted(self._ensure_fork_server)
         server: Any = forkserver._forkserver
         address = server._forkserver_address
         return ForkServer(server._forkserver_pid, server._forkserver_alive_fd, "" if address[0] == "\0" else address)
+
+    def _ensure_supervisor(self) -> Supervisor:
+        if not _supervisors or _supervisors[0].has_ended() or not _supervisors[0].is_own:
+            _close_supervisors()  # one that has ended is still a zombie, or belongs to the parent of this fork
+            _supervisors[:] = [Supervisor(self._preload)]
+        return _supervisors[0]
 
     def _ensure_fork_server(self) -> None:
         _forget_unreachable_server()
@@ -134,19 +178,26 @@ class Launcher:
         kill the whole process group. With fork and spawn the kernel would come first, and processes that the
         environments have started would survive. There the guardian kills workers that are stuck in C code.
         """
-        return self._start_method == "forkserver"
+        return self._start_method == "forkserver" and not self.is_supervised
 
     def make(self, args: WorkerProcessArgs) -> Any:
         """Make the `multiprocessing.Process`; `start` starts it."""
-        context = multiprocessing.get_context(self._start_method)
         name = args.plan.name.removeprefix("the ").replace(" ", "-")
+        if self.is_supervised:
+            return SupervisedProcess(f"penstock-{name}", worker_main, args)
+        context = multiprocessing.get_context(self._start_method)
+        sent = args if self._start_method == "fork" else Parcel(args)
         return context.Process(  # type: ignore[attr-defined]
-            target=worker_main, args=(args,), name=f"penstock-{name}"
+            target=worker_main, args=(sent,), name=f"penstock-{name}"
         )
 
     def start(self, process: Any, name: str, check: Callable[[], None] = lambda: None) -> None:
         """Start the process; errors call it `name`. `check` is called while the fork server does not answer, and may
         raise."""
+        if self.is_supervised:
+            with explaining(name):
+                self._start_by_supervisor(process, name, check)
+            return
         _refuse_unsafe_fork(self._start_method)
         main_module = contextlib.nullcontext() if self._start_method == "fork" else _no_main_module()
         known = _known_start_method(self._start_method)
@@ -162,6 +213,34 @@ class Launcher:
                     process.start()
             except BrokenPipeError as error:  # the child has died before the fork server could send its process id
                 raise WorkerDiedError(f"{name} died before it received its program (start-up)") from error
+
+    def _start_by_supervisor(self, process: SupervisedProcess, name: str, check: Callable[[], None]) -> None:
+        def refuse_to_wait(seconds: float) -> None:
+            check()
+            with sigint.allowed():
+                pass  # Ctrl-C may end a wait for a supervisor that does not answer
+            is_stopped = status_of(supervisor.pid) == "stopped"
+            if seconds > (self._start_timeout if is_stopped else max(self._start_timeout, _PRELOAD_SECONDS)):
+                why = "is stopped by a signal: continue it with kill -CONT" if is_stopped else "does not answer"
+                raise WorkerTimeoutError(
+                    f"{name} could not be started within {seconds:.0f} s: the supervisor (pid {supervisor.pid}) {why} "
+                    "(start-up)"
+                )
+
+        while True:
+            with _start_lock:
+                supervisor = self._ensure_supervisor()
+            try:
+                process.start(supervisor, refuse_to_wait)
+            except EOFError as error:
+                if supervisor.has_started and supervisor.has_ended(within=_KILL_SECONDS):
+                    continue  # it was killed: another one can do it
+                raise ConfigError(
+                    f"{name} could not be started: {error}, or may open no more descriptors (ulimit -n). See its error "
+                    "output"
+                ) from error
+            supervisor.has_started = True
+            return
 
     def _start_by_server(self, process: Any, name: str, check: Callable[[], None]) -> None:
         def start() -> None:
@@ -190,6 +269,12 @@ class Launcher:
                 )
 
         uninterrupted(start, undo, refuse_to_wait)
+
+
+@atexit.register
+def _close_supervisors() -> None:
+    for supervisor in _supervisors:
+        supervisor.close()
 
 
 @contextlib.contextmanager

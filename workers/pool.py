@@ -95,8 +95,9 @@ class WorkerPool:
             if self._main_process is not None:
                 self._owned(self._main_process)
             server = self._launcher.prepare()
+            new_guardian = partial(Guardian, server, is_needed=not self._launcher.is_supervised)
             with explaining("the guardian of the workers"):
-                self._guardian: Guardian = self._owned(uninterrupted(lambda: Guardian(server), undo=Guardian.close))
+                self._guardian: Guardian = self._owned(uninterrupted(new_guardian, undo=Guardian.close))
             abandon_in_forks(self)
             # Once for all forks: when it ends the limit, OpenBLAS starts threads.
             with blas_limited() if options.start_method == "fork" else nullcontext():
@@ -162,9 +163,6 @@ class WorkerPool:
                 process.join(_KILL_SECONDS)
             pipe.close()
             raise
-        finally:
-            if wakers is not None:
-                wakers.close()
 
     @property
     def pids(self) -> list[int]:

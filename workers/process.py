@@ -160,6 +160,8 @@ def _watch_main_process(main_process: InheritedFd | None) -> None:
     else:
         parent = multiprocessing.parent_process()
         parent_pid = os.getppid()
+        if parent is None:
+            return  # multiprocessing has not started this worker: the supervisor watches the main process
         while parent is not None and os.getppid() == parent_pid:
             parent.join(_PARENT_POLL_SECONDS)
             if not parent.is_alive():

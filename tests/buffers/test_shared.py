@@ -11,7 +11,6 @@ import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import context, reduction
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock.buffers import ArraySpec, NamedArrays, NamedMemory, SharedBlock, memory_limits
+from penstock.buffers.descriptors import dumps, loads
 from penstock.buffers.shared import shared_mappings
 from penstock.errors import ConfigError
+from penstock.workers.launch import Parcel
 
 from ..scale import scaled
 
@@ -70,7 +71,8 @@ def check_sharing(method: str, memory: NamedMemory) -> None:
     cells, word = memory.arrays.cells, memory.arrays.nested.word
     ours, theirs = ctx.Pipe()
     cells[0] = 11
-    child = ctx.Process(target=exec, args=(CHILD, {"memory": memory, "conn": theirs}), daemon=True)
+    sent = memory if method == "fork" else Parcel(memory)
+    child = ctx.Process(target=exec, args=(CHILD, {"memory": sent, "conn": theirs}), daemon=True)
     try:
         child.start()
         theirs.close()
@@ -111,33 +113,14 @@ def test_without_memfd_parent_and_child_share_all_the_same(monkeypatch: pytest.M
         check_sharing(method, memory)
 
 
-class Duplicate:
-    """What crosses in place of a descriptor."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def detach(self) -> int:
-        return self.fd
+def sent(memory: NamedMemory) -> NamedMemory:
+    """What a worker that is started with `memory` gets."""
+    data, fds = dumps(memory)
+    assert len(data) < 2000
+    twin: NamedMemory = loads(data, [os.dup(fd) for fd in fds])
+    return twin
 
 
-class Starting:
-    """Stands for the process that is being started, so that pickling takes place as it does then."""
-
-    DupFd = Duplicate
-
-    def duplicate_for_child(self, fd: int) -> int:
-        return os.dup(fd)
-
-
-@pytest.fixture
-def starting() -> Iterator[None]:
-    context.set_spawning_popen(Starting())
-    yield
-    context.set_spawning_popen(None)
-
-
-@pytest.mark.usefixtures("starting")
 @pytest.mark.parametrize("fallback", [False, True])
 def test_the_layout_crosses_to_a_worker_and_the_contents_do_not(
     monkeypatch: pytest.MonkeyPatch, fallback: bool
@@ -145,9 +128,7 @@ def test_the_layout_crosses_to_a_worker_and_the_contents_do_not(
     if fallback:
         monkeypatch.delattr(os, "memfd_create")
     with opened(NamedMemory(specs_of((MIB,), (3, 4)), shared=True, purpose="a test")) as memory:
-        pickled = reduction.ForkingPickler.dumps(memory)
-        assert len(pickled) < 2000
-        twin = pickle.loads(pickled)
+        twin = sent(memory)
         memory.arrays.a1[2, 3] = 5
         assert twin.arrays.a1[2, 3] == 5
         twin.arrays.a0[-1] = 6
@@ -155,12 +136,11 @@ def test_the_layout_crosses_to_a_worker_and_the_contents_do_not(
         assert twin.nbytes == memory.nbytes
 
 
-@pytest.mark.usefixtures("starting")
 def test_a_worker_keeps_one_descriptor_for_its_mapping() -> None:
     """A fork of the worker needs it, to make the mapping private."""
     with opened(NamedMemory(specs_of((4,)), shared=True, purpose="a test")) as memory:
         before = descriptors()
-        twin = pickle.loads(reduction.ForkingPickler.dumps(memory))
+        twin = sent(memory)
         # Before Python 3.13, a mapping keeps a duplicate too.
         assert len(descriptors()) - len(before) == 1 + (sys.version_info < (3, 13))
         assert twin.arrays.a0.tolist() == [0] * 4

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from penstock import AsyncSampler, RandomAgent, SamplerState, WorkerDiedError
+from penstock.buffers import descriptors
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.replays import Ratio, Replay
 from penstock.replays.ring import PARTIAL, VALID
@@ -193,14 +193,14 @@ def started_with(replay: Replay, start_method: str) -> Iterator[list[float]]:
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_no_array_of_a_replay_crosses_to_a_worker_by_value(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    dump, sizes = reduction.dump, [0, 0]
+    dumps, sizes = descriptors.dumps, [0, 0]
 
-    def counting(value: Any, file: Any, *arguments: Any) -> None:
-        before = file.tell()
-        dump(value, file, *arguments)
-        sizes[-1] += file.tell() - before
+    def counting(value: Any) -> tuple[bytes, list[int]]:
+        data, fds = dumps(value)
+        sizes[-1] += len(data)
+        return data, fds
 
-    monkeypatch.setattr(reduction, "dump", counting)
+    monkeypatch.setattr(descriptors, "dumps", counting)
     for capacity in (1_000, 1_000, 1_000_000):  # what the first start sends once does not count
         sizes.append(0)
         with started_with(Replay(capacity, seed=0), start_method):

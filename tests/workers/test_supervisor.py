@@ -1,0 +1,668 @@
+"""The supervisor alone: whatever ends, is interrupted or is refused, at any moment, nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import multiprocessing
+import os
+import random
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock.buffers.descriptors import InheritedFd
+from penstock.buffers.native import COMPILED
+from penstock.envs import CountingEnv
+from penstock.vector import ShmVectorEnv
+from penstock.workers import launch
+from penstock.workers.supervisor import SUPERVISOR_ENDED, SupervisedProcess, Supervisor
+
+from ..process.support import BOUND, SLACK, gone_after, is_running, until
+from ..scale import scaled
+from . import supervised
+from .supervised import sleep, sleep_with_child, sleep_with_children, start
+
+LEFT_SECONDS = 2.0 * SLACK  # until nothing is left
+HOWS = ["exec", "spawn", "fork"]
+
+pytestmark = [
+    pytest.mark.timeout(scaled(600, 60)),
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),  # of Pythons that warn wherever threads run
+]
+
+
+@contextlib.contextmanager
+def supervising(*preload: str, is_fork: bool = False) -> Iterator[Supervisor]:
+    supervisor = Supervisor(preload, is_fork=is_fork)
+    try:
+        yield supervisor
+    finally:
+        supervisor.close()
+
+
+@pytest.fixture
+def supervisor() -> Iterator[Supervisor]:
+    with supervising() as made:
+        yield made
+
+
+class Pipe:
+    """The lines that workers write."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = map(InheritedFd, os.pipe())
+        self._text = b""
+
+    def pids(self, n: int) -> list[int]:
+        """The numbers of the next `n` lines."""
+        while self._text.count(b"\n") < n:
+            assert select.select([self.reader], [], [], BOUND)[0], "a worker has not written"
+            self._text += os.read(self.reader.fd, 4096)
+        *lines, self._text = self._text.split(b"\n", n)
+        return [int(word) for line in lines for word in line.split()]
+
+
+def children_of(supervisor: Supervisor) -> list[int]:
+    return [child.pid for child in psutil.Process(supervisor.pid).children()]
+
+
+def ended(process: SupervisedProcess) -> int | None:
+    process.join(BOUND)
+    return process.exitcode
+
+
+class Script:
+    """A main process of its own, with three workers."""
+
+    def __init__(self, how: str, function: str, code: str = "", *, options: tuple[str, ...] = ()) -> None:
+        command = [sys.executable, "-W", "error", *options, supervised.__file__, how, function, code]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        self.supervisor, *self.pids = self.numbers()
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def numbers(self) -> list[int]:
+        return list(map(int, self.line().split()))
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+# ---- ends ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("function", ["sleep_with_children", "hold_interpreter_lock"])
+def test_the_end_of_the_main_process_is_the_end_of_everything(how: str, function: str) -> None:
+    """Also of processes in sessions of their own, and of workers whose C code holds the interpreter lock."""
+    with Script(how, function) as script:
+        assert len(script.pids) == (9 if function == "sleep_with_children" else 6)
+        script.process.kill()
+        gone_after([script.supervisor, *script.pids], time.monotonic(), LEFT_SECONDS)
+
+
+@pytest.mark.slow
+def test_the_end_of_the_main_process_while_modules_are_imported() -> None:
+    code = "from penstock.workers.supervisor import Supervisor as S; s = S(['slow']); print(s.pid, flush=True); input()"
+    for seconds in (0.05, 0.2, scaled(1.0, 0.4)):
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            pid = int(process.stdout.readline())
+            time.sleep(seconds)  # to come at any moment
+            process.kill()
+            gone_after([pid], time.monotonic(), LEFT_SECONDS)
+
+
+def test_a_supervisor_that_was_killed(supervisor: Supervisor) -> None:
+    """The workers end with it, and their groups. The next start says so, and another supervisor can be had at once."""
+    pipe = Pipe()
+    workers = [start(supervisor, sleep_with_children, pipe.writer) for _ in range(3)]
+    pids = pipe.pids(3)
+    apart = pids[2::3]
+    try:
+        began = time.monotonic()
+        os.kill(supervisor.pid, signal.SIGKILL)
+        assert [ended(worker) for worker in workers] == [SUPERVISOR_ENDED] * 3
+        gone_after([pid for pid in pids if pid not in apart], began, LEFT_SECONDS)
+        assert supervisor.has_ended(BOUND)
+        with pytest.raises(EOFError, match=rf"the supervisor \(pid {supervisor.pid}\) has ended"):
+            start(supervisor, sleep)
+        with supervising() as another:
+            assert ended(start(another, lambda: 3)) == 3
+    finally:
+        for pid in apart:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_main_process_and_supervisor_killed_together(how: str) -> None:
+    """The kernel ends the workers. What they have started needs the compiled part."""
+    with Script(how, "sleep_with_child") as script:
+        for pid in (script.process.pid, script.supervisor):
+            os.kill(pid, signal.SIGKILL)
+        gone_after(script.pids if COMPILED else script.pids[::2], time.monotonic(), LEFT_SECONDS)
+        for pid in script.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_every_process_called_python_is_killed() -> None:
+    with Script("exec", "sleep_with_children") as script:
+        everyone = [script.process.pid, script.supervisor, *script.pids]
+        victims = [pid for pid in everyone if psutil.Process(pid).name().startswith("python")]
+        assert len(victims) == 4
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        gone_after(everyone[1:], time.monotonic(), LEFT_SECONDS)
+
+
+def test_a_killed_worker(supervisor: Supervisor) -> None:
+    """Its group ends and the others live. Exit codes and signals are known."""
+    pipe = Pipe()
+    first, second = start(supervisor, sleep_with_children, pipe.writer), start(supervisor, sleep)
+    pid, child, apart = pipe.pids(1)
+    try:
+        began = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        assert select.select([first.sentinel], [], [], BOUND)[0]
+        assert ended(first) == -signal.SIGKILL
+        gone_after([child], began, LEFT_SECONDS)
+    finally:
+        os.kill(apart, signal.SIGKILL)
+    assert second.pid is not None
+    assert is_running(second.pid)
+    assert ended(start(supervisor, lambda: 7)) == 7
+    assert ended(start(supervisor, os.abort)) == -signal.SIGABRT
+    second.signal(signal.SIGTERM)
+    assert ended(second) == -signal.SIGTERM
+    second.signal(signal.SIGTERM)  # harmless
+    assert ended(start(supervisor, lambda: None, spawns=True)) == 0
+
+
+def test_an_exception_of_a_worker_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    with supervising() as supervisor:
+        assert ended(start(supervisor, lambda: 1 // 0)) == 1
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_dropping_a_worker_kills_it(supervisor: Supervisor) -> None:
+    pipe = Pipe()
+    worker = start(supervisor, sleep_with_child, pipe.writer)
+    pids = pipe.pids(1)
+    del worker
+    gone_after(pids, time.monotonic(), LEFT_SECONDS)
+
+
+def test_closing_a_supervisor_ends_its_workers() -> None:
+    pipe = Pipe()
+    with supervising() as supervisor:
+        workers = [start(supervisor, sleep_with_children, pipe.writer) for _ in range(2)]
+        pids = pipe.pids(2)
+    assert not [pid for pid in pids if is_running(pid)]
+    supervisor.close()
+    assert [ended(worker) for worker in workers] == [SUPERVISOR_ENDED] * 2
+
+
+# ---- interruptions -------------------------------------------------------------------------------
+
+
+class Interruption(Exception):
+    """What a signal handler raises."""
+
+
+@pytest.mark.slow
+def test_a_start_that_is_interrupted_anywhere_leaves_nothing(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exceptions of a signal handler. The supervisor and other workers go on."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps the workers of an interrupted `__del__`
+    other, rng, n_interrupted, n_started = start(supervisor, sleep), random.Random(1), 0, 0
+
+    def handler(*_: Any) -> None:
+        raise Interruption
+
+    before, open_before = signal.signal(signal.SIGALRM, handler), set(os.listdir("/proc/self/fd"))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # of sockets that an exception has orphaned
+            for _ in range(scaled(1500, 150)):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 6e-3))
+                    start(supervisor, sleep)
+                    n_started += 1
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except Interruption:
+                    n_interrupted += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            gc.collect()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert n_interrupted > 10
+    leaked = set(os.listdir("/proc/self/fd")) - open_before  # those that nothing owned at that moment
+    assert len(leaked) < 0.1 * n_interrupted
+    for number in leaked:
+        with contextlib.suppress(OSError):  # that of the listing
+            os.close(int(number))
+    until(lambda: children_of(supervisor) == [other.pid], "the end of the workers")
+    assert ended(start(supervisor, lambda: 3)) == 3
+
+
+STORM = """
+import os, signal
+keep, n = start(supervisor, sleep), 0
+def handler(*_):
+    global n
+    n += 1
+    if n < N:
+        raise KeyboardInterrupt
+signal.signal(signal.SIGINT, handler)
+print("ready", flush=True)
+def starts():
+    while n < N:
+        try:
+            start(supervisor, sleep).close()
+        except KeyboardInterrupt:
+            pass
+while n < N:
+    try:
+        starts()
+    except KeyboardInterrupt:
+        pass
+again = start(supervisor, lambda: 5)
+again.join(10)
+children = lambda: open(f"/proc/{supervisor.pid}/task/{supervisor.pid}/children").read().split()
+while children() != [str(keep.pid)]:
+    pass
+print(again.exitcode, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_volleys_of_ctrl_c() -> None:
+    """Four in a row to the whole foreground group, while workers start."""
+    rng = random.Random(3)
+    with Script("exec", "sleep_with_child", f"N = {scaled(250, 60)}\n{STORM}", options=("-W", "ignore")) as script:
+        for pid in script.pids[::2]:
+            os.kill(pid, signal.SIGKILL)
+        assert script.line() == "ready\n"
+        while script.process.poll() is None and not select.select([script.process.stdout], [], [], 0.01)[0]:
+            for _ in range(4):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(script.process.pid, signal.SIGINT)
+                time.sleep(rng.uniform(0.0002, 0.004))  # to come at any moment
+        assert script.line() == "5\n"
+
+
+def test_a_stopped_supervisor(supervisor: Supervisor) -> None:
+    """A start can be given up, and then starts nobody. Deaths are noticed, and signals arrive."""
+    first, second = start(supervisor, sleep), start(supervisor, sleep)
+    os.kill(supervisor.pid, signal.SIGSTOP)
+
+    def check(seconds: float) -> None:
+        raise Interruption
+
+    with pytest.raises(Interruption):
+        start(supervisor, sleep, check=check)
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGKILL)
+    second.kill()
+    for worker in (first, second):
+        assert select.select([worker.sentinel], [], [], BOUND)[0]
+        worker.join(0.05)
+        assert worker.exitcode is None
+    os.kill(supervisor.pid, signal.SIGCONT)
+    assert [ended(worker) for worker in (first, second)] == [-signal.SIGKILL] * 2
+    assert ended(start(supervisor, lambda: 3)) == 3
+    assert children_of(supervisor) == []
+
+
+# ---- forks and threads ---------------------------------------------------------------------------
+
+FORKS = """
+import os
+living = os.fork()
+if living == 0:
+    os.close(1)
+    signal.pause()
+ending = os.fork()
+if ending == 0:
+    sys.exit(0)
+os.waitpid(ending, 0)
+print(living, flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_fork_of_the_main_process_keeps_nothing_alive(how: str) -> None:
+    """It holds every descriptor. The exit of another fork ends nothing."""
+    with Script(how, "sleep_with_children", FORKS) as script:
+        (fork,) = script.numbers()
+        try:
+            assert all(is_running(pid) for pid in script.pids)
+            script.process.kill()
+            gone_after([script.supervisor, *script.pids], time.monotonic(), LEFT_SECONDS)
+            assert is_running(fork)
+        finally:
+            os.kill(fork, signal.SIGKILL)
+
+
+def test_a_worker_is_closed_beside_a_fork_that_has_its_leash(supervisor: Supervisor) -> None:
+    worker = start(supervisor, sleep)
+    assert worker.pid is not None
+    fork = os.fork()
+    if fork == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        worker.close()
+        gone_after([worker.pid], time.monotonic(), LEFT_SECONDS)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
+
+
+def test_threads_start_workers_at_once_and_end() -> None:
+    made: list[Supervisor] = []
+
+    def make() -> None:
+        made.append(Supervisor())
+        start(made[0], lambda: None).close()  # modules are imported now
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    workers: list[SupervisedProcess] = []
+    threads = [
+        threading.Thread(target=lambda: workers.extend(start(made[0], sleep) for _ in range(4))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pids = [worker.pid for worker in workers if worker.pid is not None]
+    assert len(set(pids)) == 16
+    assert all(map(is_running, pids))
+    made[0].close()
+    assert not any(map(is_running, pids))
+
+
+DAEMON = """
+import multiprocessing, sys, time
+sys.path.insert(0, sys.argv[1])
+from supervised import Supervisor, start, sleep
+def job(queue):
+    supervisor = Supervisor()
+    worker = start(supervisor, sleep)
+    queue.put((supervisor.pid, worker.pid))
+    time.sleep(600)
+if __name__ == "__main__":
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=job, args=(queue,), daemon=True)
+    process.start()
+    print(*queue.get(), flush=True)
+    process.terminate()
+"""
+
+
+@pytest.mark.slow
+def test_in_a_daemonic_process_that_is_terminated() -> None:
+    folder = str(Path(supervised.__file__).parent)
+    done = subprocess.run([sys.executable, "-c", DAEMON, folder], stdout=subprocess.PIPE, text=True, timeout=BOUND)
+    pids = list(map(int, done.stdout.split()))
+    assert len(pids) == 2
+    gone_after(pids, time.monotonic(), LEFT_SECONDS)
+
+
+# ---- surroundings --------------------------------------------------------------------------------
+
+SURROUNDINGS = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from multiprocessing import resource_tracker
+from supervised import Supervisor, start
+resource_tracker.ensure_running()  # it may import modules of the current folder
+os.chdir("..")
+supervisor = Supervisor()
+start(supervisor, lambda: 0).join()
+class Mine:
+    value = 41
+os.environ["NEW"] = "x"
+os.environ.pop("OLD")
+os.chdir("/tmp")
+sys.path.append("/nowhere")
+cpus = {min(os.sched_getaffinity(0))}
+os.sched_setaffinity(0, cpus)
+def check():
+    found = os.environ["NEW"], os.environ.get("OLD"), os.getcwd(), sys.path[-1], os.sched_getaffinity(0)
+    assert found == ("x", None, "/tmp", "/nowhere", cpus), found
+    return Mine.value + 1
+for spawns in (False, True):
+    worker = start(supervisor, check, spawns=spawns)
+    worker.join()
+    assert worker.exitcode == 42
+supervisor.close()
+print("end")
+"""
+
+
+def test_a_worker_gets_what_the_main_process_has_now(tmp_path: Path) -> None:
+    """Variables, import path, folder and CPUs. A script needs no guard, and the current folder is not imported."""
+    for name in ("torch", "pickle", "json", "socket", "ctypes", "penstock"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
+    script = tmp_path / "scripts" / "script.py"
+    script.parent.mkdir()
+    script.write_text(SURROUNDINGS)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script), str(Path(supervised.__file__).parent)],
+        capture_output=True,
+        text=True,
+        cwd=script.parent,
+        env={**os.environ, "OLD": "x"},
+        timeout=BOUND,
+    )
+    assert (done.stdout, done.stderr) == ("end\n", "")
+
+
+def test_a_main_process_without_standard_input_output_and_error() -> None:
+    code = """
+import os, sys
+for fd in 0, 1, 2:
+    os.close(fd)
+sys.path.insert(0, sys.argv[1])
+from supervised import Supervisor, start
+supervisor = Supervisor()
+def check():
+    os.system("echo printed by a program")
+    return 6
+worker = start(supervisor, check)
+worker.join()
+supervisor.close()
+os._exit(worker.exitcode)
+"""
+    command = [sys.executable, "-c", code, str(Path(supervised.__file__).parent)]
+    assert subprocess.run(command, timeout=BOUND).returncode == 6
+
+
+def test_a_supervisor_that_may_open_no_more_descriptors(supervisor: Supervisor) -> None:
+    """The others go on."""
+    other, limits = start(supervisor, sleep), resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE)
+
+    def links() -> dict[int, str]:
+        folder = f"/proc/{supervisor.pid}/fd"
+        return {int(name): os.readlink(f"{folder}/{name}") for name in os.listdir(folder)}
+
+    until(lambda: sum("pidfd" in link for link in links().values()) == 1, "the end of the start")
+    numbers = links()
+    free = [number for number in range(100) if number not in numbers]
+    for more in (0, 1):  # not even the leash, and the leash alone
+        resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE, (free[more], limits[1]))
+        with pytest.raises((OSError, EOFError)) as caught:
+            start(supervisor, sleep)
+        if isinstance(caught.value, OSError):
+            assert caught.value.errno == errno.EMFILE
+    resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE, limits)
+    assert ended(start(supervisor, lambda: 3)) == 3
+    assert other.pid is not None
+    assert is_running(other.pid)
+
+
+def test_more_descriptors_than_one_message_can_have(supervisor: Supervisor) -> None:
+    owners = [InheritedFd(os.memfd_create("test")) for _ in range(300)]
+    inodes = [os.fstat(owner.fd).st_ino for owner in owners]
+    for spawns in (False, True):
+        same = start(supervisor, lambda fds: [os.fstat(fd.fd).st_ino for fd in fds] == inodes, owners, spawns=spawns)
+        assert ended(same) == 1
+
+
+def blas_threads() -> int:
+    import threadpoolctl
+
+    (found,) = {module["num_threads"] for module in threadpoolctl.threadpool_info()}
+    return int(found)
+
+
+def test_blas_has_one_thread() -> None:
+    with supervising("numpy") as supervisor:
+        assert ended(start(supervisor, blas_threads)) == 1
+        assert psutil.Process(supervisor.pid).num_threads() == 1
+
+
+def share_memory(pipe: InheritedFd) -> None:
+    from multiprocessing import shared_memory
+
+    memory = shared_memory.SharedMemory(create=True, size=1)
+    process = multiprocessing.current_process()
+    os.write(pipe.fd, f"{process.name}|{process.authkey.hex()}|{memory.name}\n".encode())
+    sleep()
+
+
+@pytest.mark.parametrize("spawns", [False, True])
+def test_what_multiprocessing_needs_in_environments(supervisor: Supervisor, spawns: bool) -> None:
+    """The name and the key of the process, and the main process's resource tracker, which outlives a killed worker."""
+    from multiprocessing import resource_tracker, shared_memory
+
+    pipe = Pipe()
+    worker = start(supervisor, share_memory, pipe.writer, spawns=spawns)
+    assert select.select([pipe.reader], [], [], BOUND)[0]
+    name, key, memory_name = os.read(pipe.reader.fd, 4096).decode().strip().split("|")
+    assert (name, bytes.fromhex(key)) == ("a worker", multiprocessing.current_process().authkey)
+    worker.kill()
+    assert ended(worker) == -signal.SIGKILL
+    memory = shared_memory.SharedMemory(memory_name)  # the tracker would have removed it if it had ended
+    memory.close()
+    memory.unlink()
+    assert resource_tracker.getfd() is not None  # type: ignore[func-returns-value]
+
+
+NO_PIDFD = """
+import os, time
+fork = os.fork()
+if fork == 0:
+    os.close(1)
+    signal.pause()
+os.kill(workers[0].pid, signal.SIGKILL)
+workers[0].join(10)
+workers[1].signal(signal.SIGTERM)
+workers[1].join(10)
+print(fork, workers[0].exitcode, workers[1].exitcode, workers[0]._pidfd is None, flush=True)
+"""
+
+
+def test_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And SIGCHLD is ignored and blocked. The leash says that a worker has ended, though its child lives on."""
+    before = """
+import os, signal
+del os.pidfd_open
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+"""
+    monkeypatch.setenv("BEFORE", before)
+    with Script("fork", "sleep_with_child", NO_PIDFD) as script:
+        fork, *others = script.line().split()
+        try:
+            assert others == ["-9", "-15", "True"]
+            script.process.kill()
+            gone_after([script.supervisor, *script.pids], time.monotonic(), LEFT_SECONDS)
+        finally:
+            os.kill(int(fork), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_random_kills(supervisor: Supervisor) -> None:
+    """Exit codes are right, and no process and no descriptor is left."""
+    rng, pipe = random.Random(2), Pipe()
+    workers = [start(supervisor, sleep_with_child, pipe.writer) for _ in range(4)]
+    pids = pipe.pids(4)
+
+    def n_descriptors() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{supervisor.pid}/fd"))
+
+    before = n_descriptors()
+    for _ in range(scaled(500, 40)):
+        place = rng.randrange(len(workers))
+        number = rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT])
+        pid = workers[place].pid
+        assert pid is not None
+        kill: Callable[[int], None] = workers[place].signal if rng.random() < 0.5 else lambda n, p=pid: os.kill(p, n)
+        kill(number)  # perhaps in its first moment
+        assert ended(workers[place]) == -number
+        workers[place] = start(supervisor, sleep_with_child, pipe.writer)
+    del kill  # it may hold a worker that was replaced
+    until(lambda: all(now <= then for now, then in zip(n_descriptors(), before, strict=True)), "no more descriptors")
+    for worker in workers:
+        worker.close()
+    until(lambda: not children_of(supervisor), "the end of all workers")
+    pipe.writer.close()
+    while text := os.read(pipe.reader.fd, 65536):
+        pids += map(int, text.split())
+    gone_after(pids, time.monotonic(), LEFT_SECONDS)
+
+
+def test_a_vector_environment_with_a_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `_PENSTOCK_SUPERVISOR=1` changes: who starts the workers, and their replacements."""
+    monkeypatch.setattr(launch, "SUPERVISED", True)
+    is_first = not launch._supervisors
+    try:
+        with ShmVectorEnv([CountingEnv] * 2, on_worker_failure="restart") as envs:
+            envs.reset()
+            pids = envs.worker_pids
+            os.kill(pids[0], signal.SIGKILL)
+            envs.step([0, 0])
+            assert envs.n_restarts == 1
+            (parent,) = {psutil.Process(pid).parent() for pid in (*pids[1:], *envs.worker_pids)}
+            assert parent is not None
+            assert parent.name() == "penstock-start"
+            assert parent.ppid() == os.getpid()
+        assert not [pid for pid in pids if is_running(pid)]
+    finally:
+        if is_first:
+            launch._close_supervisors()
+
+
+def test_memory_is_shared_after_a_fork(supervisor: Supervisor) -> None:
+    """Garbage collection in a worker does not search, and so does not copy, what the supervisor has imported."""
+    assert ended(start(supervisor, lambda: int(gc.get_freeze_count() > 1000))) == 1

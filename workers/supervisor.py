@@ -1,0 +1,510 @@
+"""The supervisor: one process that starts, reaps and ends workers, is their parent, and notices the end of the main
+process.
+
+Each worker has a leash: a socket pair between the main process and the supervisor. Through it the supervisor sends the
+process id with a pidfd, and later the exit code. The main process sends signals. When the main process shuts its end,
+the supervisor kills the worker's group. So a start that is interrupted anywhere undoes itself.
+
+- If the main process ends, the supervisor kills all groups, and then everything that it has inherited from them: it is
+  a subreaper, so orphans become its children, those in sessions of their own too.
+- If the supervisor ends, the kernel ends the workers. The main process reads the end of the leashes.
+
+Only the supervisor can free the process id of a worker, so an id that it signals never belongs to a stranger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from multiprocessing import resource_tracker, spawn
+from typing import Any, NoReturn
+
+from penstock.buffers import descriptors
+from penstock.buffers.descriptors import InheritedFd, anonymous_file
+
+end_group_with_parent: Callable[[], bool] | None
+try:
+    from penstock.buffers._native import end_group_with_parent
+except ImportError:  # not compiled
+    end_group_with_parent = None
+
+#: The exit code of a worker whose supervisor has ended. No process can have it.
+SUPERVISOR_ENDED = 256
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+_PIDFD_SIGNAL_PROCESS_GROUP = 4  # since Linux 6.9
+_MESSAGE_BYTES = 64
+_CHECK_SECONDS = 0.25
+_END_SECONDS = 1.0
+_POLL_MS = 500  # how often a supervisor without a pidfd looks whether its parent has ended
+# It blocks these and does not ignore them: one that is sent to a worker in its first moment must not be lost.
+_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# BLAS makes its threads when it is imported, and forks have none of them.
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+# A new interpreter ends with its parent from its first moment, and imports nothing from the current folder.
+_BOOT = f"""import ctypes, json, os, sys
+path, parent, name, arguments = json.loads(sys.argv[1])
+ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})
+if os.getppid() != parent: os._exit(1)
+sys.path[:] = path
+from penstock.workers import supervisor
+getattr(supervisor, name)(*arguments)"""
+
+
+_libc = ctypes.CDLL(None)
+
+
+def _prctl(option: int, value: Any) -> None:
+    if sys.platform == "linux":
+        _libc.prctl(option, value)
+
+
+def _boot_command(name: str, arguments: Sequence[Any], parent: int) -> list[str]:
+    path = [entry for entry in sys.path if isinstance(entry, str) and entry]
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [os.fsdecode(spawn.get_executable()), *flags, "-c", _BOOT, json.dumps([path, parent, name, arguments])]
+
+
+# ---- in the main process -----------------------------------------------------------------------
+
+
+class Supervisor:
+    """The supervisor as the main process sees it.
+
+    A new interpreter that imports `preload`, or a fork of this process: its workers see this process's memory as it is
+    now. A fork of the main process owns no supervisor.
+    """
+
+    def __init__(self, preload: Collection[str] = (), *, is_fork: bool = False) -> None:
+        self._owner, self.has_started = os.getpid(), False
+        self.control, given = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control.setblocking(False)
+        with given:  # it may be number 1 if standard output is closed: what is printed must not go there
+            theirs = InheritedFd(fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, 3))
+        self.pid = self._fork(theirs.fd) if is_fork else self._execute(theirs.fd, preload)
+        theirs.close()
+
+    def _execute(self, control_fd: int, preload: Collection[str]) -> int:
+        process = subprocess.Popen(
+            _boot_command("serve", [control_fd, self._owner, list(preload)], self._owner),
+            pass_fds=[control_fd],
+            stdin=subprocess.DEVNULL,
+            cwd="/",
+            env={**os.environ, **_ONE_THREAD},
+            start_new_session=True,  # Ctrl-C must not reach it
+        )
+        process.returncode = 0  # `close` waits for it
+        return process.pid
+
+    def _fork(self, control_fd: int) -> int:
+        _flush_standard_streams()  # otherwise the fork writes what is in the buffers again
+        if (pid := os.fork()) == 0:
+            try:
+                self.control.close()
+                os.setsid()
+                serve(control_fd, self._owner)
+            finally:
+                os._exit(1)  # whatever a signal handler raises: this must not return to the caller
+        return pid
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has started it, and not the process that this one is a fork of."""
+        return os.getpid() == self._owner
+
+    def has_ended(self, within: float = 0.0) -> bool:
+        """Whether it takes no more requests, or will not in so many seconds. It sends nothing through `control`."""
+        return self.control.fileno() < 0 or _is_readable(self.control, within)
+
+    def close(self) -> None:
+        """End it, and with it all its workers; wait for its exit. Takes about a second at most. It may be repeated."""
+        if self.is_own and self.control.fileno() >= 0:
+            with contextlib.suppress(OSError):
+                self.control.shutdown(socket.SHUT_WR)  # also where a fork holds a copy
+            if not self.has_ended(_END_SECONDS):
+                os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored, or something else has waited for it
+                os.waitpid(self.pid, 0)
+        self.control.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "control"):
+            self.control.close()
+
+
+class SupervisedProcess:
+    """A worker as the main process sees it, with the names of multiprocessing's Process. Dropping it kills it.
+
+    It calls `function(*arguments)`. Exit code: what this returns, or 0. Its id is that of its group too.
+    """
+
+    # At the end of the interpreter, modules may have been cleared before `__del__` runs.
+    _getpid = staticmethod(os.getpid)
+
+    pid: int | None = None
+    exitcode: int | None = None
+    _leash: socket.socket | None = None
+    _pidfd: InheritedFd | None = None
+
+    def __init__(self, name: str, function: Callable[..., Any], *arguments: Any, spawns: bool = False) -> None:
+        self._name, self._function, self._spawns = name, partial(function, *arguments), spawns
+        self._owner = os.getpid()
+
+    def start(self, supervisor: Supervisor, check: Callable[[float], None] = lambda _: None) -> None:
+        """Start it. Meanwhile this calls `check` a few times a second, which may raise, with the seconds so far.
+
+        Raises `EOFError` if the supervisor has ended, and `OSError` if the system allows no more processes or
+        descriptors. Any exception leaves no process.
+        """
+        try:
+            self._request(supervisor)
+            began = time.monotonic()
+            while (answer := self._receive(_CHECK_SECONDS)) is None:
+                check(time.monotonic() - began)
+            kind, value, fds = answer
+            if kind == "refused":
+                raise OSError(value, os.strerror(value))
+            if kind != "started":
+                raise EOFError(f"the supervisor (pid {supervisor.pid}) has ended")
+            self._pidfd = InheritedFd(fds[0]) if fds else None
+            self.pid, self._function = value, partial(int)
+        except BaseException:
+            self.close()
+            raise
+
+    def _request(self, supervisor: Supervisor) -> None:
+        data, fds = descriptors.dumps(self._function)
+        tracker: Any = resource_tracker.getfd()
+        self._leash, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        receiver, sender = socket.socketpair()
+        with theirs, receiver, sender, contextlib.closing(anonymous_file("penstock-start")) as payload:
+            with open(payload.fd, "wb", closefd=False) as file:
+                pickle.dump(_surroundings(self._name), file)
+                file.write(data)
+            sent = [payload.fd, tracker, *fds]
+            descriptors.send(sender, sent)
+            request = f"{'spawn' if self._spawns else 'fork'} {len(sent)}".encode()
+            try:
+                socket.send_fds(supervisor.control, [request], [theirs.fileno(), receiver.fileno()])
+            except (BrokenPipeError, ConnectionError) as error:
+                raise EOFError(f"the supervisor (pid {supervisor.pid}) has ended") from error
+
+    def _receive(self, seconds: float | None) -> tuple[str, int, list[int]] | None:
+        """The next message of the supervisor; None if none has come."""
+        assert self._leash is not None
+        if not _is_readable(self._leash, seconds):
+            return None
+        message, fds = _receive(self._leash)
+        kind, value = message.split() if message else (b"ended", SUPERVISOR_ENDED)
+        return kind.decode(), int(value), fds
+
+    @property
+    def sentinel(self) -> int:
+        """Readable when the process has ended. A pidfd notices this even if the supervisor is stopped."""
+        assert self._leash is not None
+        return self._leash.fileno() if self._pidfd is None else self._pidfd.fd
+
+    def signal(self, number: int) -> None:
+        """Signal the process and its group."""
+        if self._leash is None or self.exitcode is not None:
+            return
+        try:
+            if self._pidfd is None:
+                raise OSError(errno.ENOSYS, "no pidfd")
+            signal.pidfd_send_signal(self._pidfd.fd, number, None, _PIDFD_SIGNAL_PROCESS_GROUP)
+        except ProcessLookupError:
+            pass  # the whole group is gone
+        except OSError:  # an older kernel
+            with contextlib.suppress(OSError):  # if the supervisor is gone, the kernel has ended the worker
+                self._leash.send(bytes([number]), socket.MSG_DONTWAIT)
+
+    def kill(self) -> None:
+        """Kill the process and its group."""
+        self.signal(signal.SIGKILL)
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait until `exitcode` is known. If it stays None, the supervisor has not answered."""
+        if self.exitcode is None and self._leash is not None and (answer := self._receive(seconds)) is not None:
+            if answer[1] == SUPERVISOR_ENDED:
+                self.kill()  # what is left of the group
+            self.exitcode = answer[1]
+
+    def close(self) -> None:
+        """Release it. If it runs, the supervisor kills it."""
+        leash, self._leash = self._leash, None
+        if leash is not None:
+            try:
+                if self._getpid() == self._owner:
+                    leash.shutdown(2)  # in both directions, also where a fork of this process holds a copy
+            except OSError:
+                pass  # the supervisor has ended
+            leash.close()
+        if self._pidfd is not None:
+            self._pidfd.close()
+
+    __del__ = close
+
+
+def _surroundings(name: str) -> dict[str, Any]:
+    """What a worker gets from this process. The supervisor has older values, from when it was started."""
+    return {
+        "name": name,
+        "folder": os.getcwd(),
+        "path": sys.path,
+        "argv": sys.argv,
+        "environ": dict(os.environ),
+        "cpus": os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
+        "start_method": multiprocessing.get_start_method(allow_none=True),
+        "authkey": bytes(multiprocessing.current_process().authkey),
+    }
+
+
+# ---- in the supervisor -------------------------------------------------------------------------
+
+
+def serve(control_fd: int, main: int, preload: Sequence[str] | None = None) -> NoReturn:
+    """The supervisor, from its start to its exit. A fork of the main process has no `preload`."""
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _BLOCKED)
+        _prctl(_PR_SET_NAME, b"penstock-start")  # if all processes called python are killed, it ends what they leave
+        while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
+            os.set_inheritable(fd, True)  # no descriptor of a worker may take the place of standard output
+        os.close(fd)
+        for name in preload or ():
+            with contextlib.suppress(ImportError):  # the workers will say what is missing
+                importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # a garbage collection in a worker would copy the memory that all share
+        if preload is not None:
+            # It was for the time of the imports. If a thread has started this process, it counts the thread's end.
+            _prctl(_PR_SET_PDEATHSIG, 0)
+        service = _Service(socket.socket(fileno=control_fd), main)
+        service.run()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+class _Service:
+    """Starts workers as the main process requests, until the main process ends or closes `control`."""
+
+    def __init__(self, control: socket.socket, main: int) -> None:
+        self._control, self._main = control, main
+        self._leashes: dict[int, socket.socket] = {}  # by process id
+        self._pids: dict[int, int] = {}  # by descriptor of the leash
+        self._wake, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+        self._own_fds = [control.fileno(), self._wake, wake_writer]  # workers must not have these
+        self._poll = select.poll()
+        for fd in (control.fileno(), self._wake):
+            self._poll.register(fd, select.POLLIN)
+        self._main_fd, self._poll_ms = -1, _POLL_MS
+        with contextlib.suppress(OSError, AttributeError):  # a sandbox or an old system
+            self._main_fd, self._poll_ms = os.pidfd_open(main), -1
+            self._own_fds.append(self._main_fd)
+            self._poll.register(self._main_fd, select.POLLIN)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+    def run(self) -> None:
+        """Serve, and at last end everything."""
+        while os.getppid() == self._main:
+            ready = {fd for fd, _ in self._poll.poll(self._poll_ms)}
+            if self._main_fd in ready:
+                break
+            if self._wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake, 4096)
+                self._reap()
+            for fd in ready & self._pids.keys():
+                self._obey(fd)
+            if self._control.fileno() in ready:
+                message, fds = _receive(self._control)
+                if not message:
+                    break
+                if fds:  # else this process may open no more: the main process reads the end of its leash
+                    self._start(message, fds)
+        for pid in self._leashes:
+            _signal_group(pid, signal.SIGKILL)
+        _kill_children()
+
+    def _obey(self, fd: int) -> None:
+        pid = self._pids[fd]
+        message, _ = _receive(self._leashes[pid])
+        _signal_group(pid, message[0] if message else signal.SIGKILL)
+        if not message:  # nothing more will come
+            self._poll.unregister(fd)
+            del self._pids[fd]
+
+    def _reap(self) -> None:
+        """Kill what is left of the groups of workers that have ended, and send their exit codes."""
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                leash = self._leashes.pop(found.si_pid, None)
+                if leash is not None:
+                    _signal_group(found.si_pid, signal.SIGKILL)  # before its id is free again
+                code = os.waitstatus_to_exitcode(os.waitpid(found.si_pid, 0)[1])
+                if leash is not None:  # else it was an orphan
+                    if self._pids.pop(leash.fileno(), None) is not None:
+                        self._poll.unregister(leash.fileno())
+                    _answer(leash, "ended", code)
+                    leash.close()
+
+    def _start(self, message: bytes, fds: list[int]) -> None:
+        how, n_fds = message.split()
+        leash, parcel = socket.socket(fileno=fds[0]), [InheritedFd(fd) for fd in fds[1:]]
+        try:
+            if not parcel:
+                raise OSError(errno.EMFILE, "the supervisor may open no more descriptors")
+            if _is_readable(leash, 0):
+                raise OSError(errno.ECANCELED, "the main process does not want it any more")
+            me, pid = os.getpid(), os.fork()
+            if pid == 0:
+                others = [*self._own_fds, *(other.fileno() for other in self._leashes.values()), leash.detach()]
+                _become_worker(how == b"spawn", parcel[0].fd, int(n_fds), others, me)
+        except OSError as error:
+            _answer(leash, "refused", error.errno or errno.EAGAIN)
+            leash.close()
+            return
+        finally:
+            for fd in parcel:
+                fd.close()
+        with contextlib.suppress(OSError):  # it may execute another program already, and has done this itself
+            os.setpgid(pid, pid)
+        self._leashes[pid], self._pids[leash.fileno()] = leash, pid
+        self._poll.register(leash, select.POLLIN)
+        try:
+            pidfd = InheritedFd(os.pidfd_open(pid))
+        except (OSError, AttributeError):
+            _answer(leash, "started", pid)
+        else:
+            _answer(leash, "started", pid, [pidfd.fd])
+            pidfd.close()
+
+
+def _flush_standard_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # it may be closed, broken or None
+            stream.flush()
+
+
+def _is_readable(connection: socket.socket, seconds: float | None) -> bool:
+    poll = select.poll()  # `select` fails for descriptors above 1023
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else seconds * 1000))
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    try:
+        message, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 2, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+        return message, fds
+    except ConnectionResetError:
+        return b"", []
+
+
+def _answer(leash: socket.socket, kind: str, value: int, fds: Sequence[int] = ()) -> None:
+    with contextlib.suppress(OSError):  # the main process has closed it
+        socket.send_fds(leash, [f"{kind} {value}".encode()], fds, socket.MSG_DONTWAIT)
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _kill_children() -> None:
+    """Kill every child and every orphan that becomes one, until none is left."""
+    with contextlib.suppress(OSError):  # no child is left, or the system does not list them
+        while True:
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                for pid in map(int, file.read().split()):
+                    with contextlib.suppress(PermissionError):  # it runs as another user
+                        os.kill(pid, signal.SIGKILL)
+            os.waitpid(-1, 0)
+
+
+# ---- in a worker -------------------------------------------------------------------------------
+
+
+def _become_worker(spawns: bool, parcel: int, n_fds: int, others: Sequence[int], parent: int) -> NoReturn:
+    try:
+        os.setpgid(0, 0)  # the main process can kill this process together with its children
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        for fd in others:
+            os.close(fd)
+        _prctl(_PR_SET_NAME, b"python")
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        if spawns:
+            os.set_inheritable(parcel, True)
+            command = _boot_command("work", [parcel, n_fds], parent)
+            os.execv(command[0], command)
+        work(parcel, n_fds)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def work(parcel: int, n_fds: int) -> NoReturn:
+    """A worker: call the function that came in the parcel."""
+    code = 1
+    try:
+        if end_group_with_parent is not None:  # also what the environments have started
+            end_group_with_parent()
+        with socket.socket(fileno=parcel) as receiver:
+            payload, tracker, *fds = descriptors.receive(receiver, n_fds)
+        with open(payload, "rb") as file:
+            file.seek(0)
+            _adopt(pickle.load(file), tracker)
+            function = descriptors.loads(file.read(), fds)
+        code = function() or 0
+        _flush_standard_streams()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _adopt(surroundings: dict[str, Any], tracker: int) -> None:
+    """Use what `_surroundings` has found."""
+    os.chdir(surroundings["folder"])
+    sys.path[:], sys.argv[:] = surroundings["path"], surroundings["argv"]
+    environ: dict[str, str] = surroundings["environ"]
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    for name, value in environ.items():
+        if os.environ.get(name) != value:  # to set one takes long
+            os.environ[name] = value
+    if surroundings["cpus"] is not None and os.sched_getaffinity(0) != surroundings["cpus"]:
+        with contextlib.suppress(OSError):  # a sandbox
+            os.sched_setaffinity(0, surroundings["cpus"])
+    process = multiprocessing.current_process()
+    process.name, process.authkey = surroundings["name"], surroundings["authkey"]
+    if surroundings["start_method"] in multiprocessing.get_all_start_methods():  # joblib has one of its own
+        multiprocessing.set_start_method(surroundings["start_method"], force=True)
+    # Named shared memory of a worker that is killed is removed when the main process ends.
+    resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
