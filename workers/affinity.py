@@ -145,6 +145,9 @@ def blas_limited() -> Iterator[None]:
     finally:
         for library, n in before:
             _use_threads(library, n)
+            # This has started OpenBLAS's threads, which would spin for a tenth of a second. It starts them again when
+            # it needs them, as after every fork.
+            getattr(library.dynlib, "blas_thread_shutdown_", int)()
 
 
 def _use_threads(library: LibController, n: int) -> None:
