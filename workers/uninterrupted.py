@@ -17,7 +17,7 @@ T = TypeVar("T")
 _CHECK_SECONDS = 0.25
 # How long an interrupted caller waits for the work, which may use what the caller will close. A start takes some
 # milliseconds, unless the fork server is stopped or still imports; then it has the descriptors already.
-_ABANDON_SECONDS = 2.0
+_ABANDON_SECONDS = 5.0
 
 
 class _Work(threading.Thread, Generic[T]):
@@ -26,7 +26,7 @@ class _Work(threading.Thread, Generic[T]):
     def __init__(self, work: Callable[[], T], undo: Callable[[T], Any]) -> None:
         super().__init__(name="penstock-start", daemon=True)
         self._work, self._undo, self._lock = work, undo, threading.Lock()
-        self._has_begun = self._is_abandoned = False
+        self._has_begun = self._is_abandoned = self.is_settled = False
         self._deadline: float | None = None  # of the wait in `abandon`
         self.results: list[T] = []  #: one, when the work has succeeded
         self.error: BaseException | None = None
@@ -53,25 +53,29 @@ class _Work(threading.Thread, Generic[T]):
     def abandon(self) -> None:
         """The caller does not want the result any more: undo the work. Work that has not begun never begins.
 
-        A further exception of a signal handler does not end the wait for the work. It is raised afterwards. This may be
-        called twice.
+        An exception of a signal handler may end this anywhere. Then call it again, until `is_settled` is True.
         """
-        later: BaseException | None = None
         with self._lock:
             if not self._has_begun:
-                self._is_abandoned = True
+                self._is_abandoned = self.is_settled = True
                 return
             self._deadline = self._deadline or time.monotonic() + _ABANDON_SECONDS
-        while not self.has_ended.is_set() and (left := self._deadline - time.monotonic()) > 0:
-            try:
-                self.has_ended.wait(left)
-            except BaseException as error:
-                later = error
+        self.has_ended.wait(max(0.0, self._deadline - time.monotonic()))
         with self._lock:
             self._is_abandoned = True
         for result in self.results:
             self._undo(result)
         self.results.clear()
+        self.is_settled = True
+
+    def settle(self) -> None:
+        """`abandon`, whatever signals come meanwhile. What a handler has raised is raised afterwards."""
+        later: BaseException | None = None
+        while not self.is_settled:
+            try:
+                self.abandon()
+            except BaseException as error:
+                later = error
         if later is not None:
             raise later
 
@@ -94,10 +98,10 @@ def uninterrupted(
             while not thread.has_ended.wait(_CHECK_SECONDS):
                 check(time.monotonic() - began)
         except BaseException:
-            thread.abandon()
+            thread.settle()
             raise
     except BaseException:
-        thread.abandon()  # again: another exception of a signal handler may have come just before the first time
+        thread.settle()  # again: another exception of a signal handler may have come just before the first time
         raise
     thread.join()
     if thread.error is not None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, reduction
 from pathlib import Path
-from traceback import extract_stack
+from traceback import walk_stack
 from typing import Any
 
 import psutil
@@ -56,7 +56,9 @@ def interrupting(name: str, monkeypatch: pytest.MonkeyPatch, n_signals: int = 1)
                 os.kill(os.getpid(), signal.SIGALRM)
                 assert interrupted.wait(BOUND)
                 # The main thread must come back to its wait, and must not close what this start uses.
-                until(lambda: any(frame.name == "abandon" for frame in extract_stack(sys._current_frames()[main])))
+                until(
+                    lambda: "abandon" in (frame.f_code.co_name for frame, _ in walk_stack(sys._current_frames()[main]))
+                )
         return plain(*args)
 
     before = signal.signal(signal.SIGALRM, handler)
