@@ -40,6 +40,10 @@ class Interruption(Exception):
     """What a signal handler raises."""
 
 
+def names_on_stack_of(thread: int | None) -> set[str]:
+    return {frame.f_code.co_name for frame, _ in walk_stack(sys._current_frames()[thread or 0])}
+
+
 @contextmanager
 def interrupting(name: str, monkeypatch: pytest.MonkeyPatch, n_signals: int = 1) -> Iterator[None]:
     """Signals whose handler raises come when multiprocessing calls `reduction.name`."""
