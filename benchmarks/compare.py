@@ -216,7 +216,7 @@ STEPS: dict[str, Callable[[], Any]] = {
     "batched, random": batched(random_agent),
     "batched, mlp": batched(mlp),
 }
-#: Starts: a contestant is made, and closed, in every turn. The fork server runs already.
+#: Starts: a contestant is made, and closed, in every turn. The supervisor runs already.
 STARTS: dict[str, Callable[[], Any]] = {
     "start, SerialSampler": sampling("SerialSampler", T=8),
     "start, ParallelSampler": sampling("ParallelSampler", T=8),
@@ -228,7 +228,7 @@ STARTS: dict[str, Callable[[], Any]] = {
     "start, GpuSampler, serve_envs": sampling("GpuSampler", T=8, serve_envs="auto"),
     "start, ShmVectorEnv": vector_env(),
 }
-#: First starts: as STARTS, in a new Python process that imports penstock and starts the fork server.
+#: First starts: as STARTS, in a new Python process that imports penstock and starts the supervisor.
 FIRST = {f"first {name}": name for name in ("start, SerialSampler", "start, ParallelSampler", "start, ShmVectorEnv")}
 CASES = (*STEPS, *STARTS, *FIRST)
 

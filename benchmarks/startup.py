@@ -1,6 +1,6 @@
 """Start-up: seconds until all workers are ready, and memory, for each sampler, start method and number of workers.
 
-"first" is the first sampler of a process. It also starts the fork server, which imports torch if the workers act.
+"first" is the first sampler of a process. It also starts the supervisor, which imports torch if the workers act.
 "again" is a second sampler in the same process. Memory is the unique set size after one batch: of the
 average worker, and of the inference server if it is a process. Every figure is taken in a new process.
 

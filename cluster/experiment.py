@@ -179,7 +179,7 @@ class Experiment:
         config = sampler.config
         batched = config.collector_cls.batched
         factory = env_factories(config.env_fn, config.env_kwargs, config.batch_B)[0].as_example(config.spaces)
-        with marked():
+        with marked:
             env = build_example_env(factory, batched=batched)
         try:
             prefix = "single_" if batched else ""

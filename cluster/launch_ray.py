@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import select
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 import cloudpickle
+import psutil
 import ray
 from ray import exceptions as ray_errors
 
@@ -19,7 +20,6 @@ from penstock.cluster.placement import actor_options
 from penstock.cluster.wire_ray import NAMESPACE, Packet, RayConnection, RayHub, new_name
 from penstock.cluster.worker import Connection, Worker
 from penstock.errors import ConfigError
-from penstock.workers.handle import open_pidfd, start_time_of
 
 _START_SECONDS = 120.0
 
@@ -34,7 +34,7 @@ class ActorProcess:
         owner: node, process id and start time of the process that has made it.
     """
 
-    def __init__(self, name: str, owner: tuple[str, int, str | None]) -> None:
+    def __init__(self, name: str, owner: tuple[str, int, float]) -> None:
         self._hub = RayHub.of_this_process(name)
         threading.Thread(target=_end_with, args=owner, name="watchdog", daemon=True).start()
 
@@ -73,7 +73,7 @@ def new_actor(purpose: str, resources: Mapping[str, float]) -> Any:
     """An actor, on whichever node has room for it."""
     name = new_name(purpose)
     cls = ray.remote(concurrency_groups={"control": 3})(ActorProcess)
-    owner = _node(), os.getpid(), start_time_of(os.getpid())
+    owner = _node(), os.getpid(), psutil.Process().create_time()
     options = {"name": name, "namespace": NAMESPACE, **actor_options(resources)}
     # A worker may be called a thousand times a second: Ray would record each call in its head node.
     return cls.options(enable_task_events=False, **options).remote(name, owner)
@@ -83,14 +83,12 @@ def _node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def _end_with(node: str, pid: int, start_time: str | None) -> None:
+def _end_with(node: str, pid: int, start_time: float) -> None:
     """End this process as soon as its owner has ended, if that is on this machine. Ray does it some seconds later."""
-    descriptor = open_pidfd(pid) if node == _node() else None
-    if descriptor is not None and start_time is not None and start_time == start_time_of(pid):
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        poller.poll()
-        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(psutil.Error):  # this container does not see the processes of the owner's
+        if node == _node() and (owner := psutil.Process(pid)).create_time() == start_time:
+            owner.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _call(actor: Any, method: str, *args: Any) -> Any:

@@ -22,8 +22,8 @@ from penstock.cluster.shard import ShardHost
 from penstock.errors import ConfigError
 
 #: Ray's variables for the process of a shard or a worker. By default Ray kills the child processes of an actor that
-#: ends. Then the kernel kills the workers before their watchdogs have killed what the environments have started. And by
-#: default Ray lowers the priority of actors. The third is a size in bytes. Ray sends smaller arguments and results with
+#: ends, so the supervisor could not end what the environments have started. And by default Ray lowers the priority of
+#: actors. The third is a size in bytes. Ray sends smaller arguments and results with
 #: the call, and larger ones through its object store. For results of up to half a MB, the store takes 0.7 ms longer.
 #: From 1 MB on, the store is faster. Ray's default is 100 KiB.
 ACTOR_VARIABLES = {

@@ -25,7 +25,6 @@ from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_
 from penstock.envs.video import recorded
 from penstock.envs.wrappers import flat_step_of
 from penstock.errors import SpaceError, brief
-from penstock.workers.marking import marked
 from penstock.workers.progress import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Progress
 
 _IS_RESETTING = Progress.IS_RESETTING  # a local name is read faster
@@ -81,8 +80,7 @@ class EnvColumns(EnvBatch):
         words[HEARTBEAT] = began = monotonic_ns()
         if self.episodes is not None:
             seed = self.episodes.begin(column)
-        with marked():
-            result: Any = self.envs[column].reset(seed=seed)
+        result: Any = self.envs[column].reset(seed=seed)
         words[RESETTING] += monotonic_ns() - began
         if not isinstance(result, tuple) or len(result) != 2:
             got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__

@@ -8,7 +8,6 @@ import gymnasium as gym
 
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.errors import SpaceError
-from penstock.workers.marking import marked
 from penstock.workers.progress import Phase, Progress
 
 
@@ -23,8 +22,7 @@ class EnvBuilder:
     def build(self, factory: EnvFactory, context: EnvContext) -> gym.Env[Any, Any]:
         """One environment. Raises `SpaceError` if it has other spaces than the example environment."""
         self._at(context)
-        with marked():
-            env = factory(context)
+        env = factory(context)
         self._built.append((context.env_rank, env))
         self._check_spaces(env, context)
         return env
@@ -40,8 +38,7 @@ class EnvBuilder:
     def build_batched(self, factory: EnvFactory, num_envs: int, context: EnvContext) -> Any:
         """One `VectorEnv` of `num_envs` environments, the first of which `context` describes."""
         self._at(context)
-        with marked():
-            env = factory.batched(num_envs, context)
+        env = factory.batched(num_envs, context)
         self._built.append((context.env_rank, env))
         self._check_spaces(env, context, "single_")
         return env

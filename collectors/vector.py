@@ -24,7 +24,6 @@ from penstock.envs.infos import InfoWriter, element, info_of
 from penstock.envs.into import step_into_of, with_observation
 from penstock.envs.rows import ColumnError, arrays_like, as_dtype, write_row
 from penstock.errors import ConfigError, SpaceError
-from penstock.workers.marking import marked
 from penstock.workers.progress import Phase, Progress
 
 _log = logging.getLogger("penstock")
@@ -117,8 +116,7 @@ class VectorColumns(EnvBatch):
         self.progress.add_resetting_since(began)
 
     def _reset(self, seed: Any) -> Any:
-        with marked():
-            return self.env.reset(seed=seed)
+        return self.env.reset(seed=seed)
 
     def _first_reset(self, seeds: list[int | None]) -> tuple[bool, Any]:
         """Reset the environment. Returns whether it takes a list of seeds, and the result.
@@ -158,8 +156,7 @@ class VectorColumns(EnvBatch):
         began = self.enter(Phase.RESETTING, columns[0])
         mask = np.zeros(len(self), np.bool_)
         mask[columns] = True
-        with marked():
-            self.observations, _ = self.env.reset(options={"reset_mask": mask})
+        self.observations, _ = self.env.reset(options={"reset_mask": mask})
         self.progress.add_resetting_since(began)
 
     def park(self, column: int) -> None:

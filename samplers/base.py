@@ -230,7 +230,7 @@ class Sampler(ABC):
                 shared, central = self._shared_memory, self._central
                 setup = Setup(plans, seed, share, bootstrap_value, traj_info_kwargs, shared, central)
                 # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest.
-                with sigint.allowed(), marked():
+                with sigint.allowed(), marked:
                     allocation = allocate(self.config, agent, setup, resources)
                 self._keep(allocation, share)
                 self._pool = self._make_pool(allocation, resources)

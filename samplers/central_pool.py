@@ -15,6 +15,7 @@ from penstock.workers import sigint
 from penstock.workers.affinity import avoid_cpus
 from penstock.workers.control import Command
 from penstock.workers.failures import WorkerStatus
+from penstock.workers.marking import marked
 from penstock.workers.plan import PoolOptions, WorkerPlan
 from penstock.workers.pool import WorkerPool
 from penstock.workers.program import WorkerProgram
@@ -49,7 +50,8 @@ class CentralPool(WorkerPool):
         super().__init__(plans[:n], [program] * n, shares[:n], memory, options, resources)
         if local is not None:
             try:
-                local.build(shares[-1], self._request_locally)
+                with marked:
+                    local.build(shares[-1], self._request_locally)
             except Exception as error:
                 failure = local.error(error, self._occasion)  # before `close`, which changes the phase
                 self.close(broken=True)
@@ -87,7 +89,7 @@ class CentralPool(WorkerPool):
         if not local.is_at_work:
             return
         try:
-            with sigint.nested():  # only a second Ctrl-C interrupts it
+            with sigint.nested(), marked:  # only a second Ctrl-C interrupts it
                 local.work()
         except SamplerBrokenError:
             raise  # the error of another worker, or of the agent

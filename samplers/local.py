@@ -14,6 +14,7 @@ from penstock.errors import SamplerBrokenError, SamplerClosedError, WorkerError
 from penstock.workers import sigint
 from penstock.workers.control import Command
 from penstock.workers.failures import WorkerStatus, raised
+from penstock.workers.marking import marked
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.program import SharedMemory, WorkerContext, WorkerProgram
 from penstock.workers.progress import Phase, StopCollecting
@@ -154,7 +155,7 @@ class SerialPool:
 
     def _run(self, work: Callable[[], None], occasion: str) -> None:
         try:
-            with sigint.allowed():  # the environments run here, and may hang
+            with sigint.allowed(), marked:  # the environments run here, and may hang
                 work()
         except StopCollecting:
             self._error = SamplerClosedError(f"shut down by another thread during {occasion}")

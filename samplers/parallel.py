@@ -18,6 +18,10 @@ from penstock.workers.spinning import SPIN_SECONDS
 
 _log = logging.getLogger("penstock")
 
+#: What the supervisor imports for every sampler. With the modules of vector environments, so that these need no
+#: supervisor of their own.
+PRELOAD = ("penstock.samplers.program", "penstock.vector.program", "gymnasium.envs.classic_control")
+
 
 class ParallelSampler(Sampler):
     """Each worker holds a copy of the agent and a share of the environments.
@@ -62,7 +66,7 @@ def pool_options(
     preload: Sequence[str] = ("torch",),
     has_lookout: bool = False,
 ) -> PoolOptions:
-    """The options of the pool, from `config`. `preload`: modules that the fork server imports for this sampler."""
+    """The options of the pool, from `config`. `preload`: modules that the supervisor imports for this sampler."""
     return PoolOptions(
         start_method=config.start_method,
         step_timeout=config.step_timeout,
@@ -72,5 +76,5 @@ def pool_options(
         spin_seconds=spin_seconds,
         has_lookout=has_lookout,
         replay_of=allocation.replay_of,
-        preload=(*preload, "penstock.samplers.program", "gymnasium.envs.classic_control"),
+        preload=(*preload, *PRELOAD),
     )

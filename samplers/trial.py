@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-import multiprocessing
 import os
-import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
@@ -19,6 +19,7 @@ import psutil
 from gymnasium import spaces
 
 from penstock.agents import Agent, RandomAgent
+from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.reports import in_one_line
 from penstock.envs import EnvFn
 from penstock.envs.factory import build_example_env, close_example_env, env_factories
@@ -29,9 +30,9 @@ from penstock.samplers.parallel import ParallelSampler
 from penstock.samplers.serial import SerialSampler
 from penstock.workers.affinity import limit_threads
 from penstock.workers.cpu_claims import NAMESPACE_VARIABLE
-from penstock.workers.guardian import Guardian
 from penstock.workers.launch import Launcher, StartMethod
 from penstock.workers.marking import marked
+from penstock.workers.supervisor import SupervisedProcess
 
 SAMPLERS: dict[str, type[Sampler]] = {
     cls.__name__: cls for cls in (SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler)
@@ -85,9 +86,9 @@ class Task:
     start_method: StartMethod
 
     def pickled(self) -> bytes:
-        """For the trials' processes, with the environment variables of now. Raises `ConfigError`."""
+        """For the trials' processes. Raises `ConfigError`."""
         try:
-            return bytes(cloudpickle.dumps((dict(os.environ), self)))
+            return bytes(cloudpickle.dumps(self))
         except Exception as error:  # pickling runs the user's code, which may raise anything
             raise ConfigError(
                 f"env_fn or policy cannot be pickled for the trials' processes: {in_one_line(error)}"
@@ -100,23 +101,20 @@ class Task:
 class Trial:
     """The process of one candidate. After a failure, `failure` says why, and the process is gone."""
 
-    def __init__(self, candidate: Candidate, task: bytes, launcher: Launcher, guardian: Guardian) -> None:
-        self.candidate, self._guardian = candidate, guardian
+    def __init__(self, candidate: Candidate, task: bytes, launcher: Launcher) -> None:
+        self.candidate = candidate
         self.failure: str | None = None
         self.takes_inference = False  #: whether the agent has the argument; known once the trial is ready
-        context = multiprocessing.get_context("forkserver")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(theirs, candidate, task), name="penstock-trial")
+        ours, given = socket.socketpair()
+        self._pipe, theirs = Connection(ours.detach()), InheritedFd(given.detach())
         try:
-            launcher.start(self._process, f"the trial of {candidate.sampler}")
+            name = f"the trial of {candidate.sampler}"
+            self._process: SupervisedProcess | None = launcher.start(name, _main, theirs, candidate, task)
         except BaseException:
             self._pipe.close()
             raise
         finally:
             theirs.close()
-        assert self._process.pid is not None
-        self._pid: int | None = self._process.pid  # None once it is gone
-        guardian.watch(self._pid)
 
     def wait_until_loaded(self) -> None:
         """Wait for the imports. No code of the user runs before them."""
@@ -143,7 +141,7 @@ class Trial:
     def _receive(self, doing: str, limit: float, since: float) -> Any:
         """The next message. After a failure None: if no message comes until `limit` seconds after `since`, if the
         process has died, or if the message is a text, which says the failure. `doing` is for the error."""
-        if self._pid is None:
+        if self._process is None:
             return None
         try:
             if self._pipe.poll(max(0.0, since + limit - time.monotonic())):
@@ -160,39 +158,33 @@ class Trial:
 
     def ask_to_close(self) -> None:
         """Tell the process to end, and do not wait for it, so that several can end at the same time."""
-        if self._pid is not None:
+        if self._process is not None:
             self._send(None)
 
     def close(self) -> None:
         """Wait for the end of the process, after `ask_to_close`. Kill it if it does not end. May be called twice."""
-        if self._pid is not None:
+        if self._process is not None:
             self._process.join(_CLOSE_SECONDS)
             self._kill()
 
     def _kill(self) -> None:
         """Kill the process, and wait until its workers have noticed."""
-        pid, self._pid = self._pid, None
-        if pid is None:
+        process, self._process = self._process, None
+        if process is None:
             return
-        processes = []
-        if self._process.is_alive():
-            try:
-                processes = psutil.Process(pid).children(recursive=True)
-                os.killpg(pid, signal.SIGKILL)
-            except (psutil.NoSuchProcess, ProcessLookupError):
-                self._process.kill()  # it has no own group yet, or is gone
-        self._process.join(_END_SECONDS)
-        deadline = time.monotonic() + _END_SECONDS
-        while (processes := [each for each in processes if _is_alive(each)]) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        for process in processes:
-            process.kill()
-        self._guardian.forget(pid)
-        self._pipe.close()
         try:
-            self._process.close()
-        except ValueError:
-            pass  # it still runs in spite of SIGKILL: leave it to the system
+            others = psutil.Process(process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            others = []
+        process.kill()
+        process.join(_END_SECONDS)
+        deadline = time.monotonic() + _END_SECONDS
+        while (others := [each for each in others if _is_alive(each)]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for each in others:
+            each.kill()
+        self._pipe.close()
+        process.close()
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -206,12 +198,10 @@ def _is_alive(process: psutil.Process) -> bool:
 # ---- in the process of the trial -------------------------------------------------------------------
 
 
-def _main(pipe: Any, candidate: Candidate, pickled: bytes) -> None:
+def _main(theirs: InheritedFd, candidate: Candidate, pickled: bytes) -> None:
     """Send a message when the imports are done, and another when the first batch is complete. Then, for each number of
     seconds that comes, collect batches for so long and send a `Turn`. After a failure, send a text that says it."""
-    os.setpgid(0, 0)  # Ctrl-C reaches the main process only
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the fork server blocks it
+    pipe = Connection(os.dup(theirs.fd))
     try:
         import torch  # noqa: F401 - samplers return its tensors
 
@@ -225,12 +215,9 @@ def _main(pipe: Any, candidate: Candidate, pickled: bytes) -> None:
 
 
 def _serve(pipe: Any, candidate: Candidate, pickled: bytes) -> None:
-    environ, task = cloudpickle.loads(pickled)
-    os.environ.clear()
-    os.environ.update(environ)
+    task = cloudpickle.loads(pickled)
     # Candidates take turns, so each may use all CPUs.
     os.environ[NAMESPACE_VARIABLE] = f"-trial-{os.getpid()}"
-    limit_threads(1)  # again: the variables for it have just been replaced
     make_agent = agent_maker(task.policy, task.env_fn)
     takes_inference = "inference" in inspect.signature(make_agent).parameters
     arguments = {"inference": candidate.inference} if candidate.inference else {}
@@ -272,7 +259,7 @@ def agent_maker(policy: Policy, env_fn: EnvFn) -> Callable[..., Agent]:
         return RandomAgent
     if callable(policy):
         return policy
-    with marked():
+    with marked:
         env = build_example_env(env_factories(env_fn, None, 1)[0])
     observation_space, action_space = env.observation_space, env.action_space
     close_example_env(env)

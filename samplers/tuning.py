@@ -7,7 +7,6 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -18,12 +17,12 @@ from penstock.envs.factory import env_factories
 from penstock.errors import ConfigError
 from penstock.samplers.central import count_alternating
 from penstock.samplers.machine import describe_machine
+from penstock.samplers.parallel import PRELOAD
 from penstock.samplers.trial import Candidate, Policy, Task, Trial, Turn
 from penstock.workers import sigint
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
 from penstock.workers.arguments import integer, one_of
 from penstock.workers.arguments import seconds as seconds_of
-from penstock.workers.guardian import Guardian
 from penstock.workers.launch import START_METHODS, Launcher, StartMethod
 from penstock.workers.plan import PoolOptions
 
@@ -38,7 +37,7 @@ _LAUNCH = PoolOptions(
     start_timeout=120.0,
     max_restarts=0,
     restart_window=0.0,
-    preload=("torch", "penstock.samplers.trial", "gymnasium.envs.classic_control"),
+    preload=("torch", *PRELOAD),
 )
 
 
@@ -214,10 +213,9 @@ def tune(
     report.env = _code_of(env_fn)
     candidates = first_candidates(sizes_T[0], sizes_B[0], cpus_to_fill(usable_cpus()), counts)
     try:
-        task, launcher = Task(env_fn, policy, start_method).pickled(), Launcher(_LAUNCH, 1, may_be_supervised=False)
-        with closing(Guardian(launcher.prepare())) as guardian:
-            search = _Search(report, task, launcher, guardian, seconds, limit, say or (lambda text: None))
-            search.run(candidates, [(T, B) for B in sizes_B for T in sizes_T], policy != "random")
+        task, launcher = Task(env_fn, policy, start_method).pickled(), Launcher(_LAUNCH, 1)
+        search = _Search(report, task, launcher, seconds, limit, say or (lambda text: None))
+        search.run(candidates, [(T, B) for B in sizes_B for T in sizes_T], policy != "random")
     except KeyboardInterrupt:
         report.is_interrupted = True
         raise
@@ -225,19 +223,18 @@ def tune(
 
 
 class _Search:
-    """The stages of one search. `task`, `launcher` and `guardian` are for the `Trial`s."""
+    """The stages of one search. `task` and `launcher` are for the `Trial`s."""
 
     def __init__(
         self,
         report: TuneReport,
         task: bytes,
         launcher: Launcher,
-        guardian: Guardian,
         seconds: float,
         limit: float,
         say: Callable[[str], Any],
     ) -> None:
-        self._report, self._task, self._launcher, self._guardian = report, task, launcher, guardian
+        self._report, self._task, self._launcher = report, task, launcher
         self._seconds, self._limit, self._say = seconds, limit, say
         self._round = 0
 
@@ -277,7 +274,7 @@ class _Search:
             self._say(f"starting {len(rows)} candidates")
             for row in rows:
                 with sigint.deferred():  # a trial that has started must be in the list
-                    trials.append(Trial(row.candidate, self._task, self._launcher, self._guardian))
+                    trials.append(Trial(row.candidate, self._task, self._launcher))
             for trial in trials:
                 trial.wait_until_loaded()
             began = time.monotonic()

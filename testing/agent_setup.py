@@ -77,7 +77,7 @@ class AgentSetup(Setup):
         agent = self.make_agent()
         if not isinstance(agent, Agent):
             raise ConfigError(f"make_agent must return a penstock Agent, got {type(agent).__name__}")
-        with marked():
+        with marked:
             env = build_example_env(env_factories(self.env_fn, self.env_kwargs, 1)[0])
         if (key := info_key(agent.mask_key)) is not None:
             env = MaskInObservation(env, key)

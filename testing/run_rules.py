@@ -142,7 +142,7 @@ def _fill(samples: Samples) -> None:
 
 def nothing_is_left_after_shutdown(setup: CollectorSetup) -> None:
     """After shutdown, no process, thread or descriptor that the collector started or opened remains."""
-    _run(setup, ParallelSampler, n_workers=1)  # starts the fork server, which stays
+    _run(setup, ParallelSampler, n_workers=1)  # starts the supervisor, which stays
     for cls in (SerialSampler, ParallelSampler):  # the workers of the others hold nothing more
         before, children = _holdings(), _children()
         with setup.sampler(cls, n_workers=1) as sampler:

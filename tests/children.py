@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
+from contextlib import closing
 from typing import Any
 
-from penstock.workers.launch import Parcel
+from penstock.workers.supervisor import SupervisedProcess, Supervisor
 
 SECONDS = 60
 
 
 def exit_code_of(start_method: str, code: str, **objects: Any) -> int | None:
     """Run `code` in a child process, with `objects` as its variables. Returns the exit code, None if it did not end."""
-    sent = objects if start_method == "fork" else Parcel(objects)
-    child = multiprocessing.get_context(start_method).Process(  # type: ignore[attr-defined]
-        target=exec, args=(code, sent)
-    )
-    child.start()
-    child.join(SECONDS)
-    exit_code: int | None = child.exitcode
-    child.kill()
-    child.join()
-    child.close()
-    return exit_code
+    child = SupervisedProcess("penstock-child", exec, code, objects, spawns=start_method == "spawn")
+    with closing(Supervisor(is_fork=start_method == "fork")) as supervisor, closing(child):
+        child.start(supervisor)
+        child.join(SECONDS)
+        return child.exitcode

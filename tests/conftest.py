@@ -82,8 +82,8 @@ def _lock_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _servers(_lock_folders: None) -> None:
-    """Start the fork server and the resource tracker, which live as long as the process."""
-    if HAS_TORCH:  # then the fork server imports torch
+    """Start the supervisor and the resource tracker, which live as long as the process."""
+    if HAS_TORCH:  # then the supervisor imports torch
         with ParallelSampler(CountingEnv, batch_T=1, batch_B=1) as sampler:
             sampler.initialize(RandomAgent())
     else:

@@ -1,20 +1,18 @@
 """Runs scripts in forks of one process that has imported torch and penstock: for these imports a new interpreter takes
 two seconds of CPU time.
 
-A script runs as the main module, at the top level, and its process ends as that of a Python program does. The fork
-server of a `Program` is a new interpreter, that of `run` is a fork of the script. A test that is about imports, options
-of the interpreter or the start of a fork server needs a new interpreter: it uses `subprocess.Popen`.
+A script runs as the main module, at the top level, and its process ends as that of a Python program does. The
+supervisor of a `Program` is a new interpreter, that of `run` is a fork of the script. A test that is about imports,
+options of the interpreter or the start of a supervisor needs a new interpreter: it uses `subprocess.Popen`.
 """
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import contextlib
 import gc
 import importlib
 import multiprocessing.process
-import multiprocessing.util
 import os
 import pickle
 import select
@@ -31,19 +29,18 @@ from typing import Any
 
 MODULES = ("torch", "gymnasium.envs.classic_control", "penstock.testing", "penstock.samplers.program")
 MESSAGE_BYTES = 100_000
-spawn_interpreter = multiprocessing.util.spawnv_passfds
 SECONDS = 60
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to run. `strict`: warnings are errors. `light`: its fork server does not import torch for the workers.
-    `forks_server`: its fork server is a fork, and need not import torch."""
+    """What to run. `strict`: warnings are errors. `light`: its supervisor does not import torch for the workers.
+    `forks_supervisor`: its supervisor is a fork, and need not import torch."""
 
     argv: list[str]
     strict: bool
     light: bool
-    forks_server: bool = False
+    forks_supervisor: bool = False
     folder: str = field(default_factory=os.getcwd)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
@@ -113,10 +110,10 @@ class Program(subprocess.Popen):  # type: ignore[type-arg]
         cwd: Path | None = None,
         strict: bool = False,
         light: bool = False,
-        forks_server: bool = False,
+        forks_supervisor: bool = False,
     ) -> None:
         where = {} if cwd is None else {"folder": str(cwd)}
-        self._request = Request([str(word) for word in argv], strict, light, forks_server, **where)
+        self._request = Request([str(word) for word in argv], strict, light, forks_supervisor, **where)
         self._starter = _starters[-1]
         super().__init__(self._request.argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -139,9 +136,11 @@ class Program(subprocess.Popen):  # type: ignore[type-arg]
         return self.returncode
 
 
-def run(*argv: object, cwd: Path, seconds: float = 110, forks_server: bool = True) -> subprocess.CompletedProcess[str]:
+def run(
+    *argv: object, cwd: Path, seconds: float = 110, forks_supervisor: bool = True
+) -> subprocess.CompletedProcess[str]:
     """`subprocess.run([sys.executable, *argv], capture_output=True, text=True)`."""
-    with Program(argv, cwd=cwd, forks_server=forks_server) as process:
+    with Program(argv, cwd=cwd, forks_supervisor=forks_supervisor) as process:
         try:
             output, errors = process.communicate(timeout=seconds)
         except BaseException:
@@ -192,47 +191,21 @@ def become(request: Request) -> types.ModuleType:
     if request.strict:
         sys.warnoptions.append("error")
         warnings.simplefilter("error")
-    if request.light:
-        preload = multiprocessing.set_forkserver_preload
-        multiprocessing.set_forkserver_preload = lambda names: preload([name for name in names if name != "torch"])
-    if request.forks_server:
-        multiprocessing.util.spawnv_passfds = fork_the_fork_server
-    if request.light or request.forks_server:
+    if request.light or request.forks_supervisor:
         launch = importlib.import_module("penstock.workers.launch")
-        plain, names = launch.Supervisor, ("torch",) if request.light else ()
-        launch.Supervisor = lambda preload: plain(
-            [name for name in preload if name not in names], is_fork=request.forks_server
-        )
+        plain, left_out = launch.Supervisor, ("torch",) if request.light else ()
+
+        def supervisor(preload: Sequence[str] = (), *, is_fork: bool = False) -> Any:
+            imported = [name for name in preload if name not in left_out]
+            made = plain(imported, is_fork=is_fork or request.forks_supervisor)
+            made.preload = frozenset(preload)
+            return made
+
+        launch.Supervisor = supervisor
     main = types.ModuleType("__main__")
     main.__file__, main.__builtins__ = script, builtins  # type: ignore[attr-defined]
     sys.modules["starter"], sys.modules["__main__"] = sys.modules["__main__"], main
     return main
-
-
-def fork_the_fork_server(path: Any, args: Sequence[Any], descriptors: Sequence[int]) -> int:
-    """In place of `multiprocessing.util.spawnv_passfds`. Other processes are new interpreters."""
-    code = args[-1]
-    if "multiprocessing.forkserver" not in code:
-        return spawn_interpreter(path, args, descriptors)
-    if (pid := os.fork()) != 0:
-        return pid
-    try:
-        first = 3
-        for last in (*sorted(descriptors), os.sysconf("SC_OPEN_MAX")):
-            os.closerange(first, last)
-            first = last + 1
-        # What the script has registered is its own.
-        atexit._clear()
-        multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(code, {})
-    except SystemExit:
-        pass
-    except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-    finally:
-        atexit._run_exitfuncs()
-        os._exit(0)
 
 
 if __name__ == "__main__":

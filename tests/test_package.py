@@ -51,7 +51,7 @@ for context in ("fork", "forkserver"):
         envs.step([0, 0])
 print(penstock.__file__)
 """
-# Two torch imports: in this process, and in the spawned worker. A fork server for a sampler would be the third.
+# Two torch imports: in this process, and in the spawned worker. A supervisor for a sampler would be the third.
 SAMPLE = (
     SMALL_SAMPLE
     + """

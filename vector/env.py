@@ -131,7 +131,7 @@ class ShmVectorEnv(CallsOnEnvs):
         check_finite = true_or_false("check_finite", check_finite)
         options = as_options(context, step_timeout, start_timeout, on_worker_failure, max_restarts, restart_window)
         self.autoreset_mode = as_mode(autoreset_mode)
-        with marked():
+        with marked:
             self._read_spaces(factories[0].as_example(checked_spaces(spaces)))
         program = VectorProgram(
             ColumnStreams(fresh_seed(), range(self.num_envs)).env_seeds(Purpose.TRAIN),

@@ -6,12 +6,10 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any
 
 from penstock.buffers.reports import Report, ReportBoard
 from penstock.errors import SamplerBrokenError, WorkerDiedError, WorkerError, WorkerTimeoutError
-from penstock.workers.handle import status_of
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.progress import Phase, ProgressSnapshot
 from penstock.workers.supervisor import SUPERVISOR_ENDED
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
 
 _MAX_LISTED = 32  # workers that fail at once, each with a line
 _MAX_STACKS = 3
-_NO_EXIT_CODE = 255  # multiprocessing's code for a worker whose fork server has gone
 
 _PHASE_TEXT = {
     Phase.STARTING: "starting",
@@ -109,34 +106,15 @@ def describe_exit(exitcode: int | None) -> str:
     if exitcode == SUPERVISOR_ENDED:
         return "ended with the supervisor, the process that starts the workers, which has exited or was killed"
     if exitcode is None:
-        return (
-            "has ended with an unknown exit code (the process that started it does not answer; or SIGCHLD is ignored "
-            "in this process, or another thread has waited for the exit)"
-        )
-    if exitcode == _NO_EXIT_CODE and _fork_server_has_ended():
-        return (
-            f"ended with the fork server (pid {_fork_server_pid()}, which has exited or was killed: the workers of all "
-            "samplers of this process end with it)"
-        )
+        return "has ended with an unknown exit code: the supervisor, which starts the workers, does not answer"
     if exitcode >= 0:
-        # Another sampler may have started a new fork server already.
-        hint = ", or ended with the fork server that started it" if exitcode == _NO_EXIT_CODE else ""
-        return f"exited with code {exitcode}{hint}"
+        return f"exited with code {exitcode}"
     try:
         name = signal.Signals(-exitcode).name
     except ValueError:
         name = f"signal {-exitcode}"
     hint = " (out of memory?)" if name == "SIGKILL" else ""
     return f"was killed by {name}{hint}"
-
-
-def _fork_server_pid() -> int | None:
-    return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined,no-any-return]
-
-
-def _fork_server_has_ended() -> bool:
-    pid = _fork_server_pid()
-    return pid is not None and status_of(pid) in ("zombie", "")
 
 
 def make_error(

@@ -39,10 +39,6 @@ from penstock.workers.spinning import SpinTime
 _POLL_MS = 1000
 
 
-class MainProcessGone(Exception):
-    """The main process has died, so the worker must exit."""
-
-
 class WakeUp:
     """Wakes a process that polls `fileno()`: an eventfd, or a pipe where eventfd is missing or refused."""
 
@@ -95,8 +91,6 @@ class Gate:
         """`spin_seconds`: the longest time that the worker spins before it sleeps. `yields`: whether it yields the CPU
         after each look at a word. `server` is the gate of the inference server, if that is a process."""
         self._control, self._rank, self._spin_seconds, self._yields = control, worker_rank, spin_seconds, yields
-        #: A pidfd of the main process. The worker sets it; None: only the watchdog thread watches the main process.
-        self.main_process: InheritedFd | None = None
         #: They wake the worker, and the main process.
         self.go, self._done = WakeUp(), WakeUp()
         self._server_go = None if server is None else server.go
@@ -126,7 +120,7 @@ class Gate:
     # ---- worker ----------------------------------------------------------------------------
 
     def wait_in(self, progress: Progress) -> None:
-        """Wait for the next opening. Raises `MainProcessGone` if `main_process` becomes readable."""
+        """Wait for the next opening."""
         began = time.monotonic()
         side = self._side or self._make_side()
         self._wait(side, side.opened, progress.arrived + 1, side.opening)
@@ -157,8 +151,8 @@ class Gate:
             notify(server_go.writer.fd)
 
     def request(self, progress: Progress, kind: int) -> None:
-        """Send a request of this kind to the inference server and wait for the reply. Raises as `wait_in` does, and
-        `StopCollecting` once the sampler shuts down."""
+        """Send a request of this kind to the inference server and wait for the reply. Raises `StopCollecting` once the
+        sampler shuts down."""
         progress.request(kind)
         if self._server_go is None:
             self.wake_main()
@@ -185,20 +179,15 @@ class Gate:
 
     def sleep(self, is_due: Callable[[], Any], milliseconds: int = _POLL_MS, wake_for: int = FOR_ANY) -> None:
         """Sleep until something wakes this worker, at most for `milliseconds`; not at all if `is_due()` is already
-        True. `wake_for` says what must wake it (progress.py). Raises as `wait_in` does."""
+        True. `wake_for` says what must wake it (progress.py)."""
         side = self._side or self._make_side()
         if side.poll is None:
             side.poll = select.poll()
             side.poll.register(self.go.fileno(), select.POLLIN)
-            if self.main_process is not None:
-                side.poll.register(self.main_process.fileno(), select.POLLIN)
         side.row[ASLEEP] = wake_for
         full_fence()
-        ready = side.poll.poll(0 if is_due() else milliseconds)  # poll always, to notice the end of the main process
+        ready = not is_due() and side.poll.poll(milliseconds)
         side.row[ASLEEP] = AWAKE
-        for fd, _ in ready:
-            if fd != self.go.fileno():
-                raise MainProcessGone
         if ready:
             clear(self.go.fileno())
 

@@ -11,16 +11,15 @@ from pathlib import Path
 from penstock.buffers.memory_limits import left_in_cgroups
 from penstock.errors import ConfigError
 
-# Per worker in the main process: two wake-ups, both ends of its pipe, its stack file, its pidfd, its sentinel, and
-# what the start method adds.
-_DESCRIPTORS_PER_WORKER = {"fork": 8, "forkserver": 8, "spawn": 9}
-_DESCRIPTORS_BESIDE = 32  # the shared blocks, the guardian, the fork server, and what one start takes
-_PROCESSES_BESIDE = 3  # fork server, resource tracker, guardian
+# Per worker in the main process: two wake-ups, both ends of its pipe, its stack file, its leash, its pidfd.
+_DESCRIPTORS_PER_WORKER = 7
+_DESCRIPTORS_BESIDE = 32  # the shared blocks, the supervisor, and what one start takes
+_PROCESSES_BESIDE = 3  # the supervisor, the resource tracker, the shell of marking.py
 
 
-def check_limits(n_workers: int, start_method: str) -> None:
+def check_limits(n_workers: int) -> None:
     """Raise `ConfigError` naming what is needed and what is left if `n_workers` more cannot be started."""
-    descriptors = n_workers * _DESCRIPTORS_PER_WORKER[start_method] + _DESCRIPTORS_BESIDE
+    descriptors = n_workers * _DESCRIPTORS_PER_WORKER + _DESCRIPTORS_BESIDE
     left = _descriptors_left()  # fewer than 0, if the limit was lowered later
     if left is not None and descriptors > left:
         raise ConfigError(
@@ -45,7 +44,8 @@ def naming_descriptor_limit() -> Iterator[None]:
         if error.errno == errno.EMFILE:
             raise ConfigError(
                 f"this process has no file descriptor left: its limit is {_descriptor_limit()}. Close files, or raise "
-                f"the limit (ulimit -n): penstock needs {_DESCRIPTORS_BESIDE}, and 8 or 9 for each worker"
+                f"the limit (ulimit -n): penstock needs {_DESCRIPTORS_BESIDE}, and {_DESCRIPTORS_PER_WORKER} for each "
+                "worker"
             ) from error
         if error.errno == errno.ENFILE:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """Marks the programs that environments start, so that they end with the main process.
 
 A program has the environment variables of the process that starts it, and /proc shows them. So the main process sets a
-variable while it builds or resets an environment, and workers always have it. When the main process has ended, for
+variable while it builds or runs environments, and workers always have it. When the main process has ended, for
 whatever reason, a shell kills every program that has the variable, also in other sessions. The shell reads from a pipe
 whose other end the main process holds, so it notices this end.
 
@@ -14,9 +14,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from contextlib import AbstractContextManager, nullcontext, suppress
-
-from penstock.workers.forks import abandon_in_forks
+from contextlib import suppress
 
 # The argument is the variable with its value. The part in braces runs in the background, so that it is no child of the
 # main process. Programs may start others while they are killed, hence the second look.
@@ -35,6 +33,9 @@ exec 3<&0
 """
 _START_SECONDS = 5.0
 
+# With these variables, libraries would believe that a worker is an MPI process.
+_MPI_PREFIXES = ("OMPI_", "PMI_")
+
 
 class _Marking:
     """Sets the variable as long as some thread is inside of this context."""
@@ -43,7 +44,6 @@ class _Marking:
         self._lock = threading.RLock()
         self._threads: list[int] = []  # those inside, more than once if contexts are nested
         self._name, self._pipe = "", -1
-        self.is_worker = False
 
     def variable(self) -> str:
         """The name of the variable. This starts the shell."""
@@ -51,7 +51,6 @@ class _Marking:
             # A new name for each process: a program that uses penstock itself has several of these variables.
             self._name = f"PENSTOCK_PROCESS_{os.getpid()}_{os.urandom(8).hex()}"
             reader, self._pipe = os.pipe()
-            abandon_in_forks(self)
             try:
                 with suppress(OSError, subprocess.TimeoutExpired):  # without a shell, nothing is killed
                     subprocess.run(
@@ -60,7 +59,7 @@ class _Marking:
                         stdout=subprocess.DEVNULL,
                         stderr=subprocess.DEVNULL,
                         cwd="/",
-                        env=path_alone(),
+                        env={"PATH": os.environ.get("PATH", os.defpath)},  # it must not be marked itself
                         start_new_session=True,  # Ctrl-C must not reach it
                         timeout=_START_SECONDS,
                         check=False,
@@ -82,8 +81,10 @@ class _Marking:
                 # Not deleted: this would move other variables, while C code of another thread may read them.
                 os.environ[self._name] = ""
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """In a fork of the main process: the shell must see that the main process ends."""
+        if self._pipe < 0:
+            return
         os.close(self._pipe)
         self._lock, self._pipe = threading.RLock(), -1
         self._threads = [thread for thread in self._threads if thread == threading.get_ident()]
@@ -91,25 +92,12 @@ class _Marking:
             os.environ[self._name] = ""
 
 
-_marking = _Marking()
-_nothing = nullcontext()
+#: `with marked:` programs that this process starts meanwhile are marked.
+marked = _Marking()
+os.register_at_fork(after_in_child=marked._abandon)
 
 
-def marked() -> AbstractContextManager[None]:
-    """While this context lasts, programs that this process starts are marked."""
-    return _nothing if _marking.is_worker else _marking
-
-
-def worker_variables() -> dict[str, str]:
-    """The variables that mark all programs of a worker."""
-    return {} if _marking.is_worker else {_marking.variable(): "1"}
-
-
-def note_worker() -> None:
-    """This process is a worker: its variables mark all its programs."""
-    _marking.is_worker = True
-
-
-def path_alone() -> dict[str, str]:
-    """The variables of a shell that watches: it must not be marked."""
-    return {"PATH": os.environ.get("PATH", os.defpath)}
+def worker_environ() -> dict[str, str]:
+    """The environment variables of a worker: those of this process now, and the one that marks its programs."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_PREFIXES)}
+    return {**environ, marked.variable(): "1"}

@@ -181,7 +181,7 @@ class Monitor:
         forced = {handle.rank: self.status(handle) for handle in alive}
         for sig, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
             for handle in alive:
-                handle.signal_group(sig)
+                handle.process.signal(sig)
             alive = self.await_deaths(alive, seconds)
         return forced
 
@@ -225,7 +225,7 @@ class Monitor:
             status = self.status(handle)
             stopped = " and is stopped by a signal" if handle.is_stopped else ""
             stack = handle.stacks.ask(handle.pid)
-            handle.signal_group(signal.SIGKILL)
+            handle.process.kill()
             hung = f"made no progress for {limit:g} s ({name}={limit:g}){stopped}"
             exitcode = handle.reap()
             failures.append(WorkerFailure(status, exitcode, None, stack, hung, self._replay_of(status)))

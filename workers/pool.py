@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing.process
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,22 +16,19 @@ from penstock.buffers.reports import ReportBoard
 from penstock.buffers.results import ObjectMessage, ObjectPipe
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError, WorkerTimeoutError
 from penstock.workers import sigint
-from penstock.workers.affinity import blas_limited
 from penstock.workers.control import Command
 from penstock.workers.failures import WorkerFailure, WorkerStatus, add_killed, examine_exits, make_error
-from penstock.workers.forks import abandon_in_forks
 from penstock.workers.gates import Gate, GateWakers, notify
-from penstock.workers.guardian import Guardian
-from penstock.workers.handle import WorkerHandle, open_pidfd
-from penstock.workers.launch import Launcher, explaining, post_programs
+from penstock.workers.handle import WorkerHandle
+from penstock.workers.launch import Launcher, post_programs
 from penstock.workers.lookout import Lookout
 from penstock.workers.monitor import Monitor, WaitOptions
 from penstock.workers.plan import PoolOptions, WorkerPlan
+from penstock.workers.process import worker_main
 from penstock.workers.program import SharedMemory, WorkerProcessArgs, WorkerProgram
 from penstock.workers.restarts import Restarts
 from penstock.workers.spinning import is_crowded
 from penstock.workers.stacks import StackFile
-from penstock.workers.uninterrupted import uninterrupted
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -41,7 +37,6 @@ _log = logging.getLogger("penstock")
 
 _EXIT_SECONDS = 1.5  # how long workers may take to end their step and close their environments
 _EXIT_BROKEN_SECONDS = 0.3  # shorter after a failure: the user waits for the error
-_KILL_SECONDS = 0.5  # how long to wait after SIGKILL
 
 
 class WorkerPool:
@@ -91,20 +86,20 @@ class WorkerPool:
             resources.callback(self._mailbox.close)
             self._resources = resources.pop_all()
         try:
-            self._main_process = open_pidfd(os.getpid())
-            if self._main_process is not None:
-                self._owned(self._main_process)
-            server = self._launcher.prepare()
-            new_guardian = partial(Guardian, server, is_needed=not self._launcher.is_supervised)
-            with explaining("the guardian of the workers"):
-                self._guardian: Guardian = self._owned(uninterrupted(new_guardian, undo=Guardian.close))
-            abandon_in_forks(self)
-            # Once for all forks: when it ends the limit, OpenBLAS starts threads.
-            with blas_limited() if options.start_method == "fork" else nullcontext():
-                self._start_all(plans)
+            self._owned(self._launcher).prepare()
+            self._start_all(plans)
         except BaseException:
-            self.close(broken=True)
+            self._close_in_spite_of_signals()
             raise
+
+    def _close_in_spite_of_signals(self) -> None:
+        """Nobody has this pool yet, so no later call would do what an interrupted `close` leaves undone."""
+        while True:
+            try:
+                self.close(broken=True)
+                return
+            except BaseException:
+                continue  # the first exception is raised
 
     def _start_all(self, plans: Sequence[WorkerPlan]) -> None:
         self._monitor.yields = yields = is_crowded(len(plans) + 1)
@@ -133,12 +128,11 @@ class WorkerPool:
     def _start(self, plan: WorkerPlan, gate: Gate, pipe: ObjectPipe, stacks: StackFile) -> None:
         """Start a worker. It takes the place of an earlier worker of this rank, if there was one."""
         rank = plan.worker_rank
-        environ, program, share = self._parts[rank]
+        program, share = self._parts[rank]
         wakers = GateWakers([handle.gate for handle in self.handles]) if plan.server_name else None
         args = WorkerProcessArgs(
             plan=plan,
             mailbox=self._mailbox,
-            environ=environ,
             program=program,
             share=share,
             memory=self._memory,
@@ -146,21 +140,15 @@ class WorkerPool:
             reports=self._reports,
             pipe=pipe,
             stacks=stacks,
-            main_process=self._main_process,
-            dies_with_parent=self._launcher.dies_with_parent,
             wakers=wakers,
         )
         begun_at_start = self.control.begun(rank)
-        process = self._launcher.make(args)
         try:
-            self._launcher.start(process, plan.name, self._check_open)
-            self._guardian.watch(process.pid)
-            handle = WorkerHandle(plan, process, process.pid, gate, pipe, stacks, begun_at_start)
+            # An exception of a signal handler drops the process, and this kills it.
+            process = self._launcher.start(plan.name, worker_main, args, check=self._check_open)
+            handle = WorkerHandle(plan, process, gate, pipe, stacks, begun_at_start)
             self.handles[rank : rank + 1] = [handle]  # replaces the old handle, or appends the first
-        except BaseException:  # a second Ctrl-C, for example: no process may exist without a handle
-            if process.pid is not None:
-                process.kill()
-                process.join(_KILL_SECONDS)
+        except BaseException:
             pipe.close()
             raise
 
@@ -328,9 +316,8 @@ class WorkerPool:
         self._reports.clear(rank)
         old.stacks.clear()
         self.control.reset_row(rank)
-        self._guardian.forget(old.pid)
         self._start(replace(old.plan, generation=self.control.generation(rank)), old.gate, pipe, old.stacks)
-        old.release()
+        old.process.close()
         old.pipe.close()
 
     def _count_lost(self, dead: WorkerHandle) -> int:
@@ -391,11 +378,6 @@ class WorkerPool:
         """Close what this process holds, when the workers have ended."""
         self._lookout.stop()  # again: a call of another thread may have replaced a worker meanwhile
         for handle in self.handles:
-            handle.release()
+            handle.process.close()
             handle.pipe.close()
         self._resources.close()
-
-    def abandon(self) -> None:
-        """In a fork of the main process: make multiprocessing forget the workers, which are not its children."""
-        for handle in self.handles:
-            multiprocessing.process._children.discard(handle.process)  # type: ignore[attr-defined]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.reports import ReportBoard
 from penstock.buffers.results import ObjectMessage, ObjectPipe
@@ -82,24 +81,18 @@ class WorkerContext:
 @dataclass(frozen=True)
 class WorkerProcessArgs:
     """What a worker process is started with. It contains descriptors, so it can be pickled only while the process is
-    being started.
-
-    The program lies in a mailbox. `multiprocessing` would send it through a pipe, and would wait for ever if the worker
-    dies before it has read everything.
+    being started. The program lies in a mailbox, which all workers read.
     """
 
     plan: WorkerPlan
     mailbox: Mailbox
-    environ: slice  #: the mailbox's part with the environment variables
-    program: slice  #: the part with the program
+    program: slice  #: the mailbox's part with the program
     share: slice  #: the part with this worker's share
     memory: SharedMemory
     gate: Gate
     reports: ReportBoard
     pipe: ObjectPipe
     stacks: StackFile
-    main_process: InheritedFd | None
-    dies_with_parent: bool  #: whether the kernel must kill the worker when the process that started it exits
     wakers: GateWakers | None = None  #: only for the inference server
 
     def load(self, part: slice) -> Any:
@@ -109,7 +102,6 @@ class WorkerProcessArgs:
     def context(self) -> WorkerContext:
         """The context of this worker's program."""
         progress = self.memory.control.progress(self.plan.worker_rank)
-        self.gate.main_process = self.main_process
         return WorkerContext(
             plan=self.plan,
             share=self.load(self.share),

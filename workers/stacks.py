@@ -49,7 +49,7 @@ class StackFile:
         """Main process: what the worker has written about the user's code and the collectors."""
         text = os.pread(self._file.fd, _MAX_BYTES, 0).decode(errors="replace")
         threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", text.partition("\nExtension modules:")[0])
-        return "\n".join(_shortened(part) for part in threads if "_watch_main_process" not in part).strip()
+        return "\n".join(map(_shortened, threads)).strip()
 
     def clear(self) -> None:
         """Main process: forget what a dead worker has written."""

@@ -38,6 +38,7 @@ from typing import Any, NoReturn
 
 from penstock.buffers import descriptors
 from penstock.buffers.descriptors import InheritedFd, anonymous_file
+from penstock.workers.marking import worker_environ
 
 end_group_with_parent: Callable[[], bool] | None
 try:
@@ -92,8 +93,12 @@ class Supervisor:
     now. A fork of the main process owns no supervisor.
     """
 
+    # At the end of the interpreter, modules may have been cleared before `__del__` runs.
+    _getpid = staticmethod(os.getpid)
+
     def __init__(self, preload: Collection[str] = (), *, is_fork: bool = False) -> None:
         self._owner, self.has_started = os.getpid(), False
+        self.preload, self.is_fork = frozenset(preload), is_fork
         self.control, given = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setblocking(False)
         with given:  # it may be number 1 if standard output is closed: what is printed must not go there
@@ -146,7 +151,7 @@ class Supervisor:
 
     def __del__(self) -> None:
         if hasattr(self, "control"):
-            self.control.close()
+            _hang_up(self.control, self._getpid() == self._owner)
 
 
 class SupervisedProcess:
@@ -155,10 +160,8 @@ class SupervisedProcess:
     It calls `function(*arguments)`. Exit code: what this returns, or 0. Its id is that of its group too.
     """
 
-    # At the end of the interpreter, modules may have been cleared before `__del__` runs.
-    _getpid = staticmethod(os.getpid)
-
-    pid: int | None = None
+    _getpid = staticmethod(os.getpid)  # as above
+    pid = 0  # until it runs
     exitcode: int | None = None
     _leash: socket.socket | None = None
     _pidfd: InheritedFd | None = None
@@ -191,14 +194,15 @@ class SupervisedProcess:
 
     def _request(self, supervisor: Supervisor) -> None:
         data, fds = descriptors.dumps(self._function)
-        tracker: Any = resource_tracker.getfd()
+        # A fork has the main process's resource tracker, if this has one.
+        trackers: Any = [] if supervisor.is_fork else [resource_tracker.getfd()]
         self._leash, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         receiver, sender = socket.socketpair()
         with theirs, receiver, sender, contextlib.closing(anonymous_file("penstock-start")) as payload:
             with open(payload.fd, "wb", closefd=False) as file:
-                pickle.dump(_surroundings(self._name), file)
+                pickle.dump((_surroundings(self._name), len(trackers)), file)
                 file.write(data)
-            sent = [payload.fd, tracker, *fds]
+            sent = [payload.fd, *trackers, *fds]
             descriptors.send(sender, sent)
             request = f"{'spawn' if self._spawns else 'fork'} {len(sent)}".encode()
             try:
@@ -250,16 +254,20 @@ class SupervisedProcess:
         """Release it. If it runs, the supervisor kills it."""
         leash, self._leash = self._leash, None
         if leash is not None:
-            try:
-                if self._getpid() == self._owner:
-                    leash.shutdown(2)  # in both directions, also where a fork of this process holds a copy
-            except OSError:
-                pass  # the supervisor has ended
-            leash.close()
+            _hang_up(leash, self._getpid() == self._owner)
         if self._pidfd is not None:
             self._pidfd.close()
 
     __del__ = close
+
+
+def _hang_up(connection: socket.socket, is_own: bool) -> None:
+    try:
+        if is_own:
+            connection.shutdown(2)  # in both directions, also where a fork of this process holds a copy
+    except OSError:
+        pass  # the supervisor has ended
+    connection.close()
 
 
 def _surroundings(name: str) -> dict[str, Any]:
@@ -269,7 +277,7 @@ def _surroundings(name: str) -> dict[str, Any]:
         "folder": os.getcwd(),
         "path": sys.path,
         "argv": sys.argv,
-        "environ": dict(os.environ),
+        "environ": worker_environ(),
         "cpus": os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
         "start_method": multiprocessing.get_start_method(allow_none=True),
         "authkey": bytes(multiprocessing.current_process().authkey),
@@ -295,7 +303,7 @@ def serve(control_fd: int, main: int, preload: Sequence[str] | None = None) -> N
         if preload is not None:
             # It was for the time of the imports. If a thread has started this process, it counts the thread's end.
             _prctl(_PR_SET_PDEATHSIG, 0)
-        service = _Service(socket.socket(fileno=control_fd), main)
+        service = _Service(socket.socket(fileno=control_fd), main, is_fork=preload is None)
         service.run()
         os._exit(0)
     except BaseException:
@@ -306,8 +314,8 @@ def serve(control_fd: int, main: int, preload: Sequence[str] | None = None) -> N
 class _Service:
     """Starts workers as the main process requests, until the main process ends or closes `control`."""
 
-    def __init__(self, control: socket.socket, main: int) -> None:
-        self._control, self._main = control, main
+    def __init__(self, control: socket.socket, main: int, *, is_fork: bool) -> None:
+        self._control, self._main, self._is_fork = control, main, is_fork
         self._leashes: dict[int, socket.socket] = {}  # by process id
         self._pids: dict[int, int] = {}  # by descriptor of the leash
         self._wake, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -325,7 +333,7 @@ class _Service:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def run(self) -> None:
-        """Serve, and at last end everything."""
+        """Serve, and at last end the workers; when the main process has ended, everything."""
         while os.getppid() == self._main:
             ready = {fd for fd, _ in self._poll.poll(self._poll_ms)}
             if self._main_fd in ready:
@@ -344,7 +352,8 @@ class _Service:
                     self._start(message, fds)
         for pid in self._leashes:
             _signal_group(pid, signal.SIGKILL)
-        _kill_children()
+        if not self._is_fork or os.getppid() != self._main:  # the orphans of one pool may serve others: see marking.py
+            _kill_children()
 
     def _obey(self, fd: int) -> None:
         pid = self._pids[fd]
@@ -476,10 +485,15 @@ def work(parcel: int, n_fds: int) -> NoReturn:
         if end_group_with_parent is not None:  # also what the environments have started
             end_group_with_parent()
         with socket.socket(fileno=parcel) as receiver:
-            payload, tracker, *fds = descriptors.receive(receiver, n_fds)
+            payload, *fds = descriptors.receive(receiver, n_fds)
         with open(payload, "rb") as file:
             file.seek(0)
-            _adopt(pickle.load(file), tracker)
+            surroundings, n_trackers = pickle.load(file)
+            _adopt(surroundings)
+            # Named shared memory of a worker that is killed is removed when the main process ends.
+            for tracker in fds[:n_trackers]:
+                resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
+            del fds[:n_trackers]
             function = descriptors.loads(file.read(), fds)
         code = function() or 0
         _flush_standard_streams()
@@ -489,7 +503,7 @@ def work(parcel: int, n_fds: int) -> NoReturn:
         os._exit(code)
 
 
-def _adopt(surroundings: dict[str, Any], tracker: int) -> None:
+def _adopt(surroundings: dict[str, Any]) -> None:
     """Use what `_surroundings` has found."""
     os.chdir(surroundings["folder"])
     sys.path[:], sys.argv[:] = surroundings["path"], surroundings["argv"]
@@ -506,5 +520,3 @@ def _adopt(surroundings: dict[str, Any], tracker: int) -> None:
     process.name, process.authkey = surroundings["name"], surroundings["authkey"]
     if surroundings["start_method"] in multiprocessing.get_all_start_methods():  # joblib has one of its own
         multiprocessing.set_start_method(surroundings["start_method"], force=True)
-    # Named shared memory of a worker that is killed is removed when the main process ends.
-    resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]

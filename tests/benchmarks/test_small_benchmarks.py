@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import sys
 import warnings
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("benchmarks")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _fork_server() -> None:
+    """Peers use the fork server of `multiprocessing`, which lives as long as the process."""
+    forkserver.ensure_running()
+
+
 def run_program(folder: Path, name: str, *options: object) -> tuple[str, Any]:
     """Run a benchmark as a program: what it prints, and what it writes."""
     file = folder / f"{name}.json"
@@ -43,7 +50,7 @@ def run_program(folder: Path, name: str, *options: object) -> tuple[str, Any]:
 
 
 def run(folder: Path, name: str, *options: object) -> tuple[str, Any]:
-    """The same in this process, whose fork server has imported torch."""
+    """The same in this process, whose supervisor has imported torch."""
     file, printed, before = folder / f"{name}.json", io.StringIO(), set(sys.modules)
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(), contextlib.redirect_stdout(printed):
         warnings.simplefilter("ignore")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import gc
 import math
-import multiprocessing
 import os
 import pickle
+import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock.buffers import ArraySpec, NamedArrays, NamedMemory, SharedBlock, memory_limits
-from penstock.buffers.descriptors import dumps, loads
+from penstock.buffers.descriptors import InheritedFd, dumps, loads
 from penstock.buffers.shared import shared_mappings
 from penstock.errors import ConfigError
-from penstock.workers.launch import Parcel
+from penstock.workers.supervisor import SupervisedProcess, Supervisor
 
 from ..scale import scaled
 
@@ -59,34 +59,29 @@ def opened(memory: Any) -> Iterator[Any]:
 #: What the child does. `exec` is found by every child, whereas a function of a test module is not.
 CHILD = """
 cells, word = memory.arrays.cells, memory.arrays.nested.word
-conn.send(int(cells[0]))    # written before the process was started
-conn.recv()
+import os
+os.write(theirs.fd, bytes([cells[0]]))    # written before the process was started
+os.read(theirs.fd, 1)
 cells[2] = cells[1]         # written while it ran
 word[...] = 7
 """
 
 
 def check_sharing(method: str, memory: NamedMemory) -> None:
-    ctx = multiprocessing.get_context(method)
     cells, word = memory.arrays.cells, memory.arrays.nested.word
-    ours, theirs = ctx.Pipe()
+    ours, given = socket.socketpair()
+    theirs = InheritedFd(given.detach())
     cells[0] = 11
-    sent = memory if method == "fork" else Parcel(memory)
-    child = ctx.Process(target=exec, args=(CHILD, {"memory": sent, "conn": theirs}), daemon=True)
-    try:
-        child.start()
+    child = SupervisedProcess("child", exec, CHILD, {"memory": memory, "theirs": theirs}, spawns=method == "spawn")
+    with closing(Supervisor(is_fork=method == "fork")) as supervisor, closing(child), ours:
+        child.start(supervisor)
         theirs.close()
-        assert ours.poll(60), "the child has not started"
-        assert ours.recv() == 11
+        ours.settimeout(60)
+        assert ours.recv(1) == b"\x0b"
         cells[1] = 22
-        ours.send(None)
+        ours.send(b".")
         child.join(60)
         assert child.exitcode == 0
-    finally:
-        child.kill()
-        child.join()
-        child.close()
-        ours.close()
     assert cells.tolist() == [11, 22, 22, 0]
     assert word == 7
 

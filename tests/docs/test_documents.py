@@ -392,7 +392,7 @@ def ranks(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Program]:
         values = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
         for name, value in values.items():
             monkeypatch.setenv(name, str(value))
-        yield Program([scripts / "ddp.py"], cwd=scripts, forks_server=True)
+        yield Program([scripts / "ddp.py"], cwd=scripts, forks_supervisor=True)
 
 
 @pytest.mark.usefixtures("starter")

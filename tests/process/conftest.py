@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -19,15 +16,6 @@ cloudpickle.register_pickle_by_value(support)
 @pytest.fixture(autouse=True)
 def _starter(starter: None) -> None:
     """Many tests run scripts."""
-
-
-@pytest.fixture
-def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder for temporary files of the test's programs. Its path is short enough for a socket, as `tmp_path` may
-    not be."""
-    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
-        monkeypatch.setenv("TMPDIR", folder)
-        yield Path(folder)
 
 
 # Where several processes share the tests, each has figures, and only the one that began them can print.

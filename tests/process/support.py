@@ -178,10 +178,11 @@ class Killer:
         """Signal all `pids`, after `delay` seconds."""
         self._order(delay, sig, 0, 0, *pids)
 
-    def kill_newborn(self, worker_rank: int, delay: float) -> None:
-        """Kill a worker that is yet to be started, `delay` after its birth. (Before the workers comes the guardian.)"""
+    def kill_newborn(self, worker_rank: int, delay: float, start_method: str) -> None:
+        """Kill a worker that is yet to be started, `delay` after its birth. Before the workers of "fork" comes their
+        supervisor."""
         known = [child.pid for child in psutil.Process().children(recursive=True)]
-        self._order(delay, 9, os.getpid(), worker_rank + 2, *known)
+        self._order(delay, 9, os.getpid(), worker_rank + 1 + (start_method == "fork"), *known)
 
     def _order(self, *words: float) -> None:
         assert self._process.stdin is not None

@@ -143,12 +143,13 @@ def test_while_the_workers_are_started(kind: str, monkeypatch: pytest.MonkeyPatc
     sampler, started = sampler_of(kind), []
     plain = pool_module.Launcher.start
 
-    def start(launcher: Any, process: Any, *args: Any) -> None:
-        plain(launcher, process, *args)
+    def start(*args: Any, **kwargs: Any) -> Any:
+        process = plain(*args, **kwargs)
         started.append(process.pid)
         closing = Call(lambda: shut_down(sampler))
         until(lambda: sampler.state is SamplerState.CLOSED)
         closers.append(closing)
+        return process
 
     closers: list[Call] = []
     monkeypatch.setattr(pool_module.Launcher, "start", start)

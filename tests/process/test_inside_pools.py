@@ -58,6 +58,6 @@ def test_classes_of_the_script_reach_the_workers(tmp_path: Path, pool: str, star
         pytest.skip("a pool's process has threads, so fork is refused")
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    # Processes of a pool start fork servers of their own: they must be new interpreters, as for a user.
-    done = run(path, pool, start_method, cwd=tmp_path, seconds=180, forks_server=False)
+    # Processes of a pool start supervisors of their own: they must be new interpreters, as for a user.
+    done = run(path, pool, start_method, cwd=tmp_path, seconds=180, forks_supervisor=False)
     assert done.stdout == "[6.0, 6.0]\n", done.stderr

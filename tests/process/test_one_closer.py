@@ -18,8 +18,7 @@ from penstock.buffers.shared import NamedMemory
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 from penstock.workers.gates import Gate
-from penstock.workers.guardian import Guardian
-from penstock.workers.handle import WorkerHandle
+from penstock.workers.launch import Launcher
 from penstock.workers.stacks import StackFile
 
 pytestmark = pytest.mark.slow
@@ -28,10 +27,9 @@ CLOSERS: list[tuple[type, str]] = [
     (Gate, "close"),
     (ObjectPipe, "close"),
     (StackFile, "close"),
-    (Guardian, "close"),
     (Mailbox, "close"),
     (NamedMemory, "close"),
-    (WorkerHandle, "release"),
+    (Launcher, "close"),
 ]
 
 

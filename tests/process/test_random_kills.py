@@ -1,10 +1,10 @@
 """SIGKILL at moments that nobody knows: one worker, all of them, and workers with children that live on."""
 
-import multiprocessing
 import os
 import re
 import statistics
 import time
+from contextlib import closing
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from penstock import ParallelSampler, RandomAgent, SamplerBrokenError, TrajInfo, WorkerDiedError
+from penstock.buffers.descriptors import InheritedFd
 from penstock.envs import CountingEnv
+from penstock.workers.supervisor import SupervisedProcess, Supervisor
 
 from ..scale import FULL, scaled, with_start_methods
 from .support import ERROR_SECONDS, SLACK, Killer, WithChildren, generator, gone_after, killer, note
@@ -76,29 +78,27 @@ def _seconds_to_die(start_method: str) -> float:
 
     The kernel takes 20 ms for three forks of a process that has imported all of this, longer than penstock's own part.
     """
-    context = multiprocessing.get_context(start_method)
-    ready, theirs = context.Pipe(duplex=False)
-    code = "import time, torch; ready.send(None); time.sleep(600)"
-    processes = [context.Process(target=exec, args=(code, {"ready": theirs}), daemon=True) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for _ in processes:
-        assert ready.poll(60)
-        ready.recv()
-    began = time.monotonic()
-    processes[0].kill()
-    connection.wait([processes[0].sentinel])
-    for process in processes[1:]:
-        process.kill()
-    for process in processes[1:]:
-        connection.wait([process.sentinel])
-    seconds = time.monotonic() - began
-    for process in processes:
-        process.join()
-        process.close()
-    ready.close()
-    theirs.close()
-    return seconds
+    with closing(Supervisor(["torch"], is_fork=start_method == "fork")) as supervisor:
+        ready, write = os.pipe()
+        sent = {"ready": InheritedFd(write)}
+        code = "import os, time, torch; os.write(ready.fd, b'.'); time.sleep(600)"
+        processes = [SupervisedProcess("bare", exec, code, sent, spawns=start_method == "spawn") for _ in range(3)]
+        for process in processes:
+            process.start(supervisor)
+        for _ in processes:
+            assert os.read(ready, 1) == b"."
+        os.close(ready)
+        began = time.monotonic()
+        processes[0].kill()
+        connection.wait([processes[0].sentinel])
+        for process in processes[1:]:
+            process.kill()
+        for process in processes[1:]:
+            connection.wait([process.sentinel])
+        seconds = time.monotonic() - began
+        for process in processes:
+            process.close()
+        return seconds
 
 
 def _kill_one(kill: Killer, rng: Any, start_method: str, traj_info_cls: type[TrajInfo]) -> float:
@@ -125,7 +125,7 @@ def test_a_worker_that_is_being_started(cargo: int, start_method: str) -> None:
     with killer() as kill:
         for i in range(scaled(30, 3)):
             with sampler_of(start_method, partial(WithCargo, cargo=bytes(cargo))) as sampler:
-                kill.kill_newborn(rng.randrange(3), rng.uniform(0, longest) if i else 0.0)
+                kill.kill_newborn(rng.randrange(3), rng.uniform(0, longest) if i else 0.0, start_method)
                 error, seen = work_until_it_breaks(sampler, RandomAgent())
                 killed, pids = kill.deed()
             assert isinstance(error, WorkerDiedError)

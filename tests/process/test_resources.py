@@ -115,7 +115,7 @@ def test_64_descriptors_from_the_beginning(tmp_path: Path) -> None:
     assert stderr.count("Traceback") == 1
     last = stderr.splitlines()[-1]
     assert last.startswith(
-        "penstock.errors.ConfigError: 32 workers need about 288 file descriptors and this process may"
+        "penstock.errors.ConfigError: 32 workers need about 256 file descriptors and this process may"
     )
 
 

@@ -216,7 +216,7 @@ def test_a_replacement_that_fails_at_start_is_replaced(start_method: str) -> Non
     rng = generator("start", start_method)
     for rank in range(scaled(N_WORKERS, 1)):
         with killer() as kill, sampler_of(CountingEnv, start_method) as sampler:
-            kill.kill_newborn(rank, rng.uniform(0, 0.02))
+            kill.kill_newborn(rank, rng.uniform(0, 0.02), start_method)
             sampler.initialize(RandomAgent(), seed=5)
             kill.when()
             sampler.obtain_samples(0)

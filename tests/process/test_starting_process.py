@@ -1,7 +1,4 @@
-"""The process that starts the workers (the fork server): what its end does, what interruptions do, and what it shares.
-
-The tests ask for the parent of a worker, so they hold for any such process.
-"""
+"""The process that starts the workers (the supervisor): what its end does, what interruptions do, what it shares."""
 
 from __future__ import annotations
 
@@ -11,15 +8,20 @@ import os
 import random
 import re
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from penstock import ParallelSampler, RandomAgent, WorkerDiedError, WorkerTimeoutError
 from penstock.buffers.native import COMPILED
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
-from penstock.workers.launch import SUPERVISED
+from penstock.workers import launch
 
 from ..scale import scaled
 from .support import BOUND, SLACK, Script, gone_after, note
@@ -67,7 +69,7 @@ def test_all_workers_end_with_the_process_that_starts_them_and_the_error_says_so
         note("starting process killed to no worker left, s", seconds, 2.0 * SLACK)
         for _ in range(2):
             line = " ".join(script.line())
-            assert re.search(r"worker 0 \(pid \d+, .* ended with the (fork server|supervisor).* was killed", line), line
+            assert re.search(r"worker 0 \(pid \d+, .* ended with the supervisor.* was killed", line), line
         output, errors = script.end()
     assert output == "next start\n", errors
     assert "Traceback" not in errors
@@ -112,7 +114,6 @@ say("end")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SUPERVISED, reason="an interrupt during the start of the guardian leaves a shell")
 def test_volleys_of_ctrl_c_while_workers_start(tmp_path: Path) -> None:
     """Four in a row, as from an impatient user. No process is left, other samplers go on, and the next start works."""
     rng = random.Random(4)
@@ -140,3 +141,103 @@ def test_workers_share_what_the_starting_process_has_imported() -> None:
     """Garbage collection in a worker would search and copy the memory of these modules."""
     with ShmVectorEnv([Frozen] * 2) as envs:
         assert min(envs.get_attr("n_frozen")) > 10_000
+
+
+# ---- a stopped supervisor ------------------------------------------------------------------------
+
+
+def sampler_of(**kwargs: Any) -> ParallelSampler:
+    return ParallelSampler(CountingEnv, batch_T=4, batch_B=2, n_workers=2, **kwargs)
+
+
+@contextlib.contextmanager
+def stopped_supervisor() -> Iterator[None]:
+    process = psutil.Process(launch._supervisors[0].pid)
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
+def test_a_stopped_supervisor_is_named() -> None:
+    message = r"worker 0 could not be started within \d+ s: the supervisor \(pid \d+\) is stopped .* kill -CONT"
+    began = time.monotonic()
+    with sampler_of(start_timeout=0.5) as sampler, stopped_supervisor():
+        with pytest.raises(WorkerTimeoutError, match=message) as caught:
+            sampler.initialize(RandomAgent())
+        assert time.monotonic() - began < 10
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_worker_that_a_stopped_supervisor_cannot_replace() -> None:
+    with sampler_of(start_timeout=0.5, on_worker_failure="restart") as sampler:
+        sampler.initialize(RandomAgent())
+        with stopped_supervisor():
+            os.kill(sampler.worker_pids[0], signal.SIGKILL)
+            with pytest.raises(WorkerDiedError) as caught:
+                sampler.obtain_samples(0)
+    assert "has ended with an unknown exit code: the supervisor" in str(caught.value)
+    assert "worker 0 could not be replaced: worker 0 could not be started within" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_wait_for_a_stopped_supervisor() -> None:
+    with sampler_of() as sampler, stopped_supervisor():
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            sampler.initialize(RandomAgent())
+        timer.join()
+
+
+# ---- everything killed together ------------------------------------------------------------------
+
+GAMES = """
+from penstock.vector import ShmVectorEnv
+class Game(CountingEnv):
+    def __init__(self):
+        super().__init__()
+        say(subprocess.Popen(["sleep", "600"]).pid)
+with ShmVectorEnv([Game] * 2, context=METHOD):
+    say("ready")
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPILED, reason="needs the compiled part")
+def test_main_process_and_supervisor_killed_together(tmp_path: Path, start_method: str) -> None:
+    """What the environments have started ends too."""
+    with Script(tmp_path, GAMES, METHOD=start_method) as script:
+        games = [int(line[0]) for line in iter(script.line, ["ready"])]
+        assert len(games) == 3
+        (supervisor,) = (child for child in psutil.Process(script.pid).children() if child.name() == "penstock-start")
+        for pid in (script.pid, supervisor.pid):
+            os.kill(pid, signal.SIGKILL)
+        gone_after(games, time.monotonic(), BOUND)
+
+
+POOL = """
+import multiprocessing, psutil
+from penstock.vector import ShmVectorEnv
+def job(i):
+    with ShmVectorEnv([CountingEnv]) as envs:
+        envs.reset()
+    return [child.pid for child in psutil.Process().children()]
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    for pids in pool.map(job, range(2)):
+        say(*pids)
+say("ended")
+"""
+
+
+@pytest.mark.slow
+def test_a_process_of_a_pool_leaves_no_supervisor(tmp_path: Path) -> None:
+    """`Pool.terminate` kills its processes."""
+    with Script(tmp_path, POOL) as script:
+        pids = [int(pid) for line in iter(script.line, ["ended"]) for pid in line]
+        assert pids
+        script.end(60)
+        gone_after(pids, time.monotonic(), BOUND)

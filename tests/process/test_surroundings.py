@@ -15,10 +15,9 @@ import pytest
 
 from penstock import ParallelSampler, RandomAgent, WorkerDiedError
 from penstock.envs import CountingEnv
-from penstock.workers.handle import WorkerHandle
 
 from ..scale import methods, scaled
-from .support import BOUND, Script, gone_after, is_running, pause, refusing, until
+from .support import BOUND, Script, is_running, pause, refusing, until
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
@@ -118,7 +117,7 @@ except ConfigError as error:
 """
 
 
-def test_the_fork_server_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
+def test_the_supervisor_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
     folder = tmp_path / "downloads"
     folder.mkdir()
     (folder / "gymnasium.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
@@ -129,41 +128,17 @@ def test_the_fork_server_imports_nothing_from_the_current_folder(tmp_path: Path)
     assert not (tmp_path / "executed").exists()
 
 
-@methods("forkserver", "spawn")
 def test_a_deleted_current_folder_is_named(tmp_path: Path, start_method: str) -> None:
     body = "import torch; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')" + ONE_BATCH
     with Script(tmp_path, body, METHOD=start_method) as script:
         output, errors = script.end(60)
-    if start_method == "fork":  # it needs no current folder
-        assert output == "batch\n", errors
-    else:
-        assert "The current folder was deleted: change to another folder" in output, errors
+    assert "The current folder was deleted: change to another folder" in output, errors
 
 
-def test_a_missing_folder_for_temporary_files_is_named(tmp_path: Path) -> None:
+def test_no_folder_for_temporary_files_is_needed(tmp_path: Path) -> None:
     body = "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/nonexistent']" + ONE_BATCH
     with Script(tmp_path, body, METHOD="forkserver") as script:
-        output, errors = script.end(60)
-    assert "No usable temporary directory" in output, errors
-    assert "set TMPDIR to a folder that can be written" in output
-
-
-def test_a_folder_whose_path_is_too_long_for_a_socket_is_named(tmp_path: Path) -> None:
-    long = tmp_path / ("x" * 100)
-    long.mkdir()
-    with Script(tmp_path, f"os.environ['TMPDIR'] = {str(long)!r}" + ONE_BATCH, METHOD="forkserver") as script:
-        output, errors = script.end(60)
-    assert f"the folder for temporary files is {long}" in output, errors
-    assert "set TMPDIR to a folder with a shorter path" in output
-
-
-def test_a_killed_main_process_leaves_no_socket(tmp_path: Path, short_folder: Path) -> None:
-    body = ONE_BATCH.replace('say("batch")', "say('batch'); time.sleep(60)")
-    with Script(tmp_path, body, METHOD="forkserver") as script:
-        assert script.line() == ["batch"]
-        assert list(short_folder.glob("pymp-*/listener-*"))
-        os.kill(script.pid, signal.SIGKILL)
-        until(lambda: not list(short_folder.glob("pymp-*")), "the end of the folder of sockets", 5.0)
+        assert script.end(60) == ("batch\n", "")
 
 
 # ---- environments that do odd things -------------------------------------------------------------
@@ -228,22 +203,6 @@ def test_a_worker_without_standard_output_exits_quietly(how: str, capfd: pytest.
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_process_id_that_was_given_to_a_stranger_is_not_signalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handle remembers when its process started; a process with another start time is not its own."""
-    with ParallelSampler(CountingEnv, batch_T=2, batch_B=1, n_workers=1) as sampler:
-        sampler.initialize(RandomAgent())
-        (handle,) = sampler._pool.handles  # type: ignore[union-attr]
-        assert isinstance(handle, WorkerHandle)
-        with monkeypatch.context() as patched:
-            patched.setattr(handle, "start_time", "1")  # as if the worker had started when the machine did
-            handle.signal_group(signal.SIGKILL)
-            sampler.obtain_samples(0)
-        handle.signal_group(signal.SIGKILL)
-        assert gone_after([handle.pid], 0, float("inf")) >= 0
-        with pytest.raises(WorkerDiedError):
-            sampler.obtain_samples(1)
-
-
 SEVERAL_TRIES = """
 say("go")
 for _ in range(3):
@@ -259,8 +218,8 @@ for _ in range(3):
 
 
 @pytest.mark.parametrize("delay", scaled([0.1 * i for i in range(30)], [0.5]))
-def test_ctrl_c_while_the_fork_server_imports_spoils_no_later_start(tmp_path: Path, delay: float) -> None:
-    """A terminal sends it to the fork server too, which may be importing numpy for all workers."""
+def test_ctrl_c_while_the_supervisor_imports_spoils_no_later_start(tmp_path: Path, delay: float) -> None:
+    """A terminal sends it to all processes, and the supervisor may be importing numpy for all workers."""
     with Script(tmp_path, SEVERAL_TRIES, new=True) as script:
         assert script.line() == ["go"]
         pause(delay)

@@ -164,13 +164,3 @@ def test_a_serial_sampler_takes_the_affinity_of_other_samplers() -> None:
         with SerialSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=2) as sampler:
             sampler.initialize(RandomAgent(), affinity=affinity)
             assert sampler.stats().workers[0].cpus == ()
-
-
-def test_where_no_thread_can_be_started_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with ParallelSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=2) as sampler:
-        monkeypatch.setattr("penstock.workers.uninterrupted._Work.start", refuse)
-        with pytest.raises(ConfigError, match=r"could not be started: .*can't start new thread.*ulimit -u"):
-            sampler.initialize(RandomAgent())

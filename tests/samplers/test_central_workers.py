@@ -61,7 +61,7 @@ with GpuSampler(Looking, batch_T=3, batch_B=2, n_workers=2, start_method=sys.arg
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_workers_do_not_import_torch(tmp_path: Path, start_method: str) -> None:
-    """In a process of its own: this one's fork server has torch."""
+    """In a process of its own: this one's supervisor has torch."""
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     paths = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]

@@ -118,11 +118,12 @@ def test_while_processes_start(monkeypatch: pytest.MonkeyPatch, start_method: st
     started = []
     plain = pool_module.Launcher.start
 
-    def interrupted(launcher: Any, process: Any, *args: Any) -> None:
-        plain(launcher, process, *args)
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        process = plain(*args, **kwargs)
         started.append(process.pid)
         for _ in range(times):
             ctrl_c()
+        return process
 
     monkeypatch.setattr(pool_module.Launcher, "start", interrupted)
     with sampler_of(start_method=start_method) as sampler, pytest.raises(KeyboardInterrupt):

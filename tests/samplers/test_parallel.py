@@ -183,7 +183,7 @@ class Unlimited(WhereEnv):
 
 def test_libraries_that_an_environment_loads_are_limited_too() -> None:
     pytest.importorskip("scipy")
-    with ParallelSampler(Unlimited, batch_T=1, batch_B=1) as sampler:
+    with ParallelSampler(Unlimited, batch_T=1, batch_B=1, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent())
         sampler.obtain_samples(0)  # the next batch begins with the observation of its last step
         assert sampler.obtain_samples(1)[0].env.observation.unique().tolist() == [1.0]

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import bdb
-import multiprocessing
-import os
 import re
-from multiprocessing import forkserver
-from typing import Any
-
-import pytest
 
 from penstock.buffers.reports import Report, in_one_line
 from penstock.errors import SamplerBrokenError
@@ -49,17 +43,4 @@ def test_an_exception_without_text_leaves_no_empty_end() -> None:
 
 
 def test_an_unknown_exit_code_says_why() -> None:
-    assert "SIGCHLD is ignored" in describe_exit(None)
-
-
-def test_the_end_of_the_fork_server_is_named_with_its_pid(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
-    child.start()
-    pid = child.pid
-    child.join()
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    with monkeypatch.context() as patched:
-        patched.setattr(server, "_forkserver_pid", pid)
-        text = describe_exit(255)
-    assert f"the fork server (pid {pid}, which has exited or was killed: the workers of all samplers" in text
-    assert "or ended with the fork server" in describe_exit(255)
+    assert "the supervisor, which starts the workers, does not answer" in describe_exit(None)

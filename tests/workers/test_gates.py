@@ -6,11 +6,10 @@ import threading
 
 import pytest
 
-from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.ordering import full_fence
 from penstock.workers import gates
 from penstock.workers.control import Command, ControlBlock
-from penstock.workers.gates import Gate, MainProcessGone, WakeUp
+from penstock.workers.gates import Gate, WakeUp
 from penstock.workers.progress import AWAKE, FOR_ANY
 
 
@@ -149,16 +148,4 @@ def test_stray_wake_ups_open_nothing(wake_up_kind: str) -> None:
     gate.open()
     assert entered.wait(10)
     thread.join(10)
-    gate.close()
-
-
-def test_a_waiting_worker_notices_the_end_of_the_main_process() -> None:
-    control = ControlBlock(1, 1, shared=False)
-    gate = Gate(control, 0, spin_seconds=0.0)
-    read, write = os.pipe()
-    os.close(write)  # readable at once, as the pidfd of a dead process is
-    gate.main_process = main_process = InheritedFd(read)
-    with pytest.raises(MainProcessGone):
-        gate.wait_in(control.progress(0))
-    main_process.close()
     gate.close()

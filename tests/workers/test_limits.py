@@ -12,20 +12,19 @@ from penstock.workers.limits import check_limits
 
 
 def test_what_fits_passes() -> None:
-    for method in ("fork", "forkserver", "spawn"):
-        check_limits(2, method)
+    check_limits(2)
 
 
 def test_too_few_descriptors_are_an_error_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     used = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (used + 50, used + 50))
-    with pytest.raises(ConfigError, match=r"100 workers need about 832 file descriptors .* only \d\d more: .*ulimit"):
-        check_limits(100, "forkserver")
+    with pytest.raises(ConfigError, match=r"100 workers need about 732 file descriptors .* only \d\d more: .*ulimit"):
+        check_limits(100)
 
 
 def test_an_unlimited_number_of_descriptors_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    check_limits(3, "spawn")
+    check_limits(3)
 
 
 def cgroup(folder: Path, maximum: str, current: int) -> None:
@@ -54,4 +53,4 @@ def test_too_few_processes_are_an_error_with_both_numbers(monkeypatch: pytest.Mo
     with pytest.raises(
         ConfigError, match=r"3 workers need 6 processes and only 4 more are allowed here: lower n_workers"
     ):
-        check_limits(3, "spawn")
+        check_limits(3)

@@ -16,7 +16,7 @@ START = """
     from penstock.workers.marking import marked
     def program(**how):
         return subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, **how)
-    with marked(), marked():  # as where an environment makes a sampler
+    with marked, marked:  # as where an environment makes a sampler
         games = [program(), program(start_new_session=True)]
         # A daemon: its parent has ended.
         games.append(subprocess.run(["setsid", "sh", "-c", "sleep 600 >/dev/null & echo $!"], stdout=subprocess.PIPE))
@@ -54,14 +54,14 @@ def is_running(program: psutil.Process) -> bool:
 
 
 def test_a_program_that_another_thread_starts_later_is_not_marked() -> None:
-    with marked():
+    with marked:
         (inside,) = (name for name, value in os.environ.items() if name.startswith("PENSTOCK_PROCESS_") and value)
     assert os.environ[inside] == ""
 
 
 def test_the_shell_is_no_child_of_the_main_process() -> None:
     before = psutil.Process().children()
-    with marked():
+    with marked:
         assert psutil.Process().children() == before
 
 
@@ -83,11 +83,11 @@ def test_a_fork_has_programs_of_its_own() -> None:
     script = """
         import os
         from penstock.workers.marking import marked
-        with marked():
+        with marked:
             pass
         if child := os.fork():
             os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        with marked():
+        with marked:
             names = [name for name, value in os.environ.items() if name.startswith("PENSTOCK_PROCESS_") and value]
         assert [name.split("_")[2] for name in names] == [str(os.getpid())]
         os._exit(0)

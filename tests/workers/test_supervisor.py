@@ -25,9 +25,6 @@ import pytest
 
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.native import COMPILED
-from penstock.envs import CountingEnv
-from penstock.vector import ShmVectorEnv
-from penstock.workers import launch
 from penstock.workers.supervisor import SUPERVISOR_ENDED, SupervisedProcess, Supervisor
 
 from ..process.support import BOUND, SLACK, gone_after, is_running, until
@@ -640,27 +637,6 @@ def test_random_kills(supervisor: Supervisor) -> None:
     while text := os.read(pipe.reader.fd, 65536):
         pids += map(int, text.split())
     gone_after(pids, time.monotonic(), LEFT_SECONDS)
-
-
-def test_a_vector_environment_with_a_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `_PENSTOCK_SUPERVISOR=1` changes: who starts the workers, and their replacements."""
-    monkeypatch.setattr(launch, "SUPERVISED", True)
-    is_first = not launch._supervisors
-    try:
-        with ShmVectorEnv([CountingEnv] * 2, on_worker_failure="restart") as envs:
-            envs.reset()
-            pids = envs.worker_pids
-            os.kill(pids[0], signal.SIGKILL)
-            envs.step([0, 0])
-            assert envs.n_restarts == 1
-            (parent,) = {psutil.Process(pid).parent() for pid in (*pids[1:], *envs.worker_pids)}
-            assert parent is not None
-            assert parent.name() == "penstock-start"
-            assert parent.ppid() == os.getpid()
-        assert not [pid for pid in pids if is_running(pid)]
-    finally:
-        if is_first:
-            launch._close_supervisors()
 
 
 def test_memory_is_shared_after_a_fork(supervisor: Supervisor) -> None:
