@@ -27,8 +27,7 @@ class InheritedFd:
     `dumps` pickles it as a place in its list of descriptors. At any other time pickling fails.
     """
 
-    __slots__ = ("fd",)
-
+    fd = -1  # if an exception of a signal handler comes before the first line of `__init__`
     _close = staticmethod(os.close)  # at the end of the interpreter, `os` may have been cleared before `__del__` runs
 
     def __init__(self, fd: int) -> None:

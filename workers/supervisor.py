@@ -71,6 +71,9 @@ getattr(supervisor, name)(*arguments)"""
 
 _libc = ctypes.CDLL(None)
 
+#: Supervisors that were dropped without `close`: when they have ended, somebody must collect their exit codes.
+_dropped: list[int] = []
+
 
 def _prctl(option: int, value: Any) -> None:
     if sys.platform == "linux":
@@ -97,8 +100,9 @@ class Supervisor:
     _getpid = staticmethod(os.getpid)
 
     def __init__(self, preload: Collection[str] = (), *, is_fork: bool = False) -> None:
-        self._owner, self.has_started = os.getpid(), False
+        self._owner, self.has_started, self.pid = os.getpid(), False, 0
         self.preload, self.is_fork = frozenset(preload), is_fork
+        _dropped[:] = [pid for pid in _dropped if not _has_exited(pid)]
         self.control, given = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setblocking(False)
         with given:  # it may be number 1 if standard output is closed: what is printed must not go there
@@ -150,8 +154,11 @@ class Supervisor:
         self.control.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "control"):
-            _hang_up(self.control, self._getpid() == self._owner)
+        if hasattr(self, "control") and self.control.fileno() >= 0:
+            is_own = self._getpid() == self._owner
+            if is_own and self.pid:
+                _dropped.append(self.pid)
+            _hang_up(self.control, is_own)
 
 
 class SupervisedProcess:
@@ -259,6 +266,13 @@ class SupervisedProcess:
             self._pidfd.close()
 
     __del__ = close
+
+
+def _has_exited(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:  # it is the parent's, or something else has waited for it
+        return True
 
 
 def _hang_up(connection: socket.socket, is_own: bool) -> None:

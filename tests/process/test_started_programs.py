@@ -18,7 +18,8 @@ LEFT_SECONDS = 2.0 * SLACK  # until nothing is left of a main process that has e
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
-# Every environment starts a game in its process group, and one in a new session. A reset starts another, once.
+# Every environment starts a game in its process group, and one in a new session. Its first reset and its first step start
+# others.
 HEAD = """
 from penstock import GpuSampler, SerialSampler
 from penstock.vector import ShmVectorEnv
@@ -33,7 +34,7 @@ class Game(CountingEnv):
         super().__init__()
         start()
         start(start_new_session=True)
-        self.has_reset = False
+        self.has_reset = self.has_stepped = False
         if BUILDING:
             say("building")
             time.sleep(600)
@@ -42,6 +43,11 @@ class Game(CountingEnv):
             start()
         self.has_reset = True
         return super().reset(**kwargs)
+    def step(self, action):
+        if not self.has_stepped:
+            start()
+        self.has_stepped = True
+        return super().step(action)
 own = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 own.returncode = 0
 def sampler(cls, **how):

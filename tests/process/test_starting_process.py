@@ -79,7 +79,7 @@ VOLLEYS = """
 import psutil
 from penstock.vector import ShmVectorEnv
 def n_processes():
-    return len(psutil.Process().children(recursive=True))
+    return len([child for child in psutil.Process().children(recursive=True) if child.status() != "zombie"])
 with ShmVectorEnv([CountingEnv] * 2) as other:
     other.reset()
     before, n, is_ready = n_processes(), 0, False
@@ -93,7 +93,7 @@ with ShmVectorEnv([CountingEnv] * 2) as other:
     def starts():
         while n < N:
             try:
-                ShmVectorEnv([CountingEnv] * 2).close()
+                ShmVectorEnv([CountingEnv] * 2, context=METHOD).close()
             except KeyboardInterrupt:
                 pass
     while n < N:
@@ -114,10 +114,11 @@ say("end")
 
 
 @pytest.mark.slow
-def test_volleys_of_ctrl_c_while_workers_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_volleys_of_ctrl_c_while_workers_start(tmp_path: Path, start_method: str) -> None:
     """Four in a row, as from an impatient user. No process is left, other samplers go on, and the next start works."""
     rng = random.Random(4)
-    with Script(tmp_path, VOLLEYS, N=scaled(200, 40)) as script:
+    with Script(tmp_path, VOLLEYS, N=scaled(200, 40), METHOD=start_method) as script:
         assert script.line() == ["ready"]
         began = time.monotonic()
         while script.process.poll() is None and time.monotonic() < began + BOUND:

@@ -131,6 +131,29 @@ def test_while_processes_start(monkeypatch: pytest.MonkeyPatch, start_method: st
     assert len(started) == 1  # the suite's own check finds that it is gone
 
 
+def test_a_start_whose_end_is_interrupted_too(monkeypatch: pytest.MonkeyPatch, start_method: str) -> None:
+    """Nobody has the pool yet, so nobody could close it again. The suite's own check finds what is left."""
+    start, await_deaths = pool_module.Launcher.start, Monitor.await_deaths
+
+    def twice(*args: Any, **kwargs: Any) -> Any:
+        process = start(*args, **kwargs)
+        ctrl_c()
+        ctrl_c()
+        return process
+
+    def interrupted(*args: Any) -> Any:
+        monkeypatch.setattr(Monitor, "await_deaths", await_deaths)
+        ctrl_c()
+        ctrl_c()
+        return await_deaths(*args)
+
+    monkeypatch.setattr(pool_module.Launcher, "start", twice)
+    monkeypatch.setattr(Monitor, "await_deaths", interrupted)
+    with sampler_of(start_method=start_method) as sampler, pytest.raises(KeyboardInterrupt):
+        sampler.initialize(RandomAgent())
+    assert Monitor.await_deaths is await_deaths
+
+
 def test_shutdown_that_is_cut_short_is_done_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = sampler_of()
     sampler.initialize(RandomAgent())
