@@ -18,7 +18,7 @@ LEFT_SECONDS = 2.0 * SLACK  # until nothing is left of a main process that has e
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
-# Every environment starts a game in its process group, and one in a new session. Its first reset and its first step start
+# Every environment starts a game in its process group, and one in a new session. Its first reset and first step start
 # others.
 HEAD = """
 from penstock import GpuSampler, SerialSampler
