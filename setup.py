@@ -25,6 +25,7 @@ ROOMS = (
     "vector",
     "cluster",
     "testing",
+    "tools",
 )
 
 # src/penstock/ holds relative links to the rooms. A checkout without symbolic links has text files there instead. Then

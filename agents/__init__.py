@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.agents.base import Agent, AgentRuntime, AgentStep
-from penstock.agents.drawing import draw
+from penstock.agents.action_masks import ActionMask, mask_of
+from penstock.agents.agent import Agent, AgentRuntime, AgentStep
 from penstock.agents.function import FunctionAgent
-from penstock.agents.masks import ActionMask, mask_of
 from penstock.agents.noise import ColumnNoise, OrnsteinUhlenbeck
 from penstock.agents.random import RandomAgent
 from penstock.agents.schedules import ExponentialSchedule, LinearSchedule
 from penstock.agents.shared_parameters import SharedParameters
+from penstock.agents.space_draws import draw
 
 if TYPE_CHECKING:
     from penstock.agents.categorical import CategoricalPgAgent

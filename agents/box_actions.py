@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
-from penstock.agents.base import Space
+from penstock.agents.agent import Space
 from penstock.errors import SpaceError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 from torch import nn
 
-from penstock.agents.base import Space
+from penstock.agents.agent import Space
 from penstock.agents.distributions import choose
 from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_array

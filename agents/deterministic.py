@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.agents.base import AgentStep, Space
+from penstock.agents.agent import AgentStep, Space
 from penstock.agents.box_actions import BoxActions
-from penstock.agents.drawing import draw
 from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_array
 from penstock.agents.noise import ColumnNoise, OrnsteinUhlenbeck
 from penstock.agents.schedules import ColumnSetting, Setting
+from penstock.agents.space_draws import draw
 from penstock.agents.torch_agent import ModelSource, TorchAgent
 from penstock.errors import ConfigError
 

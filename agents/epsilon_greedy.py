@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
-from penstock.agents.base import AgentStep, Space
+from penstock.agents.action_masks import ActionMask, mask_of
+from penstock.agents.agent import AgentStep, Space
 from penstock.agents.inference import Inference
-from penstock.agents.masks import ActionMask, mask_of
 from penstock.agents.model_outputs import output_array
 from penstock.agents.noise import ColumnNoise
 from penstock.agents.schedules import ColumnSetting, Setting

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
-from penstock.agents.base import Agent, AgentStep
+from penstock.agents.agent import Agent, AgentStep
 from penstock.buffers.named import NamedArrays
 from penstock.errors import ConfigError
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from penstock.agents.base import Space
+from penstock.agents.agent import Space
 from penstock.agents.box_actions import BoxActions
 from penstock.agents.distributions import gaussian_log_prob
 from penstock.agents.inference import Inference

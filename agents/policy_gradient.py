@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from penstock.agents.base import AgentStep, Space
+from penstock.agents.action_masks import ActionMask, mask_of
+from penstock.agents.agent import AgentStep, Space
 from penstock.agents.inference import Inference
-from penstock.agents.masks import ActionMask, mask_of
 from penstock.agents.model_outputs import output_array, output_tuple, value_array
 from penstock.agents.noise import ColumnNoise
 from penstock.agents.torch_agent import ModelSource, TorchAgent

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.base import Agent, AgentStep, Space
-from penstock.agents.drawing import draw
-from penstock.agents.masks import ActionMask, mask_of
+from penstock.agents.action_masks import ActionMask, mask_of
+from penstock.agents.agent import Agent, AgentStep, Space
 from penstock.agents.noise import ColumnNoise
+from penstock.agents.space_draws import draw
 
 
 class RandomAgent(Agent):

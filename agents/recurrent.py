@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.base import AgentStep, Space
+from penstock.agents.agent import AgentStep, Space
 from penstock.agents.categorical import CategoricalHead
 from penstock.agents.epsilon_greedy import EpsilonGreedyAgent
 from penstock.agents.gaussian import GaussianHead

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.agents.base import AgentStep, Space
+from penstock.agents.agent import AgentStep, Space
 from penstock.agents.box_actions import BoxActions
 from penstock.agents.distributions import gaussian_log_prob, tanh_log_slope
 from penstock.agents.inference import Inference

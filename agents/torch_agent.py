@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from penstock.agents.base import Agent, Space
+from penstock.agents.agent import Agent, Space
 from penstock.agents.device import DeviceLink
 from penstock.agents.inference import Inference, checked_inference
 from penstock.agents.numpy_model import NumpyModel

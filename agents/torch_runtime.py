@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from penstock.agents.base import AgentRuntime
+from penstock.agents.agent import AgentRuntime
 from penstock.agents.device import DeviceLink
 from penstock.agents.inference import TracedModel
 from penstock.agents.numpy_model import NumpyModel

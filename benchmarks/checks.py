@@ -29,7 +29,7 @@ from turns import machine
 from penstock import RandomAgent
 from penstock.buffers.native import PYTHON, put_row
 from penstock.collectors import EnvColumns
-from penstock.collectors.checks import Checks, write_action
+from penstock.collectors.action_checks import Checks, write_action
 from penstock.envs import CountingEnv
 from penstock.workers.control import ControlBlock
 

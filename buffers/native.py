@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock.buffers.results import RECORD
+from penstock.buffers.object_pipe import RECORD
 
 #: `watch` of `step_ordinary`: it returns at every step, or also at steps with an info or a reward that is no float.
 WATCH_ALL, WATCH_UNUSUAL = 1, 2

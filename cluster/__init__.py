@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from penstock.cluster.actor_worker import ActorWorker
     from penstock.cluster.experiment import Actors, Experiment, Policies, Run, RunState, Training
     from penstock.cluster.keys import Connection
-    from penstock.cluster.metrics import JsonLines, Metrics, Prometheus, TensorBoard
+    from penstock.cluster.metric_sinks import JsonLines, Metrics, Prometheus, TensorBoard
     from penstock.cluster.panel import ControlPanel, Response
     from penstock.cluster.pieces import Batch
     from penstock.cluster.policy_worker import AgentPlan, PolicyWorker
@@ -74,13 +74,13 @@ _PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
     "Experiment": ("experiment", ()),
     "InferenceClient": ("streams", ()),
     "InferenceServer": ("streams", ()),
-    "JsonLines": ("metrics", ()),
-    "Metrics": ("metrics", ()),
+    "JsonLines": ("metric_sinks", ()),
+    "Metrics": ("metric_sinks", ()),
     "Piece": ("stream", _RAY),
     "Policies": ("experiment", ()),
     "PolicyWorker": ("policy_worker", ()),
     "PollResult": ("worker", ()),
-    "Prometheus": ("metrics", ()),
+    "Prometheus": ("metric_sinks", ()),
     "RayConnection": ("wire_ray", _RAY),
     "RaySampler": ("ray_sampler", _RAY),
     "RayStats": ("ray_sampler", _RAY),
@@ -93,7 +93,7 @@ _PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
     "SampleProducer": ("streams", ()),
     "ShardStats": ("ray_sampler", _RAY),
     "Status": ("statuses", ()),
-    "TensorBoard": ("metrics", ()),
+    "TensorBoard": ("metric_sinks", ()),
     "Trainer": ("trainer_worker", ()),
     "TrainerWorker": ("trainer_worker", ()),
     "Training": ("experiment", ()),

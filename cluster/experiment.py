@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.agents import Agent
+from penstock.arguments import integer, seconds
 from penstock.cluster.actor_worker import ActorWorker
-from penstock.cluster.metrics import JsonLines, Metrics
+from penstock.cluster.metric_sinks import JsonLines, Metrics
 from penstock.cluster.panel import ControlPanel
 from penstock.cluster.policy_worker import AgentPlan, PolicyWorker
 from penstock.cluster.statuses import Status
 from penstock.cluster.streams import Routing
 from penstock.cluster.trainer_worker import Trainer, TrainerWorker
-from penstock.cluster.trial import WireName
+from penstock.cluster.trial_wires import WireName
 from penstock.cluster.worker import Worker
 from penstock.envs import fresh_seed
 from penstock.envs.factory import build_example_env, close_example_env, env_factories
 from penstock.errors import ClusterError, ConfigError
 from penstock.samplers import AsyncSampler, Sampler
-from penstock.workers.arguments import integer, seconds
 from penstock.workers.marking import marked
 
 if TYPE_CHECKING:

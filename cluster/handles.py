@@ -10,7 +10,7 @@ import ray
 from ray import exceptions as ray_errors
 
 from penstock.agents.shared_parameters import SharedParameters
-from penstock.buffers.results import ObjectMessage
+from penstock.buffers.object_pipe import ObjectMessage
 from penstock.cluster.shard import Order, Reply, ShardPlan, Started
 from penstock.samplers.results import Trajectories
 from penstock.samplers.stats import WorkerStats

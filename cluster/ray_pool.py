@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray import exceptions as ray_errors
 
-from penstock.buffers.results import ObjectMessage
+from penstock.buffers.object_pipe import ObjectMessage
 from penstock.cluster.handles import (
     LOSSES,
     Current,
@@ -31,8 +31,8 @@ from penstock.cluster.handles import (
 from penstock.cluster.placement import Placement
 from penstock.cluster.shard import Failure, Order, Reply, ShardPlan, Started
 from penstock.errors import ConfigError, NodeLostError, PenstockError, SamplerBrokenError, SamplerClosedError
-from penstock.samplers.memory import SamplerMemory
 from penstock.samplers.results import Trajectories
+from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.workers import sigint
 from penstock.workers.control import Command
 from penstock.workers.restarts import Restarts

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
+from penstock.arguments import integer, one_of, seconds, true_or_false
 from penstock.cluster.handles import ShardOptions, answers_of, no_figures
 from penstock.cluster.placement import Placement, cluster_cpus, connect
 from penstock.cluster.ray_pool import ShardPool
@@ -24,13 +25,12 @@ from penstock.envs import EnvFn
 from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.asynchronous import AsyncSampler
-from penstock.samplers.base import Sampler
 from penstock.samplers.parallel import ParallelSampler
-from penstock.samplers.plan import Share
 from penstock.samplers.results import as_traj_infos
+from penstock.samplers.sampler import Sampler
+from penstock.samplers.sampler_plan import Share
 from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import SamplerStats, WorkerStats
-from penstock.workers.arguments import integer, one_of, seconds, true_or_false
 from penstock.workers.plan import Affinity, split
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.arguments import seconds
 from penstock.cluster.keys import Connection
 from penstock.cluster.worker import check_handler
 from penstock.errors import ConfigError
 from penstock.ports import PortLease, lease_port
-from penstock.workers.arguments import seconds
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 from penstock import errors
 from penstock.agents import Agent
+from penstock.buffers.object_pipe import ObjectMessage, Unreadable
 from penstock.buffers.reports import RemoteTraceback, dump_exception, in_one_line, load_exception
-from penstock.buffers.results import ObjectMessage, Unreadable
 from penstock.envs.calls import EnvCall
 from penstock.samplers.allocation import eval_fn, eval_kwargs
-from penstock.samplers.base import Sampler
 from penstock.samplers.config import SamplerConfig
-from penstock.samplers.plan import SamplerPlan, Share, episodes_per_env, eval_max_T
 from penstock.samplers.results import Trajectories
+from penstock.samplers.sampler import Sampler
+from penstock.samplers.sampler_plan import SamplerPlan, Share, episodes_per_env, eval_max_T
 from penstock.samplers.serial import SerialSampler
 from penstock.samplers.stats import SamplerStats
 from penstock.workers.affinity import limit_threads

@@ -11,11 +11,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal, NoReturn, get_args
 
+from penstock.arguments import integer
 from penstock.cluster.name_table import NameClient
 from penstock.cluster.peer import Peer
 from penstock.cluster.wire import Inbox, Letter, Wire
 from penstock.errors import ClusterError, ConfigError, NoReplyError, PeerLostError
-from penstock.workers.arguments import integer
 
 Routing = Literal["any", "all", "one"]
 ROUTINGS: tuple[str, ...] = get_args(Routing)

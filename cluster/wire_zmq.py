@@ -19,13 +19,13 @@ import msgpack
 import zmq
 from zmq.utils import z85
 
+from penstock.arguments import integer
 from penstock.cluster import messages
 from penstock.cluster.keys import Connection
 from penstock.cluster.transport import TICK_SECONDS, Header, Transport
 from penstock.cluster.wire import Wire
 from penstock.errors import ConfigError
 from penstock.workers import sigint
-from penstock.workers.arguments import integer
 
 _log = logging.getLogger("penstock")
 

@@ -1,9 +1,14 @@
 """The loop over time inside a worker: it collects batches and follows trajectories."""
 
-from penstock.collectors.base import Collector, CollectorParts
+from penstock.collectors.collector import Collector, CollectorParts
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.env_batch import EnvBatch
-from penstock.collectors.evaluation import BaseEvalCollector, EpisodeEvalCollector, EvalCollector, EvalCollectorParts
+from penstock.collectors.eval_collector import (
+    BaseEvalCollector,
+    EpisodeEvalCollector,
+    EvalCollector,
+    EvalCollectorParts,
+)
 from penstock.collectors.reset import ResetCollector
 from penstock.collectors.tracking import Tracker, make_tracker
 from penstock.collectors.traj_info import TrajInfo

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.agents.base import Agent, AgentStep
+from penstock.agents.agent import Agent, AgentStep
 from penstock.buffers.named import NamedArrays, fields_of
 from penstock.buffers.native import put_row
 from penstock.buffers.reports import in_one_line

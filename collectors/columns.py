@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import step_ordinary
-from penstock.collectors.checks import Checks, check_row
+from penstock.collectors.action_checks import Checks, check_row
 from penstock.collectors.env_batch import NO_CHECKS, EnvBatch, EpisodeEndHook
 from penstock.collectors.episodes import EpisodeRecorder
 from penstock.collectors.tracking import StepHook, snapshot

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.drawing import draw
-from penstock.agents.masks import ActionMask
-from penstock.collectors.checks import no_legal_action
+from penstock.agents.action_masks import ActionMask
+from penstock.agents.space_draws import draw
+from penstock.collectors.action_checks import no_legal_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.tracking import Tracker, snapshot
 from penstock.workers.progress import Phase

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 
 from penstock.buffers.tree import map_tree
-from penstock.collectors.checks import Checks, check_row
+from penstock.collectors.action_checks import Checks, check_row
 from penstock.collectors.tracking import StepHook
 from penstock.envs.rows import ColumnError, arrays_like, write_cell
 from penstock.errors import SpaceError

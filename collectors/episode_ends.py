@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.base import Agent
+from penstock.agents.agent import Agent
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import put_cell
 from penstock.buffers.samples import BatchColumns

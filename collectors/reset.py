@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.collectors.base import Collector, CollectorParts
+from penstock.collectors.collector import Collector, CollectorParts
 
 
 class ResetCollector(Collector):

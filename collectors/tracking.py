@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import sum_episodes
-from penstock.buffers.results import FIGURES, RECORD, MessageKind, ObjectMessage
+from penstock.buffers.object_pipe import FIGURES, RECORD, MessageKind, ObjectMessage
 from penstock.collectors.traj_info import TrajInfo
 
 #: Called for column b after each environment step: (b, observation acted on, action, reward,

@@ -68,7 +68,7 @@ class Reference(griffe.Extension):
             attr.docstring = griffe.Docstring(" ".join(found), parent=attr)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        arguments = pkg["samplers.base.Sampler.__init__"].parameters
+        arguments = pkg["samplers.sampler.Sampler.__init__"].parameters
         del arguments["options"]  # **options: Unpack[SamplerOptions]
         for field in pkg["samplers.config.SamplerConfig"].attributes.values():
             if field.name in pkg["samplers.config.SamplerOptions"].attributes:

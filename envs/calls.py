@@ -10,8 +10,8 @@ from typing import Any
 import cloudpickle
 import gymnasium as gym
 
+from penstock.buffers.object_pipe import MessageKind, ObjectMessage, Unreadable, dumped, loaded
 from penstock.buffers.reports import dump_exception, in_one_line, load_exception
-from penstock.buffers.results import MessageKind, ObjectMessage, Unreadable, dumped, loaded
 from penstock.errors import ConfigError, EnvCallError
 
 

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import psutil
 
+from penstock.arguments import integer, seconds
 from penstock.errors import ConfigError, PortLeaseError
-from penstock.workers.arguments import integer, seconds
 from penstock.workers.claims import Claim, claim, owner_of
 
 PortProtocol = Literal["tcp", "udp"]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ConfigError
-from penstock.replays.drawing import AT_ONCE, Places, nothing_to_draw
+from penstock.replays.position_draws import AT_ONCE, Places, nothing_to_draw
 from penstock.replays.sum_tree import SumTree
 from penstock.replays.windows import Positions
 

@@ -15,13 +15,13 @@ import numpy as np
 from penstock.buffers.ordering import fence
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.replays.appending import Appender, shape_of
-from penstock.replays.batches import ReplayBatch, SequenceBatch, SequenceReader, Transitions
 from penstock.replays.checkpoint import read_index, read_priorities, read_steps, saved_shape, write_checkpoint
-from penstock.replays.drawing import Places, UniformDraw
 from penstock.replays.estimate import Estimate
 from penstock.replays.moving import move
 from penstock.replays.options import Frames, Prioritized, Sequences, require_count, require_number
+from penstock.replays.position_draws import Places, UniformDraw
 from penstock.replays.priorities import PriorityDraw
+from penstock.replays.replay_batches import ReplayBatch, SequenceBatch, SequenceReader, Transitions
 from penstock.replays.ring import Ring, Shape
 from penstock.replays.sum_tree import SumTree
 from penstock.replays.windows import Positions, WindowReader

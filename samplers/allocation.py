@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from penstock.agents import Agent
-from penstock.agents.masks import info_key, mask_of
+from penstock.agents.action_masks import info_key, mask_of
 from penstock.buffers import NamedArrays, RecordRings, Samples, SamplesBuffer, SampleSpec
 from penstock.buffers.episode_log import EpisodeLog
 from penstock.buffers.mailbox import Mailbox
@@ -20,7 +20,7 @@ from penstock.buffers.named import map_leaves
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import BaseEvalCollector, EpisodeEvalCollector, EvalCollector, TrajInfo
 from penstock.collectors.acting import agent_info_example, as_agent_step
-from penstock.collectors.checks import write_action
+from penstock.collectors.action_checks import write_action
 from penstock.collectors.tracking import snapshot
 from penstock.envs import (
     ColumnStreams,
@@ -38,10 +38,10 @@ from penstock.envs.infos import element
 from penstock.envs.rows import arrays_like, write_row
 from penstock.errors import ConfigError, PenstockError, SpaceError
 from penstock.samplers.config import SamplerConfig
-from penstock.samplers.memory import SamplerMemory
-from penstock.samplers.plan import SamplerPlan, Share, eval_max_T
-from penstock.samplers.program import EnvShare, SamplerProgram
 from penstock.samplers.replaying import Replays
+from penstock.samplers.sampler_memory import SamplerMemory
+from penstock.samplers.sampler_plan import SamplerPlan, Share, eval_max_T
+from penstock.samplers.sampler_program import EnvShare, SamplerProgram
 from penstock.samplers.stats import ServerTotals
 from penstock.samplers.step_buffer import StepBuffer
 from penstock.workers.control import ControlBlock

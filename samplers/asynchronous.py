@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from penstock.arguments import integer
 from penstock.buffers import Samples
 from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn
@@ -18,11 +19,10 @@ from penstock.samplers.central import pool_with_server
 from penstock.samplers.feeding import ReplayFeed
 from penstock.samplers.inference_server import ServerOptions
 from penstock.samplers.parallel import ParallelSampler, pool_options
-from penstock.samplers.plan import Share
 from penstock.samplers.readiness import LockStep
+from penstock.samplers.sampler_plan import Share
 from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import Lags, SamplerStats
-from penstock.workers.arguments import integer
 from penstock.workers.control import Command
 from penstock.workers.pool import WorkerPool
 from penstock.workers.progress import RING

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from penstock.agents import Agent
+from penstock.arguments import true_or_false
 from penstock.buffers import Samples
 from penstock.collectors import TrajInfo
-from penstock.collectors.central import RemoteAgent
+from penstock.collectors.request_client import RemoteAgent
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation
@@ -22,12 +23,11 @@ from penstock.samplers.central_pool import CentralPool, CentralSerialPool
 from penstock.samplers.inference_server import InferenceServer, ServerOptions
 from penstock.samplers.local import LocalWorker, SerialPool
 from penstock.samplers.parallel import ParallelSampler, pool_options
-from penstock.samplers.plan import SamplerPlan, Share, make_plans
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
+from penstock.samplers.sampler_plan import SamplerPlan, Share, make_plans
 from penstock.samplers.server_program import ServerProgram
 from penstock.samplers.stats import ServerStats
 from penstock.workers.affinity import cpus_to_fill, idle_cpus, threads_here, usable_cpus
-from penstock.workers.arguments import true_or_false
 from penstock.workers.plan import Affinity, PoolOptions
 from penstock.workers.pool import WorkerPool
 from penstock.workers.program import WorkerProgram

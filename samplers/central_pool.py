@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from penstock.buffers.results import ObjectMessage
+from penstock.buffers.object_pipe import ObjectMessage
 from penstock.errors import SamplerBrokenError, SamplerClosedError, WorkerError
 from penstock.samplers.inference_server import InferenceServer
 from penstock.samplers.local import LocalWorker, SerialPool
-from penstock.samplers.memory import SamplerMemory
+from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.workers import sigint
 from penstock.workers.affinity import avoid_cpus
 from penstock.workers.control import Command

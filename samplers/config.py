@@ -11,12 +11,12 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
+from penstock.arguments import MOST_ENVS, integer, one_of, seconds, true_or_false, unknown_argument
 from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted
 from penstock.envs.examples import checked_spaces
 from penstock.errors import ConfigError, brief
-from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds, true_or_false, unknown_argument
-from penstock.workers.launch import START_METHODS, StartMethod
+from penstock.workers.launcher import START_METHODS, StartMethod
 from penstock.workers.restarts import ON_WORKER_FAILURE, OnWorkerFailure
 
 if TYPE_CHECKING:

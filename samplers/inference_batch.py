@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.base import Agent
+from penstock.agents.agent import Agent
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.collectors.acting import AgentInfoWriter, as_agent_step
-from penstock.collectors.checks import write_action
+from penstock.collectors.action_checks import write_action
 from penstock.envs.rows import ColumnError
 from penstock.samplers.step_buffer import StepBuffer
 

@@ -13,22 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from penstock.agents.base import Agent
+from penstock.agents.agent import Agent
 from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
 from penstock.envs.examples import example_of
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SamplerBrokenError, WorkerError
 from penstock.samplers.inference_batch import InferenceBatch
-from penstock.samplers.memory import SamplerMemory
-from penstock.samplers.plan import SamplerPlan, Share
-from penstock.samplers.program import SamplerProgram
 from penstock.samplers.readiness import LockStep, Readiness
+from penstock.samplers.sampler_memory import SamplerMemory
+from penstock.samplers.sampler_plan import SamplerPlan, Share
+from penstock.samplers.sampler_program import SamplerProgram
 from penstock.samplers.step_buffer import StepBuffer
 from penstock.workers import sigint
 from penstock.workers.control import Command
 from penstock.workers.failures import raised
-from penstock.workers.native import look, spin_for_requests
+from penstock.workers.native_waits import look, spin_for_requests
 from penstock.workers.progress import FOR_ANY, Phase
 from penstock.workers.spinning import SpinTime, is_crowded
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from penstock.buffers.object_pipe import ObjectMessage
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.results import ObjectMessage
 from penstock.errors import SamplerBrokenError, SamplerClosedError, WorkerError
 from penstock.workers import sigint
 from penstock.workers.control import Command

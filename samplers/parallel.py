@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from penstock.samplers.allocation import Allocation
-from penstock.samplers.base import Sampler
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.local import SerialPool
-from penstock.samplers.plan import SamplerPlan, Share, make_plans
+from penstock.samplers.sampler import Sampler
+from penstock.samplers.sampler_plan import SamplerPlan, Share, make_plans
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
 from penstock.workers.plan import Affinity, PoolOptions
 from penstock.workers.pool import WorkerPool
@@ -20,7 +20,7 @@ _log = logging.getLogger("penstock")
 
 #: What the supervisor imports for every sampler. With the modules of vector environments, so that these need no
 #: supervisor of their own.
-PRELOAD = ("penstock.samplers.program", "penstock.vector.program", "gymnasium.envs.classic_control")
+PRELOAD = ("penstock.samplers.sampler_program", "penstock.vector.step_program", "gymnasium.envs.classic_control")
 
 
 class ParallelSampler(Sampler):

@@ -22,12 +22,12 @@ from penstock.buffers.episode_log import (
     EpisodeLog,
 )
 from penstock.buffers.named import map_leaves
+from penstock.envs.episode_replay import EpisodeReplay
 from penstock.envs.factory import EnvContext, EnvFactory
-from penstock.envs.replay import EpisodeReplay
 from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
 from penstock.errors import ConfigError
-from penstock.samplers.memory import SamplerMemory
-from penstock.samplers.plan import SamplerPlan
+from penstock.samplers.sampler_memory import SamplerMemory
+from penstock.samplers.sampler_plan import SamplerPlan
 from penstock.workers.failures import WorkerStatus
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.progress import Phase

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.agents import Agent
+from penstock.arguments import integer
 from penstock.envs.seeding import ColumnStreams
 from penstock.errors import ConfigError, brief
+from penstock.samplers.column_states import RESEEDED, restart_agent
 from penstock.samplers.metrics import COUNTS
-from penstock.samplers.saving import RESEEDED, restart_agent
-from penstock.workers.arguments import integer
 
 FORMAT = 1
 _MOST_LISTED = 5

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.buffers.native import infos_of_records
+from penstock.buffers.object_pipe import ObjectMessage, RecordRings, Unreadable
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.results import ObjectMessage, RecordRings, Unreadable
 from penstock.collectors import TrajInfo
 from penstock.envs.calls import EnvCall, results
 from penstock.errors import ConfigError

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from penstock.samplers.allocation import Allocation
-from penstock.samplers.base import Sampler
 from penstock.samplers.local import SerialPool
-from penstock.samplers.plan import SamplerPlan, Share, make_plans
+from penstock.samplers.sampler import Sampler
+from penstock.samplers.sampler_plan import SamplerPlan, Share, make_plans
 from penstock.workers.affinity import usable_cpus
 from penstock.workers.plan import Affinity, assign_cpus
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.agents import Agent, RandomAgent
-from penstock.agents.masks import info_key
+from penstock.agents.action_masks import info_key
 from penstock.buffers import NamedArrays, as_named
 from penstock.buffers.named import map_leaves
 from penstock.collectors.acting import as_agent_step

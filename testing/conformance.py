@@ -15,7 +15,7 @@ from penstock.testing.evaluation_rules import EVALUATION_RULES, EvaluationSetup
 from penstock.testing.rules import apply
 from penstock.testing.traces import CollectorSetup, record
 from penstock.testing.traj_info_rules import TRAJ_INFO_RULES, TrajInfoSetup
-from penstock.workers.launch import StartMethod
+from penstock.workers.launcher import StartMethod
 
 
 def check_collector(

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.agents import Agent, AgentRuntime, AgentStep, SharedParameters
-from penstock.agents.base import Space
+from penstock.agents.agent import Space
 from penstock.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.envs import EnvFn, env_factories
 from penstock.samplers import Sampler
-from penstock.workers.launch import StartMethod
+from penstock.workers.launcher import StartMethod
 
 COLUMN = "_penstock_column"  # the argument of the wrapped env_fn with the number of the environment
 

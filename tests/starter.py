@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MODULES = ("torch", "gymnasium.envs.classic_control", "penstock.testing", "penstock.samplers.program")
+MODULES = ("torch", "gymnasium.envs.classic_control", "penstock.testing", "penstock.samplers.sampler_program")
 MESSAGE_BYTES = 100_000
 SECONDS = 60
 
@@ -192,7 +192,7 @@ def become(request: Request) -> types.ModuleType:
         sys.warnoptions.append("error")
         warnings.simplefilter("error")
     if request.light or request.forks_supervisor:
-        launch = importlib.import_module("penstock.workers.launch")
+        launch = importlib.import_module("penstock.workers.launcher")
         plain, left_out = launch.Supervisor, ("torch",) if request.light else ()
 
         def supervisor(preload: Sequence[str] = (), *, is_fork: bool = False) -> Any:

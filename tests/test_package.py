@@ -32,6 +32,7 @@ ROOMS = (
     "vector",
     "cluster",
     "testing",
+    "tools",
 )
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "src", *ROOMS)
 

@@ -12,12 +12,17 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
+from penstock.arguments import integer, true_or_false
 from penstock.envs.calls import EnvCall
 from penstock.envs.examples import checked_spaces
 from penstock.envs.factory import EnvFactory, build_example_env, close_example_env
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed
 from penstock.errors import ConfigError, SamplerStateError
-from penstock.vector.arguments import (
+from penstock.vector.exchange import Ids, batch_infos
+from penstock.vector.order import State, VectorGuard
+from penstock.vector.remote_calls import CallsOnEnvs
+from penstock.vector.step_program import ResetMessage, VectorProgram
+from penstock.vector.vector_arguments import (
     EnvFns,
     ModeName,
     Options,
@@ -32,14 +37,9 @@ from penstock.vector.arguments import (
     refuse_unknown,
     split_mask,
 )
-from penstock.vector.calls import CallsOnEnvs
-from penstock.vector.exchange import Ids, batch_infos
-from penstock.vector.order import State, VectorGuard
-from penstock.vector.pool import VectorPool
-from penstock.vector.program import ResetMessage, VectorProgram
-from penstock.workers.arguments import integer, true_or_false
+from penstock.vector.vector_pool import VectorPool
 from penstock.workers.cpu_claims import CpuClaims
-from penstock.workers.launch import StartMethod
+from penstock.workers.launcher import StartMethod
 from penstock.workers.limits import naming_descriptor_limit
 from penstock.workers.marking import marked
 from penstock.workers.plan import Affinity

@@ -12,15 +12,15 @@ import numpy.typing as npt
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from penstock.buffers.object_pipe import MessageKind, ObjectMessage, Unreadable
 from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.results import MessageKind, ObjectMessage, Unreadable
 from penstock.buffers.tree import tree_leaves
 from penstock.envs.rows import arrays_like, in_range
 from penstock.errors import EnvCallError, SpaceError, brief
-from penstock.vector.memory import VectorMemory, copy_rows
 from penstock.vector.objects import ObjectParts, shared_part
-from penstock.vector.program import VectorProgram
+from penstock.vector.step_memory import VectorMemory, copy_rows
+from penstock.vector.step_program import VectorProgram
 
 Ids = npt.NDArray[np.intp]
 

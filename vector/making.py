@@ -10,9 +10,9 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
+from penstock.arguments import MOST_ENVS, integer
 from penstock.errors import ConfigError
 from penstock.vector.env import ShmVectorEnv
-from penstock.workers.arguments import MOST_ENVS, integer
 
 Wrapper = Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]
 

@@ -12,9 +12,9 @@ from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.vec_env import VecEnv
 
 from penstock.errors import EnvCallError, SpaceError, brief
-from penstock.vector.arguments import EnvFns
 from penstock.vector.env import ShmVectorEnv
-from penstock.workers.launch import StartMethod
+from penstock.vector.vector_arguments import EnvFns
+from penstock.workers.launcher import StartMethod
 
 if TYPE_CHECKING:
     from typing_extensions import Self

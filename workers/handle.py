@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.buffers.results import ObjectPipe
+from penstock.buffers.object_pipe import ObjectPipe
 from penstock.workers.gates import Gate
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.stacks import StackFile

@@ -18,7 +18,7 @@ from penstock.workers.control import ControlBlock
 from penstock.workers.failures import WorkerFailure, WorkerStatus
 from penstock.workers.gates import clear
 from penstock.workers.handle import WorkerHandle
-from penstock.workers.native import spin, spin_for_arrivals
+from penstock.workers.native_waits import spin, spin_for_arrivals
 from penstock.workers.plan import PoolOptions
 from penstock.workers.progress import AWAKE, FOR_ANY, Phase, ProgressSnapshot
 from penstock.workers.spinning import SpinTime

@@ -12,15 +12,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from penstock.buffers.object_pipe import ObjectMessage, ObjectPipe
 from penstock.buffers.reports import ReportBoard
-from penstock.buffers.results import ObjectMessage, ObjectPipe
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError, WorkerTimeoutError
 from penstock.workers import sigint
 from penstock.workers.control import Command
 from penstock.workers.failures import WorkerFailure, WorkerStatus, add_killed, examine_exits, make_error
 from penstock.workers.gates import Gate, GateWakers, notify
 from penstock.workers.handle import WorkerHandle
-from penstock.workers.launch import Launcher, post_programs
+from penstock.workers.launcher import Launcher, post_programs
 from penstock.workers.lookout import Lookout
 from penstock.workers.monitor import Monitor, WaitOptions
 from penstock.workers.plan import PoolOptions, WorkerPlan

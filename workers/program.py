@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from penstock.buffers.mailbox import Mailbox
+from penstock.buffers.object_pipe import ObjectMessage, ObjectPipe
 from penstock.buffers.reports import ReportBoard
-from penstock.buffers.results import ObjectMessage, ObjectPipe
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.gates import Gate, GateWakers
 from penstock.workers.plan import WorkerPlan

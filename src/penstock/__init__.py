@@ -74,11 +74,9 @@ if TYPE_CHECKING:
         SamplerStats,
         SerialSampler,
         ServerStats,
-        TuneReport,
-        TuneRow,
         WorkerStats,
-        tune,
     )
+    from penstock.tools import TuneReport, TuneRow, tune
 
 __version__ = "0.2.0"
 
@@ -151,7 +149,7 @@ __all__ = [
 ]
 
 # Each room needs the rooms before it, so a search in this order imports only what is needed.
-_ROOMS = ("errors", "buffers", "envs", "agents", "collectors", "samplers")
+_ROOMS = ("errors", "buffers", "envs", "agents", "collectors", "samplers", "tools")
 
 
 def __getattr__(name: str) -> Any:

@@ -12,8 +12,8 @@ from importlib import import_module
 from typing import Any
 
 from penstock import PenstockError, TuneReport, __version__, tune
-from penstock.samplers.doctor import advice
-from penstock.samplers.machine import describe_machine
+from penstock.tools.doctor import advice
+from penstock.tools.machine import describe_machine
 
 _INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
 
@@ -100,7 +100,7 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
 
 
 def _worker(args: argparse.Namespace) -> int:
-    from penstock.cluster.launch import load_worker, snake
+    from penstock.cluster.launched import load_worker, snake
     from penstock.cluster.statuses import Status
 
     _search_here()

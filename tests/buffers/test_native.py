@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from penstock.buffers import native
 from penstock.buffers.native import COMPILED, put_cell, put_row
-from penstock.buffers.results import RECORD
+from penstock.buffers.object_pipe import RECORD
 from penstock.collectors import TrajInfo
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")

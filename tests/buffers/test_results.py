@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.buffers import ObjectPipe, RecordRings
-from penstock.buffers.results import RECORD, MessageKind, ObjectMessage, Unreadable
+from penstock.buffers.object_pipe import RECORD, MessageKind, ObjectMessage, Unreadable
 from penstock.errors import TrajectoryCountError
 
 from ..children import exit_code_of

@@ -43,7 +43,7 @@ from penstock.cluster import (
     Training,
     Worker,
 )
-from penstock.cluster.launch import LaunchedThread
+from penstock.cluster.launched import LaunchedThread
 from penstock.cluster.name_table import NameClient
 from penstock.cluster.pieces import batch_of
 from penstock.cluster.stream_agent import StreamAgent

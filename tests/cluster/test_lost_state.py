@@ -13,7 +13,7 @@ import torch
 
 from penstock import RecurrentCategoricalPgAgent
 from penstock.cluster import ActorWorker, ControlPanel, PolicyWorker, SampleConsumer
-from penstock.cluster.launch import LaunchedThread
+from penstock.cluster.launched import LaunchedThread
 from penstock.cluster.name_table import NameClient
 
 from ..scale import scaled

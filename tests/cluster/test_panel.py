@@ -467,7 +467,7 @@ def test_a_worker_ends_although_an_urgent_handler_hangs(local: ControlPanel) -> 
 
 @needs_zmq
 def test_a_process_group_is_killed_once_and_while_its_id_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.cluster import launch
+    from penstock.cluster import launched as launch
 
     monkeypatch.setattr(launch, "_CHILD", "pass")
     killed, killpg = list[tuple[int, str]](), os.killpg

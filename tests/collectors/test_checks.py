@@ -20,7 +20,7 @@ from penstock import (
     WorkerError,
 )
 from penstock.buffers import NamedArrays
-from penstock.collectors.checks import write_action
+from penstock.collectors.action_checks import write_action
 from penstock.envs import CountingEnv
 from penstock.errors import brief
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.buffers import native
 from penstock.buffers.native import COMPILED, PYTHON, WATCH_ALL, WATCH_UNUSUAL, step_ordinary, sum_episodes
-from penstock.buffers.results import RECORD
+from penstock.buffers.object_pipe import RECORD
 
 needs_compiler = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
 STEPS = [pytest.param(PYTHON["step_ordinary"], id="python"), pytest.param(step_ordinary, id="as it is")]

@@ -13,12 +13,12 @@ import pytest
 
 from penstock import GpuSampler, ParallelSampler, RandomAgent, Sampler, WorkerDiedError
 from penstock.buffers.mailbox import Mailbox
-from penstock.buffers.results import ObjectPipe
+from penstock.buffers.object_pipe import ObjectPipe
 from penstock.buffers.shared import NamedMemory
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 from penstock.workers.gates import Gate
-from penstock.workers.launch import Launcher
+from penstock.workers.launcher import Launcher
 from penstock.workers.stacks import StackFile
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from penstock import ParallelSampler, RandomAgent, WorkerDiedError, WorkerTimeou
 from penstock.buffers.native import COMPILED
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
-from penstock.workers import launch
+from penstock.workers import launcher as launch
 
 from ..scale import scaled
 from .support import BOUND, SLACK, Script, gone_after, note

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from penstock import ConfigError, SamplerStateError
-from penstock.replays import Prioritized, Replay, drawing, priorities
+from penstock.replays import Prioritized, Replay, priorities
+from penstock.replays import position_draws as drawing
 from penstock.replays.priorities import PriorityDraw
 from penstock.replays.ring import Ring
 

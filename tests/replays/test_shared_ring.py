@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from penstock.replays import ring as ring_module
-from penstock.replays.batches import Transitions
-from penstock.replays.drawing import Places
 from penstock.replays.moving import move, of_one_writer
+from penstock.replays.position_draws import Places
+from penstock.replays.replay_batches import Transitions
 from penstock.replays.ring import TRUNCATED, VALID, Ring, Shape
 from penstock.replays.windows import WindowReader
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from penstock import AgentStep, AlternatingSampler, GpuSampler, RandomAgent
-from penstock.collectors.central import Request
+from penstock.collectors.request_client import Request
 from penstock.envs import CountingEnv
 from penstock.workers.plan import split
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.agents import AgentStep
 from penstock.agents.random import RandomAgent
 from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec
-from penstock.collectors.central import RemoteAgent, Request
+from penstock.collectors.request_client import RemoteAgent, Request
 from penstock.envs import CountingEnv, NestedEnv, example_of, observation_example
 from penstock.samplers.inference_batch import InferenceBatch
 from penstock.samplers.step_buffer import StepBuffer

@@ -14,7 +14,7 @@ from penstock import (
     TrajectoryCountError,
     TrajInfo,
 )
-from penstock.buffers.results import ObjectPipe
+from penstock.buffers.object_pipe import ObjectPipe
 from penstock.envs import CountingEnv
 
 pytestmark = pytest.mark.timeout(120)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from penstock import ConfigError, ParallelSampler, RandomAgent, Sampler, SerialSampler, TrajInfo
+from penstock.arguments import seconds
 from penstock.envs import CountingEnv
 from penstock.errors import brief
-from penstock.workers.arguments import seconds
 
 INTEGERS = (
     "batch_T", "batch_B", "n_workers", "max_decorrelation_steps", "eval_n_envs", "eval_max_steps", "eval_episodes",

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock import ConfigError, ParallelSampler
 from penstock.envs import CountingEnv
-from penstock.samplers.plan import Share, eval_max_T, make_plans
+from penstock.samplers.sampler_plan import Share, eval_max_T, make_plans
 from penstock.workers.plan import Affinity, assign_cpus, split
 
 counts = st.integers(1, 200)

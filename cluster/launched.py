@@ -24,7 +24,7 @@ from penstock.errors import ConfigError
 
 _log = logging.getLogger("penstock")
 
-_CHILD = "from penstock.cluster.launch import run_child; run_child()"
+_CHILD = "from penstock.cluster.launched import run_child; run_child()"
 _LENGTHS = struct.Struct("!QQ")
 _REAP_SECONDS = 5.0  # how long `kill` waits for the end
 

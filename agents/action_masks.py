@@ -13,7 +13,7 @@ from penstock.buffers.named import fields_of
 from penstock.errors import ConfigError, SpaceError
 
 if TYPE_CHECKING:
-    from penstock.agents.base import Agent
+    from penstock.agents.agent import Agent
 
 _Bools = npt.NDArray[np.bool_]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.base import Agent, AgentStep
+from penstock.agents.agent import Agent, AgentStep
 from penstock.buffers.named import NamedArrays
 from penstock.workers.progress import URGENT, Progress
 

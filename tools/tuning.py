@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
+from penstock.arguments import integer, one_of
+from penstock.arguments import seconds as seconds_of
 from penstock.envs import EnvFn
 from penstock.envs.factory import env_factories
 from penstock.errors import ConfigError
 from penstock.samplers.central import count_alternating
-from penstock.samplers.machine import describe_machine
 from penstock.samplers.parallel import PRELOAD
-from penstock.samplers.trial import Candidate, Policy, Task, Trial, Turn
+from penstock.tools.candidate import Candidate, Policy, Task, Trial, Turn
+from penstock.tools.machine import describe_machine
 from penstock.workers import sigint
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
-from penstock.workers.arguments import integer, one_of
-from penstock.workers.arguments import seconds as seconds_of
-from penstock.workers.launch import START_METHODS, Launcher, StartMethod
+from penstock.workers.launcher import START_METHODS, Launcher, StartMethod
 from penstock.workers.plan import PoolOptions
 
 _ROUNDS = 8  # turns of each candidate in a stage, if there is time

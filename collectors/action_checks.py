@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.masks import ActionMask
+from penstock.agents.action_masks import ActionMask
 from penstock.buffers.named import NamedArrays, as_named
 from penstock.buffers.tree import tree_leaves
 from penstock.envs.rows import ColumnError, as_dtype, dtype_error

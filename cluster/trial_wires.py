@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
-from penstock.cluster.launch import LaunchedProcess, LaunchedThread
+from penstock.cluster.launched import LaunchedProcess, LaunchedThread
 from penstock.cluster.name_table import NameHost
 from penstock.cluster.wire import Wire
 from penstock.cluster.wire_local import LocalConnection, LocalHub

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.agents.base import Agent
-from penstock.agents.masks import mask_of
+from penstock.agents.action_masks import mask_of
+from penstock.agents.agent import Agent
 from penstock.buffers.named import map_leaves
 from penstock.collectors.acting import AgentInfoWriter, as_agent_step
-from penstock.collectors.checks import require_legal_actions, write_action
+from penstock.collectors.action_checks import require_legal_actions, write_action
 from penstock.collectors.env_batch import EnvBatch
 from penstock.collectors.tracking import Tracker
 from penstock.envs.rows import ColumnError, arrays_like

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.arguments import integer
 from penstock.errors import ConfigError
-from penstock.workers.arguments import integer
 from penstock.workers.plan import WorkerPlan, span, split
 
 _FIRSTS, _TOTALS = ("first_env_rank", "first_eval_env_rank"), ("n_envs", "n_eval_envs")

@@ -12,21 +12,21 @@ from typing import Any, TypedDict
 import cloudpickle
 import numpy as np
 
-from penstock.agents.base import Agent
+from penstock.agents.agent import Agent
+from penstock.buffers.object_pipe import MessageKind, ObjectMessage
 from penstock.buffers.reports import dump_exception, in_one_line
-from penstock.buffers.results import MessageKind, ObjectMessage
-from penstock.collectors.base import Collector
+from penstock.collectors.collector import Collector
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.env_builder import EnvBuilder
-from penstock.collectors.evaluation import BaseEvalCollector
+from penstock.collectors.eval_collector import BaseEvalCollector
 from penstock.collectors.tracking import snapshot
+from penstock.envs.episode_replay import follow
 from penstock.envs.factory import EnvContext, EnvFactory
-from penstock.envs.replay import follow
 from penstock.envs.rows import action_splitter
 from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
 from penstock.envs.state import is_same, load_env, prove, save_env
 from penstock.errors import ConfigError, ReplayError, brief
-from penstock.samplers.plan import SamplerPlan
+from penstock.samplers.sampler_plan import SamplerPlan
 from penstock.workers.progress import Phase
 
 #: How an environment continues: "get_state", "pickle" and "replay" are exact.

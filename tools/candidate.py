@@ -24,13 +24,13 @@ from penstock.buffers.reports import in_one_line
 from penstock.envs import EnvFn
 from penstock.envs.factory import build_example_env, close_example_env, env_factories
 from penstock.errors import ConfigError
-from penstock.samplers.base import Sampler
 from penstock.samplers.central import AlternatingSampler, GpuSampler
 from penstock.samplers.parallel import ParallelSampler
+from penstock.samplers.sampler import Sampler
 from penstock.samplers.serial import SerialSampler
 from penstock.workers.affinity import limit_threads
 from penstock.workers.cpu_claims import NAMESPACE_VARIABLE
-from penstock.workers.launch import Launcher, StartMethod
+from penstock.workers.launcher import Launcher, StartMethod
 from penstock.workers.marking import marked
 from penstock.workers.supervisor import SupervisedProcess
 

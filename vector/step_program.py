@@ -15,9 +15,9 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from penstock.buffers.native import WATCH_UNUSUAL, step_ordinary
+from penstock.buffers.object_pipe import MessageKind, ObjectMessage
 from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.results import MessageKind, ObjectMessage
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.envs.calls import EnvCall, perform, pickled
 from penstock.envs.checks import StepValues, checked_step, require_info
@@ -27,8 +27,8 @@ from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_
 from penstock.envs.seeding import Purpose
 from penstock.envs.wrappers import flat_step_of
 from penstock.errors import ConfigError, SpaceError, brief
-from penstock.vector.memory import VectorMemory, copy_rows
 from penstock.vector.objects import ObjectParts, shared_part
+from penstock.vector.step_memory import VectorMemory, copy_rows
 from penstock.workers.control import Command
 from penstock.workers.program import WorkerContext
 from penstock.workers.progress import Phase, Progress

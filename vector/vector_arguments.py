@@ -10,13 +10,13 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from penstock.arguments import MOST_ENVS, integer, one_of, seconds, unknown_argument
 from penstock.envs.factory import EnvFactory, env_factories
 from penstock.errors import ConfigError, brief
 from penstock.vector.exchange import Ids
 from penstock.workers.affinity import usable_cpus
-from penstock.workers.arguments import MOST_ENVS, integer, one_of, seconds, unknown_argument
 from penstock.workers.cpu_claims import CpuClaims
-from penstock.workers.launch import START_METHODS, StartMethod
+from penstock.workers.launcher import START_METHODS, StartMethod
 from penstock.workers.plan import Affinity, PoolOptions, WorkerPlan, split
 from penstock.workers.restarts import ON_WORKER_FAILURE, OnWorkerFailure
 
@@ -143,7 +143,7 @@ def as_options(
         start_timeout=seconds("start_timeout", start_timeout),
         max_restarts=max_restarts if on_worker_failure == "restart" else 0,
         restart_window=seconds("restart_window", restart_window),
-        preload=("penstock.vector.program", "gymnasium.envs.classic_control"),
+        preload=("penstock.vector.step_program", "gymnasium.envs.classic_control"),
         keeps_messages=True,  # an info belongs to a reply that has been made, even if the worker dies afterwards
     )
 

@@ -9,7 +9,7 @@ from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.episode_log import EpisodeLog
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import NamedArrays
-from penstock.buffers.results import RecordRings
+from penstock.buffers.object_pipe import RecordRings
 from penstock.buffers.shared import NamedMemory
 from penstock.samplers.stats import ServerTotals
 from penstock.samplers.step_buffer import StepBuffer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock import ConfigError, TuneReport, TuneRow, tune
-from penstock.samplers.trial import Candidate, Turn
-from penstock.samplers.tuning import choose, first_candidates
+from penstock.tools.candidate import Candidate, Turn
+from penstock.tools.tuning import choose, first_candidates
 
 ONE = Candidate("SerialSampler", 8, 4)
 TWO = Candidate("ParallelSampler", 8, 4, n_workers=2)

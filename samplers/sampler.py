@@ -16,30 +16,30 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.agents import Agent
+from penstock.arguments import integer, one_of, true_or_false
 from penstock.buffers import Samples
+from penstock.buffers.object_pipe import ObjectMessage
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.results import ObjectMessage
 from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn, fresh_seed
 from penstock.envs.calls import EnvCall, pickled, results, single_results
+from penstock.envs.episode_replay import EpisodeReplay
 from penstock.envs.factory import descriptions, env_factories
-from penstock.envs.replay import EpisodeReplay
 from penstock.envs.video import warn_if_unwritten
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, Setup, allocate
 from penstock.samplers.batches import Batches
+from penstock.samplers.column_states import RESEEDED, LoadMessage, SaveMessage, StateMessage, untrusted_class
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.evaluation import until_enough, video_message, warn_if_unfinished
 from penstock.samplers.local import SerialPool
 from penstock.samplers.metrics import Metrics
-from penstock.samplers.plan import SamplerPlan, Share
 from penstock.samplers.restoring import FORMAT, ResumeReport, check_state, load_server_agent, reasons
 from penstock.samplers.results import answers_to, infos_from_messages, infos_of
-from penstock.samplers.saving import RESEEDED, LoadMessage, SaveMessage, StateMessage, untrusted_class
+from penstock.samplers.sampler_plan import SamplerPlan, Share
 from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import SamplerStats, describe, worker_stats
 from penstock.workers import sigint
-from penstock.workers.arguments import integer, one_of, true_or_false
 from penstock.workers.call_guard import CallGuard
 from penstock.workers.control import Command
 from penstock.workers.cpu_claims import CpuClaims

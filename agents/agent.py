@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
-from penstock.agents.saving import load, save
+from penstock.agents.agent_file import load, save
 from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.named import NamedArrays, as_named, fields_of, map_leaves
 from penstock.errors import ConfigError, SamplerStateError, SpaceError

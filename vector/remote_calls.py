@@ -12,8 +12,8 @@ from gymnasium.vector import VectorEnv
 
 from penstock.envs.calls import EnvCall
 from penstock.errors import ConfigError
-from penstock.vector.arguments import env_ids_within
 from penstock.vector.tiling import tile
+from penstock.vector.vector_arguments import env_ids_within
 
 
 class CallsOnEnvs(VectorEnv[Any, Any, Any]):

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from penstock.agents.base import Agent, AgentStep
-from penstock.agents.masks import mask_of
+from penstock.agents.action_masks import mask_of
+from penstock.agents.agent import Agent, AgentStep
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import put_row
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step
-from penstock.collectors.checks import require_legal_actions, write_action
+from penstock.collectors.action_checks import require_legal_actions, write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.decorrelation import decorrelate
 from penstock.collectors.env_batch import EnvBatch

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from penstock.agents.base import Space
+from penstock.agents.agent import Space
 from penstock.buffers.named import NamedArrays
 from penstock.errors import SpaceError
 

@@ -11,27 +11,27 @@ from typing import Any, cast
 
 import numpy as np
 
-from penstock.agents.base import Agent
+from penstock.agents.agent import Agent
 from penstock.buffers.named import map_leaves
 from penstock.buffers.samples import BatchColumns, public_view
-from penstock.collectors.base import Collector, CollectorParts
-from penstock.collectors.central import RemoteAgent
-from penstock.collectors.checks import Checks
+from penstock.collectors.action_checks import Checks
+from penstock.collectors.collector import Collector, CollectorParts
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.env_batch import EnvBatch
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.collectors.episodes import EpisodeRecorder
-from penstock.collectors.evaluation import BaseEvalCollector, EvalCollectorParts
+from penstock.collectors.eval_collector import BaseEvalCollector, EvalCollectorParts
+from penstock.collectors.request_client import RemoteAgent
 from penstock.collectors.reset import ResetCollector
 from penstock.collectors.tracking import Tracker, make_tracker
 from penstock.collectors.vector import VectorColumns, VectorEnvCollector
 from penstock.envs.calls import EnvCall, perform
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.seeding import ColumnStreams, Purpose
+from penstock.samplers.column_states import StateMessage, WorkerParts
 from penstock.samplers.config import SamplerConfig
-from penstock.samplers.memory import SamplerMemory
-from penstock.samplers.plan import SamplerPlan, Share, episodes_per_env
-from penstock.samplers.saving import StateMessage, WorkerParts
+from penstock.samplers.sampler_memory import SamplerMemory
+from penstock.samplers.sampler_plan import SamplerPlan, Share, episodes_per_env
 from penstock.workers.control import Command
 from penstock.workers.program import WorkerContext
 from penstock.workers.progress import Phase

@@ -14,8 +14,8 @@ import pytest
 
 import penstock
 from penstock.errors import PortLeaseError
-from penstock.samplers import doctor
-from penstock.samplers.machine import describe_machine
+from penstock.tools import doctor
+from penstock.tools.machine import describe_machine
 
 
 def refuse(*_: Any) -> Any:
@@ -43,7 +43,7 @@ def refuse_folder() -> Any:
 )
 def test_findings(monkeypatch: pytest.MonkeyPatch, look: str, name: str, value: Any, message: str) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(f"penstock.samplers.doctor.{name}", value, raising=False)
+    monkeypatch.setattr(f"penstock.tools.doctor.{name}", value, raising=False)
     found = " ".join(getattr(doctor, look)())
     assert re.search(message, found), found
 

@@ -12,9 +12,9 @@ import numpy as np
 from penstock.envs.calls import EnvCall, results
 from penstock.errors import brief
 from penstock.vector.exchange import Exchange, Ids
-from penstock.vector.memory import VectorMemory
 from penstock.vector.order import WaitTimeoutError
-from penstock.vector.program import VectorProgram
+from penstock.vector.step_memory import VectorMemory
+from penstock.vector.step_program import VectorProgram
 from penstock.workers.control import Command
 from penstock.workers.plan import PoolOptions, WorkerPlan
 from penstock.workers.pool import WorkerPool
