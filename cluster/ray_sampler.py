@@ -184,7 +184,7 @@ class RaySampler(Sampler):
             for i, (own, evals) in enumerate(columns)
         )
 
-    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> ShardPool:  # type: ignore[override]
+    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> ShardPool:
         config, program = self.config, allocation.program
         spec = ShardSpec(
             sampler_cls=self._sampler_cls,
@@ -242,7 +242,7 @@ class RaySampler(Sampler):
 
     def _pieces(self, itr: int, max_in_flight: int, max_staleness: int | None) -> Iterator[Piece]:
         with self._guard.require("stream", SamplerState.READY):
-            pool: Any = self._require_pool("stream")
+            pool = self._shard_pool("stream")
             stream = Stream(pool, max_in_flight, max_staleness, itr)
             self._guard.state = SamplerState.STREAMING
         try:
@@ -286,12 +286,17 @@ class RaySampler(Sampler):
     def worker_pids(self) -> list[int]:
         """The process ids of the workers on their nodes, by shard, as they were started. Empty before `initialize`
         and when the sampler is closed or broken."""
-        shards = [] if self._pool is None or self._pool.is_closed else self._pool.shards  # type: ignore[union-attr]
+        shards = [] if self._pool is None or self._pool.is_closed else self._shard_pool("worker_pids").shards
         return [pid for shard in shards if shard.started for pid in shard.started.worker_pids]
+
+    def _shard_pool(self, call: str) -> ShardPool:
+        pool = self._require_pool(call)
+        assert isinstance(pool, ShardPool)
+        return pool
 
     def stats(self) -> RayStats:
         """Where the workers' time went since `initialize`, and what happened to each shard."""
-        pool: Any = self._require_pool("stats")
+        pool = self._shard_pool("stats")
         workers: list[WorkerStats] = []
         for shard, found in zip(pool.shards, answers_of(pool.shards, "stats", _ANSWER_SECONDS), strict=True):
             shard.figures = shard.figures if found is None else found.workers
@@ -318,12 +323,12 @@ class RaySampler(Sampler):
     def timeline(self) -> npt.NDArray[np.float64]:
         """Times of the last batch, as for one sampler, of the workers of all shards that answer. Each node has its own
         clock."""
-        pool: Any = self._require_pool("timeline")
+        pool = self._shard_pool("timeline")
         found = [part for part in answers_of(pool.shards, "timeline", _ANSWER_SECONDS) if part is not None]
         return np.concatenate(found) if found else np.zeros((0, 2 * self.batch_T + 1))
 
     def __repr__(self) -> str:
-        state, shards = self._guard.state, [] if self._pool is None else self._pool.shards  # type: ignore[union-attr]
+        state, shards = self._guard.state, [] if self._pool is None else self._shard_pool("repr").shards
         heading = f"{type(self).__name__} {state.name.lower()}: batch_T={self.batch_T}, batch_B={self.batch_B}"
         if not shards:
             return f"<{heading}>"

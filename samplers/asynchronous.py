@@ -381,7 +381,7 @@ class AsyncSampler(ParallelSampler):
             with self._guard.require("sync_shared_memory", _RUNNING):
                 pool, how = self._require_pool("sync_shared_memory"), "sync_shared_memory"
                 assert isinstance(pool, WorkerPool)
-                pool.wait(how, until=lambda: not self._must_await(version), wake_for_any=True)
+                pool.wait(how, until=lambda: not self._must_await(version))
 
 
 def _await_readers(sampler: AsyncSampler | None, version: int) -> None:

@@ -19,9 +19,7 @@ from penstock.collectors.request_client import RemoteAgent
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation
-from penstock.samplers.central_pool import CentralPool, CentralSerialPool
 from penstock.samplers.inference_server import InferenceServer, ServerOptions
-from penstock.samplers.local import LocalWorker, SerialPool
 from penstock.samplers.parallel import ParallelSampler, pool_options
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
 from penstock.samplers.sampler_plan import SamplerPlan, Share, make_plans
@@ -191,9 +189,8 @@ class GpuSampler(ParallelSampler):
 
     @property
     def _server(self) -> InferenceServer:
-        pool = self._require_pool("the inference server")
-        assert isinstance(pool, CentralPool | CentralSerialPool)
-        return pool.server
+        self._require_pool("the inference server")
+        return self._server_here
 
     # ---- the pool --------------------------------------------------------------------------
 
@@ -202,7 +199,7 @@ class GpuSampler(ParallelSampler):
             return LockStep()
         return FirstReady(self._min_columns, [len(plan.columns) for plan in self._plans].__getitem__)
 
-    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool | SerialPool:
+    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
         plans, memory, agent = self._plans, allocation.memory, self._agent
         server_options = ServerOptions.of(
             agent,
@@ -222,11 +219,10 @@ class GpuSampler(ParallelSampler):
         program = replace(allocation.program, agent=RemoteAgent(agent, offers_inputs=offers))
         server = InferenceServer(server_options, memory)
         resources.callback(server.close)
-        if self._has_no_workers:
-            share, replay_of = allocation.shares[0], allocation.replay_of
-            return CentralSerialPool(plans[0], program, share, memory, resources.pop_all(), replay_of, server)
-        local = LocalWorker(plans[-1], program, memory, allocation.replay_of) if self._steps_locally else None
-        return CentralPool(plans, program, allocation.shares, memory, options, resources, server, local)
+        self._server_here = server
+        in_place = self._has_no_workers or self._steps_locally
+        programs, shares = [program] * len(plans), allocation.shares
+        return WorkerPool(plans, programs, shares, memory, options, resources, in_place=in_place, server=server)
 
 
 def pool_with_server(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from penstock.envs.calls import EnvCall
 from penstock.envs.video import require_folder, require_video
@@ -15,23 +15,16 @@ from penstock.samplers.results import run_call
 from penstock.workers.control import ControlBlock
 
 if TYPE_CHECKING:
-    from penstock.samplers.local import SerialPool
-    from penstock.workers.monitor import WaitOptions
-    from penstock.workers.pool import WorkerPool
+    from penstock.workers.pool import Pool
 
-_POLL_SECONDS = 0.005  # how soon an evaluation is ended once enough trajectories have finished
+EVAL_POLL_SECONDS = 0.005  # how soon an evaluation is ended once enough trajectories have finished
 
 
-def until_enough(control: ControlBlock, n_workers: int, limit: int | None) -> WaitOptions:
-    """How to wait for an evaluation that ends when the workers have finished `limit` trajectories; None: no limit."""
-    if limit is None:
-        return {}
-
-    def stop_if_enough() -> None:
-        if sum(control.n_results_by_rank(n_workers)) >= limit:
-            control.stop_eval = True
-
-    return {"on_wake": stop_if_enough, "poll_interval": _POLL_SECONDS}
+def stop_if_enough(control: ControlBlock, n_workers: int, limit: int) -> Literal[False]:
+    """End an evaluation when the workers have finished `limit` trajectories. The wait for them goes on."""
+    if sum(control.n_results_by_rank(n_workers)) >= limit:
+        control.stop_eval = True
+    return False
 
 
 def warn_if_unfinished(config: SamplerConfig, itr: int, n_finished: int) -> None:
@@ -47,7 +40,7 @@ def warn_if_unfinished(config: SamplerConfig, itr: int, n_finished: int) -> None
         )
 
 
-def video_message(pool: WorkerPool | SerialPool, config: SamplerConfig, folder: str | os.PathLike[str]) -> bytes:
+def video_message(pool: Pool, config: SamplerConfig, folder: str | os.PathLike[str]) -> bytes:
     """The message that makes the worker of the first evaluation environment record a video. Raises `ConfigError` if
     that is impossible."""
     if config.collector_cls.batched:

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.config import SamplerConfig
-from penstock.samplers.local import SerialPool
 from penstock.samplers.sampler import Sampler
 from penstock.samplers.sampler_plan import SamplerPlan, Share, make_plans
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
@@ -53,7 +52,7 @@ class ParallelSampler(Sampler):
         """The number of workers: as asked, else as many as the CPUs can run, and never more than environments."""
         return min(self.config.n_workers or cpus_to_fill(mask), self.batch_B)
 
-    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool | SerialPool:
+    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
         programs, options = [allocation.program] * len(self._plans), pool_options(self.config, allocation)
         return WorkerPool(self._plans, programs, allocation.shares, allocation.memory, options, resources)
 

@@ -14,8 +14,7 @@ from penstock.errors import ConfigError
 from penstock.workers.control import Command
 
 if TYPE_CHECKING:
-    from penstock.samplers.local import SerialPool
-    from penstock.workers.pool import WorkerPool
+    from penstock.workers.pool import Pool
 
 #: Trajectories as the workers send them: records of `TrajInfo` itself, or one `ObjectMessage` for each other object.
 Trajectories = list[Any]
@@ -48,12 +47,12 @@ def infos_from_messages(cls: type[TrajInfo], messages: Sequence[ObjectMessage]) 
     return infos
 
 
-def run_call(pool: WorkerPool | SerialPool, call: EnvCall, occasion: str) -> list[Any]:
+def run_call(pool: Pool, call: EnvCall, occasion: str) -> list[Any]:
     """Make `call` on the environments, between two batches. Returns the results by env_rank."""
     return results(call, answers_to(pool, call, occasion))
 
 
-def answers_to(pool: WorkerPool | SerialPool, call: EnvCall, occasion: str) -> list[ObjectMessage]:
+def answers_to(pool: Pool, call: EnvCall, occasion: str) -> list[ObjectMessage]:
     """What the workers send for `call`."""
     pool.run(Command(has_message=True), occasion, discard=pool.take_messages, message=call.dumps())
     return pool.take_messages()

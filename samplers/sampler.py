@@ -9,6 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium as gym
@@ -31,8 +32,7 @@ from penstock.samplers.allocation import Allocation, Setup, allocate
 from penstock.samplers.batches import Batches
 from penstock.samplers.column_states import RESEEDED, LoadMessage, SaveMessage, StateMessage, untrusted_class
 from penstock.samplers.config import SamplerConfig
-from penstock.samplers.evaluation import until_enough, video_message, warn_if_unfinished
-from penstock.samplers.local import SerialPool
+from penstock.samplers.evaluation import EVAL_POLL_SECONDS, stop_if_enough, video_message, warn_if_unfinished
 from penstock.samplers.metrics import Metrics
 from penstock.samplers.restoring import FORMAT, ResumeReport, check_state, load_server_agent, reasons
 from penstock.samplers.results import answers_to, infos_from_messages, infos_of
@@ -45,8 +45,9 @@ from penstock.workers.control import Command
 from penstock.workers.cpu_claims import CpuClaims
 from penstock.workers.limits import naming_descriptor_limit
 from penstock.workers.marking import marked
+from penstock.workers.monitor import POLL_SECONDS
 from penstock.workers.plan import Affinity
-from penstock.workers.pool import WorkerPool
+from penstock.workers.pool import Pool
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -130,7 +131,7 @@ class Sampler(ABC):
     def __init__(self, env_fn: EnvFn, **options: Unpack[SamplerOptions]) -> None:
         # These two come first, so that repr and shutdown work even if the rest fails.
         self._guard = CallGuard(SamplerState, "sampler", "shutdown", owned_by_process=self._shared_memory)
-        self._pool: WorkerPool | SerialPool | None = None
+        self._pool: Pool | None = None
         self.config = SamplerConfig.of(type(self).__name__, env_fn, options)
         self.batch_T, self.batch_B = self.config.batch_T, self.config.batch_B
         #: The seed in use; useful where none was given.
@@ -165,7 +166,7 @@ class Sampler(ABC):
         """Divide the environments among workers. What must be closed goes onto `resources`."""
 
     @abstractmethod
-    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool | SerialPool:
+    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> Pool:
         """Start the workers. The pool becomes the owner of `resources`, and closes them."""
 
     def _server_agent(self) -> Agent | None:
@@ -311,7 +312,7 @@ class Sampler(ABC):
         self._metrics.training.extend(infos)
         return samples, infos
 
-    def _take_traj_infos(self, pool: WorkerPool | SerialPool, slot: int = 0, opening: int | None = None) -> list[Any]:
+    def _take_traj_infos(self, pool: Pool, slot: int = 0, opening: int | None = None) -> list[Any]:
         """The trajectories that the workers have sent for the last command, or for that of this opening of the gates,
         ordered by time step, then env_rank. `slot` is that of the batch; 0 for an evaluation."""
         cls, counts = self.config.traj_info_cls, self._memory.control.n_results_by_rank(len(self._plans), opening)
@@ -345,9 +346,14 @@ class Sampler(ABC):
             itr, pool, occasion = integer("itr", itr), self._require_pool("evaluate_agent"), f"evaluation, itr={itr}"
             self._finish_batches(pool, occasion)
             message = None if video is None else video_message(pool, self.config, video)
-            how = until_enough(self._memory.control, len(self._plans), self.config.eval_max_trajectories)
-            command = Command(itr, do_eval=True, has_message=message is not None)
-            pool.run(command, occasion, discard=lambda: self._take_traj_infos(pool), message=message, **how)
+            command, limit = (
+                Command(itr, do_eval=True, has_message=message is not None),
+                self.config.eval_max_trajectories,
+            )
+            until = None if limit is None else partial(stop_if_enough, self._memory.control, len(self._plans), limit)
+            interval = POLL_SECONDS if limit is None else EVAL_POLL_SECONDS
+            discard = partial(self._take_traj_infos, pool)
+            pool.run(command, occasion, discard, message=message, until=until, poll_interval=interval)
             self._metrics.evaluation = infos = self._take_traj_infos(pool)
         if video is not None:
             warn_if_unwritten(os.fspath(video), itr)
@@ -552,7 +558,7 @@ class Sampler(ABC):
         `initialize`, for a sampler without processes, and when the workers have ended (`shutdown`, a failure)."""
         return [] if self._pool is None else list(self._pool.pids)
 
-    def _require_pool(self, call: str) -> WorkerPool | SerialPool:
+    def _require_pool(self, call: str) -> Pool:
         if self._pool is None:
             raise SamplerStateError(f"{call} was called before initialize: call sampler.initialize(agent) first")
         return self._pool

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from penstock.samplers.allocation import Allocation
-from penstock.samplers.local import SerialPool
+from penstock.samplers.parallel import pool_options
 from penstock.samplers.sampler import Sampler
 from penstock.samplers.sampler_plan import SamplerPlan, Share, make_plans
 from penstock.workers.affinity import usable_cpus
 from penstock.workers.plan import Affinity, assign_cpus
+from penstock.workers.pool import WorkerPool
 
 
 class SerialSampler(Sampler):
@@ -29,6 +30,8 @@ class SerialSampler(Sampler):
         assign_cpus(affinity, len(cpus) if isinstance(cpus, Sequence) else 1, usable_cpus())
         return make_plans(self.batch_B, self.config.eval_n_envs, [()], share)
 
-    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> SerialPool:
-        plan, share, memory = self._plans[0], allocation.shares[0], allocation.memory
-        return SerialPool(plan, allocation.program, share, memory, resources.pop_all(), allocation.replay_of)
+    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
+        programs, options = [allocation.program], pool_options(self.config, allocation)
+        return WorkerPool(
+            self._plans, programs, allocation.shares, allocation.memory, options, resources, in_place=True
+        )

@@ -15,8 +15,7 @@ from penstock.workers.plan import WorkerPlan
 from penstock.workers.restarts import Restarts
 
 if TYPE_CHECKING:
-    from penstock.samplers.local import SerialPool
-    from penstock.workers.pool import WorkerPool
+    from penstock.workers.pool import Pool
 
 _MAX_SHOWN = 16  # workers in a repr
 
@@ -152,7 +151,7 @@ class Lags:
         return LagStats(self._least, self._sum / max(1, self._n), self._most)
 
 
-def describe(plans: Sequence[WorkerPlan], pool: WorkerPool | SerialPool, *, has_ended: bool) -> str:
+def describe(plans: Sequence[WorkerPlan], pool: Pool, *, has_ended: bool) -> str:
     """The workers of a sampler, for its repr; with a line for what each is doing, unless they have ended."""
     restarts = f", {n} restarts" if (n := pool.restarts.total) else ""
     cpus = sorted({cpu for plan in plans for cpu in plan.cpus})

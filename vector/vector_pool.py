@@ -58,7 +58,7 @@ class VectorPool(WorkerPool):
         if until is None:
             self.wait("step")  # no keywords: this runs at every step
         else:
-            self.wait("step", until=until, wake_for_any=True)
+            self.wait("step", until)
 
     def wait_at_most(self, timeout: float, name: str) -> None:
         """Wait until all requests have replies. Raises `WaitTimeoutError` after `timeout` seconds; its text begins with

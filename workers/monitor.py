@@ -9,7 +9,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 from penstock.buffers.ordering import fence, full_fence
 from penstock.buffers.reports import ReportBoard
@@ -20,10 +20,13 @@ from penstock.workers.gates import clear
 from penstock.workers.handle import WorkerHandle
 from penstock.workers.native_waits import spin, spin_for_arrivals
 from penstock.workers.plan import PoolOptions
+from penstock.workers.program import RequestServer
 from penstock.workers.progress import AWAKE, FOR_ANY, Phase, ProgressSnapshot
 from penstock.workers.spinning import SpinTime
 
 _log = logging.getLogger("penstock")
+
+POLL_SECONDS = 1.0  # how often a wait looks again, whatever happens
 
 _WARN_SECONDS = 60.0  # without step_timeout: how long a worker may make no progress before a warning
 _CHECKS_PER_LIMIT = 20  # how often progress is checked within one limit
@@ -35,22 +38,20 @@ _KILL_SECONDS = 0.5  # how long to wait after SIGKILL
 _DYING_SECONDS = 0.5  # how long to wait for a process that is known to be dying
 
 
-class WaitOptions(TypedDict, total=False):
-    """The arguments of `Monitor.wait`, for type checkers."""
-
-    until: Callable[[], bool] | None
-    on_wake: Callable[[], None] | None
-    is_due: Callable[[], bool] | None
-    wake_for_any: bool
-    poll_interval: float
-    interruptible: bool
-
-
 class Monitor:
     """Watches one pool's workers. It finds failures; the pool decides what to do about them."""
 
-    def __init__(self, control: ControlBlock, reports: ReportBoard, options: PoolOptions) -> None:
+    def __init__(
+        self,
+        control: ControlBlock,
+        reports: ReportBoard,
+        options: PoolOptions,
+        server: RequestServer | None = None,
+        serve: Callable[[], None] | None = None,
+    ) -> None:
+        """`serve` lets the `server` reply to requests."""
         self._control, self._reports, self._options = control, reports, options
+        self._server, self._serve = server, serve
         self._handles: Sequence[WorkerHandle] = ()
         self._poll = select.poll()
         self._sources: dict[int, tuple[str, WorkerHandle]] = {}  # by descriptor: "death", "gate" or "pipe", and whose
@@ -73,31 +74,35 @@ class Monitor:
         self._starting.update(starting)
         self._set_next_check()
 
+    def look(self) -> list[WorkerFailure]:
+        """Read messages, and return the workers that have failed, without a wait."""
+        return self._examine(self._sleep(FOR_ANY, lambda: True, 0.0, interruptible=True))
+
     def wait(
         self,
         until: Callable[[], bool] | None = None,
-        on_wake: Callable[[], None] | None = None,
-        is_due: Callable[[], bool] | None = None,
-        wake_for_any: bool = False,
-        poll_interval: float = 1.0,
+        poll_interval: float = POLL_SECONDS,
+        *,
         interruptible: bool = True,
     ) -> list[WorkerFailure]:
-        """Wait until every worker has arrived at barrier_out, or `until` returns True.
+        """Wait until every worker has arrived at barrier_out, or `until` returns True. Meanwhile the server replies.
 
-        `on_wake` is called at each wake-up, and at least every `poll_interval` seconds; it may spin itself. `is_due`
-        says whether it has work to do now. The workers wake this process when all of them are idle, or, with
-        `wake_for_any`, each time that one publishes something. Ctrl-C may end an `interruptible` wait. Returns the
-        workers that have failed, or [] if the wait is over or `is_closing` was set.
+        `until` is called at each wake-up, and at least every `poll_interval` seconds. The workers wake this process
+        when all of them are idle; or each time that one publishes something, if the server asks for it, or without one
+        for `until`. Ctrl-C may end an `interruptible` wait. Returns the workers that have failed, or [] if the wait is
+        over or `is_closing` was set.
         """
-        began, wake_for = time.monotonic(), FOR_ANY if wake_for_any else len(self._handles)
+        server = self._server
+        wakes_for_any = until is not None if server is None else server.wake_for_any
+        began, wake_for = time.monotonic(), FOR_ANY if wakes_for_any else len(self._handles)
         failures: list[WorkerFailure] = []
 
         def is_over() -> bool:
-            if self.have_all_arrived() or (is_due is not None and is_due()):
+            if self.have_all_arrived() or (server is not None and server.has_work):
                 return True
-            return on_wake is None and until is not None and until()
+            return server is None and until is not None and until()
 
-        has_spun = on_wake is None and self._spin(until)
+        has_spun = server is None and self._spin(until)
         while not has_spun:
             dead = self._sleep(wake_for, is_over, min(poll_interval, self._check_seconds), interruptible)
             if self.is_closing:
@@ -105,12 +110,12 @@ class Monitor:
             failures = self._examine(dead)
             if failures or self.have_all_arrived():
                 break
-            if on_wake is not None:
-                on_wake()
+            if self._serve is not None:
+                self._serve()
             if until is not None and until():
                 break
         fence()
-        if on_wake is None:
+        if server is None:
             self._spin_time.note(time.monotonic() - began, not has_spun)
         return failures
 

@@ -10,28 +10,28 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from penstock.buffers.object_pipe import ObjectMessage, ObjectPipe
 from penstock.buffers.reports import ReportBoard
-from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError, WorkerTimeoutError
+from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError, WorkerError, WorkerTimeoutError
 from penstock.workers import sigint
+from penstock.workers.affinity import avoid_cpus
 from penstock.workers.control import Command
 from penstock.workers.failures import WorkerFailure, WorkerStatus, add_killed, examine_exits, make_error
 from penstock.workers.gates import Gate, GateWakers, notify
 from penstock.workers.handle import WorkerHandle
+from penstock.workers.in_place import InPlaceWorker
 from penstock.workers.launcher import Launcher, post_programs
 from penstock.workers.lookout import Lookout
-from penstock.workers.monitor import Monitor, WaitOptions
+from penstock.workers.monitor import POLL_SECONDS, Monitor
 from penstock.workers.plan import PoolOptions, WorkerPlan
 from penstock.workers.process import worker_main
-from penstock.workers.program import SharedMemory, WorkerProcessArgs, WorkerProgram
+from penstock.workers.program import RequestServer, SharedMemory, WorkerProcessArgs, WorkerProgram
+from penstock.workers.progress import URGENT, Phase, StopCollecting
 from penstock.workers.restarts import Restarts
 from penstock.workers.spinning import is_crowded
 from penstock.workers.stacks import StackFile
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _log = logging.getLogger("penstock")
 
@@ -39,12 +39,47 @@ _EXIT_SECONDS = 1.5  # how long workers may take to end their step and close the
 _EXIT_BROKEN_SECONDS = 0.3  # shorter after a failure: the user waits for the error
 
 
+class Pool(Protocol):
+    """What a sampler needs of its workers, wherever they run."""
+
+    restarts: Restarts
+    is_closed: bool
+    has_lost_command: bool  #: whether an exception has interrupted `submit`
+
+    @property
+    def pids(self) -> Sequence[int]: ...
+
+    def submit(self, command: Command) -> int: ...
+
+    def wait(self, occasion: str) -> None: ...
+
+    def run(
+        self,
+        command: Command,
+        occasion: str,
+        discard: Callable[[], Any],
+        *,
+        message: bytes | None = None,
+        until: Callable[[], bool] | None = None,
+        poll_interval: float = ...,
+    ) -> None: ...
+
+    def take_messages(self, number: int | None = None) -> list[ObjectMessage]: ...
+
+    def statuses(self) -> list[WorkerStatus]: ...
+
+    def close(self, *, broken: bool = False, await_call: Callable[[], bool] = ...) -> Any: ...
+
+
 class WorkerPool:
-    """One process per plan, each with its program. Workers run numbered commands, one after another.
+    """One worker per plan, each with its program. Workers run numbered commands, one after another.
 
     `submit` opens the gates for a command, `wait` waits until all workers have completed it, and `run` does both. Every
     wait watches the deaths of the workers. The pool owns the workers and everything in `resources`; `close` is the one
     place that closes them.
+
+    The workers are processes. With `in_place`, the last one is not: the thread of the caller runs its program, in
+    `wait` if there are processes, else in `submit`. With a `server`, this pool replies to requests while it waits.
     """
 
     def __init__(
@@ -55,39 +90,55 @@ class WorkerPool:
         memory: SharedMemory,
         options: PoolOptions,
         resources: ExitStack,
+        *,
+        in_place: bool = False,
+        server: RequestServer | None = None,
     ) -> None:
-        """Start one process per plan. This does not wait for them: call `wait("start-up")` next.
+        """Start the workers. This does not wait for the processes: call `wait("start-up")` next.
 
         `shares[i]` is the data that only worker i gets (`WorkerContext.share`). If the last plan is that of an
         inference server, every worker also wakes the gate of the server. `close` closes `resources` after the workers.
         If this constructor raises, they are closed too.
         """
-        self._memory, self._options, self.control = memory, options, memory.control
+        self._memory, self._options, self.control, self._server = memory, options, memory.control, server
         self._owner_pid = os.getpid()
         self._close_lock = threading.Lock()
         self._closing_thread: int | None = None
         self._have_ended = False  # whether the workers have ended
-        self.has_lost_command = False  #: whether an exception has interrupted `submit`
+        self.has_lost_command = False
         self.is_closed = False
         self._wanted_openings = [0] * len(plans)  # how many openings each gate must reach; number one is start-up
         self._command = Command()
         self._n_taken = 0  # the last opening whose messages have been taken
         # A `run` that is not finished: its occasion, and the function that drops its results.
         self._unfinished_run: tuple[str, Callable[[], Any]] | None = None
+        self._failure: SamplerBrokenError | SamplerClosedError | None = None  # `wait` raises it
         self.handles: list[WorkerHandle] = []
         self.restarts = Restarts(options.max_restarts, options.restart_window)
+        n = len(plans) - in_place
+        self._server_cpus = {cpu for plan in plans for cpu in plan.cpus} if server is not None else set[int]()
         with resources:  # until `close` works, an exception closes everything here
-            self._launcher = Launcher(options, len(plans))  # first: it says which limits are too low
-            self._reports = ReportBoard(len(plans), shared=True)
+            self._in_place = InPlaceWorker(plans[-1], programs[-1], memory) if in_place else None
+            if n:
+                self._launcher = Launcher(options, n)  # first: it says which limits are too low
+            self._reports = ReportBoard(max(n, 1), shared=n > 0)
             resources.callback(self._reports.memory.close)
-            self._monitor = Monitor(self.control, self._reports, options)
+            # Without a server, the pool is part of no cycle: it is freed as soon as it is dropped.
+            self._monitor = Monitor(self.control, self._reports, options, server, self._serve if server else None)
             self._lookout = Lookout(self._monitor)
-            self._mailbox, self._parts = post_programs(programs, shares)
-            resources.callback(self._mailbox.close)
+            if n:
+                self._mailbox, self._parts = post_programs(programs[:n], shares[:n])
+                resources.callback(self._mailbox.close)
             self._resources = resources.pop_all()
         try:
-            self._owned(self._launcher).prepare()
-            self._start_all(plans)
+            if n:
+                self._owned(self._launcher).prepare()
+                self._start_all(plans[:n])
+            if self._in_place is not None:
+                self._wanted_openings[-1] = 1
+                self.control.open(plans[-1].worker_rank)
+                request = self._request_in_place if server else None
+                self._run_in_place(partial(self._in_place.build, shares[-1], request), "start-up")
         except BaseException:
             self._close_in_spite_of_signals()
             raise
@@ -160,7 +211,8 @@ class WorkerPool:
 
     def statuses(self) -> list[WorkerStatus]:
         """What every worker is doing now."""
-        return [self._monitor.status(handle) for handle in self.handles]
+        in_place = [] if self._in_place is None else [self._in_place.status()]
+        return [self._monitor.status(handle) for handle in self.handles] + in_place
 
     def take_messages(self, number: int | None = None) -> list[ObjectMessage]:
         """What the workers have put into their pipes for the last command, or for the one of opening `number`. Take
@@ -173,10 +225,11 @@ class WorkerPool:
         self._n_taken = self._wanted_openings[0] if number is None else number
         try:
             pairs = zip(self.handles, counts, strict=True)
-            return [message for handle, n in pairs for message in handle.pipe.take(n, may_leave=may_leave)]
+            messages = [message for handle, n in pairs for message in handle.pipe.take(n, may_leave=may_leave)]
         except SamplerBrokenError:
             self.close(broken=True)
             raise
+        return messages if self._in_place is None else messages + self._in_place.take_messages()
 
     # ---- commands --------------------------------------------------------------------------
 
@@ -196,9 +249,7 @@ class WorkerPool:
         Failures come first: even if the opening is completed (0 always is), this looks for them, without a wait."""
         if self.has_completed(number) and self._monitor.has_no_news():
             return
-        self.wait(occasion, until=lambda: True, on_wake=lambda: None, poll_interval=0.0)
-        if not self.has_completed(number):
-            self.wait(occasion, until=lambda: self.has_completed(number), wake_for_any=True)
+        self._wait_for_workers(occasion, look_first=True, until=lambda: self.has_completed(number))
 
     def has_completed(self, number: int) -> bool:
         """Whether every worker has completed opening `number`."""
@@ -213,12 +264,18 @@ class WorkerPool:
             self.has_lost_command = True
             self.close(broken=True)
             raise
+        if not self.handles:
+            self._work_in_place(f"{'evaluation, ' if command.do_eval else ''}itr={command.itr}")
 
     def _submit(self, command: Command, ranks: Iterable[int] | None = None) -> None:
         self.control.stop_eval = False
         openings = list(self._wanted_openings)
         for rank in range(len(openings)) if ranks is None else ranks:
             openings[rank] += 1
+        if self._server is not None:
+            self._server.begin(command, openings[0])
+            if self.handles:
+                self._server.act_ahead(command)
         self._command, self._wanted_openings = command, openings
         self._open_gates()
 
@@ -228,21 +285,47 @@ class WorkerPool:
         for rank in self.control.open_all(self._command, self._wanted_openings):
             notify(self.handles[rank].gate.go.writer.fd)
 
-    def wait(self, occasion: str, **how: Unpack[WaitOptions]) -> None:
-        """Wait until every worker has completed its last command. Errors quote `occasion`; for `how` see
-        `Monitor.wait`. After a Ctrl-C, `wait` may be called again.
+    def wait(self, occasion: str, until: Callable[[], bool] | None = None, poll_interval: float = POLL_SECONDS) -> None:
+        """Wait until every worker has completed its last command, or `until` returns True. That is called whenever
+        something happens, and every `poll_interval` seconds. Errors quote `occasion`. After a Ctrl-C, `wait` may be
+        called again.
 
         Raises `WorkerError`, `WorkerDiedError` or `WorkerTimeoutError` if a worker fails and is not replaced; the pool
         is closed then. Raises `SamplerClosedError` if another thread closes the pool.
         """
+        if not self.handles:
+            self._raise_failure()  # the worker in place has run in `submit`
+        elif self._server is None:
+            self._wait_for_workers(occasion, until, poll_interval)
+        else:
+            with sigint.deferred(), avoid_cpus(self._server_cpus):
+                self._occasion = occasion
+                self._work_in_place(occasion)
+                self._raise_failure()
+                self._wait_for_workers(occasion, until, poll_interval)
+
+    def _wait_for_workers(
+        self,
+        occasion: str,
+        until: Callable[[], bool] | None = None,
+        poll_interval: float = POLL_SECONDS,
+        *,
+        look_first: bool = False,
+        interruptible: bool = True,
+    ) -> None:
         self._monitor.is_waiting = True
         try:
             self._open_gates()
-            while failures := self._monitor.wait(**how):
+            if look_first and (failures := self._monitor.look()):
+                self._replace_or_raise(failures, occasion)
+            if self._server is not None:
+                self._serve()  # a request that came before a Ctrl-C still waits, and will not wake this process again
+            while failures := self._monitor.wait(until, poll_interval, interruptible=interruptible):
                 self._replace_or_raise(failures, occasion)
             if self._monitor.is_closing:
                 raise SamplerClosedError(f"shut down by another thread during {occasion}")
         except SamplerBrokenError as error:
+            self._failure = error
             add_killed(error, self.close(broken=True))
             raise
         except KeyboardInterrupt as interrupt:  # a short traceback: the place inside the wait tells the user nothing
@@ -257,7 +340,8 @@ class WorkerPool:
         discard: Callable[[], Any],
         *,
         message: bytes | None = None,
-        **how: Unpack[WaitOptions],
+        until: Callable[[], bool] | None = None,
+        poll_interval: float = POLL_SECONDS,
     ) -> None:
         """Submit `command`, with its `message` if it has one, and wait until it is completed, as `wait` does.
 
@@ -269,7 +353,7 @@ class WorkerPool:
             self._memory.mailbox.post(message)
         self._unfinished_run = occasion, discard
         self._submit_or_close(command)
-        self.wait(occasion, **how)
+        self.wait(occasion, until, poll_interval)
         self._unfinished_run = None
 
     def finish_interrupted(self) -> None:
@@ -280,6 +364,69 @@ class WorkerPool:
             self.wait(f"{occasion} (interrupted)")
             self._unfinished_run = None
             discard()
+
+    # ---- requests, and the worker in place --------------------------------------------------
+
+    def _serve(self, until: Callable[[], bool] = lambda: False) -> None:
+        assert self._server is not None
+        if sigint.is_pending():
+            self.control.stop_eval = True  # end a running evaluation early: its results will be dropped
+        self._server.serve(self._wake, until)
+
+    def _wake(self, rank: int) -> None:
+        if rank < len(self.handles):  # the worker in place runs in this thread, and needs no wake-up
+            self.handles[rank].gate.wake()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            self.close(broken=True)
+            raise self._failure
+
+    def _work_in_place(self, occasion: str) -> None:
+        worker = self._in_place
+        if worker is not None and worker.is_at_work and self._failure is None:
+            self._run_in_place(worker.work, occasion)
+
+    def _run_in_place(self, work: Callable[[], None], occasion: str) -> None:
+        """Let the worker in place build its program, or run its command. `wait` raises its error."""
+        assert self._in_place is not None
+        try:
+            # Without processes, Ctrl-C ends a step of the user's code, which may hang. With them, only a second one
+            # does: a collector that was stopped in the middle of a batch cannot continue, so neither can the others.
+            with sigint.nested() if self.handles else sigint.allowed():
+                work()
+        except BaseException as error:
+            if self._failure is not None:
+                pass  # another worker has failed while this one waited for a reply
+            elif isinstance(error, SamplerBrokenError) and self._server is not None and error is self._server.error:
+                self._failure = error
+            elif isinstance(error, StopCollecting) or self._monitor.is_closing:
+                self._failure = SamplerClosedError(f"shut down by another thread during {occasion}")
+            elif self.handles and not isinstance(error, Exception):
+                status = self._in_place.status()
+                self._failure = WorkerError(f"{status} was interrupted while it ran its command ({occasion})")
+            else:
+                self._failure = self._in_place.error(error, occasion, self._options.replay_of)
+            if not isinstance(error, Exception):  # Ctrl-C: the user wants the call to end now
+                if self.handles:
+                    self.close(broken=True)
+                raise
+
+    def _request_in_place(self, kind: int) -> None:
+        """A request of the worker in place: serve until it has its reply."""
+        assert self._in_place is not None
+        assert self._server is not None
+        if not self.handles:
+            self._server.act_at_once(for_values=kind == URGENT)
+            return
+        progress = self._in_place.progress
+        progress.request(kind)
+        self._serve(lambda: progress.has_reply)
+        while not progress.has_reply:
+            self._wait_for_workers(self._occasion, until=lambda: progress.has_reply, interruptible=False)
+            if not progress.has_reply:  # all processes have arrived, and only this request has no reply
+                self._serve()
+        progress.enter(Phase.ACTING)
 
     # ---- failures --------------------------------------------------------------------------
 
@@ -377,6 +524,8 @@ class WorkerPool:
     def _release(self, broken: bool) -> None:
         """Close what this process holds, when the workers have ended."""
         self._lookout.stop()  # again: a call of another thread may have replaced a worker meanwhile
+        if self._in_place is not None:
+            self._in_place.close(broken=broken)
         for handle in self.handles:
             handle.process.close()
             handle.pipe.close()

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.object_pipe import ObjectMessage, ObjectPipe
 from penstock.buffers.reports import ReportBoard
+from penstock.errors import SamplerBrokenError
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.gates import Gate, GateWakers
 from penstock.workers.plan import WorkerPlan
@@ -35,6 +36,34 @@ class SharedMemory(Protocol):
 
     def close(self) -> None:
         """Close the descriptors; arrays stay valid."""
+
+
+class RequestServer(Protocol):
+    """Replies to the requests of the workers, in the process that waits for them (central inference)."""
+
+    def begin(self, command: Command, number: int) -> None:
+        """The gates are about to be opened for `command`; it is opening `number`."""
+
+    def act_ahead(self, command: Command) -> None:
+        """Reply to what the workers have offered before the gates are opened."""
+
+    def serve(self, wake: Callable[[int], None], until: Callable[[], bool] = ...) -> None:
+        """Reply to requests, then spin for others. `wake(rank)` wakes a worker."""
+
+    def act_at_once(self, *, for_values: bool) -> None:
+        """Reply to the only worker, which runs in this thread."""
+
+    @property
+    def error(self) -> SamplerBrokenError | None:
+        """The agent's error, if it has raised one."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `serve` must be called now."""
+
+    @property
+    def wake_for_any(self) -> bool:
+        """Whether each request must wake this process."""
 
 
 class WorkerProgram(Protocol):
