@@ -69,7 +69,7 @@ def test_all_workers_end_with_the_process_that_starts_them_and_the_error_says_so
         note("starting process killed to no worker left, s", seconds, 2.0 * SLACK)
         for _ in range(2):
             line = " ".join(script.line())
-            assert re.search(r"worker 0 \(pid \d+, .* ended with the supervisor.* was killed", line), line
+            assert re.search(r"worker [01] \(pid \d+, .* ended with the supervisor.* was killed", line), line
         output, errors = script.end()
     assert output == "next start\n", errors
     assert "Traceback" not in errors
