@@ -325,7 +325,7 @@ class Replay(Generic[Batch]):
 
         Of equal indices, the largest priority counts. A priority below `Prioritized.min_priority` counts as that. Steps
         that were overwritten in the meantime are left out, and counted in `n_stale`. Raises `ConfigError` for negative
-        or infinite priorities.
+        or infinite priorities, and where `priority ** alpha` is more than 1e290.
         """
         draw = self._require_storage("update").draw
         if not isinstance(draw, PriorityDraw):
