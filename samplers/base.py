@@ -472,8 +472,8 @@ class Sampler(ABC):
         run was continued, so none of its episodes comes again.
 
         Raises `ConfigError` if `state` belongs to another run (another seed, other environments, spaces or classes), or
-        if a part of it is missing or damaged; nothing has changed then. Raises `SamplerBrokenError` if an environment cannot be
-        loaded: this sampler cannot be used any more, since other environments may continue the saved run.
+        if a part of it is missing or damaged; nothing has changed then. Raises `SamplerBrokenError` if an environment
+        cannot be loaded: this sampler cannot be used any more, since other environments may continue the saved run.
         """
         with self._guard.require("load_state_dict", *self._idle_states):
             self._check_restorable("load_state_dict")

@@ -248,6 +248,8 @@ def test_lost_final_observations_are_not_drawn() -> None:
         ([1, 2], [1.0], "2 indices and 1 priorities"),
         ([10_000], [1.0], "never drawn"),
         ([3, -1], [1.0, 1.0], "index -1 was never drawn"),
+        ([1], "x", r"priority must be a tensor or an array of numbers \[N\], got array\('x'"),
+        (["a"], [1.0], "index must be a tensor or an array of numbers"),
     ],
 )
 def test_wrong_updates_are_refused(index: Any, priority: Any, message: str) -> None:

@@ -80,7 +80,7 @@ def test_counts_continue_after_a_resume(cls: type[Sampler]) -> None:
         ("columns", {0: {"kind": "pickle", "why": "", "data": None}}, "its column 0 has no data"),
         ("counts", {"env_steps": "3"}, "its counts have no number env_steps"),
         *[
-            ("counts", {"env_steps": wrong}, f"its counts have no number env_steps of at least 0, but")
+            ("counts", {"env_steps": wrong}, "its counts have no number env_steps of at least 0, but")
             for wrong in (-1, float("nan"), float("inf"), np.array([1, 2]))
         ],
         ("counts", {"env_steps": 1e30}, r"its counts have no number env_steps of at least 0, but 1e\+30"),
