@@ -1,8 +1,11 @@
-"""A child process that runs a few lines of code, with objects that are sent to it when it is started."""
+"""Child processes: one that runs a few lines of code with objects that are sent to it, and a fork that only waits."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from penstock.workers.launch import Parcel
@@ -23,3 +26,20 @@ def exit_code_of(start_method: str, code: str, **objects: Any) -> int | None:
     child.join()
     child.close()
     return exit_code
+
+
+@contextmanager
+def waiting_fork() -> Iterator[None]:
+    """A fork of this process, which does nothing. It exits at the end of the context."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    os.close(read)
+    try:
+        yield
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
