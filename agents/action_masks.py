@@ -45,7 +45,7 @@ def _wrong_key(mask_key: Any) -> ConfigError:
 
 
 class ActionMask:
-    """The masks `[B, n]` in observations: nonzero where an action is legal.
+    """The masks `[B, n]` in observations: 1 or True where an action is legal, 0 or False elsewhere.
 
     n is the number of actions of a `Discrete`. For a `MultiDiscrete` it is `nvec.sum()`: the entries of the first
     component come first, then those of the second, and so on. `key` is "observation" and the names that lead to the
@@ -85,25 +85,31 @@ class ActionMask:
                 f"MultiBinary({self.n}), the environment has {part}"
             )
 
-    def _read(self, observation: Any) -> _Bools:
+    def _read(self, observation: Any) -> npt.NDArray[Any]:
         node = observation
         for name in self._path:
             fields = fields_of(node)
             assert fields is not None
             node = fields[name]
-        mask: _Bools = np.asarray(node).reshape(-1, self.n) != 0
+        mask: npt.NDArray[Any] = np.asarray(node).reshape(-1, self.n)
         return mask
+
+    def has_others(self, observation: Any) -> _Bools:
+        """`[B]`, True where the mask in `observation` `[B, ...]` has other numbers than 0 and 1."""
+        mask = self._read(observation)
+        others: _Bools = ((mask != 0) & (mask != 1)).any(axis=1)
+        return others
 
     def has_none(self, observation: Any) -> _Bools:
         """`[B]`, True where the mask in `observation` `[B, ...]` allows no action."""
-        has_any = np.logical_or.reduceat(self._read(observation), self._firsts, axis=1)
+        has_any = np.logical_or.reduceat(self._read(observation) != 0, self._firsts, axis=1)
         none: _Bools = ~np.all(has_any, axis=1)
         return none
 
     def legal(self, observation: Any) -> _Bools:
         """Which actions are legal `[B, n]`. If the mask of a column allows none, all are legal: a column that waits for
         a reset has no mask."""
-        mask = self._read(observation)
+        mask: _Bools = self._read(observation) != 0
         has_any = np.logical_or.reduceat(mask, self._firsts, axis=1)
         return mask if has_any.all() else mask | np.repeat(~has_any, self._sizes, axis=1)
 

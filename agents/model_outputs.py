@@ -28,7 +28,7 @@ def output_tuple(output: Any, forms: Sequence[tuple[str, ...]], agent: str) -> t
 def output_array(output: Any, name: str, *shapes: tuple[int, ...]) -> npt.NDArray[Any]:
     """The tensor or array `output` as an array in float64 or float32; all other types become float32.
 
-    Raises `SpaceError` with `name` for a shape that is not in `shapes`.
+    Raises `SpaceError` with `name` for a shape that is not in `shapes`, and for bools.
     """
     is_array = output.__class__ is np.ndarray  # from `inference="numpy"`
     if not is_array and output.__class__ is not torch.Tensor and not isinstance(output, torch.Tensor):
@@ -36,8 +36,12 @@ def output_array(output: Any, name: str, *shapes: tuple[int, ...]) -> npt.NDArra
     if output.shape not in shapes:
         raise SpaceError(f"the model's {name} must have shape {_any_of(shapes)}, got {tuple(output.shape)}")
     if is_array:
-        return output if output.dtype.char in "fd" else output.astype(np.float32)  # type: ignore[no-any-return]
+        if output.dtype.char in "fd":
+            return output  # type: ignore[no-any-return]
+        _refuse_bools(output.dtype == np.bool_, name)
+        return output.astype(np.float32)  # type: ignore[no-any-return]
     if output.dtype not in _FLOATS_OF_NUMPY:
+        _refuse_bools(output.dtype == torch.bool, name)
         output = output.float()
     if output.requires_grad:  # if it is a parameter of the model
         output = output.detach()
@@ -51,6 +55,11 @@ def value_array(output: Any, rows: int) -> npt.NDArray[np.float32]:
     if value.dtype != np.float32:
         value = value.astype(np.float32)
     return value if value.ndim == 1 else value.reshape(rows)
+
+
+def _refuse_bools(is_bool: bool, name: str) -> None:
+    if is_bool:
+        raise SpaceError(f"the model's {name} must be numbers, got bools: return what they were computed from")
 
 
 def _any_of(shapes: Sequence[tuple[int, ...]]) -> str:

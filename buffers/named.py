@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 from penstock.errors import ConfigError
 
@@ -161,6 +161,14 @@ class NamedArrays:
                 what = repr(value) if shape is None else f"{list(shape)} {value.dtype}"
                 lines.append(f"{pad}{name}: {what}")
         return [*lines, "  " * depth + ")"] if len(lines) > 1 else [lines[0] + ")"]
+
+
+class FixedFields(NamedArrays):
+    """Named arrays whose class lists all fields: for type checkers, a misspelt one is an error."""
+
+    __slots__ = ()
+    if TYPE_CHECKING:
+        __getattr__: ClassVar[None]  # type: ignore[assignment, misc]
 
 
 def _make(cls: type[_Self], values: dict[str, Any]) -> _Self:

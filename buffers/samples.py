@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from penstock.buffers.named import NamedArrays, _make, copied, map_leaves
+from penstock.buffers.named import FixedFields, NamedArrays, _make, copied, map_leaves
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.errors import ConfigError
 
@@ -22,7 +22,7 @@ _Named = TypeVar("_Named", bound=NamedArrays)
 PER_COLUMN = ("bootstrap_obs", "bootstrap_value")  # fields without a dimension of time
 
 
-class _StepFields(NamedArrays):
+class _StepFields(FixedFields):
     """Fields `[T, B, ...]`, and one field `[B, ...]` about the time after the last row.
 
     An index of time does not apply to this field. It is left out of a part that ends before the last row.
@@ -30,8 +30,6 @@ class _StepFields(NamedArrays):
 
     __slots__ = ()
     _after_last: ClassVar[str]
-    if TYPE_CHECKING:  # a misspelt field is an error: unlike other NamedArrays, these have fixed fields
-        __getattr__: ClassVar[None]  # type: ignore[assignment, misc]
 
     def _field_index(self, name: str, loc: Any) -> Any:
         if name != self._after_last:
@@ -135,12 +133,10 @@ class AgentSamples(_StepFields):
     policy_version: Tensor  #: int64, the version of the parameters that acted; the same in all rows of a column
 
 
-class Transitions(NamedArrays):
+class Transitions(FixedFields):
     """N steps with what came after them. Every field is `[N, ...]`."""
 
     __slots__ = ()
-    if TYPE_CHECKING:  # a misspelt field is an error
-        __getattr__: ClassVar[None]  # type: ignore[assignment, misc]
     observation: Any  #: what the agent acted on
     action: Any  #: the action it took
     reward: Tensor  #: float32, for this action
@@ -160,7 +156,7 @@ class BatchStatus:
     is_current: bool = True
 
 
-class Samples(NamedArrays):
+class Samples(FixedFields):
     """One batch: `samples.env` and `samples.agent`. An index applies to all fields: `samples[t0:t1, 3]`.
 
     The arrays are views of the buffer that the workers write into. A later batch overwrites them: see `is_current` and
@@ -174,7 +170,6 @@ class Samples(NamedArrays):
     __slots__ = ("_status",)
     if TYPE_CHECKING:
         _status: BatchStatus | None
-        __getattr__: ClassVar[None]  # type: ignore[assignment, misc]
     env: EnvSamples
     agent: AgentSamples
     targets: NamedArrays  #: `[T, B, ...]`, what `with_targets` has added

@@ -246,7 +246,7 @@ class ShardHost:
         import ray
 
         self._spec, self._plan = spec, spec.plans[self._index]
-        # Of this process, which steps or acts alone: a SerialSampler has one worker, others wait meanwhile.
+        # A SerialSampler steps in this process. Another sampler acts here while its workers wait: their CPUs are free.
         limit_threads(1 if issubclass(spec.sampler_cls, SerialSampler) else spec.n_workers)
         options, plan = spec.options(self._plan), self._plan
         sampler = spec.sampler_cls(options.pop("env_fn"), **options)

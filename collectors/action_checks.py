@@ -83,6 +83,14 @@ def require_legal_actions(mask: ActionMask, observation: Any, envs: EnvBatch) ->
             raise no_legal_action(envs, column)
 
 
+def require_flags(mask: ActionMask, observation: Any, envs: EnvBatch) -> None:
+    """Raise `SpaceError` with the env_rank if a mask in `observation` `[B, ...]` has other numbers than 0 and 1."""
+    for column in np.flatnonzero(mask.has_others(observation)).tolist():
+        if column not in envs.parked:
+            problem = "must be 1 where an action is legal and 0 elsewhere, but has other numbers"
+            raise envs.with_env_rank(column, ColumnError(column, "the action mask", problem))
+
+
 def no_legal_action(envs: EnvBatch, column: int) -> SpaceError:
     """The error for a mask without a legal action."""
     problem = "allows no action, but the episode has not ended: end the episode, or allow an action"

@@ -15,7 +15,7 @@ from penstock.buffers.named import map_leaves
 from penstock.buffers.native import put_row
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step
-from penstock.collectors.action_checks import require_legal_actions, write_action
+from penstock.collectors.action_checks import require_flags, require_legal_actions, write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.decorrelation import decorrelate
 from penstock.collectors.env_batch import EnvBatch
@@ -202,6 +202,8 @@ class Collector(ABC):
             self._is_first_batch = False
             samples.episode_start[...] = self._episode_start
             self.envs.write_observations(samples.observation_rows[0])
+            if self._mask is not None:
+                require_flags(self._mask, samples.observation_rows[0], self.envs)
             samples.action[0], samples.reward[0] = self._first_action, self._first_reward
         if self._episodes is not None:
             self._episodes.begin_batch()

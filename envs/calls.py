@@ -59,11 +59,15 @@ def perform(call: EnvCall, envs: Sequence[gym.Env[Any, Any]], columns: range, en
             continue
         try:
             outcome = {"result": _perform_one(call, env, column)}
-            # Here the environment is known.
-            if isinstance(found := loaded(dumped(outcome)), Unreadable):
-                raise found.error
         except Exception as error:
             outcome = {"error": dump_exception(error)}
+        else:
+            kind = type(outcome["result"]).__qualname__
+            try:  # here the environment is known
+                if isinstance(found := loaded(dumped(outcome)), Unreadable):
+                    outcome = {"error": dump_exception(found.error), "unpicklable": f"a {kind}, cannot be unpickled"}
+            except Exception as error:
+                outcome = {"error": dump_exception(error), "unpicklable": f"a {kind}, cannot be pickled"}
         messages.append(ObjectMessage(MessageKind.CALL_RESULT, 0, env_rank, outcome))
     return messages
 
@@ -94,7 +98,10 @@ def single_results(what: str, messages: Sequence[ObjectMessage]) -> list[Any]:
             raise EnvCallError(f"{where} returned {problem}") from outcome.error
         if "error" in outcome:
             report = load_exception(*outcome["error"])
-            raise EnvCallError(f"{where} raised {report.headline}") from report.as_cause()
+            problem = f"{where} raised {report.headline}"
+            if "unpicklable" in outcome:
+                problem = f"the result of {where}, {outcome['unpicklable']}: {report.headline}. Return a part of it"
+            raise EnvCallError(problem) from report.as_cause()
         found.append(outcome["result"])
     return found
 

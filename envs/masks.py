@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import gymnasium as gym
@@ -41,7 +42,11 @@ class MaskInObservation(gym.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         observation, info = self.env.reset(seed=seed, options=options)
-        return self._joined(observation, info, is_last=False), info
+        joined = self._joined(observation, info, is_last=False)
+        mask = np.asarray(reduce(lambda part, name: part[name], self._path, info))
+        if ((mask != 0) & (mask != 1)).any():
+            raise SpaceError(f"the action mask in info must be 1 where an action is legal and 0 elsewhere, got {mask}")
+        return joined, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(action)

@@ -41,7 +41,7 @@ def require_folder(folder: str) -> None:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"0")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"video={folder!r} is no folder in which a file can be written: {error}") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import NoReturn
 
+from penstock.errors import PortLeaseError
 from penstock.ports.search import PortProtocol, PortSearch, ServerAddress, port_range, resolve
 from penstock.workers.claims import Claim
 
@@ -54,6 +55,8 @@ class PortLease:
         self._claim.release()
 
     def __enter__(self) -> PortLease:
+        if not self.is_active:
+            raise PortLeaseError(f"{self!r} was released, or is that of another process: take a new lease")
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -88,6 +91,8 @@ class PortLeases(tuple[PortLease, ...]):
             lease.release()
 
     def __enter__(self) -> PortLeases:
+        for lease in self:
+            lease.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:

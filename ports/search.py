@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import psutil
 
-from penstock.arguments import integer, seconds
+from penstock.arguments import integer, seconds, true_or_false
 from penstock.errors import ConfigError, PortLeaseError
 from penstock.workers.claims import Claim, claim, owner_of
 
@@ -136,6 +136,7 @@ class PortSearch:
                 f"n must be a number of ports from 1 to {len(self.ports)}, as many as the range has, got {self.n!r}"
             )
         seconds("timeout", self.timeout, zero=True)
+        true_or_false("consecutive", self.consecutive)
 
     def run(self) -> list[Claim]:
         """Claim `n` free ports, sorted. If there are too few, release all and raise `PortLeaseError`."""

@@ -100,7 +100,7 @@ static PyObject *tree_assign(PyObject *Py_UNUSED(module), Arguments arguments, P
     }
     for (npy_intp i = 0; i < count; i++) {
         if (place[i] < 0 || place[i] >= high || !(priority[i] > 0 && priority[i] < Py_HUGE_VAL) ||
-            !(value[i] > 0 && value[i] < Py_HUGE_VAL)) {
+            !(value[i] > 0 && value[i] <= 1e290)) { /* MOST in sum_tree.py */
             PyMem_Free(leaf);
             return PyLong_FromLong(-1);
         }

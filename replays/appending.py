@@ -29,6 +29,13 @@ def arrays(tree: Any) -> Any:
     return map_leaves(array, tree)
 
 
+def require_samples(samples: Any) -> None:
+    """Raise `ConfigError` if this is something else."""
+    if not hasattr(samples, "env"):
+        kind = type(samples).__name__
+        raise ConfigError(f"a replay takes samples, got a {kind}: obtain_samples returns (samples, traj_infos)")
+
+
 def shape_of(
     samples: Any, capacity: int, frames: Frames | None, sequences: Sequences | None, max_truncations: int | None
 ) -> Shape:
@@ -36,9 +43,7 @@ def shape_of(
 
     Raises `ConfigError` if there are `frames` and the observations have another shape.
     """
-    if not hasattr(samples, "env"):
-        kind = type(samples).__name__
-        raise ConfigError(f"a replay takes samples, got a {kind}: obtain_samples returns (samples, traj_infos)")
+    require_samples(samples)
     is_batch = len(samples.env.reward.shape) == 2
     B = samples.env.reward.shape[1] if is_batch else 1
 
@@ -150,6 +155,7 @@ class Appender:
 
     def bind(self, samples: Any) -> Batch:
         """The arrays of `samples` `[T, B]`. Raises `SpaceError` or `ConfigError` if they do not fit the ring."""
+        require_samples(samples)
         env, agent = samples.env, samples.agent
         if self._bound is not None and self._bound[0] is env and self._bound[1] is agent:
             return self._bound[2]

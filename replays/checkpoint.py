@@ -110,6 +110,8 @@ def read_index(folder: Path) -> dict[str, Any]:
         index: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{folder} holds no saved replay: there is no {_INDEX}") from None
+    except NotADirectoryError:
+        raise ConfigError(f"{folder} is a file, not a folder into which a replay was saved") from None
     except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
     if not isinstance(index, dict):

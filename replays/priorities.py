@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from penstock.errors import ConfigError
 from penstock.replays.position_draws import AT_ONCE, Places, nothing_to_draw
-from penstock.replays.sum_tree import SumTree
+from penstock.replays.sum_tree import MOST, SumTree
 from penstock.replays.windows import Positions
 
 
@@ -73,7 +73,7 @@ class PriorityDraw:
             leaf = np.maximum(priority, self._min_priority) ** alpha
         n_stale = self.tree.assign(self.low, self.high, places, priority, leaf)
         if n_stale < 0:  # something is wrong, or 0
-            self._require_known(positions, places, priority, leaf)
+            self._require_known(positions, places, priority, leaf, alpha)
             is_kept = places >= self.low
             # A leaf of 0 may be a place that was never eligible.
             zero = np.flatnonzero(is_kept & (self.tree.leaves[places % self._places.size] == 0))
@@ -91,20 +91,28 @@ class PriorityDraw:
         is_drawn = leaves > 0
         with np.errstate(all="ignore"):
             raised = leaves[is_drawn] ** (new / old if old else 0.0)
-        if not (np.isfinite(raised) & (raised > 0)).all():
-            raise ConfigError(f"with alpha={new}, some priorities ** alpha are 0 or infinite: choose a smaller alpha")
+        if not ((raised > 0) & (raised <= MOST)).all():
+            raise ConfigError(
+                f"with alpha={new}, some priorities ** alpha are 0 or more than {MOST:g}: choose a smaller alpha"
+            )
         leaves[is_drawn] = raised
         self.tree.set_range(self.low, leaves)
 
-    def _require_known(self, positions: Positions, places: Positions, priority: Any, leaf: Any) -> None:
-        """Raise `ConfigError` if a place cannot have been drawn, or a priority or leaf is negative or not finite."""
+    def _require_known(self, positions: Positions, places: Positions, priority: Any, leaf: Any, alpha: float) -> None:
+        """Raise `ConfigError` if a place cannot have been drawn, or if a priority or its power cannot be used."""
         unknown = positions[(places < 0) | (places >= self.high)]
         if unknown.size:
             raise ConfigError(f"index {unknown[0]} was never drawn: pass batch.index unchanged")
-        bad = priority[~(np.isfinite(priority) & np.isfinite(leaf) & (priority >= 0))]
+        bad = priority[~(np.isfinite(priority) & (priority >= 0))]
         if bad.size:
             raise ConfigError(
                 f"a priority must be finite and at least 0, got {bad[0]}: pass td_error.abs() for example"
+            )
+        bad = priority[leaf > MOST]
+        if bad.size:
+            raise ConfigError(
+                f"a priority ** alpha must be at most {MOST:g}, but the priority is {bad[0]:g} and alpha={alpha:g}: "
+                "divide the priorities by a constant, or choose a smaller alpha"
             )
 
     def leaves(self) -> npt.NDArray[np.float64]:

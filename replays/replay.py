@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, overload
 import numpy as np
 
 from penstock.buffers.ordering import fence
-from penstock.errors import ConfigError, SamplerStateError
+from penstock.errors import ConfigError, SamplerStateError, brief
 from penstock.replays.appending import Appender, shape_of
 from penstock.replays.checkpoint import read_index, read_priorities, read_steps, saved_shape, write_checkpoint
 from penstock.replays.estimate import Estimate
@@ -284,6 +284,9 @@ class Replay(Generic[Batch]):
         n = require_count("n", n)
         if newer_than is not None and self.prioritized is not None:
             raise ConfigError("newer_than needs a replay without priorities: make it with prioritized=None")
+        batch_cls = ReplayBatch if self.sequences is None else SequenceBatch
+        if out is not None and not isinstance(out, batch_cls):
+            raise ConfigError(f"out must be an earlier {batch_cls.__name__} of this replay or None, got {brief(out)}")
         if out is not None and len(out.index) != n:
             raise ConfigError(f"out has {len(out.index)} positions, but {n} are to be drawn: it must have as many")
         if (feeder := self._live_feeder()) is not None:
@@ -304,7 +307,7 @@ class Replay(Generic[Batch]):
         if weight is not None:
             fields["weight"] = weight
         self.n_drawn += n
-        batch: Any = (ReplayBatch if self.sequences is None else SequenceBatch)(fields).torch()
+        batch: Any = batch_cls(fields).torch()
         return batch  # type: ignore[no-any-return]
 
     def _is_whole(self, storage: _Storage, positions: Positions) -> bool:
@@ -325,13 +328,13 @@ class Replay(Generic[Batch]):
 
         Of equal indices, the largest priority counts. A priority below `Prioritized.min_priority` counts as that. Steps
         that were overwritten in the meantime are left out, and counted in `n_stale`. Raises `ConfigError` for negative
-        or infinite priorities.
+        or infinite priorities, and where `priority ** alpha` is more than 1e290.
         """
         draw = self._require_storage("update").draw
         if not isinstance(draw, PriorityDraw):
             raise ConfigError("this replay has no priorities: make it with prioritized=Prioritized()")
-        positions = np.asarray(_on_cpu(index), np.int64).reshape(-1)
-        priorities = np.asarray(_on_cpu(priority), np.float64).reshape(-1)
+        positions = _numbers("index", index, np.int64)
+        priorities = _numbers("priority", priority, np.float64)
         if len(positions) != len(priorities):
             raise ConfigError(f"update got {len(positions)} indices and {len(priorities)} priorities")
         draw.update(positions, priorities, self.alpha)
@@ -347,7 +350,7 @@ class Replay(Generic[Batch]):
         """
         feeder = self._live_feeder()
         with nullcontext() if feeder is None else feeder.stand_still():
-            self._save(Path(folder), self._require_storage("save"))
+            self._save(_path(folder), self._require_storage("save"))
 
     def _save(self, folder: Path, storage: _Storage) -> None:
         draw, leaves, places = storage.draw, None, None
@@ -382,7 +385,7 @@ class Replay(Generic[Batch]):
 
         Raises `ConfigError` if there is no checkpoint, if it is damaged, or if there is not enough memory.
         """
-        index = read_index(Path(folder))
+        index = read_index(path := _path(folder))
         saved = index["options"]
         arguments = {name: index[name] for name in ("capacity", "n_step", "discount", "max_truncations")}
         arguments |= {name: option(**saved[name]) if saved[name] else None for name, option in _OPTIONS.items()}
@@ -394,12 +397,12 @@ class Replay(Generic[Batch]):
         every, B = index["state_every"], index["shape"]["B"]
         shape = saved_shape(index, -(-replay.capacity // (B * every)) * every)
         storage = replay._storage = replay._allocate(shape)
-        read_steps(Path(folder), index, storage.ring)
+        read_steps(path, index, storage.ring)
         replay._has_warned = replay.n_without_final > 0
         if isinstance(storage.draw, PriorityDraw):
             storage.draw.n_stale = index["n_stale"]
             low, high = index["places"]
-            storage.draw.restore(low, high, read_priorities(Path(folder), index))
+            storage.draw.restore(low, high, read_priorities(path, index))
         return replay
 
     def _require_storage(self, call: str) -> _Storage:
@@ -465,6 +468,16 @@ class Replay(Generic[Batch]):
         return 0 if self._storage is None else self._storage.ring.n_lost
 
 
-def _on_cpu(values: Any) -> Any:
-    """A tensor's values without its graph and device; anything else as it is."""
-    return values.detach().cpu().numpy() if hasattr(values, "detach") else values
+def _numbers(name: str, values: Any, dtype: type) -> NDArray[Any]:
+    """A tensor's values without its graph and device, or an array or a list, as an array `[N]`."""
+    on_cpu = values.detach().cpu().numpy() if hasattr(values, "detach") else values
+    try:
+        return np.asarray(on_cpu, dtype).reshape(-1)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{name} must be a tensor or an array of numbers [N], got {brief(values)}") from error
+
+
+def _path(folder: Any) -> Path:
+    if not isinstance(folder, str | os.PathLike):
+        raise ConfigError(f"folder must be the path of a folder, got {brief(folder)}")
+    return Path(folder)

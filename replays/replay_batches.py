@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.buffers import NamedArrays
+from penstock.buffers.named import FixedFields, NamedArrays
 from penstock.replays.observations import FrameStacks, WholeObservations, take
 from penstock.replays.options import Frames, Sequences
 from penstock.replays.ring import BEGINS, PARTIAL, TERMINATED, TRUNCATED, VALID, Ring
@@ -17,12 +17,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ReplayBatch(NamedArrays):
+class ReplayBatch(FixedFields):
     """N transitions. The window of each is n steps, or fewer if the episode ends before. Every field is `[N, ...]`."""
 
     __slots__ = ()
-    if TYPE_CHECKING:  # a misspelt field is an error
-        __getattr__: ClassVar[None]  # type: ignore[assignment, misc]
     observation: Any  #: what the agent acted on
     action: Any  #: the action it took
     return_: Tensor  #: float32, the discounted sum of the rewards of the window, which ends with the episode
@@ -32,13 +30,11 @@ class ReplayBatch(NamedArrays):
     weight: Tensor  #: float32, the importance weight; only with priorities
 
 
-class SequenceBatch(NamedArrays):
+class SequenceBatch(FixedFields):
     """N sequences of `length` steps, and n more for the windows of the last ones. Fields are `[length + n, N, ...]`,
     where no other shape is given."""
 
     __slots__ = ()
-    if TYPE_CHECKING:  # a misspelt field is an error
-        __getattr__: ClassVar[None]  # type: ignore[assignment, misc]
     observation: Any  #: what the agent acted on
     action: Any  #: the action it took
     reward: Tensor  #: float32

@@ -15,6 +15,8 @@ import numpy.typing as npt
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
 
+MOST = 1e290  #: the largest leaf that is assigned: the sum of any number of leaves is finite
+
 
 def _recompute(total: _Floats, largest: _Floats, nodes: Any, left: Any, right: Any) -> None:
     total[nodes] = total[left] + total[right]
@@ -46,7 +48,7 @@ def _tree_range(total: _Floats, largest: _Floats, first: int, values: _Floats) -
 def _tree_assign(
     total: _Floats, largest: _Floats, n_leaves: int, low: int, high: int, places: _Ints, priority: Any, values: _Floats
 ) -> int:
-    is_known = (places >= 0) & (places < high) & (priority > 0) & (priority < np.inf) & (values > 0) & (values < np.inf)
+    is_known = (places >= 0) & (places < high) & (priority > 0) & (priority < np.inf) & (values > 0) & (values <= MOST)
     is_kept = places >= low
     leaves, values = places[is_kept] % n_leaves, values[is_kept]
     if not is_known.all() or (total[leaves + len(total) // 2] == 0).any():
@@ -145,8 +147,8 @@ class SumTree:
         """Set the leaves of `places` `[n]` to `values` `[n]`, except places below `low`. Returns how many these are.
 
         If one leaf comes several times, the largest value counts. Every place must be below `high`, and its leaf must
-        not be 0. Values and `priorities` `[n]` must be finite and above 0. Otherwise this returns -1, and changes
-        nothing.
+        not be 0. `priorities` `[n]` must be finite and above 0, and values above 0 and at most `MOST`. Otherwise this
+        returns -1, and changes nothing.
         """
         return tree_assign(self._sum, self._max, self._n_leaves, low, high, places, priorities, values)
 

@@ -31,6 +31,7 @@ from penstock.workers.progress import Phase
 
 #: How an environment continues: "get_state", "pickle" and "replay" are exact.
 RESEEDED = "reseeded"
+KINDS = "get_state", "pickle", "replay", RESEEDED
 
 
 class SavedColumn(TypedDict):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from penstock.envs.calls import EnvCall
 from penstock.envs.video import require_folder, require_video
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, brief
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.results import run_call
 from penstock.workers.control import ControlBlock
@@ -43,6 +43,8 @@ def warn_if_unfinished(config: SamplerConfig, itr: int, n_finished: int) -> None
 def video_message(pool: Pool, config: SamplerConfig, folder: str | os.PathLike[str]) -> bytes:
     """The message that makes the worker of the first evaluation environment record a video. Raises `ConfigError` if
     that is impossible."""
+    if not isinstance(folder, str | os.PathLike):
+        raise ConfigError(f"video must be the path of a folder or None, got {brief(folder)}")
     if config.collector_cls.batched:
         raise ConfigError("video records a single environment: it cannot record one of a batched environment")
     call = EnvCall("get_attr", "render_mode", evaluation=True, only=frozenset({0}))

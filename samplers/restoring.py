@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,11 @@ from penstock.agents import Agent
 from penstock.arguments import integer
 from penstock.envs.seeding import ColumnStreams
 from penstock.errors import ConfigError, brief
-from penstock.samplers.column_states import RESEEDED, restart_agent
+from penstock.samplers.column_states import KINDS, RESEEDED, restart_agent
 from penstock.samplers.metrics import COUNTS
 
-FORMAT = 1
+FORMAT = 2
+_LARGEST_COUNT = 2**63
 _MOST_LISTED = 5
 #: What to do if the saved run had something else.
 _REMEDIES = {
@@ -43,22 +45,39 @@ class ResumeReport:
 def check_state(state: Mapping[str, Any], described: Mapping[str, Any], sampler: str) -> None:
     """Raise `ConfigError` if `state` is damaged, or that of another run than `described`. `sampler` is the name of the
     class."""
-    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+    if not isinstance(state, Mapping) or _differs(state.get("format"), FORMAT):
         raise ConfigError(f"load_state_dict needs what state_dict has returned, of format {FORMAT}")
-    parts = ("batches", "policy_version", "generation", "counts", "columns", "evaluations")
+    parts = ("batches", "policy_version", "generation", "counts", "columns", "evaluations", "checksum")
     missing = [name for name in (*described, *parts) if name not in state]
     if missing:
         raise ConfigError(f"this state is damaged: it has no {', '.join(missing)}")
     for name in ("batches", "policy_version", "generation"):
         integer(f"{name} of the state", state[name], 0)
     for name, own in described.items():
-        if name == "central" and state[name] != own:
+        if name == "central" and state[name] is (not own):
             saved = "GpuSampler or AlternatingSampler" if state[name] else "SerialSampler or ParallelSampler"
             raise ConfigError(f"the state is that of a {saved}, this is a {sampler}: use a {saved}")
-        if state[name] != own:
-            hint = f"initialize(agent, seed={state[name]})" if name == "seed" else _REMEDIES[name]
+        if _differs(state[name], own):
+            hint = _REMEDIES.get(name, "load what state_dict has returned")
+            if name == "seed" and isinstance(state[name], int):
+                hint = f"initialize(agent, seed={state[name]})"
             raise ConfigError(f"the state has {name}={brief(state[name])}, this sampler has {brief(own)}: {hint}")
     _check_columns(state)
+
+
+def _differs(saved: Any, own: Any) -> bool:
+    """Whether a part of a state is not equal to that of this sampler. No array or tensor with dimensions is."""
+    parts = saved if isinstance(saved, list | tuple) else [saved]
+    return any(getattr(part, "shape", ()) != () for part in parts) or bool(saved != own)
+
+
+def checksum(columns: Mapping[int, Any]) -> int:
+    """The checksum of the bytes of all columns."""
+    found = 0
+    for rank in sorted(columns):
+        for part in ("data", "server"):
+            found = zlib.crc32(columns[rank].get(part) or b"", found)
+    return found
 
 
 def _check_columns(state: Mapping[str, Any]) -> None:
@@ -67,19 +86,26 @@ def _check_columns(state: Mapping[str, Any]) -> None:
     if not all(isinstance(part, Mapping) for part in (counts, columns, evaluations)):
         raise ConfigError("this state is damaged: its counts, columns and evaluations must be dicts")
     for name in COUNTS:
-        if not isinstance(counts.get(name), int | float):
-            raise ConfigError(f"this state is damaged: its counts have no number {name}")
+        if not (isinstance(counts.get(name), int | float) and 0 <= counts[name] <= _LARGEST_COUNT):
+            raise ConfigError(
+                f"this state is damaged: its counts have no number {name} of at least 0, but {brief(counts.get(name))}"
+            )
     pairs = evaluations.values()
-    if not all(isinstance(pair, list | tuple) and [type(n) for n in pair] == [int, int] for pair in pairs):
+    if not all(
+        isinstance(pair, list | tuple) and [type(n) for n in pair] == [int, int] and min(pair) >= 0 for pair in pairs
+    ):
         raise ConfigError("this state is damaged: its evaluations must be pairs of integers")
     for rank in state["env_ranks"]:
         column = columns.get(rank)
-        if not isinstance(column, Mapping) or not {"kind", "why", "data"} <= set(column):
+        is_whole = isinstance(column, Mapping) and {"kind", "why", "data"} <= set(column)
+        if not is_whole or str(column["kind"]) not in KINDS:
             raise ConfigError(f"this state is damaged: it has no column {rank}")
         if column["kind"] != RESEEDED and not isinstance(column["data"], bytes):
             raise ConfigError(f"this state is damaged: its column {rank} has no data")
         if state["central"] and not isinstance(column.get("server"), bytes):
             raise ConfigError(f"this state is damaged: its column {rank} has no state of the inference server")
+    if _differs(state["checksum"], checksum({rank: columns[rank] for rank in state["env_ranks"]})):
+        raise ConfigError("this state is damaged: the checksum of its columns differs. Load another one")
 
 
 def load_server_agent(

@@ -34,7 +34,7 @@ from penstock.samplers.column_states import RESEEDED, LoadMessage, SaveMessage, 
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.evaluation import EVAL_POLL_SECONDS, stop_if_enough, video_message, warn_if_unfinished
 from penstock.samplers.metrics import Metrics
-from penstock.samplers.restoring import FORMAT, ResumeReport, check_state, load_server_agent, reasons
+from penstock.samplers.restoring import FORMAT, ResumeReport, check_state, checksum, load_server_agent, reasons
 from penstock.samplers.results import answers_to, infos_from_messages, infos_of
 from penstock.samplers.sampler_plan import SamplerPlan, Share
 from penstock.samplers.states import SamplerState
@@ -464,6 +464,7 @@ class Sampler(ABC):
                 "counts": self._metrics.counts(self.stats()),
                 "generation": max(control.generation(plan.worker_rank) for plan in self._plans),
                 "columns": columns,
+                "checksum": checksum(columns),
                 "evaluations": {rank: list(counts) for _, own in answers for rank, counts in own.items()},
             }
 
@@ -477,8 +478,8 @@ class Sampler(ABC):
         run was continued, so none of its episodes comes again.
 
         Raises `ConfigError` if `state` belongs to another run (another seed, other environments, spaces or classes), or
-        if a part of it is missing; nothing has changed then. Raises `SamplerBrokenError` if an environment cannot be
-        loaded: this sampler cannot be used any more, since other environments may continue the saved run.
+        if a part of it is missing or damaged; nothing has changed then. Raises `SamplerBrokenError` if an environment
+        cannot be loaded: this sampler cannot be used any more, since other environments may continue the saved run.
         """
         with self._guard.require("load_state_dict", *self._idle_states):
             self._check_restorable("load_state_dict")
@@ -499,9 +500,9 @@ class Sampler(ABC):
                 if server_agent is not None:
                     assert self.seed is not None
                     load_server_agent(server_agent, state["columns"], refused, self.seed, generation)
+            except SamplerBrokenError:
+                raise
             except Exception as error:  # what the state contains may raise anything
-                if isinstance(error, SamplerBrokenError):
-                    raise
                 self._require_pool("load_state_dict").close(broken=True)
                 raise SamplerBrokenError(
                     f"load_state_dict failed, so that some environments would continue the saved run and others not: "

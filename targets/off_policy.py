@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from penstock.buffers import Samples
 from penstock.errors import ConfigError
-from penstock.targets.returns import as_steps, checked_lambda
+from penstock.targets.returns import as_steps, checked_lambda, number_up_to
 from penstock.targets.steps import Array, Ends, Steps
 
 if TYPE_CHECKING:
@@ -55,14 +56,15 @@ def vtrace(
     For ends of episodes, see `gae`. If the current parameters are those that acted, the targets equal
     `lambda_return`.
 
-    Raises `ConfigError` if `log_ratio` has another shape than the rewards.
+    Raises `ConfigError` if `log_ratio` has another shape than the rewards, or another argument is out of range.
     """
     steps, discount = as_steps(steps, discount)
     _check(log_ratio, steps.reward)
     ends = Ends(steps)
     log_ratio = ends.steps_only(log_ratio)  # in rows that are not valid, it may have any value, also NaN
     ratio: Any = np.exp(log_ratio) if isinstance(log_ratio, np.ndarray) else log_ratio.exp()
-    rho, c = ratio.clip(max=float(clip_rho)), checked_lambda(lambda_) * ratio.clip(max=float(clip_c))
+    most_rho, most_c = number_up_to(math.inf, "clip_rho", clip_rho), number_up_to(math.inf, "clip_c", clip_c)
+    rho, c = ratio.clip(max=most_rho), checked_lambda(lambda_) * ratio.clip(max=most_c)
     delta = rho * (steps.reward + discount * ends.following(steps.value) - steps.value)
     target = steps.value + ends.summed_backwards(ends.steps_only(delta), discount * c)
     advantage = rho * (steps.reward + discount * ends.following(target) - steps.value)

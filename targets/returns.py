@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, overload
+import math
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from penstock.buffers import Samples
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, brief
 from penstock.targets.steps import Array, Ends, Steps
 
 if TYPE_CHECKING:
@@ -76,13 +77,21 @@ def lambda_return(steps: Samples | Steps[Array], discount: float, lambda_: float
 def as_steps(steps: Samples | Steps[Array], discount: float) -> tuple[Steps[Array], float]:
     """`steps` as `Steps`, and `discount` as a float of Python: one of numpy would turn float32 results into float64.
     Raises `ConfigError` if they have no values, or if `discount` is not from 0 to 1."""
-    if not 0 <= discount <= 1:
-        raise ConfigError(f"discount must be from 0 to 1, got {discount}")
-    return steps if isinstance(steps, Steps) else Steps.of(steps), float(discount)
+    discount = number_up_to(1.0, "discount", discount)
+    return steps if isinstance(steps, Steps) else Steps.of(steps), discount
 
 
 def checked_lambda(lambda_: float) -> float:
     """`lambda_` as a float of Python. Raises `ConfigError` if it is not from 0 to 1."""
-    if not 0 <= lambda_ <= 1:
-        raise ConfigError(f"lambda_ must be from 0 to 1, got {lambda_}")
-    return float(lambda_)
+    return number_up_to(1.0, "lambda_", lambda_)
+
+
+def number_up_to(most: float, name: str, value: Any) -> float:
+    """`value` as a float of Python. Raises `ConfigError` if it is not a number from 0 to `most`."""
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several numbers, for example
+        number = math.nan
+    if not 0 <= number <= most:
+        raise ConfigError(f"{name} must be from 0 to {most:g}, got {brief(value)}")
+    return number

@@ -1,8 +1,10 @@
-"""A child process that runs a few lines of code, with objects that are sent to it when it is started."""
+"""Child processes: one that runs a few lines of code with objects that are sent to it, and a fork that only waits."""
 
 from __future__ import annotations
 
-from contextlib import closing
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 from penstock.workers.supervisor import SupervisedProcess, Supervisor
@@ -17,3 +19,20 @@ def exit_code_of(start_method: str, code: str, **objects: Any) -> int | None:
         child.start(supervisor)
         child.join(SECONDS)
         return child.exitcode
+
+
+@contextmanager
+def waiting_fork() -> Iterator[None]:
+    """A fork of this process, which does nothing. It exits at the end of the context."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    os.close(read)
+    try:
+        yield
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)

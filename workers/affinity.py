@@ -34,7 +34,8 @@ def usable_cpus() -> tuple[int, ...]:
 
 
 def cpu_quota() -> float:
-    """How many CPUs' time this process and its workers may use together, by the limits of containers; inf: no limit."""
+    """The CPU quota of the containers around this process: with 2.5, it and its workers together get the time of two
+    and a half CPUs. inf: there is no limit."""
     least = math.inf
     for folder, is_v1 in enclosing_cgroups("cpu"):
         try:
@@ -114,7 +115,7 @@ def threads_here() -> int:
 def limit_threads(n: int) -> None:
     """Let torch, OpenMP, and the libraries of linear algebra (OpenBLAS, MKL, BLIS) use `n` threads in this process.
 
-    Those that are loaded later read the environment variables, and so do programs that this process starts.
+    Libraries that this process loads later, and programs that it starts, read the number from environment variables.
     """
     for variable in _THREAD_VARIABLES:
         os.environ[variable] = str(n)

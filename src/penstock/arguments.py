@@ -11,6 +11,7 @@ import numpy as np
 from penstock.errors import ConfigError, brief
 
 MOST_ENVS = 10**7  #: more environments in one process are a mistake
+_MOST_LISTED = 20
 _INT64 = 2**63 - 1
 _INTEGERS = int, np.integer  # a tuple, since `int | np.integer` would be made at each call
 
@@ -56,7 +57,10 @@ def seconds(name: str, value: Any, *, zero: bool = False) -> float:
 
 def unknown_argument(caller: str, name: str, known: Sequence[str], hints: Mapping[str, str]) -> ConfigError:
     """The error for an argument that the class `caller` does not have. It has the hint for this name, or the name of
-    the nearest of the `known` arguments, or all of them."""
+    the nearest of the `known` arguments, or all of them if they are few."""
     near = next(iter(difflib.get_close_matches(name, known, 1)), None)
     hint = hints.get(name) or (f"did you mean {near!r}?" if near else None)
-    return ConfigError(f"{caller} has no argument {name!r}" + (f": {hint}" if hint else f"; it has {', '.join(known)}"))
+    listed = known if len(known) <= _MOST_LISTED else difflib.get_close_matches(name, known, 3, cutoff=0)
+    others = f" and {n} others: see help({caller})" if (n := len(known) - len(listed)) else ""
+    end = f": {hint}" if hint else f"; it has {', '.join(listed)}{others}"
+    return ConfigError(f"{caller} has no argument {name!r}{end}")

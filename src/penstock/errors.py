@@ -3,7 +3,7 @@
 PenstockError
 ├── ConfigError (ValueError)          An argument is wrong, or this machine's limits are too low.
 ├── SpaceError (ValueError)           A space cannot be recorded, or data does not fit its space.
-├── PortLeaseError (RuntimeError)     No port is left to lease, or this system cannot reserve one.
+├── PortLeaseError (RuntimeError)     No port can be leased, or a lease is used after its release.
 ├── EnvCallError (RuntimeError)       An environment raised in `sampler.call`, `get_attr` or `set_attr`.
 ├── ReplayError (RuntimeError)        An environment does not repeat its recorded episode.
 ├── ClusterError (RuntimeError)       Something went wrong between the workers of a distributed experiment.
@@ -85,8 +85,8 @@ class EnvCallError(PenstockError, RuntimeError):
 
 
 class PortLeaseError(PenstockError, RuntimeError):
-    """No port is left to lease, or this system cannot reserve one. The message lists the owners of the ports, or says
-    why."""
+    """No port is left to lease, or this system cannot reserve one, or a lease was released before its `with` block. The
+    message lists the owners of the ports, or says why."""
 
 
 class ReplayError(PenstockError, RuntimeError):

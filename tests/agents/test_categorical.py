@@ -17,6 +17,7 @@ from torch import nn
 
 from penstock import SerialSampler
 from penstock.agents import CategoricalPgAgent
+from penstock.agents.model_outputs import output_array
 from penstock.envs import ColumnStreams, Purpose
 from penstock.errors import SpaceError
 
@@ -92,6 +93,7 @@ def test_the_smallest_and_the_largest_noise_still_choose_what_has_a_probability(
     assert act(agent, logits).action.tolist() == ([1] if noise == 0 else [3])
 
 
+@pytest.mark.filterwarnings("ignore:the model seems to return probabilities")  # some of these sum to 1
 @quick
 @given(logit_rows, st.integers(-5, 5), st.integers(0, 100))
 def test_actions_are_whole_numbers_of_the_space(logits: Any, start: int, seed: int) -> None:
@@ -109,6 +111,7 @@ def test_a_space_that_starts_elsewhere_shifts_the_actions_and_nothing_else() -> 
     assert shifted.agent_info.log_prob.tolist() == plain.agent_info.log_prob.tolist()
 
 
+@pytest.mark.filterwarnings("ignore:the model seems to return probabilities")  # some of these sum to 1
 @quick
 @given(logit_rows, st.integers(0, 5), st.integers(0, 100))
 def test_log_prob_is_that_of_torchs_categorical(logits: Any, start: int, seed: int) -> None:
@@ -290,11 +293,27 @@ def test_a_model_that_returns_probabilities_is_warned_of_once(sizes: tuple[int, 
         sampler.obtain_samples(0)  # a warning would be an error
 
 
+class Fixed(nn.Module):
+    def __init__(self, *logits: float) -> None:
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        return torch.tensor([self.logits] * len(observation)), observation[:, 0]
+
+
 @pytest.mark.parametrize("logits", [[0.0, 0.0], [0.0, 1.0], [0.5, 0.7], [2.0, -1.0]])
 def test_other_outputs_are_not_warned_of(logits: list[float]) -> None:
-    class Fixed(nn.Module):
-        def forward(self, observation: torch.Tensor) -> Any:
-            return torch.tensor([logits] * len(observation)), observation[:, 0]
-
     with SerialSampler("CartPole-v1", batch_T=4, batch_B=2) as sampler:
-        sampler.initialize(CategoricalPgAgent(Fixed()), seed=0)
+        sampler.initialize(CategoricalPgAgent(Fixed(*logits)), seed=0)
+
+
+def test_bools_as_outputs_are_refused() -> None:
+    with (
+        SerialSampler("CartPole-v1", batch_T=4, batch_B=2) as sampler,
+        pytest.raises(SpaceError, match="the model's logits must be numbers, got bools"),
+    ):
+        sampler.initialize(CategoricalPgAgent(Fixed(True, False)), seed=0)
+    for output in (torch.tensor([[True, False]]), np.array([[True, False]])):
+        with pytest.raises(SpaceError, match="the model's logits must be numbers, got bools: return what they were"):
+            output_array(output, "logits", (1, 2))

@@ -248,6 +248,29 @@ def test_an_agent_of_ones_own_gets_legal_random_steps_and_the_check() -> None:
         assert torch.equal(samples.agent.action, samples.env.observation.rules.legal.argmax(-1))
 
 
+class Additive(gym.Env[Any, Any]):
+    """Its mask is 0 where an action is legal, and below that elsewhere."""
+
+    action_space = spaces.Discrete(2)
+    observation_space = spaces.Dict(mask=spaces.Box(-np.inf, np.inf, (2,), np.float32))
+
+    def reset(self, **kwargs: Any) -> Any:
+        super().reset(**kwargs)
+        mask = np.array([0, -1e8], np.float32)
+        return {"mask": mask}, {"mask": mask}
+
+
+@pytest.mark.parametrize("key", ["observation.mask", "info.mask"])
+def test_a_mask_of_other_numbers_than_0_and_1_is_refused(key: str) -> None:
+    message = "the action mask .*(0|in info) must be 1 where an action is legal and 0 elsewhere"
+    with (
+        SerialSampler(Additive, batch_T=2, batch_B=2, max_decorrelation_steps=0) as sampler,
+        pytest.raises((SpaceError, WorkerError), match=message),
+    ):
+        sampler.initialize(RandomAgent(mask_key=key))
+        sampler.obtain_samples(0)
+
+
 def test_the_wrapper_says_what_is_missing() -> None:
     env = MaskInObservation(Masked(where="info"), "rules.nothing")
     with pytest.raises(SpaceError, match=r"info has no action mask 'rules\.nothing'; it has \['rules'\]"):

@@ -114,6 +114,7 @@ def test_intervals_name_each_port_once(ports: set[int]) -> None:
         ({"protocol": "sctp"}, 'protocol must be "tcp" or "udp"'),
         ({"timeout": -1}, "timeout must be"),
         ({"timeout": float("nan")}, "timeout must be"),
+        ({"consecutive": "x"}, "consecutive must be True or False, got 'x'"),
         ({"n": 0}, "n must be a number of ports from 1 to"),
         ({"n": 4, "start": 20_000, "stop": 20_003}, "from 1 to 3, as many as the range has, got 4"),
     ],
@@ -171,6 +172,14 @@ def test_a_port_in_time_wait_is_not_taken(stretch: range) -> None:
         lease(stretch[:1])
     with lease(stretch[:2]) as other:
         assert other.port == stretch[1]
+
+
+def test_a_lease_that_was_released_cannot_be_entered(stretch: range) -> None:
+    several = leases(2, stretch.start, stretch.stop)
+    several.release()
+    for released in (several, several[0]):
+        with pytest.raises(PortLeaseError, match="not active in this process> was released, or is that of"), released:
+            pytest.fail("the block ran without a lease")
 
 
 def test_a_lease_ends_with_its_object(stretch: range) -> None:

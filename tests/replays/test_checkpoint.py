@@ -386,6 +386,11 @@ def test_folders_without_a_checkpoint_say_so(tmp_path: Path) -> None:
     (tmp_path / "replay.json").write_text(json.dumps({**index, "format": 99}))
     with pytest.raises(ConfigError, match="format 99"):
         Replay.load(tmp_path)
+    with pytest.raises(ConfigError, match=r"replay\.json is a file, not a folder into which a replay was saved"):
+        Replay.load(tmp_path / "replay.json")
+    for call in (Replay.load, replay.save):
+        with pytest.raises(ConfigError, match="folder must be the path of a folder, got 3"):
+            call(3)  # type: ignore[arg-type, operator]
 
 
 def _save_for_ever(folder: str, n_saved: Any) -> None:

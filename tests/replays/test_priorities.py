@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,8 @@ def test_lost_final_observations_are_not_drawn() -> None:
         ([1, 2], [1.0], "2 indices and 1 priorities"),
         ([10_000], [1.0], "never drawn"),
         ([3, -1], [1.0, 1.0], "index -1 was never drawn"),
+        ([1], "x", r"priority must be a tensor or an array of numbers \[N\], got array\('x'"),
+        (["a"], [1.0], "index must be a tensor or an array of numbers"),
     ],
 )
 def test_wrong_updates_are_refused(index: Any, priority: Any, message: str) -> None:
@@ -255,6 +258,20 @@ def test_wrong_updates_are_refused(index: Any, priority: Any, message: str) -> N
     replay.append(stream.batch(20))
     with pytest.raises(ConfigError, match=message):
         replay.update(np.array(index), np.array(priority))
+
+
+@pytest.mark.parametrize(("alpha", "priority"), [(1.0, 1e308), (1.0, 1e295), (40.0, 1e10)])
+def test_priorities_whose_powers_or_sum_would_overflow_are_refused(alpha: float, priority: float) -> None:
+    stream, replay = make(alpha=alpha)
+    replay.append(stream.batch(20))
+    draw_of(replay).catch_up()
+    before = draw_of(replay).leaves()
+    cause = rf"must be at most 1e\+290, but the priority is {re.escape(f'{priority:g}')} and alpha={alpha:g}: divide"
+    with pytest.raises(ConfigError, match=cause):
+        replay.update(np.arange(8), np.full(8, priority))
+    np.testing.assert_array_equal(draw_of(replay).leaves(), before)
+    replay.update(np.arange(8), np.full(8, 1e290 ** (1 / alpha) * (1 - 1e-12)))
+    assert len(set(replay.sample(100).index.tolist())) > 1
 
 
 def test_what_needs_priorities_says_so() -> None:

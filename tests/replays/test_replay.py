@@ -226,6 +226,11 @@ def test_rows_without_columns_and_an_earlier_batch_of_another_size_are_refused()
         replay.append(samples.map(lambda array: array[:, 0]))
     with pytest.raises(ConfigError, match="out has 5 positions, but 4 are to be drawn"):
         replay.sample(4, out=replay.sample(5))
+    with pytest.raises(ConfigError, match="out must be an earlier ReplayBatch of this replay or None, got 3"):
+        replay.sample(8, out=3)  # type: ignore[arg-type]
+    for other in (None, samples.to_dict()):
+        with pytest.raises(ConfigError, match=r"a replay takes samples, got a (NoneType|dict)"):
+            replay.append(other)  # type: ignore[arg-type]
 
 
 def test_the_estimate_is_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from penstock import (
     WorkerDiedError,
 )
 from penstock.envs import CountingEnv
+from penstock.envs.video import require_folder
 from penstock.samplers.config import SamplerConfig, SamplerOptions
 
 SAMPLERS = [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler]
@@ -48,9 +49,20 @@ def test_a_misspelt_argument_is_named_with_the_nearest(cls: Any, name: str, near
 
 
 @every
-def test_an_unknown_argument_is_named_with_all_there_are(cls: Any) -> None:
-    with pytest.raises(ConfigError, match=r"has no argument 'zzz'; it has env_fn, env_kwargs, batch_T, .*debug"):
-        cls(CountingEnv, batch_T=1, batch_B=2, zzz=3)
+def test_an_unknown_argument_is_named_with_a_few_that_there_are(cls: Any) -> None:
+    message = rf"has no argument 'nosuch'; it has (\w+, ){{2}}\w+ and \d\d others: see help\({cls.__name__}\)$"
+    with pytest.raises(ConfigError, match=message):
+        cls(CountingEnv, batch_T=1, batch_B=2, nosuch=3)
+
+
+@pytest.mark.parametrize("video", [3, True, b""])
+def test_a_video_that_is_no_folder_is_refused(video: Any, tmp_path: Path) -> None:
+    with SerialSampler(CountingEnv, batch_T=2, batch_B=1, eval_n_envs=1) as sampler:
+        sampler.initialize(RandomAgent())
+        with pytest.raises(ConfigError, match=f"video must be the path of a folder or None, got {video}"):
+            sampler.evaluate_agent(0, video=video)
+    with pytest.raises(ConfigError, match="is no folder in which a file can be written: embedded null byte"):
+        require_folder(f"{tmp_path}/a\0b")
 
 
 @pytest.mark.parametrize("name", ["min_ready", "server", "overlap", "lag", "replay", "n_shards"])

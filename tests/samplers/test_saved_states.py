@@ -4,11 +4,13 @@ import io
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from penstock import ConfigError, ParallelSampler, RandomAgent, Sampler, SamplerBrokenError, SerialSampler
 from penstock.envs import CountingEnv
+from penstock.samplers.restoring import checksum
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 
@@ -41,6 +43,7 @@ def test_torch_reads_a_state_as_documented(env_state: Any) -> None:
 def test_a_column_that_cannot_be_loaded_breaks_the_sampler(cls: type[Sampler]) -> None:
     state = state_of(make(), env_state="require")
     state["columns"][2]["data"] = state["columns"][2]["data"][:20]
+    state["checksum"] = checksum(state["columns"])
     with make(cls) as sampler:
         with pytest.raises(SamplerBrokenError, match=r"load_state_dict failed.*UnpicklingError.*make a new sampler"):
             sampler.load_state_dict(state)
@@ -75,7 +78,16 @@ def test_counts_continue_after_a_resume(cls: type[Sampler]) -> None:
         ("columns", {}, "it has no column 0"),
         ("columns", {0: {"kind": "pickle"}}, "it has no column 0"),
         ("columns", {0: {"kind": "pickle", "why": "", "data": None}}, "its column 0 has no data"),
+        ("columns", {0: {"kind": "x", "why": "", "data": b""}}, "it has no column 0"),
         ("counts", {"env_steps": "3"}, "its counts have no number env_steps"),
+        *[
+            ("counts", {"env_steps": wrong}, "its counts have no number env_steps of at least 0, but")
+            for wrong in (-1, float("nan"), float("inf"), np.array([1, 2]))
+        ],
+        ("counts", {"env_steps": 1e30}, r"its counts have no number env_steps of at least 0, but 1e\+30"),
+        ("evaluations", {0: [-1, 0]}, "its evaluations must be pairs of integers"),
+        ("checksum", 0, "the checksum of its columns differs. Load another"),
+        ("checksum", None, "the checksum of its columns differs. Load another"),
     ],
 )
 def test_a_damaged_state_changes_nothing(part: str, damaged: Any, message: str) -> None:
@@ -86,6 +98,27 @@ def test_a_damaged_state_changes_nothing(part: str, damaged: Any, message: str) 
             sampler.load_state_dict({**state, part: damaged})
         assert sampler._memory.parameters.version == version
         assert len(sampler.load_state_dict(state).exact) == 4
+
+
+def test_changed_bytes_in_a_column_are_found() -> None:
+    state = state_of(make())
+    data = bytearray(state["columns"][1]["data"])
+    data[len(data) // 2] ^= 1
+    state["columns"][1]["data"] = bytes(data)
+    with make() as sampler, pytest.raises(ConfigError, match="this state is damaged: the checksum of its columns"):
+        sampler.load_state_dict(state)
+
+
+@pytest.mark.parametrize("array", [np.arange(4), torch.arange(4), np.arange(1)])
+@pytest.mark.parametrize("name", ["seed", "env_ranks", "spaces", "central", "seed_episodes"])
+def test_an_array_in_a_state_is_refused_by_name(name: str, array: Any) -> None:
+    state = state_of(make(), 0)
+    with make() as sampler:
+        for value in (array, [array, array]):
+            with pytest.raises(ConfigError, match=f"^the state has {name}=.*(array|tensor).*, this sampler has"):
+                sampler.load_state_dict({**state, name: value})
+        with pytest.raises(ConfigError, match="load_state_dict needs what state_dict has returned, of format"):
+            sampler.load_state_dict({**state, "format": array})
 
 
 def test_a_state_of_other_classes_says_what_to_use() -> None:

@@ -347,6 +347,13 @@ def test_what_is_missing_or_wrong_is_named() -> None:
         gae(steps, 99, 0.9)
     with pytest.raises(ConfigError, match=r"lambda_ must be from 0 to 1, got 1\.1"):
         vtrace(steps, log_ratio, 0.9, 1.1)
+    for wrong in ("x", "0.5", None, torch.zeros(2), np.zeros(2), np.nan):
+        with pytest.raises(ConfigError, match="discount must be from 0 to 1, got"):
+            gae(steps, wrong, 0.9)  # type: ignore[call-overload]
+        with pytest.raises(ConfigError, match="lambda_ must be from 0 to 1, got"):
+            gae(steps, 0.9, wrong)  # type: ignore[call-overload]
+        with pytest.raises(ConfigError, match="clip_rho must be from 0 to inf, got"):
+            vtrace(steps, log_ratio, 0.9, clip_rho=wrong)  # type: ignore[call-overload]
     with pytest.raises(ConfigError, match="n must be an integer of at least 1, got 0"):
         n_step_return(steps, 0, 0.9)
     with pytest.raises(ConfigError, match=r"n must be an integer of at least 1, got 1\.5"):

@@ -17,6 +17,8 @@ from fasteners import InterProcessLock
 from penstock.workers import claims
 from penstock.workers.claims import claim, lock_folder, owner_of, remove_stale
 
+from ..children import waiting_fork
+
 linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems have only the lock")
 
 # Other test processes on this machine have other names.
@@ -170,18 +172,10 @@ def test_a_fork_owns_nothing(folder: Path, names: bool) -> None:
 def test_a_fork_does_not_prolong_a_claim(folder: Path, names: bool) -> None:
     mine = claim(KIND, "1")
     assert mine is not None
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(write)
-        os.read(read, 1)
-        os._exit(0)
-    os.close(read)
-    mine.release()
-    with another_process("1", names) as (has_it, _):
-        assert has_it
-    os.close(write)
-    os.waitpid(child, 0)
+    with waiting_fork():
+        mine.release()
+        with another_process("1", names) as (has_it, _):
+            assert has_it
 
 
 def test_a_claim_of_a_thread_outlives_the_thread(folder: Path, names: bool) -> None:

@@ -15,6 +15,8 @@ from penstock.workers import cpu_claims
 from penstock.workers.cpu_claims import CpuClaims
 from penstock.workers.plan import Affinity
 
+from ..children import waiting_fork
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has claims")
 
 OTHER = """
@@ -97,18 +99,10 @@ def test_two_users_get_different_cpus(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_fork_keeps_no_claim() -> None:
     cpus, claims = chosen(1)
     assert cpus == [100]
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(write)
-        os.read(read, 1)
-        os._exit(0)
-    os.close(read)
-    claims.close()
-    with another_run(1) as other:
-        assert other == [100]
-    os.close(write)
-    os.waitpid(child, 0)
+    with waiting_fork():
+        claims.close()
+        with another_run(1) as other:
+            assert other == [100]
 
 
 def test_a_cpu_that_is_not_needed_is_not_claimed_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
