@@ -70,7 +70,7 @@ class _Marking:
 
     def __enter__(self) -> None:
         with self._lock:
-            name = self.variable()
+            name = self.variable() if self._pipe < 0 else self._name
             self._threads.append(threading.get_ident())
             os.environ[name] = "1"
 

@@ -241,7 +241,7 @@ class WorkerPool:
         """
         if self._unfinished_run is not None:
             self.finish_interrupted()
-        self._submit_or_close(command, ranks)
+        self._submit(command, ranks)
         return self._wanted_openings[0]
 
     def wait_for(self, number: int, occasion: str) -> None:
@@ -255,29 +255,24 @@ class WorkerPool:
         """Whether every worker has completed opening `number`."""
         return self.control.have_completed(number, len(self.handles))
 
-    def _submit_or_close(self, command: Command, ranks: Iterable[int] | None = None) -> None:
-        """`submit`. An exception of a signal handler, or a second Ctrl-C, closes the pool: it is unknown which
-        workers have the command."""
+    def _submit(self, command: Command, ranks: Iterable[int] | None = None) -> None:
         try:
-            self._submit(command, ranks)
-        except BaseException:
+            self.control.stop_eval = False
+            openings = list(self._wanted_openings)
+            for rank in range(len(openings)) if ranks is None else ranks:
+                openings[rank] += 1
+            if self._server is not None:
+                self._server.begin(command, openings[0])
+                if self.handles:
+                    self._server.act_ahead(command)
+            self._command, self._wanted_openings = command, openings
+            self._open_gates()
+        except BaseException:  # of a signal handler, or a second Ctrl-C: it is unknown which workers have the command
             self.has_lost_command = True
             self.close(broken=True)
             raise
         if not self.handles:
             self._work_in_place(f"{'evaluation, ' if command.do_eval else ''}itr={command.itr}")
-
-    def _submit(self, command: Command, ranks: Iterable[int] | None = None) -> None:
-        self.control.stop_eval = False
-        openings = list(self._wanted_openings)
-        for rank in range(len(openings)) if ranks is None else ranks:
-            openings[rank] += 1
-        if self._server is not None:
-            self._server.begin(command, openings[0])
-            if self.handles:
-                self._server.act_ahead(command)
-        self._command, self._wanted_openings = command, openings
-        self._open_gates()
 
     def _open_gates(self) -> None:
         """Open each gate until it has its wanted number of openings. `wait` calls this again, in case an exception
@@ -318,8 +313,10 @@ class WorkerPool:
             self._open_gates()
             if look_first and (failures := self._monitor.look()):
                 self._replace_or_raise(failures, occasion)
-            if self._server is not None:
-                self._serve()  # a request that came before a Ctrl-C still waits, and will not wake this process again
+            # A request that came before a Ctrl-C still waits, and will not wake this process again. The worker in place
+            # has served already: if it got its reply here, this would sleep while all others wait for it.
+            if self._server is not None and interruptible:
+                self._serve()
             while failures := self._monitor.wait(until, poll_interval, interruptible=interruptible):
                 self._replace_or_raise(failures, occasion)
             if self._monitor.is_closing:
@@ -352,7 +349,7 @@ class WorkerPool:
         if message is not None:
             self._memory.mailbox.post(message)
         self._unfinished_run = occasion, discard
-        self._submit_or_close(command)
+        self._submit(command)
         self.wait(occasion, until, poll_interval)
         self._unfinished_run = None
 

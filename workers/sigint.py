@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -105,16 +104,25 @@ def nested() -> _Nested:
     return _nested
 
 
-@contextmanager
-def allowed() -> Iterator[None]:
-    """Let Ctrl-C through: the work here can stop at any moment. One that is pending comes first."""
-    depth, _state.depth = _state.depth, 0
-    try:
+class allowed:
+    """Let Ctrl-C through: the work here can stop at any moment. One that is pending comes first.
+
+    A class, as `deferred` is.
+    """
+
+    _depth = 0
+
+    def __enter__(self) -> None:
+        self._depth, _state.depth = _state.depth, 0
         if _state.is_pending:
-            _handle_pending()
-        yield
-    finally:
-        _state.depth = depth
+            try:
+                _handle_pending()
+            except BaseException:
+                self.__exit__()
+                raise
+
+    def __exit__(self, *exception: object) -> None:
+        _state.depth = self._depth
 
 
 def _on_sigint(number: int, frame: FrameType | None) -> None:

@@ -38,6 +38,7 @@ from typing import Any, NoReturn
 
 from penstock.buffers import descriptors
 from penstock.buffers.descriptors import InheritedFd, anonymous_file
+from penstock.workers.affinity import limit_threads
 from penstock.workers.marking import worker_environ
 
 end_group_with_parent: Callable[[], bool] | None
@@ -312,8 +313,10 @@ def serve(control_fd: int, main: int, preload: Sequence[str] | None = None) -> N
         for name in preload or ():
             with contextlib.suppress(ImportError):  # the workers will say what is missing
                 importlib.import_module(name)
-        gc.collect()
-        gc.freeze()  # a garbage collection in a worker would copy the memory that all share
+        if preload is not None:
+            limit_threads(1)  # workers inherit what it has found out, which takes a millisecond
+            gc.collect()  # in a fork of the main process, this would copy much of its memory
+        gc.freeze()  # so would a garbage collection in a worker
         if preload is not None:
             # It was for the time of the imports. If a thread has started this process, it counts the thread's end.
             _prctl(_PR_SET_PDEATHSIG, 0)

@@ -21,6 +21,7 @@ from penstock import (
 )
 from penstock.envs import CountingEnv
 from penstock.testing import Fault, InjectedFault, faulty_env
+from penstock.workers.monitor import Monitor
 
 from ..scale import pairs, scaled
 from .support import check_counting
@@ -232,3 +233,24 @@ def test_a_pool_that_another_thread_has_closed_before_the_wait() -> None:
         sampler._pool.close()  # as by a thread that comes between the check of the state and the wait
         with pytest.raises(SamplerClosedError, match="shut down by another thread during itr=0"):
             sampler.wait_samples()
+
+
+# ---- waits -----------------------------------------------------------------------------------
+
+
+def test_no_wait_begins_when_the_environments_here_can_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All others wait for them in lock-step, so nothing would end that sleep but its time limit."""
+    original, needless = Monitor._sleep, []
+
+    def sleep(monitor: Monitor, *args: Any, **kwargs: Any) -> list[int]:
+        worker = sampler._pool._in_place  # type: ignore[union-attr]
+        if worker is not None and worker.is_at_work and worker.progress.has_reply:
+            needless.append(worker.status())
+        return original(monitor, *args, **kwargs)
+
+    with sampler_of(batch_T=64) as sampler:
+        sampler.initialize(RandomAgent(), seed=0, bootstrap_value=False)
+        monkeypatch.setattr(Monitor, "_sleep", sleep)
+        for itr in range(30):
+            sampler.obtain_samples(itr)
+    assert not needless
