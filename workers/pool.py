@@ -233,31 +233,20 @@ class WorkerPool:
 
     # ---- commands --------------------------------------------------------------------------
 
-    def submit(self, command: Command, ranks: Iterable[int] | None = None) -> int:
+    def submit(
+        self, command: Command, ranks: Iterable[int] | None = None, *, run: tuple[str, Callable[[], Any]] | None = None
+    ) -> int:
         """Open the gates of all workers, or only of `ranks`, for `command`. A worker that still runs a command runs
         this one afterwards. Returns the number of this opening of the first gate.
 
-        If the wait for an earlier `run` was interrupted, that command is finished first.
+        If the wait for an earlier `run` was interrupted, that command is finished first. `run` is for `run` alone.
         """
         if self._unfinished_run is not None:
             self.finish_interrupted()
-        self._submit(command, ranks)
-        return self._wanted_openings[0]
-
-    def wait_for(self, number: int, occasion: str) -> None:
-        """Wait until every worker has completed opening `number`, while later ones may be open; otherwise as `wait`.
-        Failures come first: even if the opening is completed (0 always is), this looks for them, without a wait."""
-        if self.has_completed(number) and self._monitor.has_no_news():
-            return
-        self._wait_for_workers(occasion, look_first=True, until=lambda: self.has_completed(number))
-
-    def has_completed(self, number: int) -> bool:
-        """Whether every worker has completed opening `number`."""
-        return self.control.have_completed(number, len(self.handles))
-
-    def _submit(self, command: Command, ranks: Iterable[int] | None = None) -> None:
+        self._unfinished_run = run
         try:
-            self.control.stop_eval = False
+            if command.do_eval:
+                self.control.stop_eval = False
             openings = list(self._wanted_openings)
             for rank in range(len(openings)) if ranks is None else ranks:
                 openings[rank] += 1
@@ -273,6 +262,18 @@ class WorkerPool:
             raise
         if not self.handles:
             self._work_in_place(f"{'evaluation, ' if command.do_eval else ''}itr={command.itr}")
+        return self._wanted_openings[0]
+
+    def wait_for(self, number: int, occasion: str) -> None:
+        """Wait until every worker has completed opening `number`, while later ones may be open; otherwise as `wait`.
+        Failures come first: even if the opening is completed (0 always is), this looks for them, without a wait."""
+        if self.has_completed(number) and self._monitor.has_no_news():
+            return
+        self._wait_for_workers(occasion, look_first=True, until=lambda: self.has_completed(number))
+
+    def has_completed(self, number: int) -> bool:
+        """Whether every worker has completed opening `number`."""
+        return self.control.have_completed(number, len(self.handles))
 
     def _open_gates(self) -> None:
         """Open each gate until it has its wanted number of openings. `wait` calls this again, in case an exception
@@ -348,8 +349,7 @@ class WorkerPool:
         self.finish_interrupted()
         if message is not None:
             self._memory.mailbox.post(message)
-        self._unfinished_run = occasion, discard
-        self._submit(command)
+        self.submit(command, run=(occasion, discard))
         self.wait(occasion, until, poll_interval)
         self._unfinished_run = None
 
