@@ -1,7 +1,7 @@
 """Memory: named arrays, shared memory, the samples buffer, and what workers send to the main process."""
 
 from penstock.buffers.named import NamedArrays, as_named
-from penstock.buffers.object_pipe import ObjectPipe, RecordRings
+from penstock.buffers.object_pipe import ObjectPipe, TrajectoryRecords
 from penstock.buffers.samples import AgentSamples, BatchColumns, EnvSamples, Samples, SamplesBuffer, SampleSpec
 from penstock.buffers.shared import ArraySpec, NamedMemory, SharedBlock
 
@@ -13,10 +13,10 @@ __all__ = [
     "NamedArrays",
     "NamedMemory",
     "ObjectPipe",
-    "RecordRings",
     "SampleSpec",
     "Samples",
     "SamplesBuffer",
     "SharedBlock",
+    "TrajectoryRecords",
     "as_named",
 ]

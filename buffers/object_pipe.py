@@ -76,7 +76,7 @@ class ObjectMessage(NamedTuple):
 _HEAD = struct.Struct("=qqqq")  # kind, id, env_rank, bytes of the payload
 
 
-class RecordRings:
+class TrajectoryRecords:
     """One array of records per worker, with one place for each step that it can make between two gates.
 
     Where several batches are open at once, each has a part of the array.

@@ -3,6 +3,7 @@
 Everything is imported on first use: `import penstock.cluster` imports neither ray nor zmq.
 """
 
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from penstock.cluster.actor_worker import ActorWorker
     from penstock.cluster.experiment import Actors, Experiment, Policies, Run, RunState, Training
     from penstock.cluster.keys import Connection
-    from penstock.cluster.metric_sinks import JsonLines, Metrics, Prometheus, TensorBoard
+    from penstock.cluster.metric_sinks import JsonLines, MetricsSink, Prometheus, TensorBoard
     from penstock.cluster.panel import ControlPanel, Response
     from penstock.cluster.pieces import Batch
     from penstock.cluster.policy_worker import AgentPlan, PolicyWorker
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.cluster.remote import RpcClient, RpcServer
     from penstock.cluster.statuses import Status
     from penstock.cluster.stream import Piece
-    from penstock.cluster.streams import InferenceClient, InferenceServer, SampleConsumer, SampleProducer
+    from penstock.cluster.streams import InferenceClient, InferenceInbox, SampleConsumer, SampleProducer
     from penstock.cluster.trainer_worker import Trainer, TrainerWorker
     from penstock.cluster.wire_ray import RayConnection
     from penstock.cluster.worker import PollResult, Worker
@@ -33,9 +34,9 @@ __all__ = [
     "ControlPanel",
     "Experiment",
     "InferenceClient",
-    "InferenceServer",
+    "InferenceInbox",
     "JsonLines",
-    "Metrics",
+    "MetricsSink",
     "Piece",
     "Policies",
     "PolicyWorker",
@@ -73,9 +74,9 @@ _PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
     "ControlPanel": ("panel", ()),
     "Experiment": ("experiment", ()),
     "InferenceClient": ("streams", ()),
-    "InferenceServer": ("streams", ()),
+    "InferenceInbox": ("streams", ()),
     "JsonLines": ("metric_sinks", ()),
-    "Metrics": ("metric_sinks", ()),
+    "MetricsSink": ("metric_sinks", ()),
     "Piece": ("stream", _RAY),
     "Policies": ("experiment", ()),
     "PolicyWorker": ("policy_worker", ()),
@@ -101,7 +102,15 @@ _PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
+# Older names, which go in version 0.3.
+_OLD_NAMES = {"InferenceServer": "InferenceInbox", "Metrics": "MetricsSink"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _OLD_NAMES:
+        new = _OLD_NAMES[name]
+        warnings.warn(f"penstock.cluster.{name} is now called {new}", DeprecationWarning, stacklevel=2)
+        return __getattr__(new)
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, libraries = _PLACES[name]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.agents import Agent
 from penstock.arguments import integer, seconds
 from penstock.cluster.actor_worker import ActorWorker
-from penstock.cluster.metric_sinks import JsonLines, Metrics
+from penstock.cluster.metric_sinks import JsonLines, MetricsSink
 from penstock.cluster.panel import ControlPanel
 from penstock.cluster.policy_worker import AgentPlan, PolicyWorker
 from penstock.cluster.statuses import Status
@@ -265,7 +265,7 @@ class Run:
         until: Callable[[RunState], bool],
         *,
         timeout: float = float("inf"),
-        metrics: str | Path | Metrics | Sequence[Metrics] = (),
+        metrics: str | Path | MetricsSink | Sequence[MetricsSink] = (),
     ) -> RunState:
         """Watch the workers until `until(state)` is True, or for `timeout` seconds. Returns the last state.
 
@@ -325,7 +325,7 @@ class Run:
         self.panel.request(name, "start")
 
 
-def _sinks(metrics: str | Path | Metrics | Sequence[Metrics]) -> list[Metrics]:
+def _sinks(metrics: str | Path | MetricsSink | Sequence[MetricsSink]) -> list[MetricsSink]:
     if isinstance(metrics, str | Path):
         return [JsonLines(metrics)]
-    return [metrics] if isinstance(metrics, Metrics) else list(metrics)
+    return [metrics] if isinstance(metrics, MetricsSink) else list(metrics)

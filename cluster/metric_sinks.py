@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.cluster.experiment import RunState
 
 
-class Metrics(ABC):
+class MetricsSink(ABC):
     """Takes the figures of a run. Use it in a `with` statement, and give it to `run.wait`. Subclass it for another
     place."""
 
@@ -35,7 +35,7 @@ class Metrics(ABC):
         self.close()
 
 
-class JsonLines(Metrics):
+class JsonLines(MetricsSink):
     """Appends one line of JSON each time: `{"version": 3, "seconds": 1.5, "workers": {"trainer/0": {...}, ...}}`."""
 
     def __init__(self, path: str | Path) -> None:
@@ -47,7 +47,7 @@ class JsonLines(Metrics):
             file.write(json.dumps(figures) + "\n")
 
 
-class TensorBoard(Metrics):
+class TensorBoard(MetricsSink):
     """Writes event files into a folder: one curve `worker/figure` for each, over the version of the parameters.
 
     Raises `ConfigError` if tensorboard is not installed.
@@ -65,7 +65,7 @@ class TensorBoard(Metrics):
         self._writer.close()
 
 
-class Prometheus(Metrics):
+class Prometheus(MetricsSink):
     """Serves the newest figures to Prometheus: `penstock_FIGURE{worker="actor/0"}`, and `penstock_up`, which is 1
     unless the worker has failed or is lost.
 

@@ -13,7 +13,7 @@ from penstock.agents import Agent
 from penstock.buffers import NamedArrays
 from penstock.cluster.parameters import ParameterClient
 from penstock.cluster.pieces import from_tree, to_tree
-from penstock.cluster.streams import InferenceServer
+from penstock.cluster.streams import InferenceInbox
 from penstock.cluster.wire import Letter
 from penstock.cluster.worker import PollResult, Worker
 from penstock.collectors.acting import as_agent_step
@@ -76,7 +76,7 @@ class PolicyWorker(Worker):
     ) -> None:
         self._plan, self._stream, self._policy = plan, stream, parameters
         self._max_batch, self._max_delay = max_batch, max_delay
-        self._server: InferenceServer | None = None
+        self._server: InferenceInbox | None = None
         self._next: Letter | None = None  # a request that did not fit into the batch before
         self._n_rows = self._n_batches = 0
 
@@ -90,7 +90,7 @@ class PolicyWorker(Worker):
         self._actor.sample_mode(0)
         self._sessions = [""] * plan.n_envs  # of each environment: see `InferenceClient.ask`
         self._parameters = ParameterClient(self.wire, self.names, self._policy)
-        self._server = InferenceServer(self.wire, self.names, self._stream, self.name)
+        self._server = InferenceInbox(self.wire, self.names, self._stream, self.name)
 
     def _poll(self) -> PollResult:
         newer = self._parameters.newer()

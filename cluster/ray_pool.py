@@ -111,18 +111,18 @@ class ShardPool:
             if shard.started is not None and (ref := self.parameters.new_for(shard)) is not None:
                 call(shard, "take_parameters", "control", ref)
 
-    def _lose(self, shard: Shard, why: Exception, occasion: str) -> None:
+    def _lose(self, shard: Shard, why: Exception, during: str) -> None:
         """The shard is lost. Build it again, or raise `NodeLostError`."""
         reason = next((line for line in reversed(str(why).strip().splitlines()) if line.strip()), type(why).__name__)
         text = f"{shard} was lost: {type(why).__name__}: {reason.strip()}"
         ray.kill(shard.actor)  # it may still run, although the driver cannot reach it
         if not self._options.is_restarted:
-            raise NodeLostError(f"{text} ({occasion})") from why
+            raise NodeLostError(f"{text} ({during})") from why
         if (refusal := self.restarts.used_up(1)) is not None:
-            raise NodeLostError(f"{text} ({occasion})\n{refusal}") from why
+            raise NodeLostError(f"{text} ({during})\n{refusal}") from why
         n_lost = len(shard.plan.columns)  # the trajectories that were running
-        self.restarts.note(shard.plan.worker_rank, f"{text} ({occasion})", n_lost)
-        _log.warning("%s (%s); it is built again, %d trajectories are lost", text, occasion, n_lost)
+        self.restarts.note(shard.plan.worker_rank, f"{text} ({during})", n_lost)
+        _log.warning("%s (%s); it is built again, %d trajectories are lost", text, during, n_lost)
         self._pending = {ref: pending for ref, pending in self._pending.items() if pending.shard is not shard}
         self._retries = [pending for pending in self._retries if pending.shard is not shard]
         shard.generation += 1
@@ -134,10 +134,10 @@ class ShardPool:
 
     # ---- answers ---------------------------------------------------------------------------
 
-    def answers(self, occasion: str) -> Iterator[tuple[Pending, Started | Reply]]:
+    def answers(self, during: str) -> Iterator[tuple[Pending, Started | Reply]]:
         """The answers that have come, after a wait of `_SLICE_SECONDS` at most."""
         if self._memory.control.quit:
-            raise SamplerClosedError(f"shut down by another thread during {occasion}")
+            raise SamplerClosedError(f"shut down by another thread during {during}")
         now = time.monotonic()
         due = [pending for pending in self._retries if pending.retry_at <= now]
         self._retries = [pending for pending in self._retries if pending.retry_at > now]
@@ -154,26 +154,26 @@ class ShardPool:
             if ref not in self._pending:  # its shard was lost meanwhile
                 continue
             pending = self._pending.pop(ref)
-            if (answer := self._answer(ref, pending, occasion)) is not None:
+            if (answer := self._answer(ref, pending, during)) is not None:
                 yield pending, answer
-        self._check_starts(occasion)
+        self._check_starts(during)
 
-    def _answer(self, ref: Any, pending: Pending, occasion: str) -> Started | Reply | None:
+    def _answer(self, ref: Any, pending: Pending, during: str) -> Started | Reply | None:
         """The answer to one call; None if the shard was lost or cannot be reached now."""
         shard = pending.shard
         try:
             answer = ray.get(ref)
         except ray_errors.ActorUnavailableError as error:
-            self._try_again(pending, error, occasion)
+            self._try_again(pending, error, during)
             return None
         except LOSSES as error:
-            self._lose(shard, error, occasion)
+            self._lose(shard, error, during)
             return None
         except ray_errors.RayError as error:
-            raise SamplerBrokenError(f"{shard} cannot answer ({occasion}): {error}") from error
+            raise SamplerBrokenError(f"{shard} cannot answer ({during}): {error}") from error
         if isinstance(answer, Failure):
             if answer.kind == "SamplerClosedError":  # only if Ray ends its process
-                self._lose(shard, NodeLostError(answer.text), occasion)
+                self._lose(shard, NodeLostError(answer.text), during)
                 return None
             raise answer.as_error(str(shard), is_start=pending.order is None)
         if isinstance(answer, Started):
@@ -182,18 +182,18 @@ class ShardPool:
             shard.waiting.discard(answer.number)
         return answer  # type: ignore[no-any-return]
 
-    def _try_again(self, pending: Pending, error: Exception, occasion: str) -> None:
+    def _try_again(self, pending: Pending, error: Exception, during: str) -> None:
         """The shard cannot be reached. Give its order again soon, or give the shard up after `unavailable_timeout`."""
         now, since = time.monotonic(), pending.unavailable_since
         pending.unavailable_since = now if since is None else since
         if pending.order is None or now - pending.unavailable_since > self._options.unavailable_timeout:
-            self._lose(pending.shard, error, occasion)
+            self._lose(pending.shard, error, during)
             return
         pending.retry_at = now + _RETRY_SECONDS
         pending.shard.version = 0  # it may not have the parameters that came with the order
         self._retries.append(pending)
 
-    def _check_starts(self, occasion: str) -> None:
+    def _check_starts(self, during: str) -> None:
         """Raise an error if a shard that is needed has not started in time."""
         limit, current = self._options.start_timeout + _PLACE_SECONDS, self._current
         needed = self.shards
@@ -203,7 +203,7 @@ class ShardPool:
         if late and not (current is None and self._has_enough_shards()):
             error = ConfigError if current is None else NodeLostError
             raise error(
-                f"{len(late)} of {len(self.shards)} shards were not ready after {limit:g} s ({occasion}): {late[0]} "
+                f"{len(late)} of {len(self.shards)} shards were not ready after {limit:g} s ({during}): {late[0]} "
                 f"and the others need {self._placement.resources} each, and the cluster has {ray.cluster_resources()}: "
                 "add nodes, or use fewer shards or workers"
             )
@@ -250,7 +250,7 @@ class ShardPool:
             n = min(n, wanted) if isinstance(wanted, int) else math.ceil(wanted * n - 1e-9)
         return len(current.answered) >= n
 
-    def wait(self, occasion: str, **how: Any) -> None:
+    def wait(self, during: str, **how: Any) -> None:
         """Wait until the shards, or enough of them, have done the last command. After Ctrl-C, it may be called again.
 
         Raises `NodeLostError` if a shard is lost and not built again, or the error of a shard's sampler. Then the pool
@@ -259,12 +259,12 @@ class ShardPool:
         next_poll = time.monotonic() + _EVAL_POLL_SECONDS
         try:
             while not self._is_complete:
-                for pending, answer in self.answers(occasion):
+                for pending, answer in self.answers(during):
                     self._take(pending, answer)
                 if self._is_limited_evaluation and time.monotonic() > next_poll:
                     self._stop_if_enough()
                     next_poll = time.monotonic() + _EVAL_POLL_SECONDS
-            self._mark_missing(occasion)
+            self._mark_missing(during)
         except BaseException as error:
             self.close_if_broken(error)
             raise
@@ -302,7 +302,7 @@ class ShardPool:
         for path, array in reply.arrays.items():
             slot[path][place_of(path, columns)] = array
 
-    def _mark_missing(self, occasion: str) -> None:
+    def _mark_missing(self, during: str) -> None:
         """Fill the columns of shards that have not answered with zeros: `valid` is False there."""
         if self._current is None or not self._is_batch or len(self._current.answered) == len(self.shards):
             return
@@ -312,7 +312,7 @@ class ShardPool:
             columns = slice(shard.plan.columns.start, shard.plan.columns.stop)
             for path, target in self._slot.items():
                 target[place_of(path, columns)] = 0
-        _log.info("%s: without %s", occasion, ", ".join(map(str, missing)))
+        _log.info("%s: without %s", during, ", ".join(map(str, missing)))
 
     @property
     def _is_limited_evaluation(self) -> bool:
@@ -329,11 +329,11 @@ class ShardPool:
                 call(shard, "stop_evaluation", "control")
 
     def run(
-        self, command: Command, occasion: str, discard: Callable[[], Any], *, message: bytes | None = None, **how: Any
+        self, command: Command, during: str, discard: Callable[[], Any], *, message: bytes | None = None, **how: Any
     ) -> None:
         """`submit` and `wait`. Replies to a command whose wait Ctrl-C has ended are dropped when they come."""
         self.submit(command, message)
-        self.wait(occasion, **how)
+        self.wait(during, **how)
 
     def take_trajectories(self) -> Trajectories:
         """The trajectories of the last command, of all shards; records are ordered by time step, then env_rank."""

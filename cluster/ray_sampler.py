@@ -28,7 +28,7 @@ from penstock.samplers.asynchronous import AsyncSampler
 from penstock.samplers.parallel import ParallelSampler
 from penstock.samplers.results import as_traj_infos
 from penstock.samplers.sampler import Sampler
-from penstock.samplers.sampler_plan import Share
+from penstock.samplers.sampler_plan import EnvRange
 from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import SamplerStats, WorkerStats
 from penstock.workers.plan import Affinity, split
@@ -160,7 +160,7 @@ class RaySampler(Sampler):
 
     # ---- shards ----------------------------------------------------------------------------
 
-    def _make_plans(self, affinity: Affinity, share: Share, resources: ExitStack) -> tuple[ShardPlan, ...]:
+    def _make_plans(self, affinity: Affinity, env_range: EnvRange, resources: ExitStack) -> tuple[ShardPlan, ...]:
         n_cpus = (self._n_shards or 1) * (self.config.n_workers or 1)
         resources.callback(connect(self._address, n_cpus, dashboard=self._dashboard))
         n_nodes, n_cpus = cluster_cpus()
@@ -170,8 +170,8 @@ class RaySampler(Sampler):
                 raise ConfigError(f"{name} must be at most n_shards={n_shards}, got {number}")
         n_workers = self.config.n_workers or max(1, n_cpus // n_shards)
         self._workers_per_shard = min(n_workers, math.ceil(self.batch_B / n_shards))
-        self._affinity, self._share = affinity, share
-        first, first_eval = share.first_env_rank, share.first_eval_env_rank
+        self._affinity, self._env_range = affinity, env_range
+        first, first_eval = env_range.first_env_rank, env_range.first_eval_env_rank
         columns = zip(split(self.batch_B, n_shards), split(self.config.eval_n_envs, n_shards), strict=True)
         return tuple(
             ShardPlan(
@@ -191,7 +191,7 @@ class RaySampler(Sampler):
             sampler_options=self._sampler_options,
             config=config,
             agent=program.agent,
-            share=self._share,
+            env_range=self._env_range,
             plans=tuple(plan for plan in self._plans if isinstance(plan, ShardPlan)),
             n_workers=self._workers_per_shard,
             affinity=self._affinity,
@@ -241,13 +241,13 @@ class RaySampler(Sampler):
         return self._pieces(itr, max_in_flight, max_staleness)
 
     def _pieces(self, itr: int, max_in_flight: int, max_staleness: int | None) -> Iterator[Piece]:
-        with self._guard.require("stream", SamplerState.READY):
+        with self._guard.call("stream", SamplerState.READY):
             pool = self._shard_pool("stream")
             stream = Stream(pool, max_in_flight, max_staleness, itr)
             self._guard.state = SamplerState.STREAMING
         try:
             while True:
-                with self._guard.require("stream", SamplerState.STREAMING):
+                with self._guard.call("stream", SamplerState.STREAMING):
                     piece = self._next_piece(pool, stream)
                 yield piece
         finally:

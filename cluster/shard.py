@@ -23,7 +23,7 @@ from penstock.samplers.allocation import eval_fn, eval_kwargs
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.results import Trajectories
 from penstock.samplers.sampler import Sampler
-from penstock.samplers.sampler_plan import SamplerPlan, Share, episodes_per_env, eval_max_T
+from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, episodes_per_env, eval_max_T
 from penstock.samplers.serial import SerialSampler
 from penstock.samplers.stats import SamplerStats
 from penstock.workers.affinity import limit_threads
@@ -56,7 +56,7 @@ class ShardSpec:
     sampler_options: Mapping[str, Any]  #: arguments that only this class has
     config: SamplerConfig  #: of all shards together
     agent: Agent  #: a copy that acts
-    share: Share  #: of all shards together
+    env_range: EnvRange  #: of all shards together
     plans: tuple[ShardPlan, ...]
     n_workers: int
     affinity: Affinity
@@ -258,9 +258,9 @@ class ShardHost:
             sampler.initialize(
                 spec.agent,
                 first_env_rank=plan.env_ranks.start,
-                n_envs=spec.share.n_envs,
+                n_envs=spec.env_range.n_envs,
                 first_eval_env_rank=plan.eval_env_ranks.start,
-                n_eval_envs=spec.share.n_eval_envs,
+                n_eval_envs=spec.env_range.n_eval_envs,
                 affinity=_own_affinity(ray, spec),
                 **spec.setup,
             )

@@ -264,7 +264,7 @@ class InferenceClient:
         )
 
 
-class InferenceServer:
+class InferenceInbox:
     """The inbox of a server of an inference stream.
 
     Args:

@@ -2,11 +2,11 @@
 
 from penstock.envs.batched import BatchedCartPole, SameStep
 from penstock.envs.batched_envpool import BatchedEnvPool
-from penstock.envs.episode_replay import EpisodeReplay
 from penstock.envs.examples import example_of, observation_example
 from penstock.envs.factory import EnvContext, EnvFactory, EnvFn, build_example_env, close_example_env, env_factories
 from penstock.envs.infos import InfoWanted, InfoWriter, info_example
 from penstock.envs.masks import MaskInObservation
+from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.envs.rows import action_splitter, arrays_like, write_row
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed, stream
 from penstock.envs.state import check_env_state
@@ -21,12 +21,12 @@ __all__ = [
     "EnvContext",
     "EnvFactory",
     "EnvFn",
-    "EpisodeReplay",
     "InfoWanted",
     "InfoWriter",
     "MaskInObservation",
     "NestedEnv",
     "Purpose",
+    "RecordedEpisode",
     "SameStep",
     "SlowEnv",
     "action_splitter",

@@ -29,8 +29,8 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where batches may start: every `every`-th step of each column. Places are numbered as positions are, so place
+class DrawIndex:
+    """Where batches may start: every `every`-th step of each column. DrawIndex are numbered as positions are, so place
     `k * B + b` is the position `k * every * B + b`."""
 
     ring: Ring
@@ -38,7 +38,7 @@ class Places:
 
     @property
     def size(self) -> int:
-        """Places in a full ring."""
+        """DrawIndex in a full ring."""
         return self.ring.size // self.reader.every
 
     def bounds(self) -> tuple[int, int]:
@@ -86,7 +86,7 @@ def nothing_to_draw(why: str) -> SamplerStateError:
 class UniformDraw:
     """Draws every eligible place with the same probability."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: DrawIndex) -> None:
         self._places = places
 
     def draw(self, n: int, rng: np.random.Generator, newer_than: int | None) -> Positions:

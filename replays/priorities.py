@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ConfigError
-from penstock.replays.position_draws import AT_ONCE, Places, nothing_to_draw
+from penstock.replays.position_draws import AT_ONCE, DrawIndex, nothing_to_draw
 from penstock.replays.sum_tree import MOST, SumTree
 from penstock.replays.windows import Positions
 
@@ -17,7 +17,7 @@ class PriorityDraw:
     """Draws each eligible place with a probability in proportion to `priority ** alpha`: its leaf in the tree. The
     leaves of all other places are 0."""
 
-    def __init__(self, places: Places, min_priority: float) -> None:
+    def __init__(self, places: DrawIndex, min_priority: float) -> None:
         self._places, self._min_priority = places, min_priority
         self.tree = SumTree(places.size)
         self.low = self.high = 0  # the places that the tree knows

@@ -19,7 +19,7 @@ from penstock.replays.checkpoint import read_index, read_priorities, read_steps,
 from penstock.replays.estimate import Estimate
 from penstock.replays.moving import move
 from penstock.replays.options import Frames, Prioritized, Sequences, require_count, require_number
-from penstock.replays.position_draws import Places, UniformDraw
+from penstock.replays.position_draws import DrawIndex, UniformDraw
 from penstock.replays.priorities import PriorityDraw
 from penstock.replays.replay_batches import ReplayBatch, SequenceBatch, SequenceReader, Transitions
 from penstock.replays.ring import Ring, Shape
@@ -67,7 +67,7 @@ class _Storage:
     ring: Ring
     appender: Appender
     reader: Transitions | SequenceReader
-    places: Places
+    places: DrawIndex
     draw: UniformDraw | PriorityDraw
 
 
@@ -264,7 +264,7 @@ class Replay(Generic[Batch]):
                 f"capacity={self.capacity} is {shape.T} rows of B={shape.B} steps, but a window has {n_rows} rows"
                 f"{writers}: raise capacity"
             )
-        places = Places(ring, reader)
+        places = DrawIndex(ring, reader)
         draw = UniformDraw(places) if self.prioritized is None else PriorityDraw(places, self.prioritized.min_priority)
         return _Storage(ring, Appender(ring, self.frames), reader, places, draw)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.agents import Agent
 from penstock.agents.action_masks import info_key, mask_of
-from penstock.buffers import NamedArrays, RecordRings, Samples, SamplesBuffer, SampleSpec
+from penstock.buffers import NamedArrays, Samples, SamplesBuffer, SampleSpec, TrajectoryRecords
 from penstock.buffers.episode_log import EpisodeLog
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import map_leaves
@@ -38,25 +38,25 @@ from penstock.envs.infos import element
 from penstock.envs.rows import arrays_like, write_row
 from penstock.errors import ConfigError, PenstockError, SpaceError
 from penstock.samplers.config import SamplerConfig
-from penstock.samplers.replaying import Replays
+from penstock.samplers.recorded_episodes import RecordedEpisodes
 from penstock.samplers.sampler_memory import SamplerMemory
-from penstock.samplers.sampler_plan import SamplerPlan, Share, eval_max_T
-from penstock.samplers.sampler_program import EnvShare, SamplerProgram
+from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, eval_max_T
+from penstock.samplers.sampler_program import SamplerProgram, WorkerFactories
 from penstock.samplers.stats import ServerTotals
 from penstock.samplers.step_buffer import StepBuffer
 from penstock.workers.control import ControlBlock
 
-_TRIAL_COLUMNS = 2  # the agent is tried on more than one column, so that a lost dimension shows
+_DRY_RUN_COLUMNS = 2  # the agent is tried on more than one column, so that a lost dimension shows
 _CHECKED_ROWS = 16  # observations on which fast inference is compared with torch
 
 
 @dataclass(frozen=True)
-class Setup:
+class InitArguments:
     """What the arguments of `initialize` come to."""
 
     plans: tuple[SamplerPlan, ...]
     seed: int
-    share: Share
+    env_range: EnvRange
     bootstrap_value: bool
     traj_info_kwargs: Mapping[str, Any] | None
     shared: bool  #: whether workers are processes
@@ -70,16 +70,16 @@ class Allocation:
     batches: Sequence[Samples]  #: the public views of the samples buffer, by slot
     memory: SamplerMemory
     program: SamplerProgram
-    shares: Sequence[EnvShare]  #: by worker rank
+    worker_data: Sequence[WorkerFactories]  #: by worker rank
     inference_difference: float | None  #: see `SamplerStats`
-    replays: Replays | None  #: makes replays, if `seed_episodes=True`
+    episodes: RecordedEpisodes | None  #: the recorded ones, if `seed_episodes=True`
 
-    def replay_of(self, status: Any) -> Any:
-        """`PoolOptions.replay_of`."""
-        return None if self.replays is None else self.replays.of_failure(status)
+    def episode_of(self, status: Any) -> Any:
+        """`PoolOptions.episode_of`."""
+        return None if self.episodes is None else self.episodes.of_failure(status)
 
 
-def allocate(config: SamplerConfig, agent: Agent, setup: Setup, resources: ExitStack) -> Allocation:
+def allocate(config: SamplerConfig, agent: Agent, setup: InitArguments, resources: ExitStack) -> Allocation:
     """Read the spaces, initialize the agent, try it on an example, and allocate everything.
 
     What must be closed goes onto `resources`. Raises `ConfigError` or `SpaceError`.
@@ -100,21 +100,21 @@ def allocate(config: SamplerConfig, agent: Agent, setup: Setup, resources: ExitS
         eval_collector_cls=_eval_collector_cls(config),
         traj_info_kwargs=traj_info_kwargs,
         eval_max_T=eval_max_T(config.eval_max_steps, config.eval_n_envs),
-        share=setup.share,
+        env_range=setup.env_range,
         seed=setup.seed,
     )
-    shares = [([train[b] for b in plan.columns], [evals[b] for b in plan.eval_columns]) for plan in setup.plans]
+    worker_data = [([train[b] for b in plan.columns], [evals[b] for b in plan.eval_columns]) for plan in setup.plans]
     n_slots = config.memory_slots
     buffer = SamplesBuffer(spec, config.batch_T, config.batch_B, shared=setup.shared, n_slots=n_slots)
     memory = _allocate_memory(config, agent, setup, buffer, program.eval_max_T)
     resources.callback(memory.close)
     resources.callback(agent.runtime.unshare_memory, memory.parameters)
-    replays = Replays(memory, train, setup.seed, config.crash_dir) if config.seed_episodes else None
-    return Allocation(buffer.batches, memory, program, shares, difference, replays)
+    episodes = RecordedEpisodes(memory, train, setup.seed, config.crash_dir) if config.seed_episodes else None
+    return Allocation(buffer.batches, memory, program, worker_data, difference, episodes)
 
 
 def _allocate_memory(
-    config: SamplerConfig, agent: Agent, setup: Setup, buffer: SamplesBuffer, max_T: int
+    config: SamplerConfig, agent: Agent, setup: InitArguments, buffer: SamplesBuffer, max_T: int
 ) -> SamplerMemory:
     shared, plans = setup.shared, setup.plans
     n_rows = config.batch_T * config.memory_slots
@@ -131,7 +131,7 @@ def _allocate_memory(
         # The inference server has the last progress row.
         control=ControlBlock(len(plans) + setup.central, config.batch_T, shared=shared),
         samples=buffer.memory,
-        records=RecordRings(capacities, shared=shared),
+        records=TrajectoryRecords(capacities, shared=shared),
         parameters=agent.runtime.share_memory(shared=shared),
         mailbox=Mailbox(),
         episodes=_episode_log(config, buffer, setup) if config.seed_episodes else None,
@@ -139,7 +139,7 @@ def _allocate_memory(
     )
 
 
-def _episode_log(config: SamplerConfig, buffer: SamplesBuffer, setup: Setup) -> EpisodeLog:
+def _episode_log(config: SamplerConfig, buffer: SamplesBuffer, setup: InitArguments) -> EpisodeLog:
     action, n_before = buffer.slots[0].action, config.max_decorrelation_steps
     return EpisodeLog(action, config.batch_T, n_before, shared=setup.shared)
 
@@ -222,7 +222,7 @@ def _checked_traj_info_kwargs(cls: type[TrajInfo], kwargs: Any) -> dict[str, Any
     return arguments
 
 
-def _try_agent(agent: Agent, factory: EnvFactory, config: SamplerConfig, setup: Setup) -> SampleSpec:
+def _try_agent(agent: Agent, factory: EnvFactory, config: SamplerConfig, setup: InitArguments) -> SampleSpec:
     """Step the agent once: this shows what it reports, and what does not fit, before workers start.
 
     The first trial is on zeros. An agent may not take these (a mask of zeros allows no action), so the second trial is
@@ -231,13 +231,13 @@ def _try_agent(agent: Agent, factory: EnvFactory, config: SamplerConfig, setup: 
     space = agent.observation_space
     rows = _columns(observation_example(space, config.observation_dtype))
     try:
-        return _trial(agent, rows, config, setup)
+        return _dry_run(agent, rows, config, setup)
     except PenstockError:
         real = _real_observations(factory, config, 1)
         if not real:
             raise
-    write_row(arrays_like(space, rows[np.newaxis]), 0, real * _TRIAL_COLUMNS, "the observation of env.reset")
-    return _trial(agent, rows, config, setup)
+    write_row(arrays_like(space, rows[np.newaxis]), 0, real * _DRY_RUN_COLUMNS, "the observation of env.reset")
+    return _dry_run(agent, rows, config, setup)
 
 
 def _real_inputs(agent: Agent, factory: EnvFactory, config: SamplerConfig) -> tuple[Any, Any, Any]:
@@ -272,19 +272,19 @@ def _real_observations(factory: EnvFactory, config: SamplerConfig, n: int) -> li
     return found
 
 
-def _columns(example: Any, n: int = _TRIAL_COLUMNS) -> Any:
+def _columns(example: Any, n: int = _DRY_RUN_COLUMNS) -> Any:
     return map_leaves(lambda leaf: np.zeros((n, *leaf.shape), leaf.dtype), example)
 
 
-def _trial(agent: Agent, observation: Any, config: SamplerConfig, setup: Setup) -> SampleSpec:
+def _dry_run(agent: Agent, observation: Any, config: SamplerConfig, setup: InitArguments) -> SampleSpec:
     """Step a copy of the agent with `observation` `[2, ...]`. Raises `SpaceError` if something does not fit."""
     action = example_of(agent.action_space, "action")
-    inputs = observation, _columns(action), np.zeros(_TRIAL_COLUMNS, np.float32)
-    rngs = ColumnStreams(0, range(_TRIAL_COLUMNS)).rngs(Purpose.ACTION)
+    inputs = observation, _columns(action), np.zeros(_DRY_RUN_COLUMNS, np.float32)
+    rngs = ColumnStreams(0, range(_DRY_RUN_COLUMNS)).rngs(Purpose.ACTION)
     try:
         trial = agent.runtime.column_copy(rngs)
         # Both columns stand for the first environment, since there may be only one.
-        trial.runtime.set_columns([0] * _TRIAL_COLUMNS, setup.share.n_envs)
+        trial.runtime.set_columns([0] * _DRY_RUN_COLUMNS, setup.env_range.n_envs)
         trial.sample_mode(0)
         step = as_agent_step(trial.step(*inputs), agent)
         value = np.asarray(trial.value(*inputs)) if setup.bootstrap_value else None
@@ -296,7 +296,7 @@ def _trial(agent: Agent, observation: Any, config: SamplerConfig, setup: Setup) 
             f"{type(agent).__name__} failed on example observations of shape {shapes}: {in_one_line(error)}"
         ) from error
     write_action(_columns(action), step.action)  # raises if it does not fit
-    if value is not None and value.shape != (_TRIAL_COLUMNS,):
+    if value is not None and value.shape != (_DRY_RUN_COLUMNS,):
         raise SpaceError(f"agent.value must return one value per column: shape [B], got {list(value.shape)} for B=2")
-    agent_info = agent_info_example(step.agent_info, _TRIAL_COLUMNS).map(lambda leaf: leaf[0])
+    agent_info = agent_info_example(step.agent_info, _DRY_RUN_COLUMNS).map(lambda leaf: leaf[0])
     return SampleSpec(observation[0], action, agent_info, setup.bootstrap_value, config.record_final_obs)

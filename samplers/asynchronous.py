@@ -20,7 +20,7 @@ from penstock.samplers.feeding import ReplayFeed
 from penstock.samplers.inference_server import ServerOptions
 from penstock.samplers.parallel import ParallelSampler, pool_options
 from penstock.samplers.readiness import LockStep
-from penstock.samplers.sampler_plan import Share
+from penstock.samplers.sampler_plan import EnvRange
 from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import Lags, SamplerStats
 from penstock.workers.control import Command
@@ -121,14 +121,14 @@ class AsyncSampler(ParallelSampler):
         options = pool_options(self.config, allocation, preload=() if self._central else ("torch",), has_lookout=True)
         if not self._central:
             programs = [allocation.program] * len(self._plans)
-            return WorkerPool(self._plans, programs, allocation.shares, allocation.memory, options, resources)
+            return WorkerPool(self._plans, programs, allocation.worker_data, allocation.memory, options, resources)
         server = ServerOptions.of(
             self._agent, self._plans, allocation.program, LockStep(), SPIN_SECONDS, len(self._plans) + 1
         )
         return pool_with_server(self._agent, self._plans, allocation, options, resources, server)
 
-    def _keep(self, allocation: Allocation, share: Share) -> None:
-        super()._keep(allocation, share)
+    def _keep(self, allocation: Allocation, env_range: EnvRange) -> None:
+        super()._keep(allocation, env_range)
         # The version in each column of each slot, as memoryviews: an item is read in a tenth of numpy's time.
         versions: list[Any] = [batch.agent.policy_version for batch in allocation.batches]
         self._versions = [memoryview(rows[0]) for rows in versions]
@@ -138,7 +138,7 @@ class AsyncSampler(ParallelSampler):
 
     def start(self, itr: int = 0) -> None:
         """Make the workers sample, from now until `pause` or `shutdown`. `itr` is the `itr` of the first batch."""
-        with self._guard.require("start", SamplerState.READY):
+        with self._guard.call("start", SamplerState.READY):
             self._first_itr = integer("itr", itr)
             self._give_credit()
             self._guard.state = _RUNNING
@@ -154,7 +154,7 @@ class AsyncSampler(ParallelSampler):
         time step, then env_rank. Raises a `SamplerBrokenError` if a worker fails, also if a complete batch waits.
         """
         self._refuse_with_replay("obtain_samples")
-        with self._guard.require("obtain_samples", _RUNNING, _PAUSED):
+        with self._guard.call("obtain_samples", _RUNNING, _PAUSED):
             itr = integer("itr", itr)
             pool = self._require_batch("obtain_samples")
             pool.wait_for(self._open[0].opening, f"itr={itr}")
@@ -164,7 +164,7 @@ class AsyncSampler(ParallelSampler):
         """The same as `obtain_samples`, but None if no batch is complete. It does not wait. The batch gets the `itr`
         after that of the batch before."""
         self._refuse_with_replay("poll_samples")
-        with self._guard.require("poll_samples", _RUNNING, _PAUSED):
+        with self._guard.call("poll_samples", _RUNNING, _PAUSED):
             pool, itr = self._require_batch("poll_samples"), self._first_itr + self._taken
             pool.wait_for(0, f"itr={itr}")
             if not pool.has_completed(self._open[0].opening):
@@ -178,7 +178,7 @@ class AsyncSampler(ParallelSampler):
         At its end, all except the last one are given back.
         """
         self._refuse_with_replay("hold")
-        with self._guard.require("hold", _RUNNING, _PAUSED):
+        with self._guard.call("hold", _RUNNING, _PAUSED):
             if self._is_holding:
                 raise SamplerStateError("hold was called inside hold: use one context for all batches")
             self._is_holding = True
@@ -188,7 +188,7 @@ class AsyncSampler(ParallelSampler):
         finally:
             self._is_holding = False
             if self.state in (_RUNNING, _PAUSED):
-                with self._guard.require("hold", _RUNNING, _PAUSED):
+                with self._guard.call("hold", _RUNNING, _PAUSED):
                     self._release()
                     self._batches.set_valid_until(self._taken)
 
@@ -197,13 +197,13 @@ class AsyncSampler(ParallelSampler):
 
         `obtain_samples` and `poll_samples` still return the batches that are complete. `resume` continues.
         """
-        with self._guard.require("pause", _RUNNING):
+        with self._guard.call("pause", _RUNNING):
             self._finish_batches(self._require_pool("pause"), "pause")
             self._guard.state = _PAUSED
 
     def resume(self) -> None:
         """Continue to sample after `pause`."""
-        with self._guard.require("resume", _PAUSED):
+        with self._guard.call("resume", _PAUSED):
             self._give_credit()
             self._guard.state = _RUNNING
 
@@ -243,7 +243,7 @@ class AsyncSampler(ParallelSampler):
         """
         if self._feed is None:
             raise SamplerStateError("take_traj_infos needs a replay: obtain_samples returns the trajectories")
-        with self._guard.require("take_traj_infos", _RUNNING, _PAUSED):
+        with self._guard.call("take_traj_infos", _RUNNING, _PAUSED):
             pool = self._require_pool("take_traj_infos")
             assert isinstance(pool, WorkerPool)
             pool.wait_for(0, "take_traj_infos")
@@ -255,7 +255,7 @@ class AsyncSampler(ParallelSampler):
     def _await_replay(self, n: int) -> None:
         """`n` positions of the replay will be drawn: wait until the ratio allows it."""
         assert self._feed is not None
-        with self._guard.require("replay.sample", _RUNNING, _PAUSED):
+        with self._guard.call("replay.sample", _RUNNING, _PAUSED):
             pool, done = self._require_pool("replay.sample"), 0
             assert isinstance(pool, WorkerPool)
             self._feed.expect(n)
@@ -360,8 +360,8 @@ class AsyncSampler(ParallelSampler):
             batch.infos = self._take_traj_infos(pool, batch.number % self._batches.n_slots, batch.opening)
         return batch.infos
 
-    def _finish_batches(self, pool: Any, occasion: str) -> None:
-        pool.wait_for(self._open[-1].opening if self._open else 0, occasion)
+    def _finish_batches(self, pool: Any, during: str) -> None:
+        pool.wait_for(self._open[-1].opening if self._open else 0, during)
         for batch in self._open:  # the next command may overwrite their trajectories
             self._infos(pool, batch)
 
@@ -378,7 +378,7 @@ class AsyncSampler(ParallelSampler):
 
     def _await_readers(self, version: int) -> None:
         if self.state is _RUNNING and self._must_await(version):
-            with self._guard.require("sync_shared_memory", _RUNNING):
+            with self._guard.call("sync_shared_memory", _RUNNING):
                 pool, how = self._require_pool("sync_shared_memory"), "sync_shared_memory"
                 assert isinstance(pool, WorkerPool)
                 pool.wait(how, until=lambda: not self._must_await(version))

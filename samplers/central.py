@@ -22,7 +22,7 @@ from penstock.samplers.allocation import Allocation
 from penstock.samplers.inference_server import InferenceServer, ServerOptions
 from penstock.samplers.parallel import ParallelSampler, pool_options
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
-from penstock.samplers.sampler_plan import SamplerPlan, Share, make_plans
+from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, make_plans
 from penstock.samplers.server_program import ServerProgram
 from penstock.samplers.stats import ServerStats
 from penstock.workers.affinity import cpus_to_fill, idle_cpus, threads_here, usable_cpus
@@ -162,14 +162,14 @@ class GpuSampler(ParallelSampler):
         n_envs = self.batch_B // (n_workers + 1) if self._serve_envs == "auto" else int(self._serve_envs)
         return n_envs, self.config.eval_n_envs * n_envs // self.batch_B
 
-    def _make_plans(self, affinity: Affinity, share: Share, resources: ExitStack) -> tuple[SamplerPlan, ...]:
+    def _make_plans(self, affinity: Affinity, env_range: EnvRange, resources: ExitStack) -> tuple[SamplerPlan, ...]:
         if self._may_have_no_workers and self._serve_envs == "auto" and not self._asks_for_workers(affinity):
             idle = idle_cpus(_IDLE_CPUS_SECONDS)
             self._has_no_workers = idle < _FEWEST_IDLE_CPUS
             if self._has_no_workers:
                 _log.info('%.1f CPUs are idle: with serve_envs="auto", this process steps all environments', idle)
-                return make_plans(self.batch_B, self.config.eval_n_envs, [()], share)
-        return super()._make_plans(affinity, share, resources)
+                return make_plans(self.batch_B, self.config.eval_n_envs, [()], env_range)
+        return super()._make_plans(affinity, env_range, resources)
 
     def _asks_for_workers(self, affinity: Affinity) -> bool:
         """Whether the user has given an argument that has no effect without workers."""
@@ -221,8 +221,8 @@ class GpuSampler(ParallelSampler):
         resources.callback(server.close)
         self._server_here = server
         in_place = self._has_no_workers or self._steps_locally
-        programs, shares = [program] * len(plans), allocation.shares
-        return WorkerPool(plans, programs, shares, memory, options, resources, in_place=in_place, server=server)
+        programs, worker_data = [program] * len(plans), allocation.worker_data
+        return WorkerPool(plans, programs, worker_data, memory, options, resources, in_place=in_place, server=server)
 
 
 def pool_with_server(
@@ -242,8 +242,8 @@ def pool_with_server(
     )
     program = replace(allocation.program, agent=RemoteAgent(agent))
     programs: list[WorkerProgram] = [*[program] * len(plans), ServerProgram(server_options)]
-    shares = [*allocation.shares, None]
-    return WorkerPool([*plans, server_plan], programs, shares, allocation.memory, options, resources)
+    worker_data = [*allocation.worker_data, None]
+    return WorkerPool([*plans, server_plan], programs, worker_data, allocation.memory, options, resources)
 
 
 def _checked_spin_seconds(spin_seconds: Any) -> float:
@@ -313,7 +313,7 @@ class AlternatingSampler(GpuSampler):
         middle = len(ranks) - len(ranks) // 2
         return Alternating((ranks[:middle], ranks[middle:]), overlap=self._overlap)
 
-    def _make_plans(self, affinity: Affinity, share: Share, resources: ExitStack) -> tuple[SamplerPlan, ...]:
+    def _make_plans(self, affinity: Affinity, env_range: EnvRange, resources: ExitStack) -> tuple[SamplerPlan, ...]:
         mask = usable_cpus()
         if affinity.cpus is None and affinity.pin and mask:
             # Worker i of one half shares its CPU with worker i of the other.
@@ -322,4 +322,4 @@ class AlternatingSampler(GpuSampler):
             chosen = self._cpu_claims.choose(affinity, middle, mask)
             cpus = [chosen[i % middle % len(chosen)] for i in range(n_workers)] if chosen else None
             affinity = replace(affinity, cpus=cpus, pin=bool(cpus))
-        return super()._make_plans(affinity, share, resources)
+        return super()._make_plans(affinity, env_range, resources)

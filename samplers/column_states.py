@@ -20,24 +20,24 @@ from penstock.collectors.columns import EnvColumns
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.collectors.eval_collector import BaseEvalCollector
 from penstock.collectors.tracking import snapshot
-from penstock.envs.episode_replay import follow
 from penstock.envs.factory import EnvContext, EnvFactory
+from penstock.envs.recorded_episode import follow
 from penstock.envs.rows import action_splitter
 from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
 from penstock.envs.state import is_same, load_env, prove, save_env
-from penstock.errors import ConfigError, ReplayError, brief
+from penstock.errors import ConfigError, RepeatError, brief
 from penstock.samplers.sampler_plan import SamplerPlan
 from penstock.workers.progress import Phase
 
-#: How an environment continues: "get_state", "pickle" and "replay" are exact.
+#: How an environment continues: "get_state", "pickle" and "repeat" are exact.
 RESEEDED = "reseeded"
-KINDS = "get_state", "pickle", "replay", RESEEDED
+KINDS = "get_state", "pickle", "repeat", RESEEDED
 
 
 class SavedColumn(TypedDict):
     """One column of a saved run, as text and bytes."""
 
-    kind: str  #: "get_state", "pickle", "replay" or "reseeded"
+    kind: str  #: "get_state", "pickle", "repeat" or "reseeded"
     why: str  #: why it is reseeded; empty otherwise
     #: Everything that the column needs to continue, pickled; None if it is reseeded. Not `b""`: torch.save writes empty
     #: bytes as a call, which torch.load refuses.
@@ -119,7 +119,7 @@ class SaveMessage(StateMessage):
         if why:
             if episodes is None or episodes["n_missing"]:
                 return SavedColumn(kind=RESEEDED, why=why, data=None)
-            kind = "replay"
+            kind = "repeat"
         values = {
             "env": env,
             "observation": snapshot(envs.observations[column]),
@@ -215,13 +215,13 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
     envs, episodes = collector.envs, state["episodes"]
     assert isinstance(envs, EnvColumns)
     old = envs.envs[column]
-    if saved["kind"] == "replay":
+    if saved["kind"] == "repeat":
         env_rank, numbers = envs.env_ranks[column], (episodes["episode"], episodes["generation"])
         seed, new = episode_seed(parts.seed, env_rank, *numbers), old
         actions = action_splitter(old.action_space)(episodes["actions"])
         try:
             last = follow(old, seed, actions, episodes["rewards"], f"the episode of env_rank {env_rank}")
-        except ReplayError as error:
+        except RepeatError as error:
             return str(error)
         if not is_same(last, state["observation"]):
             return f"its last observation differs after its episode was repeated: {brief(last)}"

@@ -22,7 +22,7 @@ from penstock.errors import ConfigError, SamplerBrokenError, WorkerError
 from penstock.samplers.inference_batch import InferenceBatch
 from penstock.samplers.readiness import LockStep, Readiness
 from penstock.samplers.sampler_memory import SamplerMemory
-from penstock.samplers.sampler_plan import SamplerPlan, Share
+from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
 from penstock.samplers.sampler_program import SamplerProgram
 from penstock.samplers.step_buffer import StepBuffer
 from penstock.workers import sigint
@@ -43,7 +43,7 @@ class ServerOptions:
     plans: Sequence[SamplerPlan]  #: the plans of all workers that send requests
     readiness: Readiness
     seed: int
-    share: Share  #: the environments of this sampler among all
+    env_range: EnvRange  #: the environments of this sampler among all
     spin_seconds: float  #: the longest time that it spins for requests before it sleeps
     compile_options: Mapping[str, Any] | None  #: arguments of `torch.compile`; None: the model is not compiled
     n_processes: int  #: how many processes take part, the server included
@@ -66,7 +66,7 @@ class ServerOptions:
             plans=plans,
             readiness=readiness,
             seed=program.seed,
-            share=program.share,
+            env_range=program.env_range,
             spin_seconds=spin_seconds,
             n_processes=n_processes,
             compile_options=compile_options,
@@ -239,7 +239,7 @@ class InferenceServer:
         control, seen = self._control, self._fingerprint
         if seen is None:
             return True
-        n, all_of_them = len(self._plans), self._rule.wants_all
+        n, all_of_them = len(self._plans), self._rule.needs_all_idle
         return spin_for_requests(*control.block, n, seen, all_of_them, control.quit_word, spin_seconds, self._yields)
 
     @property
@@ -250,7 +250,7 @@ class InferenceServer:
     @property
     def wake_for_any(self) -> bool:
         """Whether each request and each arrival must wake the server. Otherwise it waits until no worker is working."""
-        return not self._rule.wants_all
+        return not self._rule.needs_all_idle
 
     @property
     def wake_for(self) -> int:
@@ -271,7 +271,7 @@ class InferenceServer:
             raise self._error
         held = self._held
         if held:
-            if self._rule.may_go(working):
+            if self._rule.may_reply(working):
                 self._held, self._fingerprint = [], None
                 self._reply(held, wake)
                 return True
@@ -282,11 +282,11 @@ class InferenceServer:
             self._fingerprint = self._seen
             return False
         # All together: then there is nothing to do before the next request.
-        self._fingerprint = self._seen if self._rule.wants_all and not values else None
+        self._fingerprint = self._seen if self._rule.needs_all_idle and not values else None
         # Ctrl-C waits for the end of the agent's step. Otherwise the step would be repeated, with other noise.
         with sigint.nested():
             self._act(ranks, for_values=bool(values))
-            if not values and not self._rule.may_go(working):
+            if not values and not self._rule.may_reply(working):
                 self._held = list(ranks)
             elif self._error is None:
                 self._reply(ranks, wake)
@@ -347,8 +347,8 @@ class InferenceServer:
     def _worker_error(self, error: Exception, doing: str, ranks: Sequence[int]) -> SamplerBrokenError:
         is_eval = self._batch is self._eval
         env_ranks = [e for r in ranks for e in (self._plans[r].eval_env_ranks if is_eval else self._plans[r].env_ranks)]
-        occasion = f"{'evaluation, ' if is_eval else ''}itr={self._command.itr}"
-        doing = f"{doing} for env_rank {env_ranks} ({occasion})"
+        during = f"{'evaluation, ' if is_eval else ''}itr={self._command.itr}"
+        doing = f"{doing} for env_rank {env_ranks} ({during})"
         found = WorkerError(raised("the inference server", doing, in_one_line(error)))
         found.__cause__ = error
         return found
@@ -360,11 +360,11 @@ def _inference_batch(agent: Agent, options: ServerOptions, steps: StepBuffer, pu
     is_eval = purpose is Purpose.EVAL_ACTION
     columns = [plan.eval_columns if is_eval else plan.columns for plan in options.plans]
     ranks = [plan.eval_env_ranks if is_eval else plan.env_ranks for plan in options.plans]
-    env_ranks, share = range(ranks[0].start, ranks[-1].stop), options.share
+    env_ranks, env_range = range(ranks[0].start, ranks[-1].stop), options.env_range
 
     def copy_of_agent() -> Agent:
-        copy = agent.runtime.column_copy(ColumnStreams(options.seed, env_ranks, share.generation).rngs(purpose))
-        copy.runtime.set_columns(env_ranks, share.n_eval_envs if is_eval else share.n_envs)
+        copy = agent.runtime.column_copy(ColumnStreams(options.seed, env_ranks, env_range.generation).rngs(purpose))
+        copy.runtime.set_columns(env_ranks, env_range.n_eval_envs if is_eval else env_range.n_envs)
         return copy
 
     if options.compile_options is not None:

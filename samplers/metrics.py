@@ -17,7 +17,7 @@ _KINDS = ("idle", "acting", "stepping")
 COUNTS = ("env_steps", "batches", "trajectories", "seconds")
 
 
-class Metrics:
+class SamplerMetrics:
     """Makes the figures from `SamplerStats` and trajectories. Rates and shares are of the time since the last call."""
 
     def __init__(self, example: TrajInfo, *, has_evaluation: bool) -> None:

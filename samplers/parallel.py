@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.sampler import Sampler
-from penstock.samplers.sampler_plan import SamplerPlan, Share, make_plans
+from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, make_plans
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
 from penstock.workers.plan import Affinity, PoolOptions
 from penstock.workers.pool import WorkerPool
@@ -30,7 +30,7 @@ class ParallelSampler(Sampler):
     for a CPU core: for such policies it is the fastest.
     """
 
-    def _make_plans(self, affinity: Affinity, share: Share, resources: ExitStack) -> tuple[SamplerPlan, ...]:
+    def _make_plans(self, affinity: Affinity, env_range: EnvRange, resources: ExitStack) -> tuple[SamplerPlan, ...]:
         mask = usable_cpus()
         wanted, n_workers = self.config.n_workers, self._count_workers(mask)
         if wanted is not None and wanted > n_workers:
@@ -39,7 +39,7 @@ class ParallelSampler(Sampler):
             self.batch_B,
             self.config.eval_n_envs,
             self._cpu_claims.assign(affinity, n_workers, mask),
-            share,
+            env_range,
             torch_threads=affinity.torch_threads,
             n_local=self._count_local_envs(n_workers),
         )
@@ -54,7 +54,7 @@ class ParallelSampler(Sampler):
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
         programs, options = [allocation.program] * len(self._plans), pool_options(self.config, allocation)
-        return WorkerPool(self._plans, programs, allocation.shares, allocation.memory, options, resources)
+        return WorkerPool(self._plans, programs, allocation.worker_data, allocation.memory, options, resources)
 
 
 def pool_options(
@@ -74,6 +74,6 @@ def pool_options(
         restart_window=config.restart_window,
         spin_seconds=spin_seconds,
         has_lookout=has_lookout,
-        replay_of=allocation.replay_of,
+        episode_of=allocation.episode_of,
         preload=(*preload, *PRELOAD),
     )

@@ -13,13 +13,13 @@ from penstock.errors import ConfigError
 class Readiness(Protocol):
     """Chooses the workers that the inference server acts for. Workers are given by rank."""
 
-    wants_all: bool = False  #: whether it chooses workers only if none is working
+    needs_all_idle: bool = False  #: whether it chooses workers only if none is working
 
     def choose(self, requesting: Sequence[int], working: Sequence[int]) -> Sequence[int]:
         """The workers to act for now, out of the workers that are `requesting` actions. The others that run the command
         are `working`. The server calls this after every request, until the result is empty."""
 
-    def may_go(self, working: Sequence[int]) -> bool:
+    def may_reply(self, working: Sequence[int]) -> bool:
         """Whether workers may get their computed actions while these others are `working`."""
         return True
 
@@ -27,7 +27,7 @@ class Readiness(Protocol):
 class LockStep(Readiness):
     """All together: the agent acts when the slowest worker has finished its step."""
 
-    wants_all: bool = True
+    needs_all_idle: bool = True
 
     def choose(self, requesting: Sequence[int], working: Sequence[int]) -> Sequence[int]:
         return () if working else requesting
@@ -67,7 +67,7 @@ class Alternating(Readiness):
                 return ready
         return ()
 
-    def may_go(self, working: Sequence[int]) -> bool:
+    def may_reply(self, working: Sequence[int]) -> bool:
         return self._overlap or not working
 
 

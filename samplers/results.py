@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.buffers.native import infos_of_records
-from penstock.buffers.object_pipe import ObjectMessage, RecordRings, Unreadable
+from penstock.buffers.object_pipe import ObjectMessage, TrajectoryRecords, Unreadable
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
 from penstock.envs.calls import EnvCall, results
@@ -25,7 +25,7 @@ def as_traj_infos(cls: type[TrajInfo], found: Trajectories) -> list[TrajInfo]:
     return TrajInfo.from_records(found) if cls is TrajInfo else infos_from_messages(cls, found)
 
 
-def infos_of(rings: RecordRings, counts: list[int], starts: list[int]) -> list[TrajInfo]:
+def infos_of(rings: TrajectoryRecords, counts: list[int], starts: list[int]) -> list[TrajInfo]:
     """`counts[i]` trajectory infos of each worker i, from its record `starts[i]` on; ordered by time step, env_rank."""
     infos = infos_of_records(TrajInfo, rings.memories, starts, counts)
     return TrajInfo.from_records(rings.take(counts, starts)) if infos is None else infos
@@ -47,12 +47,12 @@ def infos_from_messages(cls: type[TrajInfo], messages: Sequence[ObjectMessage]) 
     return infos
 
 
-def run_call(pool: Pool, call: EnvCall, occasion: str) -> list[Any]:
+def run_call(pool: Pool, call: EnvCall, during: str) -> list[Any]:
     """Make `call` on the environments, between two batches. Returns the results by env_rank."""
-    return results(call, answers_to(pool, call, occasion))
+    return results(call, answers_to(pool, call, during))
 
 
-def answers_to(pool: Pool, call: EnvCall, occasion: str) -> list[ObjectMessage]:
+def answers_to(pool: Pool, call: EnvCall, during: str) -> list[ObjectMessage]:
     """What the workers send for `call`."""
-    pool.run(Command(has_message=True), occasion, discard=pool.take_messages, message=call.dumps())
+    pool.run(Command(has_message=True), during, discard=pool.take_messages, message=call.dumps())
     return pool.take_messages()

@@ -24,19 +24,19 @@ from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn, fresh_seed
 from penstock.envs.calls import EnvCall, pickled, results, single_results
-from penstock.envs.episode_replay import EpisodeReplay
 from penstock.envs.factory import descriptions, env_factories
+from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.envs.video import warn_if_unwritten
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
-from penstock.samplers.allocation import Allocation, Setup, allocate
+from penstock.samplers.allocation import Allocation, InitArguments, allocate
 from penstock.samplers.batches import Batches
 from penstock.samplers.column_states import RESEEDED, LoadMessage, SaveMessage, StateMessage, untrusted_class
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.evaluation import EVAL_POLL_SECONDS, stop_if_enough, video_message, warn_if_unfinished
-from penstock.samplers.metrics import Metrics
+from penstock.samplers.metrics import SamplerMetrics
 from penstock.samplers.restoring import FORMAT, ResumeReport, check_state, checksum, load_server_agent, reasons
 from penstock.samplers.results import answers_to, infos_from_messages, infos_of
-from penstock.samplers.sampler_plan import SamplerPlan, Share
+from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
 from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import SamplerStats, describe, worker_stats
 from penstock.workers import sigint
@@ -110,9 +110,9 @@ class Sampler(ABC):
         debug: check each action and observation with `space.contains`. Slow. Shapes, dtypes and structure are always
             checked. Samples whose memory was given back raise `StaleSamplesError`, and this memory is overwritten with
             NaN, False, or the smallest or largest integer. There is memory for one more batch then.
-        seed_episodes: seed every reset of a training environment by (env_rank, episode), so that `error.replay` and
-            `sampler.replay` can repeat an episode. It keeps the last actions of each environment, up to 4 MB each.
-        crash_dir: a folder in which the replay of each failure is written too, as a file for `EpisodeReplay.load`.
+        seed_episodes: seed every reset of a training environment by (env_rank, episode), so that `error.episode` and
+            `sampler.episode` can repeat an episode. It keeps the last actions of each environment, up to 4 MB each.
+        crash_dir: a folder in which the episode of each failure is written too, as a file for `RecordedEpisode.load`.
 
     Raises `ConfigError` for arguments that cannot work.
     """
@@ -162,7 +162,7 @@ class Sampler(ABC):
     _idle_states: tuple[SamplerState, ...] = (SamplerState.READY,)
 
     @abstractmethod
-    def _make_plans(self, affinity: Affinity, share: Share, resources: ExitStack) -> tuple[SamplerPlan, ...]:
+    def _make_plans(self, affinity: Affinity, env_range: EnvRange, resources: ExitStack) -> tuple[SamplerPlan, ...]:
         """Divide the environments among workers. What must be closed goes onto `resources`."""
 
     @abstractmethod
@@ -177,7 +177,7 @@ class Sampler(ABC):
     def _resume_server(self, generation: int) -> None:
         """The inference server's streams are of this generation from now on."""
 
-    def _finish_batches(self, pool: Any, occasion: str) -> None:
+    def _finish_batches(self, pool: Any, during: str) -> None:
         """An evaluation or a call on the environments comes next: finish the batches that run."""
 
     # ---- initialize ------------------------------------------------------------------------
@@ -216,9 +216,9 @@ class Sampler(ABC):
 
         Raises `ConfigError`, `SpaceError`, or a `SamplerBrokenError` if a worker fails to start.
         """
-        with self._guard.require("initialize", SamplerState.CREATED):
+        with self._guard.call("initialize", SamplerState.CREATED):
             given = (first_env_rank, first_eval_env_rank), (n_envs, n_eval_envs)
-            share = Share.of(self.config.own_envs, rank, world_size, given, self._generation)
+            env_range = EnvRange.of(self.config.own_envs, rank, world_size, given, self._generation)
             self.seed = seed = fresh_seed() if seed is None else integer("seed", seed, 0, None)
             bootstrap_value = true_or_false("bootstrap_value", bootstrap_value)
             if not isinstance(affinity, Affinity):
@@ -227,25 +227,25 @@ class Sampler(ABC):
             with naming_descriptor_limit(), ExitStack() as resources:
                 self._cpu_claims = CpuClaims()
                 resources.callback(self._cpu_claims.close)
-                self._plans = plans = self._make_plans(affinity, share, resources)
+                self._plans = plans = self._make_plans(affinity, env_range, resources)
                 shared, central = self._shared_memory, self._central
-                setup = Setup(plans, seed, share, bootstrap_value, traj_info_kwargs, shared, central)
+                setup = InitArguments(plans, seed, env_range, bootstrap_value, traj_info_kwargs, shared, central)
                 # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest.
                 with sigint.allowed(), marked:
                     allocation = allocate(self.config, agent, setup, resources)
-                self._keep(allocation, share)
+                self._keep(allocation, env_range)
                 self._pool = self._make_pool(allocation, resources)
             self._guard.start(self, self._pool)
             self._guard.state = SamplerState.READY
             example: Samples = self.samples_np[0, 0].copy()
             return example
 
-    def _keep(self, allocation: Allocation, share: Share) -> None:
+    def _keep(self, allocation: Allocation, env_range: EnvRange) -> None:
         """Keep what was allocated, and begin to count."""
         self._memory = allocation.memory
-        self._memory.control.raise_generation(share.generation)
+        self._memory.control.raise_generation(env_range.generation)
         self._guard.announce(self._memory.control)
-        self._inference_difference, self._replays = allocation.inference_difference, allocation.replays
+        self._inference_difference, self._episodes = allocation.inference_difference, allocation.episodes
         self.observation_space: gym.Space[Any] = self._agent.observation_space
         self.action_space: gym.Space[Any] = self._agent.action_space
         #: The last batch as `Samples` of numpy arrays. The tensors of `obtain_samples` use the same memory.
@@ -257,7 +257,7 @@ class Sampler(ABC):
         self._batch = 0  # the number of the batch that runs, or of the next
         self._n_trajectories = [0] * len(self._plans)  # returned so far, by worker rank
         example_info = self.config.traj_info_cls(**allocation.program.traj_info_kwargs)
-        self._metrics = Metrics(example_info, has_evaluation=self.config.eval_n_envs > 0)
+        self._metrics = SamplerMetrics(example_info, has_evaluation=self.config.eval_n_envs > 0)
 
     # ---- sampling --------------------------------------------------------------------------
 
@@ -271,18 +271,18 @@ class Sampler(ABC):
 
         Raises a `SamplerBrokenError` if a worker fails; the sampler cannot be used again.
         """
-        with self._guard.require("obtain_samples", SamplerState.READY):
+        with self._guard.call("obtain_samples", SamplerState.READY):
             self._start(itr)
             return self._finish()
 
     def start_samples(self, itr: int) -> None:
         """Begin a batch and return; `wait_samples` returns it. From now on the workers overwrite the samples."""
-        with self._guard.require("start_samples", SamplerState.READY):
+        with self._guard.call("start_samples", SamplerState.READY):
             self._start(itr)
 
     def wait_samples(self) -> tuple[Samples, list[TrajInfo]]:
         """Wait for the batch that `start_samples` began; returns as `obtain_samples` does."""
-        with self._guard.require("wait_samples", SamplerState.SAMPLING):
+        with self._guard.call("wait_samples", SamplerState.SAMPLING):
             return self._finish()
 
     def _start(self, itr: int) -> None:
@@ -338,13 +338,13 @@ class Sampler(ABC):
         worker keeps the frames in memory and writes the file during the evaluation; `step_timeout` must allow for that.
         A folder that cannot be written is a `ConfigError`, a file that was not written a `RuntimeWarning`.
         """
-        with self._guard.require("evaluate_agent", *self._idle_states):
+        with self._guard.call("evaluate_agent", *self._idle_states):
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
             if video is not None and self._no_video:
                 raise ConfigError(self._no_video)
-            itr, pool, occasion = integer("itr", itr), self._require_pool("evaluate_agent"), f"evaluation, itr={itr}"
-            self._finish_batches(pool, occasion)
+            itr, pool, during = integer("itr", itr), self._require_pool("evaluate_agent"), f"evaluation, itr={itr}"
+            self._finish_batches(pool, during)
             message = None if video is None else video_message(pool, self.config, video)
             command, limit = (
                 Command(itr, do_eval=True, has_message=message is not None),
@@ -353,7 +353,7 @@ class Sampler(ABC):
             until = None if limit is None else partial(stop_if_enough, self._memory.control, len(self._plans), limit)
             interval = POLL_SECONDS if limit is None else EVAL_POLL_SECONDS
             discard = partial(self._take_traj_infos, pool)
-            pool.run(command, occasion, discard, message=message, until=until, poll_interval=interval)
+            pool.run(command, during, discard, message=message, until=until, poll_interval=interval)
             self._metrics.evaluation = infos = self._take_traj_infos(pool)
         if video is not None:
             warn_if_unwritten(os.fspath(video), itr)
@@ -400,34 +400,39 @@ class Sampler(ABC):
 
     def _perform(self, call: EnvCall) -> list[ObjectMessage]:
         """What the workers send for `call`."""
-        with self._guard.require(call.verb, *self._idle_states):
-            pool, occasion = self._require_pool(call.verb), f"{call.verb} {call.name!r} on the environments"
-            self._finish_batches(pool, occasion)
-            return answers_to(pool, call, occasion)
+        with self._guard.call(call.verb, *self._idle_states):
+            pool, during = self._require_pool(call.verb), f"{call.verb} {call.name!r} on the environments"
+            self._finish_batches(pool, during)
+            return answers_to(pool, call, during)
 
     # ---- one episode --------------------------------------------------------------------
 
-    def replay(self, env_rank: int, t: int) -> EpisodeReplay:
-        """The episode of an environment until step t of the last batch. `EpisodeReplay.run` repeats it in this process.
-        This needs `seed_episodes=True`.
+    def episode(self, env_rank: int, t: int) -> RecordedEpisode:
+        """The episode of an environment until step t of the last batch. `RecordedEpisode.run` repeats it in this
+        process. This needs `seed_episodes=True`.
 
         Raises `ConfigError` if the environment waited for a reset at t, or for an argument out of range.
         """
-        with self._guard.require("replay", *self._idle_states):
-            replays, first = self._replays, self._plans[0].env_ranks[0]
+        with self._guard.call("episode", *self._idle_states):
+            episodes, first = self._episodes, self._plans[0].env_ranks[0]
             if self._no_restore:
-                raise SamplerStateError(f"replay was called {self._no_restore}")
-            if replays is None:
+                raise SamplerStateError(f"episode was called {self._no_restore}")
+            if episodes is None:
                 raise ConfigError(
-                    "replay needs to know the seeds of the episodes: construct the sampler with seed_episodes=True"
+                    "episode needs to know the seeds of the episodes: construct the sampler with seed_episodes=True"
                 )
             if not self._batches.held:
-                raise SamplerStateError("replay was called before the first batch: call obtain_samples first")
+                raise SamplerStateError("episode was called before the first batch: call obtain_samples first")
             env_rank = integer("env_rank", env_rank, first, first + self.batch_B - 1)
             t = integer("t", t, 0, self.batch_T - 1)
-            statuses = self._require_pool("replay").statuses()
+            statuses = self._require_pool("episode").statuses()
             (plan,) = (status.plan for status in statuses if env_rank in status.plan.env_ranks)
-            return replays.at(plan, env_rank, t, (self._batch - 1) % self._batches.n_slots)
+            return episodes.at(plan, env_rank, t, (self._batch - 1) % self._batches.n_slots)
+
+    def replay(self, env_rank: int, t: int) -> RecordedEpisode:
+        """The older name of `episode`."""
+        warnings.warn("sampler.replay is now called sampler.episode", DeprecationWarning, stacklevel=2)
+        return self.episode(env_rank, t)
 
     # ---- save and continue a run --------------------------------------------------------
 
@@ -443,7 +448,7 @@ class Sampler(ABC):
         "never", all are reseeded.
         """
         one_of("env_state", env_state, ("auto", "require", "never"))
-        with self._guard.require("state_dict", *self._idle_states):
+        with self._guard.call("state_dict", *self._idle_states):
             self._check_restorable("state_dict")
             server_agent = self._server_agent()
             untrusted = untrusted_class(self.config.collector_cls, type(self._agent))
@@ -481,7 +486,7 @@ class Sampler(ABC):
         if a part of it is missing or damaged; nothing has changed then. Raises `SamplerBrokenError` if an environment
         cannot be loaded: this sampler cannot be used any more, since other environments may continue the saved run.
         """
-        with self._guard.require("load_state_dict", *self._idle_states):
+        with self._guard.call("load_state_dict", *self._idle_states):
             self._check_restorable("load_state_dict")
             if self._batches.held:
                 raise SamplerStateError("load_state_dict must be called after initialize, before the first batch")

@@ -9,7 +9,7 @@ from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.episode_log import EpisodeLog
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import NamedArrays
-from penstock.buffers.object_pipe import RecordRings
+from penstock.buffers.object_pipe import TrajectoryRecords
 from penstock.buffers.shared import NamedMemory
 from penstock.samplers.stats import ServerTotals
 from penstock.samplers.step_buffer import StepBuffer
@@ -26,7 +26,7 @@ class SamplerMemory:
 
     control: ControlBlock
     samples: NamedMemory
-    records: RecordRings
+    records: TrajectoryRecords
     parameters: SharedParameters
     mailbox: Mailbox
     # Only with central inference: what workers and the inference server exchange, for training and for evaluation, and

@@ -13,7 +13,7 @@ _FIRSTS, _TOTALS = ("first_env_rank", "first_eval_env_rank"), ("n_envs", "n_eval
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class EnvRange:
     """Which environments one sampler holds, of those of all samplers on all machines."""
 
     first_env_rank: int
@@ -30,9 +30,9 @@ class Share:
         world_size: int,
         given: tuple[tuple[int | None, int | None], tuple[int | None, int | None]],
         generation: int,
-    ) -> Share:
-        """The share of a sampler of `own` training and evaluation environments, from the arguments of `initialize`.
-        `given`: the first ranks and the totals, or None. Without them, all samplers are equally large."""
+    ) -> EnvRange:
+        """The environments of a sampler with `own` training and evaluation environments, from the arguments of
+        `initialize`. `given`: the first ranks and the totals, or None. Without them, all samplers are equally large."""
         rank, world_size = integer("rank", rank), integer("world_size", world_size, 1, 2**31)
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank must be in range(world_size), got rank={rank!r}, world_size={world_size!r}")
@@ -78,12 +78,12 @@ def make_plans(
     batch_B: int,
     eval_n_envs: int,
     cpus: Sequence[tuple[int, ...]],
-    share: Share,
+    env_range: EnvRange,
     *,
     torch_threads: int = 1,
     n_local: tuple[int, int] = (0, 0),
 ) -> tuple[SamplerPlan, ...]:
-    """One plan per entry of `cpus`. `share` is this sampler's share of all environments.
+    """One plan per entry of `cpus`. `env_range` are this sampler's environments among all.
 
     If the main process steps environments itself, one more plan comes last, for the last `n_local[0]` training and the
     last `n_local[1]` evaluation environments.
@@ -92,7 +92,7 @@ def make_plans(
         [*split(n - local, len(cpus)), *([range(n - local, n)] if any(n_local) else [])]
         for n, local in zip((batch_B, eval_n_envs), n_local, strict=True)
     )
-    first, first_eval = share.first_env_rank, share.first_eval_env_rank
+    first, first_eval = env_range.first_env_rank, env_range.first_eval_env_rank
     return tuple(
         SamplerPlan(
             worker_rank=worker_rank,
@@ -102,7 +102,7 @@ def make_plans(
             eval_env_ranks=range(first_eval + eval_columns.start, first_eval + eval_columns.stop),
             cpus=own_cpus,
             torch_threads=torch_threads,
-            generation=share.generation,
+            generation=env_range.generation,
         )
         for worker_rank, (columns, eval_columns, own_cpus) in enumerate(
             zip(train, evals, [*cpus, ()][: len(train)], strict=True)

@@ -31,13 +31,13 @@ from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.samplers.column_states import StateMessage, WorkerParts
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.sampler_memory import SamplerMemory
-from penstock.samplers.sampler_plan import SamplerPlan, Share, episodes_per_env
+from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, episodes_per_env
 from penstock.workers.control import Command
 from penstock.workers.program import WorkerContext
 from penstock.workers.progress import Phase
 
-#: A worker's share: the factories of its training environments, and of its evaluation environments.
-EnvShare = tuple[Sequence[EnvFactory], Sequence[EnvFactory]]
+#: The data of one worker: the factories of its training environments, and of its evaluation environments.
+WorkerFactories = tuple[Sequence[EnvFactory], Sequence[EnvFactory]]
 
 
 @dataclass
@@ -45,14 +45,14 @@ class SamplerProgram:
     """The `WorkerProgram` of samplers. Its fields are sent to the workers; `build` makes the rest there."""
 
     agent: Agent
-    config: SamplerConfig  #: without env_fn and its arguments, which are in the share
+    config: SamplerConfig  #: without env_fn and its arguments, which are in the data of each worker
     eval_collector_cls: type[BaseEvalCollector]
     traj_info_kwargs: Mapping[str, Any]
     eval_max_T: int
-    share: Share  #: the environments of this sampler among those of all machines
+    env_range: EnvRange  #: the environments of this sampler among those of all machines
     seed: int
 
-    share_name = "env_fn (or env_kwargs, eval_env_fn, eval_env_kwargs)"
+    data_name = "env_fn (or env_kwargs, eval_env_fn, eval_env_kwargs)"
 
     def pickled_parts(self) -> dict[str, Any]:
         """Its data, by the names of the user's arguments."""
@@ -76,7 +76,7 @@ class SamplerProgram:
                 own.bind(public_view(slot, self.config.batch_T)[:, columns]) for slot in self._memory.slots
             ]
         self._builder = EnvBuilder(self._progress, self.agent.observation_space, self.agent.action_space)
-        env_factories, eval_env_factories = context.share
+        env_factories, eval_env_factories = context.data
         self._collector = self._build_collector(env_factories)
         self._eval_collector = self._build_eval_collector(eval_env_factories) if eval_env_factories else None
         # Only these classes are known to begin a batch with the last row of the batch before: a subclass may change the
@@ -155,7 +155,7 @@ class SamplerProgram:
             assert steps is not None
             assert self._context.request is not None
             agent.connect(steps.columns(columns), self._progress, self._context.request)
-        agent.runtime.set_columns(streams.env_ranks, self.share.n_eval_envs if is_eval else self.share.n_envs)
+        agent.runtime.set_columns(streams.env_ranks, self.env_range.n_eval_envs if is_eval else self.env_range.n_envs)
         return agent
 
     def _build_tracker(self, env_ranks: range) -> Tracker:
@@ -218,7 +218,7 @@ class SamplerProgram:
         if isinstance(message, EnvCall):
             self._call(message)
             return
-        factories, _ = self._context.share
+        factories, _ = self._context.data
         builder, collectors = self._builder, (self._collector, self._eval_collector)
         results = message.perform(WorkerParts(self._plan, self.seed, factories, builder, *collectors, self._proofs))
         self._context.put(results)

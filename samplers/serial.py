@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.parallel import pool_options
 from penstock.samplers.sampler import Sampler
-from penstock.samplers.sampler_plan import SamplerPlan, Share, make_plans
+from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, make_plans
 from penstock.workers.affinity import usable_cpus
 from penstock.workers.plan import Affinity, assign_cpus
 from penstock.workers.pool import WorkerPool
@@ -24,14 +24,14 @@ class SerialSampler(Sampler):
 
     _shared_memory = False
 
-    def _make_plans(self, affinity: Affinity, share: Share, resources: ExitStack) -> tuple[SamplerPlan, ...]:
+    def _make_plans(self, affinity: Affinity, env_range: EnvRange, resources: ExitStack) -> tuple[SamplerPlan, ...]:
         cpus = affinity.cpus
         # It has no effect, but one that no sampler accepts raises here too.
         assign_cpus(affinity, len(cpus) if isinstance(cpus, Sequence) else 1, usable_cpus())
-        return make_plans(self.batch_B, self.config.eval_n_envs, [()], share)
+        return make_plans(self.batch_B, self.config.eval_n_envs, [()], env_range)
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
         programs, options = [allocation.program], pool_options(self.config, allocation)
         return WorkerPool(
-            self._plans, programs, allocation.shares, allocation.memory, options, resources, in_place=True
+            self._plans, programs, allocation.worker_data, allocation.memory, options, resources, in_place=True
         )

@@ -19,7 +19,7 @@ class ServerProgram:
 
     options: ServerOptions
 
-    share_name = "env_fn"  # unused: a server has no share
+    data_name = "env_fn"  # unused: a server has no data of its own
 
     def pickled_parts(self) -> dict[str, Any]:
         """The options of the server, by the names of the user's arguments."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import penstock
+import penstock.cluster
 from penstock import Sampler, errors, samplers
 from penstock.samplers.config import SamplerOptions
 
@@ -133,3 +134,17 @@ def test_the_command_line_describes_the_machine() -> None:
     for fact in ("usable CPUs", "shared memory", "wake-ups"):
         assert fact in done.stdout
     assert done.stderr == ""
+
+
+def test_older_names_still_work_and_warn() -> None:
+    for room, old, new in (
+        (penstock, "EpisodeReplay", "RecordedEpisode"),
+        (penstock, "ReplayError", "RepeatError"),
+        (penstock.cluster, "Metrics", "MetricsSink"),
+    ):
+        with pytest.warns(DeprecationWarning, match=f"{old} is now called {new}"):
+            assert getattr(room, old) is getattr(room, new)
+    error = penstock.WorkerError("")
+    error.episode = 3
+    with pytest.warns(DeprecationWarning, match=r"error\.episode"):
+        assert error.replay == 3

@@ -98,7 +98,7 @@ class Task:
 # ---- in the main process ---------------------------------------------------------------------------
 
 
-class Trial:
+class CandidateProcess:
     """The process of one candidate. After a failure, `failure` says why, and the process is gone."""
 
     def __init__(self, candidate: Candidate, task: bytes, launcher: Launcher) -> None:

@@ -19,7 +19,7 @@ from penstock.envs.factory import env_factories
 from penstock.errors import ConfigError
 from penstock.samplers.central import count_alternating
 from penstock.samplers.parallel import PRELOAD
-from penstock.tools.candidate import Candidate, Policy, Task, Trial, Turn
+from penstock.tools.candidate import Candidate, CandidateProcess, Policy, Task, Turn
 from penstock.tools.machine import describe_machine
 from penstock.workers import sigint
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
@@ -223,7 +223,7 @@ def tune(
 
 
 class _Search:
-    """The stages of one search. `task` and `launcher` are for the `Trial`s."""
+    """The stages of one search. `task` and `launcher` are for the `CandidateProcess`s."""
 
     def __init__(
         self,
@@ -269,42 +269,44 @@ class _Search:
     def _compete(self, candidates: Iterable[Candidate], seconds: float) -> bool:
         """Let the candidates take turns for `seconds`. Returns whether their agent has the argument `inference`."""
         rows = [row for candidate in dict.fromkeys(candidates) if not (row := self._row(candidate)).failure]
-        trials: list[Trial] = []
+        processes: list[CandidateProcess] = []
         try:
             self._say(f"starting {len(rows)} candidates")
             for row in rows:
                 with sigint.deferred():  # a trial that has started must be in the list
-                    trials.append(Trial(row.candidate, self._task, self._launcher))
-            for trial in trials:
-                trial.wait_until_loaded()
+                    processes.append(CandidateProcess(row.candidate, self._task, self._launcher))
+            for process in processes:
+                process.wait_until_loaded()
             began = time.monotonic()
-            for trial in trials:
-                trial.wait_until_ready(self._limit, began)
+            for process in processes:
+                process.wait_until_ready(self._limit, began)
             self._say("they take turns")
-            self._take_turns(rows, trials, seconds)
+            self._take_turns(rows, processes, seconds)
         finally:
-            for row, trial in zip(rows, trials, strict=False):  # there are fewer trials if a start was interrupted
-                row.failure = trial.failure
+            for row, process in zip(
+                rows, processes, strict=False
+            ):  # there are fewer processes if a start was interrupted
+                row.failure = process.failure
             with sigint.deferred():
-                for trial in trials:
-                    trial.ask_to_close()
-                for trial in trials:
-                    trial.close()
-        return any(trial.takes_inference for trial in trials)
+                for process in processes:
+                    process.ask_to_close()
+                for process in processes:
+                    process.close()
+        return any(process.takes_inference for process in processes)
 
-    def _take_turns(self, rows: Sequence[TuneRow], trials: Sequence[Trial], seconds: float) -> None:
+    def _take_turns(self, rows: Sequence[TuneRow], processes: Sequence[CandidateProcess], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         length = max(_LEAST_TURN, seconds / (max(1, len(rows)) * _ROUNDS))
-        pairs = list(zip(rows, trials, strict=True))
+        pairs = list(zip(rows, processes, strict=True))
         is_first = True
         while pairs and (is_first or time.monotonic() < deadline):
             self._round += 1
             random.Random(self._round).shuffle(pairs)
-            for row, trial in pairs:
-                if trial.failure is None and (turn := trial.turn(length, self._limit)) is not None:
+            for row, process in pairs:
+                if process.failure is None and (turn := process.turn(length, self._limit)) is not None:
                     row.rounds.append(self._round)
                     row.turns.append(turn)
-            pairs = [(row, trial) for row, trial in pairs if trial.failure is None]
+            pairs = [(row, process) for row, process in pairs if process.failure is None]
             if is_first:
                 self._say("each has had a turn")
             is_first = False

@@ -142,12 +142,12 @@ class ShmVectorEnv(CallsOnEnvs):
             may_be_replaced=options.max_restarts > 0,
         )
         self._ended = np.zeros(self.num_envs, np.bool_)
-        with self._guard.require("ShmVectorEnv", State.NEW), naming_descriptor_limit(), ExitStack() as resources:
+        with self._guard.call("ShmVectorEnv", State.NEW), naming_descriptor_limit(), ExitStack() as resources:
             claims = CpuClaims()
             resources.callback(claims.close)
             plans = as_plans(self.num_envs, in_series, n_workers, affinity, claims)
-            shares = [[factories[i] for i in plan.columns] for plan in plans]
-            self._pool = VectorPool(plans, program, shares, options, resources, check_finite=check_finite)
+            worker_data = [[factories[i] for i in plan.columns] for plan in plans]
+            self._pool = VectorPool(plans, program, worker_data, options, resources, check_finite=check_finite)
             self._exchange = self._pool.exchange
             self._guard.start(self, self._pool)
 
@@ -185,7 +185,7 @@ class ShmVectorEnv(CallsOnEnvs):
         self, seed: int | Sequence[int | None] | None, options: Options | list[Options]
     ) -> tuple[Any, Infos]:
         """As `reset`, with the infos unbatched: pairs (index, info) of the environments that had any."""
-        with self._guard.require("reset", State.NEW, State.READY, State.STEPPING, State.RESETTING, State.SENT):
+        with self._guard.call("reset", State.NEW, State.READY, State.STEPPING, State.RESETTING, State.SENT):
             prepared = self._prepared_reset(seed, options)
             if self._guard.state is State.RESETTING:
                 self._workers.wait_steps()
@@ -198,7 +198,7 @@ class ShmVectorEnv(CallsOnEnvs):
     ) -> None:
         """Start a reset as `reset` does, and return; `reset_wait` returns its results. This first waits for running
         steps."""
-        with self._guard.require("reset_async", State.NEW, State.READY, State.SENT):
+        with self._guard.call("reset_async", State.NEW, State.READY, State.SENT):
             self._workers.begin_reset(*self._prepared_reset(seed, options))
             self._state_before_reset, self._guard.state = self._guard.state, State.RESETTING
 
@@ -207,7 +207,7 @@ class ShmVectorEnv(CallsOnEnvs):
 
         Raises `WaitTimeoutError` after `timeout` seconds. The reset continues; `reset_wait` may be called again.
         """
-        with self._guard.require("reset_wait", State.RESETTING):
+        with self._guard.call("reset_wait", State.RESETTING):
             self._wait(timeout, "reset_wait")
             self._guard.state = self._state_before_reset
             observations, infos = self._take_reset()
@@ -236,14 +236,14 @@ class ShmVectorEnv(CallsOnEnvs):
 
         Returns observations `[n, ...]`, rewards, terminations and truncations `[n]`, and batched infos.
         """
-        with self._guard.require("step", State.READY):
+        with self._guard.call("step", State.READY):
             self._begin_step(actions)
             *results, infos = self._take_step()
         return (*results, batch_infos(infos, self.num_envs))
 
     def step_async(self, actions: Any) -> None:
         """Start a step of all environments and return; `step_wait` returns its results."""
-        with self._guard.require("step_async", State.READY):
+        with self._guard.call("step_async", State.READY):
             self._begin_step(actions)
 
     def step_wait(self, timeout: float | None = None) -> Step[_Batched]:
@@ -279,7 +279,7 @@ class ShmVectorEnv(CallsOnEnvs):
     def step_wait_listed(self, timeout: float | None = None) -> Step[Infos]:
         """As `step_wait`, with the infos unbatched: pairs (index, info) of the environments that had any, with
         `final_obs` and `final_info` where an episode ended and the environment was reset at once."""
-        with self._guard.require("step_wait", State.STEPPING):
+        with self._guard.call("step_wait", State.STEPPING):
             return self._take_step(timeout)
 
     def to_sb3(self) -> Any:
@@ -316,7 +316,7 @@ class ShmVectorEnv(CallsOnEnvs):
 
         Raises `SamplerStateError` if one is still stepping, or if its last result has not been received.
         """
-        with self._guard.require("send", State.READY, State.SENT):
+        with self._guard.call("send", State.READY, State.SENT):
             which = self._exchange.all if env_ids is None else env_ids_within(env_ids, self.num_envs)
             self._workers.finish_interrupted()
             if len(busy := np.intersect1d(which, self._exchange.outstanding)):
@@ -333,7 +333,7 @@ class ShmVectorEnv(CallsOnEnvs):
         Returns observations `[k, ...]`, rewards, terminations and truncations `[k]`, and infos batched for the `k`,
         with their indices in `infos["env_id"]`.
         """
-        with self._guard.require("recv", State.SENT):
+        with self._guard.call("recv", State.SENT):
             exchange = self._exchange
             wanted = min(integer("min_ready", min_ready, 1), len(exchange.outstanding))
             self._workers.wait_steps(until=lambda: len(exchange.ready) >= wanted)
@@ -359,7 +359,7 @@ class ShmVectorEnv(CallsOnEnvs):
     # ---- the workers -----------------------------------------------------------------------
 
     def _call(self, call: EnvCall) -> tuple[Any, ...]:
-        with self._guard.require(call.verb_in_errors, State.NEW, State.READY, State.SENT):
+        with self._guard.call(call.verb_in_errors, State.NEW, State.READY, State.SENT):
             return self._workers.call(call)
 
     def _observations(self) -> Any:

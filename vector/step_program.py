@@ -50,7 +50,7 @@ class ResetMessage:
 
 @dataclass
 class VectorProgram:
-    """The `WorkerProgram` of vector environments. A worker's share is the list of its environments' factories."""
+    """The `WorkerProgram` of vector environments. The data of a worker is the list of its environments' factories."""
 
     build_seeds: Sequence[int]  #: `[n]`, for factories that want an `EnvContext`
     observation_space: gym.Space[Any]
@@ -59,7 +59,7 @@ class VectorProgram:
     flatten_wrappers: bool
     may_be_replaced: bool  #: whether a worker that dies is replaced
 
-    share_name = "env_fns"
+    data_name = "env_fns"
 
     def pickled_parts(self) -> dict[str, Any]:
         """The data that is an argument of the user, by the name of the argument."""
@@ -73,7 +73,7 @@ class VectorProgram:
         self._builder = EnvBuilder(self._progress, self.observation_space, self.action_space)
         self._envs = [
             self._builder.build(factory, EnvContext(i, plan.worker_rank, self.build_seeds[i], Purpose.TRAIN))
-            for factory, i in zip(context.share, plan.columns, strict=True)
+            for factory, i in zip(context.data, plan.columns, strict=True)
         ]
         if len({id(env.unwrapped) for env in self._envs}) < len(self._envs):
             raise ConfigError(

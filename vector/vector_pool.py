@@ -29,7 +29,7 @@ class VectorPool(WorkerPool):
         self,
         plans: Sequence[WorkerPlan],
         program: VectorProgram,
-        shares: Sequence[Any],
+        worker_data: Sequence[Any],
         options: PoolOptions,
         resources: ExitStack,
         *,
@@ -40,7 +40,7 @@ class VectorPool(WorkerPool):
         resources.callback(memory.close)
         self.exchange = Exchange(memory, program, check_finite=check_finite)
         self._ranks = np.repeat([plan.worker_rank for plan in plans], [len(plan.columns) for plan in plans])
-        super().__init__(plans, [program] * len(plans), shares, memory, options, resources)
+        super().__init__(plans, [program] * len(plans), worker_data, memory, options, resources)
 
     # ---- steps -----------------------------------------------------------------------------
 
@@ -114,8 +114,8 @@ class VectorPool(WorkerPool):
         message = call.dumps()
         self.wait_steps()
         self._receive_infos()
-        occasion = f"{call.verb_in_errors} {call.name!r}"
-        self.run(Command(has_message=True), occasion, discard=self._receive_infos, message=message)
+        during = f"{call.verb_in_errors} {call.name!r}"
+        self.run(Command(has_message=True), during, discard=self._receive_infos, message=message)
         return tuple(results(call, self.take_messages()))
 
     def _receive_infos(self) -> None:

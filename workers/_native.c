@@ -259,7 +259,7 @@ static uint64_t fingerprint_of(const Block *block) {
 typedef struct {
     Block block;
     uint64_t fingerprint;
-    int wants_all;
+    int needs_all_idle;
     Words stop;
 } RequestCondition;
 
@@ -268,7 +268,7 @@ static int is_there_work(const void *what) {
     if (load(condition->stop.at) != 0) {
         return 1;
     }
-    if (condition->wants_all && !is_urgent_or_all_idle(&condition->block)) {
+    if (condition->needs_all_idle && !is_urgent_or_all_idle(&condition->block)) {
         return 0;
     }
     return fingerprint_of(&condition->block) != condition->fingerprint;
@@ -284,7 +284,7 @@ static PyObject *spin_for_requests(PyObject *Py_UNUSED(module), Arguments argume
         return NULL;
     }
     condition.fingerprint = PyLong_AsUnsignedLongLongMask(arguments[4]);
-    condition.wants_all = PyObject_IsTrue(arguments[5]);
+    condition.needs_all_idle = PyObject_IsTrue(arguments[5]);
     if (PyErr_Occurred() || !get_words(arguments[6], &condition.stop)) {
         return NULL;
     }

@@ -52,13 +52,13 @@ class CallGuard(Generic[_State]):
         self._running: dict[int, _Call] = {}
         self._error: SamplerBrokenError | None = None
 
-    def require(self, name: str, *allowed: _State) -> _Required:
+    def call(self, name: str, *allowed: _State) -> _GuardedCall:
         """The context in which the call `name` runs. It is allowed in the states `allowed`. Ctrl-C is deferred.
 
         Raises `SamplerStateError` naming the call that is expected. After a `SamplerBrokenError` every call raises that
         error. Whatever a call raises after `close` has interrupted it, the user gets a `SamplerClosedError`.
         """
-        return _Required(self, name, allowed)
+        return _GuardedCall(self, name, allowed)
 
     def _note_error(self, name: str, error: BaseException) -> None:
         """The call `name` has raised `error`."""
@@ -159,7 +159,7 @@ class CallGuard(Generic[_State]):
             error = type(self._error)(*self._error.args)
             error.__cause__ = self._error.__cause__
             if isinstance(error, SamplerBrokenError) and isinstance(self._error, SamplerBrokenError):
-                error.replay = self._error.replay
+                error.episode = self._error.episode
             return error
         if self.state is self._closed:
             return SamplerClosedError(f"{name} was called after {self._close_call}: make a new {self._noun}")
@@ -171,8 +171,8 @@ _new = tuple.__new__  # the class itself makes a named tuple in Python, not in C
 _defer, _undefer = sigint.deferred.__enter__, sigint.deferred.__exit__
 
 
-class _Required(sigint.deferred):
-    """The context of `CallGuard.require`. It makes few calls: after other work, with cold caches, each is slow."""
+class _GuardedCall(sigint.deferred):
+    """The context of `CallGuard.call`. It makes few calls: after other work, with cold caches, each is slow."""
 
     _call: _Call | None = None
 

@@ -39,7 +39,7 @@ _PHASE_TEXT = {
 #: What some exceptions need to say; by the headline of their report.
 _HINTS = {
     "bdb.BdbQuit": "bdb.BdbQuit: breakpoint() needs a terminal, which a worker does not have. Use a SerialSampler, or "
-    "error.replay (seed_episodes=True)"
+    "error.episode (seed_episodes=True)"
 }
 _IN_BATCH = (Phase.ACTING, Phase.REQUESTING, Phase.STEPPING, Phase.RESETTING)
 
@@ -79,16 +79,16 @@ class WorkerFailure:
     report: Report | None  #: its exception, if it raised
     stack: str = ""  #: its Python stack, if it crashed or hung
     hung: str = ""  #: how it hung, if the main process killed it for that
-    replay: Any = None  #: what `PoolOptions.replay_of` has returned for it
+    episode: Any = None  #: what `PoolOptions.episode_of` has returned for it
 
     @property
     def rank(self) -> int:
         """The worker's rank."""
         return self.status.plan.worker_rank
 
-    def told(self, occasion: str = "") -> str:
-        """One sentence: the worker, how it failed, its phase, and the call that was running (`occasion`)."""
-        doing = f"{self.status.doing} ({occasion})" if occasion else self.status.doing
+    def describe(self, during: str = "") -> str:
+        """One sentence: the worker, how it failed, its phase, and the call that was running (`during`)."""
+        doing = f"{self.status.doing} ({during})" if during else self.status.doing
         if self.report and not self.hung:
             return raised(self.status, doing, _HINTS.get(self.report.headline, self.report.headline))
         return f"{self.status} {self.hung or describe_exit(self.exitcode)} while {doing}"
@@ -118,15 +118,15 @@ def describe_exit(exitcode: int | None) -> str:
 
 
 def make_error(
-    failures: Sequence[WorkerFailure], others: Sequence[WorkerStatus], occasion: str, note: str = ""
+    failures: Sequence[WorkerFailure], others: Sequence[WorkerStatus], during: str, note: str = ""
 ) -> SamplerBrokenError:
-    """The error for workers that failed during `occasion`; `__cause__` is the first reported exception.
+    """The error for workers that failed during `during`; `__cause__` is the first reported exception.
 
     `others` are the workers that live. `note` says why the failed ones were not replaced.
     """
     hung = [failure for failure in failures if failure.hung]
     reports = [failure.report for failure in failures if failure.report is not None]
-    lines = [failure.told(occasion) for failure in failures[:_MAX_LISTED]]
+    lines = [failure.describe(during) for failure in failures[:_MAX_LISTED]]
     if len(failures) > _MAX_LISTED:
         lines.append(f"... and {len(failures) - _MAX_LISTED} more workers")
     if hung:
@@ -134,15 +134,15 @@ def make_error(
         lines += [f"  {status.heartbeat_text}" for status in everyone]
     elif others:
         lines.append("the others: " + "; ".join(f"{status.plan.name} {status.doing}" for status in others))
-    replays = [failure.replay for failure in failures if failure.replay is not None]
-    lines += [replay.advice for replay in replays[:1]]
+    episodes = [failure.episode for failure in failures if failure.episode is not None]
+    lines += [episode.advice for episode in episodes[:1]]
     if note:
         lines.append(note)
     for failure in [failure for failure in failures if failure.stack][:_MAX_STACKS]:
         lines += [f"the stack of {failure.status.plan.name}:", failure.stack]
     kind = WorkerTimeoutError if hung else WorkerError if reports else WorkerDiedError
     error = kind("\n".join(lines))
-    error.replay = next(iter(replays), None)
+    error.episode = next(iter(episodes), None)
     if reports:
         error.__cause__ = reports[0].as_cause()
     return error
@@ -152,7 +152,7 @@ def add_killed(error: SamplerBrokenError, killed: Sequence[WorkerFailure]) -> No
     """Name in `error` the workers that were found killed after it was made."""
     if killed:
         lines = [str(error), "killed as well, at the same moment or while the others were told to exit:"]
-        error.args = ("\n".join([*lines, *(failure.told() for failure in killed[:_MAX_LISTED])]),)
+        error.args = ("\n".join([*lines, *(failure.describe() for failure in killed[:_MAX_LISTED])]),)
 
 
 def examine_exits(
@@ -177,5 +177,5 @@ def examine_exits(
         if is_unreported and exitcode is not None and exitcode < 0:
             killed.append(failure)
         if report is not None or status.progress.phase is Phase.CLOSING:
-            complaints.append(failure.told())
+            complaints.append(failure.describe())
     return complaints, killed

@@ -95,7 +95,7 @@ class Gate:
         self.go, self._done = WakeUp(), WakeUp()
         self._server_go = None if server is None else server.go
         self._server_rank = -1 if server is None else server._rank
-        self._side: _WorkerSide | None = None  # the worker makes it
+        self._side: _WorkerWords | None = None  # the worker makes it
 
     # ---- main process ----------------------------------------------------------------------
 
@@ -163,11 +163,11 @@ class Gate:
             self._wait(side, side.replied, progress.n_requests, side.reply)
         progress.enter(Phase.ACTING)
 
-    def _make_side(self) -> _WorkerSide:
-        self._side = _WorkerSide(self._control, self._rank, self._server_rank, self._spin_seconds)
+    def _make_side(self) -> _WorkerWords:
+        self._side = _WorkerWords(self._control, self._rank, self._server_rank, self._spin_seconds)
         return self._side
 
-    def _wait(self, side: _WorkerSide, word: Any, value: int, spin_time: SpinTime) -> None:
+    def _wait(self, side: _WorkerWords, word: Any, value: int, spin_time: SpinTime) -> None:
         """Wait until `word[0]` reaches `value`, or until the sampler shuts down."""
         began, seconds, quits = time.monotonic(), spin_time.seconds, side.quits
         must_sleep = seconds == 0 or not spin_for_word(word, value, quits, seconds, self._yields)
@@ -192,7 +192,7 @@ class Gate:
             clear(self.go.fileno())
 
 
-class _WorkerSide:
+class _WorkerWords:
     """What only the worker needs of its gate: the words that it looks at, and how long it spins."""
 
     def __init__(self, control: ControlBlock, rank: int, server_rank: int, spin_seconds: float) -> None:

@@ -26,12 +26,12 @@ class InPlaceWorker:
         self.progress = memory.control.progress(plan.worker_rank)
         self._messages: list[ObjectMessage] = []
 
-    def build(self, share: Any, request: Callable[[int], None] | None) -> None:
+    def build(self, data: Any, request: Callable[[int], None] | None) -> None:
         """Start up: this completes the first opening, as in every worker."""
         assert self._program is not None
         context = WorkerContext(
             plan=self._plan,
-            share=share,
+            data=data,
             memory=self._memory,
             progress=self.progress,
             put=self._messages.extend,
@@ -70,13 +70,13 @@ class InPlaceWorker:
         """What it is doing now."""
         return WorkerStatus(self._plan, os.getpid(), self._memory.control.snapshot(self._plan.worker_rank))
 
-    def error(self, cause: BaseException, occasion: str, replay_of: Callable[[Any], Any] | None) -> WorkerError:
+    def error(self, cause: BaseException, during: str, episode_of: Callable[[Any], Any] | None) -> WorkerError:
         """The same error as for a worker process that raised `cause`."""
         status = self.status()
-        text = raised(status, f"{status.doing} ({occasion})", in_one_line(cause))
-        replay = None if replay_of is None else replay_of(status)
-        error = WorkerError(text if replay is None else f"{text}\n{replay.advice}")
-        error.__cause__, error.replay = cause, replay
+        text = raised(status, f"{status.doing} ({during})", in_one_line(cause))
+        episode = None if episode_of is None else episode_of(status)
+        error = WorkerError(text if episode is None else f"{text}\n{episode.advice}")
+        error.__cause__, error.episode = cause, episode
         return error
 
     def close(self, *, broken: bool) -> None:

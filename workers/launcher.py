@@ -35,31 +35,31 @@ _supervisors: list[Supervisor] = []  # for all pools of this process
 
 
 def post_programs(
-    programs: Sequence[WorkerProgram], shares: Sequence[Any]
+    programs: Sequence[WorkerProgram], worker_data: Sequence[Any]
 ) -> tuple[Mailbox, list[tuple[slice, slice]]]:
     """Pickle what each worker needs into a new mailbox. A program that several workers run is pickled once.
 
-    Returns the mailbox, and for each worker where its program and its share lie in it. Raises
+    Returns the mailbox, and for each worker where its program and its data lie in it. Raises
     `ConfigError` naming the argument that cannot be pickled.
     """
     distinct = {id(program): program for program in programs}
     if "__mp_main__" in sys.modules:  # this process belongs to a pool; workers cannot import its main module
         cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
     try:
-        parts = [bytes(cloudpickle.dumps(part)) for part in (*distinct.values(), *shares)]
+        parts = [bytes(cloudpickle.dumps(part)) for part in (*distinct.values(), *worker_data)]
     except Exception as error:  # pickling runs the user's code, which may raise anything
-        raise _unpicklable(tuple(distinct.values()), shares, error) from error
+        raise _unpicklable(tuple(distinct.values()), worker_data, error) from error
     mailbox = Mailbox()
     places = mailbox.post_parts(parts)
-    place_of = dict(zip(distinct, places, strict=False))  # the shares follow
+    place_of = dict(zip(distinct, places, strict=False))  # the data of the workers follow
     own_places = zip(programs, places[len(distinct) :], strict=True)
     return mailbox, [(place_of[id(program)], own) for program, own in own_places]
 
 
-def _unpicklable(programs: Sequence[WorkerProgram], shares: Sequence[Any], error: Exception) -> ConfigError:
+def _unpicklable(programs: Sequence[WorkerProgram], worker_data: Sequence[Any], error: Exception) -> ConfigError:
     """The error that names the argument which cannot be pickled."""
     named = {name: part for program in programs for name, part in program.pickled_parts().items()}
-    for name, part in {**named, programs[0].share_name: shares}.items():
+    for name, part in {**named, programs[0].data_name: worker_data}.items():
         try:
             cloudpickle.dumps(part)
         except Exception as cause:

@@ -119,7 +119,7 @@ class Monitor:
             self._spin_time.note(time.monotonic() - began, not has_spun)
         return failures
 
-    def has_no_news(self) -> bool:
+    def nothing_pending(self) -> bool:
         """Whether a wait would find nothing to do now: no death, no message, no check of progress."""
         return not self.is_closing and not self._poll.poll(0) and time.monotonic() < self._next_check
 
@@ -218,8 +218,8 @@ class Monitor:
         for rank in sorted(found):
             handle = self._handles[rank]
             status, exitcode = self.status(handle), handle.reap()
-            report, stack, replay = self._reports.read(rank), handle.stacks.read(), self._replay_of(status)
-            failures.append(WorkerFailure(status, exitcode, report, stack, replay=replay))
+            report, stack, episode = self._reports.read(rank), handle.stacks.read(), self._episode_of(status)
+            failures.append(WorkerFailure(status, exitcode, report, stack, episode=episode))
         return failures
 
     def _examine_hung(self, pending: Sequence[int]) -> list[WorkerFailure]:
@@ -233,11 +233,11 @@ class Monitor:
             handle.process.kill()
             hung = f"made no progress for {limit:g} s ({name}={limit:g}){stopped}"
             exitcode = handle.reap()
-            failures.append(WorkerFailure(status, exitcode, None, stack, hung, self._replay_of(status)))
+            failures.append(WorkerFailure(status, exitcode, None, stack, hung, self._episode_of(status)))
         return failures
 
-    def _replay_of(self, status: WorkerStatus) -> Any:
-        return None if self._options.replay_of is None else self._options.replay_of(status)
+    def _episode_of(self, status: WorkerStatus) -> Any:
+        return None if self._options.episode_of is None else self._options.episode_of(status)
 
     # ---- deadlines -------------------------------------------------------------------------
 

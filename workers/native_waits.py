@@ -71,7 +71,7 @@ def _spin_for_requests(
     replied: Any,
     n_workers: int,
     fingerprint: int,
-    wants_all: bool,
+    needs_all_idle: bool,
     stop: Any,
     seconds: float,
     yields: bool,
@@ -79,7 +79,7 @@ def _spin_for_requests(
     def is_met() -> bool:
         if stop[0]:
             return True
-        if wants_all and not _is_urgent_or_all_idle(rows, opened, replied, n_workers):
+        if needs_all_idle and not _is_urgent_or_all_idle(rows, opened, replied, n_workers):
             return False
         return _fingerprint(rows, n_workers) != fingerprint
 
@@ -109,9 +109,9 @@ def _look(rows: Any, opened: Any, replied: Any, n_workers: int) -> Look:
 spin_for_word: Callable[[Any, int, Any, float, bool], bool]
 #: `spin_for_arrivals(rows, opened, replied, n_workers, seconds, yields)`: until the first `n_workers` have arrived.
 spin_for_arrivals: Callable[[Any, Any, Any, int, float, bool], bool]
-#: `spin_for_requests(rows, opened, replied, n_workers, fingerprint, wants_all, stop, seconds, yields)`: until a request
-#: or an arrival has changed the `fingerprint`, or until `stop[0] != 0`. With `wants_all`, all workers must be idle too,
-#: or one must have an urgent request.
+#: `spin_for_requests(rows, opened, replied, n_workers, fingerprint, needs_all_idle, stop, seconds, yields)`: until a
+#: request or an arrival has changed the `fingerprint`, or until `stop[0] != 0`. With `needs_all_idle`, all workers must
+#: be idle too, or one must have an urgent request.
 spin_for_requests: Callable[[Any, Any, Any, int, int, bool, Any, float, bool], bool]
 #: `must_wake(rows, opened, replied, sleeper)`: whether the process whose sleeping word is `sleeper[0]` must be woken,
 #: after something was published. Contains a full fence. See `AWAKE` in progress.py.

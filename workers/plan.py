@@ -64,7 +64,7 @@ class PoolOptions:
     keeps_messages: bool = False  #: keep the messages of a dead worker even if it has not completed its command
     has_lookout: bool = False  #: a thread looks for failures while the main process does not wait
     #: For the status of a worker that has failed: what its failure can be repeated from. It has a text `advice`.
-    replay_of: Callable[[Any], Any] | None = None
+    episode_of: Callable[[Any], Any] | None = None
 
 
 def span(ranks: range) -> str:

@@ -51,12 +51,12 @@ class Pool(Protocol):
 
     def submit(self, command: Command) -> int: ...
 
-    def wait(self, occasion: str) -> None: ...
+    def wait(self, during: str) -> None: ...
 
     def run(
         self,
         command: Command,
-        occasion: str,
+        during: str,
         discard: Callable[[], Any],
         *,
         message: bytes | None = None,
@@ -86,7 +86,7 @@ class WorkerPool:
         self,
         plans: Sequence[WorkerPlan],
         programs: Sequence[WorkerProgram],
-        shares: Sequence[Any],
+        worker_data: Sequence[Any],
         memory: SharedMemory,
         options: PoolOptions,
         resources: ExitStack,
@@ -96,7 +96,7 @@ class WorkerPool:
     ) -> None:
         """Start the workers. This does not wait for the processes: call `wait("start-up")` next.
 
-        `shares[i]` is the data that only worker i gets (`WorkerContext.share`). If the last plan is that of an
+        `worker_data[i]` is the data that only worker i gets (`WorkerContext.data`). If the last plan is that of an
         inference server, every worker also wakes the gate of the server. `close` closes `resources` after the workers.
         If this constructor raises, they are closed too.
         """
@@ -110,7 +110,7 @@ class WorkerPool:
         self._wanted_openings = [0] * len(plans)  # how many openings each gate must reach; number one is start-up
         self._command = Command()
         self._n_taken = 0  # the last opening whose messages have been taken
-        # A `run` that is not finished: its occasion, and the function that drops its results.
+        # A `run` that is not finished: its during, and the function that drops its results.
         self._unfinished_run: tuple[str, Callable[[], Any]] | None = None
         self._failure: SamplerBrokenError | SamplerClosedError | None = None  # `wait` raises it
         self.handles: list[WorkerHandle] = []
@@ -127,7 +127,7 @@ class WorkerPool:
             self._monitor = Monitor(self.control, self._reports, options, server, self._serve if server else None)
             self._lookout = Lookout(self._monitor)
             if n:
-                self._mailbox, self._parts = post_programs(programs[:n], shares[:n])
+                self._mailbox, self._parts = post_programs(programs[:n], worker_data[:n])
                 resources.callback(self._mailbox.close)
             self._resources = resources.pop_all()
         try:
@@ -138,7 +138,7 @@ class WorkerPool:
                 self._wanted_openings[-1] = 1
                 self.control.open(plans[-1].worker_rank)
                 request = self._request_in_place if server else None
-                self._run_in_place(partial(self._in_place.build, shares[-1], request), "start-up")
+                self._run_in_place(partial(self._in_place.build, worker_data[-1], request), "start-up")
         except BaseException:
             self._close_in_spite_of_signals()
             raise
@@ -179,13 +179,13 @@ class WorkerPool:
     def _start(self, plan: WorkerPlan, gate: Gate, pipe: ObjectPipe, stacks: StackFile) -> None:
         """Start a worker. It takes the place of an earlier worker of this rank, if there was one."""
         rank = plan.worker_rank
-        program, share = self._parts[rank]
+        program, data = self._parts[rank]
         wakers = GateWakers([handle.gate for handle in self.handles]) if plan.server_name else None
         args = WorkerProcessArgs(
             plan=plan,
             mailbox=self._mailbox,
             program=program,
-            share=share,
+            data=data,
             memory=self._memory,
             gate=gate,
             reports=self._reports,
@@ -264,12 +264,12 @@ class WorkerPool:
             self._work_in_place(f"{'evaluation, ' if command.do_eval else ''}itr={command.itr}")
         return self._wanted_openings[0]
 
-    def wait_for(self, number: int, occasion: str) -> None:
+    def wait_for(self, number: int, during: str) -> None:
         """Wait until every worker has completed opening `number`, while later ones may be open; otherwise as `wait`.
         Failures come first: even if the opening is completed (0 always is), this looks for them, without a wait."""
-        if self.has_completed(number) and self._monitor.has_no_news():
+        if self.has_completed(number) and self._monitor.nothing_pending():
             return
-        self._wait_for_workers(occasion, look_first=True, until=lambda: self.has_completed(number))
+        self._wait_for_workers(during, look_first=True, until=lambda: self.has_completed(number))
 
     def has_completed(self, number: int) -> bool:
         """Whether every worker has completed opening `number`."""
@@ -281,9 +281,9 @@ class WorkerPool:
         for rank in self.control.open_all(self._command, self._wanted_openings):
             notify(self.handles[rank].gate.go.writer.fd)
 
-    def wait(self, occasion: str, until: Callable[[], bool] | None = None, poll_interval: float = POLL_SECONDS) -> None:
+    def wait(self, during: str, until: Callable[[], bool] | None = None, poll_interval: float = POLL_SECONDS) -> None:
         """Wait until every worker has completed its last command, or `until` returns True. That is called whenever
-        something happens, and every `poll_interval` seconds. Errors quote `occasion`. After a Ctrl-C, `wait` may be
+        something happens, and every `poll_interval` seconds. Errors quote `during`. After a Ctrl-C, `wait` may be
         called again.
 
         Raises `WorkerError`, `WorkerDiedError` or `WorkerTimeoutError` if a worker fails and is not replaced; the pool
@@ -292,17 +292,17 @@ class WorkerPool:
         if not self.handles:
             self._raise_failure()  # the worker in place has run in `submit`
         elif self._server is None:
-            self._wait_for_workers(occasion, until, poll_interval)
+            self._wait_for_workers(during, until, poll_interval)
         else:
             with sigint.deferred(), avoid_cpus(self._server_cpus):
-                self._occasion = occasion
-                self._work_in_place(occasion)
+                self._occasion = during
+                self._work_in_place(during)
                 self._raise_failure()
-                self._wait_for_workers(occasion, until, poll_interval)
+                self._wait_for_workers(during, until, poll_interval)
 
     def _wait_for_workers(
         self,
-        occasion: str,
+        during: str,
         until: Callable[[], bool] | None = None,
         poll_interval: float = POLL_SECONDS,
         *,
@@ -313,15 +313,15 @@ class WorkerPool:
         try:
             self._open_gates()
             if look_first and (failures := self._monitor.look()):
-                self._replace_or_raise(failures, occasion)
+                self._replace_or_raise(failures, during)
             # A request that came before a Ctrl-C still waits, and will not wake this process again. The worker in place
             # has served already: if it got its reply here, this would sleep while all others wait for it.
             if self._server is not None and interruptible:
                 self._serve()
             while failures := self._monitor.wait(until, poll_interval, interruptible=interruptible):
-                self._replace_or_raise(failures, occasion)
+                self._replace_or_raise(failures, during)
             if self._monitor.is_closing:
-                raise SamplerClosedError(f"shut down by another thread during {occasion}")
+                raise SamplerClosedError(f"shut down by another thread during {during}")
         except SamplerBrokenError as error:
             self._failure = error
             add_killed(error, self.close(broken=True))
@@ -334,7 +334,7 @@ class WorkerPool:
     def run(
         self,
         command: Command,
-        occasion: str,
+        during: str,
         discard: Callable[[], Any],
         *,
         message: bytes | None = None,
@@ -349,16 +349,16 @@ class WorkerPool:
         self.finish_interrupted()
         if message is not None:
             self._memory.mailbox.post(message)
-        self.submit(command, run=(occasion, discard))
-        self.wait(occasion, until, poll_interval)
+        self.submit(command, run=(during, discard))
+        self.wait(during, until, poll_interval)
         self._unfinished_run = None
 
     def finish_interrupted(self) -> None:
         """Finish a `run` whose wait was interrupted, and drop its results. `submit` and `run` begin with this."""
         if self._unfinished_run is not None:
-            occasion, discard = self._unfinished_run
+            during, discard = self._unfinished_run
             self.control.stop_eval = True
-            self.wait(f"{occasion} (interrupted)")
+            self.wait(f"{during} (interrupted)")
             self._unfinished_run = None
             discard()
 
@@ -379,12 +379,12 @@ class WorkerPool:
             self.close(broken=True)
             raise self._failure
 
-    def _work_in_place(self, occasion: str) -> None:
+    def _work_in_place(self, during: str) -> None:
         worker = self._in_place
         if worker is not None and worker.is_at_work and self._failure is None:
-            self._run_in_place(worker.work, occasion)
+            self._run_in_place(worker.work, during)
 
-    def _run_in_place(self, work: Callable[[], None], occasion: str) -> None:
+    def _run_in_place(self, work: Callable[[], None], during: str) -> None:
         """Let the worker in place build its program, or run its command. `wait` raises its error."""
         assert self._in_place is not None
         try:
@@ -398,12 +398,12 @@ class WorkerPool:
             elif isinstance(error, SamplerBrokenError) and self._server is not None and error is self._server.error:
                 self._failure = error
             elif isinstance(error, StopCollecting) or self._monitor.is_closing:
-                self._failure = SamplerClosedError(f"shut down by another thread during {occasion}")
+                self._failure = SamplerClosedError(f"shut down by another thread during {during}")
             elif self.handles and not isinstance(error, Exception):
                 status = self._in_place.status()
-                self._failure = WorkerError(f"{status} was interrupted while it ran its command ({occasion})")
+                self._failure = WorkerError(f"{status} was interrupted while it ran its command ({during})")
             else:
-                self._failure = self._in_place.error(error, occasion, self._options.replay_of)
+                self._failure = self._in_place.error(error, during, self._options.episode_of)
             if not isinstance(error, Exception):  # Ctrl-C: the user wants the call to end now
                 if self.handles:
                     self.close(broken=True)
@@ -427,18 +427,18 @@ class WorkerPool:
 
     # ---- failures --------------------------------------------------------------------------
 
-    def _replace_or_raise(self, failures: Sequence[WorkerFailure], occasion: str) -> None:
+    def _replace_or_raise(self, failures: Sequence[WorkerFailure], during: str) -> None:
         failed = {failure.rank for failure in failures}
         others = [self._monitor.status(handle) for handle in self.handles if handle.rank not in failed]
         if (refusal := self.restarts.refusal(failures)) is not None:
-            raise make_error(failures, others, occasion, refusal)
+            raise make_error(failures, others, during, refusal)
         self._lookout.stop()
         for failure in failures:
             try:
-                self._replace(failure, occasion)
+                self._replace(failure, during)
             except (ConfigError, OSError, WorkerTimeoutError) as error:
                 raise make_error(
-                    failures, others, occasion, f"{failure.status.plan.name} could not be replaced: {error}"
+                    failures, others, during, f"{failure.status.plan.name} could not be replaced: {error}"
                 ) from error
         self._watch(failed)
 
@@ -447,12 +447,12 @@ class WorkerPool:
         if self._options.has_lookout and not self._monitor.is_closing:
             self._lookout.start(self.handles)
 
-    def _replace(self, failure: WorkerFailure, occasion: str) -> None:
+    def _replace(self, failure: WorkerFailure, during: str) -> None:
         """Start a new worker in the place of a dead one. It repeats the command that the dead one has not completed."""
         rank = failure.rank
         old = self.handles[rank]
         n_lost = self._count_lost(old)
-        told = failure.told(occasion)
+        told = failure.describe(during)
         self.restarts.note(rank, told, n_lost)
         _log.warning("%s; it is being replaced, %d trajectories are lost", told, n_lost)
         n_kept = None if self._options.keeps_messages else self.control.n_results_since(rank, self._n_taken)

@@ -69,10 +69,10 @@ class RequestServer(Protocol):
 class WorkerProgram(Protocol):
     """What a worker does. The pool pickles it with cloudpickle, so user classes and closures are fine.
 
-    A program that several workers run is pickled once. What differs from worker to worker is in `WorkerContext.share`.
+    A program that several workers run is pickled once. What differs from worker to worker is in `WorkerContext.data`.
     """
 
-    share_name: str  #: the name of the share in errors: the argument that the user gave
+    data_name: str  #: the name of `WorkerContext.data` in errors: the argument that the user gave
 
     def pickled_parts(self) -> dict[str, Any]:
         """Its data, by the names of the user's arguments. If pickling fails, the error names the part."""
@@ -95,7 +95,7 @@ class WorkerContext:
     """What a worker gives to its program."""
 
     plan: WorkerPlan
-    share: Any  #: data for this worker only
+    data: Any  #: data for this worker only
     memory: Any  #: the pool's `SharedMemory`; each program knows its own class
     progress: Progress
     put: Callable[
@@ -116,7 +116,7 @@ class WorkerProcessArgs:
     plan: WorkerPlan
     mailbox: Mailbox
     program: slice  #: the mailbox's part with the program
-    share: slice  #: the part with this worker's share
+    data: slice  #: the part with this worker's data
     memory: SharedMemory
     gate: Gate
     reports: ReportBoard
@@ -133,7 +133,7 @@ class WorkerProcessArgs:
         progress = self.memory.control.progress(self.plan.worker_rank)
         return WorkerContext(
             plan=self.plan,
-            share=self.load(self.share),
+            data=self.load(self.data),
             memory=self.memory,
             progress=progress,
             put=self.pipe.put,

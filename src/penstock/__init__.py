@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         VectorEnvCollector,
         WaitResetCollector,
     )
-    from penstock.envs import EpisodeReplay
+    from penstock.envs import RecordedEpisode
     from penstock.errors import (
         ClusterError,
         ConfigError,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         PeerLostError,
         PenstockError,
         PortLeaseError,
-        ReplayError,
+        RepeatError,
         RequestError,
         SamplerBrokenError,
         SamplerClosedError,
@@ -95,7 +95,6 @@ __all__ = [
     "DeterministicPgAgent",
     "EnvCallError",
     "EpisodeEvalCollector",
-    "EpisodeReplay",
     "EpsilonGreedyAgent",
     "EvalCollector",
     "EvalCollectorParts",
@@ -114,10 +113,11 @@ __all__ = [
     "PenstockError",
     "PortLeaseError",
     "RandomAgent",
+    "RecordedEpisode",
     "RecurrentCategoricalPgAgent",
     "RecurrentEpsilonGreedyAgent",
     "RecurrentGaussianPgAgent",
-    "ReplayError",
+    "RepeatError",
     "RequestError",
     "ResetCollector",
     "ResumeReport",
@@ -152,7 +152,16 @@ __all__ = [
 _ROOMS = ("errors", "buffers", "envs", "agents", "collectors", "samplers", "tools")
 
 
+# Older names, which go in version 0.3.
+_OLD_NAMES = {"EpisodeReplay": "RecordedEpisode", "ReplayError": "RepeatError"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _OLD_NAMES:
+        import warnings
+
+        warnings.warn(f"penstock.{name} is now called {_OLD_NAMES[name]}", DeprecationWarning, stacklevel=2)
+        name = _OLD_NAMES[name]
     # Imported on first use: to import what a process does not use takes time, and agents with a model need torch.
     from importlib import import_module
 

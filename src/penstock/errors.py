@@ -5,7 +5,7 @@ PenstockError
 ├── SpaceError (ValueError)           A space cannot be recorded, or data does not fit its space.
 ├── PortLeaseError (RuntimeError)     No port can be leased, or a lease is used after its release.
 ├── EnvCallError (RuntimeError)       An environment raised in `sampler.call`, `get_attr` or `set_attr`.
-├── ReplayError (RuntimeError)        An environment does not repeat its recorded episode.
+├── RepeatError (RuntimeError)        An environment does not repeat its recorded episode.
 ├── ClusterError (RuntimeError)       Something went wrong between the workers of a distributed experiment.
 │   ├── PeerLostError                 The other side of a wire has ended, or was silent for too long.
 │   ├── NoReplyError (TimeoutError)   The other side did not answer in time.
@@ -24,6 +24,7 @@ PenstockError
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ __all__ = [
     "PeerLostError",
     "PenstockError",
     "PortLeaseError",
-    "ReplayError",
+    "RepeatError",
     "RequestError",
     "SamplerBrokenError",
     "SamplerClosedError",
@@ -89,7 +90,7 @@ class PortLeaseError(PenstockError, RuntimeError):
     message lists the owners of the ports, or says why."""
 
 
-class ReplayError(PenstockError, RuntimeError):
+class RepeatError(PenstockError, RuntimeError):
     """An environment does not repeat its recorded episode. The message names the first step that differs."""
 
 
@@ -129,11 +130,17 @@ class SamplerClosedError(SamplerStateError):
 class SamplerBrokenError(SamplerStateError):
     """A worker failed. The sampler stays broken and raises this same error on every call.
 
-    `replay` is an `EpisodeReplay` of the environment that failed, if the sampler has `seed_episodes=True` and a training
-    environment was being stepped or reset; otherwise None.
+    `episode` is the `RecordedEpisode` of the environment that failed, if the sampler has `seed_episodes=True` and a
+    training environment was being stepped or reset; otherwise None.
     """
 
-    replay: Any = None
+    episode: Any = None
+
+    @property
+    def replay(self) -> Any:
+        """The older name of `episode`."""
+        warnings.warn("error.replay is now called error.episode", DeprecationWarning, stacklevel=2)
+        return self.episode
 
 
 class WorkerError(SamplerBrokenError):

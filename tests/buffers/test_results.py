@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.buffers import ObjectPipe, RecordRings
+from penstock.buffers import ObjectPipe, TrajectoryRecords
 from penstock.buffers.object_pipe import RECORD, MessageKind, ObjectMessage, Unreadable
 from penstock.errors import TrajectoryCountError
 
@@ -38,7 +38,7 @@ worker_keys = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size
 @quick
 @given(st.lists(worker_keys, min_size=1, max_size=4), st.booleans())
 def test_records_come_out_ordered_by_time_then_environment(keys: list[list[tuple[int, int]]], shared: bool) -> None:
-    rings = RecordRings([len(k) + 2 for k in keys], shared=shared)
+    rings = TrajectoryRecords([len(k) + 2 for k in keys], shared=shared)
     put = [records_of(k, first=100 * rank) for rank, k in enumerate(keys)]
     for rank, records in enumerate(put):
         rings.begin()
@@ -51,7 +51,7 @@ def test_records_come_out_ordered_by_time_then_environment(keys: list[list[tuple
 
 
 def test_each_of_several_batches_has_a_part_of_the_array() -> None:
-    rings = RecordRings([6, 4], shared=False)
+    rings = TrajectoryRecords([6, 4], shared=False)
     for slot in (1, 0):
         for rank, start in enumerate((3 * slot, 2 * slot)):
             rings.begin(start)
@@ -62,7 +62,7 @@ def test_each_of_several_batches_has_a_part_of_the_array() -> None:
 
 
 def test_a_batchs_later_records_go_behind_its_earlier_ones() -> None:
-    rings = RecordRings([4], shared=False)
+    rings = TrajectoryRecords([4], shared=False)
     keys = [(0, 0), (1, 0), (2, 0), (3, 0)]
     rings.put(0, records_of(keys)[:3])
     rings.put(0, records_of(keys)[3:])
@@ -70,7 +70,7 @@ def test_a_batchs_later_records_go_behind_its_earlier_ones() -> None:
 
 
 def test_what_was_not_expected_is_not_taken() -> None:
-    rings = RecordRings([3, 3], shared=False)
+    rings = TrajectoryRecords([3, 3], shared=False)
     for rank in range(2):
         rings.begin()
         rings.put(rank, records_of([(0, rank), (1, rank), (2, rank)]))
@@ -79,7 +79,7 @@ def test_what_was_not_expected_is_not_taken() -> None:
 
 
 def test_taken_records_are_copies() -> None:
-    rings = RecordRings([2], shared=False)
+    rings = TrajectoryRecords([2], shared=False)
     rings.put(0, records_of([(0, 0), (1, 1)]))
     taken = rings.take([2], [0])
     rings.begin()
@@ -88,7 +88,7 @@ def test_taken_records_are_copies() -> None:
 
 
 def test_more_records_than_a_ring_holds_are_refused() -> None:
-    rings = RecordRings([2], shared=False)
+    rings = TrajectoryRecords([2], shared=False)
     rings.put(0, records_of([(0, 0)]))
     with pytest.raises(ValueError, match="could not broadcast"):
         rings.put(0, records_of([(0, 0), (1, 1)]))
@@ -97,7 +97,7 @@ def test_more_records_than_a_ring_holds_are_refused() -> None:
 @pytest.mark.parametrize("expected", [[1], [1, 1, 1]])
 def test_a_count_is_needed_from_every_worker(expected: list[int]) -> None:
     with pytest.raises(ValueError, match="zip"):
-        RecordRings([2, 2], shared=False).take(expected, [0, 0])
+        TrajectoryRecords([2, 2], shared=False).take(expected, [0, 0])
 
 
 # ---- objects -----------------------------------------------------------------------------------

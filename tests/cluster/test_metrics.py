@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock import ConfigError
-from penstock.cluster import JsonLines, Metrics, Prometheus, RunState, TensorBoard
+from penstock.cluster import JsonLines, MetricsSink, Prometheus, RunState, TensorBoard
 from penstock.cluster.trainer_worker import _figures
 
 STATES = [
@@ -75,7 +75,7 @@ def test_prometheus_reads_the_newest_figures() -> None:
 
 @pytest.mark.parametrize(("make", "module"), [(TensorBoard, "tensorboard"), (Prometheus, "prometheus_client")])
 def test_a_missing_library_is_named_with_its_extra(
-    make: type[Metrics], module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make: type[MetricsSink], module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in [name for name in sys.modules if name.startswith(("torch.utils.tensorboard", module))]:
         monkeypatch.delitem(sys.modules, name)

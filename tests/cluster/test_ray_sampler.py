@@ -252,7 +252,7 @@ def test_calls_parameters_statistics_and_errors() -> None:
         with pytest.raises(SamplerStateError, match="on a RaySampler"):
             sampler.state_dict()
         with pytest.raises(SamplerStateError, match="on a RaySampler"):
-            sampler.replay(0, 0)
+            sampler.episode(0, 0)
         assert sampler.timeline().shape == (2, 21)
         assert sampler.n_workers == 2
         assert len(sampler.worker_pids) == 2

@@ -45,7 +45,7 @@ class Pool:
         self.orders[shard].append(command.itr)
         self.most = max(self.most, len(self.orders[shard]))
 
-    def answers(self, occasion: str) -> Iterator[tuple[Pending, Started | Reply]]:
+    def answers(self, during: str) -> Iterator[tuple[Pending, Started | Reply]]:
         shard = self.shards[next(self.choices) % len(self.shards)]
         if self.may_lose and next(self.choices) % 4 == 0:
             self.lost[shard] += len(self.orders[shard])
@@ -96,7 +96,7 @@ def test_replies_that_overtake_each_other_are_handed_over_in_order() -> None:
     shard.waiting = {0, 1, 2}
     comes = [(2, {0, 1}), (0, {1}), (1, set[int]())]  # the number of a reply, and what is missing then
 
-    def answers(occasion: str) -> Iterator[tuple[Pending, Reply]]:
+    def answers(during: str) -> Iterator[tuple[Pending, Reply]]:
         number, shard.waiting = comes.pop(0)
         yield Pending(shard, None, 7), Reply(number, {}, [], number)
 
@@ -119,7 +119,7 @@ def test_a_reply_after_a_lost_order_is_counted_and_collected_again() -> None:
         ({1}, Reply(0, {}, [], 2)),
     ]
 
-    def answers(occasion: str) -> Iterator[tuple[Pending, Started | Reply]]:
+    def answers(during: str) -> Iterator[tuple[Pending, Started | Reply]]:
         shard.waiting, answer = comes.pop(0)
         pool.orders[shard].clear()
         yield Pending(shard, None, 7), answer
@@ -136,7 +136,7 @@ def test_a_reply_waits_for_an_order_that_was_given_before_the_stream() -> None:
     stream: Any = Stream(pool, 1, None, itr=100)  # type: ignore[arg-type]
     comes = [(7, {0}, Reply(1, {}, [], 1)), (6, set[int](), Reply(0, {}, [], 1))]
 
-    def answers(occasion: str) -> Iterator[tuple[Pending, Reply]]:
+    def answers(during: str) -> Iterator[tuple[Pending, Reply]]:
         batch, shard.waiting, reply = comes.pop(0)
         yield Pending(shard, None, batch), reply
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from penstock import ConfigError, NoReplyError, RequestError
-from penstock.cluster import InferenceClient, InferenceServer, SampleConsumer, SampleProducer
+from penstock.cluster import InferenceClient, InferenceInbox, SampleConsumer, SampleProducer
 from penstock.cluster.messages import BadMessageError
 from penstock.cluster.name_table import NameClient, NameHost
 from penstock.cluster.parameters import ParameterClient, ParameterServer
@@ -215,7 +215,7 @@ def test_routings_are_checked() -> None:
 class Doubler(threading.Thread):
     """Answers with twice the numbers, its name, and a checksum of the version that it stamps on the answer."""
 
-    def __init__(self, server: InferenceServer, name: str) -> None:
+    def __init__(self, server: InferenceInbox, name: str) -> None:
         super().__init__(daemon=True)
         self.server, self.label, self.stop, self.sessions = server, name, False, Counter[str]()
         self.start()
@@ -232,7 +232,7 @@ class Doubler(threading.Thread):
 
 
 def test_every_question_has_its_own_answer(trial: Trial) -> None:
-    servers = [Doubler(InferenceServer(*trial.join(), "policy", f"p{i}"), f"p{i}") for i in range(2)]
+    servers = [Doubler(InferenceInbox(*trial.join(), "policy", f"p{i}"), f"p{i}") for i in range(2)]
     failures = []
 
     def ask(index: int) -> None:
@@ -256,13 +256,13 @@ def test_every_question_has_its_own_answer(trial: Trial) -> None:
 
 
 def test_a_client_moves_to_another_server_in_a_new_session(trial: Trial) -> None:
-    first = Doubler(InferenceServer(*trial.join(), "policy", "a"), "a")
+    first = Doubler(InferenceInbox(*trial.join(), "policy", "a"), "a")
     client = InferenceClient(*trial.join(), "policy", "actor/0")
     assert client.ask({"x": np.ones(1)})["by"] == "a"
     first.stop = True
     first.join()
     first.server.close()
-    second = Doubler(InferenceServer(*trial.join(), "policy", "b"), "b")
+    second = Doubler(InferenceInbox(*trial.join(), "policy", "b"), "b")
     assert client.ask({"x": np.ones(1)})["by"] == "b"
     second.stop = True
     second.join()
@@ -273,7 +273,7 @@ def test_a_client_moves_to_another_server_in_a_new_session(trial: Trial) -> None
 def test_a_server_that_was_lost_and_is_reached_again_gets_a_new_session() -> None:
     trial = Trial("local")
     try:
-        server = Doubler(InferenceServer(*trial.join(), "policy", "a"), "a")
+        server = Doubler(InferenceInbox(*trial.join(), "policy", "a"), "a")
         client = InferenceClient(*trial.join(), "policy", "actor/0")
         assert client.ask({"x": np.ones(1)})["version"] == 1
         (peer,) = client._servers.live()

@@ -288,7 +288,7 @@ def test_a_failure_is_repeated_as_the_failures_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (block,) = (block for block in blocks("docs/failures.md") if "replay.run()" in block)
+    (block,) = (block for block in blocks("docs/failures.md") if "episode.run()" in block)
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(block, "docs/failures.md", "exec"), names)
     assert re.match(r"episode \d+ of env_rank \d until its step \d+ \(worker \d", capsys.readouterr().out)

@@ -108,8 +108,8 @@ def test_a_collector_that_raises_here(where: str) -> None:
     kwargs: dict[str, Any] = {"eval_collector_cls": in_this_process(EvalCollector, fault)}
     if where == "training":
         kwargs = {"collector_cls": in_this_process(ResetCollector, fault, "collect_batch")}
-    occasion = r"\(itr=0\)" if where == "training" else r"\(evaluation, itr=0\)"
-    message = rf"worker 2 .*InjectedFault while beginning {occasion}: "
+    during = r"\(itr=0\)" if where == "training" else r"\(evaluation, itr=0\)"
+    message = rf"worker 2 .*InjectedFault while beginning {during}: "
     with sampler_of(**kwargs) as sampler, pytest.raises(WorkerError, match=message):
         run(sampler)
 

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.replays import ring as ring_module
 from penstock.replays.moving import move, of_one_writer
-from penstock.replays.position_draws import Places
+from penstock.replays.position_draws import DrawIndex
 from penstock.replays.replay_batches import Transitions
 from penstock.replays.ring import TRUNCATED, VALID, Ring, Shape
 from penstock.replays.windows import WindowReader
@@ -56,7 +56,7 @@ def _write_for_ever(ring: Ring, writer: int) -> None:
 def test_no_row_is_torn(n_kills: int) -> None:
     ring, context = make_ring(N_WRITERS), multiprocessing.get_context("fork")
     transitions = Transitions(ring, WindowReader(ring, 1, 1.0), None)
-    places, rng = Places(ring, transitions), np.random.default_rng(0)
+    places, rng = DrawIndex(ring, transitions), np.random.default_rng(0)
 
     def start(writer: int) -> Any:
         process = context.Process(target=_write_for_ever, args=(ring, writer), daemon=True)

@@ -24,7 +24,7 @@ from penstock import (
 )
 from penstock.envs import CountingEnv
 from penstock.samplers import metrics as module
-from penstock.samplers.metrics import Metrics
+from penstock.samplers.metrics import SamplerMetrics
 
 SAMPLERS = [
     SerialSampler,
@@ -88,7 +88,7 @@ def test_every_sampler_has_the_same_figures(cls: Any, tmp_path: Path) -> None:
 def test_rates_and_shares_are_those_since_the_call_before(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    metrics = Metrics(TrajInfo(), has_evaluation=False)
+    metrics = SamplerMetrics(TrajInfo(), has_evaluation=False)
     worker = WorkerStats(
         worker_rank=0,
         env_ranks=range(2),
@@ -123,7 +123,7 @@ def test_rates_and_shares_are_those_since_the_call_before(monkeypatch: pytest.Mo
 
 
 def test_the_newest_hundred_trajectories_of_training_count() -> None:
-    metrics = Metrics(TrajInfo(), has_evaluation=True)
+    metrics = SamplerMetrics(TrajInfo(), has_evaluation=True)
     stats = SamplerStats((WorkerStats(0, range(1), (), 0, 0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0),), 0)
     for first in (0, 150):
         metrics.training.extend(TrajInfo.from_records((0, 0, 1, float(i), 1, 0.0) for i in range(first, first + 150)))

@@ -35,7 +35,7 @@ class WorkerPool:
         assert self.done == [self.T] * len(self.done), "nobody waits for ever"
 
     def serve(self) -> bool:
-        if self.kept and self.policy.may_go(sorted(self.working)):
+        if self.kept and self.policy.may_reply(sorted(self.working)):
             self.answer(self.kept)
             self.kept = []
             return True
@@ -44,7 +44,7 @@ class WorkerPool:
             return False
         self.served.append(chosen)
         self.asking = [rank for rank in self.asking if rank not in chosen]
-        if self.policy.may_go(sorted(self.working)):
+        if self.policy.may_reply(sorted(self.working)):
             self.answer(chosen)
         else:
             assert not self.kept

@@ -296,7 +296,7 @@ def test_an_environment_that_does_not_repeat_its_episode_is_reseeded() -> None:
             return observation, float(reward) + Drifts.drift, *rest
 
     state, _ = saved(env_fn=Drifts, seed_episodes=True)
-    assert {column["kind"] for column in state["columns"].values()} == {"replay"}
+    assert {column["kind"] for column in state["columns"].values()} == {"repeat"}
     Drifts.drift = 1.0
     with started(make(Drifts, seed_episodes=True), RandomAgent()) as sampler:
         report = sampler.load_state_dict(state)
@@ -309,12 +309,12 @@ def test_a_failure_after_a_resume_is_replayed_from_the_start_of_its_episode() ->
     state, _ = saved(env_fn="Pendulum-v1", seed_episodes=True)
     with started(make("Pendulum-v1", seed_episodes=True), RandomAgent()) as sampler:
         sampler.load_state_dict(state)
-        with pytest.raises(SamplerStateError, match="replay was called before the first batch"):
-            sampler.replay(0, 0)
+        with pytest.raises(SamplerStateError, match="episode was called before the first batch"):
+            sampler.episode(0, 0)
         sampler.obtain_samples(0)
-        replay = sampler.replay(2, 3)
-        assert replay.step >= N * 9 + 3
-        env, action = replay.run()
+        episode = sampler.episode(2, 3)
+        assert episode.step >= N * 9 + 3
+        env, action = episode.run()
         assert np.float32(env.step(action)[1]) == sampler.samples_np.env.reward[3, 2]
         env.close()
 

@@ -28,16 +28,16 @@ def test_workers_that_were_killed_as_well_are_named_in_words() -> None:
 
 
 def test_a_breakpoint_in_a_worker_gets_a_hint() -> None:
-    text = failure_of(0, 1, bdb.BdbQuit()).told("itr=3")
+    text = failure_of(0, 1, bdb.BdbQuit()).describe("itr=3")
     assert re.search(
-        r"raised bdb\.BdbQuit while .* \(itr=3\): breakpoint\(\) needs a terminal.*SerialSampler.*replay", text
+        r"raised bdb\.BdbQuit while .* \(itr=3\): breakpoint\(\) needs a terminal.*SerialSampler.*episode", text
     )
 
 
 def test_an_exception_without_text_leaves_no_empty_end() -> None:
     assert (
         failure_of(0, 1, AssertionError())
-        .told("itr=3")
+        .describe("itr=3")
         .endswith("raised AssertionError while waiting for the next command (itr=3)")
     )
 

@@ -77,8 +77,8 @@ def test_with_zero_seconds_it_looks_once(compiled: bool) -> None:
     assert own["spin_for_arrivals"](*control.block, 2, 0.0, False) is False
     seen = own["look"](*control.block, 2)[-1]
 
-    def has_news(wants_all: bool) -> bool:
-        found = own["spin_for_requests"](*control.block, 2, seen, wants_all, control.quit_word, 0.0, False)
+    def has_news(needs_all_idle: bool) -> bool:
+        found = own["spin_for_requests"](*control.block, 2, seen, needs_all_idle, control.quit_word, 0.0, False)
         assert isinstance(found, bool)
         return found
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock import ConfigError, ParallelSampler
 from penstock.envs import CountingEnv
-from penstock.samplers.sampler_plan import Share, eval_max_T, make_plans
+from penstock.samplers.sampler_plan import EnvRange, eval_max_T, make_plans
 from penstock.workers.plan import Affinity, assign_cpus, split
 
 counts = st.integers(1, 200)
@@ -32,7 +32,7 @@ def test_env_ranks_are_unique_across_workers_and_machines(
             batch_B,
             eval_n_envs,
             cpus,
-            Share(
+            EnvRange(
                 first_env_rank=r * batch_B,
                 n_envs=7 * batch_B,
                 first_eval_env_rank=r * eval_n_envs,

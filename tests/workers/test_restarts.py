@@ -34,7 +34,7 @@ def test_the_quota_is_a_rate_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         now[0] = next(clock)
         assert restarts.refusal([failure()]) is None
-        restarts.note(failure().rank, failure().told("itr=7"), n_lost=2)
+        restarts.note(failure().rank, failure().describe("itr=7"), n_lost=2)
     refusal = restarts.refusal([failure()])
     assert refusal is not None
     assert refusal.startswith("max_restarts=3 in 60 s are used up, earlier:")

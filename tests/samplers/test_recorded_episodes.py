@@ -13,11 +13,11 @@ from penstock import (
     AlternatingSampler,
     AsyncSampler,
     ConfigError,
-    EpisodeReplay,
     GpuSampler,
     ParallelSampler,
     RandomAgent,
-    ReplayError,
+    RecordedEpisode,
+    RepeatError,
     Sampler,
     SamplerStateError,
     SerialSampler,
@@ -79,13 +79,13 @@ def test_any_step_of_the_last_batch_is_repeated(env_fn: Any, cls: type[Sampler],
             for t, b in zip(*np.nonzero(samples.env.valid), strict=True):
                 if rng.random() > 0.2:
                     continue
-                replay = sampler.replay(int(b), int(t))
-                env, action = replay.run()
+                episode = sampler.episode(int(b), int(t))
+                env, action = episode.run()
                 _, reward, terminated, truncated, _ = env.step(action)
                 env.close()
                 assert np.float32(reward) == samples.env.reward[t, b]
                 assert (terminated, truncated) == (samples.env.terminated[t, b], samples.env.truncated[t, b])
-                n_long += replay.step > t
+                n_long += episode.step > t
     assert n_long > 10, "episodes that began before this batch, some before the first"
 
 
@@ -137,13 +137,13 @@ def test_run_stops_before_the_step_that_failed(cls: type[Sampler], where: str, t
         make(Walk, cls, batch_T=5, max_decorrelation_steps=n, env_kwargs={"fails_at": 17}, crash_dir=tmp_path)
     )
     assert ("decorrelating" in str(error)) == (where == "decorrelation")
-    assert "error.replay.run() repeats episode" in str(error)
-    path = error.replay.path  # the worker of another environment may have failed too
+    assert "error.episode.run() repeats episode" in str(error)
+    path = error.episode.path  # the worker of another environment may have failed too
     assert path in str(error)
-    for replay in (error.replay, EpisodeReplay.load(path)):
-        assert replay.step == 17
-        assert f"until its step 17 (worker {replay.context.worker_rank}" in str(replay)
-        env, action = replay.run()
+    for episode in (error.episode, RecordedEpisode.load(path)):
+        assert episode.step == 17
+        assert f"until its step 17 (worker {episode.context.worker_rank}" in str(episode)
+        env, action = episode.run()
         assert env.count == 17
         with pytest.raises(ValueError, match="step 17 fails"):
             env.step(action)
@@ -151,10 +151,10 @@ def test_run_stops_before_the_step_that_failed(cls: type[Sampler], where: str, t
 
 def test_run_stops_before_a_reset_that_failed() -> None:
     error = failure(make(faulty_env(Walk, Fault("raise", at=4), "reset")))
-    env, action = error.replay.run()
+    env, action = error.episode.run()
     assert action is None
-    assert (error.replay.is_reset, error.replay.step, error.replay.episode) == (True, 0, 3)
-    env.reset(seed=error.replay.seed)
+    assert (error.episode.is_reset, error.episode.step, error.episode.episode) == (True, 0, 3)
+    env.reset(seed=error.episode.seed)
     assert env.unwrapped.count == 0
 
 
@@ -165,7 +165,7 @@ def test_data_that_do_not_fit_are_replayed_too() -> None:
             return (observation[:1] if self.count == 9 else observation), *rest
 
     error = failure(make(Wrong, max_decorrelation_steps=0))
-    env, action = error.replay.run()
+    env, action = error.episode.run()
     assert len(env.step(action)[0]) == 1
 
 
@@ -177,17 +177,17 @@ def test_every_later_call_raises_the_error_with_its_replay() -> None:
             sampler.obtain_samples(itr)
     with pytest.raises(WorkerError) as again:
         sampler.obtain_samples(99)
-    assert again.value.replay is caught.value.replay is not None
+    assert again.value.episode is caught.value.episode is not None
 
 
 def test_a_failure_outside_of_training_environments_has_no_replay() -> None:
-    assert failure(make(Walk), agent=FaultyAgent(RandomAgent(), Fault("raise", at=3))).replay is None
-    assert failure(make(Walk, env_kwargs={"fails_at": 17}, seed_episodes=False)).replay is None
+    assert failure(make(Walk), agent=FaultyAgent(RandomAgent(), Fault("raise", at=3))).episode is None
+    assert failure(make(Walk, env_kwargs={"fails_at": 17}, seed_episodes=False)).episode is None
     sampler = make(Walk, eval_n_envs=2, eval_env_kwargs={"fails_at": 3})
     with sampler, pytest.raises(WorkerError) as caught:
         sampler.initialize(RandomAgent())
         sampler.evaluate_agent(0)
-    assert caught.value.replay is None
+    assert caught.value.episode is None
 
 
 def test_a_file_that_cannot_be_written_does_not_hide_the_failure(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_failure(tmp_path: Path)
         (tmp_path / "crashes").rmdir()
         for itr in range(50):
             sampler.obtain_samples(itr)
-    assert caught.value.replay.step == 17
+    assert caught.value.episode.step == 17
 
 
 def test_a_replaced_worker_leaves_a_file(tmp_path: Path) -> None:
@@ -209,9 +209,9 @@ def test_a_replaced_worker_leaves_a_file(tmp_path: Path) -> None:
             sampler.obtain_samples(itr)
         assert sampler.stats().restarts == 1
         for env_rank in range(B):
-            sampler.replay(env_rank, 3).run()[0].close()  # the new worker's episodes can be repeated too
+            sampler.episode(env_rank, 3).run()[0].close()  # the new worker's episodes can be repeated too
     (path,) = folder.iterdir()
-    EpisodeReplay.load(path).run()[0].close()
+    RecordedEpisode.load(path).run()[0].close()
 
 
 # ---- what cannot be repeated ---------------------------------------------------------------
@@ -221,14 +221,14 @@ def test_an_environment_that_is_not_deterministic_is_named_with_its_first_step_t
     with make(Walk, env_kwargs={"noise": 1.0}, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)
-        with pytest.raises(ReplayError, match=r"of env_rank 2 differs .* of its 4 steps: the reward of step 0 is"):
-            sampler.replay(2, 4).run()
+        with pytest.raises(RepeatError, match=r"of env_rank 2 differs .* of its 4 steps: the reward of step 0 is"):
+            sampler.episode(2, 4).run()
     with make(CountingEnv, max_decorrelation_steps=0) as sampler:  # it counts episodes, so they are not alike
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)
-        sampler.replay(1, 4).run()
-        with pytest.raises(ReplayError, match=r"episode 1 of env_rank 1 differs .* observation before step 2 is"):
-            sampler.replay(1, 7).run()
+        sampler.episode(1, 4).run()
+        with pytest.raises(RepeatError, match=r"episode 1 of env_rank 1 differs .* observation before step 2 is"):
+            sampler.episode(1, 7).run()
 
 
 def test_a_step_that_raises_or_ends_too_early_is_named() -> None:
@@ -246,13 +246,13 @@ def test_a_step_that_raises_or_ends_too_early_is_named() -> None:
     with make(Other, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)
-        replay = sampler.replay(0, 4)
+        episode = sampler.episode(0, 4)
     Other.how = "raise"
-    with pytest.raises(ReplayError, match=r"of its 4 steps: step 2 raised KeyError"):
-        replay.run()
+    with pytest.raises(RepeatError, match=r"of its 4 steps: step 2 raised KeyError"):
+        episode.run()
     Other.how = "end"
-    with pytest.raises(ReplayError, match=r"of its 4 steps: it ends at step 1"):
-        replay.run()
+    with pytest.raises(RepeatError, match=r"of its 4 steps: it ends at step 1"):
+        episode.run()
 
 
 def test_an_episode_that_is_longer_than_the_log_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,9 +262,9 @@ def test_an_episode_that_is_longer_than_the_log_is_not_repeated(monkeypatch: pyt
         for itr in range(4):
             sampler.obtain_samples(itr)
             if itr == 0:
-                sampler.replay(0, T - 1).run()[0].close()
-        with pytest.raises(ReplayError, match=r"Of its 46 steps, the log no longer has the first 29"):
-            sampler.replay(0, 10).run()
+                sampler.episode(0, T - 1).run()[0].close()
+        with pytest.raises(RepeatError, match=r"Of its 46 steps, the log no longer has the first 29"):
+            sampler.episode(0, 10).run()
 
 
 def test_calls_and_arguments_that_cannot_work(tmp_path: Path) -> None:
@@ -280,31 +280,31 @@ def test_calls_and_arguments_that_cannot_work(tmp_path: Path) -> None:
     with make(seed_episodes=False) as sampler:
         sampler.initialize(RandomAgent())
         with pytest.raises(ConfigError, match="construct the sampler with seed_episodes=True"):
-            sampler.replay(0, 0)
+            sampler.episode(0, 0)
     with make(collector_cls=WaitResetCollector, batch_T=60) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         with pytest.raises(SamplerStateError, match="before the first batch"):
-            sampler.replay(0, 0)
+            sampler.episode(0, 0)
         sampler.obtain_samples(0)
         for env_rank, t in ((B, 0), (-1, 0), (0, 60)):
             with pytest.raises(ConfigError, match=r"must be (at most|an integer of at least)"):
-                sampler.replay(env_rank, t)
+                sampler.episode(env_rank, t)
         t, b = np.argwhere(~sampler.samples_np.env.valid)[0]
         with pytest.raises(ConfigError, match=f"env_rank {b} made no step at t={t}"):
-            sampler.replay(int(b), int(t))
+            sampler.episode(int(b), int(t))
     with make(cls=AsyncSampler) as sampler:
         sampler.initialize(RandomAgent())
         with pytest.raises(SamplerStateError, match="on an AsyncSampler"):
-            sampler.replay(0, 0)
+            sampler.episode(0, 0)
 
 
 def test_a_file_that_is_no_replay_and_a_factory_that_cannot_be_pickled(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(pickle.dumps(3))
-    with pytest.raises(ConfigError, match="does not contain an EpisodeReplay, but a int"):
-        EpisodeReplay.load(tmp_path / "other")
+    with pytest.raises(ConfigError, match="does not contain an RecordedEpisode, but a int"):
+        RecordedEpisode.load(tmp_path / "other")
     (tmp_path / "other").write_text("i am no pickle\n")
-    with pytest.raises(ConfigError, match="other cannot be read as an EpisodeReplay"):
-        EpisodeReplay.load(tmp_path / "other")
+    with pytest.raises(ConfigError, match="other cannot be read as an RecordedEpisode"):
+        RecordedEpisode.load(tmp_path / "other")
 
     class Unpicklable(Walk):
         def __reduce__(self) -> Any:
@@ -314,5 +314,5 @@ def test_a_file_that_is_no_replay_and_a_factory_that_cannot_be_pickled(tmp_path:
     with make(lambda: env) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)
-        with pytest.raises(ConfigError, match="the replay cannot be pickled"):
-            sampler.replay(0, 0).save(tmp_path / "replay")
+        with pytest.raises(ConfigError, match="the episode cannot be pickled"):
+            sampler.episode(0, 0).save(tmp_path / "episode")

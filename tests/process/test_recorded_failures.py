@@ -16,10 +16,10 @@ import pytest
 from penstock import (
     AlternatingSampler,
     AsyncSampler,
-    EpisodeReplay,
     GpuSampler,
     ParallelSampler,
     RandomAgent,
+    RecordedEpisode,
     SamplerBrokenError,
     SerialSampler,
     WaitResetCollector,
@@ -44,13 +44,13 @@ class Fragile(gym.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env_id: str, how: str, share: float, in_reset: bool = False) -> None:
         super().__init__(gym.make(env_id))
-        self.how, self.share, self.in_reset, self.tells = how, share, in_reset, False
+        self.how, self.env_range, self.in_reset, self.tells = how, share, in_reset, False
 
     def reset(self, **kwargs: Any) -> Any:
         result = self.env.reset(**kwargs)
         self.count, self.sum = 0, 0.0
         rng = np.random.default_rng(kwargs["seed"] or 0)
-        self.limit = float(rng.integers(1, 60)) if rng.random() < self.share else np.inf
+        self.limit = float(rng.integers(1, 60)) if rng.random() < self.env_range else np.inf
         if self.in_reset and self.limit < np.inf:
             self.fail()
         return result
@@ -79,13 +79,13 @@ class Fragile(gym.Wrapper[Any, Any, Any, Any]):
 
 FRESH = """
 import sys
-from penstock import EpisodeReplay
-replay = EpisodeReplay.load(sys.argv[1])
-env, action = replay.run()
+from penstock import RecordedEpisode
+episode = RecordedEpisode.load(sys.argv[1])
+env, action = episode.run()
 env.tells = True
 print("stopped before", env.count if action is not None else "reset", flush=True)
 try:
-    env.reset(seed=replay.seed) if action is None else env.step(action)
+    env.reset(seed=episode.seed) if action is None else env.step(action)
 except BaseException as error:
     print("raised", type(error).__name__, flush=True)
 """
@@ -140,14 +140,14 @@ def test_a_failure_is_the_same_in_a_fresh_process(i: int, tmp_path: Path) -> Non
         for itr in range(20_000):
             sampler.obtain_samples(itr)
     error = caught.value
-    assert error.replay is not None, str(error)
+    assert error.episode is not None, str(error)
     if how in EXCEPTIONS and how != "Unpicklable":
         assert type(error.__cause__).__name__ == how
-    found = next(path for path in tmp_path.iterdir() if str(path) == error.replay.path)
-    replay = EpisodeReplay.load(found)
+    found = next(path for path in tmp_path.iterdir() if str(path) == error.episode.path)
+    episode = RecordedEpisode.load(found)
     lines, code = outcome_in_a_fresh_process(found)
-    stop = "reset" if in_reset else replay.step
-    expected = [f"stopped before {stop}", f"step {0 if in_reset else replay.step}"]
+    stop = "reset" if in_reset else episode.step
+    expected = [f"stopped before {stop}", f"step {0 if in_reset else episode.step}"]
     if how in EXCEPTIONS:
         assert (lines, code) == ([*expected, f"raised {how}"], 0)
     else:

@@ -1,4 +1,4 @@
-"""An episode of one environment that can be repeated in any process, up to one step: see `EpisodeReplay`."""
+"""An episode of one environment that can be repeated in any process, up to one step: see `RecordedEpisode`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from penstock.buffers.named import map_leaves
 from penstock.buffers.reports import in_one_line
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.rows import action_splitter, arrays_like, write_cell
-from penstock.errors import ConfigError, ReplayError, brief
+from penstock.errors import ConfigError, RepeatError, brief
 
 
 @dataclass(frozen=True)
-class EpisodeReplay:
+class RecordedEpisode:
     """The beginning of an episode: how the environment was built and reset, and which actions it got.
 
     `run` repeats it in this process, and stops before one step, or before the reset if there are no actions. After a
-    failure (`error.replay`), this is the step or reset that failed. It works for environments whose episodes depend
+    failure (`error.episode`), this is the step or reset that failed. It works for environments whose episodes depend
     only on `env.reset(seed=...)` and the actions.
     """
 
@@ -40,7 +40,7 @@ class EpisodeReplay:
     rewards: npt.NDArray[np.float32]  #: `[n]`, of the n steps
     observation: Any = None  #: the recorded observation after the n steps; None if it is unknown
     n_missing: int = 0  #: how many steps at the start of the episode are not in `actions`: the log has no room for them
-    failure: str = ""  #: for a replay of a failure: what failed
+    failure: str = ""  #: if it ended with a failure: what failed
     path: str = ""  #: the file that holds a copy, or why there is none
 
     @property
@@ -59,12 +59,12 @@ class EpisodeReplay:
 
     def run(self) -> tuple[gym.Env[Any, Any], Any]:
         """Build the environment in this process and repeat the episode. Returns the environment and the action of the
-        next step, or None if the next call is `env.reset(seed=replay.seed)`. You close the environment.
+        next step, or None if the next call is `env.reset(seed=episode.seed)`. You close the environment.
 
-        Raises `ReplayError`, naming the step, as soon as the environment does not do what was recorded.
+        Raises `RepeatError`, naming the step, as soon as the environment does not do what was recorded.
         """
         if self.n_missing:
-            raise ReplayError(
+            raise RepeatError(
                 f"{self._name} cannot be repeated: it is too long. Of its {self.step} steps, the log no longer has the "
                 f"first {self.n_missing}"
             )
@@ -84,7 +84,7 @@ class EpisodeReplay:
         return next_action
 
     def _compare(self, env: gym.Env[Any, Any], observation: Any) -> None:
-        """Raise `ReplayError` unless `observation` is the recorded one."""
+        """Raise `RepeatError` unless `observation` is the recorded one."""
         row = map_leaves(lambda leaf: np.zeros((1, 1, *leaf.shape), leaf.dtype), self.observation)
         write_cell(arrays_like(env.observation_space, row), 0, 0, observation)
         recorded = map_leaves(lambda leaf: np.asarray(leaf)[None, None], self.observation)
@@ -112,9 +112,9 @@ class EpisodeReplay:
 
     @property
     def advice(self) -> str:
-        """For an error: how to use this replay."""
-        text = f"error.replay.run() repeats {self._name} in this process, until {self._stop}"
-        return f"{text}; a copy for EpisodeReplay.load: {self.path}" if self.path else text
+        """For an error: how to repeat this episode."""
+        text = f"error.episode.run() repeats {self._name} in this process, until {self._stop}"
+        return f"{text}; a copy for RecordedEpisode.load: {self.path}" if self.path else text
 
     # ---- files -----------------------------------------------------------------------------
 
@@ -124,24 +124,24 @@ class EpisodeReplay:
         try:
             pickled = cloudpickle.dumps(self)
         except Exception as error:  # pickling runs the user's code
-            raise ConfigError(f"the replay cannot be pickled: {in_one_line(error)}") from error
+            raise ConfigError(f"the episode cannot be pickled: {in_one_line(error)}") from error
         Path(path).write_bytes(pickled)
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> EpisodeReplay:
-        """Read a replay from a file. The file may contain code: load only your own. Raises `ConfigError` if it contains
-        something else, or cannot be read."""
+    def load(path: str | os.PathLike[str]) -> RecordedEpisode:
+        """Read an episode from a file. The file may contain code: load only your own. Raises `ConfigError` if it
+        contains something else, or cannot be read."""
         content = Path(path).read_bytes()
         try:
-            replay = pickle.loads(content)
+            episode = pickle.loads(content)
         except Exception as error:  # pickle raises many kinds for a file that it has not written
             problem = in_one_line(error)
             raise ConfigError(
-                f"{path} cannot be read as an EpisodeReplay that `save` has written: {problem}"
+                f"{path} cannot be read as an RecordedEpisode that `save` has written: {problem}"
             ) from error
-        if not isinstance(replay, EpisodeReplay):
-            raise ConfigError(f"{path} does not contain an EpisodeReplay, but a {type(replay).__name__}")
-        return replay
+        if not isinstance(episode, RecordedEpisode):
+            raise ConfigError(f"{path} does not contain a RecordedEpisode, but a {type(episode).__name__}")
+        return episode
 
 
 def follow(
@@ -149,7 +149,7 @@ def follow(
 ) -> Any:
     """Reset `env` and make the steps of a recorded episode. Returns the last observation.
 
-    Raises `ReplayError`, with the episode's `name` and the step, as soon as a reward differs, a call raises, or the
+    Raises `RepeatError`, with the episode's `name` and the step, as soon as a reward differs, a call raises, or the
     episode ends.
     """
     try:
@@ -170,8 +170,8 @@ def follow(
     return observation
 
 
-def _differs(name: str, n_steps: int, problem: str) -> ReplayError:
-    return ReplayError(
+def _differs(name: str, n_steps: int, problem: str) -> RepeatError:
+    return RepeatError(
         f"{name} differs from the recording of its {n_steps} steps: {problem}. The environment depends on something "
         "else than the seed of its reset and its actions"
     )

@@ -1,4 +1,4 @@
-"""Makes the `EpisodeReplay` of an environment from shared memory, when its worker fails or when a batch is complete."""
+"""Makes the `RecordedEpisode` of an environment from shared memory, when its worker fails or a batch is complete."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from penstock.buffers.episode_log import (
     EpisodeLog,
 )
 from penstock.buffers.named import map_leaves
-from penstock.envs.episode_replay import EpisodeReplay
 from penstock.envs.factory import EnvContext, EnvFactory
+from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
 from penstock.errors import ConfigError
 from penstock.samplers.sampler_memory import SamplerMemory
@@ -35,8 +35,8 @@ from penstock.workers.progress import Phase
 _IN_ENVIRONMENT = (Phase.STEPPING, Phase.RESETTING, Phase.DECORRELATING)
 
 
-class Replays:
-    """Makes the `EpisodeReplay` of a failure, or of any step of the last batch."""
+class RecordedEpisodes:
+    """Makes the `RecordedEpisode` of a failure, or of any step of the last batch."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class Replays:
 
     # ---- failures --------------------------------------------------------------------------
 
-    def of_failure(self, status: WorkerStatus) -> EpisodeReplay | None:
-        """The replay for a worker that has failed; `status` is its last one. None if it was not in a training
+    def of_failure(self, status: WorkerStatus) -> RecordedEpisode | None:
+        """The episode of a worker that has failed; `status` is its last one. None if it was not in a training
         environment, or if the memory has impossible values: a crash may write anywhere."""
         plan, progress, control = status.plan, status.progress, self._memory.control
         rank = plan.worker_rank
@@ -85,13 +85,13 @@ class Replays:
         found = self._make(plan, column, words[EPISODE], words[GENERATION], (start, row, position), slot)
         return self._saved(replace(found, failure=f"{status} failed while {status.doing}"))
 
-    def _saved(self, found: EpisodeReplay) -> EpisodeReplay:
+    def _saved(self, found: RecordedEpisode) -> RecordedEpisode:
         """`found`, after it has been written into the folder `crash_dir`, if there is one."""
         if self._crash_dir is None:
             return found
         name = f"env_rank_{found.context.env_rank}-episode_{found.episode}-step_{found.step}"
         self._n_saved += 1
-        path = self._crash_dir / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self._n_saved}.replay"
+        path = self._crash_dir / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self._n_saved}.episode"
         found = replace(found, path=os.fspath(path))
         try:
             found.save(path)
@@ -101,8 +101,8 @@ class Replays:
 
     # ---- any step --------------------------------------------------------------------------
 
-    def at(self, plan: WorkerPlan, env_rank: int, t: int, slot: int) -> EpisodeReplay:
-        """The replay until step t of the last batch, which is complete and is in `slot`. Raises `ConfigError` if the
+    def at(self, plan: WorkerPlan, env_rank: int, t: int, slot: int) -> RecordedEpisode:
+        """The episode until step t of the last batch, which is complete and is in `slot`. Raises `ConfigError` if the
         environment waited for a reset at that step."""
         column = plan.columns[plan.env_ranks.index(env_rank)]
         arrays, words = self._slot(slot), self._log.words(column)
@@ -128,8 +128,8 @@ class Replays:
         positions: tuple[int, int, int],
         slot: int,
         t: int | None = None,
-    ) -> EpisodeReplay:
-        """The replay of an episode. `positions` are `start`, where the episode began, `row`, before which the replay
+    ) -> RecordedEpisode:
+        """The episode. `positions` are `start`, where the episode began, `row`, before which the repetition
         stops, and `stop`: positions below it are in the log, the others are in the slot."""
         start, row, stop = positions
         kept = max(start, stop - self._log.n_rows)
@@ -143,7 +143,7 @@ class Replays:
         has_observation = t is not None and row >= start
         env_rank = plan.env_ranks[plan.columns.index(column)]
         seed_when_built = ColumnStreams(self._seed, range(env_rank, env_rank + 1), plan.generation)
-        return EpisodeReplay(
+        return RecordedEpisode(
             factory=self._factories[column],
             context=EnvContext(env_rank, plan.worker_rank, seed_when_built.env_seeds(Purpose.TRAIN)[0], Purpose.TRAIN),
             episode=episode,
