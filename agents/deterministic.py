@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.agents.agent import AgentStep, Space
-from penstock.agents.box_actions import BoxActions
+from penstock.agents.distributions import BoxActions
 from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_array
 from penstock.agents.noise import ColumnNoise, OrnsteinUhlenbeck

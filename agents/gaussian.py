@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from penstock.agents.agent import Space
-from penstock.agents.box_actions import BoxActions
-from penstock.agents.distributions import gaussian_log_prob
+from penstock.agents.distributions import BoxActions, gaussian_log_prob
 from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead

@@ -10,8 +10,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.agents.agent import AgentStep, Space
-from penstock.agents.box_actions import BoxActions
-from penstock.agents.distributions import gaussian_log_prob, tanh_log_slope
+from penstock.agents.distributions import BoxActions, gaussian_log_prob, tanh_log_slope
 from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_array, output_tuple
 from penstock.agents.noise import ColumnNoise

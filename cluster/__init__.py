@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.cluster.actor_worker import ActorWorker
-    from penstock.cluster.experiment import Actors, Experiment, Policies, Run, RunState, Training
+    from penstock.cluster.experiment import Actors, Experiment, Policies, Run, Training
     from penstock.cluster.keys import Connection
-    from penstock.cluster.metric_sinks import JsonLines, MetricsSink, Prometheus, TensorBoard
+    from penstock.cluster.metric_sinks import JsonLines, MetricsSink, Prometheus, RunState, TensorBoard
     from penstock.cluster.panel import ControlPanel, Response
     from penstock.cluster.pieces import Batch
     from penstock.cluster.policy_worker import AgentPlan, PolicyWorker
@@ -89,7 +89,7 @@ _PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
     "RpcClient": ("remote", _SOCKETS),
     "RpcServer": ("remote", _SOCKETS),
     "Run": ("experiment", ()),
-    "RunState": ("experiment", ()),
+    "RunState": ("metric_sinks", ()),
     "SampleConsumer": ("streams", ()),
     "SampleProducer": ("streams", ()),
     "ShardStats": ("ray_sampler", _RAY),

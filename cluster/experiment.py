@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.agents import Agent
 from penstock.arguments import integer, seconds
 from penstock.cluster.actor_worker import ActorWorker
-from penstock.cluster.metric_sinks import JsonLines, MetricsSink
+from penstock.cluster.metric_sinks import JsonLines, MetricsSink, RunState
 from penstock.cluster.panel import ControlPanel
 from penstock.cluster.policy_worker import AgentPlan, PolicyWorker
 from penstock.cluster.statuses import Status
@@ -78,20 +78,6 @@ class Training:
     checkpoint: str | Path | None = None
     save_every: int = 10
     resources: Mapping[str, float] | None = None
-
-
-@dataclass(frozen=True)
-class RunState:
-    """A run at one moment: the trainer's version, seconds since the start, and the figures of each worker."""
-
-    version: int
-    seconds: float
-    workers: Mapping[str, Mapping[str, Any]] = field(repr=False)
-
-    @property
-    def trainer(self) -> Mapping[str, Any]:
-        """The trainer's figures: what its last `step` has returned, and `version`, `stale`, `largest_staleness`."""
-        return self.workers.get("trainer/0", {})
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,19 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from penstock.cluster.experiment import RunState
+
+@dataclass(frozen=True)
+class RunState:
+    """A run at one moment: the trainer's version, seconds since the start, and the figures of each worker."""
+
+    version: int
+    seconds: float
+    workers: Mapping[str, Mapping[str, Any]] = field(repr=False)
+
+    @property
+    def trainer(self) -> Mapping[str, Any]:
+        """The trainer's figures: what its last `step` has returned, and `version`, `stale`, `largest_staleness`."""
+        return self.workers.get("trainer/0", {})
 
 
 class MetricsSink(ABC):

@@ -9,8 +9,7 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 from penstock.cluster.names import Names
-from penstock.cluster.peer import Peer
-from penstock.cluster.wire import Inbox, Letter, Wire
+from penstock.cluster.wire import Inbox, Letter, Peer, Wire
 from penstock.errors import NameTableError, NoReplyError, PeerLostError, RequestError
 
 INBOX = "names"

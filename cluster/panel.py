@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 from penstock.arguments import integer, seconds
 from penstock.cluster.launched import LaunchedThread, load_worker, snake
 from penstock.cluster.name_table import NameClient
-from penstock.cluster.peer import Peer
 from penstock.cluster.statuses import Status
 from penstock.cluster.trial_wires import Launched, OpenTrial, WireName, open_trial
-from penstock.cluster.wire import Wire
+from penstock.cluster.wire import Peer, Wire
 from penstock.cluster.worker import Connection, Worker
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError
 

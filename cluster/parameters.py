@@ -7,9 +7,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from penstock.cluster.name_table import NameClient
-from penstock.cluster.peer import Peer
 from penstock.cluster.streams import offer, withdraw
-from penstock.cluster.wire import Letter, Wire
+from penstock.cluster.wire import Letter, Peer, Wire
 from penstock.errors import ClusterError, PeerLostError
 
 _FOR_EVER = 1e9  # seconds

@@ -35,7 +35,7 @@ from penstock.samplers.results import Trajectories
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.workers import sigint
 from penstock.workers.control import Command
-from penstock.workers.restarts import Restarts
+from penstock.workers.failures import Restarts
 
 _log = logging.getLogger("penstock")
 

@@ -25,11 +25,11 @@ from penstock.envs import EnvFn
 from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.asynchronous import AsyncSampler
+from penstock.samplers.config import SamplerState
 from penstock.samplers.parallel import ParallelSampler
 from penstock.samplers.results import as_traj_infos
 from penstock.samplers.sampler import Sampler
 from penstock.samplers.sampler_plan import EnvRange
-from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import SamplerStats, WorkerStats
 from penstock.workers.plan import Affinity, split
 

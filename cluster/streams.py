@@ -13,8 +13,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 from penstock.arguments import integer
 from penstock.cluster.name_table import NameClient
-from penstock.cluster.peer import Peer
-from penstock.cluster.wire import Inbox, Letter, Wire
+from penstock.cluster.wire import Inbox, Letter, Peer, Wire
 from penstock.errors import ClusterError, ConfigError, NoReplyError, PeerLostError
 
 Routing = Literal["any", "all", "one"]

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.cluster.messages import plain_copy
-from penstock.cluster.transport import TICK_SECONDS, Header, Transport
-from penstock.cluster.wire import Wire
+from penstock.cluster.wire import TICK_SECONDS, Header, Transport, Wire
 
 _log = logging.getLogger("penstock")
 

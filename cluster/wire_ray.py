@@ -17,8 +17,7 @@ import ray
 from ray import exceptions as ray_errors
 
 from penstock.cluster import messages
-from penstock.cluster.transport import TICK_SECONDS, Header, Transport
-from penstock.cluster.wire import Wire
+from penstock.cluster.wire import TICK_SECONDS, Header, Transport, Wire
 
 _log = logging.getLogger("penstock")
 

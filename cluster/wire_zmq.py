@@ -22,8 +22,7 @@ from zmq.utils import z85
 from penstock.arguments import integer
 from penstock.cluster import messages
 from penstock.cluster.keys import Connection
-from penstock.cluster.transport import TICK_SECONDS, Header, Transport
-from penstock.cluster.wire import Wire
+from penstock.cluster.wire import TICK_SECONDS, Header, Transport, Wire
 from penstock.errors import ConfigError
 from penstock.workers import sigint
 

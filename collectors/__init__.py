@@ -9,11 +9,10 @@ from penstock.collectors.eval_collector import (
     EvalCollector,
     EvalCollectorParts,
 )
-from penstock.collectors.reset import ResetCollector
+from penstock.collectors.reset import ResetCollector, WaitResetCollector
 from penstock.collectors.tracking import Tracker, make_tracker
 from penstock.collectors.traj_info import TrajInfo
 from penstock.collectors.vector import VectorEnvCollector
-from penstock.collectors.wait_reset import WaitResetCollector
 
 __all__ = [
     "BaseEvalCollector",

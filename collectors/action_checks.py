@@ -7,20 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.action_masks import ActionMask
 from penstock.buffers.named import NamedArrays, as_named
 from penstock.buffers.tree import tree_leaves
 from penstock.envs.rows import ColumnError, as_dtype, dtype_error
 from penstock.errors import SpaceError, brief
-
-if TYPE_CHECKING:
-    from penstock.collectors.env_batch import EnvBatch
 
 
 @dataclass(frozen=True)
@@ -73,28 +69,6 @@ def _fitting(row: npt.NDArray[Any], action: Any, name: str) -> npt.NDArray[Any]:
     if fitting is None:
         raise dtype_error(name, array, row.dtype, "that of the action space", "convert it in the agent")
     return fitting
-
-
-def require_legal_actions(mask: ActionMask, observation: Any, envs: EnvBatch) -> None:
-    """Raise `SpaceError` with the env_rank if `observation` `[B, ...]` allows no action in a column that is not
-    parked."""
-    for column in np.flatnonzero(mask.has_none(observation)).tolist():
-        if column not in envs.parked:
-            raise no_legal_action(envs, column)
-
-
-def require_flags(mask: ActionMask, observation: Any, envs: EnvBatch) -> None:
-    """Raise `SpaceError` with the env_rank if a mask in `observation` `[B, ...]` has other numbers than 0 and 1."""
-    for column in np.flatnonzero(mask.has_others(observation)).tolist():
-        if column not in envs.parked:
-            problem = "must be 1 where an action is legal and 0 elsewhere, but has other numbers"
-            raise envs.with_env_rank(column, ColumnError(column, "the action mask", problem))
-
-
-def no_legal_action(envs: EnvBatch, column: int) -> SpaceError:
-    """The error for a mask without a legal action."""
-    problem = "allows no action, but the episode has not ended: end the episode, or allow an action"
-    return envs.with_env_rank(column, ColumnError(column, "the action mask", problem))
 
 
 # ---- optional ----------------------------------------------------------------------------------

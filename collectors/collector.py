@@ -15,17 +15,17 @@ from penstock.buffers.named import map_leaves
 from penstock.buffers.native import put_row
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step
-from penstock.collectors.action_checks import require_flags, require_legal_actions, write_action
+from penstock.collectors.action_checks import write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.decorrelation import decorrelate
-from penstock.collectors.env_batch import EnvBatch
+from penstock.collectors.env_batch import EnvBatch, require_flags, require_legal_actions
 from penstock.collectors.episode_ends import EpisodeEndRecorder
 from penstock.collectors.episodes import EpisodeRecorder
 from penstock.collectors.tracking import Tracker
 from penstock.envs.infos import InfoWriter
 from penstock.envs.rows import ColumnError, arrays_like
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.workers.progress import Phase, Progress
+from penstock.workers.control import Phase, Progress
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,12 @@ from penstock.collectors.env_batch import NO_CHECKS, EnvBatch, EpisodeEndHook
 from penstock.collectors.episodes import EpisodeRecorder
 from penstock.collectors.tracking import StepHook, snapshot
 from penstock.envs.checks import checked_step, require_info, require_number
+from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation
 from penstock.envs.examples import example_of
-from penstock.envs.into import cells_of, step_into_of, with_observation
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
 from penstock.envs.video import recorded
-from penstock.envs.wrappers import flat_step_of
 from penstock.errors import SpaceError, brief
-from penstock.workers.progress import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Progress
+from penstock.workers.control import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Progress
 
 _IS_RESETTING = Progress.IS_RESETTING  # a local name is read faster
 

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from penstock.agents.action_masks import ActionMask
 from penstock.agents.space_draws import draw
-from penstock.collectors.action_checks import no_legal_action
 from penstock.collectors.columns import EnvColumns
+from penstock.collectors.env_batch import no_legal_action
 from penstock.collectors.tracking import Tracker, snapshot
-from penstock.workers.progress import Phase
+from penstock.workers.control import Phase
 
 
 def decorrelate(

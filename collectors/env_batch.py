@@ -8,12 +8,13 @@ from typing import Any, Protocol
 import gymnasium as gym
 import numpy as np
 
+from penstock.agents.action_masks import ActionMask
 from penstock.buffers.tree import map_tree
 from penstock.collectors.action_checks import Checks, check_row
 from penstock.collectors.tracking import StepHook
 from penstock.envs.rows import ColumnError, arrays_like, write_cell
 from penstock.errors import SpaceError
-from penstock.workers.progress import Phase, Progress
+from penstock.workers.control import Phase, Progress
 
 #: Called when column b's episode ends: (b, final observation, reward, terminated, truncated). Returns the observation
 #: that column b has next.
@@ -115,3 +116,25 @@ class EnvBatch(Protocol):
         """`error` with the column's env_rank, which is also written into the progress row."""
         self.progress.at_env(self.env_ranks[column])
         return error.with_env_rank(self.env_ranks[column])
+
+
+def require_legal_actions(mask: ActionMask, observation: Any, envs: EnvBatch) -> None:
+    """Raise `SpaceError` with the env_rank if `observation` `[B, ...]` allows no action in a column that is not
+    parked."""
+    for column in np.flatnonzero(mask.has_none(observation)).tolist():
+        if column not in envs.parked:
+            raise no_legal_action(envs, column)
+
+
+def require_flags(mask: ActionMask, observation: Any, envs: EnvBatch) -> None:
+    """Raise `SpaceError` with the env_rank if a mask in `observation` `[B, ...]` has other numbers than 0 and 1."""
+    for column in np.flatnonzero(mask.has_others(observation)).tolist():
+        if column not in envs.parked:
+            problem = "must be 1 where an action is legal and 0 elsewhere, but has other numbers"
+            raise envs.with_env_rank(column, ColumnError(column, "the action mask", problem))
+
+
+def no_legal_action(envs: EnvBatch, column: int) -> SpaceError:
+    """The error for a mask without a legal action."""
+    problem = "allows no action, but the episode has not ended: end the episode, or allow an action"
+    return envs.with_env_rank(column, ColumnError(column, "the action mask", problem))

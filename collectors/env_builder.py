@@ -8,7 +8,7 @@ import gymnasium as gym
 
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.errors import SpaceError
-from penstock.workers.progress import Phase, Progress
+from penstock.workers.control import Phase, Progress
 
 
 class EnvBuilder:

@@ -17,7 +17,7 @@ from penstock.buffers.episode_log import (
 )
 from penstock.buffers.named import map_leaves
 from penstock.envs.seeding import ColumnStreams, episode_seed
-from penstock.workers.progress import Progress, T
+from penstock.workers.control import Progress, T
 
 
 class EpisodeRecorder:

@@ -13,12 +13,12 @@ from penstock.agents.action_masks import mask_of
 from penstock.agents.agent import Agent
 from penstock.buffers.named import map_leaves
 from penstock.collectors.acting import AgentInfoWriter, as_agent_step
-from penstock.collectors.action_checks import require_legal_actions, write_action
-from penstock.collectors.env_batch import EnvBatch
+from penstock.collectors.action_checks import write_action
+from penstock.collectors.env_batch import EnvBatch, require_legal_actions
 from penstock.collectors.tracking import Tracker
 from penstock.envs.rows import ColumnError, arrays_like
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.workers.progress import Phase, Progress
+from penstock.workers.control import Phase, Progress
 
 _CHUNK = 128  # finished trajectories are sent after this many rows
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from penstock.agents.agent import Agent, AgentStep
 from penstock.buffers.named import NamedArrays
-from penstock.workers.progress import URGENT, Progress
+from penstock.workers.control import URGENT, Progress
 
 
 class Request(enum.IntEnum):

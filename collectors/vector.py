@@ -19,12 +19,12 @@ from penstock.collectors.episode_ends import EpisodeEnds
 from penstock.collectors.reset import ResetCollector
 from penstock.collectors.tracking import StepHook, snapshot
 from penstock.envs.checks import require_info, step_values
+from penstock.envs.direct_steps import step_into_of, with_observation
 from penstock.envs.examples import example_of
 from penstock.envs.infos import InfoWriter, element, info_of
-from penstock.envs.into import step_into_of, with_observation
 from penstock.envs.rows import ColumnError, arrays_like, as_dtype, write_row
 from penstock.errors import ConfigError, SpaceError
-from penstock.workers.progress import Phase, Progress
+from penstock.workers.control import Phase, Progress
 
 _log = logging.getLogger("penstock")
 

@@ -137,7 +137,7 @@ class RecordedEpisode:
         except Exception as error:  # pickle raises many kinds for a file that it has not written
             problem = in_one_line(error)
             raise ConfigError(
-                f"{path} cannot be read as an RecordedEpisode that `save` has written: {problem}"
+                f"{path} cannot be read as a RecordedEpisode that `save` has written: {problem}"
             ) from error
         if not isinstance(episode, RecordedEpisode):
             raise ConfigError(f"{path} does not contain a RecordedEpisode, but a {type(episode).__name__}")

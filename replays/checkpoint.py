@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from penstock.buffers import NamedArrays
 from penstock.errors import ConfigError
-from penstock.replays.moving import of_one_writer
+from penstock.replays.replay_batches import of_one_writer
 from penstock.replays.ring import NOWHERE, Ring, Shape
 
 _INDEX, _FORMAT = "replay.json", 2

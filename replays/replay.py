@@ -17,11 +17,10 @@ from penstock.errors import ConfigError, SamplerStateError, brief
 from penstock.replays.appending import Appender, shape_of
 from penstock.replays.checkpoint import read_index, read_priorities, read_steps, saved_shape, write_checkpoint
 from penstock.replays.estimate import Estimate
-from penstock.replays.moving import move
 from penstock.replays.options import Frames, Prioritized, Sequences, require_count, require_number
 from penstock.replays.position_draws import DrawIndex, UniformDraw
 from penstock.replays.priorities import PriorityDraw
-from penstock.replays.replay_batches import ReplayBatch, SequenceBatch, SequenceReader, Transitions
+from penstock.replays.replay_batches import ReplayBatch, SequenceBatch, SequenceReader, Transitions, move
 from penstock.replays.ring import Ring, Shape
 from penstock.replays.sum_tree import SumTree
 from penstock.replays.windows import Positions, WindowReader

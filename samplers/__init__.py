@@ -6,11 +6,11 @@ processes and gates behind them are in `workers/`: `control.py`, `gates.py`, `pr
 
 from penstock.samplers.asynchronous import AsyncSampler
 from penstock.samplers.central import AlternatingSampler, GpuSampler
+from penstock.samplers.config import SamplerState
 from penstock.samplers.parallel import ParallelSampler
 from penstock.samplers.restoring import ResumeReport
 from penstock.samplers.sampler import Sampler
 from penstock.samplers.serial import SerialSampler
-from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import LagStats, SamplerStats, ServerStats, WorkerStats
 from penstock.workers.plan import Affinity
 

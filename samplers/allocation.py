@@ -39,11 +39,10 @@ from penstock.envs.rows import arrays_like, write_row
 from penstock.errors import ConfigError, PenstockError, SpaceError
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.recorded_episodes import RecordedEpisodes
-from penstock.samplers.sampler_memory import SamplerMemory
+from penstock.samplers.sampler_memory import SamplerMemory, StepBuffer
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, eval_max_T
 from penstock.samplers.sampler_program import SamplerProgram, WorkerFactories
 from penstock.samplers.stats import ServerTotals
-from penstock.samplers.step_buffer import StepBuffer
 from penstock.workers.control import ControlBlock
 
 _DRY_RUN_COLUMNS = 2  # the agent is tried on more than one column, so that a lost dimension shows

@@ -19,11 +19,10 @@ from penstock.collectors.request_client import RemoteAgent
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation
-from penstock.samplers.inference_server import InferenceServer, ServerOptions
+from penstock.samplers.inference_server import InferenceServer, ServerOptions, ServerProgram
 from penstock.samplers.parallel import ParallelSampler, pool_options
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, make_plans
-from penstock.samplers.server_program import ServerProgram
 from penstock.samplers.stats import ServerStats
 from penstock.workers.affinity import cpus_to_fill, idle_cpus, threads_here, usable_cpus
 from penstock.workers.plan import Affinity, PoolOptions

@@ -27,7 +27,7 @@ from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
 from penstock.envs.state import is_same, load_env, prove, save_env
 from penstock.errors import ConfigError, RepeatError, brief
 from penstock.samplers.sampler_plan import SamplerPlan
-from penstock.workers.progress import Phase
+from penstock.workers.control import Phase
 
 #: How an environment continues: "get_state", "pickle" and "repeat" are exact.
 RESEEDED = "reseeded"

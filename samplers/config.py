@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -16,11 +17,25 @@ from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, Res
 from penstock.envs import EnvFn, InfoWanted
 from penstock.envs.examples import checked_spaces
 from penstock.errors import ConfigError, brief
+from penstock.workers.failures import ON_WORKER_FAILURE, OnWorkerFailure
 from penstock.workers.launcher import START_METHODS, StartMethod
-from penstock.workers.restarts import ON_WORKER_FAILURE, OnWorkerFailure
 
 if TYPE_CHECKING:
     from typing_extensions import Required
+
+
+class SamplerState(enum.Enum):
+    """The state of a sampler. The value names the calls that are expected next."""
+
+    CREATED = "initialize"
+    READY = "start_samples, obtain_samples, evaluate_agent, or a call on the environments"
+    SAMPLING = "wait_samples, which returns the batch that has been started"
+    RUNNING = "obtain_samples, poll_samples, evaluate_agent, a call on the environments, hold, or pause"
+    STREAMING = "the next piece of stream, or the end of its loop"
+    PAUSED = "resume, evaluate_agent, or a call on the environments"
+    BROKEN = "shutdown"
+    CLOSED = "none"
+
 
 #: The bounds of every number that is always given.
 _BOUNDS = {

@@ -13,7 +13,7 @@ from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.collectors.acting import AgentInfoWriter, as_agent_step
 from penstock.collectors.action_checks import write_action
 from penstock.envs.rows import ColumnError
-from penstock.samplers.step_buffer import StepBuffer
+from penstock.samplers.sampler_memory import StepBuffer
 
 
 class InferenceBatch:

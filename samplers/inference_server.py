@@ -21,16 +21,15 @@ from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SamplerBrokenError, WorkerError
 from penstock.samplers.inference_batch import InferenceBatch
 from penstock.samplers.readiness import LockStep, Readiness
-from penstock.samplers.sampler_memory import SamplerMemory
+from penstock.samplers.sampler_memory import SamplerMemory, StepBuffer
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
 from penstock.samplers.sampler_program import SamplerProgram
-from penstock.samplers.step_buffer import StepBuffer
 from penstock.workers import sigint
-from penstock.workers.control import Command
+from penstock.workers.affinity import avoid_cpus
+from penstock.workers.control import FOR_ANY, Command, Phase, StopCollecting
 from penstock.workers.failures import raised
-from penstock.workers.native_waits import look, spin_for_requests
-from penstock.workers.progress import FOR_ANY, Phase
-from penstock.workers.spinning import SpinTime, is_crowded
+from penstock.workers.program import WorkerContext
+from penstock.workers.spinning import SpinTime, is_crowded, look, spin_for_requests
 
 _SERVE_SECONDS = 0.1  # how long `serve` runs at most: its caller notices deaths, and other processes its heartbeat
 
@@ -382,3 +381,54 @@ def _rngs(seed: int, plan: SamplerPlan, purpose: Purpose, *key: int) -> list[np.
     """The random streams of one worker's columns."""
     env_ranks = plan.eval_env_ranks if purpose is Purpose.EVAL_ACTION else plan.env_ranks
     return ColumnStreams(seed, env_ranks, plan.generation).rngs(purpose, *key)
+
+
+@dataclass
+class ServerProgram:
+    """The `WorkerProgram` of an inference server."""
+
+    options: ServerOptions
+
+    data_name = "env_fn"  # unused: a server has no data of its own
+
+    def pickled_parts(self) -> dict[str, Any]:
+        """The options of the server, by the names of the user's arguments."""
+        names = {"compile_options": "compile_model"}
+        return {names.get(name, name): value for name, value in vars(self.options).items()}
+
+    def build(self, context: WorkerContext) -> None:
+        """Build the server."""
+        assert context.gate is not None
+        assert context.wakers is not None
+        self._context, self._control, self._gate = context, context.memory.control, context.gate
+        self._wake = context.wakers.wake
+        self._poll_ms = max(1, round(self.options.heartbeat_seconds * 1000))
+        self._worker_cpus = {cpu for plan in self.options.plans for cpu in plan.cpus}
+        self._server = InferenceServer(self.options, context.memory)
+
+    def idle(self) -> None:
+        """There is nothing to do between two commands."""
+
+    def run(self, command: Command) -> None:
+        """Reply to requests until every worker has arrived at barrier_out."""
+        if command.is_call:
+            return
+        server, progress = self._server, self._context.progress
+        server.begin(command, progress.arrived + 1)  # all gates are opened equally often
+        if command.version:
+            self._gate.wake_main()  # `sync_shared_memory` may wait until the parameters are loaded
+        with avoid_cpus(self._worker_cpus):
+            while not server.all_have_arrived:
+                if self._control.quit:
+                    raise StopCollecting
+                try:
+                    server.serve(self._wake)
+                except WorkerError as error:
+                    # The agent's own exception: the main process adds who raised it and when, as for every worker.
+                    raise (error.__cause__ or error) from None
+                progress.enter(Phase.SERVING)  # a heartbeat: a server without requests does not hang
+                self._gate.sleep(lambda: server.has_work or server.all_have_arrived, self._poll_ms, server.wake_for)
+
+    def close(self) -> None:
+        """Close the server."""
+        self._server.close()

@@ -28,9 +28,9 @@ from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
 from penstock.errors import ConfigError
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.sampler_plan import SamplerPlan
+from penstock.workers.control import Phase
 from penstock.workers.failures import WorkerStatus
 from penstock.workers.plan import WorkerPlan
-from penstock.workers.progress import Phase
 
 _IN_ENVIRONMENT = (Phase.STEPPING, Phase.RESETTING, Phase.DECORRELATING)
 

@@ -31,13 +31,19 @@ from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, InitArguments, allocate
 from penstock.samplers.batches import Batches
 from penstock.samplers.column_states import RESEEDED, LoadMessage, SaveMessage, StateMessage, untrusted_class
-from penstock.samplers.config import SamplerConfig
-from penstock.samplers.evaluation import EVAL_POLL_SECONDS, stop_if_enough, video_message, warn_if_unfinished
+from penstock.samplers.config import SamplerConfig, SamplerState
 from penstock.samplers.metrics import SamplerMetrics
 from penstock.samplers.restoring import FORMAT, ResumeReport, check_state, checksum, load_server_agent, reasons
-from penstock.samplers.results import answers_to, infos_from_messages, infos_of
+from penstock.samplers.results import (
+    EVAL_POLL_SECONDS,
+    answers_to,
+    infos_from_messages,
+    infos_of,
+    stop_if_enough,
+    video_message,
+    warn_if_unfinished,
+)
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
-from penstock.samplers.states import SamplerState
 from penstock.samplers.stats import SamplerStats, describe, worker_stats
 from penstock.workers import sigint
 from penstock.workers.call_guard import CallGuard

@@ -32,9 +32,8 @@ from penstock.samplers.column_states import StateMessage, WorkerParts
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, episodes_per_env
-from penstock.workers.control import Command
+from penstock.workers.control import Command, Phase
 from penstock.workers.program import WorkerContext
-from penstock.workers.progress import Phase
 
 #: The data of one worker: the factories of its training environments, and of its evaluation environments.
 WorkerFactories = tuple[Sequence[EnvFactory], Sequence[EnvFactory]]

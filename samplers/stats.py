@@ -11,8 +11,8 @@ import numpy as np
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.workers.control import ControlBlock
+from penstock.workers.failures import Restarts
 from penstock.workers.plan import WorkerPlan
-from penstock.workers.restarts import Restarts
 
 if TYPE_CHECKING:
     from penstock.workers.pool import Pool

@@ -1,5 +1,6 @@
 """How penstock installs: one top-level package, from a wheel, an sdist or a checkout, with and without links."""
 
+import ast
 import os
 import re
 import shutil
@@ -195,3 +196,24 @@ def test_the_version_is_the_same_everywhere() -> None:
 def test_the_installed_package_is_what_is_tested() -> None:
     top_level = Path(penstock.__file__).parent.parent
     assert not any((top_level / room / "__init__.py").exists() for room in ROOMS)
+
+
+def test_no_room_has_a_circle_of_imports_and_no_two_files_have_one_name() -> None:
+    """Imports inside functions do not count: two are needed, since zmq or Stable-Baselines3 may be missing."""
+    root = Path(penstock.__file__).parent
+    imports: dict[str, set[str]] = {}
+    for path in root.glob("*/*.py"):
+        if path.stem.startswith("__"):
+            continue
+        room = f"penstock.{path.parent.name}."
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        blocks = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.If))]
+        nodes = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
+        imports[room + path.stem] = {node.module for node in nodes if node.module and node.module.startswith(room)}
+    assert len(imports) > 100
+    names = [module.rpartition(".")[2] for module in imports]
+    assert sorted(names) == sorted(set(names))
+    while free := {module for module, needed in imports.items() if not needed & imports.keys()}:
+        for module in free:
+            del imports[module]
+    assert not imports

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import platform
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 from penstock.buffers import native
@@ -16,6 +18,43 @@ from penstock.ports import lease_port
 from penstock.workers.affinity import cpu_quota, cpus_to_fill, usable_cpus
 from penstock.workers.cpu_claims import CpuClaims
 from penstock.workers.plan import Affinity
+
+
+def describe_machine() -> dict[str, str]:
+    """Facts by name, ready to print."""
+    # Here, because every worker imports this module, and this one is large.
+    from importlib.metadata import PackageNotFoundError, version
+
+    def found(name: str) -> str:
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            return f"{name} not installed"
+
+    cpus = usable_cpus()
+    packages = ("numpy", "torch", "gymnasium", "cloudpickle", "psutil", "fasteners", "threadpoolctl")
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": ", ".join(map(found, packages)),
+        "usable CPUs": f"{len(cpus)} ({', '.join(map(str, cpus))})" if cpus else "unknown: workers are not pinned",
+        "free memory": f"{free_memory() / 2**20:,.0f} MiB",
+        "start methods": ", ".join(multiprocessing.get_all_start_methods()),
+        "shared memory": _which(lambda: os.memfd_create("penstock"), "anonymous (memfd)", "a temporary file"),
+        "wake-ups": _which(lambda: os.eventfd(0), "eventfd", "pipe"),
+        "compiled part": "in use" if native.COMPILED else f"not in use ({native.WHY_NOT_COMPILED})",
+        "death of a process": _which(lambda: os.pidfd_open(os.getpid()), "pidfd", "sentinel"),
+    }
+
+
+def _which(open_one: Callable[[], int], preferred: str, fallback: str) -> str:
+    """`preferred` if the system opens such a descriptor, and otherwise `fallback` with the reason."""
+    try:
+        os.close(open_one())
+    except (AttributeError, OSError) as error:
+        return f"{fallback} ({error})"
+    return preferred
+
 
 _FEW_DESCRIPTORS = 1024
 _LITTLE_MEMORY = 2**30

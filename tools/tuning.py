@@ -20,7 +20,7 @@ from penstock.errors import ConfigError
 from penstock.samplers.central import count_alternating
 from penstock.samplers.parallel import PRELOAD
 from penstock.tools.candidate import Candidate, CandidateProcess, Policy, Task, Turn
-from penstock.tools.machine import describe_machine
+from penstock.tools.doctor import describe_machine
 from penstock.workers import sigint
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
 from penstock.workers.launcher import START_METHODS, Launcher, StartMethod

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.vector.env import ShmVectorEnv
 from penstock.vector.making import make_vec
-from penstock.vector.tiling import tile
+from penstock.vector.remote_calls import tile
 
 if TYPE_CHECKING:
     from penstock.vector.sb3 import Sb3VecEnv

@@ -19,7 +19,6 @@ from penstock.envs.factory import EnvFactory, build_example_env, close_example_e
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.vector.exchange import Ids, batch_infos
-from penstock.vector.order import State, VectorGuard
 from penstock.vector.remote_calls import CallsOnEnvs
 from penstock.vector.step_program import ResetMessage, VectorProgram
 from penstock.vector.vector_arguments import (
@@ -37,13 +36,13 @@ from penstock.vector.vector_arguments import (
     refuse_unknown,
     split_mask,
 )
-from penstock.vector.vector_pool import VectorPool
+from penstock.vector.vector_pool import State, VectorGuard, VectorPool
 from penstock.workers.cpu_claims import CpuClaims
+from penstock.workers.failures import OnWorkerFailure
 from penstock.workers.launcher import StartMethod
 from penstock.workers.limits import naming_descriptor_limit
 from penstock.workers.marking import marked
 from penstock.workers.plan import Affinity
-from penstock.workers.restarts import OnWorkerFailure
 
 if TYPE_CHECKING:
     from typing_extensions import Self

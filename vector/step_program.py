@@ -21,17 +21,15 @@ from penstock.buffers.reports import in_one_line
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.envs.calls import EnvCall, perform, pickled
 from penstock.envs.checks import StepValues, checked_step, require_info
+from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation
 from penstock.envs.factory import EnvContext
-from penstock.envs.into import cells_of, step_into_of, with_observation
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_cell, write_row
 from penstock.envs.seeding import Purpose
-from penstock.envs.wrappers import flat_step_of
 from penstock.errors import ConfigError, SpaceError, brief
 from penstock.vector.objects import ObjectParts, shared_part
 from penstock.vector.step_memory import VectorMemory, copy_rows
-from penstock.workers.control import Command
+from penstock.workers.control import Command, Phase, Progress
 from penstock.workers.program import WorkerContext
-from penstock.workers.progress import Phase, Progress
 
 RESTARTED = "worker_restarted"  #: in the info of a step that a worker's replacement truncated
 

@@ -16,9 +16,9 @@ from penstock.errors import ConfigError, brief
 from penstock.vector.exchange import Ids
 from penstock.workers.affinity import usable_cpus
 from penstock.workers.cpu_claims import CpuClaims
+from penstock.workers.failures import ON_WORKER_FAILURE, OnWorkerFailure
 from penstock.workers.launcher import START_METHODS, StartMethod
 from penstock.workers.plan import Affinity, PoolOptions, WorkerPlan, split
-from penstock.workers.restarts import ON_WORKER_FAILURE, OnWorkerFailure
 
 Options = dict[str, Any] | None
 #: What builds the environments. A single id is refused: it is a sequence of texts too, so `list[str]` is named.

@@ -4,11 +4,10 @@ Read in this order: `control.py` (the shared words), `gates.py` (barrier_in and 
 a worker), `pool.py` and `monitor.py` (what the main process does).
 """
 
-from penstock.workers.control import Command, ControlBlock
+from penstock.workers.control import Command, ControlBlock, Phase, Progress, StopCollecting
 from penstock.workers.plan import Affinity, PoolOptions, WorkerPlan
 from penstock.workers.pool import WorkerPool
 from penstock.workers.program import WorkerContext, WorkerProgram
-from penstock.workers.progress import Phase, Progress, StopCollecting
 
 __all__ = [
     "Affinity",

@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <time.h>
 
-/* The words of a progress row, as in progress.py. native.py compares them at import. */
+/* The words of a progress row, as in control.py. spinning.py compares them at import. */
 enum { ARRIVED = 5, REQUESTED = 13, ROW_WORDS = 16, KIND_BITS = 2, URGENT = 2, REPLIED = 0 };
 #define LAYOUT "ARRIVED:5 REQUESTED:13 ROW_WORDS:16 KIND_BITS:2 URGENT:2 REPLIED:0"
 enum { KIND = (1 << KIND_BITS) - 1 };

@@ -31,10 +31,8 @@ from typing import Any
 
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.ordering import HAS_FULL_FENCE, fence, full_fence
-from penstock.workers.control import Command, ControlBlock
-from penstock.workers.native_waits import must_wake, spin_for_word
-from penstock.workers.progress import ASLEEP, AWAKE, FOR_ANY, Phase, Progress
-from penstock.workers.spinning import SpinTime
+from penstock.workers.control import ASLEEP, AWAKE, FOR_ANY, Command, ControlBlock, Phase, Progress
+from penstock.workers.spinning import SpinTime, must_wake, spin_for_word
 
 _POLL_MS = 1000
 

@@ -10,11 +10,11 @@ from typing import Any
 from penstock.buffers.object_pipe import ObjectMessage
 from penstock.buffers.reports import in_one_line
 from penstock.errors import WorkerError
+from penstock.workers.control import Phase
 from penstock.workers.failures import WorkerStatus, raised
 from penstock.workers.marking import marked
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.program import SharedMemory, WorkerContext, WorkerProgram
-from penstock.workers.progress import Phase
 
 
 class InPlaceWorker:

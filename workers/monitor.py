@@ -14,15 +14,13 @@ from typing import Any
 from penstock.buffers.ordering import fence, full_fence
 from penstock.buffers.reports import ReportBoard
 from penstock.workers import sigint
-from penstock.workers.control import ControlBlock
+from penstock.workers.control import AWAKE, FOR_ANY, ControlBlock, Phase, ProgressSnapshot
 from penstock.workers.failures import WorkerFailure, WorkerStatus
 from penstock.workers.gates import clear
 from penstock.workers.handle import WorkerHandle
-from penstock.workers.native_waits import spin, spin_for_arrivals
 from penstock.workers.plan import PoolOptions
 from penstock.workers.program import RequestServer
-from penstock.workers.progress import AWAKE, FOR_ANY, Phase, ProgressSnapshot
-from penstock.workers.spinning import SpinTime
+from penstock.workers.spinning import SpinTime, spin, spin_for_arrivals
 
 _log = logging.getLogger("penstock")
 

@@ -17,8 +17,8 @@ from penstock.buffers.reports import ReportBoard
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError, WorkerError, WorkerTimeoutError
 from penstock.workers import sigint
 from penstock.workers.affinity import avoid_cpus
-from penstock.workers.control import Command
-from penstock.workers.failures import WorkerFailure, WorkerStatus, add_killed, examine_exits, make_error
+from penstock.workers.control import URGENT, Command, Phase, StopCollecting
+from penstock.workers.failures import Restarts, WorkerFailure, WorkerStatus, add_killed, examine_exits, make_error
 from penstock.workers.gates import Gate, GateWakers, notify
 from penstock.workers.handle import WorkerHandle
 from penstock.workers.in_place import InPlaceWorker
@@ -28,8 +28,6 @@ from penstock.workers.monitor import POLL_SECONDS, Monitor
 from penstock.workers.plan import PoolOptions, WorkerPlan
 from penstock.workers.process import worker_main
 from penstock.workers.program import RequestServer, SharedMemory, WorkerProcessArgs, WorkerProgram
-from penstock.workers.progress import URGENT, Phase, StopCollecting
-from penstock.workers.restarts import Restarts
 from penstock.workers.spinning import is_crowded
 from penstock.workers.stacks import StackFile
 

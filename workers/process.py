@@ -14,8 +14,8 @@ from typing import Any
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.shared import shared_mappings
 from penstock.workers.affinity import limit_threads, pin
+from penstock.workers.control import Phase, StopCollecting
 from penstock.workers.program import WorkerProcessArgs, WorkerProgram
-from penstock.workers.progress import Phase, StopCollecting
 
 _log = logging.getLogger("penstock")
 

@@ -12,10 +12,9 @@ from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.object_pipe import ObjectMessage, ObjectPipe
 from penstock.buffers.reports import ReportBoard
 from penstock.errors import SamplerBrokenError
-from penstock.workers.control import Command, ControlBlock
+from penstock.workers.control import Command, ControlBlock, Progress
 from penstock.workers.gates import Gate, GateWakers
 from penstock.workers.plan import WorkerPlan
-from penstock.workers.progress import Progress
 from penstock.workers.stacks import StackFile
 
 

@@ -1,8 +1,150 @@
-"""How long a process spins before it sleeps. Its recent waits decide."""
+"""Spinning: how long a process spins before it sleeps, and the waits, compiled or in Python."""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from penstock.buffers.ordering import full_fence
 from penstock.workers.affinity import usable_cpus
+from penstock.workers.control import ARRIVED, KIND_BITS, REPLIED, REQUESTED, ROW_WORDS, URGENT
+
+_KIND = (1 << KIND_BITS) - 1
+
+#: What `look` returns: the ranks with an urgent request, with another request, and that are not idle; the number of
+#: each worker's last request; and the fingerprint, a number that changes with each arrival and each request.
+Look = tuple[list[int], list[int], list[int], list[int], int]
+
+# If there are more processes than CPUs, a process that spins may hold the CPU that the other one needs. If it yields,
+# two processes on one CPU take turns in 1 to 2 µs, faster than a wake-up.
+yield_cpu: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+
+
+def spin(is_met: Callable[[], bool], seconds: float) -> bool:
+    """Wait at most `seconds` until `is_met` returns True; returns whether it has."""
+    deadline = time.monotonic() + seconds
+    while not is_met():
+        if time.monotonic() >= deadline:
+            return False
+        yield_cpu()
+    return True
+
+
+def _spin_for_word(word: Any, value: int, stop: Any, seconds: float, yields: bool) -> bool:
+    return spin(lambda: word[0] >= value or stop[0] != 0, seconds)
+
+
+def _has_arrived(rows: Any, opened: Any, rank: int) -> bool:
+    return bool(rows[rank, ARRIVED] == opened[rank])
+
+
+def _open_kind(rows: Any, replied: Any, rank: int) -> int:
+    """The kind of this worker's open request; 0 if it has none."""
+    word: int = rows[rank, REQUESTED]
+    return 0 if word >> KIND_BITS == replied[rank, REPLIED] else word & _KIND
+
+
+def _is_urgent_or_all_idle(rows: Any, opened: Any, replied: Any, n_workers: int) -> bool:
+    kinds = [_open_kind(rows, replied, rank) for rank in range(n_workers)]
+    return URGENT in kinds or all(kind or _has_arrived(rows, opened, rank) for rank, kind in enumerate(kinds))
+
+
+def _fingerprint(rows: Any, n_workers: int) -> int:
+    return hash(tuple((rows[rank, ARRIVED], rows[rank, REQUESTED]) for rank in range(n_workers)))
+
+
+def _spin_for_arrivals(rows: Any, opened: Any, replied: Any, n_workers: int, seconds: float, yields: bool) -> bool:
+    return spin(lambda: all(_has_arrived(rows, opened, rank) for rank in range(n_workers)), seconds)
+
+
+def _spin_for_requests(
+    rows: Any,
+    opened: Any,
+    replied: Any,
+    n_workers: int,
+    fingerprint: int,
+    needs_all_idle: bool,
+    stop: Any,
+    seconds: float,
+    yields: bool,
+) -> bool:
+    def is_met() -> bool:
+        if stop[0]:
+            return True
+        if needs_all_idle and not _is_urgent_or_all_idle(rows, opened, replied, n_workers):
+            return False
+        return _fingerprint(rows, n_workers) != fingerprint
+
+    return spin(is_met, seconds)
+
+
+def _must_wake(rows: Any, opened: Any, replied: Any, sleeper: Any) -> bool:
+    full_fence()
+    word: int = sleeper[0]
+    return word < 0 or (word > 0 and _is_urgent_or_all_idle(rows, opened, replied, word))
+
+
+def _look(rows: Any, opened: Any, replied: Any, n_workers: int) -> Look:
+    fingerprint = _fingerprint(rows, n_workers)  # first: what comes during the look changes the next one
+    urgent, ordinary, busy, numbers = list[int](), list[int](), list[int](), list[int]()
+    for rank in range(n_workers):
+        numbers.append(rows[rank, REQUESTED] >> KIND_BITS)
+        kind = _open_kind(rows, replied, rank)
+        if kind:
+            (urgent if kind == URGENT else ordinary).append(rank)
+        elif not _has_arrived(rows, opened, rank):
+            busy.append(rank)
+    return urgent, ordinary, busy, numbers, fingerprint
+
+
+#: `spin_for_word(word, value, stop, seconds, yields)`: until `word[0] >= value` or `stop[0] != 0`.
+spin_for_word: Callable[[Any, int, Any, float, bool], bool]
+#: `spin_for_arrivals(rows, opened, replied, n_workers, seconds, yields)`: until the first `n_workers` have arrived.
+spin_for_arrivals: Callable[[Any, Any, Any, int, float, bool], bool]
+#: `spin_for_requests(rows, opened, replied, n_workers, fingerprint, needs_all_idle, stop, seconds, yields)`: until a
+#: request or an arrival has changed the `fingerprint`, or until `stop[0] != 0`. With `needs_all_idle`, all workers must
+#: be idle too, or one must have an urgent request.
+spin_for_requests: Callable[[Any, Any, Any, int, int, bool, Any, float, bool], bool]
+#: `must_wake(rows, opened, replied, sleeper)`: whether the process whose sleeping word is `sleeper[0]` must be woken,
+#: after something was published. Contains a full fence. See `AWAKE` in progress.py.
+must_wake: Callable[[Any, Any, Any, Any], bool]
+#: `look(rows, opened, replied, n_workers)`: what the first `n_workers` do, in one pass.
+look: Callable[[Any, Any, Any, int], Look]
+
+#: The functions that are used if nothing is compiled.
+PYTHON: dict[str, Callable[..., Any]] = {
+    "spin_for_word": _spin_for_word,
+    "spin_for_arrivals": _spin_for_arrivals,
+    "spin_for_requests": _spin_for_requests,
+    "must_wake": _must_wake,
+    "look": _look,
+}
+
+_LAYOUT = (
+    f"ARRIVED:{ARRIVED} REQUESTED:{REQUESTED} ROW_WORDS:{ROW_WORDS} KIND_BITS:{KIND_BITS} URGENT:{URGENT} "
+    f"REPLIED:{REPLIED}"
+)
+
+try:
+    from penstock.workers import _native
+
+    if _native.LAYOUT != _LAYOUT:
+        raise ImportError("the compiled part was built for another layout of progress rows: build it again")
+except ImportError:  # no C compiler, an older build, or a checkout that was never built
+    spin_for_word, spin_for_arrivals, spin_for_requests, must_wake, look = PYTHON.values()
+    COMPILED = False
+else:
+    spin_for_word, spin_for_arrivals, spin_for_requests = (
+        _native.spin_for_word,
+        _native.spin_for_arrivals,
+        _native.spin_for_requests,
+    )
+    must_wake, look = _native.must_wake, _native.look
+    #: Whether the compiled functions are in use.
+    COMPILED = True
+
 
 #: The longest time. A wake-up takes 20 to 50 µs, and much longer where other programs run.
 SPIN_SECONDS = 1e-3

@@ -12,8 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from penstock import PenstockError, TuneReport, __version__, tune
-from penstock.tools.doctor import advice
-from penstock.tools.machine import describe_machine
+from penstock.tools.doctor import advice, describe_machine
 
 _INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
 

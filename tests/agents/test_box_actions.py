@@ -9,7 +9,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from penstock.agents.box_actions import BoxActions
+from penstock.agents.distributions import BoxActions
 from penstock.errors import SpaceError
 
 HALF = spaces.Box(np.array([-1, -np.inf, 0, -np.inf], np.float32), np.array([3, 2, np.inf, np.inf], np.float32))

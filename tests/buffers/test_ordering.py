@@ -14,7 +14,7 @@ from penstock.agents import shared_parameters
 from penstock.buffers import native, ordering
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
-from penstock.workers import control, gates, monitor, progress
+from penstock.workers import control, gates, monitor
 from penstock.workers.control import Command, ControlBlock
 
 
@@ -66,7 +66,7 @@ def test_what_a_worker_writes_is_there_before_it_arrives_or_requests(monkeypatch
     block = ControlBlock(1, 1, shared=False)
     row = block.progress(0)
     recorder = Recorder(lambda: (row.arrived, block.last_request(0)[0]))
-    monkeypatch.setattr(progress, "fence", recorder)
+    monkeypatch.setattr(control, "fence", recorder)
     row.arrived = 1
     row.request(1)
     assert recorder.seen == [(0, 0), (1, 0)]

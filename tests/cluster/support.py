@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from penstock.cluster import peer
-from penstock.cluster.transport import Header
-from penstock.cluster.wire import Wire
+from penstock.cluster import wire as wires
+from penstock.cluster.wire import Header, Wire
 from penstock.cluster.wire_local import LocalHub
 
 #: The wires as parameters of a test.
@@ -93,9 +92,9 @@ class Wires:
     def __init__(self, make: str) -> None:
         self.make, self._open = make, list[Wire]()
         self.hub = FaultyHub() if make == "faulty" else LocalHub()
-        self._probes = peer._FIRST_PROBE, peer._LAST_PROBE
+        self._probes = wires._FIRST_PROBE, wires._LAST_PROBE
         if make == "faulty":  # so many packets are lost that the usual times would take minutes
-            peer._FIRST_PROBE = peer._LAST_PROBE = 0.05
+            wires._FIRST_PROBE = wires._LAST_PROBE = 0.05
         if make == "zmq":
             from penstock.cluster.keys import Connection
 
@@ -116,7 +115,7 @@ class Wires:
         return wire
 
     def close(self) -> None:
-        peer._FIRST_PROBE, peer._LAST_PROBE = self._probes
+        wires._FIRST_PROBE, wires._LAST_PROBE = self._probes
         for wire in self._open:
             wire.close()
         if isinstance(self.hub, FaultyHub):

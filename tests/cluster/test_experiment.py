@@ -43,10 +43,10 @@ from penstock.cluster import (
     Training,
     Worker,
 )
+from penstock.cluster.actor_worker import StreamAgent
 from penstock.cluster.launched import LaunchedThread
 from penstock.cluster.name_table import NameClient
 from penstock.cluster.pieces import batch_of
-from penstock.cluster.stream_agent import StreamAgent
 
 from ..scale import scaled
 from .support import MAKES, need, wait_until

@@ -23,8 +23,12 @@ from penstock import ConfigError, PeerLostError  # noqa: E402
 from penstock.cluster import ControlPanel  # noqa: E402
 from penstock.cluster.keys import Connection  # noqa: E402
 from penstock.cluster.messages import BadMessageError, decode, encode  # noqa: E402
-from penstock.cluster.transport import ASK, PROBE, REPLY  # noqa: E402
-from penstock.cluster.wire import Wire  # noqa: E402
+from penstock.cluster.wire import (  # noqa: E402
+    ASK,
+    PROBE,
+    REPLY,
+    Wire,
+)
 from penstock.cluster.wire_zmq import to_frames  # noqa: E402
 
 from ..scale import scaled  # noqa: E402

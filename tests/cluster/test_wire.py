@@ -16,8 +16,7 @@ import pytest
 from penstock import ClusterError, NoReplyError, PeerLostError, RequestError
 from penstock.cluster import messages
 from penstock.cluster.messages import BadMessageError
-from penstock.cluster.peer import Peer
-from penstock.cluster.wire import Inbox, Letter, Wire
+from penstock.cluster.wire import Inbox, Letter, Peer, Wire
 
 from ..scale import scaled
 from .support import MAKES, FaultyHub, Wires, need, wait_until

@@ -28,7 +28,7 @@ from penstock import (
     WorkerError,
 )
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv, SameStep
-from penstock.envs.into import cells_of, step_into_of
+from penstock.envs.direct_steps import cells_of, step_into_of
 
 
 class Nested(NestedEnv):

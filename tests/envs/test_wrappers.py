@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.buffers.native import COMPILED
-from penstock.envs import CountingEnv, wrappers
-from penstock.envs.wrappers import flat_step_of
+from penstock.envs import CountingEnv, direct_steps
+from penstock.envs.direct_steps import flat_step_of
 
 from ..scale import scaled
 
@@ -255,7 +255,7 @@ def step(self, action):
 @pytest.mark.parametrize(("cls", "name"), CODE)
 def test_this_release_of_gymnasium_is_known_and_has_the_same_code(cls: Any, name: str) -> None:
     """`make floors` runs this with the lowest release. If it fails for a new one, compare its code with `flat_step`."""
-    assert wrappers._are_known()
+    assert direct_steps._are_known()
     if cls is PassiveEnvChecker and not hasattr(PassiveEnvChecker(CountingEnv()), "checked_data_reuse"):
         return
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(getattr(cls, name)))).body

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from penstock.replays import ring as ring_module
-from penstock.replays.moving import move, of_one_writer
 from penstock.replays.position_draws import DrawIndex
-from penstock.replays.replay_batches import Transitions
+from penstock.replays.replay_batches import Transitions, move, of_one_writer
 from penstock.replays.ring import TRUNCATED, VALID, Ring, Shape
 from penstock.replays.windows import WindowReader
 

@@ -13,7 +13,7 @@ from gymnasium.wrappers import OrderEnforcing, TimeLimit
 from penstock import ConfigError, GpuSampler, ParallelSampler, RandomAgent, SerialSampler, WorkerError
 from penstock.buffers.native import COMPILED
 from penstock.envs import CountingEnv
-from penstock.envs.wrappers import flat_step_of
+from penstock.envs.direct_steps import flat_step_of
 
 IDS: list[tuple[str, dict[str, Any]]] = [
     ("CartPole-v1", {}),

@@ -298,12 +298,12 @@ def test_calls_and_arguments_that_cannot_work(tmp_path: Path) -> None:
             sampler.episode(0, 0)
 
 
-def test_a_file_that_is_no_replay_and_a_factory_that_cannot_be_pickled(tmp_path: Path) -> None:
+def test_a_file_that_is_no_episode_and_a_factory_that_cannot_be_pickled(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(pickle.dumps(3))
-    with pytest.raises(ConfigError, match="does not contain an RecordedEpisode, but a int"):
+    with pytest.raises(ConfigError, match="does not contain a RecordedEpisode, but a int"):
         RecordedEpisode.load(tmp_path / "other")
     (tmp_path / "other").write_text("i am no pickle\n")
-    with pytest.raises(ConfigError, match="other cannot be read as an RecordedEpisode"):
+    with pytest.raises(ConfigError, match="other cannot be read as a RecordedEpisode"):
         RecordedEpisode.load(tmp_path / "other")
 
     class Unpicklable(Walk):

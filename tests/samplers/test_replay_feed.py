@@ -26,6 +26,7 @@ from penstock import (
 )
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.replays import Frames, Prioritized, Ratio, Replay, Sequences
+from penstock.samplers import asynchronous
 
 from .async_support import VersionAgent
 
@@ -271,9 +272,8 @@ def test_all_trajectories_arrive_once() -> None:
 
 
 def test_old_trajectories_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.samplers import feeding
 
-    monkeypatch.setattr(feeding, "_MOST_INFOS", 10)
+    monkeypatch.setattr(asynchronous, "_MOST_INFOS", 10)
     replay = Replay(B * 80, seed=0)
     with started(replay, ratio=Ratio(1, min_steps=B * 40)) as sampler:
         replay.sample(40)

@@ -15,7 +15,7 @@ from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec
 from penstock.collectors.request_client import RemoteAgent, Request
 from penstock.envs import CountingEnv, NestedEnv, example_of, observation_example
 from penstock.samplers.inference_batch import InferenceBatch
-from penstock.samplers.step_buffer import StepBuffer
+from penstock.samplers.sampler_memory import StepBuffer
 from penstock.workers.control import ControlBlock
 from penstock.workers.plan import split
 

@@ -15,7 +15,7 @@ import pytest
 import penstock
 from penstock.errors import PortLeaseError
 from penstock.tools import doctor
-from penstock.tools.machine import describe_machine
+from penstock.tools.doctor import describe_machine
 
 
 def refuse(*_: Any) -> Any:

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import SamplerStateError
-from penstock.workers import progress as progress_module
-from penstock.workers.control import Command, ControlBlock
-from penstock.workers.progress import Phase, StopCollecting
+from penstock.workers import control as progress_module
+from penstock.workers.control import Command, ControlBlock, Phase, StopCollecting
 
 from ..children import exit_code_of
 

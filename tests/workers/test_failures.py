@@ -7,9 +7,9 @@ import re
 
 from penstock.buffers.reports import Report, in_one_line
 from penstock.errors import SamplerBrokenError
+from penstock.workers.control import Phase, ProgressSnapshot
 from penstock.workers.failures import WorkerFailure, WorkerStatus, add_killed, describe_exit
 from penstock.workers.plan import WorkerPlan
-from penstock.workers.progress import Phase, ProgressSnapshot
 
 
 def failure_of(rank: int, exitcode: int | None = -9, error: BaseException | None = None) -> WorkerFailure:

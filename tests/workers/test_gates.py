@@ -8,9 +8,8 @@ import pytest
 
 from penstock.buffers.ordering import full_fence
 from penstock.workers import gates
-from penstock.workers.control import Command, ControlBlock
+from penstock.workers.control import AWAKE, FOR_ANY, Command, ControlBlock
 from penstock.workers.gates import Gate, WakeUp
-from penstock.workers.progress import AWAKE, FOR_ANY
 
 
 @pytest.fixture(params=["eventfd", "pipe"])

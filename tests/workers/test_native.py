@@ -1,4 +1,4 @@
-"""The looks and waits of `workers/native_waits.py`, compiled and in Python: the same answers."""
+"""The looks and waits of `workers/spinning.py`, compiled and in Python: the same answers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.workers import native_waits as native
-from penstock.workers.control import ControlBlock
-from penstock.workers.progress import ARRIVED, FOR_ANY, KIND_BITS, REQUESTED, URGENT
+from penstock.workers import spinning as native
+from penstock.workers.control import ARRIVED, FOR_ANY, KIND_BITS, REQUESTED, URGENT, ControlBlock
 
 BOTH = [pytest.param(False, id="python")]
 if native.COMPILED:

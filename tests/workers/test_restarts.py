@@ -7,11 +7,10 @@ import pytest
 
 from penstock.buffers.reports import Report
 from penstock.errors import SpaceError
-from penstock.workers import restarts as module
+from penstock.workers import failures as module
 from penstock.workers.control import ControlBlock
-from penstock.workers.failures import WorkerFailure, WorkerStatus
+from penstock.workers.failures import Restarts, WorkerFailure, WorkerStatus
 from penstock.workers.plan import WorkerPlan
-from penstock.workers.restarts import Restarts
 
 PLANS = [WorkerPlan(worker_rank=rank, columns=own, env_ranks=own) for rank, own in enumerate((range(2), range(2, 4)))]
 
