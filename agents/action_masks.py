@@ -72,10 +72,7 @@ class ActionMask:
             raise _wrong_key(key)
         part: Any = space
         for name in self._path:
-            if isinstance(part, spaces.Tuple):
-                inner = {f"_{i}": sub for i, sub in enumerate(part)}
-            else:
-                inner = {str(k): sub for k, sub in part.items()} if isinstance(part, spaces.Dict) else {}
+            inner = {str(field): sub for field, sub in (fields_of(part) or {}).items()}
             if name not in inner:
                 raise ConfigError(f"mask_key={key!r}: {part} has no entry {name!r}")
             part = inner[name]

@@ -17,7 +17,8 @@ from gymnasium import spaces
 
 from penstock.agents.agent_file import load, save
 from penstock.agents.shared_parameters import SharedParameters
-from penstock.buffers.named import NamedArrays, as_named, fields_of, map_leaves
+from penstock.buffers.named import NamedArrays, as_named, map_leaves
+from penstock.buffers.tree import map_tree, tree_leaves, tree_of
 from penstock.errors import ConfigError, SamplerStateError, SpaceError
 
 #: The space of observations or actions.
@@ -247,8 +248,7 @@ class Agent(ABC):
         Raises `SamplerStateError` before `initialize`, and `SpaceError` for an observation that does not fit.
         """
         self._require_initialized()
-        is_batch = _is_batch(self.observation_space, observation)
-        rows = _rows(self.observation_space, observation, is_batch, "observation")
+        rows, is_batch = _rows(self.observation_space, observation)
         n = len(next(NamedArrays(rows=rows).leaves())[1])
         if self.recurrent and start is None:
             raise ConfigError(
@@ -266,7 +266,8 @@ class Agent(ABC):
         with self._acting(actor.agent, greedy):
             action = as_named(actor.agent.step(rows, actor.prev_action, rewards).action)
         actor.prev_action[...] = action
-        return _elements(self.action_space, action, None if is_batch else 0)
+        row = None if is_batch else 0
+        return map_tree(lambda space, actions: _element(space, actions, row), self.action_space, action)
 
     @contextmanager
     def _acting(self, actor: Agent, greedy: bool) -> Iterator[None]:
@@ -411,47 +412,24 @@ def _new_actor(agent: Agent, n: int) -> _Actor:
     rngs = [np.random.default_rng(sequence) for sequence in np.random.SeedSequence(0).spawn(n)]
     copied = agent.runtime.column_copy(rngs)
     copied.runtime.set_columns([0] * n, 1)
-    return _Actor(copied, n, _zeros(agent.action_space, n))
+    zeros = map_tree(lambda space: np.zeros((n, *(space.shape or ())), space.dtype), agent.action_space)
+    return _Actor(copied, n, as_named(zeros))
 
 
 def _zero(rows: Any, columns: npt.NDArray[np.bool_]) -> None:
     map_leaves(lambda leaf: leaf.__setitem__(columns, 0), rows)
 
 
-def _zeros(space: Space, n: int) -> Any:
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        return NamedArrays({name: _zeros(sub, n) for name, sub in _parts(space)})
-    return np.zeros((n, *(space.shape or ())), space.dtype)
+def _rows(space: Space, observation: Any) -> tuple[Any, bool]:
+    """`observation` as agents get it: arrays `[B, ...]` in the dtypes of `space`; and whether it is a batch: its first
+    array has one dimension more than `space` says."""
+    leaves = list(tree_leaves(space, "observation", observation))
+    _, first, array = leaves[0]
+    is_batch = np.ndim(array) > len(first.shape or ())
+    return as_named(tree_of(space, [_row(part, value, is_batch, name) for name, part, value in leaves])), is_batch
 
 
-def _parts(space: spaces.Dict | Any) -> list[tuple[str, Space]]:
-    if isinstance(space, spaces.Dict):
-        return [(str(key), sub) for key, sub in space.items()]
-    return [(f"_{i}", sub) for i, sub in enumerate(space)]
-
-
-def _is_batch(space: Space, observation: Any) -> bool:
-    """Whether the first array of `observation` has one dimension more than `space` says."""
-    while isinstance(space, spaces.Dict | spaces.Tuple):
-        name, sub = _parts(space)[0]
-        observation, space = _part(observation, name, space), sub
-    return bool(np.ndim(observation) > len(space.shape or ()))
-
-
-def _part(value: Any, name: str, space: Space) -> Any:
-    fields = fields_of(value)
-    by_name = {str(key): part for key, part in fields.items()} if fields is not None else {}
-    if name not in by_name:
-        raise SpaceError(f"observation must be an element of {space}, or a batch of them: it has no entry {name!r}")
-    return by_name[name]
-
-
-def _rows(space: Space, value: Any, is_batch: bool, name: str) -> Any:
-    """`value` as agents get it: arrays `[B, ...]` in the dtypes of the space."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        return NamedArrays(
-            {key: _rows(sub, _part(value, key, space), is_batch, f"{name}.{key}") for key, sub in _parts(space)}
-        )
+def _row(space: Space, value: Any, is_batch: bool, name: str) -> Any:
     shape = tuple(space.shape or ())
     array = np.asarray(value, space.dtype)
     array = array if is_batch else array[np.newaxis]
@@ -461,12 +439,8 @@ def _rows(space: Space, value: Any, is_batch: bool, name: str) -> Any:
     return array
 
 
-def _elements(space: Space, rows: Any, row: int | None) -> Any:
-    """The actions `[B, ...]` in the structure of the space; only that of `row` if it is given."""
-    if isinstance(space, spaces.Dict):
-        return {key: _elements(sub, rows[str(key)], row) for key, sub in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_elements(sub, rows[f"_{i}"], row) for i, sub in enumerate(space))
+def _element(space: Space, rows: Any, row: int | None) -> Any:
+    """A copy of the actions `[B, ...]`; only that of `row` if it is given."""
     actions = np.array(rows)
     if row is None:
         return actions

@@ -8,7 +8,8 @@ import numpy as np
 from gymnasium import spaces
 
 from penstock.agents.agent import Space
-from penstock.buffers.named import NamedArrays
+from penstock.buffers.named import as_named
+from penstock.buffers.tree import map_tree
 from penstock.errors import SpaceError
 
 
@@ -18,10 +19,10 @@ def draw(space: Space, rng: np.random.Generator, n: int) -> Any:
     The distribution is that of Gymnasium's `space.sample()`: uniform between two bounds, shifted exponential with
     one bound, normal with none. Raises `SpaceError` for an unsupported space.
     """
-    if isinstance(space, spaces.Dict):
-        return NamedArrays({str(key): draw(sub, rng, n) for key, sub in space.items()})
-    if isinstance(space, spaces.Tuple):
-        return NamedArrays({f"_{i}": draw(sub, rng, n) for i, sub in enumerate(space)})
+    return as_named(map_tree(lambda part: _draw(part, rng, n), space))
+
+
+def _draw(space: Space, rng: np.random.Generator, n: int) -> Any:
     if isinstance(space, spaces.Discrete):
         start = int(space.start)
         return rng.integers(start, start + int(space.n), size=n, dtype=np.int64).astype(space.dtype)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, SpaceError
 
 _Self = TypeVar("_Self", bound="NamedArrays")
 
@@ -183,14 +183,15 @@ def copied(leaf: Any) -> Any:
 
 
 def fields_of(value: Any) -> Mapping[str, Any] | None:
-    """The fields of `value` by name, if it is a mapping, a tuple or `NamedArrays`; None for anything else."""
+    """The parts of `value` by name, if it is a mapping, a tuple, `NamedArrays`, or a Dict or Tuple space; None for
+    anything else."""
     if isinstance(value, NamedArrays):
         return value._values
-    if isinstance(value, Mapping):
+    if value.__class__ is dict or isinstance(value, Mapping):  # to check for a Mapping takes long
         return value
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return dict(value._asdict())
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) or (hasattr(value, "spaces") and isinstance(value, Sequence)):
         return {f"_{i}": part for i, part in enumerate(value)}
     return None
 
@@ -200,7 +201,12 @@ def as_named(value: Any) -> Any:
     if isinstance(value, NamedArrays):
         return value.map(as_named)
     fields = fields_of(value)
-    return value if fields is None else NamedArrays({str(name): as_named(part) for name, part in fields.items()})
+    if fields is None:
+        return value
+    named = {str(name): as_named(part) for name, part in fields.items()}
+    if len(named) < len(fields):
+        raise SpaceError(f"the keys {list(fields)} have the same text: rename one of them")
+    return NamedArrays(named)
 
 
 def map_leaves(fn: Callable[[Any], Any], value: Any) -> Any:

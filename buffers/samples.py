@@ -11,6 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from penstock.buffers.named import FixedFields, NamedArrays, _make, copied, map_leaves
 from penstock.buffers.shared import ArraySpec, NamedMemory
+from penstock.buffers.tree import map_tree
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class EnvSamples(_StepFields):
             rows[done] = last[done]
             return rows
 
-        return _map_together(following, self.observation, self.bootstrap_obs, final)
+        return map_tree(following, self.observation, self.bootstrap_obs, final)
 
 
 class AgentSamples(_StepFields):
@@ -531,14 +532,6 @@ def with_status(samples: Samples, status: BatchStatus | None) -> Samples:
     if status is not None:
         object.__setattr__(new, "_status", status)
     return new
-
-
-def _map_together(fn: Callable[..., Any], first: Any, *others: Any) -> Any:
-    if not isinstance(first, NamedArrays):
-        return fn(first, *others)
-    return _make(
-        type(first), {name: _map_together(fn, part, *(other[name] for other in others)) for name, part in first.items()}
-    )
 
 
 def _shuffled(size: int, rng: Any, like: Any, n: int) -> Any:

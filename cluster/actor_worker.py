@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.agents import Agent, AgentStep
+from penstock.buffers.named import as_named
 from penstock.cluster.parameters import ParameterClient
-from penstock.cluster.pieces import from_tree, piece_of, to_tree
+from penstock.cluster.pieces import piece_of, to_tree
 from penstock.cluster.policy_worker import AgentPlan
 from penstock.cluster.statuses import FINAL
 from penstock.cluster.streams import InferenceClient, Routing, SampleProducer
@@ -171,7 +172,7 @@ class StreamAgent(Agent):
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         answer = self._ask("step", observation, prev_action, prev_reward)
-        return AgentStep(from_tree(answer["action"]), from_tree(answer["agent_info"]))
+        return AgentStep(as_named(answer["action"]), as_named(answer["agent_info"]))
 
     def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
         return self._ask("value", observation, prev_action, prev_reward)["value"]

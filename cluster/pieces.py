@@ -9,18 +9,16 @@ from typing import Any
 import numpy as np
 
 from penstock.buffers import NamedArrays, Samples
+from penstock.buffers.named import as_named
 from penstock.buffers.samples import PER_COLUMN, AgentSamples, EnvSamples
+from penstock.buffers.tree import map_tree
 from penstock.collectors import TrajInfo
 
 
 def to_tree(value: Any) -> Any:
-    """Named arrays as nested dicts, which can cross a wire."""
-    return {name: to_tree(part) for name, part in value.items()} if isinstance(value, NamedArrays | dict) else value
-
-
-def from_tree(value: Any) -> Any:
-    """Nested dicts as named arrays."""
-    return NamedArrays({name: from_tree(part) for name, part in value.items()}) if isinstance(value, dict) else value
+    """An array as it is, anything else as nested dicts, which can cross a wire. `as_named` is the opposite."""
+    named = as_named(value)
+    return named.to_dict() if isinstance(named, NamedArrays) else named
 
 
 @dataclass(frozen=True)
@@ -69,13 +67,9 @@ def batch_of(pieces: Sequence[Mapping[str, Any]]) -> Batch:
 
 def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The fields of all pieces, joined along B."""
-    return {
-        name: from_tree(_concatenated([part[name] for part in parts], 0 if name in PER_COLUMN else 1))
-        for name in parts[0]
-    }
 
+    def joined(name: str) -> Any:
+        axis = 0 if name in PER_COLUMN else 1
+        return as_named(map_tree(lambda *leaves: np.concatenate(leaves, axis), *(part[name] for part in parts)))
 
-def _concatenated(values: Sequence[Any], axis: int) -> Any:
-    if isinstance(values[0], dict):
-        return {name: _concatenated([value[name] for value in values], axis) for name in values[0]}
-    return np.concatenate(values, axis=axis)
+    return {name: joined(name) for name in parts[0]}

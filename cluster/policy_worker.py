@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from penstock.agents import Agent
-from penstock.buffers import NamedArrays
+from penstock.buffers.named import as_named
+from penstock.buffers.tree import map_tree
 from penstock.cluster.parameters import ParameterClient
-from penstock.cluster.pieces import from_tree, to_tree
+from penstock.cluster.pieces import to_tree
 from penstock.cluster.streams import InferenceInbox
 from penstock.cluster.wire import Letter
 from penstock.cluster.worker import PollResult, Worker
@@ -141,8 +142,8 @@ class PolicyWorker(Worker):
         """The request in `letter`, if it is for a step. Other requests are answered here."""
         message = letter.message
         inputs = (
-            _writable(from_tree(message["observation"])),
-            _writable(from_tree(message["prev_action"])),
+            map_tree(np.copy, as_named(message["observation"])),
+            map_tree(np.copy, as_named(message["prev_action"])),
             message["prev_reward"].copy(),
         )
         ranks, kind = message["env_ranks"].copy(), message["kind"]
@@ -175,17 +176,18 @@ class PolicyWorker(Worker):
         for rank in ranks[np.concatenate([request.starts for request in requests])].tolist():
             self._actor.reset_one(rank)
         self._actor.select(ranks.astype(np.intp))
-        inputs = tuple(_joined([request.inputs[i] for request in requests]) for i in range(3))
+        join = (lambda leaf: leaf) if len(requests) == 1 else (lambda *leaves: np.concatenate(leaves))
+        inputs = tuple(map_tree(join, *each) for each in zip(*(request.inputs for request in requests), strict=True))
         answer = self._stepped(self._actor, inputs)
         start = 0
         for request in requests:
-            end = start + len(request.ranks)
-            request.letter.reply(_part(answer, start, end))
-            start = end
+            own = slice(start, start + len(request.ranks))
+            request.letter.reply(map_tree(lambda rows, own=own: rows[own], answer))
+            start = own.stop
 
     def _stepped(self, agent: Agent, inputs: Sequence[Any]) -> dict[str, Any]:
         step = as_agent_step(agent.step(*inputs), agent)
-        info = {name: np.asarray(value) for name, value in _fields(step.agent_info).items()}
+        info = map_tree(np.asarray, to_tree(step.agent_info))
         info["stream_version"] = np.full(len(inputs[-1]), self._parameters.version, np.int64)
         return {"action": to_tree(step.action), "agent_info": info}
 
@@ -198,27 +200,5 @@ class PolicyWorker(Worker):
             self._server.close()
 
 
-def _fields(info: Any) -> dict[str, Any]:
-    return dict(to_tree(info)) if isinstance(info, NamedArrays | dict) else {}
-
-
 def _valued(agent: Agent, inputs: Sequence[Any]) -> dict[str, Any]:
     return {"value": np.asarray(agent.value(*inputs))}
-
-
-def _writable(value: Any) -> Any:
-    return value.map(lambda leaf: leaf.copy()) if isinstance(value, NamedArrays) else value.copy()
-
-
-def _joined(values: Sequence[Any]) -> Any:
-    if len(values) == 1:
-        return values[0]
-    if isinstance(values[0], NamedArrays):
-        return NamedArrays({name: _joined([value[name] for value in values]) for name in values[0].keys()})  # noqa: SIM118
-    return np.concatenate(values)
-
-
-def _part(value: Any, start: int, end: int) -> Any:
-    if isinstance(value, dict):
-        return {name: _part(item, start, end) for name, item in value.items()}
-    return value[start:end]

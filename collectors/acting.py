@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from penstock.agents.agent import Agent, AgentStep
-from penstock.buffers.named import NamedArrays, fields_of
+from penstock.buffers.named import NamedArrays, as_named, fields_of
 from penstock.buffers.native import put_row
 from penstock.buffers.reports import in_one_line
+from penstock.buffers.tree import tree_leaves, tree_of
 from penstock.envs.rows import as_dtype, dtype_error
 from penstock.errors import SpaceError, brief
 
@@ -27,26 +28,22 @@ def as_agent_step(step: Any, agent: Agent) -> AgentStep:
     raise SpaceError(f"{type(agent).__name__}.step must return AgentStep(action, agent_info): got {brief(step)}")
 
 
-def agent_info_example(agent_info: Any, n_columns: int, name: str = "agent_info") -> NamedArrays:
+def agent_info_example(agent_info: Any, n_columns: int) -> NamedArrays:
     """The agent_info of an agent's first step, as arrays `[n_columns, ...]`.
 
     Raises `SpaceError` with the name of the first field that is not a numeric array with one entry per column.
     """
-    fields = fields_of(agent_info)
-    if fields is None:
-        raise SpaceError(f"{name} must be a dict of arrays [B, ...], or be left out, got {brief(agent_info)}")
-    example = {}
-    for key, value in fields.items():
-        path = f"{name}.{key}"
-        if fields_of(value) is not None:
-            example[str(key)] = agent_info_example(value, n_columns, path)
-            continue
-        array = example[str(key)] = _as_array(value, path)
+    given, example = as_named(agent_info), []
+    if not isinstance(given, NamedArrays):
+        raise SpaceError(f"agent_info must be a dict of arrays [B, ...], or be left out, got {brief(given)}")
+    for path, value in tree_leaves(given, "agent_info"):
+        example.append(array := _as_array(value, path))
         if array.ndim == 0 or array.shape[0] != n_columns or array.dtype.kind not in "biufc":
             raise SpaceError(
                 f"{path} must be a numeric array [B, ...], got {list(array.shape)} {array.dtype} for B={n_columns}"
             )
-    return NamedArrays(example)
+    named: NamedArrays = tree_of(given, example)
+    return named
 
 
 def _as_array(value: Any, path: str) -> Any:
@@ -63,7 +60,7 @@ class AgentInfoWriter:
     """
 
     def __init__(self, agent_info: NamedArrays) -> None:
-        self._arrays = _as_dict(agent_info)
+        self._arrays = agent_info.to_dict()
 
     def write(self, t: int, agent_info: Any) -> None:
         """Write row t. The agent's first step decides which fields there are, and their shapes and dtypes.
@@ -74,10 +71,6 @@ class AgentInfoWriter:
         fields = agent_info if agent_info.__class__ is dict else fields_of(agent_info)
         if not put_row(self._arrays, t, fields):
             _write_fields(self._arrays, t, agent_info, "agent_info")
-
-
-def _as_dict(node: Any) -> Any:
-    return {name: _as_dict(part) for name, part in node.items()} if isinstance(node, NamedArrays) else node
 
 
 def _write_fields(arrays: dict[str, Any], t: int, agent_info: Any, name: str) -> None:

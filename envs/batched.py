@@ -11,6 +11,8 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from penstock.buffers.tree import tree_leaves
+
 Rows = npt.NDArray[np.integer[Any]]
 
 _STARTS = 32  # initial states that are drawn at once for a row: most resets then need no call of its generator
@@ -52,7 +54,8 @@ class SameStep(VectorEnv[Any, Any, Any]):
         _write(out, observation)
         rows, first, infos = self._start_episodes(observation, np.logical_or(terminated, truncated), infos)
         if rows.size:
-            _write_rows(out, rows, first)
+            for _, part, values in tree_leaves(out, "the first observation", first):
+                part[rows] = values
         return reward, terminated, truncated, infos
 
     def _start_episodes(self, final_obs: Any, done: Any, infos: Any) -> tuple[Rows, Any, dict[str, Any]]:
@@ -67,28 +70,10 @@ class SameStep(VectorEnv[Any, Any, Any]):
 
 def _write(out: Any, batch: Any) -> None:
     """Write `batch` into the arrays `out`, which are nested in the same way. Raises `ValueError` for another shape."""
-    if isinstance(out, dict):
-        for key, part in out.items():
-            _write(part, batch[key])
-    elif isinstance(out, tuple):
-        for part, value in zip(out, batch, strict=True):
-            _write(part, value)
-    elif np.shape(batch) == out.shape:
-        np.copyto(out, batch, casting="same_kind")
-    else:  # numpy would repeat a smaller array
-        raise ValueError(f"the observation must have shape {out.shape}, got {np.shape(batch)}")
-
-
-def _write_rows(out: Any, rows: Rows, values: Any) -> None:
-    """Write `values` into `rows` of `out`. Entries that `values` does not have stay as they are."""
-    if isinstance(values, dict):
-        for key, part in values.items():
-            _write_rows(out[key], rows, part)
-    elif isinstance(values, tuple):
-        for part, value in zip(out, values, strict=True):
-            _write_rows(part, rows, value)
-    else:
-        out[rows] = values
+    for _, part, value in tree_leaves(out, "observation", batch):
+        if np.shape(value) != part.shape:  # numpy would repeat a smaller array
+            raise ValueError(f"the observation must have shape {part.shape}, got {np.shape(value)}")
+        np.copyto(part, value, casting="same_kind")
 
 
 def _with_rows(batch: Any, rows: Rows, values: Any) -> Any:

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
-from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.buffers.named import as_named, map_leaves
+from penstock.buffers.tree import map_tree, tree_leaves
 from penstock.errors import ConfigError, SpaceError, brief
 
 _REMEDIES = {
@@ -23,22 +24,24 @@ _ONE_OF_ACTION = (
 )
 
 
-def example_of(space: gym.Space[Any], name: str = "observation") -> Any:
+def example_of(space: Any, name: str = "observation") -> Any:
     """Zeros with the shape and dtype in which elements of `space` are recorded.
 
     An array for Box, Discrete, MultiDiscrete and MultiBinary; `NamedArrays` for Dict (its keys) and Tuple (`_0`,
     `_1`, …), nested like the space. Raises `SpaceError` for a space without a fixed shape; the message names a
     wrapper that gives it one.
     """
-    if isinstance(space, spaces.Dict):
-        fields = {str(key): example_of(sub, f"{name}[{key!r}]") for key, sub in space.items()}
-        if len(fields) < len(space.spaces):
-            raise SpaceError(f"{name} has keys with the same text: {list(space.keys())}; rename one of them")
-        return NamedArrays(fields)
-    if isinstance(space, spaces.Tuple):
-        return NamedArrays({f"_{i}": example_of(sub, f"{name}[{i}]") for i, sub in enumerate(space)})
+    for part_name, part in tree_leaves(space, name):
+        _require_fixed_shape(part, part_name)
+    try:
+        return as_named(map_tree(lambda part: np.zeros(part.shape, part.dtype), space))
+    except SpaceError as error:
+        raise SpaceError(f"{name}: {error}") from None
+
+
+def _require_fixed_shape(space: gym.Space[Any], name: str) -> None:
     if isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
-        return np.zeros(space.shape, space.dtype)
+        return
     remedy = next((text for cls, text in _REMEDIES.items() if isinstance(space, cls)), None)
     if remedy is None:
         raise SpaceError(

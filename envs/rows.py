@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any, Literal
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from penstock.buffers.named import fields_of
 from penstock.buffers.native import put_cell, put_row
 from penstock.buffers.tree import map_tree
 from penstock.errors import SpaceError, brief
@@ -33,16 +33,12 @@ class ColumnError(SpaceError):
         return SpaceError(f"{self._name} of env_rank {env_rank} {self._problem}")
 
 
-def arrays_like(space: gym.Space[Any], arrays: Any) -> Any:
+def arrays_like(space: Any, arrays: Any) -> Any:
     """The arrays of `arrays`, a `NamedArrays`, in dicts and tuples, nested as elements of `space` are.
 
     Nothing is copied.
     """
-    if isinstance(space, spaces.Dict):
-        return {key: arrays_like(sub, arrays[str(key)]) for key, sub in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(arrays_like(sub, arrays[f"_{i}"]) for i, sub in enumerate(space))
-    return arrays
+    return map_tree(lambda _, array: array, space, arrays)
 
 
 # ---- writing -----------------------------------------------------------------------------------
@@ -202,22 +198,22 @@ def dtype_error(name: str, array: Any, dtype: np.dtype[Any], why: str, remedy: s
 # ---- reading -----------------------------------------------------------------------------------
 
 
-def action_splitter(space: gym.Space[Any]) -> Splitter:
+def action_splitter(space: Any) -> Splitter:
     """A function that splits a row `[B, ...]` of recorded actions into one action per environment.
 
     Actions are ints for Discrete, arrays for Box, MultiDiscrete and MultiBinary, dicts and tuples for Dict and Tuple.
     Arrays are copies, so an environment may keep or change its action.
     """
-    if isinstance(space, spaces.Dict):
-        keys = list(space.keys())
-        children = [(str(key), action_splitter(sub)) for key, sub in space.items()]
-        return lambda row: [
-            dict(zip(keys, values, strict=True))
-            for values in zip(*(split(row[field]) for field, split in children), strict=True)
-        ]
-    if isinstance(space, spaces.Tuple):
-        members = [(f"_{i}", action_splitter(sub)) for i, sub in enumerate(space)]
-        return lambda row: list(zip(*(split(row[field]) for field, split in members), strict=True))
+    if (fields := fields_of(space)) is not None:
+        keys = list(fields)
+        children = [(str(key), action_splitter(sub)) for key, sub in fields.items()]
+
+        def split_parts(row: Any) -> Sequence[Any]:
+            each = zip(*(split(row[field]) for field, split in children), strict=True)
+            return [dict(zip(keys, parts, strict=True)) for parts in each] if is_dict else list(each)
+
+        is_dict = isinstance(space, Mapping)
+        return split_parts
     if isinstance(space, spaces.Discrete):
         return methodcaller("tolist")
     if isinstance(space, spaces.Box) and space.shape == ():

@@ -22,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers import NamedArrays
+from penstock.buffers.named import as_named
+from penstock.buffers.tree import map_tree
 from penstock.errors import ConfigError
 from penstock.replays.replay_batches import of_one_writer
 from penstock.replays.ring import NOWHERE, Ring, Shape
@@ -230,9 +232,7 @@ def _describe(tree: Any) -> Any:
 
 
 def _example(described: Any) -> Any:
-    if isinstance(described, dict):
-        return NamedArrays({name: _example(part) for name, part in described.items()})
-    return np.zeros(described[0], described[1])
+    return as_named(map_tree(lambda leaf: np.zeros(leaf[0], leaf[1]), described))
 
 
 def _sync(folder: Path) -> None:

@@ -25,6 +25,7 @@ from penstock.buffers.memory_limits import free_memory
 from penstock.buffers.named import map_leaves
 from penstock.buffers.ordering import fence
 from penstock.buffers.shared import make_private, shared_mappings
+from penstock.buffers.tree import tree_leaves
 from penstock.errors import ConfigError
 
 # The flags of a row. BEGINS: the row does not continue the row before it. PARTIAL: it also does not begin an episode,
@@ -295,20 +296,17 @@ def lacks_next(flags: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
 
 def leaves(tree: Any) -> tuple[Any, ...]:
     """The arrays of a tree, in order."""
-    return tuple(leaf for _, leaf in tree.leaves()) if isinstance(tree, NamedArrays) else (tree,)
+    return tuple(leaf for _, leaf in tree_leaves(tree))
 
 
 def _put(target: Any, columns: slice, first: int, end: int, source: Any) -> None:
     """Write `source` into the rows of the steps from `first` to `end`, with at most one wrap."""
-    if isinstance(target, NamedArrays):
-        for name, part in target.items():
-            _put(part, columns, first, end, source[name])
-        return
-    T = len(target)
-    row, stop = first % T, first % T + end - first
-    fits = min(stop, T) - row
-    target[row : row + fits, columns] = source[:fits]
-    target[: stop - row - fits, columns] = source[fits:]
+    for _, rows, values in tree_leaves(target, "", source):
+        T = len(rows)
+        row, stop = first % T, first % T + end - first
+        fits = min(stop, T) - row
+        rows[row : row + fits, columns] = values[:fits]
+        rows[: stop - row - fits, columns] = values[fits:]
 
 
 def _require_memory(nbytes: int) -> None:

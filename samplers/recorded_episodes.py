@@ -22,6 +22,7 @@ from penstock.buffers.episode_log import (
     EpisodeLog,
 )
 from penstock.buffers.named import map_leaves
+from penstock.buffers.tree import map_tree
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
@@ -137,7 +138,7 @@ class RecordedEpisodes:
         arrays = self._slot(slot)
         if row >= stop:  # in the batch that was being collected; row t + 1 of these arrays is step t
             rows = slice(1 + max(0, start - stop), row - stop + 2)
-            actions = _joined(actions, map_leaves(lambda leaf: leaf[rows, column], arrays.action))
+            actions = map_tree(lambda *parts: np.concatenate(parts), actions, arrays.action[rows, column])
             rewards = np.concatenate([rewards, arrays.reward[rows, column]])
             t = row - stop
         has_observation = t is not None and row >= start
@@ -155,10 +156,3 @@ class RecordedEpisodes:
             else None,
             n_missing=kept - start,
         )
-
-
-def _joined(one: Any, other: Any) -> Any:
-    """Two parts of a column's actions, one after the other."""
-    if hasattr(one, "leaves"):
-        return type(one)({name: _joined(one[name], other[name]) for name in one.keys()})  # noqa: SIM118
-    return np.concatenate([one, other])

@@ -6,10 +6,8 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage, Unreadable
@@ -18,7 +16,7 @@ from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import tree_leaves
 from penstock.envs.rows import arrays_like, in_range
 from penstock.errors import EnvCallError, SpaceError, brief
-from penstock.vector.objects import ObjectParts, shared_part
+from penstock.vector.objects import ObjectParts
 from penstock.vector.step_memory import VectorMemory, copy_rows
 from penstock.vector.step_program import VectorProgram
 
@@ -32,7 +30,7 @@ class Exchange:
         self._check_finite = check_finite
         self._rows = rows = memory.rows.arrays
         self._same_step = program.autoreset_mode is AutoresetMode.SAME_STEP
-        self._action_space, self._action = shared_part(program.action_space), rows.action
+        self._action = arrays_like(program.action_space, rows.action)
         self._objects = memory.objects
         self._observation_parts = ObjectParts(program.observation_space)
         self._action_parts = ObjectParts(program.action_space)
@@ -40,8 +38,8 @@ class Exchange:
         self._one_by_one = rows.one_by_one
         self._taken = np.zeros(len(rows.requested), np.int64)  # the last request whose reply was taken
         self._inbox: dict[int, Mapping[str, Any]] = {}  # infos that have arrived, by environment
-        self._observation = arrays_like(shared_part(program.observation_space), rows.observation)
-        self._final = arrays_like(shared_part(program.observation_space), rows.final_observation)
+        self._observation = arrays_like(program.observation_space, rows.observation)
+        self._final = arrays_like(program.observation_space, rows.final_observation)
         self.reward, self.terminated, self.truncated = rows.reward, rows.terminated, rows.truncated
         self.all: Ids = np.arange(len(rows.requested))
 
@@ -51,7 +49,7 @@ class Exchange:
         """Write `actions`, batched as Gymnasium does it, for the environments `which`. Raises `SpaceError`."""
         if self._action_parts:
             actions = self._put_objects(actions, self.all[which])
-        _put(self._action_space, self._action, actions, which, "action")
+        _put(self._action, actions, which)
 
     def _put_objects(self, actions: Any, ids: Ids) -> Any:
         """Write the parts without a fixed shape: each is a sequence of `n` objects. Returns the actions with
@@ -237,8 +235,8 @@ def _require_finite(arrays: Any, which: Ids, name: str) -> None:
             )
 
 
-def _put(space: gym.Space[Any], row: Any, value: Any, which: Any, name: str) -> None:
-    if isinstance(row, np.ndarray):
+def _put(rows: Any, actions: Any, which: Any) -> None:
+    for name, row, value in tree_leaves(rows, "action", actions):
         wanted = row.shape if isinstance(which, slice) else (len(which), *row.shape[1:])
         array = np.asarray(value)
         has_dtype = array.dtype == row.dtype
@@ -252,16 +250,3 @@ def _put(space: gym.Space[Any], row: Any, value: Any, which: Any, name: str) -> 
                 f"got shape {array.shape} and dtype {array.dtype}"
             )
         row[which] = array
-    elif isinstance(space, spaces.Dict):
-        if not isinstance(value, Mapping) or set(value) != set(space.keys()):
-            raise SpaceError(
-                f"{name} must be one dict of arrays [n, ...] with the keys {list(space.keys())}, got {brief(value)}"
-            )
-        for key, sub in space.items():
-            _put(sub, row[str(key)], value[key], which, f"{name}[{key!r}]")
-    else:
-        assert isinstance(space, spaces.Tuple)
-        if not isinstance(value, tuple | list) or len(value) != len(space):
-            raise SpaceError(f"{name} must be one tuple of {len(space)} arrays [n, ...], got {brief(value)}")
-        for k, (sub, part) in enumerate(zip(space, value, strict=True)):
-            _put(sub, row[f"_{k}"], part, which, f"{name}[{k}]")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import struct
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import cloudpickle
@@ -19,6 +18,8 @@ from gymnasium import spaces
 from gymnasium.vector.utils import create_empty_array
 
 from penstock.buffers.descriptors import anonymous_file
+from penstock.buffers.tree import map_tree, tree_leaves
+from penstock.errors import SpaceError
 
 _SLOT_BITS = 30  # a slot has room for 1 GiB; what is not written takes no memory
 _SIZE = struct.Struct("=q")
@@ -30,13 +31,10 @@ def has_fixed_shape(space: gym.Space[Any]) -> bool:
     return isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
 
 
-def shared_part(space: gym.Space[Any]) -> gym.Space[Any]:
-    """`space` with a placeholder instead of each part without a fixed shape: its elements fit into shared memory."""
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict(OrderedDict((key, shared_part(sub)) for key, sub in space.items()))
-    if isinstance(space, spaces.Tuple):
-        return spaces.Tuple([shared_part(sub) for sub in space])
-    return space if has_fixed_shape(space) else spaces.Discrete(1)
+def shared_part(space: gym.Space[Any]) -> Any:
+    """`space` as a tree, with a placeholder instead of each part without a fixed shape: its elements fit into shared
+    memory."""
+    return map_tree(lambda part: part if has_fixed_shape(part) else spaces.Discrete(1), space)
 
 
 class ObjectParts:
@@ -44,7 +42,7 @@ class ObjectParts:
 
     def __init__(self, space: gym.Space[Any]) -> None:
         self._space = space
-        self._subspaces = list(_object_spaces(space))
+        self._subspaces = [part for _, part in tree_leaves(space) if not has_fixed_shape(part)]
 
     def __bool__(self) -> bool:
         return bool(self._subspaces)
@@ -56,51 +54,27 @@ class ObjectParts:
         into the shared memory raises the error.
         """
         objects: list[Any] = []
-        if not self._subspaces:
-            return value, objects
+
+        def rest(space: gym.Space[Any], part: Any) -> Any:
+            if has_fixed_shape(space):
+                return part
+            objects.append(part)
+            return placeholder
+
         try:
-            return _take_out(self._space, value, placeholder, objects), objects
-        except (TypeError, ValueError, KeyError, IndexError):
+            return map_tree(rest, self._space, value) if self else value, objects
+        except SpaceError:
             return value, []
 
     def put_in(self, value: Any, objects: Iterable[Any]) -> Any:
         """The opposite of `take_out`."""
-        return _put_in(self._space, value, iter(objects))
+        following = iter(objects)
+        return map_tree(lambda space, part: part if has_fixed_shape(space) else next(following), self._space, value)
 
     def defaults(self) -> list[Any]:
         """Objects for an environment that has not been reset yet."""
         batches: list[Any] = [create_empty_array(space, 1) for space in self._subspaces]
         return [None if batch is None else batch[0] for batch in batches]
-
-
-def _object_spaces(space: gym.Space[Any]) -> Iterator[gym.Space[Any]]:
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        for sub in space.values() if isinstance(space, spaces.Dict) else space:
-            yield from _object_spaces(sub)
-    elif not has_fixed_shape(space):
-        yield space
-
-
-def _take_out(space: gym.Space[Any], value: Any, placeholder: Any, objects: list[Any]) -> Any:
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        is_dict = isinstance(space, spaces.Dict)
-        parts: Any = dict(value) if is_dict else list(value)
-        subspaces: Any = space.spaces
-        for key in subspaces if is_dict else range(len(subspaces)):
-            parts[key] = _take_out(subspaces[key], parts[key], placeholder, objects)
-        return parts if is_dict else tuple(parts)
-    if has_fixed_shape(space):
-        return value
-    objects.append(value)
-    return placeholder
-
-
-def _put_in(space: gym.Space[Any], value: Any, objects: Iterator[Any]) -> Any:
-    if isinstance(space, spaces.Dict):
-        return {key: _put_in(sub, value[key], objects) for key, sub in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_put_in(sub, part, objects) for sub, part in zip(space, value, strict=True))
-    return value if has_fixed_shape(space) else next(objects)
 
 
 class ObjectSlots:

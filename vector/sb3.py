@@ -11,6 +11,8 @@ from gymnasium import spaces
 from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.vec_env import VecEnv
 
+from penstock.buffers.named import fields_of
+from penstock.buffers.tree import map_tree
 from penstock.errors import EnvCallError, SpaceError, brief
 from penstock.vector.env import ShmVectorEnv
 from penstock.vector.vector_arguments import EnvFns
@@ -137,22 +139,17 @@ class Sb3VecEnv(VecEnv):
         return [each[i] for i in self._wanted(indices)]
 
 
-def _batched(space: gym.Space[Any], actions: Any, n: int, name: str = "action") -> Any:
+def _batched(space: gym.Space[Any], actions: Any, n: int) -> Any:
     """`actions`, a list with one action for each environment, as one batch. A batch is returned unchanged."""
-    is_batched = isinstance(actions, dict if isinstance(space, spaces.Dict) else tuple)
-    if not isinstance(space, spaces.Dict | spaces.Tuple) or is_batched:
+    kind = dict if isinstance(space, spaces.Dict) else tuple
+    if fields_of(space) is None or isinstance(actions, kind):
         return actions
-    is_dict = isinstance(space, spaces.Dict)
-    subspaces: Any = space.spaces if isinstance(space, spaces.Dict) else dict(enumerate(space.spaces))
     try:
-        parts = {key: [action[key] for action in actions] for key in subspaces}
-        if len(actions) != n or any(len(action) != len(subspaces) for action in actions):
-            raise TypeError
-    except (KeyError, IndexError, TypeError):
-        kind = f"dict with the keys {list(subspaces)}" if is_dict else f"tuple of {len(subspaces)}"
+        if len(actions) != n:
+            raise SpaceError(f"there are {len(actions)}")
+        return map_tree(lambda _, *parts: list(parts), space, *actions)
+    except (SpaceError, TypeError) as error:
         raise SpaceError(
-            f"{name} must be a list of {n}, one {kind} for each environment, or one such {kind[:5].strip()} of arrays "
-            f"[{n}, ...], got {brief(actions)}"
+            f"action must be a list of {n}, one {kind.__name__} as in {space} for each environment, or one such "
+            f"{kind.__name__} of arrays [{n}, ...], got {brief(actions)}: {error}"
         ) from None
-    batched = {key: _batched(sub, parts[key], n, f"{name}[{key!r}]") for key, sub in subspaces.items()}
-    return batched if is_dict else tuple(batched.values())

@@ -11,6 +11,7 @@ import numpy as np
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.shared import ArraySpec, NamedMemory
+from penstock.buffers.tree import map_tree
 from penstock.envs.examples import example_of
 from penstock.vector.objects import ObjectParts, ObjectSlots, shared_part
 from penstock.workers.control import Command, ControlBlock
@@ -80,9 +81,6 @@ class VectorMemory:
 
 def copy_rows(batch: Any, which: Any) -> Any:
     """A copy of the rows `which`, an index or an array of them, of a batch in Gymnasium's structure."""
-    if isinstance(batch, dict):
-        return {key: copy_rows(part, which) for key, part in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(copy_rows(part, which) for part in batch)
-    rows = batch[which]
-    return rows if isinstance(which, np.ndarray) else rows.copy()  # an array of indices has made a copy
+    if isinstance(which, np.ndarray):
+        return map_tree(lambda rows: rows[which], batch)  # an array of indices makes a copy
+    return map_tree(lambda rows: rows[which].copy(), batch)

@@ -82,7 +82,7 @@ class VectorProgram:
         self._objects = memory.objects
         self._observation_parts = ObjectParts(self.observation_space)
         self._action_parts = ObjectParts(self.action_space)
-        rows, space = memory.rows.arrays, shared_part(self.observation_space)
+        rows, space = memory.rows.arrays, self.observation_space
         self._rows = own = rows[plan.columns.start : plan.columns.stop]
         self._one_by_one = memoryview(rows.one_by_one)
         self._action = own.action

@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_named() -> None:
         assert envs.step(["a", "b"])[4]["action"].tolist() == ["a", "b"]
     with ShmVectorEnv([partial(Sampling, spaces.Discrete(2), NESTED)] * 2) as envs:
         envs.reset()
-        with pytest.raises(SpaceError, match=r"action must be one dict of arrays \[n, ...\] with the keys"):
+        with pytest.raises(SpaceError, match="action must be one dict with the keys"):
             envs.step({"z": np.zeros((2, 3))})
 
 
