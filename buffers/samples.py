@@ -528,7 +528,8 @@ def _per_step(samples: Samples, fn: Callable[[Any], Any]) -> Samples:
 
 def with_status(samples: Samples, status: BatchStatus | None) -> Samples:
     """A new object with the same arrays and this status."""
-    new = _make(type(samples), samples._values)
+    new: Samples = object.__new__(type(samples))
+    object.__setattr__(new, "_values", samples._values)
     if status is not None:
         object.__setattr__(new, "_status", status)
     return new

@@ -8,8 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from penstock.buffers.native import infos_of_records
-from penstock.buffers.object_pipe import ObjectMessage, TrajectoryRecords, Unreadable
+from penstock.buffers.object_pipe import ObjectMessage, Unreadable
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
 from penstock.envs.calls import EnvCall, results
@@ -28,12 +27,6 @@ Trajectories = list[Any]
 def as_traj_infos(cls: type[TrajInfo], found: Trajectories) -> list[TrajInfo]:
     """The trajectory infos of `found`, ordered by time step, then env_rank. Records are in this order."""
     return TrajInfo.from_records(found) if cls is TrajInfo else infos_from_messages(cls, found)
-
-
-def infos_of(rings: TrajectoryRecords, counts: list[int], starts: list[int]) -> list[TrajInfo]:
-    """`counts[i]` trajectory infos of each worker i, from its record `starts[i]` on; ordered by time step, env_rank."""
-    infos = infos_of_records(TrajInfo, rings.memories, starts, counts)
-    return TrajInfo.from_records(rings.take(counts, starts)) if infos is None else infos
 
 
 def infos_from_messages(cls: type[TrajInfo], messages: Sequence[ObjectMessage]) -> list[TrajInfo]:

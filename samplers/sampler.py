@@ -19,6 +19,7 @@ import numpy.typing as npt
 from penstock.agents import Agent
 from penstock.arguments import integer, one_of, true_or_false
 from penstock.buffers import Samples
+from penstock.buffers.native import infos_of_records
 from penstock.buffers.object_pipe import ObjectMessage
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
@@ -38,7 +39,6 @@ from penstock.samplers.results import (
     EVAL_POLL_SECONDS,
     answers_to,
     infos_from_messages,
-    infos_of,
     stop_if_enough,
     video_message,
     warn_if_unfinished,
@@ -328,7 +328,11 @@ class Sampler(ABC):
             return []
         if cls is TrajInfo:
             records, starts = self._memory.records, self._first_records[slot]
-            return infos_of(records, counts, starts) if self._makes_infos else records.take(counts, starts)
+            infos = infos_of_records(TrajInfo, records.memories, starts, counts) if self._makes_infos else None
+            if infos is None:  # without the compiled part, or for `RaySampler`
+                found = records.take(counts, starts)
+                return TrajInfo.from_records(found) if self._makes_infos else found
+            return infos
         messages = pool.take_messages(opening)
         return infos_from_messages(cls, messages) if self._makes_infos else messages
 

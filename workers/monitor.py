@@ -74,7 +74,8 @@ class Monitor:
 
     def look(self) -> list[WorkerFailure]:
         """Read messages, and return the workers that have failed, without a wait."""
-        return self._examine(self._sleep(FOR_ANY, lambda: True, 0.0, interruptible=True))
+        dead = self._sleep(FOR_ANY, lambda: True, 0.0, interruptible=True)
+        return self._examine(dead) if dead or time.monotonic() >= self._next_check else []
 
     def wait(
         self,
@@ -105,7 +106,8 @@ class Monitor:
             dead = self._sleep(wake_for, is_over, min(poll_interval, self._check_seconds), interruptible)
             if self.is_closing:
                 break
-            failures = self._examine(dead)
+            if dead or time.monotonic() >= self._next_check:
+                failures = self._examine(dead)
             if failures or self.have_all_arrived():
                 break
             if self._serve is not None:
@@ -195,12 +197,8 @@ class Monitor:
     # ---- failures --------------------------------------------------------------------------
 
     def _examine(self, dead: Sequence[int]) -> list[WorkerFailure]:
-        """The failures of the dead workers; or of those that hang, if it is time to look for them."""
-        if dead:
-            return self._examine_dead(dead)
-        if time.monotonic() >= self._next_check:
-            return self._examine_hung(self._control.pending(len(self._handles)))
-        return []
+        """The failures of the dead workers; without any, of those that hang."""
+        return self._examine_dead(dead) if dead else self._examine_hung(self._control.pending(len(self._handles)))
 
     def _examine_dead(self, dead: Sequence[int]) -> list[WorkerFailure]:
         """Collect the exit codes of the dead workers, and of others that die at the same time."""
