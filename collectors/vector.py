@@ -8,6 +8,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import iterate
 
@@ -149,7 +150,7 @@ class VectorColumns(EnvBatch):
         self.reset_columns([column])
         return element(self.observations, column)
 
-    def reset_columns(self, columns: Any) -> None:
+    def reset_columns(self, columns: Sequence[int] | npt.NDArray[Any]) -> None:
         """Start the next episodes of `columns` with one call, unless the environment resets itself."""
         if self._resets_itself:
             return
@@ -213,7 +214,9 @@ class VectorColumns(EnvBatch):
             self.reset_columns(ended_parked)
         return ends
 
-    def _call_on_step(self, on_step: StepHook, before: Any, actions: Any, terminated: Any, truncated: Any) -> None:
+    def _call_on_step(
+        self, on_step: StepHook, before: Any, actions: Any, terminated: npt.NDArray[Any], truncated: npt.NDArray[Any]
+    ) -> None:
         each_action = list(iterate(self.env.action_space, actions))
         rewards = self.rewards
         for b, observation in enumerate(iterate(self.env.observation_space, before)):
@@ -221,13 +224,13 @@ class VectorColumns(EnvBatch):
                 info = info_of(self.infos, b)
                 on_step(b, observation, each_action[b], rewards[b], bool(terminated[b]), bool(truncated[b]), info)
 
-    def _ends(self, done: Any, terminated: Any, truncated: Any) -> EpisodeEnds:
+    def _ends(self, done: npt.NDArray[Any], terminated: npt.NDArray[Any], truncated: npt.NDArray[Any]) -> EpisodeEnds:
         columns = done.nonzero()[0]
         final = self.infos.get("final_obs") if self._resets_itself else self.observations
         rows = self._final_rows(columns, final)
         return EpisodeEnds(done, terminated, truncated, columns, np.asarray(self.rewards)[columns], rows, final)
 
-    def _final_rows(self, columns: Any, final: Any) -> Any:
+    def _final_rows(self, columns: npt.NDArray[Any], final: Any) -> Any:
         """The final observations of `columns`, checked, as they are recorded `[k, ...]`."""
         name = "the final observation"
         if not self.checks and _is_row_of(self._final_arrays, final):

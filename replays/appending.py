@@ -73,7 +73,13 @@ def shape_of(
     )
 
 
-def _pack_flags(valid: Any, terminated: Any, truncated: Any, begins: Any, out: Any) -> int:
+def _pack_flags(
+    valid: npt.NDArray[Any],
+    terminated: npt.NDArray[Any],
+    truncated: npt.NDArray[Any],
+    begins: npt.NDArray[Any],
+    out: Any,
+) -> int:
     out[...] = 0
     for bit, flag in enumerate((valid, terminated, truncated, begins)):
         out |= (flag != 0).view(np.uint8) << np.uint8(bit)
@@ -91,7 +97,7 @@ pack_flags: Callable[..., int]
 same_rows: Callable[..., bool]
 
 
-def _same_rows(kept: Any, rows: Any, row: int, column: int, prev_done: Any) -> bool:
+def _same_rows(kept: npt.NDArray[Any], rows: Any, row: int, column: int, prev_done: npt.NDArray[Any]) -> bool:
     columns = slice(column, column + prev_done.shape[1])
     return all(of[0].tobytes() == there[row, columns].tobytes() for of, there in zip(rows, kept, strict=True))
 

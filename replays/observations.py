@@ -16,7 +16,9 @@ from penstock.replays.ring import BEGINS, PARTIAL, TERMINATED, TRUNCATED, Ring
 from penstock.replays.windows import Positions, Windows
 
 
-def _read_ages(flags: Any, at: Any, B: int, back: int, age: Any, known: Any) -> None:
+def _read_ages(
+    flags: npt.NDArray[Any], at: npt.NDArray[Any], B: int, back: int, age: npt.NDArray[Any], known: npt.NDArray[Any]
+) -> None:
     rows = (at - np.arange(back + 1)[:, None] * B) % len(flags)
     row_flags = flags.take(rows)
     begins = (row_flags & BEGINS) != 0
@@ -26,7 +28,9 @@ def _read_ages(flags: Any, at: Any, B: int, back: int, age: Any, known: Any) -> 
     known[:] = (age == back) | ((first & PARTIAL) == 0)
 
 
-def _take_frames(frames: Any, B: int, is_zero: bool, at: Any, age: Any, out: Any, *others: Any) -> bool:
+def _take_frames(
+    frames: npt.NDArray[Any], B: int, is_zero: bool, at: npt.NDArray[Any], age: npt.NDArray[Any], out: Any, *others: Any
+) -> bool:
     back = np.arange(out.shape[1])[::-1]  # how many rows back each frame is, oldest first
     limit = age[:, None]
     frames.take((at[:, None] - np.minimum(back, limit) * B) % len(frames), 0, out, mode="clip")
@@ -35,7 +39,7 @@ def _take_frames(frames: Any, B: int, is_zero: bool, at: Any, age: Any, out: Any
     return not others or _take_frames(frames, B, is_zero, *others)
 
 
-def _take_rows(source: Any, at: Any, out: Any) -> bool:
+def _take_rows(source: Any, at: npt.NDArray[Any], out: Any) -> bool:
     source.take(at, 0, out, mode="clip")  # with mode="raise", numpy would copy into a buffer first
     return True
 

@@ -46,7 +46,14 @@ def _tree_range(total: _Floats, largest: _Floats, first: int, values: _Floats) -
 
 
 def _tree_assign(
-    total: _Floats, largest: _Floats, n_leaves: int, low: int, high: int, places: _Ints, priority: Any, values: _Floats
+    total: _Floats,
+    largest: _Floats,
+    n_leaves: int,
+    low: int,
+    high: int,
+    places: _Ints,
+    priority: npt.NDArray[Any],
+    values: _Floats,
 ) -> int:
     is_known = (places >= 0) & (places < high) & (priority > 0) & (priority < np.inf) & (values > 0) & (values <= MOST)
     is_kept = places >= low

@@ -20,18 +20,18 @@ _NONE = np.empty(0, np.intp)
 
 
 def _read_windows(
-    flags: Any,
-    reward: Any,
-    positions: Any,
-    powers: Any,
+    flags: npt.NDArray[Any],
+    reward: npt.NDArray[Any],
+    positions: npt.NDArray[Any],
+    powers: npt.NDArray[Any],
     B: int,
-    at: Any,
-    last: Any,
-    after: Any,
-    return_: Any,
+    at: npt.NDArray[Any],
+    last: npt.NDArray[Any],
+    after: npt.NDArray[Any],
+    return_: npt.NDArray[Any],
     discount: Any,
     end: Any,
-    eligible: Any,
+    eligible: npt.NDArray[Any],
 ) -> None:
     n = len(powers) - 1
     rows = (positions + np.arange(n + 1)[:, None] * B) % len(flags)

@@ -81,7 +81,7 @@ class InferenceServer:
         assert memory.totals is not None
         self._control, self._parameters, self._totals = memory.control, memory.parameters, memory.totals
         self._plans, self._seed, self._readiness = list(options.plans), options.seed, options.readiness
-        # The local worker, if there is one, runs in the process of the server.
+        # The worker in place, if there is one, runs in the process of the server.
         self._spin_time, self._yields = SpinTime(options.spin_seconds), is_crowded(options.n_processes)
         self._fingerprint: int | None = None  # of the arrivals and requests that leave nothing to do; None: look
         self._idle_since: float | None = None  # when the last spin began, if nothing came during it

@@ -7,10 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from penstock.buffers.ordering import full_fence
 from penstock.workers.affinity import usable_cpus
 from penstock.workers.control import ARRIVED, KIND_BITS, REPLIED, REQUESTED, ROW_WORDS, URGENT
 
+_Words = npt.NDArray[np.int64]
 _KIND = (1 << KIND_BITS) - 1
 
 #: What `look` returns: the ranks with an urgent request, with another request, and that are not idle; the number of
@@ -32,41 +36,45 @@ def spin(is_met: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _spin_for_word(word: Any, value: int, stop: Any, seconds: float, yields: bool) -> bool:
+def _spin_for_word(
+    word: _Words | memoryview, value: int, stop: _Words | memoryview, seconds: float, yields: bool
+) -> bool:
     return spin(lambda: word[0] >= value or stop[0] != 0, seconds)
 
 
-def _has_arrived(rows: Any, opened: Any, rank: int) -> bool:
+def _has_arrived(rows: _Words, opened: _Words, rank: int) -> bool:
     return bool(rows[rank, ARRIVED] == opened[rank])
 
 
-def _open_kind(rows: Any, replied: Any, rank: int) -> int:
+def _open_kind(rows: _Words, replied: _Words, rank: int) -> int:
     """The kind of this worker's open request; 0 if it has none."""
     word: int = rows[rank, REQUESTED]
     return 0 if word >> KIND_BITS == replied[rank, REPLIED] else word & _KIND
 
 
-def _is_urgent_or_all_idle(rows: Any, opened: Any, replied: Any, n_workers: int) -> bool:
+def _is_urgent_or_all_idle(rows: _Words, opened: _Words, replied: _Words, n_workers: int) -> bool:
     kinds = [_open_kind(rows, replied, rank) for rank in range(n_workers)]
     return URGENT in kinds or all(kind or _has_arrived(rows, opened, rank) for rank, kind in enumerate(kinds))
 
 
-def _fingerprint(rows: Any, n_workers: int) -> int:
+def _fingerprint(rows: _Words, n_workers: int) -> int:
     return hash(tuple((rows[rank, ARRIVED], rows[rank, REQUESTED]) for rank in range(n_workers)))
 
 
-def _spin_for_arrivals(rows: Any, opened: Any, replied: Any, n_workers: int, seconds: float, yields: bool) -> bool:
+def _spin_for_arrivals(
+    rows: _Words, opened: _Words, replied: _Words, n_workers: int, seconds: float, yields: bool
+) -> bool:
     return spin(lambda: all(_has_arrived(rows, opened, rank) for rank in range(n_workers)), seconds)
 
 
 def _spin_for_requests(
-    rows: Any,
-    opened: Any,
-    replied: Any,
+    rows: _Words,
+    opened: _Words,
+    replied: _Words,
     n_workers: int,
     fingerprint: int,
     needs_all_idle: bool,
-    stop: Any,
+    stop: _Words | memoryview,
     seconds: float,
     yields: bool,
 ) -> bool:
@@ -80,13 +88,13 @@ def _spin_for_requests(
     return spin(is_met, seconds)
 
 
-def _must_wake(rows: Any, opened: Any, replied: Any, sleeper: Any) -> bool:
+def _must_wake(rows: _Words, opened: _Words, replied: _Words, sleeper: _Words | memoryview) -> bool:
     full_fence()
     word: int = sleeper[0]
     return word < 0 or (word > 0 and _is_urgent_or_all_idle(rows, opened, replied, word))
 
 
-def _look(rows: Any, opened: Any, replied: Any, n_workers: int) -> Look:
+def _look(rows: _Words, opened: _Words, replied: _Words, n_workers: int) -> Look:
     fingerprint = _fingerprint(rows, n_workers)  # first: what comes during the look changes the next one
     urgent, ordinary, busy, numbers = list[int](), list[int](), list[int](), list[int]()
     for rank in range(n_workers):
