@@ -315,8 +315,7 @@ def serve(control_fd: int, main: int, preload: Sequence[str] | None = None) -> N
                 importlib.import_module(name)
         if preload is not None:
             limit_threads(1)  # workers inherit what it has found out, which takes a millisecond
-            gc.collect()  # in a fork of the main process, this would copy much of its memory
-        gc.freeze()  # so would a garbage collection in a worker
+        gc.freeze()  # a garbage collection in a worker would copy the memory that all share
         if preload is not None:
             # It was for the time of the imports. If a thread has started this process, it counts the thread's end.
             _prctl(_PR_SET_PDEATHSIG, 0)
