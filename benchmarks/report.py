@@ -2,7 +2,7 @@
 
     python benchmarks/report.py runs/cartpole
 
-Writes learning_curve.png and timeline.png into the run's folder, and measures the ceiling. With several runs, for
+Writes learning_curve.svg and timeline.svg into the run's folder, and measures the ceiling. With several runs, for
 example of different seeds, the learning curve shows all of them. All else is about the first one:
 
     for seed in 0 1 2; do python examples/ppo.py --seed $seed --out runs/$seed; done
@@ -39,15 +39,18 @@ SPANS = {
     "stepping": "#56B4E9",
 }
 ZOOM_ROWS = 12  # time steps in the timeline's last panel
+GREY = "#808080"  # can be read on white and on black: the pictures have no background
 STYLE = {
-    "figure.dpi": 150,
-    "font.size": 10,
-    "axes.titlesize": 11,
+    "font.size": 12,
+    "svg.fonttype": "none",  # text stays text
+    "savefig.transparent": True,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
+    "axes.titlesize": 12,
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
-    "grid.color": "#E5E5E5",
+    "grid.color": "#80808040",
     "legend.frameon": False,
 }
 
@@ -63,8 +66,8 @@ def plot_learning_curve(run_dirs: Sequence[Path], config: dict[str, Any]) -> Non
     """Written into the first folder."""
     runs = [read_progress(run_dir) for run_dir in run_dirs]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.axhline(config["goal"], color="#555555", linestyle="--", linewidth=1)
-    axes.annotate(f"goal {config['goal']:g}", (0, config["goal"]), (4, 4), textcoords="offset points", color="#555555")
+    axes.axhline(config["goal"], color=GREY, linestyle="--", linewidth=1)
+    axes.annotate(f"goal {config['goal']:g}", (0, config["goal"]), (4, 4), textcoords="offset points", color=GREY)
     if len(runs) == 1:
         (progress,) = runs
         label = f"training, last {config['batch_B']} episodes"
@@ -79,7 +82,7 @@ def plot_learning_curve(run_dirs: Sequence[Path], config: dict[str, Any]) -> Non
     axes.set_title(f"PPO on {config['env_id']}, {title}")
     axes.grid()
     axes.legend(loc="lower right")
-    figure.savefig(run_dirs[0] / "learning_curve.png")
+    figure.savefig(run_dirs[0] / "learning_curve.svg")
     plt.close(figure)
 
 
@@ -109,7 +112,7 @@ def plot_timeline(run_dir: Path) -> None:
         workers, sampling, training = ((file[name] - origin) * 1e3 for name in ("workers", "sampling", "training"))
     rows = min(ZOOM_ROWS, workers.shape[1] // 2)
     spans = np.array([training[1], sampling[1], workers[:, 2 * rows].min()])  # what the panels show, from 0
-    figure, panels = plt.subplots(3, 1, figsize=(10, 3.2 + 1.1 * len(workers)), layout="constrained")
+    figure, panels = plt.subplots(3, 1, figsize=(8, 3.6 + 1.1 * len(workers)), layout="constrained")
     for axes, span in zip(panels, spans, strict=True):
         _draw_span(axes, 0, "sampling", sampling)
         _draw_span(axes, 0, "training", training)
@@ -131,7 +134,7 @@ def plot_timeline(run_dir: Path) -> None:
     panels[2].set(title=f"The first {spans[2]:.1f} ms: the agent acts, the environments step", xlabel="milliseconds")
     handles = [Patch(color=colour, label=name) for name, colour in SPANS.items()]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
-    figure.savefig(run_dir / "timeline.png")
+    figure.savefig(run_dir / "timeline.svg", dpi=200)
     plt.close(figure)
 
 
@@ -144,7 +147,8 @@ def idle_shares(workers: npt.NDArray[np.float64], end: float) -> npt.NDArray[np.
 def _draw_span(axes: Axes, lane: int, name: str, stamps: npt.NDArray[np.float64]) -> None:
     """Bars from `stamps[0]` to `stamps[1]`, `stamps[2]` to `stamps[3]`, and so on."""
     bars = [(begin, end - begin) for begin, end in stamps.reshape(-1, 2)]
-    axes.broken_barh(bars, (lane - 0.35, 0.7), color=SPANS[name], linewidth=0)
+    # Hundreds of bars as shapes would make a large file.
+    axes.broken_barh(bars, (lane - 0.35, 0.7), color=SPANS[name], linewidth=0, rasterized=len(bars) > 50)
 
 
 # ---- text --------------------------------------------------------------------------------------
@@ -211,7 +215,7 @@ def main() -> None:
     with plt.rc_context(STYLE):  # type: ignore[arg-type]
         plot_learning_curve(arguments.run_dirs, summary["config"])
         plot_timeline(run_dir)
-    console.print(f"see {run_dir / 'learning_curve.png'} and {run_dir / 'timeline.png'}")
+    console.print(f"see {run_dir / 'learning_curve.svg'} and {run_dir / 'timeline.svg'}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
-    "README.md": "overview.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",

@@ -39,8 +39,8 @@ def test_a_short_run_learns_and_is_reported(tmp_path: Path) -> None:
         done = run("benchmarks/report.py", *runs, "--seconds", 0)
         assert done.returncode == 0, done.stderr
         assert "stepping" in done.stdout
-        for picture in ("learning_curve.png", "timeline.png"):
-            assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+        for picture in ("learning_curve.svg", "timeline.svg"):
+            assert "<svg" in (tmp_path / picture).read_text(encoding="utf-8")
             (tmp_path / picture).unlink()
 
 
