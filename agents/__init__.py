@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.agents.epsilon_greedy import EpsilonGreedyAgent
     from penstock.agents.gaussian import GaussianPgAgent
     from penstock.agents.normalization import Moments, ObservationNorm, RewardNorm
-    from penstock.agents.policy_gradient import PgAgent, PolicyHead
+    from penstock.agents.policy_gradient import EvaluatedSteps, PgAgent, PolicyHead
     from penstock.agents.recurrent import (
         RecurrentCategoricalPgAgent,
         RecurrentEpsilonGreedyAgent,
@@ -37,6 +37,7 @@ __all__ = [
     "ColumnNoise",
     "DeterministicPgAgent",
     "EpsilonGreedyAgent",
+    "EvaluatedSteps",
     "ExponentialSchedule",
     "FunctionAgent",
     "GaussianPgAgent",
@@ -64,6 +65,7 @@ _WITH_TORCH = {
     "CategoricalPgAgent": "categorical",
     "DeterministicPgAgent": "deterministic",
     "EpsilonGreedyAgent": "epsilon_greedy",
+    "EvaluatedSteps": "policy_gradient",
     "GaussianPgAgent": "gaussian",
     "Moments": "normalization",
     "ObservationNorm": "normalization",

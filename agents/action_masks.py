@@ -13,6 +13,8 @@ from penstock.buffers.named import fields_of
 from penstock.errors import ConfigError, SpaceError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from penstock.agents.agent import Agent
 
 _Bools = npt.NDArray[np.bool_]
@@ -82,13 +84,16 @@ class ActionMask:
                 f"MultiBinary({self.n}), the environment has {part}"
             )
 
-    def _read(self, observation: Any) -> npt.NDArray[Any]:
+    def _field(self, observation: Any) -> Any:
         node = observation
         for name in self._path:
             fields = fields_of(node)
             assert fields is not None
             node = fields[name]
-        mask: npt.NDArray[Any] = np.asarray(node).reshape(-1, self.n)
+        return node
+
+    def _read(self, observation: Any) -> npt.NDArray[Any]:
+        mask: npt.NDArray[Any] = np.asarray(self._field(observation)).reshape(-1, self.n)
         return mask
 
     def has_others(self, observation: Any) -> _Bools:
@@ -109,6 +114,17 @@ class ActionMask:
         mask: _Bools = self._read(observation) != 0
         has_any = np.logical_or.reduceat(mask, self._firsts, axis=1)
         return mask if has_any.all() else mask | np.repeat(~has_any, self._sizes, axis=1)
+
+    def legal_tensor(self, observation: Any) -> Tensor:
+        """As `legal`, for the tensors of samples `[N, ...]`."""
+        import torch  # here, since agents without torch have masks too
+
+        mask = torch.as_tensor(self._field(observation)).reshape(-1, self.n) != 0
+        counts = mask.cumsum(1)[:, torch.as_tensor(self._ends - 1)]
+        has_any = counts.diff(dim=1, prepend=counts.new_zeros(len(counts), 1)) > 0
+        if bool(has_any.all()):
+            return mask
+        return mask | ~has_any.repeat_interleave(torch.as_tensor(self._sizes, device=mask.device), dim=1)
 
     def draw(self, legal: _Bools, uniform: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
         """Random legal actions `[B, ...]`, all with the same probability, from `uniform` `[B, n_components]`."""

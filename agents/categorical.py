@@ -8,15 +8,18 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from gymnasium import spaces
-from torch import nn
+from torch import Tensor, nn
+from torch.distributions import Categorical, Distribution, Independent
 
 from penstock.agents.agent import Space
 from penstock.agents.distributions import choose
 from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead
-from penstock.agents.torch_agent import ModelSource
+from penstock.agents.torch_agent import Device, ModelSource
+from penstock.buffers.named import NamedArrays
 from penstock.errors import SpaceError
 
 
@@ -68,6 +71,37 @@ class CategoricalHead(PolicyHead):
         action = index if self._is_index else (index + self._start).astype(self._dtype, copy=False)
         return action, {"log_prob": log_prob if log_prob.dtype == np.float32 else log_prob.astype(np.float32)}
 
+    # For learners: the parameters are the log-probabilities `[..., n]`, or `[..., components, n]`.
+
+    def parameters(self, model: nn.Module, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        (logits,) = outputs
+        if self._has_logit is not None:
+            least = torch.finfo(logits.dtype).min
+            padded = logits.new_full((len(logits), self._has_logit.size), least)
+            padded[:, torch.from_numpy(self._has_logit).to(logits.device)] = logits
+            logits = padded
+        if self._is_multi:
+            logits = logits.reshape(len(logits), self._n_components, self._widest)
+        return [logits.log_softmax(-1)]
+
+    def log_prob(self, parameters: Sequence[Tensor], action: Tensor, agent_info: NamedArrays) -> Tensor:
+        (log_probs,) = parameters
+        index = action
+        if not self._is_index:  # a row that is not valid has zeros, which may be below the first action
+            index = (action.long() - torch.as_tensor(self._start, device=action.device)).clamp(min=0)
+        index = index.reshape(*log_probs.shape[:-1], 1)
+        chosen = log_probs.gather(-1, index).squeeze(-1)
+        return chosen.sum(-1) if self._is_multi else chosen
+
+    def entropy(self, parameters: Sequence[Tensor]) -> Tensor:
+        (log_probs,) = parameters
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        return entropy.sum(-1) if self._is_multi else entropy
+
+    def distribution(self, parameters: Sequence[Tensor]) -> Distribution:
+        each = Categorical(logits=parameters[0], validate_args=False)
+        return Independent(each, 1, validate_args=False) if self._is_multi else each
+
     def _warn_of_probabilities(self, logits: npt.NDArray[Any]) -> None:
         sums = np.add.reduceat(logits, self._first_of_component, axis=1)
         if self._widest > 1 and (logits > 0).all() and (np.abs(sums - 1) < 1e-5).all():
@@ -110,6 +144,9 @@ class CategoricalPgAgent(PgAgent):
         record_distribution: bool = False,
         mask_key: str | None = None,
         inference: Inference = "torch",
+        device: Device = None,
     ) -> None:
-        super().__init__(model, greedy_eval=greedy_eval, record_distribution=record_distribution, inference=inference)
+        super().__init__(
+            model, greedy_eval=greedy_eval, record_distribution=record_distribution, inference=inference, device=device
+        )
         self.mask_key = mask_key

@@ -17,7 +17,7 @@ from penstock.agents.model_outputs import output_array
 from penstock.agents.noise import ColumnNoise, OrnsteinUhlenbeck
 from penstock.agents.schedules import ColumnSetting, Setting
 from penstock.agents.space_draws import draw
-from penstock.agents.torch_agent import ModelSource, TorchAgent
+from penstock.agents.torch_agent import Device, ModelSource, TorchAgent
 from penstock.errors import ConfigError
 
 
@@ -50,8 +50,9 @@ class DeterministicPgAgent(TorchAgent):
         squash: bool = False,
         warmup_random_itrs: int = 0,
         inference: Inference = "torch",
+        device: Device = None,
     ) -> None:
-        super().__init__(model, inference=inference)
+        super().__init__(model, inference=inference, device=device)
         if noise not in ("gaussian", "ou"):
             raise ConfigError(f'noise must be "gaussian" or "ou", got {noise!r}')
         self._sigma_setting = ColumnSetting("sigma", sigma)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 _Array = npt.NDArray[Any]
-_HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
+HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
 
 
 def choose(logits: _Array, uniform: _Array | None) -> tuple[npt.NDArray[np.int64], _Array]:
@@ -50,7 +50,7 @@ def gaussian_log_prob(x: _Array, mean: _Array, log_std: _Array) -> _Array:
     """
     with np.errstate(all="ignore"):  # checked below
         z = (x - mean) * np.exp(-log_std)
-        each = -0.5 * z * z - log_std - _HALF_LOG_2_PI
+        each = -0.5 * z * z - log_std - HALF_LOG_2_PI
         log_prob: _Array = each.reshape(len(each), -1).sum(axis=1)
     if not np.isfinite(log_prob).all():
         b = int(np.flatnonzero(~np.isfinite(log_prob))[0])

@@ -15,7 +15,7 @@ from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_array
 from penstock.agents.noise import ColumnNoise
 from penstock.agents.schedules import ColumnSetting, Setting
-from penstock.agents.torch_agent import ModelSource, TorchAgent
+from penstock.agents.torch_agent import Device, ModelSource, TorchAgent
 from penstock.buffers.named import NamedArrays
 from penstock.errors import SpaceError
 
@@ -49,8 +49,9 @@ class EpsilonGreedyAgent(TorchAgent):
         eval_epsilon: float = 0.0,
         mask_key: str | None = None,
         inference: Inference = "torch",
+        device: Device = None,
     ) -> None:
-        super().__init__(model, inference=inference)
+        super().__init__(model, inference=inference, device=device)
         self.mask_key = mask_key
         self._epsilon_setting = ColumnSetting("epsilon", epsilon, highest=1.0, spread=spread)
         self._eval_setting = ColumnSetting("eval_epsilon", float(eval_epsilon), highest=1.0)

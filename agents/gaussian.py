@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributions import Distribution, Independent, Normal
 
 from penstock.agents.agent import Space
-from penstock.agents.distributions import BoxActions, gaussian_log_prob
+from penstock.agents.distributions import HALF_LOG_2_PI, BoxActions, gaussian_log_prob
 from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead
-from penstock.agents.torch_agent import ModelSource
+from penstock.agents.torch_agent import Device, ModelSource
+from penstock.buffers.named import NamedArrays
 from penstock.errors import SpaceError
 
 
@@ -64,6 +66,30 @@ class GaussianHead(PolicyHead):
         info = {"raw_action": raw, "mean": mean, "log_std": log_std, "log_prob": log_prob.astype(np.float32)}
         return box.clip(raw), info
 
+    # For learners: the parameters are mean and log_std `[..., *shape]`.
+
+    def parameters(self, model: nn.Module, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        mean = outputs[0]
+        log_std = outputs[1] if len(outputs) > 1 else self._own_log_std(model)
+        return [mean, log_std.expand_as(mean)]
+
+    def log_prob(self, parameters: Sequence[Tensor], action: Tensor, agent_info: NamedArrays) -> Tensor:
+        mean, log_std = parameters
+        z = (agent_info.raw_action - mean) * (-log_std).exp()
+        return self._summed(-0.5 * z * z - log_std - HALF_LOG_2_PI)
+
+    def entropy(self, parameters: Sequence[Tensor]) -> Tensor:
+        return self._summed(parameters[1] + (0.5 + HALF_LOG_2_PI))
+
+    def distribution(self, parameters: Sequence[Tensor]) -> Distribution:
+        mean, log_std = parameters
+        each = Normal(mean, log_std.exp(), validate_args=False)
+        return Independent(each, len(self._box.shape), validate_args=False)
+
+    def _summed(self, each: Tensor) -> Tensor:
+        n = len(self._box.shape)
+        return each.flatten(-n).sum(-1) if n else each
+
     def _own_log_std(self, model: nn.Module) -> torch.Tensor:
         log_std = getattr(model, "log_std", None)
         if not isinstance(log_std, torch.Tensor):
@@ -71,7 +97,7 @@ class GaussianHead(PolicyHead):
                 f"the model returned (mean, value) and has no parameter log_std of shape {self._box.shape}: return "
                 f"(mean, log_std, value), or do not set initial_log_std to None; see {self._agent}"
             )
-        return log_std.detach()
+        return log_std
 
 
 class GaussianPgAgent(PgAgent):
@@ -103,8 +129,11 @@ class GaussianPgAgent(PgAgent):
         greedy_eval: bool = False,
         record_distribution: bool = False,
         inference: Inference = "torch",
+        device: Device = None,
     ) -> None:
-        super().__init__(model, greedy_eval=greedy_eval, record_distribution=record_distribution, inference=inference)
+        super().__init__(
+            model, greedy_eval=greedy_eval, record_distribution=record_distribution, inference=inference, device=device
+        )
         self._initial_log_std = initial_log_std
 
     def _make_head(self, action_space: Space) -> PolicyHead:

@@ -4,19 +4,40 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from penstock.agents.action_masks import ActionMask, mask_of
 from penstock.agents.agent import AgentStep, Space
 from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_array, output_tuple, value_array
 from penstock.agents.noise import ColumnNoise
-from penstock.agents.torch_agent import ModelSource, TorchAgent
-from penstock.buffers.named import NamedArrays
+from penstock.agents.torch_agent import Device, ModelSource, TorchAgent
+from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.buffers.samples import Samples
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EvaluatedSteps:
+    """What the present parameters make of recorded steps: see `PgAgent.evaluate`. All tensors have gradients."""
+
+    log_prob: Tensor  #: `[...]`, of the recorded actions; comparable with `agent_info.log_prob`
+    entropy: Tensor  #: `[...]`, of the action distribution (of a Box, before the actions are clipped)
+    value: Tensor  #: `[...]`, as the model returns it
+    _head: PolicyHead
+    _parameters: Sequence[Tensor]
+
+    @property
+    def distribution(self) -> Distribution:
+        """The action distribution `[...]`. It is made when you ask for it: `log_prob` and `entropy` do not need it."""
+        return self._head.distribution(self._parameters)
 
 
 class PolicyHead(ABC):
@@ -43,6 +64,23 @@ class PolicyHead(ABC):
     ) -> tuple[npt.NDArray[Any], dict[str, Any]]:
         """Actions `[B, ...]` and agent_info for the model's `outputs`. Without `noise`, the most probable actions."""
 
+    def parameters(self, model: nn.Module, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The parameters of the distribution, with gradients, for the model's `outputs` `[N, ...]`. `log_prob`,
+        `entropy` and `distribution` get them. A head of your own defines these three if its agent has `evaluate`."""
+        return outputs
+
+    def log_prob(self, parameters: Sequence[Tensor], action: Tensor, agent_info: NamedArrays) -> Tensor:
+        """Of the recorded actions `[..., *shape]`."""
+        raise ConfigError(f"{type(self).__name__} has no log_prob: define log_prob and entropy for agent.evaluate")
+
+    def entropy(self, parameters: Sequence[Tensor]) -> Tensor:
+        """`[...]`"""
+        raise ConfigError(f"{type(self).__name__} has no entropy: define log_prob and entropy for agent.evaluate")
+
+    def distribution(self, parameters: Sequence[Tensor]) -> Distribution:
+        """As an object of torch."""
+        raise ConfigError(f"{type(self).__name__} has no distribution: define it, or use log_prob and entropy")
+
 
 class PgAgent(TorchAgent):
     """Base of policy-gradient agents. The model returns the parameters of the action distribution, then the value
@@ -67,8 +105,9 @@ class PgAgent(TorchAgent):
         greedy_eval: bool = False,
         record_distribution: bool = False,
         inference: Inference = "torch",
+        device: Device = None,
     ) -> None:
-        super().__init__(model, inference=inference)
+        super().__init__(model, inference=inference, device=device)
         self.greedy_eval, self.record_distribution = greedy_eval, record_distribution
         self._greedy = False
 
@@ -109,6 +148,41 @@ class PgAgent(TorchAgent):
     def _outputs(self, *inputs: Any) -> tuple[Any, ...]:
         return output_tuple(self.forward(*inputs), self._forms, type(self).__name__)
 
+    # ---- for learners ----------------------------------------------------------------------
+
+    def evaluate(self, part: Samples) -> EvaluatedSteps:
+        """`log_prob`, `entropy` and `value` of recorded steps with the present parameters, with gradients.
+
+        `part` are samples of any dimensions: a whole batch `[T, B]`, a minibatch `[N]`. A recurrent agent needs rows in
+        their order, `[T, B]` or sequences `[length, N]`, which begin with a recorded state. Masks are applied as when
+        the agent acted. The samples may be on another device than the model: they are moved there.
+
+        With unchanged parameters, `log_prob` and `value` equal those in `agent_info`, except for rounding. For the loss
+        of PPO: `ratio = (agent.evaluate(part).log_prob - part.agent.agent_info.log_prob).exp()`.
+
+        Raises `ConfigError` for anything but samples. Samples that lack a field (after `select`) raise an
+        `AttributeError` that names it.
+        """
+        if not isinstance(part, Samples):
+            raise ConfigError(
+                f"evaluate takes samples, or a part of them such as a minibatch, got {type(part).__name__}"
+            )
+        *outputs, value = self._replayed(part)
+        lead, head = part.env.valid.shape, self._head
+        if self._mask is not None:
+            legal = self._mask.legal_tensor(_rows(part, part.env.observation)).to(outputs[0].device)
+            # Not -inf: the entropy would have no gradient.
+            outputs[0] = outputs[0].masked_fill(~legal, torch.finfo(outputs[0].dtype).min)
+        found = [each.reshape(*lead, *each.shape[1:]) for each in head.parameters(self.model, outputs)]
+        action, info = (self.learner_tensor(each) for each in (part.agent.action, part.agent.agent_info))
+        return EvaluatedSteps(head.log_prob(found, action, info), head.entropy(found), value.reshape(lead), head, found)
+
+    def _replayed(self, part: Samples) -> tuple[Tensor, ...]:
+        """The model's outputs for recorded steps, as rows `[N, ...]`."""
+        inputs = [part.env.observation, *(previous_inputs(part) if self._takes_previous else ())]
+        rows = (_rows(part, self.learner_tensor(each)) for each in inputs)
+        return output_tuple(self.model(*rows), self._forms, type(self).__name__)
+
     def _choose(
         self, observation: Any, outputs: Sequence[Any], value: Any, rows: int, **more: Any
     ) -> tuple[Any, NamedArrays]:
@@ -126,3 +200,20 @@ class PgAgent(TorchAgent):
                 if name not in info:  # some heads always report it
                     more[name] = output_array(output, name, tuple(output.shape))
         return action, NamedArrays(info, value=value_array(value, rows), **more)
+
+
+def previous_inputs(part: Samples) -> tuple[Any, Any]:
+    """The previous actions and rewards that the agent got: zero at the first step of an episode."""
+    starts = part.env.prev_done
+
+    def without_starts(leaf: Any) -> Any:
+        kept = (~starts).reshape(*starts.shape, *(1,) * (leaf.ndim - starts.ndim))
+        return leaf * kept
+
+    return map_leaves(without_starts, part.agent.prev_action), without_starts(part.env.prev_reward)
+
+
+def _rows(part: Samples, value: Any) -> Any:
+    """`value` `[..., *shape]` of `part` as rows `[N, *shape]`."""
+    lead = part.env.valid.ndim
+    return map_leaves(lambda leaf: leaf if lead == 1 else leaf.reshape(-1, *leaf.shape[lead:]), value)

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from penstock.agents.agent import AgentStep, Space
 from penstock.agents.categorical import CategoricalHead
@@ -15,10 +17,11 @@ from penstock.agents.epsilon_greedy import EpsilonGreedyAgent
 from penstock.agents.gaussian import GaussianHead
 from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_tuple, value_array
-from penstock.agents.policy_gradient import PgAgent, PolicyHead
+from penstock.agents.policy_gradient import PgAgent, PolicyHead, previous_inputs
 from penstock.agents.recurrent_state import RecurrentState
 from penstock.agents.schedules import Setting
-from penstock.agents.torch_agent import ModelSource, TorchAgent
+from penstock.agents.torch_agent import Device, ModelSource, TorchAgent
+from penstock.buffers.samples import Samples
 from penstock.errors import ConfigError
 
 _RecordState = Literal["step", "batch"] | None
@@ -113,6 +116,7 @@ class RecurrentPgAgent(_RecurrentAgent, PgAgent):
         record_distribution: bool = False,
         record_state: _RecordState = "step",
         inference: Inference = "torch",
+        device: Device = None,
     ) -> None:
         super().__init__(
             model,
@@ -120,6 +124,7 @@ class RecurrentPgAgent(_RecurrentAgent, PgAgent):
             record_distribution=record_distribution,
             record_state=record_state,
             inference=inference,
+            device=device,
         )
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
@@ -133,6 +138,29 @@ class RecurrentPgAgent(_RecurrentAgent, PgAgent):
         # A copy: the model might change its state in place.
         outputs = self._outputs(observation, prev_action, prev_reward, self._state.copy())
         return value_array(outputs[-2], len(prev_reward))
+
+    def _replayed(self, part: Samples) -> tuple[Tensor, ...]:
+        if part.env.valid.ndim != 2:
+            raise ConfigError(
+                f"evaluate of {type(self).__name__} needs rows in their order, [T, B], these samples have "
+                f"{list(part.env.valid.shape)}: take sequences, with samples.minibatches(n, length=...)"
+            )
+        inputs = part.env.observation, *previous_inputs(part)
+        observation, prev_action, prev_reward = (self.learner_tensor(each) for each in inputs)
+        starts = self.learner_tensor(part.env.prev_done)
+        start = self.learner_tensor(part.initial_state)
+        states = RecurrentState(self.model, starts.shape[1], self._float_dtype)
+        state, columns = states.recorded(start), list[list[Tensor]]()
+        for t, has_start in enumerate(starts.any(1).tolist()):
+            if has_start:
+                state = states.restarted(state, starts[t])
+            row = output_tuple(
+                self.model(observation[t], prev_action[t], prev_reward[t], state), self._forms, type(self).__name__
+            )
+            *outputs, value, state = row
+            # A log_std may be the same for all columns.
+            columns.append([*(each.expand_as(outputs[0]) for each in outputs), value])
+        return tuple(torch.cat(rows) for rows in zip(*columns, strict=True))
 
 
 class RecurrentCategoricalPgAgent(RecurrentPgAgent):
@@ -153,6 +181,7 @@ class RecurrentCategoricalPgAgent(RecurrentPgAgent):
         record_distribution: bool = False,
         mask_key: str | None = None,
         inference: Inference = "torch",
+        device: Device = None,
     ) -> None:
         super().__init__(
             model,
@@ -160,6 +189,7 @@ class RecurrentCategoricalPgAgent(RecurrentPgAgent):
             record_state=record_state,
             record_distribution=record_distribution,
             inference=inference,
+            device=device,
         )
         self.mask_key = mask_key
 
@@ -181,6 +211,7 @@ class RecurrentGaussianPgAgent(RecurrentPgAgent):
         record_distribution: bool = False,
         record_state: _RecordState = "step",
         inference: Inference = "torch",
+        device: Device = None,
     ) -> None:
         super().__init__(
             model,
@@ -188,6 +219,7 @@ class RecurrentGaussianPgAgent(RecurrentPgAgent):
             record_distribution=record_distribution,
             record_state=record_state,
             inference=inference,
+            device=device,
         )
         self._initial_log_std = initial_log_std
 
@@ -211,6 +243,7 @@ class RecurrentEpsilonGreedyAgent(_RecurrentAgent, EpsilonGreedyAgent):
         eval_epsilon: float = 0.0,
         mask_key: str | None = None,
         record_state: _RecordState = "step",
+        device: Device = None,
     ) -> None:
         super().__init__(
             model,
@@ -219,6 +252,7 @@ class RecurrentEpsilonGreedyAgent(_RecurrentAgent, EpsilonGreedyAgent):
             eval_epsilon=eval_epsilon,
             mask_key=mask_key,
             record_state=record_state,
+            device=device,
         )
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:

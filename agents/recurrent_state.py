@@ -36,9 +36,9 @@ class RecurrentState:
 
     def reset(self) -> None:
         """Set all columns to the initial state."""
-        initial = self._initial()
-        self._example, self._names, leaves = initial, tuple(_parts(initial)), _parts(initial).values()
         with torch.inference_mode():
+            initial = self._initial()
+            self._example, self._names, leaves = initial, tuple(_parts(initial)), _parts(initial).values()
             self._leaves = [self._cast(leaf).repeat(self._n_columns, *(1,) * leaf.ndim) for leaf in leaves]
 
     def reset_one(self, column: int) -> None:
@@ -107,6 +107,17 @@ class RecurrentState:
         """Convert floating-point numbers to the dtype of the model's parameters, like its other inputs."""
         return leaf.to(self._dtype) if leaf.is_floating_point() else leaf
 
+    def recorded(self, state: Any) -> Any:
+        """What an agent has recorded of its state, tensors `[B, ...]`, in the structure that the model uses."""
+        return _rebuild(self._example, self._names, [self._cast(leaf) for leaf in _parts(state).values()])
+
+    def restarted(self, state: Any, starts: torch.Tensor) -> Any:
+        """`state` `[B, ...]` with the initial state where `starts` `[B]`. With gradients: the model may learn it."""
+        leaves = []
+        for leaf, initial in zip(_parts(state).values(), _parts(self._initial()).values(), strict=True):
+            leaves.append(torch.where(starts.reshape(-1, *(1,) * initial.ndim), self._cast(initial), leaf))
+        return _rebuild(self._example, self._names, leaves)
+
     def _initial(self) -> Any:
         given = getattr(self._model, "initial_state", None)
         if given is None:
@@ -117,8 +128,7 @@ class RecurrentState:
                     "state_shape, the shape of one column's zeros, or an attribute or method initial_state"
                 )
             return _zeros(shape, self._dtype, next((p.device for p in self._model.parameters()), None))
-        with torch.inference_mode():
-            state = given() if callable(given) else given
+        state = given() if callable(given) else given
         if not _parts(state) or not all(isinstance(leaf, torch.Tensor) for leaf in _parts(state).values()):
             raise ConfigError(f"initial_state must be a tensor, or a tuple or dict of tensors, got {state!r}")
         return state

@@ -14,7 +14,7 @@ from penstock.agents.distributions import BoxActions, gaussian_log_prob, tanh_lo
 from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_array, output_tuple
 from penstock.agents.noise import ColumnNoise
-from penstock.agents.torch_agent import ModelSource, TorchAgent
+from penstock.agents.torch_agent import Device, ModelSource, TorchAgent
 from penstock.buffers.named import NamedArrays
 
 _EDGE = 1.0 - 2.0**-53  # the largest float64 below 1, whose arctanh is finite
@@ -41,8 +41,9 @@ class SquashedGaussianAgent(TorchAgent):
         greedy_eval: bool = True,
         warmup_random_itrs: int = 0,
         inference: Inference = "torch",
+        device: Device = None,
     ) -> None:
-        super().__init__(model, inference=inference)
+        super().__init__(model, inference=inference, device=device)
         self.greedy_eval, self.warmup_random_itrs = greedy_eval, warmup_random_itrs
         self._greedy = self._is_random = False
 

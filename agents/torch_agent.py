@@ -136,6 +136,9 @@ def _copy_error(model: nn.Module, what: str, error: Exception) -> ConfigError:
 #: A model, or a callable that builds one.
 ModelSource = nn.Module | Callable[..., nn.Module]
 
+#: Where the model is moved to, for example "cuda"; None leaves it where it is.
+Device = str | torch.device | None
+
 
 class TorchAgent(Agent):
     """Holds a model and copies its parameters to and from shared memory. Subclasses override `step`.
@@ -152,6 +155,10 @@ class TorchAgent(Agent):
     "numpy" does not use torch: `forward` returns numpy arrays. `docs/extending.md` lists the layers that it knows.
     `sampler.initialize` compares the outputs with torch's. It raises `ConfigError` for a module that cannot be run in
     this way.
+
+    `device` moves the model, for example to "cuda", when the agent is initialized. There the learner trains it, and the
+    inference server of a central sampler acts with it. Workers always act on the CPU. Samples stay on the CPU:
+    `samples.to(device)` copies them, and `evaluate` does it by itself.
     """
 
     runtime_cls = TorchRuntime
@@ -163,15 +170,24 @@ class TorchAgent(Agent):
     _compiled_model: Callable[..., Any] | None = None  # called in place of the model
     _numpy_model: NumpyModel | None = None
 
-    def __init__(self, model: ModelSource, *, inference: Inference = "torch") -> None:
+    def __init__(self, model: ModelSource, *, inference: Inference = "torch", device: Device = None) -> None:
         if not (isinstance(model, nn.Module) or callable(model)):
             raise ConfigError(f"model must be an nn.Module or a callable that builds one, got {type(model).__name__}")
         self._model_source = model
         self.inference = checked_inference(inference)
+        try:
+            self._device = None if device is None else torch.device(device)
+        except (TypeError, RuntimeError) as error:
+            raise ConfigError(f'device must be a device of torch such as "cuda", or None: {error}') from error
 
     def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         super().initialize(observation_space, action_space, seed=seed)
         self.model = self._build_model(seed)
+        if self._device is not None:
+            try:
+                self.model.to(self._device)
+            except (AssertionError, RuntimeError) as error:  # there is none, or no memory is left there
+                raise ConfigError(f'the model cannot be moved to device="{self._device}": {error}') from error
         parameters = inspect.signature(self.model.forward).parameters
         positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._takes_previous = len(positional) >= 3
@@ -218,6 +234,18 @@ class TorchAgent(Agent):
             if self._takes_previous:
                 return model(self._tensor(observation), self._tensor(prev_action), self._tensor(prev_reward))
             return model(self._tensor(observation))
+
+    def learner_tensor(self, value: Any) -> Any:
+        """Recorded arrays or tensors as tensors that the model of a learner takes: on its device, and floating-point
+        numbers in its dtype."""
+        like = next(self.model.parameters(), None)
+        device = None if like is None else like.device
+
+        def converted(leaf: Any) -> torch.Tensor:
+            tensor = torch.as_tensor(leaf)
+            return tensor.to(device, self._float_dtype if tensor.is_floating_point() else None)
+
+        return map_leaves(converted, value)
 
     def fetched(self, outputs: Sequence[Any]) -> Sequence[Any]:
         """Outputs of the model in host memory. If the model is on a GPU, this waits once for all of them."""

@@ -18,6 +18,9 @@ class NamedArrays:
     every field. A string is the name of a field: `x["position"]`. The fields of a Tuple space are called `_0`, `_1`, …,
     as `collections.namedtuple(rename=True)` names them.
 
+    A loop over `x`, `len(x)` and `zip(x, ...)` go through the fields. `x.rows()` goes through the rows: `x[0]`, `x[1]`
+    and so on.
+
     Leaves are numpy arrays or torch tensors. `torch()` and `numpy()` convert without a copy.
     """
 
@@ -50,6 +53,13 @@ class NamedArrays:
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def rows(self: _Self) -> Iterator[_Self]:
+        """The rows: `x[0]`, `x[1]`, ... All arrays must have the same first dimension."""
+        lengths = {path: len(leaf) for path, leaf in self.leaves()}
+        if len(set(lengths.values())) != 1:
+            raise ConfigError(f"rows needs arrays with the same number of rows, these have {lengths}")
+        return (self[i] for i in range(next(iter(lengths.values()))))
 
     def __bool__(self) -> bool:
         return bool(self._values)
