@@ -75,7 +75,7 @@ class GaussianHead(PolicyHead):
 
     def log_prob(self, parameters: Sequence[Tensor], action: Tensor, agent_info: NamedArrays) -> Tensor:
         mean, log_std = parameters
-        z = (agent_info.raw_action - mean) * (-log_std).exp()
+        z = (torch.as_tensor(agent_info.raw_action).to(mean) - mean) * (-log_std).exp()
         return self._summed(-0.5 * z * z - log_std - HALF_LOG_2_PI)
 
     def entropy(self, parameters: Sequence[Tensor]) -> Tensor:

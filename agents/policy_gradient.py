@@ -70,7 +70,7 @@ class PolicyHead(ABC):
         return outputs
 
     def log_prob(self, parameters: Sequence[Tensor], action: Tensor, agent_info: NamedArrays) -> Tensor:
-        """Of the recorded actions `[..., *shape]`."""
+        """Of the recorded actions `[..., *shape]`, on the device of the parameters. `agent_info` is as recorded."""
         raise ConfigError(f"{type(self).__name__} has no log_prob: define log_prob and entropy for agent.evaluate")
 
     def entropy(self, parameters: Sequence[Tensor]) -> Tensor:
@@ -173,9 +173,11 @@ class PgAgent(TorchAgent):
             legal = self._mask.legal_tensor(_rows(part, part.env.observation)).to(outputs[0].device)
             # Not -inf: the entropy would have no gradient.
             outputs[0] = outputs[0].masked_fill(~legal, torch.finfo(outputs[0].dtype).min)
-        found = [each.reshape(*lead, *each.shape[1:]) for each in head.parameters(self.model, outputs)]
-        action, info = (self.learner_tensor(each) for each in (part.agent.action, part.agent.agent_info))
-        return EvaluatedSteps(head.log_prob(found, action, info), head.entropy(found), value.reshape(lead), head, found)
+        found = head.parameters(self.model, outputs)
+        if len(lead) != 1:
+            found = [each.reshape(*lead, *each.shape[1:]) for each in found]
+        log_prob = head.log_prob(found, torch.as_tensor(part.agent.action).to(value.device), part.agent.agent_info)
+        return EvaluatedSteps(log_prob, head.entropy(found), value.reshape(lead), head, found)
 
     def _replayed(self, part: Samples) -> tuple[Tensor, ...]:
         """The model's outputs for recorded steps, as rows `[N, ...]`."""

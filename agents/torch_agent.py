@@ -243,7 +243,7 @@ class TorchAgent(Agent):
 
         def converted(leaf: Any) -> torch.Tensor:
             tensor = torch.as_tensor(leaf)
-            return tensor.to(device, self._float_dtype if tensor.is_floating_point() else None)
+            return tensor.to(device, self._float_dtype) if tensor.is_floating_point() else tensor.to(device)
 
         return map_leaves(converted, value)
 
