@@ -11,7 +11,6 @@ from peer_adapters import ALL, LARGE, ONE, WORKS
 from turns import cell, spread
 
 _MOST_STEAL, _MOST_OTHERS = 0.01, 0.05  # of the machine's CPU time; with more, a turn is disturbed
-_N_SHOWN = 9  # bars in one part of the picture
 
 _SYNC, _SERIAL = "Gymnasium SyncVectorEnv", "penstock SerialSampler"
 #: Aims: a contestant, another, how many times as fast the first should be, and whether this is for each of the cores.
@@ -267,8 +266,12 @@ def tables(results: Sequence[dict[str, Any]], skipped: Path | None = None) -> st
     return "\n".join(lines)
 
 
-def draw(results: Sequence[dict[str, Any]], file: Path) -> None:
-    """One part for each work: the speed of the fastest contestants in relation to the bare loops in step."""
+_GREY, _OWN, _OTHER = "#808080", "#0f9d8c", "#9aa5b1"  # can be read on white and on black
+
+
+def draw(results: Sequence[dict[str, Any]], file: Path, only: str | None = None) -> None:
+    """One panel for each work: the steps per second of all contestants, the fastest at the top. With `only`, the panel
+    of this work, with one contestant of each kind."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -276,29 +279,31 @@ def draw(results: Sequence[dict[str, Any]], file: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "penstock"
     import matplotlib.pyplot as plt
 
-    n_rows = (len(results) + 1) // 2
-    picture, parts = plt.subplots(n_rows, 2, figsize=(11, 2.6 * n_rows), squeeze=False, layout="constrained")
-    for part in parts.flat[len(results) :]:
-        part.axis("off")
-    for part, result in zip(parts.flat, results, strict=False):
-        rounds = result["rounds"]
-        names = {name for turns in rounds for name in turns} - {ONE, ALL}
-        every = {name: ratios(calmest(rounds, name, ALL), name, ALL, "in_step") for name in names}
-        found = {name: spread(padded(figures)) for name, figures in every.items() if figures}
-        order = sorted(found, key=lambda name: found[name]["median"])[-_N_SHOWN:]
-        middle = [found[name]["median"] for name in order]
-        errors = [
-            [found[name]["median"] - found[name]["low"] for name in order],
-            [found[name]["high"] - found[name]["median"] for name in order],
-        ]
-        colours = ["#1f6f8b" if name.startswith("penstock") else "#b8b8b8" for name in order]
-        part.barh(order, middle, xerr=errors, color=colours, height=0.7, error_kw={"elinewidth": 0.8})
-        part.axvline(1, color="black", linewidth=0.8)
-        part.set_title(WORKS[result["work"]].title, fontsize=9)
-        part.tick_params(labelsize=7)
-        part.spines[["top", "right"]].set_visible(False)
-    picture.suptitle(
-        "Speed in relation to bare loops in step, which record nothing (median and middle half)", fontsize=9
+    shown = [result for result in results if only in (None, result["work"])]
+    panels = [_rates(result["rounds"], is_short=only is not None) for result in shown]
+    heights = [len(panel) + 2 for panel in panels]
+    picture, parts = plt.subplots(
+        len(panels), 1, figsize=(8, 0.34 * sum(heights)), squeeze=False, layout="constrained", height_ratios=heights
     )
-    picture.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    for part, result, panel in zip(parts.flat, shown, panels, strict=True):
+        names = list(panel)
+        middle = [panel[name]["median"] for name in names]
+        colours = [_OWN if name.startswith("penstock") else _OTHER for name in names]
+        bars = part.barh(names, middle, color=colours, height=0.72)
+        part.bar_label(bars, [f"{rate:,.0f}" for rate in middle], padding=4, color=_GREY, fontsize=12)
+        part.set_title(f"{WORKS[result['work']].title}: steps per second", fontsize=13, loc="left", color=_GREY)
+        part.tick_params(axis="y", length=0, labelsize=12, labelcolor=_GREY)
+        part.set_xticks([])
+        part.set_xlim(0, 1.18 * max(middle))
+        part.spines[:].set_visible(False)
+    picture.savefig(file, transparent=True, metadata={"Date": None} if file.suffix == ".svg" else None)
     plt.close(picture)
+
+
+def _rates(rounds: Rounds, *, is_short: bool) -> dict[str, dict[str, float]]:
+    """The steps per second of each contestant, ascending."""
+    names = {name for turns in rounds for name in turns}
+    if is_short:  # bare loops are bounds, and batched or other environments are another work
+        names = {name for name in names if not name.startswith(("bare", "EnvPool")) and "Batched" not in name}
+    found = {name: spread(padded(values(calmest(rounds, name), name, "rate"))) for name in names}
+    return dict(sorted(found.items(), key=lambda item: item[1]["median"]))

@@ -101,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--report", type=Path, nargs="+", help="measure nothing: show these files")
     parser.add_argument("--skipped", type=Path, help="a file that says which peers are not installed, and why")
-    parser.add_argument("--picture", type=Path, help="write the picture to this file")
+    parser.add_argument(
+        "--picture", type=Path, help="write the picture to this file, and that of the first work to FILE_short"
+    )
     args = parser.parse_args(arguments)
     if unknown := set(args.works) - set(WORK_NAMES):
         parser.error(f"there is no work {', '.join(unknown)}")
@@ -127,6 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(tables(results, args.skipped))
     if args.picture:
         draw(results, args.picture)
+        draw(results, args.picture.with_stem(f"{args.picture.stem}_short"), only=results[0]["work"])
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import CategoricalPgAgent, ParallelSampler, Samples
+from penstock.agents import PgAgent
 
 
 @dataclass(frozen=True)
@@ -85,18 +86,16 @@ def discounted_returns(samples: Samples, discount: float) -> Tensor:
     return returns
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
+def train(agent: PgAgent, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
     """One gradient step on a batch."""
     returns = discounted_returns(samples, cfg.discount)
-    logits, value = model(samples.env.observation)
-    log_probs = logits.log_softmax(-1)
-    log_prob = log_probs.gather(-1, samples.agent.action[..., None]).squeeze(-1)
-    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
-    advantage = returns - value
-    objective = (advantage.detach() * log_prob).mean() + cfg.entropy_weight * entropy
+    now = agent.evaluate(samples)
+    advantage = returns - now.value
+    policy_loss = -(advantage.detach() * now.log_prob).mean()
+    loss = policy_loss + cfg.value_weight * advantage.square().mean() - cfg.entropy_weight * now.entropy.mean()
     optimizer.zero_grad()
-    (cfg.value_weight * advantage.square().mean() - objective).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+    loss.backward()
+    nn.utils.clip_grad_norm_(agent.model.parameters(), cfg.max_grad_norm)
     optimizer.step()
 
 
@@ -123,7 +122,7 @@ def main(cfg: Config) -> dict[str, Any]:
             samples, _ = sampler.obtain_samples(itr)
             steps = (itr + 1) * cfg.batch_T * cfg.batch_B
             optimizer.param_groups[0]["lr"] = cfg.learning_rate * max(0.0, 1 - steps / cfg.total_steps)
-            train(agent.model, optimizer, samples, cfg)
+            train(agent, optimizer, samples, cfg)
             agent.sync_shared_memory()  # the workers use the new parameters from the next batch on
             result |= {"total_steps": steps, "seconds": time.monotonic() - began}
             if steps >= next_eval:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from penstock import AsyncSampler, CategoricalPgAgent, Samples
+from penstock.agents import PgAgent
 from penstock.targets import gae
 
 
@@ -102,32 +103,30 @@ class ActorCritic(nn.Module):
         return self.policy(observation), self.value(observation).squeeze(-1)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
+def train(agent: PgAgent, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
     """Several epochs of minibatches with PPO's clipped objective, in its decoupled form.
 
     The clip limits the change from the policy at the start of this update. The older policy, which acted, enters with
     `correction`. If the clip limited the change from the older policy, the update before this one would already have
     used up most of what the clip allows.
     """
-    env, agent = samples.env, samples.agent
     advantage, target = gae(samples, cfg.discount, cfg.gae_lambda)
     with torch.no_grad():
-        logits, _ = model(env.observation)
-        old_log_prob = logits.log_softmax(-1).gather(-1, agent.action[..., None]).squeeze(-1)
-        correction = (old_log_prob - agent.agent_info.log_prob).exp().clamp(max=cfg.max_correction)
-    used = samples.select("env.observation", "agent.action")
+        old_log_prob = agent.evaluate(samples).log_prob
+        correction = (old_log_prob - samples.agent.agent_info.log_prob).exp().clamp(max=cfg.max_correction)
+    used = samples.select("env.observation", "agent.action", "agent.agent_info")
     used = used.with_targets(old_log_prob=old_log_prob, advantage=advantage, correction=correction, value=target)
     for _ in range(cfg.epochs):
         for part in used.minibatches(cfg.minibatches):
-            logits, value = model(part.env.observation)
-            action, weight = part.agent.action, part.targets.advantage
-            log_prob = logits.log_softmax(1).gather(1, action[:, None]).squeeze(1)
-            ratio = (log_prob - part.targets.old_log_prob).exp()
-            weight = part.targets.correction * (weight - weight.mean()) / (weight.std() + 1e-8)
-            objective = torch.min(ratio * weight, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * weight).mean()
+            now, advantage = agent.evaluate(part), part.targets.advantage
+            advantage = part.targets.correction * (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            ratio = (now.log_prob - part.targets.old_log_prob).exp()
+            clipped_ratio = ratio.clamp(1 - cfg.clip, 1 + cfg.clip)
+            policy_loss = -torch.min(ratio * advantage, clipped_ratio * advantage).mean()
+            loss = policy_loss + cfg.value_weight * mse_loss(now.value, part.targets.value)
             optimizer.zero_grad()
-            (cfg.value_weight * mse_loss(value, part.targets.value) - objective).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+            loss.backward()
+            nn.utils.clip_grad_norm_(agent.model.parameters(), cfg.max_grad_norm)
             optimizer.step()
 
 
@@ -170,7 +169,7 @@ def main(cfg: Config) -> dict[str, Any]:
             samples, traj_infos = sampler.obtain_samples(itr)  # gives the batch before back to the workers
             training_began = time.monotonic()
             optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - steps / cfg.total_steps)
-            train(agent.model, optimizer, samples, cfg)
+            train(agent, optimizer, samples, cfg)
             agent.sync_shared_memory()  # the workers use the new parameters from the next batch that they begin
             times = waiting_began, training_began, time.monotonic()
 

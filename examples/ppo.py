@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from penstock import CategoricalPgAgent, ParallelSampler, Samples
+from penstock import CategoricalPgAgent, GaussianPgAgent, ParallelSampler, Samples
+from penstock.agents import PgAgent
 from penstock.targets import gae
 
 
@@ -54,6 +55,7 @@ class Config:
     minibatches: int = 8
     clip: float = 0.2
     value_weight: float = 0.5
+    entropy_weight: float = 0.0
     max_grad_norm: float = 0.5
 
 
@@ -70,11 +72,14 @@ def parse_config() -> Config:
 
 
 class ActorCritic(nn.Module):
-    """Two networks of 64-64. In a single one, the large value errors at the start dominate the policy's gradient."""
+    """Two networks of 64-64. In a single one, the large value errors at the start dominate the policy's gradient.
 
-    def __init__(self, observation_space: gym.spaces.Box, action_space: gym.spaces.Discrete) -> None:
+    Returns logits of discrete actions, or the mean of continuous ones, and the value."""
+
+    def __init__(self, observation_space: gym.spaces.Box, action_space: Any) -> None:
         super().__init__()
-        n_inputs, n_actions = observation_space.shape[0], int(action_space.n)
+        is_box = isinstance(action_space, gym.spaces.Box)
+        n_inputs, n_actions = observation_space.shape[0], action_space.shape[0] if is_box else int(action_space.n)
 
         def linear(n_in: int, n_out: int, gain: float = 2**0.5) -> nn.Linear:
             layer = nn.Linear(n_in, n_out)
@@ -93,23 +98,33 @@ class ActorCritic(nn.Module):
         return self.policy(observation), self.value(observation).squeeze(-1)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
+def train(agent: PgAgent, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
     """Several epochs of minibatches with PPO's clipped objective."""
     advantage, target = gae(samples, cfg.discount, cfg.gae_lambda)
-    used = samples.select("env.observation", "agent.action", "agent.agent_info.log_prob")
+    used = samples.select("env.observation", "agent.action", "agent.agent_info")
     used = used.with_targets(advantage=advantage, value=target)
     for _ in range(cfg.epochs):
         for part in used.minibatches(cfg.minibatches):
-            logits, value = model(part.env.observation)
-            action, weight = part.agent.action, part.targets.advantage
-            log_prob = logits.log_softmax(1).gather(1, action[:, None]).squeeze(1)
-            ratio = (log_prob - part.agent.agent_info.log_prob).exp()
-            weight = (weight - weight.mean()) / (weight.std() + 1e-8)
-            objective = torch.min(ratio * weight, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * weight).mean()
+            now, old_log_prob = agent.evaluate(part), part.agent.agent_info.log_prob
+            advantage = part.targets.advantage
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            ratio = (now.log_prob - old_log_prob).exp()
+            clipped_ratio = ratio.clamp(1 - cfg.clip, 1 + cfg.clip)
+            policy_loss = -torch.min(ratio * advantage, clipped_ratio * advantage).mean()
+            value_loss = mse_loss(now.value, part.targets.value)
+            loss = policy_loss + cfg.value_weight * value_loss - cfg.entropy_weight * now.entropy.mean()
             optimizer.zero_grad()
-            (cfg.value_weight * mse_loss(value, part.targets.value) - objective).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+            loss.backward()
+            nn.utils.clip_grad_norm_(agent.model.parameters(), cfg.max_grad_norm)
             optimizer.step()
+
+
+def make_agent(env_id: str) -> PgAgent:
+    """For discrete or continuous actions."""
+    with gym.make(env_id) as env:
+        is_box = isinstance(env.action_space, gym.spaces.Box)
+    # Evaluations draw actions as training does, so that both returns belong to the same policy.
+    return GaussianPgAgent(ActorCritic) if is_box else CategoricalPgAgent(ActorCritic)
 
 
 def mean(returns: Collection[float]) -> float:
@@ -121,8 +136,7 @@ def main(cfg: Config) -> dict[str, Any]:
     began = time.monotonic()
     torch.manual_seed(cfg.seed)  # for the order of minibatches; everything else depends on the sampler's seed
     torch.set_num_threads(1)  # a second thread does not help with networks this small
-    # Evaluations draw actions as training does, so that both returns belong to the same policy.
-    agent = CategoricalPgAgent(ActorCritic, greedy_eval=False)
+    agent = make_agent(cfg.env_id)
     sampler = ParallelSampler(
         cfg.env_id,
         batch_T=cfg.batch_T,
@@ -148,7 +162,7 @@ def main(cfg: Config) -> dict[str, Any]:
             samples, traj_infos = sampler.obtain_samples(itr)
             training_began = time.monotonic()
             optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - steps / cfg.total_steps)
-            train(agent.model, optimizer, samples, cfg)
+            train(agent, optimizer, samples, cfg)
             agent.sync_shared_memory()  # the workers use the new parameters from the next batch on
             times = sampling_began, training_began, time.monotonic()
 

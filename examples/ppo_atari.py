@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import CategoricalPgAgent, GpuSampler, ParallelSampler, Samples
+from penstock.agents import PgAgent
 from penstock.envs import EnvContext, Purpose
 from penstock.targets import gae
 
@@ -104,36 +105,31 @@ class NatureCnn(nn.Module):
         return self.policy(features), self.value(features).squeeze(-1)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
+def train(agent: PgAgent, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
     """Several epochs of minibatches with PPO's clipped objective, for the policy and for the value."""
     advantage, target = gae(samples, cfg.discount, cfg.gae_lambda)
-    used = samples.select("env.observation", "agent.action", "agent.agent_info.log_prob", "agent.agent_info.value")
+    used = samples.select("env.observation", "agent.action", "agent.agent_info")
     used = used.with_targets(advantage=advantage, value=target)
     for _ in range(cfg.epochs):
         for part in (rows.to(cfg.device) for rows in used.minibatches(cfg.minibatches)):
-            info, action, target = part.agent.agent_info, part.agent.action, part.targets.value
-            logits, value = model(part.env.observation)
-            log_probs = logits.log_softmax(1)
-            ratio = (log_probs.gather(1, action[:, None]).squeeze(1) - info.log_prob).exp()
-            weight = part.targets.advantage
-            weight = (weight - weight.mean()) / (weight.std() + 1e-8)
-            objective = torch.min(ratio * weight, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * weight).mean()
-            clipped_value = info.value + (value - info.value).clamp(-cfg.clip, cfg.clip)
-            value_loss = 0.5 * torch.max((value - target).square(), (clipped_value - target).square()).mean()
-            entropy = -(log_probs.exp() * log_probs).sum(1).mean()
+            now, old, target = agent.evaluate(part), part.agent.agent_info, part.targets.value
+            advantage = part.targets.advantage
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            ratio = (now.log_prob - old.log_prob).exp()
+            clipped_ratio = ratio.clamp(1 - cfg.clip, 1 + cfg.clip)
+            policy_loss = -torch.min(ratio * advantage, clipped_ratio * advantage).mean()
+            clipped_value = old.value + (now.value - old.value).clamp(-cfg.clip, cfg.clip)
+            value_loss = 0.5 * torch.max((now.value - target).square(), (clipped_value - target).square()).mean()
+            loss = policy_loss + cfg.value_weight * value_loss - cfg.entropy_weight * now.entropy.mean()
             optimizer.zero_grad()
-            (cfg.value_weight * value_loss - objective - cfg.entropy_weight * entropy).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+            loss.backward()
+            nn.utils.clip_grad_norm_(agent.model.parameters(), cfg.max_grad_norm)
             optimizer.step()
 
 
 def main(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)  # for the order of minibatches; everything else depends on the sampler's seed
-
-    def make_model(observation_space: gym.spaces.Box, action_space: gym.spaces.Discrete) -> nn.Module:
-        return NatureCnn(observation_space, action_space).to(cfg.device)
-
-    agent = CategoricalPgAgent(make_model)
+    agent = CategoricalPgAgent(NatureCnn, device=cfg.device)
     sampler_cls = ParallelSampler if cfg.device == "cpu" else GpuSampler
     sampler = sampler_cls(
         partial(make_env, cfg.game),
@@ -153,7 +149,7 @@ def main(cfg: Config) -> None:
         for itr in range(-(-cfg.total_steps // batch_steps)):
             samples, traj_infos = sampler.obtain_samples(itr)
             optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - itr * batch_steps / cfg.total_steps)
-            train(agent.model, optimizer, samples, cfg)
+            train(agent, optimizer, samples, cfg)
             agent.sync_shared_memory()  # the workers use the new parameters from the next batch on
             steps, seconds = (itr + 1) * batch_steps, time.monotonic() - began
             if traj_infos:

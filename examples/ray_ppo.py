@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from penstock import CategoricalPgAgent, Samples
+from penstock.agents import PgAgent
 from penstock.cluster import RaySampler
 from penstock.targets import gae
 
@@ -53,22 +54,20 @@ class ActorCritic(nn.Module):
         return self.policy(observation), self.value(observation).squeeze(-1)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
-    env, agent = samples.env, samples.agent
-    advantage, returns = gae(samples, cfg.discount, cfg.gae_lambda)
-    columns = env.observation, agent.action, agent.agent_info.log_prob, advantage, returns
-    rows = [column.flatten(0, 1) for column in columns]
+def train(agent: PgAgent, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
+    advantage, target = gae(samples, cfg.discount, cfg.gae_lambda)
+    samples = samples.with_targets(advantage=advantage, value=target)
     for _ in range(cfg.epochs):
-        for index in torch.randperm(cfg.batch_T * cfg.batch_B).chunk(cfg.minibatches):
-            observation, action, old_log_prob, weight, target = (row[index] for row in rows)
-            logits, value = model(observation)
-            log_prob = logits.log_softmax(1).gather(1, action[:, None]).squeeze(1)
-            ratio = (log_prob - old_log_prob).exp()
-            weight = (weight - weight.mean()) / (weight.std() + 1e-8)
-            objective = torch.min(ratio * weight, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * weight).mean()
+        for part in samples.minibatches(cfg.minibatches):
+            now, advantage = agent.evaluate(part), part.targets.advantage
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            ratio = (now.log_prob - part.agent.agent_info.log_prob).exp()
+            clipped_ratio = ratio.clamp(1 - cfg.clip, 1 + cfg.clip)
+            policy_loss = -torch.min(ratio * advantage, clipped_ratio * advantage).mean()
+            loss = policy_loss + 0.5 * mse_loss(now.value, part.targets.value)
             optimizer.zero_grad()
-            (0.5 * mse_loss(value, target) - objective).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            loss.backward()
+            nn.utils.clip_grad_norm_(agent.model.parameters(), 0.5)
             optimizer.step()
 
 
@@ -92,7 +91,7 @@ def main(cfg: Config) -> bool:
         began, itr = time.monotonic(), 0
         while time.monotonic() - began < cfg.time_limit:
             samples, _ = sampler.obtain_samples(itr)
-            train(agent.model, optimizer, samples, cfg)
+            train(agent, optimizer, samples, cfg)
             agent.sync_shared_memory()  # the shards use the new parameters from the next batch on
             itr += 1
             if itr % cfg.eval_every == 0:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from penstock import CategoricalPgAgent, ParallelSampler, Samples
-from penstock.agents import RecurrentCategoricalPgAgent
+from penstock.agents import PgAgent, RecurrentCategoricalPgAgent
 from penstock.targets import gae
 
 try:
@@ -145,10 +145,6 @@ class FeedForward(ActorCritic):
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         return self.heads(self.core(self.encoder(observation)))
 
-    def replay(self, samples: Samples) -> tuple[Tensor, Tensor]:
-        """Logits `[T, b, n]` and values `[T, b]` of recorded columns, with the current parameters."""
-        return self.forward(samples.env.observation)
-
 
 class Recurrent(ActorCritic):
     """The same network with a GRU as its core. It does not use the previous action and reward."""
@@ -169,38 +165,26 @@ class Recurrent(ActorCritic):
         state = self.core(self.encoder(observation), state)
         return *self.heads(state), state
 
-    def replay(self, samples: Samples) -> tuple[Tensor, Tensor]:
-        """The same as in `FeedForward`, from the state at the start of the batch."""
-        # Only the state is computed step by step; encoder and heads take all steps at once.
-        inputs = self.encoder(samples.env.observation)
-        state, states = samples.initial_state, []
-        for row, continues in zip(inputs, ~samples.env.done[..., None], strict=True):
-            states.append(self.core(row, state))
-            state = states[-1] * continues  # the agent starts each episode with zeros
-        return self.heads(torch.stack(states))
-
 
 # ---- PPO -----------------------------------------------------------------------------------------
 
 
-def train(model: FeedForward | Recurrent, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
+def train(agent: PgAgent, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
     """Several epochs of minibatches with PPO's clipped objective. A minibatch is a few whole columns."""
     advantage, target = gae(samples, cfg.discount, cfg.gae_lambda)
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
     samples = samples.with_targets(advantage=advantage, value=target)
     for _ in range(cfg.epochs):
         for part in samples.minibatches(cfg.minibatches, length=cfg.batch_T):
-            logits, value = model.replay(part)
-            weight = part.targets.advantage
-            log_probs = logits.log_softmax(-1)
-            log_prob = log_probs.gather(-1, part.agent.action[..., None]).squeeze(-1)
-            ratio = (log_prob - part.agent.agent_info.log_prob).exp()
-            objective = torch.min(ratio * weight, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * weight).mean()
-            entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+            now, advantage = agent.evaluate(part), part.targets.advantage
+            ratio = (now.log_prob - part.agent.agent_info.log_prob).exp()
+            clipped_ratio = ratio.clamp(1 - cfg.clip, 1 + cfg.clip)
+            policy_loss = -torch.min(ratio * advantage, clipped_ratio * advantage).mean()
+            value_loss = mse_loss(now.value, part.targets.value)
+            loss = policy_loss + cfg.value_weight * value_loss - cfg.entropy_weight * now.entropy.mean()
             optimizer.zero_grad()
-            value_loss = mse_loss(value, part.targets.value)
-            (cfg.value_weight * value_loss - objective - cfg.entropy_weight * entropy).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+            loss.backward()
+            nn.utils.clip_grad_norm_(agent.model.parameters(), cfg.max_grad_norm)
             optimizer.step()
 
 
@@ -213,7 +197,7 @@ def learn(memory: bool, cfg: Config, bar: Progress) -> dict[str, Any]:
     def make_model(observation_space: Box, action_space: Discrete) -> FeedForward | Recurrent:
         return cls(cfg.hidden, observation_space, action_space)
 
-    # "batch": only the state before each batch is recorded; replay computes the others.
+    # "batch": only the state before each batch is recorded; `evaluate` computes the others.
     agent = RecurrentCategoricalPgAgent(make_model, record_state="batch") if memory else CategoricalPgAgent(make_model)
     sampler = ParallelSampler(
         partial(TMaze, cfg.length, time_limit),
@@ -230,8 +214,7 @@ def learn(memory: bool, cfg: Config, bar: Progress) -> dict[str, Any]:
     n_itrs = -(-cfg.steps // (cfg.batch_T * cfg.batch_B))
     with sampler:
         sampler.initialize(agent, seed=cfg.seed, bootstrap_value=True)
-        model: Any = agent.model
-        optimizer = torch.optim.Adam(model.parameters(), lr=cfg.learning_rate, eps=1e-5)
+        optimizer = torch.optim.Adam(agent.model.parameters(), lr=cfg.learning_rate, eps=1e-5)
         for itr in range(n_itrs + 1):  # the last iteration only evaluates
             steps, seconds = itr * cfg.batch_T * cfg.batch_B, time.monotonic() - began
             if itr % cfg.eval_every == 0 or itr == n_itrs:
@@ -242,7 +225,7 @@ def learn(memory: bool, cfg: Config, bar: Progress) -> dict[str, Any]:
             if itr < n_itrs:
                 samples, _ = sampler.obtain_samples(itr)
                 optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - itr / n_itrs)
-                train(model, optimizer, samples, cfg)
+                train(agent, optimizer, samples, cfg)
                 agent.sync_shared_memory()  # the workers use the new parameters from the next batch on
     return curve
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock import Samples, SerialSampler
+from penstock import SerialSampler
 from penstock.agents import RecurrentCategoricalPgAgent
 from penstock.targets import gae
 
@@ -74,30 +74,25 @@ def recorded(example: Any) -> Any:
         assert samples.env.terminated[:-1].any()
         assert samples.env.truncated[:-1].any()
         assert samples.agent.agent_info.prev_rnn_state[0].any()
-        yield agent.model, samples
-
-
-def replayed(model: Any, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
-    logits, value = model.replay(samples)
-    return torch.distributions.Categorical(logits=logits).log_prob(samples.agent.action), value
+        yield agent, samples
 
 
 def test_replaying_a_batch_gives_what_was_recorded(recorded: Any) -> None:
-    model, samples = recorded
+    agent, samples = recorded
     for columns in (slice(None), torch.tensor([6, 1, 3])):
         part = samples[:, columns]
-        log_prob, value = replayed(model, part)
-        torch.testing.assert_close(log_prob, part.agent.agent_info.log_prob, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(value, part.agent.agent_info.value, atol=1e-5, rtol=1e-5)
+        now = agent.evaluate(part)
+        torch.testing.assert_close(now.log_prob, part.agent.agent_info.log_prob, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(now.value, part.agent.agent_info.value, atol=1e-5, rtol=1e-5)
 
 
 def test_a_state_that_outlives_its_episode_is_seen_by_that_test(recorded: Any) -> None:
-    model, samples = recorded
+    agent, samples = recorded
     begun_anew = samples.env.done.cumsum(0) - samples.env.done.long() > 0  # rows behind an end in the batch
     kept = samples.copy()
-    kept.env.done[:] = False
-    log_prob, value = replayed(model, kept)
-    for found, recorded_one in ((log_prob, samples.agent.agent_info.log_prob), (value, samples.agent.agent_info.value)):
+    kept.env.prev_done[1:] = False
+    now, info = agent.evaluate(kept), samples.agent.agent_info
+    for found, recorded_one in ((now.log_prob, info.log_prob), (now.value, info.value)):
         error = (found - recorded_one).abs()
         assert error[~begun_anew].max() < 1e-5
         assert error[begun_anew].max() > 1e-2
