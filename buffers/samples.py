@@ -78,6 +78,7 @@ class EnvSamples(_StepFields):
     _remedies: ClassVar[Mapping[str, str]] = {
         "final_obs": "make the sampler with record_final_obs=True",
         "env_info": "make the sampler with env_info=[...], the names of entries of info",
+        "extra": "declare extra_fields in the class of the collector",
     }
     observation: Any  #: what the agent acted on at step t
     reward: Tensor  #: float32, for the action taken at t
@@ -88,6 +89,7 @@ class EnvSamples(_StepFields):
     prev_done: Tensor  #: bool, `done` one step earlier; in row 0, True where an episode starts
     valid: Tensor  #: bool, False where the environment waited for a reset (`WaitResetCollector`)
     env_info: NamedArrays  #: the chosen entries of `info`; field `_name` is True where the environment returned `name`
+    extra: NamedArrays  #: what the collector has written: the fields that its class declares in `extra_fields`
     final_obs: Any  #: the true last observation where `done`, zero elsewhere
     bootstrap_obs: Any  #: `[B, ...]`, the observation after the last step; that of the next episode after an end
 
@@ -364,6 +366,7 @@ class SampleSpec:
     bootstrap_value: bool = False
     final_obs: bool = True
     env_info: NamedArrays | None = None
+    extra: NamedArrays | None = None
 
 
 class SamplesBuffer:
@@ -405,8 +408,9 @@ def _slot_specs(spec: SampleSpec, batch_T: int, batch_B: int) -> NamedArrays:
         "agent_info": rows(batch_T, spec.agent_info),
         "policy_version": ArraySpec((batch_B,), np.dtype(np.int64)),
     }
-    if spec.env_info is not None:
-        fields["env_info"] = rows(batch_T, spec.env_info)
+    for name in ("env_info", "extra"):
+        if (example := getattr(spec, name)) is not None:
+            fields[name] = rows(batch_T, example)
     if spec.final_obs:
         fields["final_obs"] = rows(batch_T, spec.observation)
     if spec.bootstrap_value:
@@ -435,8 +439,9 @@ class BatchColumns:
 
     `observation`, `action` and `reward` have `batch_T + 1` rows (see `SamplesBuffer`). At step t the collector reads
     `observation[t]`, and writes `action[t + 1]`, `reward[t + 1]` and `observation[t + 1]`. All other fields are written
-    at `[t]`. `episode_start` `[B]`, True where an episode starts in row 0, is the row of `done` before the first.
-    `observation_rows[t]`, `action_rows[t]` and `reward_rows[t]` are views of row t, made once.
+    at `[t]`. `extra` has the fields that the collector declares, and is zero when a batch begins. `episode_start`
+    `[B]`, True where an episode starts in row 0, is the row of `done` before the first. `observation_rows[t]`,
+    `action_rows[t]` and `reward_rows[t]` are views of row t, made once.
     """
 
     def __init__(self, arrays: NamedArrays, columns: slice, *, is_poisoned: bool = False) -> None:
@@ -450,13 +455,13 @@ class BatchColumns:
         self.terminated, self.truncated, self.valid = own("terminated"), own("truncated"), own("valid")
         done = own("done")
         self.done, self.episode_start = done[1:], done[0]
-        self.agent_info, self.env_info = own("agent_info"), own("env_info")
+        self.agent_info, self.env_info, self.extra = own("agent_info"), own("env_info"), own("extra")
         self.final_obs, self.final_value = own("final_obs"), own("final_value")
         self.bootstrap_value = arrays.bootstrap_value[columns] if "bootstrap_value" in arrays else None
         self.policy_version, self._is_poisoned = arrays.policy_version[columns], is_poisoned
         self.batch_T, self.n_columns = self.done.shape
         self._last_done, self._last_valid = self.done[-1], self.valid[-1]
-        flags = (self.terminated, self.truncated, self.done, self.final_value)
+        flags = (self.terminated, self.truncated, self.done, self.final_value, self.extra)
         self._cleared = [field for field in flags if field is not None]
         # Made once, because making a view takes as long as writing the row.
         self.observation_rows = [self.observation[t] for t in range(self.batch_T + 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -64,6 +64,11 @@ class Collector(ABC):
 
     #: Whether a worker builds one batched environment, `env_fn(num_envs=n)`, in place of n single ones.
     batched = False
+
+    #: Fields of a subclass, for each step of each environment: a Gymnasium space by name, or an example of the value (a
+    #: number, an array). The collector writes them into `self.samples.extra.NAME[t]` `[B, ...]`, and the learner reads
+    #: `samples.env.extra.NAME` `[T, B, ...]`. They are zero where nothing was written. A `Replay` keeps them.
+    extra_fields: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, parts: CollectorParts) -> None:
         samples = parts.samples

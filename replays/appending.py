@@ -16,6 +16,7 @@ from penstock.replays.options import Frames, Sequences
 from penstock.replays.ring import BEGINS, PARTIAL, VALID, Ring, Shape, lacks_next, leaves
 
 STATE = "prev_rnn_state"  # the field of agent_info
+MORE = ("env_info", "extra")  # fields of `samples.env` that are kept as they are
 _CHECKED = 0.01  # the share of rows whose frames are compared, after the first batch
 
 
@@ -67,6 +68,7 @@ def shape_of(
         B=B,
         observation=observation,
         action=example(samples.agent.action),
+        more=NamedArrays({name: example(samples.env[name]) for name in MORE if name in samples.env}) or None,
         state=example(info[STATE]) if sequences and STATE in info else None,
         state_every=every,
         max_finals=max_truncations or max(-(-T * B // 32), B),
@@ -135,6 +137,8 @@ class Appender:
             self._first_version = int(ring.arrays.policy_version[(ring.end - 1) % ring.T].max())
         self._columns = ring.columns(writer)
         self._layouts = {"observation": _layout(ring.shape.observation), "action": _layout(ring.shape.action)}
+        for name, tree in (ring.shape.more or NamedArrays()).items():
+            self._layouts[name] = _layout(tree)
         if frames is not None:
             self._layouts["observation"] = [(path, (frames.n, *of), t) for path, of, t in self._layouts["observation"]]
         self._bound: tuple[Any, Any, Batch] | None = None
@@ -172,7 +176,7 @@ class Appender:
             observation=observation,
             final_obs=arrays(env.final_obs) if "final_obs" in env else None,
             reward=reward,
-            rows=(*leaves(kept), *leaves(arrays(agent.action))),
+            rows=(*leaves(kept), *leaves(arrays(agent.action)), *self._more(env)),
             before=(array(env.prev_reward), *leaves(arrays(agent.prev_action))),
             flags=tuple(array(leaf) for leaf in (env.valid, env.terminated, env.truncated, env.prev_done)),
             state=None if self.ring.shape.state is None else arrays(agent.agent_info[STATE]),
@@ -181,6 +185,9 @@ class Appender:
         if samples.batch is not None:  # the next batch of the sampler has the same arrays
             self._bound = env, agent, batch
         return batch
+
+    def _more(self, env: Any) -> tuple[Any, ...]:
+        return tuple(leaf for name in self.ring.more for leaf in leaves(arrays(env[name])))
 
     def append(self, batch: Batch, policy_version: Any, continues: bool) -> None:
         """Write one batch. `policy_version` None: that of the samples. `continues`: whether it follows the batch before
@@ -220,7 +227,11 @@ class Appender:
                 f"a batch of {batch_T} x {batch_B} steps does not fit into capacity={shape.T * shape.B}: raise "
                 "capacity, or lower batch_T"
             )
-        for name, given in (("observation", samples.env.observation), ("action", samples.agent.action)):
+        more = [(name, samples.env[name]) for name in MORE if name in samples.env and name in self._layouts]
+        missing = [name for name in MORE if name in self._layouts and name not in samples.env]
+        if missing:
+            raise SpaceError(f"these samples have no env.{missing[0]}, which the first batch had")
+        for name, given in [("observation", samples.env.observation), ("action", samples.agent.action), *more]:
             found, expected = _layout(arrays(given), 2), self._layouts[name]
             if found != expected:
                 raise SpaceError(f"the {name} of this batch is {found}, that of the first batch was {expected}")

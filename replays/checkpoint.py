@@ -38,7 +38,7 @@ def write_checkpoint(folder: Path, ring: Ring, facts: dict[str, Any], priorities
     fields = dict(_saved_fields(arrays, shape.state_every, first, end, n_finals))
     if priorities is not None:
         fields["priorities"] = [priorities]
-    examples = {"observation": shape.observation, "action": shape.action, "state": shape.state}
+    examples = {"observation": shape.observation, "action": shape.action, "state": shape.state, "more": shape.more}
     index = {
         "format": _FORMAT,
         "data": f"data-{uuid.uuid4().hex}",
@@ -138,6 +138,7 @@ def saved_shape(index: dict[str, Any], T: int) -> Shape:
         observation=_example(of["observation"]),
         action=_example(of["action"]),
         state=None if of["state"] is None else _example(of["state"]),
+        more=None if of.get("more") is None else _example(of["more"]),
         state_every=index["state_every"],
         max_finals=max(index["max_finals"] * T // of["T"], 1),
     )

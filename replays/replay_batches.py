@@ -98,6 +98,8 @@ class ReplayBatch(FixedFields):
     return_: Tensor  #: float32, the discounted sum of the rewards of the window, which ends with the episode
     discount: Tensor  #: float32, the factor of the value after the window: discount ** length, 0 after a termination
     next_observation: Any  #: the observation after the window: `final_obs` after a truncation, 0 after a termination
+    env_info: NamedArrays  #: of the first step of the window; only if the samples have it
+    extra: NamedArrays  #: the same for the fields of a collector
     index: Tensor  #: int64, the absolute position, step * B + b
     weight: Tensor  #: float32, the importance weight; only with priorities
 
@@ -119,6 +121,8 @@ class SequenceBatch(FixedFields):
     discount: Tensor  #: `[length, N]`, as in `ReplayBatch`
     next_row: Tensor  #: int64 `[length, N]`, the row of the observation after the window
     mask: Tensor  #: bool `[length, N]`, whether the step counts in the loss: see docs/replay.md
+    env_info: NamedArrays  #: only if the samples have it
+    extra: NamedArrays  #: the same for the fields of a collector
     state: Any  #: `[N, ...]`, the recurrent state before the first step; only if the agent records it
     index: Tensor  #: int64 `[N]`, the absolute position of the first step
     weight: Tensor  #: float32 `[N]`; only with priorities
@@ -154,6 +158,7 @@ class Transitions:
             "return_": windows.return_,
             "discount": windows.discount,
             "next_observation": next_observation,
+            **{name: take(value, windows.at) for name, value in self._ring.more.items()},
         }
 
 
@@ -208,6 +213,7 @@ class SequenceReader:
             "discount": windows.discount.reshape(starts.shape),
             "next_row": n_rows_ahead.reshape(starts.shape) + np.arange(length)[:, None],
             "mask": mask,
+            **{name: take(value, rows) for name, value in ring.more.items()},
         }
         if "state" in ring.arrays:
             number, column = positions // ring.B // self.every, positions % ring.B

@@ -66,6 +66,7 @@ class Shape:
     B: int
     observation: Any  # an array, or `NamedArrays`, of one step; with frames: of one frame
     action: Any
+    more: NamedArrays | None = None  # other fields that are kept: `env_info` and `extra` of the samples
     state: Any = None  # the recurrent state, kept for every `state_every`-th step
     state_every: int = 1
     max_finals: int = 1  # final observations that each writer keeps
@@ -96,6 +97,8 @@ class Shape:
             "begun": rows(np.int64(0), self.n_writers, _WORDS),
             "done": rows(np.int64(0), self.n_writers, _WORDS),
         }
+        for name, example in () if self.more is None else self.more.items():
+            fields[name] = rows(example, T, B)
         if self.state is not None:
             fields["state"] = rows(self.state, T // self.state_every, B)
         return NamedArrays(fields)
@@ -129,7 +132,8 @@ class Ring:
         self._words = [(self._begun[writer], self._done[writer]) for writer in range(self.shape.n_writers)]
         observation, action = leaves(arrays.observation), leaves(arrays.action)
         #: The arrays `[T, B, ...]` that get a row for each step, in the order in which `write` takes them.
-        self.leaves = (arrays.flags, arrays.reward, arrays.policy_version, *observation, *action)
+        more = NamedArrays({} if (own := self.shape.more) is None else {name: arrays[name] for name, _ in own.items()})
+        self.leaves = (arrays.flags, arrays.reward, arrays.policy_version, *observation, *action, *leaves(more))
         #: The arrays that a batch repeats in its `prev_reward` and `prev_action`.
         self.kept = (arrays.reward, *action)
         self._oldest = 0  # no row before this step was ever written
@@ -145,6 +149,7 @@ class Ring:
         self.observation, self.action = map_leaves(flat, arrays.observation), map_leaves(flat, arrays.action)
         self.reward, self.flags, self.final = flat(arrays.reward), flat(arrays.flags), flat(arrays.final)
         self.policy_version = flat(arrays.policy_version)
+        self.more: dict[str, Any] = {name: map_leaves(flat, value) for name, value in more.items()}
 
     def __getstate__(self) -> tuple[Shape, Any]:
         return self.shape, self.memory

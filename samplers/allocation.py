@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 
 from penstock.agents import Agent
@@ -18,7 +19,7 @@ from penstock.buffers.episode_log import EpisodeLog
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import map_leaves
 from penstock.buffers.reports import in_one_line
-from penstock.collectors import BaseEvalCollector, EpisodeEvalCollector, EvalCollector, TrajInfo
+from penstock.collectors import BaseEvalCollector, Collector, EpisodeEvalCollector, EvalCollector, TrajInfo
 from penstock.collectors.acting import agent_info_example, as_agent_step
 from penstock.collectors.action_checks import write_action
 from penstock.collectors.tracking import snapshot
@@ -36,7 +37,7 @@ from penstock.envs import (
 )
 from penstock.envs.infos import element
 from penstock.envs.rows import arrays_like, write_row
-from penstock.errors import ConfigError, PenstockError, SpaceError
+from penstock.errors import ConfigError, PenstockError, SpaceError, brief
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.recorded_episodes import RecordedEpisodes
 from penstock.samplers.sampler_memory import SamplerMemory, StepBuffer
@@ -91,7 +92,8 @@ def allocate(config: SamplerConfig, agent: Agent, setup: InitArguments, resource
     env_info = _prepare_agent(agent, example, setup.seed, config)
     traj_info_kwargs = _checked_traj_info_kwargs(config.traj_info_cls, setup.traj_info_kwargs)
     worker_agent = agent.runtime.worker_copy()
-    spec = replace(_try_agent(worker_agent, example, config, setup), env_info=env_info)
+    extra = _extra_example(config.collector_cls)
+    spec = replace(_try_agent(worker_agent, example, config, setup), env_info=env_info, extra=extra)
     difference = worker_agent.runtime.inference_difference(lambda: _real_inputs(worker_agent, example, config))
     program = SamplerProgram(
         agent=worker_agent,
@@ -208,6 +210,27 @@ def _masked(agent: Agent, factories: Sequence[EnvFactory], config: SamplerConfig
             'observations, and give mask_key="observation.NAME"'
         )
     return tuple(replace(factory, wrapper=partial(MaskInObservation, key=key)) for factory in factories)
+
+
+def _extra_example(cls: type[Collector]) -> NamedArrays | None:
+    """Zeros for one step of the fields that a collector declares; None if there are none."""
+    fields: Any = cls.extra_fields
+    if not isinstance(fields, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in fields):
+        raise ConfigError(
+            f"extra_fields of {cls.__name__} must be a dict of names and spaces or examples, such as "
+            f'{{"cost": np.float32(0)}}, got {brief(fields)}'
+        )
+    found = {}
+    for name, value in fields.items():
+        where = f"extra_fields[{name!r}] of {cls.__name__}"
+        if isinstance(value, gym.Space):
+            found[name] = example_of(value, where)
+            continue
+        array = np.asarray(value)
+        if array.dtype.kind not in "biufc":
+            raise ConfigError(f"{where} must be a space, a number or an array of numbers, got {brief(value)}")
+        found[name] = np.zeros_like(array)
+    return NamedArrays(found) if found else None
 
 
 def _checked_traj_info_kwargs(cls: type[TrajInfo], kwargs: Any) -> dict[str, Any]:
