@@ -1,4 +1,4 @@
-"""Many machines: `RaySampler`, and distributed experiments. `pip install "penstock[cluster]"` installs what they need.
+"""Many machines: `RaySampler`, and distributed experiments. `pip install ".[cluster]"` installs what they need.
 
 Everything is imported on first use: `import penstock.cluster` imports neither ray nor zmq.
 """
@@ -117,8 +117,7 @@ def __getattr__(name: str) -> Any:
     missing = [library for library in libraries if find_spec(library) is None]
     if missing:
         raise ImportError(
-            f"penstock.cluster.{name} needs {' and '.join(missing)}, which is not installed: "
-            'pip install "penstock[cluster]"'
+            f'penstock.cluster.{name} needs {" and ".join(missing)}, which is not installed: pip install ".[cluster]"'
         )
     return getattr(import_module(f"penstock.cluster.{module}"), name)
 

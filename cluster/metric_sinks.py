@@ -137,4 +137,4 @@ def _need(module: str, library: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ConfigError(f'{library} is not installed: pip install "penstock[metrics]"') from error
+        raise ConfigError(f'{library} is not installed: pip install ".[metrics]"') from error

@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
 
 
 class BatchedEnvPool(SameStep):
-    """`num_envs` environments of EnvPool's `task_id`; needs `penstock[envpool]`.
+    """`num_envs` environments of EnvPool's `task_id`; needs the extra `envpool`.
 
     EnvPool itself resets an environment one step after its episode's end. This class resets it within the step, by
     a second call for the rows that ended, and keeps the final observation.
@@ -35,7 +35,7 @@ class BatchedEnvPool(SameStep):
         try:
             import envpool  # takes seconds, so only here
         except ImportError as error:
-            raise ConfigError(f"BatchedEnvPool needs EnvPool, pip install 'penstock[envpool]': {error}") from error
+            raise ConfigError(f"BatchedEnvPool needs EnvPool, pip install '.[envpool]': {error}") from error
         if task_id not in envpool.list_all_envs():
             raise ConfigError(f"EnvPool has no task {task_id!r}: choose one of envpool.list_all_envs()")
         if kwargs.get("batch_size", num_envs) not in (0, num_envs) or kwargs.get("max_num_players", 1) != 1:

@@ -26,7 +26,7 @@ try:
     import jax
     import jax.numpy as jnp
 except ImportError as error:
-    raise SystemExit(f"this example needs JAX: pip install 'penstock[jax]' ({error})") from error
+    raise SystemExit(f"this example needs JAX: pip install '.[jax]' ({error})") from error
 
 Parameters = dict[str, Any]  # arrays by name, of JAX in the learner and of numpy in the workers
 

@@ -3,7 +3,9 @@
     python examples/ppo_atari.py --game Pong
     python examples/ppo_atari.py --game Breakout --device cuda
 
-Needs the extra `atari`: ale-py and OpenCV. The settings are the usual ones for 10 million steps of 4 frames.
+Needs the extra `atari`: ale-py and OpenCV. The settings are the usual ones for 10 million steps of 4 frames,
+except for lives: Gymnasium's wrapper starts a new game after each lost life, so in a game with lives, such as Breakout,
+training sees first lives only. Evaluations play whole games.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ try:
     import ale_py
     import cv2  # noqa: F401  AtariPreprocessing needs it
 except ImportError as error:
-    raise SystemExit(f"this example needs ale-py and OpenCV: pip install 'penstock[atari]' ({error})") from error
+    raise SystemExit(f"this example needs ale-py and OpenCV: pip install '.[atari]' ({error})") from error
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     python examples/ray_ppo.py --n-shards 2
 
-Without RAY_ADDRESS, penstock starts Ray on this machine and ends it. Needs `pip install "penstock[cluster]"`. Stops
+Without RAY_ADDRESS, penstock starts Ray on this machine and ends it. Needs `pip install ".[cluster]"`. Stops
 when an evaluation reaches the goal. Exits with status 1 if this takes too long.
 """
 

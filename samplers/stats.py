@@ -12,7 +12,7 @@ from penstock.buffers.named import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.workers.control import ControlBlock
 from penstock.workers.failures import Restarts
-from penstock.workers.plan import WorkerPlan
+from penstock.workers.plan import WorkerPlan, span
 
 if TYPE_CHECKING:
     from penstock.workers.pool import Pool
@@ -72,6 +72,21 @@ class SamplerStats:
     lag: LagStats | None = None
     skipped_batches: int = 0
     dropped_trajectories: int = 0
+
+    def __str__(self) -> str:
+        """A table with a line for each worker, in seconds."""
+        lines = [f"{'worker':>6} {'envs':>9} {'steps':>12} {'acting':>9} {'stepping':>9} {'waiting':>9} {'idle':>5}"]
+        for own in self.workers:
+            spent = own.acting + own.stepping + own.waiting
+            idle = own.waiting / spent if spent else 0.0
+            times = f"{own.acting:>9.2f} {own.stepping:>9.2f} {own.waiting:>9.2f} {idle:>5.0%}"
+            lines.append(f"{own.worker_rank:>6} {span(own.env_ranks):>9} {own.steps:>12,} {times}")
+        more = [f"{self.bytes_shared / 2**20:,.1f} MiB shared"]
+        if self.restarts:
+            more.append(f"{self.restarts} workers replaced, {self.lost_trajectories} trajectories lost")
+        if self.lag is not None:
+            more.append(f"parameters {self.lag.mean:.2f} versions old, at most {self.lag.max}")
+        return "\n".join([*lines, ", ".join(more)])
 
     @property
     def restarts(self) -> int:

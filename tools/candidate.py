@@ -150,7 +150,9 @@ class CandidateProcess:
                     return message
                 self.failure = message
             else:
-                self.failure = f"slow or hanging: {doing} took more than {limit:.3g} s"
+                self.failure = (
+                    f"slow or hanging: {doing} took more than {limit:.3g} s (--limit, in Python limit, allows more)"
+                )
         except (EOFError, OSError):
             self.failure = f"its process died ({doing})"
         self._kill()

@@ -68,6 +68,7 @@ class TuneReport:
     env: str = "env_fn"  #: the code of the environment function
     rows: list[TuneRow] = field(default_factory=list)  #: in the order of trial: simple candidates first
     is_interrupted: bool = False
+    learner_us: float = 0.0  #: microseconds that the learner takes for each environment step
 
     @property
     def best(self) -> TuneRow | None:
@@ -115,9 +116,24 @@ class TuneReport:
         headings = ("sampler", "workers", "T", "B", "inference", "steps/s", "CPU µs a step", "times one process")
         lines = _aligned([headings, *(self._cells(row) for row in self.rows)])
         notes = ["Figures are medians; the middle half of the turns follows in parentheses.", *_failures(self.rows)]
+        notes += self._with_learner()
         if self.is_interrupted:
             notes.append("Interrupted: the candidates that are missing were not tried, or not to the end.")
         return "\n".join([*lines, "", *notes, "", self.recommendation])
+
+    def _with_learner(self) -> list[str]:
+        """What is left of the gain when the learner trains after each batch."""
+        best, one = self.best, self.rows[0] if self.rows else None
+        if not self.learner_us or best is None or one is None or not one.turns:
+            return []
+        own, fastest = (1e6 / float(np.median([turn.steps_per_s for turn in row.turns])) for row in (one, best))
+        whole, learner = own + self.learner_us, self.learner_us
+        return [
+            f"With {learner:g} µs of training for each step, the best sampler gives {1e6 / (fastest + learner):,.0f} "
+            f"steps/s, {whole / (fastest + learner):.2f} times one process. A sampler that takes no time would give "
+            f"{whole / learner:.2f} times one process. AsyncSampler, which samples while you train, gives at most "
+            f"{whole / max(fastest, learner):.2f} times."
+        ]
 
     def _cells(self, row: TuneRow) -> tuple[str, ...]:
         candidate = row.candidate
@@ -175,6 +191,7 @@ def tune(
     n_workers: int | Iterable[int] | None = None,
     seconds: float = 20.0,
     limit: float = 20.0,
+    learner_us: float = 0.0,
     start_method: StartMethod = "fork",
     report: TuneReport | None = None,
     say: Callable[[str], Any] | None = None,
@@ -196,6 +213,8 @@ def tune(
             at least one batch.
         limit: seconds that a candidate may take to start and collect its first batch, and for each later batch. After
             that it is stopped.
+        learner_us: microseconds that your learner trains for each environment step. The report then says how much of
+            the gain is left.
         start_method: "fork" starts quickly. Use "forkserver" or "spawn" if your environment does not work after a fork.
         report: is filled during the search. If Ctrl-C ends the search, it has the figures so far.
         say: is called from time to time with a line about the progress.
@@ -210,6 +229,7 @@ def tune(
     env_factories(env_fn, None, 1)
     seconds, limit = seconds_of("seconds", seconds), seconds_of("limit", limit)
     report = TuneReport() if report is None else report
+    report.learner_us = seconds_of("learner_us", learner_us) if learner_us else 0.0
     report.env = _code_of(env_fn)
     candidates = first_candidates(sizes_T[0], sizes_B[0], cpus_to_fill(usable_cpus()), counts)
     try:

@@ -19,5 +19,5 @@ def __getattr__(name: str) -> Any:
     try:
         from penstock.vector.sb3 import Sb3VecEnv
     except ImportError as error:
-        raise ImportError(f"Sb3VecEnv needs Stable-Baselines3: pip install 'penstock[sb3]' ({error})") from error
+        raise ImportError(f"Sb3VecEnv needs Stable-Baselines3: pip install '.[sb3]' ({error})") from error
     return Sb3VecEnv

@@ -290,7 +290,7 @@ class ShmVectorEnv(CallsOnEnvs):
         try:
             from penstock.vector.sb3 import Sb3VecEnv
         except ImportError as error:
-            raise ConfigError(f"to_sb3 needs Stable-Baselines3: pip install 'penstock[sb3]' ({error})") from error
+            raise ConfigError(f"to_sb3 needs Stable-Baselines3: pip install '.[sb3]' ({error})") from error
         return Sb3VecEnv.around(self)
 
     def check_fit_for_sb3(self) -> None:

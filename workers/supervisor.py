@@ -55,6 +55,9 @@ _PIDFD_SIGNAL_PROCESS_GROUP = 4  # since Linux 6.9
 _MESSAGE_BYTES = 64
 _CHECK_SECONDS = 0.25
 _END_SECONDS = 1.0
+# Ctrl-C must not reach the supervisor. But it stays in the session of the main process: the scheduler of Linux divides
+# CPUs among sessions (autogroup), and a process that yields its CPU would not yield it to a process of another session.
+_OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 _POLL_MS = 500  # how often a supervisor without a pidfd looks whether its parent has ended
 # It blocks these and does not ignore them: one that is sent to a worker in its first moment must not be lost.
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -118,7 +121,7 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             cwd="/",
             env={**os.environ, **_ONE_THREAD},
-            start_new_session=True,  # Ctrl-C must not reach it
+            **_OWN_GROUP,
         )
         process.returncode = 0  # `close` waits for it
         return process.pid
@@ -128,7 +131,7 @@ class Supervisor:
         if (pid := os.fork()) == 0:
             try:
                 self.control.close()
-                os.setsid()
+                os.setpgid(0, 0)
                 serve(control_fd, self._owner)
             finally:
                 os._exit(1)  # whatever a signal handler raises: this must not return to the caller

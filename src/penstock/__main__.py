@@ -59,6 +59,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-B", type=int, nargs="+", default=[32, 128], metavar="B", help="environments (32 128)")
     parser.add_argument("--n-workers", type=int, nargs="+", metavar="N", help="by default from the number of CPUs")
     parser.add_argument("--policy", default="mlp", help="random, mlp (default), or MODULE:MAKE_AGENT")
+    parser.add_argument("--learner-us", type=float, default=0.0, metavar="US", help="training per step, microseconds")
     parser.add_argument("--start-method", default="fork", help="fork (default), forkserver or spawn")
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
 
@@ -74,6 +75,7 @@ def _tune(args: argparse.Namespace) -> int:
             n_workers=args.n_workers,
             seconds=args.seconds,
             limit=args.limit,
+            learner_us=args.learner_us,
             start_method=args.start_method,
             report=report,
             say=lambda text: print(text, file=sys.stderr),

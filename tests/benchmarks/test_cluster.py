@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(300),
     # Not imported here: Ray reads variables when it is imported, which cluster/conftest.py sets.
-    pytest.mark.skipif(find_spec("ray") is None, reason='ray is not installed: pip install "penstock[cluster]"'),
+    pytest.mark.skipif(find_spec("ray") is None, reason='ray is not installed: pip install ".[cluster]"'),
     pytest.mark.skipif(find_spec("rich") is None, reason="the benchmarks need rich"),
     pytest.mark.slow,
 ]

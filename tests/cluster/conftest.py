@@ -55,7 +55,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """A `ray.cluster_utils.Cluster`, which this process has joined."""
-    ray = pytest.importorskip("ray", reason='ray is not installed: pip install "penstock[cluster]"')
+    ray = pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(penstock.__file__).parents[1]))  # for its nodes
         with warnings.catch_warnings():

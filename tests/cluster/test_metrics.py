@@ -41,7 +41,7 @@ def test_a_line_of_json_for_each_moment(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tensorboard and its libraries
 def test_tensorboard_has_a_curve_for_each_figure(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason='tensorboard is not installed: pip install "penstock[metrics]"')
+    pytest.importorskip("tensorboard", reason='tensorboard is not installed: pip install ".[metrics]"')
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with TensorBoard(tmp_path) as metrics:
@@ -53,7 +53,7 @@ def test_tensorboard_has_a_curve_for_each_figure(tmp_path: Path) -> None:
 
 
 def test_prometheus_reads_the_newest_figures() -> None:
-    pytest.importorskip("prometheus_client", reason='not installed: pip install "penstock[metrics]"')
+    pytest.importorskip("prometheus_client", reason='not installed: pip install ".[metrics]"')
     with Prometheus() as metrics:
         assert metrics.address.startswith("http://127.0.0.1:")
         for state in STATES:

@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 
-ray = pytest.importorskip("ray", reason='ray is not installed: pip install "penstock[cluster]"')
+ray = pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
 
 from penstock import NodeLostError, RandomAgent, SamplerBrokenError, SamplerClosedError, SerialSampler  # noqa: E402
 from penstock.cluster import RaySampler  # noqa: E402

@@ -18,7 +18,7 @@ import gymnasium as gym
 import psutil
 import pytest
 
-ray = pytest.importorskip("ray", reason='ray is not installed: pip install "penstock[cluster]"')
+ray = pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
 
 from penstock import NodeLostError, RandomAgent, SerialSampler  # noqa: E402
 from penstock.cluster import RaySampler  # noqa: E402

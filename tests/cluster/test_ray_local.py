@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray", reason='ray is not installed: pip install "penstock[cluster]"')
+pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
 
 from ..scale import scaled
 from .ray_support import wait_for_none

@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray", reason='ray is not installed: pip install "penstock[cluster]"')
+pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
 
 from penstock import RandomAgent, SerialSampler
 

@@ -14,7 +14,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 
-pytest.importorskip("ray", reason='ray is not installed: pip install "penstock[cluster]"')
+pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
 
 from penstock import NodeLostError, RandomAgent, SerialSampler, TrajInfo
 from penstock.cluster import RaySampler

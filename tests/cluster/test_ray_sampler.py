@@ -16,7 +16,7 @@ import threadpoolctl
 import torch
 from torch import nn
 
-pytest.importorskip("ray", reason='ray is not installed: pip install "penstock[cluster]"')
+pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
 
 from penstock import (
     CategoricalPgAgent,

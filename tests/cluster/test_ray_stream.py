@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray", reason='ray is not installed: pip install "penstock[cluster]"')
+pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -27,4 +27,4 @@ def test_without_jax_the_error_names_the_extra(tmp_path: Path) -> None:
     script.write_text(f"import sys, runpy; sys.modules['jax'] = None; runpy.run_path({str(EXAMPLE)!r})")
     done = starter.run(script, cwd=tmp_path)
     assert done.returncode == 1
-    assert "pip install 'penstock[jax]'" in done.stderr
+    assert "pip install '.[jax]'" in done.stderr

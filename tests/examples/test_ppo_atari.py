@@ -30,4 +30,4 @@ def test_without_ale_py_the_error_names_the_extra(tmp_path: Path) -> None:
     script.write_text("import sys, runpy; sys.modules['ale_py'] = None; runpy.run_path('examples/ppo_atari.py')")
     done = run(script)
     assert done.returncode == 1
-    assert "pip install 'penstock[atari]'" in done.stderr
+    assert "pip install '.[atari]'" in done.stderr

@@ -132,3 +132,13 @@ def test_the_newest_hundred_trajectories_of_training_count() -> None:
     assert (figures["train/trajectories"], figures["train/Return_min"], figures["train/Return_max"]) == (100, 200, 299)
     assert (figures["eval/trajectories"], figures["eval/Length_mean"]) == (1, 3)
     assert math.isnan(figures["sampler/policy_version"])
+
+
+def test_the_statistics_are_printed_as_a_table() -> None:
+    with SerialSampler(CountingEnv, batch_T=4, batch_B=3) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.obtain_samples(0)
+        heading, line, total = str(sampler.stats()).splitlines()
+    assert heading.split() == ["worker", "envs", "steps", "acting", "stepping", "waiting", "idle"]
+    assert line.split()[:5] == ["0", "0", "to", "2", "12"]
+    assert total.endswith("MiB shared")

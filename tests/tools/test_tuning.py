@@ -75,6 +75,16 @@ def test_the_recommendation_is_code_and_says_so_if_one_process_is_fastest() -> N
     assert "no recommendation" in TuneReport().recommendation
 
 
+def test_the_learner_limits_what_is_gained() -> None:
+    # 10 µs a step in one process, 5 µs with two workers, and 10 µs of training.
+    report = TuneReport("env_fn", [row(ONE, 100_000), row(TWO, 200_000)], learner_us=10.0)
+    text = str(report)
+    assert "the best sampler gives 66,667 steps/s, 1.33 times one process" in text
+    assert "A sampler that takes no time would give 2.00 times one process" in text
+    assert "AsyncSampler, which samples while you train, gives at most 2.00 times" in text
+    assert "training" not in str(TuneReport("env_fn", report.rows))
+
+
 def test_an_error_of_several_candidates_is_shown_once() -> None:
     rows = [
         row(ONE, failure="WorkerError: worker 0 (pid 11) raised ValueError: no server"),
