@@ -89,7 +89,13 @@ def test_a_page_about_another_library_runs_as_written(
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("recipes")])
 def test_a_recipe_is_short(page: str) -> None:
-    assert max(len(block.splitlines()) for block in blocks(page)) <= 40
+    assert max(len(block.splitlines()) for block in blocks(page)) <= 65
+
+
+def test_no_code_is_cut_on_a_page() -> None:
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for block in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
+            assert all(len(line) <= 80 for line in block.splitlines()), f"{path.name}: wrap the code at 80 columns"
 
 
 def test_the_recipe_with_masks_takes_and_trains_legal_actions() -> None:
