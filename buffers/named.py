@@ -94,7 +94,7 @@ class NamedArrays:
         """The same structure with `fn` applied to every array."""
         return _make(type(self), {name: map_leaves(fn, value) for name, value in self._values.items()})
 
-    def _field_index(self, name: str, loc: object) -> Any:
+    def _field_index(self, name: str, loc: Any) -> Any:
         """What the index `loc` means for field `name`. Subclasses may override it."""
         return loc
 
