@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    #: Arrays of numpy, as `NamedArrays` holds them.
+    #: An array of numpy, or `NamedArrays` of such arrays.
     ArrayTree: TypeAlias = "npt.NDArray[Any] | NamedArrays"
 
 _Self = TypeVar("_Self", bound="NamedArrays")
