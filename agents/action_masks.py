@@ -40,7 +40,7 @@ def info_key(mask_key: str | None) -> str | None:
     return mask_key.removeprefix("info.") if mask_key is not None and mask_key.startswith("info.") else None
 
 
-def _wrong_key(mask_key: Any) -> ConfigError:
+def _wrong_key(mask_key: object) -> ConfigError:
     return ConfigError(
         f'mask_key must be "observation.NAME" or "info.NAME", where NAME is the name of the mask: got {mask_key!r}'
     )
@@ -84,7 +84,7 @@ class ActionMask:
                 f"MultiBinary({self.n}), the environment has {part}"
             )
 
-    def _field(self, observation: Any) -> Any:
+    def _field(self, observation: object) -> Any:
         node = observation
         for name in self._path:
             fields = fields_of(node)

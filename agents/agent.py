@@ -21,6 +21,9 @@ from penstock.buffers.named import NamedArrays, as_named, map_leaves
 from penstock.buffers.tree import map_tree, tree_leaves, tree_of
 from penstock.errors import ConfigError, SamplerStateError, SpaceError
 
+if TYPE_CHECKING:
+    from penstock.buffers.named import ArrayTree
+
 #: The space of observations or actions.
 Space = gym.Space[Any]
 
@@ -416,11 +419,11 @@ def _new_actor(agent: Agent, n: int) -> _Actor:
     return _Actor(copied, n, as_named(zeros))
 
 
-def _zero(rows: Any, columns: npt.NDArray[np.bool_]) -> None:
+def _zero(rows: ArrayTree, columns: npt.NDArray[np.bool_]) -> None:
     map_leaves(lambda leaf: leaf.__setitem__(columns, 0), rows)
 
 
-def _rows(space: Space, observation: Any) -> tuple[Any, bool]:
+def _rows(space: Space, observation: object) -> tuple[Any, bool]:
     """`observation` as agents get it: arrays `[B, ...]` in the dtypes of `space`; and whether it is a batch: its first
     array has one dimension more than `space` says."""
     leaves = list(tree_leaves(space, "observation", observation))
@@ -439,7 +442,7 @@ def _row(space: Space, value: Any, is_batch: bool, name: str) -> Any:
     return array
 
 
-def _element(space: Space, rows: Any, row: int | None) -> Any:
+def _element(space: Space, rows: object, row: int | None) -> Any:
     """A copy of the actions `[B, ...]`; only that of `row` if it is given."""
     actions = np.array(rows)
     if row is None:

@@ -45,7 +45,7 @@ def load(path: str | os.PathLike[str], agent: str) -> Any:
     return _unpacked(saved["state"])
 
 
-def _packed(value: Any) -> Any:
+def _packed(value: object) -> Any:
     if isinstance(value, np.ndarray):
         import torch
 
@@ -55,7 +55,7 @@ def _packed(value: Any) -> Any:
     return [_packed(part) for part in value] if isinstance(value, list) else value
 
 
-def _unpacked(value: Any) -> Any:
+def _unpacked(value: object) -> Any:
     if isinstance(value, dict):
         if _NUMPY in value:
             return value[_NUMPY].numpy().reshape(value["shape"])

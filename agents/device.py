@@ -43,7 +43,7 @@ class DeviceLink:
         torch.cuda.current_stream(self.device).synchronize()
         return fetched
 
-    def _start_fetch(self, output: Any) -> Any:
+    def _start_fetch(self, output: object) -> Any:
         if not isinstance(output, torch.Tensor) or output.device != self.device:
             return output
         target = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)

@@ -119,11 +119,11 @@ class EpsilonGreedyAgent(TorchAgent):
         info = NamedArrays(q=q_of_action, epsilon=np.float32(epsilon), explored=explored, **more)
         return AgentStep((index + self.action_space.start).astype(self.action_space.dtype, copy=False), info)
 
-    def _legal(self, observation: Any) -> npt.NDArray[np.bool_] | None:
+    def _legal(self, observation: object) -> npt.NDArray[np.bool_] | None:
         """Which actions are legal `[B, n]`; None without a mask."""
         return None if self._mask is None else self._mask.legal(observation)
 
-    def _q(self, output: Any, rows: int) -> npt.NDArray[Any]:
+    def _q(self, output: object, rows: int) -> npt.NDArray[Any]:
         """The model's output as an array `[B, n]`."""
         q = output_array(output, "q", (rows, int(self.action_space.n)))
         if np.isnan(q).any():  # argmax would choose NaN

@@ -48,7 +48,7 @@ class FunctionAgent(Agent):
     # The bytes that this process last made of it. They may differ from the bytes of the process that sent it.
     _pickled: bytes | None = None
 
-    def __init__(self, fn: Callable[..., Any], *, parameters: Any = None, mask_key: str | None = None) -> None:
+    def __init__(self, fn: Callable[..., Any], *, parameters: object = None, mask_key: str | None = None) -> None:
         if not callable(fn):
             raise ConfigError(f"FunctionAgent needs a function of the observation, got {type(fn).__name__}")
         self._fn, self.parameters, self.mask_key = fn, parameters, mask_key
@@ -154,7 +154,7 @@ class FunctionAgent(Agent):
 # ---- trees of parameters ---------------------------------------------------------------------------
 
 
-def tree_arrays(tree: Any, path: str = "") -> dict[str, npt.NDArray[Any]]:
+def tree_arrays(tree: object, path: str = "") -> dict[str, npt.NDArray[Any]]:
     """The arrays in nested dicts, lists and tuples, by dotted path."""
     children = _children(tree)
     if children is None:
@@ -176,7 +176,7 @@ def tree_with(tree: Any, arrays: Mapping[str, Any], path: str = "") -> Any:
     return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
 
 
-def _children(tree: Any) -> list[tuple[str, Any]] | None:
+def _children(tree: object) -> list[tuple[str, Any]] | None:
     if isinstance(tree, Mapping):
         return [(str(key), part) for key, part in tree.items()]
     if isinstance(tree, list | tuple):

@@ -62,7 +62,9 @@ class _Tracer(fx.Tracer):
 
     failed: str | None = None
 
-    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
@@ -100,7 +102,7 @@ def _expose_weights(graph: fx.Graph, model: nn.Module) -> list[torch.Tensor]:
     weights: dict[torch.Tensor, fx.Node] = {}
     first = next(iter(graph.nodes))
 
-    def with_weights(value: Any) -> Any:
+    def with_weights(value: object) -> Any:
         """If `value` is a weight, the input of the graph that stands for it; otherwise `value`."""
         if not isinstance(value, torch.Tensor):
             return value

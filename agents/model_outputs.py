@@ -14,7 +14,7 @@ from penstock.errors import SpaceError
 _FLOATS_OF_NUMPY = (torch.float32, torch.float64)
 
 
-def output_tuple(output: Any, forms: Sequence[tuple[str, ...]], agent: str) -> tuple[Any, ...]:
+def output_tuple(output: object, forms: Sequence[tuple[str, ...]], agent: str) -> tuple[Any, ...]:
     """Return `output`. Raise `SpaceError` unless it is a tuple as long as one of `forms`."""
     if isinstance(output, tuple):
         for form in forms:
@@ -49,7 +49,7 @@ def output_array(output: Any, name: str, *shapes: tuple[int, ...]) -> npt.NDArra
     return array
 
 
-def value_array(output: Any, rows: int) -> npt.NDArray[np.float32]:
+def value_array(output: object, rows: int) -> npt.NDArray[np.float32]:
     """The model's values, of shape `[B]` or `[B, 1]`, as they are recorded: float32 `[B]`."""
     value: npt.NDArray[np.float32] = output_array(output, "value", (rows,), (rows, 1))
     if value.dtype != np.float32:

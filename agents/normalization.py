@@ -175,5 +175,5 @@ class RewardNorm(RunningStatistics):
         self._returns = state.cpu().numpy().astype(np.float64)[3:]
 
 
-def _array(value: Any) -> _Array:
+def _array(value: object) -> _Array:
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)

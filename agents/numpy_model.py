@@ -92,7 +92,7 @@ class NumpyModel:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
         return _refuse(f"{name!r} in {node.meta['layer']}", why)
 
-    def _path(self, node: Any) -> tuple[Any, ...] | None:
+    def _path(self, node: object) -> tuple[Any, ...] | None:
         """If `node` is an input of the model, or a field of a nested input: the node of the input, and the names that
         lead to the field. Otherwise None."""
         if node in self._inputs:
@@ -197,10 +197,10 @@ class NumpyModel:
         except (TypeError, ValueError, IndexError, KeyError) as error:
             raise self._refusal(node, str(error)) from error
 
-    def _outputs(self, program: Program, values: dict[fx.Node, Any], found: Any, inputs: Sequence[Any]) -> Any:
+    def _outputs(self, program: Program, values: dict[fx.Node, Any], found: object, inputs: Sequence[Any]) -> Any:
         """The array or the tuple of arrays that the model returns, without the zeros after the last row."""
 
-        def output(part: Any) -> Any:
+        def output(part: object) -> Any:
             if not isinstance(part, fx.Node):
                 raise _refuse("the model", "it must return a tensor or a tuple of tensors")
             array = self._value(program, values, part, inputs)

@@ -137,7 +137,12 @@ _row_sums = partial(np.add.reduce, axis=-1, keepdims=True)
 
 
 def _layer_norm(
-    p: Program, x: _Array, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
+    p: Program,
+    x: _Array,
+    normalized_shape: Sequence[int],
+    weight: _Array | None = None,
+    bias: _Array | None = None,
+    eps: float = 1e-5,
 ) -> Any:
     if tuple(normalized_shape) != x.shape[-1:]:
         raise ValueError("it normalizes more than the last dimension")
@@ -177,7 +182,7 @@ def _squeeze(p: Program, x: _Array, dim: int | None = None) -> Any:
     return x.squeeze(dim) if x.shape[dim] == 1 else x
 
 
-def _item(p: Program, x: _Array, index: Any) -> Any:
+def _item(p: Program, x: _Array, index: object) -> Any:
     if not (isinstance(index, tuple) and index and index[0] in (slice(None), Ellipsis)):
         raise ValueError("an index must keep the batch dimension, as x[:, 0] does")
     part: _Array = x[index]

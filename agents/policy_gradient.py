@@ -186,7 +186,7 @@ class PgAgent(TorchAgent):
         return output_tuple(self.model(*rows), self._forms, type(self).__name__)
 
     def _choose(
-        self, observation: Any, outputs: Sequence[Any], value: Any, rows: int, **more: Any
+        self, observation: object, outputs: Sequence[Any], value: object, rows: int, **more: Any
     ) -> tuple[Any, NamedArrays]:
         """Actions, and agent_info: what the head reports, the value, and `more`."""
         if self._link is not None:

@@ -134,13 +134,13 @@ class RecurrentState:
         return state
 
 
-def _parts(state: Any) -> Mapping[str, Any]:
+def _parts(state: object) -> Mapping[str, Any]:
     """The tensors of a state by name; a single tensor has the name ""."""
     fields = fields_of(state)
     return {"": state} if fields is None else dict(fields)
 
 
-def _rebuild(example: Any, names: Sequence[str], leaves: Sequence[torch.Tensor]) -> Any:
+def _rebuild(example: object, names: Sequence[str], leaves: Sequence[torch.Tensor]) -> Any:
     """A state with the structure of `example`."""
     if isinstance(example, tuple):
         return example._make(leaves) if hasattr(example, "_make") else tuple(leaves)
@@ -157,7 +157,7 @@ def _describe(parts: Mapping[str, Any]) -> str:
     return "(" + ", ".join(f"{name}: {one(leaf)}" for name, leaf in parts.items()) + ")"
 
 
-def _zeros(shape: Any, dtype: torch.dtype, device: torch.device | None) -> Any:
+def _zeros(shape: object, dtype: torch.dtype, device: torch.device | None) -> Any:
     if isinstance(shape, int):
         return torch.zeros(shape, dtype=dtype, device=device)
     if isinstance(shape, Mapping):

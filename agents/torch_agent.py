@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from penstock.agents.numpy_model import NumpyModel
 from penstock.buffers.named import map_leaves
 from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.buffers.named import ArrayTree
 
 _TOLERANCE = 1e-4  # the largest difference to torch's outputs; where these are larger than 1, a share of them
 
@@ -104,7 +107,7 @@ class TorchRuntime(AgentRuntime):
         return nullcontext() if link is None else link.page_locked(memory)
 
 
-def _arrays(outputs: Any) -> list[npt.NDArray[np.float64]]:
+def _arrays(outputs: object) -> list[npt.NDArray[np.float64]]:
     """The outputs of a model as arrays."""
     parts = outputs if isinstance(outputs, tuple | list) else [outputs]
     return [np.asarray(part.detach() if isinstance(part, torch.Tensor) else part, np.float64) for part in parts]
@@ -251,7 +254,7 @@ class TorchAgent(Agent):
         """Outputs of the model in host memory. If the model is on a GPU, this waits once for all of them."""
         return outputs if self._link is None else self._link.fetch(outputs)
 
-    def _tensor(self, value: Any) -> Any:
+    def _tensor(self, value: ArrayTree) -> Any:
         return map_leaves(self._leaf_tensor, value)
 
     def _leaf_tensor(self, leaf: npt.NDArray[Any]) -> torch.Tensor:

@@ -57,7 +57,7 @@ def _received(place: int) -> InheritedFd:
     return InheritedFd(_pickling.fds[place])
 
 
-def dumps(value: Any) -> tuple[bytes, list[int]]:
+def dumps(value: object) -> tuple[bytes, list[int]]:
     """Pickle `value` for a process that is being started. Returns its descriptors too, which their owners close."""
     _pickling.fds = fds = list[int]()
     try:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.shared import ArraySpec, NamedMemory
+
+if TYPE_CHECKING:
+    from penstock.buffers.named import ArrayTree
 
 #: The words of a column. A position counts the rows of a column since its worker was started.
 POSITION, EPISODE, START, FIRST_EPISODE, FIRST_START, AT, GENERATION = range(7)
@@ -31,7 +34,7 @@ class EpisodeLog:
     - GENERATION: of the random stream that the episodes' seeds come from.
     """
 
-    def __init__(self, action: Any, batch_T: int, n_before: int, *, shared: bool) -> None:
+    def __init__(self, action: ArrayTree, batch_T: int, n_before: int, *, shared: bool) -> None:
         """`action` is an array `[rows, batch_B, ...]` of the samples buffer. `n_before` is the most steps before the
         first batch."""
         leaves = [leaf for _, leaf in action.leaves()] if isinstance(action, NamedArrays) else [action]
@@ -58,7 +61,7 @@ class EpisodeLog:
             rows, column
         ]
 
-    def write(self, columns: slice | int, start: int, action: Any, reward: Any) -> None:
+    def write(self, columns: slice | int, start: int, action: ArrayTree, reward: npt.NDArray[Any] | None) -> None:
         """Worker: write rows `[n, ...]` of actions, and of rewards unless they are None, from position `start` on."""
         arrays = self.memory.arrays
         n = len(next(iter(action.leaves()))[1]) if isinstance(action, NamedArrays) else len(action)

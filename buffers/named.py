@@ -7,6 +7,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 from penstock.errors import ConfigError, SpaceError
 
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    import numpy.typing as npt
+
+    #: An array of numpy, or `NamedArrays` of such arrays.
+    ArrayTree: TypeAlias = "npt.NDArray[Any] | NamedArrays"
+
 _Self = TypeVar("_Self", bound="NamedArrays")
 
 
@@ -45,7 +53,7 @@ class NamedArrays:
                 + (f". To record it, {remedy}" if remedy else "")
             ) from None
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"field {name!r} cannot be replaced: write into its array, x.{name}[...] = value")
 
     def __iter__(self) -> Iterator[Any]:
@@ -103,15 +111,15 @@ class NamedArrays:
     @overload
     def __getitem__(self: _Self, loc: str) -> Any: ...
     @overload
-    def __getitem__(self: _Self, loc: Any) -> _Self: ...
-    def __getitem__(self: _Self, loc: Any) -> Any:
+    def __getitem__(self: _Self, loc: object) -> _Self: ...
+    def __getitem__(self: _Self, loc: object) -> Any:
         if isinstance(loc, str):
             if loc in self._values:
                 return self._values[loc]
             raise KeyError(f"no field {loc!r}; there are {', '.join(self._values) or 'none'}")
         return _make(type(self), {n: v[self._field_index(n, loc)] for n, v in self._values.items()})
 
-    def __setitem__(self, loc: Any, value: Any) -> None:
+    def __setitem__(self, loc: object, value: object) -> None:
         """Write into every field. `value` has the same fields, or it is one array or number for all of them."""
         if isinstance(loc, str):
             self[loc][...] = value
@@ -192,7 +200,7 @@ def copied(leaf: Any) -> Any:
     return leaf.copy() if hasattr(leaf, "copy") else leaf.clone()
 
 
-def fields_of(value: Any) -> Mapping[str, Any] | None:
+def fields_of(value: object) -> Mapping[str, Any] | None:
     """The parts of `value` by name, if it is a mapping, a tuple, `NamedArrays`, or a Dict or Tuple space; None for
     anything else."""
     if isinstance(value, NamedArrays):
@@ -206,7 +214,7 @@ def fields_of(value: Any) -> Mapping[str, Any] | None:
     return None
 
 
-def as_named(value: Any) -> Any:
+def as_named(value: object) -> Any:
     """`value` with `NamedArrays` in place of its mappings and tuples, at any depth. Anything else is not changed."""
     if isinstance(value, NamedArrays):
         return value.map(as_named)
@@ -219,6 +227,6 @@ def as_named(value: Any) -> Any:
     return NamedArrays(named)
 
 
-def map_leaves(fn: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(fn: Callable[[Any], Any], value: object) -> Any:
     """`fn` of every leaf of `value`, which is a `NamedArrays` or a single leaf."""
     return value.map(fn) if isinstance(value, NamedArrays) else fn(value)

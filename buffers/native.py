@@ -9,7 +9,7 @@ Rows are given as an array `[T, ...]` and an index t, since this is faster than 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.buffers.object_pipe import RECORD
@@ -20,14 +20,14 @@ WATCH_ALL, WATCH_UNUSUAL = 1, 2
 
 def _step_ordinary(
     words: Any,
-    bound: Any,
-    actions: Any,
+    bound: Sequence[tuple[Any, ...]],
+    actions: Sequence[Any],
     outs: Any,
     first: int,
     watch: int,
-    observations: Any,
-    rewards: Any,
-    on_end: Any,
+    observations: list[Any],
+    rewards: list[Any],
+    on_end: Callable[..., Any] | None,
 ) -> tuple[int, Any] | None:
     if len(actions) != len(bound):
         raise ValueError(f"expected {len(bound)} actions, got {len(actions)}")

@@ -218,7 +218,7 @@ def dumped(payload: dict[str, Any]) -> bytes:
         return _dumps(payload, cloudpickle.Pickler)
 
 
-def _dumps(payload: dict[str, Any], pickler_cls: Any) -> bytes:
+def _dumps(payload: dict[str, Any], pickler_cls: type[pickle.Pickler]) -> bytes:
     """Pickle the names, then each value on its own, so that an error of unpickling can name the value.
 
     One pickler keeps objects shared that several values refer to.

@@ -38,7 +38,7 @@ class _StepFields(FixedFields):
         has_columns = isinstance(loc, tuple) and len(loc) > 0 and loc[0] is not Ellipsis
         return loc[1:] if has_columns else ...
 
-    def _without(self, loc: Any) -> Any:
+    def _without(self, loc: object) -> Any:
         """These fields, without the one after the last row if `loc` cuts rows off the end."""
         if self._after_last not in self._values or isinstance(loc, str):
             return self
@@ -55,12 +55,12 @@ class _StepFields(FixedFields):
     @overload
     def __getitem__(self, loc: str) -> Any: ...
     @overload
-    def __getitem__(self, loc: Any) -> Self: ...
-    def __getitem__(self, loc: Any) -> Any:
+    def __getitem__(self, loc: object) -> Self: ...
+    def __getitem__(self, loc: object) -> Any:
         kept = self._without(loc)
         return super().__getitem__(loc) if kept is self else kept[loc]
 
-    def __setitem__(self, loc: Any, value: Any) -> None:
+    def __setitem__(self, loc: object, value: object) -> None:
         kept = self._without(loc)
         if kept is self:
             super().__setitem__(loc, value)
@@ -344,8 +344,8 @@ class Samples(FixedFields):
     @overload
     def __getitem__(self, loc: str) -> Any: ...
     @overload
-    def __getitem__(self, loc: Any) -> Self: ...
-    def __getitem__(self, loc: Any) -> Any:
+    def __getitem__(self, loc: object) -> Self: ...
+    def __getitem__(self, loc: object) -> Any:
         part = super().__getitem__(loc)
         return with_status(part, self.status) if isinstance(part, Samples) else part
 
@@ -392,7 +392,7 @@ class SamplesBuffer:
 
 
 def _slot_specs(spec: SampleSpec, batch_T: int, batch_B: int) -> NamedArrays:
-    def rows(n: int, example: Any) -> Any:
+    def rows(n: int, example: object) -> Any:
         return map_leaves(lambda leaf: ArraySpec.like(leaf, n, batch_B), example)
 
     flags = ArraySpec((batch_T, batch_B), np.dtype(np.bool_))
@@ -496,7 +496,7 @@ class BatchColumns:
 # ---- pieces ----------------------------------------------------------------------------------------
 
 
-def _is_tensor(leaf: Any) -> bool:
+def _is_tensor(leaf: object) -> bool:
     """Whether `leaf` is a torch tensor, without an import of torch."""
     return hasattr(leaf, "detach")
 
@@ -518,7 +518,7 @@ def _dimensions(samples: Samples, call: str) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -540,7 +540,7 @@ def with_status(samples: Samples, status: BatchStatus | None) -> Samples:
     return new
 
 
-def _shuffled(size: int, rng: Any, like: Any, n: int) -> Any:
+def _shuffled(size: int, rng: object, like: Any, n: int) -> Any:
     """The numbers below `size` in random order, in `n` parts. They index arrays of the kind of `like`."""
     if isinstance(rng, np.random.Generator):
         order: Any = rng.permutation(size)

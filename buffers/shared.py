@@ -110,7 +110,7 @@ class ArraySpec:
     offset: int = 0
 
     @classmethod
-    def like(cls, example: Any, *leading: int) -> ArraySpec:
+    def like(cls, example: object, *leading: int) -> ArraySpec:
         """The spec of `example`, anything array-like, with further leading dimensions."""
         example = np.asarray(example)
         return cls((*leading, *example.shape), example.dtype)

@@ -39,7 +39,7 @@ def map_tree(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
     return dict(zip(parts, results, strict=True)) if isinstance(tree, Mapping) else tuple(results)
 
 
-def tree_leaves(tree: Any, name: str = "", *others: Any) -> Iterator[tuple[Any, ...]]:
+def tree_leaves(tree: object, name: str = "", *others: Any) -> Iterator[tuple[Any, ...]]:
     """Each leaf of `tree`: its name, as in `observation['camera'][0]` or `action.arm`, the leaf, and what `others` have
     in the same place.
 
@@ -57,13 +57,13 @@ def tree_leaves(tree: Any, name: str = "", *others: Any) -> Iterator[tuple[Any, 
         yield from tree_leaves(column[1], column[0], *column[2:])
 
 
-def tree_of(tree: Any, leaves: Iterable[Any]) -> Any:
+def tree_of(tree: object, leaves: Iterable[Any]) -> Any:
     """A tree with the structure of `tree` and these `leaves`, in order."""
     following = iter(leaves)
     return map_tree(lambda _: next(following), tree)
 
 
-def _parts_like(tree: Any, parts: Mapping[Any, Any], other: Any, name: str) -> Iterable[Any]:
+def _parts_like(tree: object, parts: Mapping[Any, Any], other: object, name: str) -> Iterable[Any]:
     """The parts of `other` in the order of `parts`, those of `tree`."""
     found = fields_of(tuple(other) if isinstance(other, list) else other)
     if found is not None and found.keys() != parts.keys():

@@ -170,14 +170,14 @@ class StreamAgent(Agent):
     def eval_mode(self, itr: int) -> None:
         raise ConfigError("an inference stream does not serve evaluations: evaluate in the trainer, with its own agent")
 
-    def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
+    def step(self, observation: object, prev_action: object, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         answer = self._ask("step", observation, prev_action, prev_reward)
         return AgentStep(as_named(answer["action"]), as_named(answer["agent_info"]))
 
-    def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
+    def value(self, observation: object, prev_action: object, prev_reward: npt.NDArray[np.float32]) -> Any:
         return self._ask("value", observation, prev_action, prev_reward)["value"]
 
-    def _ask(self, kind: str, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
+    def _ask(self, kind: str, observation: object, prev_action: object, prev_reward: npt.NDArray[np.float32]) -> Any:
         assert self.env_ranks is not None
         own = range(len(self.env_ranks)) if self.selected is None else self.selected
         ranks = np.array([self.env_ranks[column] for column in own], np.int64)

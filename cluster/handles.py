@@ -148,7 +148,7 @@ def answers_of(shards: Sequence[Shard], method: str, seconds: float) -> list[Any
     return [_value(ref) if ref in ready else None for ref in refs]
 
 
-def _value(ref: Any) -> Any:
+def _value(ref: object) -> Any:
     try:
         return ray.get(ref)
     except ray_errors.RayError:  # the shard is lost: the next wait finds out

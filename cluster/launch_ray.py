@@ -91,7 +91,7 @@ def _end_with(node: str, pid: int, start_time: float) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _call(actor: Any, method: str, *args: Any) -> Any:
+def _call(actor: object, method: str, *args: Any) -> Any:
     return getattr(actor, method).options(concurrency_group="control").remote(*args)
 
 

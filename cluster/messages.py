@@ -31,13 +31,13 @@ class BadMessageError(ClusterError):
     """A message cannot cross a wire, or what came over a wire is no message."""
 
 
-def plain_copy(value: Any) -> Any:
+def plain_copy(value: object) -> Any:
     """A copy of `value`, as it would arrive at the other end of a wire. Raises `BadMessageError`."""
     _check_tree(value)
     return _copy(value)
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> Any:
     if value is None or (isinstance(value, bool | float | str | bytes) and not isinstance(value, np.generic)):
         return value
     if isinstance(value, int):
@@ -64,14 +64,14 @@ def packer() -> Any:
     return found
 
 
-def encode(value: Any) -> list[Any]:
+def encode(value: object) -> list[Any]:
     """`value` as frames: the header, then a copy of the bytes of each array. Raises `BadMessageError`."""
     import msgpack
 
     arrays: list[Any] = []
     n_small = 0
 
-    def other(item: Any) -> Any:
+    def other(item: object) -> Any:
         """For a type that msgpack does not know: something that it knows."""
         if isinstance(item, np.generic):
             return item.item()
@@ -126,7 +126,7 @@ def decode(frames: Sequence[Any]) -> Any:
     return value
 
 
-def _array(frame: Any, dtype: Any, shape: Any) -> np.ndarray[Any, Any]:
+def _array(frame: object, dtype: object, shape: object) -> np.ndarray[Any, Any]:
     if (
         not isinstance(frame, bytes | memoryview)
         or not isinstance(dtype, str)
@@ -163,7 +163,7 @@ def _check_tree(value: Any, depth: int = 0) -> None:
             _check_tree(item, depth + 1)
 
 
-def _checked_array(value: Any) -> Any:
+def _checked_array(value: object) -> Any:
     """`value`, if it is an array that can be sent. Otherwise raises `BadMessageError`."""
     if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS and value.ndim <= 32:
         if value.nbytes > MOST_BYTES:

@@ -92,7 +92,7 @@ class NameClient:
 
     # ---- calls -----------------------------------------------------------------------------
 
-    def add(self, key: str, value: Any, *, replace: bool = False, lasting: bool = False) -> None:
+    def add(self, key: str, value: object, *, replace: bool = False, lasting: bool = False) -> None:
         """Add a name, and add it again whenever it is missing in the table. With `lasting` it stays when this wire is
         closed.
 

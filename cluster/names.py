@@ -42,7 +42,7 @@ class Names:
 
     # ---- entries ---------------------------------------------------------------------------
 
-    def add(self, key: str, value: Any, *, owner: str, lease: float | None = None, replace: bool = False) -> None:
+    def add(self, key: str, value: object, *, owner: str, lease: float | None = None, replace: bool = False) -> None:
         """Add an entry. Its owner may add it again, which renews it.
 
         Raises `NameTableError` if another owner has the key, unless `replace` is True.
@@ -145,6 +145,6 @@ def _is_below(key: str, root: str) -> bool:
     return not root or key == root or key.startswith(f"{root}/")
 
 
-def _check(key: Any) -> None:
+def _check(key: object) -> None:
     if not isinstance(key, str) or not key or not all(key.split("/")) or len(key) > 500:
         raise NameTableError(f"a name is a path such as 'trial0/workers/actor/3', at most 500 characters, got {key!r}")

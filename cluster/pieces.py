@@ -15,7 +15,7 @@ from penstock.buffers.tree import map_tree
 from penstock.collectors import TrajInfo
 
 
-def to_tree(value: Any) -> Any:
+def to_tree(value: object) -> Any:
     """An array as it is, anything else as nested dicts, which can cross a wire. `as_named` is the opposite."""
     named = as_named(value)
     return named.to_dict() if isinstance(named, NamedArrays) else named
@@ -49,7 +49,7 @@ def piece_of(samples: Samples, infos: Sequence[TrajInfo], version: int, actor: s
     return {"samples": tree, "infos": figures, "version": int(policy_version.min()), "actor": actor}
 
 
-def _is_figure(name: str, value: Any) -> bool:
+def _is_figure(name: str, value: object) -> bool:
     return not name.startswith("_") and isinstance(value, int | float | np.number)
 
 

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray._private import ray_constants
@@ -20,6 +20,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from penstock.cluster.shard import ShardHost
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.cluster.shard import ShardSpec
 
 #: Ray's variables for the process of a shard or a worker. By default Ray kills the child processes of an actor that
 #: ends, so the supervisor could not end what the environments have started. And by default Ray lowers the priority of
@@ -152,7 +155,7 @@ def cluster_cpus() -> tuple[int, int]:
     return sum(n > 0 for n in nodes), int(sum(nodes))
 
 
-def actor_options(resources: Mapping[str, float], strategy: Any = "SPREAD") -> dict[str, Any]:
+def actor_options(resources: Mapping[str, float], strategy: object = "SPREAD") -> dict[str, Any]:
     """The options of an actor that needs these resources: "CPU", "GPU" and any others."""
     rest = dict(resources)
     return {
@@ -168,7 +171,7 @@ class Placement:
     """Makes the actors. Each needs `resources`. With `together`, Ray reserves the places of all shards at once, on as
     many nodes as possible. Otherwise each shard starts as soon as a node has room for it."""
 
-    def __init__(self, n_shards: int, resources: dict[str, float], spec: Any, *, together: bool) -> None:
+    def __init__(self, n_shards: int, resources: dict[str, float], spec: ShardSpec, *, together: bool) -> None:
         self.resources, self._spec = resources, spec
         self._group: Any = None
         if together:

@@ -158,7 +158,7 @@ class ShardPool:
                 yield pending, answer
         self._check_starts(during)
 
-    def _answer(self, ref: Any, pending: Pending, during: str) -> Started | Reply | None:
+    def _answer(self, ref: object, pending: Pending, during: str) -> Started | Reply | None:
         """The answer to one call; None if the shard was lost or cannot be reached now."""
         shard = pending.shard
         try:

@@ -339,7 +339,7 @@ def _own_affinity(ray: Any, spec: ShardSpec) -> Affinity:
     return spec.affinity if has_whole_node else replace(spec.affinity, pin=False)
 
 
-def _portable(item: Any) -> Any:
+def _portable(item: object) -> Any:
     """`item`, if the driver can unpickle it. Otherwise a message with the reason."""
     if isinstance(item, ObjectMessage) and isinstance(item.payload, Unreadable):
         error = RemoteTraceback(in_one_line(item.payload.error))

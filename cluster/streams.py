@@ -127,7 +127,7 @@ class SampleProducer:
                 return False
         return True
 
-    def _try(self, piece: Any) -> bool:
+    def _try(self, piece: object) -> bool:
         consumers = self._consumers.live()
         if not consumers:
             return False
@@ -155,7 +155,7 @@ class SampleProducer:
             taken.add_done_callback(partial(self._on_taken, piece))
         return True
 
-    def _on_taken(self, piece: Any, future: Future[Any]) -> None:
+    def _on_taken(self, piece: object, future: Future[Any]) -> None:
         error = future.exception()
         with self._lock:
             self._n_waiting -= 1

@@ -148,7 +148,7 @@ class TrainerWorker(Worker):
             self._server.close()
 
 
-def _figures(returned: Any) -> dict[str, float]:
+def _figures(returned: object) -> dict[str, float]:
     """What `step` has returned, as numbers."""
     if not isinstance(returned, Mapping | None):
         raise ConfigError(f"step of the trainer must return a dict of figures or None, got {brief(returned)}")

@@ -47,7 +47,7 @@ class Transport(ABC):
         """From now on call `wire.deliver` for each packet, in any thread, and `wire.tick` every `TICK_SECONDS`."""
 
     @abstractmethod
-    def pack(self, message: Any, /) -> Any:
+    def pack(self, message: object, /) -> Any:
         """`message` as it is sent. Raises `BadMessageError`."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class Transport(ABC):
         """Send the packets that wait, and end the thread."""
 
 
-def is_header(header: Any) -> bool:
+def is_header(header: object) -> bool:
     """Whether this is a header, and not something that a stranger has sent."""
     return (
         isinstance(header, list | tuple)
@@ -102,7 +102,7 @@ class Answer(Future[Any]):
     def running(self) -> bool:
         return not self._is_over
 
-    def set_result(self, result: Any) -> None:
+    def set_result(self, result: object) -> None:
         self._value, self._is_over = result, True
         super().set_result(result)
 
@@ -183,19 +183,19 @@ class Peer:
         """Whether `tell` would send a message."""
         return self._lost is None and self._n_told < self._credit
 
-    def ask(self, message: Any, timeout: float) -> Answer:
+    def ask(self, message: object, timeout: float) -> Answer:
         """Send a request. The future gets the reply, or `NoReplyError` after `timeout` seconds, `PeerLostError`, or
         `RequestError` with what the other side reported. Raises `BadMessageError` if `message` cannot be sent."""
         future = self._send(ASK, message, timeout)
         assert future is not None  # only `tell` needs credit
         return future
 
-    def tell(self, message: Any) -> bool:
+    def tell(self, message: object) -> bool:
         """Send a message, unless `credit` earlier ones are still in the inbox. Returns whether it was sent. Raises
         `PeerLostError` if the other side has ended: messages that it has not taken are lost."""
         return self.tell_and_hear(message) is not None
 
-    def tell_and_hear(self, message: Any) -> Answer | None:
+    def tell_and_hear(self, message: object) -> Answer | None:
         """As `tell`, but returns a future that ends when the message is taken, or None without credit."""
         return self._send(TELL, message, float("inf"))
 
@@ -210,7 +210,7 @@ class Peer:
         for request in requests.values():
             request.future.set_exception(PeerLostError(self._lost))
 
-    def _send(self, kind: int, message: Any, timeout: float) -> Answer | None:
+    def _send(self, kind: int, message: object, timeout: float) -> Answer | None:
         if kind == TELL and self._lost is None and not self.has_credit:
             return None
         transport = self._wire.transport
@@ -236,7 +236,7 @@ class Peer:
         oldest = next(iter(self._requests), self._next)  # the requests are in order
         return kind, self._target, self.name, self._id, number, min(oldest, number)
 
-    def _send_packet(self, kind: int, number: int, packed: Any = None) -> None:
+    def _send_packet(self, kind: int, number: int, packed: object = None) -> None:
         with self._wire.lock:
             header = self._header(kind, number)
         self._wire.transport.send(self.address, header, packed)
@@ -245,7 +245,7 @@ class Peer:
         """This peer is not needed any more."""
         self.lose("it was released")
 
-    def heard(self, kind: int, number: int, packed: Any) -> None:
+    def heard(self, kind: int, number: int, packed: object) -> None:
         """A packet has come back from the other side."""
         self._silent_since = None
         if kind == GONE:
@@ -263,7 +263,7 @@ class Peer:
             self._finish(request.future, kind, packed)
         return None
 
-    def _finish(self, future: Answer, kind: int, packed: Any) -> None:
+    def _finish(self, future: Answer, kind: int, packed: object) -> None:
         try:
             message = self._wire.transport.unpack(packed)
         except BadMessageError as error:
@@ -315,12 +315,13 @@ class _Sender:
 class Letter:
     """A request in an inbox. The receiver calls `reply` or `fail` once, at any time, in any thread."""
 
-    def __init__(self, inbox: Inbox, sender: str, number: int, message: Any) -> None:
-        self.message, self.sender = message, sender
+    def __init__(self, inbox: Inbox, sender: str, number: int, message: object) -> None:
+        self.message: Any = message
+        self.sender = sender
         self._inbox, self._number = inbox, number
         self.is_answered = False  #: whether `reply` or `fail` was called
 
-    def reply(self, message: Any = None) -> None:
+    def reply(self, message: object = None) -> None:
         """Send the result. Raises `BadMessageError` if it cannot cross a wire."""
         self._answer(REPLY, message)
 
@@ -339,7 +340,7 @@ class Letter:
         except Exception as error:  # the user's handler may raise anything
             self.fail(f"{command} raised {type(error).__name__}: {error}\n{traceback.format_exc()}")
 
-    def _answer(self, kind: int, message: Any) -> None:
+    def _answer(self, kind: int, message: object) -> None:
         packed = self._inbox.wire.transport.pack(message)
         if self.is_answered:
             raise ClusterError(f"inbox {self._inbox.name}: this letter was answered already")
@@ -389,7 +390,7 @@ class Inbox:
             self.wire.inboxes.pop(self.name, None)
         self._letters.put(None)
 
-    def deliver(self, header: Header, packed: Any, route: Any) -> None:
+    def deliver(self, header: Header, packed: object, route: object) -> None:
         """A packet of a sender has come."""
         kind, _, _, sender_id, number, done = header
         with self.wire.lock:
@@ -414,7 +415,7 @@ class Inbox:
         elif kind == PROBE:
             self.wire.send_back(route, PENDING if is_known else MISSING, None, header)
 
-    def _accept(self, header: Header, packed: Any) -> None:
+    def _accept(self, header: Header, packed: object) -> None:
         kind, _, _, sender_id, number, _ = header
         try:
             message = self.wire.transport.unpack(packed)
@@ -424,7 +425,7 @@ class Inbox:
         else:
             self._letters.put((Letter(self, sender_id, number, message), kind))
 
-    def answer(self, sender_id: str, number: int, kind: int, packed: Any) -> None:
+    def answer(self, sender_id: str, number: int, kind: int, packed: object) -> None:
         """Remember a reply, and send it."""
         with self.wire.lock:
             sender = self._senders.get(sender_id)
@@ -520,7 +521,7 @@ class Wire:
         peer = self._peers.get(sender)
         return None if peer is None else peer.heard(kind, number, packed)
 
-    def send_back(self, route: Any, kind: int, packed: Any, header: Header) -> None:
+    def send_back(self, route: object, kind: int, packed: object, header: Header) -> None:
         """Send a packet back to the sender of `header`."""
         self.transport.send(route, (kind, "", *header[2:]), packed)
 

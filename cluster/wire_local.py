@@ -27,7 +27,7 @@ class LocalHub:
         """A new wire, at `address` or at a new one."""
         return Wire(LocalTransport(self, address or f"local://{next(self._numbers)}"))
 
-    def carry(self, address: str, header: Header, packed: Any, route: str) -> None:
+    def carry(self, address: str, header: Header, packed: object, route: str) -> None:
         """Bring one packet to `address`. Tests override this."""
         wire = self._wires.get(address)
         if wire is not None:
@@ -87,7 +87,7 @@ class LocalTransport(Transport):
     def start(self, wire: Wire) -> None:
         self._hub.add(self.address, wire)
 
-    def pack(self, message: Any) -> Any:
+    def pack(self, message: object) -> Any:
         return plain_copy(message)
 
     def unpack(self, packed: Any) -> Any:

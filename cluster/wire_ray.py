@@ -255,7 +255,7 @@ class RayTransport(Transport):
     def start(self, wire: Wire) -> None:
         self._hub.add(self.address, wire)
 
-    def pack(self, message: Any) -> Any:
+    def pack(self, message: object) -> Any:
         header, *arrays = messages.encode(message)
         return [header, *(np.frombuffer(each, np.uint8) if len(each) > _LARGE else each for each in arrays)]
 

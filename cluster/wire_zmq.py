@@ -262,7 +262,7 @@ class ZmqTransport(Transport):
             return True
         return False
 
-    def _deliver(self, frames: list[bytes], route: Any) -> None:
+    def _deliver(self, frames: list[bytes], route: object) -> None:
         try:
             first = frames[0]
             end = 4 + int.from_bytes(first[:4], "big")

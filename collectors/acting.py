@@ -18,7 +18,7 @@ from penstock.errors import SpaceError, brief
 NO_AGENT_INFO = AgentStep(None).agent_info
 
 
-def as_agent_step(step: Any, agent: Agent) -> AgentStep:
+def as_agent_step(step: object, agent: Agent) -> AgentStep:
     """`step`, which `agent.step` returned. Raises `SpaceError` unless it is an `AgentStep`.
 
     A plain tuple is not accepted: it could be the action of a Tuple space.
@@ -28,7 +28,7 @@ def as_agent_step(step: Any, agent: Agent) -> AgentStep:
     raise SpaceError(f"{type(agent).__name__}.step must return AgentStep(action, agent_info): got {brief(step)}")
 
 
-def agent_info_example(agent_info: Any, n_columns: int) -> NamedArrays:
+def agent_info_example(agent_info: object, n_columns: int) -> NamedArrays:
     """The agent_info of an agent's first step, as arrays `[n_columns, ...]`.
 
     Raises `SpaceError` with the name of the first field that is not a numeric array with one entry per column.
@@ -46,7 +46,7 @@ def agent_info_example(agent_info: Any, n_columns: int) -> NamedArrays:
     return named
 
 
-def _as_array(value: Any, path: str) -> Any:
+def _as_array(value: object, path: str) -> Any:
     try:
         return np.asarray(value)
     except Exception as error:  # ragged; or a tensor that requires a gradient, or is on a GPU
@@ -62,7 +62,7 @@ class AgentInfoWriter:
     def __init__(self, agent_info: NamedArrays) -> None:
         self._arrays = agent_info.to_dict()
 
-    def write(self, t: int, agent_info: Any) -> None:
+    def write(self, t: int, agent_info: object) -> None:
         """Write row t. The agent's first step decides which fields there are, and their shapes and dtypes.
 
         Raises `SpaceError` with the name of a field that differs, or `ColumnError` for a value that would change in the
@@ -73,7 +73,7 @@ class AgentInfoWriter:
             _write_fields(self._arrays, t, agent_info, "agent_info")
 
 
-def _write_fields(arrays: dict[str, Any], t: int, agent_info: Any, name: str) -> None:
+def _write_fields(arrays: dict[str, Any], t: int, agent_info: object, name: str) -> None:
     fields = fields_of(agent_info)
     if fields is None or {str(key) for key in fields} != arrays.keys():
         got = brief(agent_info) if fields is None else f"the fields {[str(key) for key in fields]}"

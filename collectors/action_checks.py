@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
@@ -17,6 +17,9 @@ from penstock.buffers.named import NamedArrays, as_named
 from penstock.buffers.tree import tree_leaves
 from penstock.envs.rows import ColumnError, as_dtype, dtype_error
 from penstock.errors import SpaceError, brief
+
+if TYPE_CHECKING:
+    from penstock.buffers.named import ArrayTree
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Checks:
 # ---- always on: what an agent returns ----------------------------------------------------------
 
 
-def write_action(row: Any, action: Any, name: str = "action") -> None:
+def write_action(row: ArrayTree, action: Any, name: str = "action") -> None:
     """Write the action that `agent.step` returned into `row` `[B, ...]`.
 
     Raises `SpaceError` with both shapes if they do not fit, and `ColumnError` with both dtypes if a value would change.
@@ -47,7 +50,7 @@ def write_action(row: Any, action: Any, name: str = "action") -> None:
         row[...] = _fitting(row, action, name)
 
 
-def _write_parts(row: NamedArrays, action: Any, name: str) -> None:
+def _write_parts(row: NamedArrays, action: object, name: str) -> None:
     action = as_named(action)
     if not isinstance(action, NamedArrays) or set(action.keys()) != set(row.keys()):
         got = list(action.keys()) if isinstance(action, NamedArrays) else type(action).__name__
@@ -56,7 +59,7 @@ def _write_parts(row: NamedArrays, action: Any, name: str) -> None:
         write_action(part, action[field], f"{name}.{field}")
 
 
-def _fitting(row: npt.NDArray[Any], action: Any, name: str) -> npt.NDArray[Any]:
+def _fitting(row: npt.NDArray[Any], action: object, name: str) -> npt.NDArray[Any]:
     try:
         array = np.asarray(action)
     except (TypeError, ValueError) as error:
@@ -75,7 +78,7 @@ def _fitting(row: npt.NDArray[Any], action: Any, name: str) -> npt.NDArray[Any]:
 
 
 def check_row(
-    checks: Checks, space: gym.Space[Any], arrays: Any, t: int, values: Sequence[Any], name: str = "observation"
+    checks: Checks, space: gym.Space[Any], arrays: object, t: int, values: Sequence[Any], name: str = "observation"
 ) -> None:
     """Make the optional checks on `values`, after they were written into row t of `arrays`. Raises `ColumnError`."""
     if checks.debug:

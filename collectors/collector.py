@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from penstock.envs.infos import InfoWriter
 from penstock.envs.rows import ColumnError, arrays_like
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.workers.control import Phase, Progress
+
+if TYPE_CHECKING:
+    from penstock.buffers.named import NamedArrays
 
 
 @dataclass(frozen=True)
@@ -257,7 +260,7 @@ class Collector(ABC):
             except ColumnError as error:
                 raise self.envs.with_env_rank(error.column, error) from None
 
-    def _write_infos(self, writer: InfoWriter, row: Any) -> None:
+    def _write_infos(self, writer: InfoWriter, row: NamedArrays) -> None:
         writer.write(row, self.envs.infos)
 
     def record_episode_end(

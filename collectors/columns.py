@@ -187,7 +187,7 @@ class EnvColumns(EnvBatch):
 
     # ---- recording -------------------------------------------------------------------------
 
-    def _write_row(self, arrays: Any, t: int) -> None:
+    def _write_row(self, arrays: object, t: int) -> None:
         try:
             write_row(arrays, t, self.observations)
             check_row(self.checks, self.observation_space, arrays, t, self.observations)
@@ -223,7 +223,7 @@ class EnvColumns(EnvBatch):
             numbers[b] = require_number(reward, self.env_ranks[b])
         return numbers
 
-    def _not_finite(self, column: int, reward: Any) -> SpaceError:
+    def _not_finite(self, column: int, reward: object) -> SpaceError:
         env_rank = self.env_ranks[column]
         self.progress.at_env(env_rank)
         return SpaceError(f"the reward of env_rank {env_rank} must be finite (check_finite=True), got {brief(reward)}")
@@ -249,7 +249,7 @@ class EnvColumns(EnvBatch):
                 self._check_action(column, action, "given by the agent")
         return actions
 
-    def _check_action(self, column: int, action: Any, origin: str) -> None:
+    def _check_action(self, column: int, action: object, origin: str) -> None:
         space = self._action_space
         if space is not None and not space.contains(action):
             self.progress.at_env(self.env_ranks[column])

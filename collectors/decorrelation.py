@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,16 @@ from penstock.collectors.env_batch import no_legal_action
 from penstock.collectors.tracking import Tracker, snapshot
 from penstock.workers.control import Phase
 
+if TYPE_CHECKING:
+    from penstock.buffers.named import ArrayTree
+
 
 def decorrelate(
     envs: EnvColumns,
     tracker: Tracker,
     rngs: Sequence[np.random.Generator],
     max_steps: int,
-    prev_action: Any,
+    prev_action: ArrayTree,
     prev_reward: npt.NDArray[Any],
     episode_start: npt.NDArray[np.bool_],
     mask: ActionMask | None = None,

@@ -100,10 +100,10 @@ class EnvBatch(Protocol):
     def check_final(self, column: int, observation: Any) -> None:
         """Raise `SpaceError` unless the final observation of column's episode fits its space."""
 
-    def _write_row(self, arrays: Any, t: int) -> None:
+    def _write_row(self, arrays: object, t: int) -> None:
         """Write the current observations into row t."""
 
-    def _write_one(self, arrays: Any, t: int, column: int, observation: Any, name: str) -> None:
+    def _write_one(self, arrays: object, t: int, column: int, observation: object, name: str) -> None:
         try:
             write_cell(arrays, t, column, observation, name)
             if self.checks:
@@ -118,7 +118,7 @@ class EnvBatch(Protocol):
         return error.with_env_rank(self.env_ranks[column])
 
 
-def require_legal_actions(mask: ActionMask, observation: Any, envs: EnvBatch) -> None:
+def require_legal_actions(mask: ActionMask, observation: object, envs: EnvBatch) -> None:
     """Raise `SpaceError` with the env_rank if `observation` `[B, ...]` allows no action in a column that is not
     parked."""
     for column in np.flatnonzero(mask.has_none(observation)).tolist():
@@ -126,7 +126,7 @@ def require_legal_actions(mask: ActionMask, observation: Any, envs: EnvBatch) ->
             raise no_legal_action(envs, column)
 
 
-def require_flags(mask: ActionMask, observation: Any, envs: EnvBatch) -> None:
+def require_flags(mask: ActionMask, observation: object, envs: EnvBatch) -> None:
     """Raise `SpaceError` with the env_rank if a mask in `observation` `[B, ...]` has other numbers than 0 and 1."""
     for column in np.flatnonzero(mask.has_others(observation)).tolist():
         if column not in envs.parked:

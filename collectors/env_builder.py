@@ -27,7 +27,7 @@ class EnvBuilder:
         self._check_spaces(env, context)
         return env
 
-    def _check_spaces(self, env: Any, context: EnvContext, prefix: str = "") -> None:
+    def _check_spaces(self, env: object, context: EnvContext, prefix: str = "") -> None:
         for name, space in self._spaces.items():
             if (own := getattr(env, f"{prefix}{name}")) != space:
                 raise SpaceError(
@@ -43,7 +43,7 @@ class EnvBuilder:
         self._check_spaces(env, context, "single_")
         return env
 
-    def replace(self, old: Any, new: Any) -> None:
+    def replace(self, old: gym.Env[Any, Any], new: gym.Env[Any, Any]) -> None:
         """Close `old`, which was built here, and remember `new` in its place."""
         at = next(i for i, (_, env) in enumerate(self._built) if env is old)
         self._built[at] = self._built[at][0], new

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,9 @@ from penstock.buffers.samples import BatchColumns
 from penstock.collectors.env_batch import EnvBatch
 from penstock.envs.infos import element
 from penstock.envs.rows import arrays_like
+
+if TYPE_CHECKING:
+    from penstock.buffers.named import ArrayTree
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,9 @@ class EpisodeEndRecorder:
         # Their observations, if the batch does not record them: pairs of k and `[k, ...]`.
         self._unrecorded: list[tuple[int, Any]] = []
 
-    def record(self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> None:
+    def record(
+        self, t: int, column: int, observation: object, reward: float, terminated: bool, truncated: bool
+    ) -> None:
         """Column's episode ended at step t with `observation`.
 
         Call this before the environment or the agent is reset.
@@ -122,7 +128,13 @@ class EpisodeEndRecorder:
             i += n
         return observation
 
-    def _values_now(self, t: int, columns: Any, observation: Any, reward: Any) -> Any:
+    def _values_now(
+        self,
+        t: int,
+        columns: Sequence[int] | npt.NDArray[Any],
+        observation: ArrayTree,
+        reward: Sequence[float] | npt.NDArray[Any],
+    ) -> Any:
         """Values `[B]` after step t, with `observation` `[k, ...]` and `reward` `[k]` in `columns`."""
         samples = self._samples
         row = map_leaves(lambda leaf: leaf[t].copy(), samples.observation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.buffers.episode_log import (
     AT,
@@ -18,6 +18,11 @@ from penstock.buffers.episode_log import (
 from penstock.buffers.named import map_leaves
 from penstock.envs.seeding import ColumnStreams, episode_seed
 from penstock.workers.control import Progress, T
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from penstock.buffers.named import ArrayTree
 
 
 class EpisodeRecorder:
@@ -46,7 +51,7 @@ class EpisodeRecorder:
 
     # ---- before the first batch ------------------------------------------------------------
 
-    def plan_steps(self, column: int, actions: Any, n: int) -> None:
+    def plan_steps(self, column: int, actions: ArrayTree | None, n: int) -> None:
         """The environment is about to make `n` random steps with these `actions` `[n, ...]`. None: `plan_next` tells
         each of them, because it depends on the observation."""
         first = self._position - n
@@ -54,7 +59,7 @@ class EpisodeRecorder:
             self._log.write(self._columns.start + column, first, actions, None)
         self._words[column, START], self._words[column, AT] = first, first - 1
 
-    def plan_next(self, column: int, action: Any) -> None:
+    def plan_next(self, column: int, action: ArrayTree) -> None:
         """The next of these steps has this `action` `[1, ...]`."""
         self._log.write(self._columns.start + column, int(self._words[column, AT]) + 1, action, None)
 
@@ -97,7 +102,7 @@ class EpisodeRecorder:
         self._words[:, FIRST_EPISODE], self._words[:, FIRST_START] = self._words[:, EPISODE], self._words[:, START]
         self._is_in_batch = True
 
-    def end_batch(self, action: Any, reward: Any) -> None:
+    def end_batch(self, action: ArrayTree, reward: npt.NDArray[Any]) -> None:
         """The batch is complete: keep its actions and rewards `[T, B, ...]`."""
         self._log.write(self._columns, self._position, action, reward)
         self._go_to(self._position + len(reward))

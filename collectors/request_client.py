@@ -64,7 +64,7 @@ class RemoteAgent(Agent):
     def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
         self._reset[column] = state["reset"]
 
-    def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
+    def step(self, observation: object, prev_action: object, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         if self._has_offered:
             self._has_offered = False
             if self._progress.has_first_actions:
@@ -74,7 +74,7 @@ class RemoteAgent(Agent):
         self._request(Request.STEP)
         return self._reply
 
-    def offer(self, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> None:
+    def offer(self, prev_action: object, prev_reward: npt.NDArray[np.float32]) -> None:
         """At the end of a batch: if the next command collects a batch, its first `step` will get these inputs, and the
         last observations of this batch. The server may act on them before it wakes the workers."""
         self._inputs[1][...], self._inputs[2][...] = prev_action, prev_reward

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,15 @@ from penstock.buffers.native import sum_episodes
 from penstock.buffers.object_pipe import FIGURES, RECORD, MessageKind, ObjectMessage
 from penstock.collectors.traj_info import TrajInfo
 
+if TYPE_CHECKING:
+    from penstock.buffers.named import ArrayTree
+
 #: Called for column b after each environment step: (b, observation acted on, action, reward,
 #: terminated, truncated, info). Observation and action are copies made before the step.
 StepHook = Callable[[int, Any, Any, Any, bool, bool, dict[str, Any]], None]
 
 
-def snapshot(value: Any) -> Any:
+def snapshot(value: object) -> Any:
     """A deep copy of an observation or action, whose arrays the environment may reuse."""
     if value.__class__ is np.ndarray:
         return value.copy()
@@ -212,21 +215,28 @@ class ObjectTracker(Tracker):
     def column_state(self, column: int) -> Any:
         return vars(self._running[column])
 
-    def load_column_state(self, column: int, state: Any) -> None:
+    def load_column_state(self, column: int, state: dict[str, Any]) -> None:
         self._running[column] = self._cls.restore(state)
 
-    def set_agent_info(self, agent_info: Any) -> None:
+    def set_agent_info(self, agent_info: ArrayTree) -> None:
         # A copy, because the next batch overwrites the row, and a TrajInfo may keep its part.
         self._agent_info = map_leaves(np.copy, agent_info)
 
     def _step(
-        self, b: int, observation: Any, action: Any, reward: float, terminated: bool, truncated: bool, info: Any
+        self,
+        b: int,
+        observation: object,
+        action: object,
+        reward: float,
+        terminated: bool,
+        truncated: bool,
+        info: dict[str, Any],
     ) -> None:
         running = self._running[b]
         running.step(observation, action, reward, terminated, truncated, self._agent_info[b], info)
         self._goes_on[b] = (terminated or truncated) and not running.traj_done(terminated, truncated, info)
 
-    def on_episode_end(self, t: int, column: int, final_observation: Any) -> bool:
+    def on_episode_end(self, t: int, column: int, final_observation: object) -> bool:
         if self._goes_on[column]:
             return False
         info = self._running[column]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
@@ -26,6 +26,9 @@ from penstock.envs.infos import InfoWriter, element, info_of
 from penstock.envs.rows import ColumnError, arrays_like, as_dtype, write_row
 from penstock.errors import ConfigError, SpaceError
 from penstock.workers.control import Phase, Progress
+
+if TYPE_CHECKING:
+    from penstock.buffers.named import ArrayTree, NamedArrays
 
 _log = logging.getLogger("penstock")
 
@@ -70,7 +73,7 @@ class VectorEnvCollector(ResetCollector):
             for column in columns.tolist():
                 self.agent.reset_one(column)
 
-    def _write_infos(self, writer: InfoWriter, row: Any) -> None:
+    def _write_infos(self, writer: InfoWriter, row: NamedArrays) -> None:
         writer.write_batched(row, self.envs.infos, len(self.envs))
 
 
@@ -171,7 +174,7 @@ class VectorColumns(EnvBatch):
 
     def step(
         self,
-        action_row: Any,
+        action_row: ArrayTree,
         on_episode_end: EpisodeEndHook,
         on_step: StepHook | None = None,
         into: tuple[Any, int] | None = None,
@@ -184,7 +187,7 @@ class VectorColumns(EnvBatch):
         self.progress.words[Progress.PHASE] = Progress.IS_STEPPING
 
     def step_rows(
-        self, action_row: Any, on_step: StepHook | None = None, into: tuple[Any, int] | None = None
+        self, action_row: ArrayTree, on_step: StepHook | None = None, into: tuple[Any, int] | None = None
     ) -> EpisodeEnds | None:
         """Step all columns with one call. Returns the episodes that ended, or None; then call `reset_columns`.
 
@@ -215,7 +218,12 @@ class VectorColumns(EnvBatch):
         return ends
 
     def _call_on_step(
-        self, on_step: StepHook, before: Any, actions: Any, terminated: npt.NDArray[Any], truncated: npt.NDArray[Any]
+        self,
+        on_step: StepHook,
+        before: object,
+        actions: object,
+        terminated: npt.NDArray[Any],
+        truncated: npt.NDArray[Any],
     ) -> None:
         each_action = list(iterate(self.env.action_space, actions))
         rewards = self.rewards
@@ -254,7 +262,7 @@ class VectorColumns(EnvBatch):
 
     # ---- recording -------------------------------------------------------------------------
 
-    def _write_row(self, arrays: Any, t: int) -> None:
+    def _write_row(self, arrays: object, t: int) -> None:
         self._write_batch(arrays, t, self.observations, "observation")
         if self.checks:
             each = list(iterate(self.env.observation_space, self.observations))
@@ -279,7 +287,7 @@ class VectorColumns(EnvBatch):
                 )
             row[...] = fitting
 
-    def write_rewards(self, row: Any) -> None:
+    def write_rewards(self, row: npt.NDArray[Any]) -> None:
         if np.shape(self.rewards) != row.shape:
             raise SpaceError(
                 f"the batched environment's rewards must have shape {row.shape}, got {np.shape(self.rewards)}"
@@ -291,11 +299,11 @@ class VectorColumns(EnvBatch):
                 f"the reward of env_rank {self.env_ranks[column]} must be finite (check_finite=True), got {row[column]}"
             )
 
-    def check_final(self, column: int, observation: Any) -> None:
+    def check_final(self, column: int, observation: object) -> None:
         """`step` has checked it."""
 
 
-def _mode_of(env: Any) -> AutoresetMode:
+def _mode_of(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
     mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
     if mode is AutoresetMode.NEXT_STEP:
         raise ConfigError(
@@ -312,6 +320,6 @@ def _is_row_of(arrays: Any, batch: Any) -> bool:
     return is_array and batch.dtype == arrays.dtype and batch.shape == arrays.shape[1:]
 
 
-def _is_batch(final: Any) -> bool:
+def _is_batch(final: object) -> bool:
     """Whether `final` is arrays over all columns. Gymnasium's own environments give one object per column."""
     return all(isinstance(leaf, np.ndarray) and leaf.dtype != object for _, leaf in tree_leaves(final))

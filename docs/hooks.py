@@ -16,7 +16,10 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
-    **{f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted((ROOT / "examples").glob("*.py"))},
+    **{
+        f"examples/{path.name}": f"examples/{path.stem}.md"
+        for path in sorted((ROOT / "examples").glob("*.py"))
+    },
 }
 SOURCES = {page: source for source, page in PAGES.items()}
 
@@ -39,8 +42,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def of_the_site(match: re.Match[str]) -> str:
         file = posixpath.normpath(posixpath.join(folder, match[1]))
         target = PAGES.get(file, file.removeprefix("docs/"))
-        if not (file in PAGES or (here in SOURCES and file.startswith("docs/"))):
-            return match[0]  # a link to another site, or between two pages of docs/
+        if not (
+            file in PAGES or (here in SOURCES and file.startswith("docs/"))
+        ):
+            return match[
+                0
+            ]  # a link to another site, or between two pages of docs/
         return f"]({posixpath.relpath(target, posixpath.dirname(here) or '.')}{match[2]})"
 
     return re.sub(r"\]\(([^)#\s]+)((?:#[^)]*)?)\)", of_the_site, markdown)
@@ -55,14 +62,21 @@ class Reference(griffe.Extension):
     """The arguments of `Sampler` with types and defaults, `#:` comments, and no docstrings of packages."""
 
     def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        if attr.docstring or not attr.lineno or not isinstance(attr.filepath, Path):
+        if (
+            attr.docstring
+            or not attr.lineno
+            or not isinstance(attr.filepath, Path)
+        ):
             return
         lines, found = _lines(attr.filepath), []
         for line in reversed(lines[: attr.lineno - 1]):
             if not line.lstrip().startswith("#: "):
                 break
             found.insert(0, line.lstrip()[3:])
-        found += filter(None, [lines[(attr.endlineno or attr.lineno) - 1].partition("#: ")[2]])
+        found += filter(
+            None,
+            [lines[(attr.endlineno or attr.lineno) - 1].partition("#: ")[2]],
+        )
         if found:
             attr.docstring = griffe.Docstring(" ".join(found), parent=attr)
 
@@ -72,6 +86,13 @@ class Reference(griffe.Extension):
         for field in pkg["samplers.config.SamplerConfig"].attributes.values():
             if field.name in pkg["samplers.config.SamplerOptions"].attributes:
                 kind = griffe.ParameterKind.keyword_only
-                arguments.add(griffe.Parameter(field.name, annotation=field.annotation, kind=kind, default=field.value))
+                arguments.add(
+                    griffe.Parameter(
+                        field.name,
+                        annotation=field.annotation,
+                        kind=kind,
+                        default=field.value,
+                    )
+                )
         for package in pkg.modules.values():
             package.docstring = None  # it is for readers of the code

@@ -58,7 +58,9 @@ class SameStep(VectorEnv[Any, Any, Any]):
                 part[rows] = values
         return reward, terminated, truncated, infos
 
-    def _start_episodes(self, final_obs: Any, done: Any, infos: Any) -> tuple[Rows, Any, dict[str, Any]]:
+    def _start_episodes(
+        self, final_obs: object, done: npt.NDArray[np.bool_], infos: dict[str, Any]
+    ) -> tuple[Rows, Any, dict[str, Any]]:
         """Reset the rows that are `done`. Returns their indices, their first observations, and the step's infos."""
         rows = done.nonzero()[0]
         if not rows.size:
@@ -68,7 +70,7 @@ class SameStep(VectorEnv[Any, Any, Any]):
         return rows, first, {**_with_rows(infos, rows, first_infos), **final}
 
 
-def _write(out: Any, batch: Any) -> None:
+def _write(out: object, batch: object) -> None:
     """Write `batch` into the arrays `out`, which are nested in the same way. Raises `ValueError` for another shape."""
     for _, part, value in tree_leaves(out, "observation", batch):
         if np.shape(value) != part.shape:  # numpy would repeat a smaller array

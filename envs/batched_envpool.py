@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium.vector.utils import batch_space
@@ -13,6 +13,9 @@ from gymnasium.vector.utils import batch_space
 from penstock.envs.batched import Rows, SameStep, seeds_of_rows
 from penstock.envs.seeding import fresh_seed
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 class BatchedEnvPool(SameStep):
@@ -62,7 +65,7 @@ class BatchedEnvPool(SameStep):
         observation, infos = self._pool.reset()
         return observation, _without_ids(infos)
 
-    def _build(self, seeds: Any) -> None:
+    def _build(self, seeds: npt.NDArray[np.int32]) -> None:
         self.close_extras()
         pool = self._envpool.make_gymnasium(self._task_id, num_envs=self.num_envs, seed=seeds.tolist(), **self._kwargs)
         with _quiet_bounds():

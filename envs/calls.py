@@ -43,7 +43,7 @@ class EnvCall:
         return pickled(self, f"the arguments for {self.name!r}")
 
 
-def pickled(message: Any, what: str) -> bytes:
+def pickled(message: object, what: str) -> bytes:
     """`message`, pickled for the workers. Raises `ConfigError`, with `what`, if that is impossible."""
     try:
         return bytes(cloudpickle.dumps(message))

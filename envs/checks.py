@@ -54,13 +54,13 @@ def checked_step(result: Any, env_rank: int) -> StepValues:
     return observation, reward, terminated, truncated, info
 
 
-def require_info(info: Any, env_rank: int, call: str = "step") -> None:
+def require_info(info: object, env_rank: int, call: str = "step") -> None:
     """Raise `SpaceError` unless `info` is a mapping. `call` is the method that returned it."""
     if not isinstance(info, Mapping):
         raise SpaceError(f"the info that env.{call} of env_rank {env_rank} returned must be a dict, got {brief(info)}")
 
 
-def episode_flags(terminated: Any, truncated: Any, env_rank: int) -> tuple[bool, bool]:
+def episode_flags(terminated: object, truncated: object, env_rank: int) -> tuple[bool, bool]:
     """`terminated` and `truncated` as bools. Bools, 0 and 1 are accepted, and arrays with one such element.
 
     Raises `SpaceError` for anything else, with the flag's name.
@@ -68,7 +68,7 @@ def episode_flags(terminated: Any, truncated: Any, env_rank: int) -> tuple[bool,
     return _flag(terminated, "terminated", env_rank), _flag(truncated, "truncated", env_rank)
 
 
-def _flag(value: Any, name: str, env_rank: int) -> bool:
+def _flag(value: object, name: str, env_rank: int) -> bool:
     if value is False or value is True or isinstance(value, np.bool_):
         return bool(value)
     try:
@@ -80,7 +80,7 @@ def _flag(value: Any, name: str, env_rank: int) -> bool:
     raise SpaceError(f"{name} of env_rank {env_rank} must be True or False, got {brief(value)}")
 
 
-def require_number(reward: Any, env_rank: int) -> float:
+def require_number(reward: object, env_rank: int) -> float:
     """`reward` as a float. Raises `SpaceError` unless it is a single number."""
     if reward.__class__ is float:
         return reward

@@ -17,7 +17,7 @@ _KNOWN = ("1.1.", "1.2.", "1.3.", "1.4.")
 _CLASSES = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
 
 
-def flat_step_of(env: Any) -> Callable[[Any], Any]:
+def flat_step_of(env: gym.Env[Any, Any]) -> Callable[[Any], Any]:
     """A function `step(action)` that does exactly what `env.step` does.
 
     It leaves out the Python functions of the outermost wrappers, as far as these are exactly `TimeLimit`,
@@ -32,7 +32,7 @@ def flat_step_of(env: Any) -> Callable[[Any], Any]:
     return flat_step(env, step, *_CLASSES, _finish_step)
 
 
-def _finish_step(wrapper: Any, result: Any) -> Any:
+def _finish_step(wrapper: Any, result: StepValues) -> Any:
     """What `TimeLimit.step` does after the step of its environment."""
     observation, reward, terminated, truncated, info = result
     wrapper._elapsed_steps += 1
@@ -80,7 +80,7 @@ def cells_of(arrays: Any, t: int, n: int) -> list[Any]:
     return list(row) if row.ndim > 1 else [row[b, ...] for b in range(n)]  # a list of numbers would be copies
 
 
-def with_observation(out: Any, result: Any, env_rank: int) -> StepValues:
+def with_observation(out: object, result: object, env_rank: int) -> StepValues:
     """The five values of `env.step`, from the `result` of `env.step_into(out, action)`.
 
     Raises `SpaceError` unless these are four values.

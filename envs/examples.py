@@ -24,7 +24,7 @@ _ONE_OF_ACTION = (
 )
 
 
-def example_of(space: Any, name: str = "observation") -> Any:
+def example_of(space: gym.Space[Any], name: str = "observation") -> Any:
     """Zeros with the shape and dtype in which elements of `space` are recorded.
 
     An array for Box, Discrete, MultiDiscrete and MultiBinary; `NamedArrays` for Dict (its keys) and Tuple (`_0`,

@@ -129,7 +129,7 @@ def descriptions(factories: Sequence[EnvFactory]) -> list[str]:
     return texts[:1] if len(set(texts)) == 1 else texts
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_plain(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -203,7 +203,7 @@ def build_example_env(factory: EnvFactory, *, batched: bool = False) -> Any:
     return env
 
 
-def close_example_env(env: Any) -> None:
+def close_example_env(env: gym.Env[Any, Any] | VectorEnv[Any, Any, Any]) -> None:
     """Close the example environment. Raises `ConfigError`, with the environment's exception as its cause."""
     try:
         env.close()
@@ -211,5 +211,5 @@ def close_example_env(env: Any) -> None:
         raise ConfigError(f"closing the example environment in the main process raised {in_one_line(error)}") from error
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     return f"{type(value).__name__} {brief(value)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
@@ -13,6 +13,9 @@ from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import map_tree
 from penstock.envs.rows import ColumnError, as_dtype
 from penstock.errors import ConfigError, brief
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 #: True for every numeric entry of an example step; or a list of names, where dots separate nested names; or a dict of
 #: names and examples.
@@ -62,7 +65,7 @@ def _step_once(env: gym.Env[Any, Any]) -> Any:
         ) from error
 
 
-def _leaves(info: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _leaves(info: Mapping[Any, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
     for key, value in info.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, (*path, str(key)))
@@ -84,7 +87,7 @@ def _with_masks(chosen: Mapping[Path, Any]) -> NamedArrays:
     return named
 
 
-def _as_numeric(value: Any) -> Any:
+def _as_numeric(value: object) -> Any:
     try:
         array = np.asarray(value)
     except ValueError:  # ragged
@@ -138,7 +141,7 @@ class InfoWriter:
                 return
 
 
-def _write_entry(field: Any, mask: Any, infos: Mapping[str, Any], path: Path) -> bool:
+def _write_entry(field: npt.NDArray[Any], mask: npt.NDArray[Any], infos: Mapping[str, Any], path: Path) -> bool:
     """Write one entry for all columns. Returns False if the entry is not an array that fits."""
     field[...], mask[...] = 0, False
     if not _write_where(field, mask, infos, path, np.ones(len(mask), np.bool_)):
@@ -150,7 +153,9 @@ def _write_entry(field: Any, mask: Any, infos: Mapping[str, Any], path: Path) ->
     return _write_where(field, mask, infos["final_info"], path, ended)
 
 
-def _write_where(field: Any, mask: Any, infos: Any, path: Path, where: Any) -> bool:
+def _write_where(
+    field: npt.NDArray[Any], mask: npt.NDArray[Any], infos: object, path: Path, where: npt.NDArray[Any]
+) -> bool:
     """Write the entry where `where` is True and the environment returned it. Returns False if it does not fit."""
     for key in path:
         if not isinstance(infos, Mapping) or key not in infos:
@@ -168,7 +173,7 @@ def _write_where(field: Any, mask: Any, infos: Any, path: Path, where: Any) -> b
 # ---- the infos of batched environments -----------------------------------------------------
 
 
-def element(batched: Any, b: int) -> Any:
+def element(batched: object, b: int) -> Any:
     """Element b of a batch, nested as the batch is. None stays None."""
     return map_tree(lambda leaf: None if leaf is None else leaf[b], batched)
 

@@ -83,7 +83,7 @@ class RecordedEpisode:
             self._compare(env, observation)
         return next_action
 
-    def _compare(self, env: gym.Env[Any, Any], observation: Any) -> None:
+    def _compare(self, env: gym.Env[Any, Any], observation: object) -> None:
         """Raise `RepeatError` unless `observation` is the recorded one."""
         row = map_leaves(lambda leaf: np.zeros((1, 1, *leaf.shape), leaf.dtype), self.observation)
         write_cell(arrays_like(env.observation_space, row), 0, 0, observation)

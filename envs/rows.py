@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from gymnasium import spaces
@@ -14,6 +14,12 @@ from penstock.buffers.named import fields_of
 from penstock.buffers.native import put_cell, put_row
 from penstock.buffers.tree import map_tree
 from penstock.errors import SpaceError, brief
+
+if TYPE_CHECKING:
+    import gymnasium as gym
+    import numpy.typing as npt
+
+    from penstock.buffers.named import ArrayTree, NamedArrays
 
 Splitter = Callable[[Any], Sequence[Any]]
 
@@ -33,7 +39,7 @@ class ColumnError(SpaceError):
         return SpaceError(f"{self._name} of env_rank {env_rank} {self._problem}")
 
 
-def arrays_like(space: Any, arrays: Any) -> Any:
+def arrays_like(space: gym.Space[Any], arrays: ArrayTree) -> Any:
     """The arrays of `arrays`, a `NamedArrays`, in dicts and tuples, nested as elements of `space` are.
 
     Nothing is copied.
@@ -61,7 +67,7 @@ def write_row(arrays: Any, t: int, values: Sequence[Any], name: str = "observati
         _write_each(arrays[t], values, name)
 
 
-def write_cell(arrays: Any, t: int, column: int, value: Any, name: str = "observation") -> None:
+def write_cell(arrays: object, t: int, column: int, value: object, name: str = "observation") -> None:
     """As `write_row`, for one element in `[t, column]`."""
     if put_cell(arrays, t, column, value):
         return
@@ -72,7 +78,7 @@ def write_cell(arrays: Any, t: int, column: int, value: Any, name: str = "observ
         raise
 
 
-def _split(arrays: Any, values: Sequence[Any], name: str) -> list[tuple[Any, list[Any]]]:
+def _split(arrays: dict[Any, Any] | tuple[Any, ...], values: Sequence[Any], name: str) -> list[tuple[Any, list[Any]]]:
     """The values' parts, by the keys of the dict or tuple `arrays`."""
     keys = list(arrays) if isinstance(arrays, dict) else list(range(len(arrays)))
     try:  # the fast path; if it fails, look for the first column that does not fit
@@ -87,7 +93,7 @@ def _split(arrays: Any, values: Sequence[Any], name: str) -> list[tuple[Any, lis
         raise
 
 
-def _wrote_at_once(row: Any, values: Sequence[Any]) -> bool:
+def _wrote_at_once(row: npt.NDArray[Any], values: Sequence[Any]) -> bool:
     """Write the row in one call of numpy. False if that is impossible: a value does not fit, or has an unusual type."""
     try:
         # By default numpy writes inf, and warns, if a float64 is too large for float32.
@@ -123,7 +129,7 @@ def _has_exactly(value: Any, keys: Sequence[Any]) -> bool:
     return True
 
 
-def _write_each(row: Any, values: Sequence[Any], name: str) -> None:
+def _write_each(row: npt.NDArray[Any], values: Sequence[Any], name: str) -> None:
     """Write value by value. Lists and Python numbers are accepted.
 
     Raises `ColumnError` for the first value that does not fit.
@@ -151,7 +157,7 @@ def _write_each(row: Any, values: Sequence[Any], name: str) -> None:
             raise ColumnError(column, name, f"must have values that {target} can hold, got {array[lost].flat[0]}")
 
 
-def _description(value: Any) -> str:
+def _description(value: object) -> str:
     """A value that is not an array or has wrong entries, for an error message."""
     if value is None:
         return "None"
@@ -160,7 +166,7 @@ def _description(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def in_range(array: Any, dtype: np.dtype[Any]) -> bool:
+def in_range(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bool:
     """Whether `array` and `dtype` are integers, and `dtype` can hold every value of `array`."""
     if array.dtype.kind not in "iu" or dtype.kind not in "iu":
         return False
@@ -168,7 +174,7 @@ def in_range(array: Any, dtype: np.dtype[Any]) -> bool:
     return bool(array.size == 0 or (array.min() >= limits.min and array.max() <= limits.max))
 
 
-def as_dtype(array: Any, dtype: np.dtype[Any]) -> Any:
+def as_dtype(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> Any:
     """`array` in `dtype`, or None if that would change a value. A float may lose precision."""
     if array.dtype == dtype:
         return array
@@ -181,7 +187,7 @@ def as_dtype(array: Any, dtype: np.dtype[Any]) -> Any:
         return None
 
 
-def dtype_error(name: str, array: Any, dtype: np.dtype[Any], why: str, remedy: str) -> ColumnError:
+def dtype_error(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any], why: str, remedy: str) -> ColumnError:
     """The error for an `array` `[B, ...]` that `as_dtype` refuses: it names the first column in which a value would
     change. `why` says where `dtype` comes from, `remedy` what to do."""
     try:
@@ -198,7 +204,7 @@ def dtype_error(name: str, array: Any, dtype: np.dtype[Any], why: str, remedy: s
 # ---- reading -----------------------------------------------------------------------------------
 
 
-def action_splitter(space: Any) -> Splitter:
+def action_splitter(space: gym.Space[Any]) -> Splitter:
     """A function that splits a row `[B, ...]` of recorded actions into one action per environment.
 
     Actions are ints for Discrete, arrays for Box, MultiDiscrete and MultiBinary, dicts and tuples for Dict and Tuple.
@@ -208,7 +214,7 @@ def action_splitter(space: Any) -> Splitter:
         keys = list(fields)
         children = [(str(key), action_splitter(sub)) for key, sub in fields.items()]
 
-        def split_parts(row: Any) -> Sequence[Any]:
+        def split_parts(row: Mapping[str, Any] | NamedArrays) -> Sequence[Any]:
             each = zip(*(split(row[field]) for field, split in children), strict=True)
             return [dict(zip(keys, parts, strict=True)) for parts in each] if is_dict else list(each)
 

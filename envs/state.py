@@ -85,7 +85,13 @@ def _new_copy(factory: EnvFactory, context: EnvContext, kind: StateKind, data: b
         raise
 
 
-def _compare(env: Any, other: Any, actions: gym.Space[Any], n_steps: int, on_step: Callable[[], object]) -> None:
+def _compare(
+    env: gym.Env[Any, Any],
+    other: gym.Env[Any, Any],
+    actions: gym.Space[Any],
+    n_steps: int,
+    on_step: Callable[[], object],
+) -> None:
     """Raise `ConfigError` unless both do the same."""
     is_over = False
     for i in range(n_steps + _STEPS_AFTER_RESET):
@@ -100,7 +106,7 @@ def _compare(env: Any, other: Any, actions: gym.Space[Any], n_steps: int, on_ste
         is_over = bool(result[2] or result[3])
 
 
-def _check_same(name: str, i: int, ours: Any, theirs: Any) -> None:
+def _check_same(name: str, i: int, ours: object, theirs: object) -> None:
     if not is_same(ours, theirs):
         raise ConfigError(
             f"the environment does not continue alike after it was saved and loaded: {name} of step {i} after that is "
@@ -122,7 +128,7 @@ def is_same(one: Any, other: Any) -> bool:
 # ---- saving and loading ----------------------------------------------------------------------
 
 
-def save_env(env: Any) -> tuple[StateKind, bytes]:
+def save_env(env: gym.Env[Any, Any]) -> tuple[StateKind, bytes]:
     """How `env` is saved, and its state. Raises `ConfigError` with the reason if that is impossible."""
     layers = _layers(env)
     n_outside = _n_outside(layers)
@@ -137,7 +143,7 @@ def save_env(env: Any) -> tuple[StateKind, bytes]:
         raise ConfigError(f"{env} cannot be saved: {in_one_line(error)}") from error
 
 
-def load_env(env: Any, kind: str, data: bytes) -> Any:
+def load_env(env: gym.Env[Any, Any] | None, kind: str, data: bytes) -> Any:
     """The environment with the state `data`: a new one for "pickle"; for "get_state" `env`, which has been reset."""
     if kind == "pickle":
         return pickle.loads(data)
@@ -149,7 +155,7 @@ def load_env(env: Any, kind: str, data: bytes) -> Any:
     return env
 
 
-def _layers(env: Any) -> list[Any]:
+def _layers(env: gym.Env[Any, Any] | None) -> list[Any]:
     """`env` and what it wraps, the outermost first."""
     layers = [env]
     while isinstance(layers[-1], gym.Wrapper):
@@ -165,22 +171,22 @@ def _n_outside(layers: list[Any]) -> int | None:
     return None
 
 
-def _own_attributes(layer: Any) -> dict[str, Any]:
+def _own_attributes(layer: object) -> dict[str, Any]:
     return {name: value for name, value in vars(layer).items() if name != "env"}
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Refuses objects with an `EzPickle` base class anywhere, and writes the index of a layer in its place."""
 
-    def __init__(self, file: Any, layers: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO, layers: list[Any]) -> None:
         super().__init__(file)
         self._index = {id(layer): i for i, layer in enumerate(layers)}
 
-    def persistent_id(self, value: Any) -> int | None:
+    def persistent_id(self, value: object) -> int | None:
         """The index of a layer."""
         return self._index.get(id(value))
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         """How `value` is pickled."""
         if any(cls.__name__ == "EzPickle" for cls in type(value).__mro__):
             raise ConfigError(
@@ -191,16 +197,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, layers: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO, layers: list[Any]) -> None:
         super().__init__(file)
         self._layers = layers
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: int) -> Any:
         """The layer of this index."""
         return self._layers[pid]
 
 
-def _dumps(value: Any, layers: list[Any]) -> bytes:
+def _dumps(value: object, layers: list[Any]) -> bytes:
     stream = io.BytesIO()
     _Pickler(stream, layers).dump(value)
     return stream.getvalue()

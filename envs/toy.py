@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 class CountingEnv(gym.Env[Any, Any]):
@@ -70,7 +74,7 @@ class NestedEnv(gym.Env[Any, Any]):
         self.length = length
         self.count = 0
 
-    def _observation(self, move: Any, mode: Any) -> Any:
+    def _observation(self, move: npt.NDArray[Any], mode: Sequence[int]) -> Any:
         return {
             "position": np.asarray(move, np.float64),
             "camera": np.full((4, 4, 1), self.count % 256, np.uint8),

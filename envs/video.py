@@ -22,7 +22,7 @@ _log = logging.getLogger("penstock")
 _MODES = ("rgb_array", "rgb_array_list")
 
 
-def require_video(render_mode: Any) -> None:
+def require_video(render_mode: object) -> None:
     """Raise `ConfigError` if no video can be made of an environment with this render mode."""
     if render_mode not in _MODES:
         raise ConfigError(

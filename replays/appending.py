@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,22 +15,26 @@ from penstock.replays.observations import check_frames, newest_frames
 from penstock.replays.options import Frames, Sequences
 from penstock.replays.ring import BEGINS, PARTIAL, VALID, Ring, Shape, lacks_next, leaves
 
+if TYPE_CHECKING:
+    from penstock.buffers import Samples
+    from penstock.buffers.named import ArrayTree
+
 STATE = "prev_rnn_state"  # the field of agent_info
 MORE = ("env_info", "extra")  # fields of `samples.env` that are kept as they are
 _CHECKED = 0.01  # the share of rows whose frames are compared, after the first batch
 
 
-def array(leaf: Any) -> npt.NDArray[Any]:
+def array(leaf: object) -> npt.NDArray[Any]:
     """A tensor's memory as an array, an array as it is."""
     return leaf.numpy() if hasattr(leaf, "numpy") else np.asarray(leaf)
 
 
-def arrays(tree: Any) -> Any:
+def arrays(tree: object) -> Any:
     """`tree` with arrays as leaves; nothing is copied."""
     return map_leaves(array, tree)
 
 
-def require_samples(samples: Any) -> None:
+def require_samples(samples: object) -> None:
     """Raise `ConfigError` if this is something else."""
     if not hasattr(samples, "env"):
         kind = type(samples).__name__
@@ -38,7 +42,7 @@ def require_samples(samples: Any) -> None:
 
 
 def shape_of(
-    samples: Any, capacity: int, frames: Frames | None, sequences: Sequences | None, max_truncations: int | None
+    samples: Samples, capacity: int, frames: Frames | None, sequences: Sequences | None, max_truncations: int | None
 ) -> Shape:
     """The shape of the ring for batches such as `samples` `[T, B]`, or for one step.
 
@@ -48,7 +52,7 @@ def shape_of(
     is_batch = len(samples.env.reward.shape) == 2
     B = samples.env.reward.shape[1] if is_batch else 1
 
-    def example(tree: Any) -> Any:
+    def example(tree: object) -> Any:
         return map_leaves(lambda leaf: np.zeros(leaf.shape[2 if is_batch else 0 :], leaf.dtype), arrays(tree))
 
     every = sequences.state_every if sequences else 1
@@ -80,7 +84,7 @@ def _pack_flags(
     terminated: npt.NDArray[Any],
     truncated: npt.NDArray[Any],
     begins: npt.NDArray[Any],
-    out: Any,
+    out: npt.NDArray[Any],
 ) -> int:
     out[...] = 0
     for bit, flag in enumerate((valid, terminated, truncated, begins)):
@@ -99,7 +103,9 @@ pack_flags: Callable[..., int]
 same_rows: Callable[..., bool]
 
 
-def _same_rows(kept: npt.NDArray[Any], rows: Any, row: int, column: int, prev_done: npt.NDArray[Any]) -> bool:
+def _same_rows(
+    kept: npt.NDArray[Any], rows: Iterable[npt.NDArray[Any]], row: int, column: int, prev_done: npt.NDArray[Any]
+) -> bool:
     columns = slice(column, column + prev_done.shape[1])
     return all(of[0].tobytes() == there[row, columns].tobytes() for of, there in zip(rows, kept, strict=True))
 
@@ -163,7 +169,7 @@ class Appender:
         """The step that the next batch begins with."""
         return self.ring.written(self._writer)
 
-    def bind(self, samples: Any) -> Batch:
+    def bind(self, samples: Samples) -> Batch:
         """The arrays of `samples` `[T, B]`. Raises `SpaceError` or `ConfigError` if they do not fit the ring."""
         require_samples(samples)
         env, agent = samples.env, samples.agent
@@ -189,7 +195,7 @@ class Appender:
     def _more(self, env: Any) -> tuple[Any, ...]:
         return tuple(leaf for name in self.ring.more for leaf in leaves(arrays(env[name])))
 
-    def append(self, batch: Batch, policy_version: Any, continues: bool) -> None:
+    def append(self, batch: Batch, policy_version: object, continues: bool) -> None:
         """Write one batch. `policy_version` None: that of the samples. `continues`: whether it follows the batch before
         without a gap."""
         if self._flags.shape != batch.reward.shape:
@@ -212,7 +218,7 @@ class Appender:
         self.ring.write((flags, batch.reward, self._versions, *batch.rows), finals, self._writer, state)
         self._is_first = False
 
-    def _require_shape(self, samples: Any) -> None:
+    def _require_shape(self, samples: Samples) -> None:
         """Raise `ConfigError` if the batch has too many rows or other columns than the ring, and `SpaceError` if the
         fields have other shapes or dtypes."""
         shape = self.ring.shape
@@ -285,7 +291,7 @@ class Appender:
             return np.arange(1, batch_T)
         return self._rng.integers(1, batch_T, max(1, round(_CHECKED * batch_T)))
 
-    def _check_one_row(self, stacks: Any, flags: npt.NDArray[np.uint8]) -> None:
+    def _check_one_row(self, stacks: npt.NDArray[Any], flags: npt.NDArray[np.uint8]) -> None:
         """Compare the only row of a batch with the row before, if that was kept. Keep this one now and then."""
         assert self._frames is not None
         if len(flags) != 1:
@@ -296,7 +302,7 @@ class Appender:
         is_kept = self._is_first or self._rng.random() < _CHECKED
         self._row_before = stacks.copy() if is_kept else None
 
-    def _states(self, state: Any, flags: npt.NDArray[np.uint8]) -> Any:
+    def _states(self, state: ArrayTree, flags: npt.NDArray[np.uint8]) -> Any:
         """The states of the steps that are multiples of `state_every`. Raises `ConfigError` if the agent does not seem
         to record them: they are all zero in the first batch."""
         every = self.ring.shape.state_every
@@ -313,7 +319,7 @@ class Appender:
         return kept
 
 
-def _layout(tree: Any, n_leading: int = 0) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
+def _layout(tree: ArrayTree, n_leading: int = 0) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
     """Name, shape and dtype of each leaf, without the leading dimensions."""
     leaves = tree.leaves() if isinstance(tree, NamedArrays) else [("", tree)]
     return [(path, leaf.shape[n_leading:], leaf.dtype) for path, leaf in leaves]

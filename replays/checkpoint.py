@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ from penstock.buffers.tree import map_tree
 from penstock.errors import ConfigError
 from penstock.replays.replay_batches import of_one_writer
 from penstock.replays.ring import NOWHERE, Ring, Shape
+
+if TYPE_CHECKING:
+    from penstock.buffers.named import ArrayTree
 
 _INDEX, _FORMAT = "replay.json", 2
 
@@ -191,7 +194,7 @@ def _finals_of(arrays: NamedArrays) -> Iterator[tuple[str, Any]]:
             yield name, field
 
 
-def _pieces(field: Any, first: int, end: int) -> list[Any]:
+def _pieces(field: npt.NDArray[Any], first: int, end: int) -> list[Any]:
     """Rows `first` to `end` of a ring, which may wrap once."""
     low, count = first % len(field), end - first
     fits = min(count, len(field) - low)
@@ -225,14 +228,14 @@ def _read_array(folder: Path, index: dict[str, Any], name: str) -> Any:
         raise _damaged(path, error) from error
 
 
-def _describe(tree: Any) -> Any:
+def _describe(tree: ArrayTree | None) -> Any:
     """Names, shapes and dtypes of `tree`, for JSON."""
     if isinstance(tree, NamedArrays):
         return {name: _describe(part) for name, part in tree.items()}
     return None if tree is None else [list(tree.shape), np.dtype(tree.dtype).str]
 
 
-def _example(described: Any) -> Any:
+def _example(described: object) -> Any:
     return as_named(map_tree(lambda leaf: np.zeros(leaf[0], leaf[1]), described))
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ from penstock.errors import SpaceError
 from penstock.replays.options import Frames
 from penstock.replays.ring import BEGINS, PARTIAL, TERMINATED, TRUNCATED, Ring
 from penstock.replays.windows import Positions, Windows
+
+if TYPE_CHECKING:
+    from penstock.buffers.named import ArrayTree
 
 
 def _read_ages(
@@ -29,7 +32,13 @@ def _read_ages(
 
 
 def _take_frames(
-    frames: npt.NDArray[Any], B: int, is_zero: bool, at: npt.NDArray[Any], age: npt.NDArray[Any], out: Any, *others: Any
+    frames: npt.NDArray[Any],
+    B: int,
+    is_zero: bool,
+    at: npt.NDArray[Any],
+    age: npt.NDArray[Any],
+    out: npt.NDArray[Any],
+    *others: Any,
 ) -> bool:
     back = np.arange(out.shape[1])[::-1]  # how many rows back each frame is, oldest first
     limit = age[:, None]
@@ -39,7 +48,7 @@ def _take_frames(
     return not others or _take_frames(frames, B, is_zero, *others)
 
 
-def _take_rows(source: Any, at: npt.NDArray[Any], out: Any) -> bool:
+def _take_rows(source: npt.NDArray[Any], at: npt.NDArray[Any], out: npt.NDArray[Any]) -> bool:
     source.take(at, 0, out, mode="clip")  # with mode="raise", numpy would copy into a buffer first
     return True
 
@@ -79,15 +88,17 @@ class WholeObservations:
     def ages(self, at: Positions) -> Any:
         """What `is_known` and `take` need to know of entries `at` `[N]`."""
 
-    def is_known(self, ages: Any) -> npt.NDArray[np.bool_] | bool:
+    def is_known(self, ages: object) -> npt.NDArray[np.bool_] | bool:
         """Whether all that the observations of these entries consist of is in the ring."""
         return True
 
-    def take(self, at: Positions, out: Any = None) -> Any:
+    def take(self, at: Positions, out: ArrayTree | None = None) -> Any:
         """The observations of entries `at`, in its shape."""
         return take(self._ring.observation, at, out)
 
-    def take_both(self, windows: Windows, ages: Any, out: Any = None, out_next: Any = None) -> tuple[Any, Any]:
+    def take_both(
+        self, windows: Windows, ages: object, out: ArrayTree | None = None, out_next: ArrayTree | None = None
+    ) -> tuple[Any, Any]:
         """The observations `[N, ...]` at the windows' first steps, and those after the windows: the final one after a
         truncation, zero after a termination. `ages`: those of `windows.at`."""
         found = take(self._ring.observation, windows.after, out_next)
@@ -113,17 +124,23 @@ class FrameStacks:
         read_ages(self._ring.flags, at, self._ring.B, self.back, age, known)
         return age, known
 
-    def is_known(self, ages: Any) -> npt.NDArray[np.bool_] | bool:
+    def is_known(self, ages: tuple[Positions, npt.NDArray[np.bool_]]) -> npt.NDArray[np.bool_] | bool:
         known: npt.NDArray[np.bool_] = ages[1]
         return known
 
-    def take(self, at: Positions, out: Any = None) -> Any:
+    def take(self, at: Positions, out: npt.NDArray[Any] | None = None) -> Any:
         flat = at.reshape(-1)
         out = self._memory(at.shape, out)
         self._build((flat, self.ages(flat)[0], out.reshape(len(flat), *out.shape[at.ndim :])))
         return out
 
-    def take_both(self, windows: Windows, ages: Any, out: Any = None, out_next: Any = None) -> tuple[Any, Any]:
+    def take_both(
+        self,
+        windows: Windows,
+        ages: tuple[Positions, npt.NDArray[np.bool_]],
+        out: npt.NDArray[Any] | None = None,
+        out_next: npt.NDArray[Any] | None = None,
+    ) -> tuple[Any, Any]:
         after = windows.after
         if windows.truncated.size or windows.terminated.size:
             ends = np.concatenate([windows.truncated, windows.terminated])
@@ -137,7 +154,7 @@ class FrameStacks:
             found[windows.terminated] = 0
         return stacks, found
 
-    def _memory(self, shape: tuple[int, ...], out: Any) -> Any:
+    def _memory(self, shape: tuple[int, ...], out: npt.NDArray[Any] | None) -> Any:
         frames = self._ring.observation
         return np.empty((*shape, self._frames.n, *frames.shape[1:]), frames.dtype) if out is None else out
 
@@ -148,19 +165,25 @@ class FrameStacks:
         if not take_frames(*arguments):
             _take_frames(*arguments)
 
-    def _add_final(self, stacks: Any, which: npt.NDArray[np.intp], last: Positions) -> None:
+    def _add_final(self, stacks: npt.NDArray[Any], which: npt.NDArray[np.intp], last: Positions) -> None:
         """Move the stacks `which` on by one frame, the final observations of the steps `last`."""
         older = stacks[which, 1:]
         stacks[which, :-1] = older
         stacks[which, -1] = self._ring.final_obs(last)
 
 
-def newest_frames(stacks: Any) -> Any:
+def newest_frames(stacks: npt.NDArray[Any]) -> Any:
     """The newest frames `[..., H, W]` of stacks `[t, B, n, H, W]`."""
     return stacks[:, :, -1]
 
 
-def check_frames(frames: Frames, stacks: Any, final_obs: Any, flags: npt.NDArray[np.uint8], rows: Any) -> None:
+def check_frames(
+    frames: Frames,
+    stacks: npt.NDArray[Any],
+    final_obs: npt.NDArray[Any] | None,
+    flags: npt.NDArray[np.uint8],
+    rows: Iterable[int],
+) -> None:
     """Raise `SpaceError` unless the observations `[t, B, n, ...]` in `rows` are stacks of the rows before.
 
     `rows` are indices of at least 1. `final_obs` may be None.
@@ -182,7 +205,7 @@ def check_frames(frames: Frames, stacks: Any, final_obs: Any, flags: npt.NDArray
             )
 
 
-def take(source: Any, at: Positions, out: Any = None) -> Any:
+def take(source: ArrayTree, at: Positions, out: Any = None) -> Any:
     """Entries `at` of every leaf of `source`, into the leaves of `out` if it is given."""
     if isinstance(source, NamedArrays):
         return NamedArrays({n: take(v, at, None if out is None else out[n]) for n, v in source.items()})

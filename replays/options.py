@@ -10,7 +10,7 @@ import numpy as np
 from penstock.errors import ConfigError
 
 
-def require_count(name: str, value: Any, lowest: int = 1) -> int:
+def require_count(name: str, value: object, lowest: int = 1) -> int:
     """`value` as an int. Raises `ConfigError` if it is no integer of at least `lowest`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < lowest:
         raise ConfigError(f"{name} must be an integer of at least {lowest}, got {value!r}")

@@ -98,7 +98,9 @@ class PriorityDraw:
         leaves[is_drawn] = raised
         self.tree.set_range(self.low, leaves)
 
-    def _require_known(self, positions: Positions, places: Positions, priority: Any, leaf: Any, alpha: float) -> None:
+    def _require_known(
+        self, positions: Positions, places: Positions, priority: npt.NDArray[Any], leaf: npt.NDArray[Any], alpha: float
+    ) -> None:
         """Raise `ConfigError` if a place cannot have been drawn, or if a priority or its power cannot be used."""
         unknown = positions[(places < 0) | (places >= self.high)]
         if unknown.size:

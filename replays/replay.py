@@ -205,7 +205,7 @@ class Replay(Generic[Batch]):
             )
 
     def _feed_from(
-        self, feeder: Feeder, samples: Any, n_writers: int, rows_ahead: int, spare_finals: int = 0
+        self, feeder: Feeder, samples: Samples, n_writers: int, rows_ahead: int, spare_finals: int = 0
     ) -> Appender:
         """For `AsyncSampler`: from now on `n_writers` workers write into the ring. Returns their appender.
 
@@ -244,7 +244,7 @@ class Replay(Generic[Batch]):
         n_places = shape.T * shape.B // shape.state_every
         return Estimate.of(shape, SumTree.nbytes(n_places) if self.prioritized else 0)
 
-    def _shape_for(self, samples: Any) -> Shape:
+    def _shape_for(self, samples: Samples) -> Shape:
         return shape_of(samples, self.capacity, self.frames, self.sequences, self.max_truncations)
 
     def _allocate(self, shape: Shape, rows_ahead: int | None = None) -> _Storage:
@@ -467,7 +467,7 @@ class Replay(Generic[Batch]):
         return 0 if self._storage is None else self._storage.ring.n_lost
 
 
-def _numbers(name: str, values: Any, dtype: type) -> NDArray[Any]:
+def _numbers(name: str, values: object, dtype: type) -> NDArray[Any]:
     """A tensor's values without its graph and device, or an array or a list, as an array `[N]`."""
     on_cpu = values.detach().cpu().numpy() if hasattr(values, "detach") else values
     try:
@@ -476,7 +476,7 @@ def _numbers(name: str, values: Any, dtype: type) -> NDArray[Any]:
         raise ConfigError(f"{name} must be a tensor or an array of numbers [N], got {brief(values)}") from error
 
 
-def _path(folder: Any) -> Path:
+def _path(folder: object) -> Path:
     if not isinstance(folder, str | os.PathLike):
         raise ConfigError(f"folder must be the path of a folder, got {brief(folder)}")
     return Path(folder)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ from penstock.buffers.ordering import fence
 from penstock.buffers.shared import make_private, shared_mappings
 from penstock.buffers.tree import tree_leaves
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.buffers.named import ArrayTree
 
 # The flags of a row. BEGINS: the row does not continue the row before it. PARTIAL: it also does not begin an episode,
 # so what came before it is unknown.
@@ -81,7 +84,7 @@ class Shape:
     def specs(self) -> NamedArrays:
         """The arrays to allocate."""
 
-        def rows(example: Any, *leading: int) -> Any:
+        def rows(example: object, *leading: int) -> Any:
             return map_leaves(lambda leaf: ArraySpec.like(leaf, *leading), example)
 
         T, B = self.T, self.B
@@ -232,7 +235,9 @@ class Ring:
         """The columns that `writer` owns."""
         return self._columns[writer]
 
-    def write(self, rows: tuple[Any, ...], finals: Any, writer: int = 0, state: Any = None) -> None:
+    def write(
+        self, rows: tuple[Any, ...], finals: ArrayTree | None, writer: int = 0, state: ArrayTree | None = None
+    ) -> None:
         """Write the next rows: arrays `[t, b, ...]` for the writer's b columns, t <= T, in the order of `leaves`.
 
         `finals` `[n, ...]` are the final observations of the truncated steps, in the order of numpy.nonzero; None if
@@ -258,7 +263,7 @@ class Ring:
         fence()
         done[_FINAL], done[_STEP] = end_final, end
 
-    def _write_finals(self, flags: npt.NDArray[np.uint8], finals: Any, writer: int) -> int:
+    def _write_finals(self, flags: npt.NDArray[np.uint8], finals: ArrayTree, writer: int) -> int:
         """Returns how many truncated steps are in the ring whose final observation is now overwritten."""
         start, first = (int(word) for word in self._done[writer, [_STEP, _FINAL]])
         row, column = np.nonzero(lacks_next(flags))
@@ -299,12 +304,12 @@ def lacks_next(flags: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
     return lacks
 
 
-def leaves(tree: Any) -> tuple[Any, ...]:
+def leaves(tree: object) -> tuple[Any, ...]:
     """The arrays of a tree, in order."""
     return tuple(leaf for _, leaf in tree_leaves(tree))
 
 
-def _put(target: Any, columns: slice, first: int, end: int, source: Any) -> None:
+def _put(target: ArrayTree, columns: slice, first: int, end: int, source: ArrayTree) -> None:
     """Write `source` into the rows of the steps from `first` to `end`, with at most one wrap."""
     for _, rows, values in tree_leaves(target, "", source):
         T = len(rows)

@@ -18,7 +18,9 @@ _Ints = npt.NDArray[np.int64]
 MOST = 1e290  #: the largest leaf that is assigned: the sum of any number of leaves is finite
 
 
-def _recompute(total: _Floats, largest: _Floats, nodes: Any, left: Any, right: Any) -> None:
+def _recompute(
+    total: _Floats, largest: _Floats, nodes: _Ints | slice, left: _Ints | slice, right: _Ints | slice
+) -> None:
     total[nodes] = total[left] + total[right]
     largest[nodes] = np.maximum(largest[left], largest[right])
 

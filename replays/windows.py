@@ -29,8 +29,8 @@ def _read_windows(
     last: npt.NDArray[Any],
     after: npt.NDArray[Any],
     return_: npt.NDArray[Any],
-    discount: Any,
-    end: Any,
+    discount: npt.NDArray[Any],
+    end: npt.NDArray[Any],
     eligible: npt.NDArray[Any],
 ) -> None:
     n = len(powers) - 1

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
@@ -46,6 +46,10 @@ from penstock.samplers.sampler_program import SamplerProgram, WorkerFactories
 from penstock.samplers.stats import ServerTotals
 from penstock.workers.control import ControlBlock
 
+if TYPE_CHECKING:
+    from penstock.buffers.named import ArrayTree
+    from penstock.workers.failures import WorkerStatus
+
 _DRY_RUN_COLUMNS = 2  # the agent is tried on more than one column, so that a lost dimension shows
 _CHECKED_ROWS = 16  # observations on which fast inference is compared with torch
 
@@ -74,7 +78,7 @@ class Allocation:
     inference_difference: float | None  #: see `SamplerStats`
     episodes: RecordedEpisodes | None  #: the recorded ones, if `seed_episodes=True`
 
-    def episode_of(self, status: Any) -> Any:
+    def episode_of(self, status: WorkerStatus) -> Any:
         """`PoolOptions.episode_of`."""
         return None if self.episodes is None else self.episodes.of_failure(status)
 
@@ -233,7 +237,7 @@ def _extra_example(cls: type[Collector]) -> NamedArrays | None:
     return NamedArrays(found) if found else None
 
 
-def _checked_traj_info_kwargs(cls: type[TrajInfo], kwargs: Any) -> dict[str, Any]:
+def _checked_traj_info_kwargs(cls: type[TrajInfo], kwargs: object) -> dict[str, Any]:
     if not (kwargs is None or isinstance(kwargs, Mapping)):
         raise ConfigError(f"traj_info_kwargs must be a dict of arguments for traj_info_cls, got {kwargs!r}")
     arguments = dict(kwargs or {})
@@ -294,11 +298,11 @@ def _real_observations(factory: EnvFactory, config: SamplerConfig, n: int) -> li
     return found
 
 
-def _columns(example: Any, n: int = _DRY_RUN_COLUMNS) -> Any:
+def _columns(example: ArrayTree, n: int = _DRY_RUN_COLUMNS) -> Any:
     return map_leaves(lambda leaf: np.zeros((n, *leaf.shape), leaf.dtype), example)
 
 
-def _dry_run(agent: Agent, observation: Any, config: SamplerConfig, setup: InitArguments) -> SampleSpec:
+def _dry_run(agent: Agent, observation: ArrayTree, config: SamplerConfig, setup: InitArguments) -> SampleSpec:
     """Step a copy of the agent with `observation` `[2, ...]`. Raises `SpaceError` if something does not fit."""
     action = example_of(agent.action_space, "action")
     inputs = observation, _columns(action), np.zeros(_DRY_RUN_COLUMNS, np.float32)

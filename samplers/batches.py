@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -77,7 +77,7 @@ def _increment_versions() -> Callable[[Any], None]:
     """A function that increments the version counters of the tensors in a list."""
     from torch.autograd.graph import increment_version  # here, so that only processes that use tensors import it
 
-    def one_by_one(leaves: Any) -> None:
+    def one_by_one(leaves: Iterable[Any]) -> None:
         for leaf in leaves:
             increment_version(leaf)
 

@@ -46,8 +46,8 @@ class GpuSampler(ParallelSampler):
     """The workers only step environments; one process computes the actions of all of them.
 
     Use it when the policy needs a GPU, or when environments differ in speed. On CPUs alone, `ParallelSampler` is
-    faster, also with large networks. The agent acts on the device that its model is on when the sampler is initialized, with a
-    copy that follows `agent.sync_shared_memory()`. Workers need no torch.
+    faster, also with large networks. The agent acts on the device that its model is on when the sampler is initialized,
+    with a copy that follows `agent.sync_shared_memory()`. Workers need no torch.
 
     By default the caller's process acts: `start_samples` for the first time step, and `wait_samples` for the others.
     Between these two calls the workers finish one step, and then they wait. With `server="process"` a dedicated process

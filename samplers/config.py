@@ -235,7 +235,7 @@ class SamplerConfig:
                 "env_info={'name': 0.0}"
             )
 
-    def _put(self, name: str, value: Any) -> None:
+    def _put(self, name: str, value: object) -> None:
         """Replace an argument by its checked value."""
         object.__setattr__(self, name, value)
 

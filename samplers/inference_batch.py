@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ from penstock.collectors.acting import AgentInfoWriter, as_agent_step
 from penstock.collectors.action_checks import write_action
 from penstock.envs.rows import ColumnError
 from penstock.samplers.sampler_memory import StepBuffer
+
+if TYPE_CHECKING:
+    from penstock.buffers.named import ArrayTree
 
 
 class InferenceBatch:
@@ -29,7 +32,7 @@ class InferenceBatch:
         self._whole_row = AgentInfoWriter(self._row.agent_info.map(lambda leaf: leaf[None]))
         self._parts: dict[int, tuple[NamedArrays, AgentInfoWriter]] = {}
 
-    def put_observations(self, observations: Any) -> None:
+    def put_observations(self, observations: ArrayTree) -> None:
         """The next inputs have these observations `[B, ...]`."""
         self._inputs[0][...] = observations
 

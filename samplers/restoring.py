@@ -65,7 +65,7 @@ def check_state(state: Mapping[str, Any], described: Mapping[str, Any], sampler:
     _check_columns(state)
 
 
-def _differs(saved: Any, own: Any) -> bool:
+def _differs(saved: object, own: object) -> bool:
     """Whether a part of a state is not equal to that of this sampler. No array or tensor with dimensions is."""
     parts = saved if isinstance(saved, list | tuple) else [saved]
     return any(getattr(part, "shape", ()) != () for part in parts) or bool(saved != own)

@@ -183,7 +183,7 @@ class Sampler(ABC):
     def _resume_server(self, generation: int) -> None:
         """The inference server's streams are of this generation from now on."""
 
-    def _finish_batches(self, pool: Any, during: str) -> None:
+    def _finish_batches(self, pool: Pool, during: str) -> None:
         """An evaluation or a call on the environments comes next: finish the batches that run."""
 
     # ---- initialize ------------------------------------------------------------------------

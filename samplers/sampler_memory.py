@@ -18,6 +18,7 @@ from penstock.workers.control import Command, ControlBlock
 from penstock.workers.plan import WorkerPlan
 
 if TYPE_CHECKING:
+    from penstock.buffers.named import ArrayTree
     from penstock.replays.appending import Appender
 
 
@@ -32,7 +33,7 @@ class StepBuffer:
     """
 
     def __init__(self, samples: NamedArrays, n_columns: int, *, shared: bool) -> None:
-        def row(field: Any) -> Any:
+        def row(field: ArrayTree) -> Any:
             return map_leaves(lambda leaf: ArraySpec((n_columns, *leaf.shape[2:]), leaf.dtype), field)
 
         number = ArraySpec((n_columns,), np.dtype(np.float32))

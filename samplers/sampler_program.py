@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -34,6 +34,9 @@ from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, episodes_per_env
 from penstock.workers.control import Command, Phase
 from penstock.workers.program import WorkerContext
+
+if TYPE_CHECKING:
+    from penstock.buffers.named import ArrayTree
 
 #: The data of one worker: the factories of its training environments, and of its evaluation environments.
 WorkerFactories = tuple[Sequence[EnvFactory], Sequence[EnvFactory]]
@@ -113,7 +116,7 @@ class SamplerProgram:
     def _build_eval_collector(self, factories: Sequence[EnvFactory]) -> BaseEvalCollector:
         env_ranks, arrays, config = self._plan.eval_env_ranks, self._memory.slots[0], self.config
 
-        def zeros(field: Any) -> Any:
+        def zeros(field: ArrayTree) -> Any:
             return map_leaves(lambda leaf: np.zeros((len(env_ranks), *leaf.shape[2:]), leaf.dtype), field)
 
         streams = ColumnStreams(self.seed, env_ranks, self._plan.generation)

@@ -13,6 +13,7 @@ from penstock.targets.returns import as_steps, checked_lambda, number_up_to
 from penstock.targets.steps import Array, Ends, Steps
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from torch import Tensor
 
 
@@ -71,7 +72,7 @@ def vtrace(
     return ends.steps_only(advantage), ends.steps_only(target)
 
 
-def _check(log_ratio: Any, reward: Any) -> None:
+def _check(log_ratio: npt.NDArray[Any] | Tensor, reward: npt.NDArray[Any] | Tensor) -> None:
     """Raise `ConfigError` unless `log_ratio` is an array of the same kind and shape as `reward`."""
     is_same_kind = isinstance(log_ratio, np.ndarray) is isinstance(reward, np.ndarray)
     shape, given = list(reward.shape), list(getattr(log_ratio, "shape", ()))

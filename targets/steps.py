@@ -101,18 +101,18 @@ class Ends:
         self._end_value: Any = zero_where(has_no_value, steps.final_value)
         self._bootstrap_value: Any = steps.bootstrap_value
 
-    def following(self, rows: Any) -> Any:
+    def following(self, rows: Array) -> Any:
         """For each step, the row of `rows` after it: the value after the end of the episode, if the step is an end, and
         the bootstrap value for the last row."""
         return _where(self._is_end, self._end_value, _concatenated(rows[1:], self._bootstrap_value[None]))
 
-    def in_last_rows(self, these: Any, others: Any) -> Any:
+    def in_last_rows(self, these: Array, others: Array) -> Any:
         """`these` in the last row of each episode and of the batch, `others` everywhere else."""
         is_last = self._is_end | self._is_end  # a copy
         is_last[-1] = True
         return _where(is_last, these, others)
 
-    def steps_only(self, rows: Any) -> Any:
+    def steps_only(self, rows: Array) -> Any:
         """`rows` with zero where there is no step."""
         return rows if self._valid is None else zero_where(~self._valid, rows)
 
@@ -127,7 +127,7 @@ class Ends:
         return _stacked(found[::-1])
 
 
-def _concatenated(rows: Any, last: Any) -> Any:
+def _concatenated(rows: Array, last: Array) -> Any:
     if isinstance(rows, np.ndarray):
         return np.concatenate([rows, last])
     import torch
@@ -143,7 +143,7 @@ def _stacked(rows: list[Any]) -> Any:
     return torch.stack(rows)
 
 
-def _where(mask: Any, these: Any, others: Any) -> Any:
+def _where(mask: Array, these: Array, others: Array) -> Any:
     if isinstance(mask, np.ndarray):
         return np.where(mask, these, others)
     import torch
@@ -151,6 +151,6 @@ def _where(mask: Any, these: Any, others: Any) -> Any:
     return torch.where(mask, these, others)
 
 
-def zero_where(mask: Any, rows: Any) -> Any:
+def zero_where(mask: Array, rows: Array) -> Any:
     """`rows` with zero where `mask` is True, also in place of NaN."""
     return np.where(mask, rows.dtype.type(0), rows) if isinstance(rows, np.ndarray) else rows.masked_fill(mask, 0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
@@ -22,13 +22,22 @@ from penstock.samplers import GpuSampler, ParallelSampler, SerialSampler
 from penstock.testing.agent_setup import AgentSetup, act, stack, step
 from penstock.testing.rules import Violation, first_difference, leaves
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
 _NOISE = "draw column b's noise only from rngs[b] of seed_columns(rngs)"
 _SELECT = "read and write only the state of the columns in self.selected (None: of all columns)"
 _STATE = "create the state of the columns in seed_columns or reset, not in __init__ or initialize"
 
 
 def _same(
-    left: NamedArrays, right: NamedArrays, when: str, remedy: str, *, columns: Any = slice(None), close: bool = False
+    left: NamedArrays,
+    right: NamedArrays,
+    when: str,
+    remedy: str,
+    *,
+    columns: slice | list[int] | npt.NDArray[Any] = slice(None),
+    close: bool = False,
 ) -> None:
     if left.keys() != right.keys():
         raise Violation(f"fields {left.keys()} and {right.keys()}, {when}", remedy)
@@ -176,7 +185,13 @@ def reset_one_changes_no_other_column(setup: AgentSetup) -> None:
     _same(act(setup.copy(), tape), found, when, "change only index `column` of the state", columns=others)
 
 
-def _compare_pasts(setup: AgentSetup, reset: Callable[[Agent], None], when: str, remedy: str, columns: Any) -> None:
+def _compare_pasts(
+    setup: AgentSetup,
+    reset: Callable[[Agent], None],
+    when: str,
+    remedy: str,
+    columns: slice | list[int] | npt.NDArray[Any],
+) -> None:
     """Compare the outputs on the second half of the tape after two different pasts and `reset(agent)`."""
     found, half = [], setup.batch_T // 2
     for past in (setup.tape, setup.other_tape):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from penstock.samplers import Sampler, SerialSampler
 from penstock.testing.environments import Setup
 from penstock.testing.rules import Violation, leaves
 from penstock.workers.marking import marked
+
+if TYPE_CHECKING:
+    from penstock.buffers.named import ArrayTree
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class AgentSetup(Setup):
         """The rows and columns in reverse order, with other rewards and without episode ends."""
         tape = self.tape
 
-        def reverse(value: Any) -> Any:
+        def reverse(value: ArrayTree) -> Any:
             return map_leaves(lambda leaf: leaf[::-1, ::-1], value)
 
         reward = reverse(tape.prev_reward) + 1

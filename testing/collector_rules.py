@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,14 +13,19 @@ from penstock.collectors import TrajInfo
 from penstock.testing.rules import Violation, leaves
 from penstock.testing.traces import BatchTrace, Step, Trace, place, probe
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
-def _compare(name: str, found: Any, wanted: Any, where: str, source: str, remedy: str) -> None:
+    from penstock.buffers.named import ArrayTree
+
+
+def _compare(name: str, found: object, wanted: object, where: str, source: str, remedy: str) -> None:
     for (path, a), (_, b) in zip(leaves(found, name), leaves(wanted, name), strict=True):
         if not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
             raise Violation(f"{path} is {a} at {where}; {source} {b}", remedy)
 
 
-def _grid(batch: BatchTrace, value: Callable[[Step], Any], dtype: Any = bool) -> Any:
+def _grid(batch: BatchTrace, value: Callable[[Step], Any], dtype: npt.DTypeLike = bool) -> Any:
     """An array `[T, B]` with `value(step)` in the cell of each step, and zero elsewhere."""
     grid = np.zeros_like(batch.samples.env.valid, dtype)
     for step in batch.steps:
@@ -33,7 +38,7 @@ def _compare_grids(name: str, batch: BatchTrace, found: Any, wanted: Any, remedy
         raise Violation(f"{name} is {found[t, b]} at {place(batch.itr, t, b)}; it should be {wanted[t, b]}", remedy)
 
 
-def _zero_like(value: Any) -> Any:
+def _zero_like(value: ArrayTree) -> Any:
     return map_leaves(np.zeros_like, value)
 
 
@@ -223,7 +228,7 @@ def values_are_of_the_next_observation(trace: Trace) -> None:
     """bootstrap_value is agent.value of the observation after the last row; final_value is agent.value of final_obs
     where an episode was truncated and not terminated, and zero elsewhere."""
 
-    def value_of(observation: Any) -> Any:
+    def value_of(observation: object) -> Any:
         row = trace.row_of(trace.observation_space, observation)
         return probe(map_leaves(lambda leaf: leaf[None], row))[0]
 
@@ -249,7 +254,7 @@ class SteppedTrajInfo(TrajInfo):
 
     LastObservation: Any = None
 
-    def terminate(self, final_observation: Any) -> None:
+    def terminate(self, final_observation: object) -> None:
         self.LastObservation = final_observation
 
 

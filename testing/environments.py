@@ -105,7 +105,7 @@ class BoundedEnv(gym.Wrapper[Any, Any, Any, Any]):
             self._log.append(Event("env.reset", self._column, copy.deepcopy(result[0])))
         return result
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+    def step(self, action: object) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         given = copy.deepcopy(action)
         observation, reward, terminated, truncated, info = super().step(action)
         self._count += 1
@@ -131,13 +131,13 @@ class ReusingEnv(gym.Wrapper[Any, Any, Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         return self._reuse(*super().reset(seed=seed, options=options))
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+    def step(self, action: object) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, *result, info = super().step(copy.deepcopy(action))
         _zero(action)
         observation, info = self._reuse(observation, info)
         return observation, *result, info
 
-    def _reuse(self, observation: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _reuse(self, observation: object, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self._observation = _write_into(self._observation, observation)
         _zero(self._info)
         self._info.clear()
@@ -167,5 +167,5 @@ def _zero(memory: Any) -> None:
         memory[...] = 0
 
 
-def _is_writeable(memory: Any) -> bool:
+def _is_writeable(memory: object) -> bool:
     return isinstance(memory, np.ndarray) and memory.flags.writeable and memory.dtype != object

@@ -162,7 +162,7 @@ def faulty_traj_info(base: type[TrajInfo], fault: Fault, where: str = "terminate
     _check(where, ("terminate", "sending"), fault)
     original, trigger = base.terminate, Trigger(fault)
 
-    def terminate(self: Any, final_observation: Any) -> None:
+    def terminate(self: Any, final_observation: object) -> None:
         if where == "terminate":
             trigger.call()
         else:

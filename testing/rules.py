@@ -42,7 +42,7 @@ def apply(rule: Callable[..., None], subject: str, *args: Any) -> None:
         ) from None
 
 
-def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: object, name: str) -> Iterator[tuple[str, Any]]:
     """Pairs of dotted path and array: every array in `value`, a `NamedArrays` or a single array."""
     if isinstance(value, NamedArrays):
         yield from value.leaves(f"{name}.")

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -18,6 +18,9 @@ from penstock.errors import SamplerBrokenError
 from penstock.samplers import AlternatingSampler, GpuSampler, ParallelSampler, Sampler, SerialSampler
 from penstock.testing.rules import Violation, first_difference, leaves
 from penstock.testing.traces import CollectorSetup, Trace, record
+
+if TYPE_CHECKING:
+    from penstock.buffers.named import ArrayTree
 
 _EXIT_SECONDS = 3.0  # how long processes may take to exit after shutdown
 
@@ -117,7 +120,7 @@ def every_cell_is_written(setup: CollectorSetup, clean: Trace) -> None:
                 raise Violation(seen, remedy)
 
 
-def _zeroed(value: Any, cells: Any) -> Any:
+def _zeroed(value: ArrayTree, cells: object) -> Any:
     value = value.copy()
     for _, leaf in leaves(value, ""):
         leaf[cells] = 0

@@ -39,7 +39,7 @@ class CollectorSetup(Setup):
 # ---- agents --------------------------------------------------------------------------------
 
 
-def probe(observation: Any) -> Any:
+def probe(observation: object) -> Any:
     """One number per column, `[B]`, that depends on every element of the observation `[B, ...]`."""
     parts = [np.asarray(leaf) for _, leaf in NamedArrays(x=observation).leaves()]
     flat = np.concatenate([np.atleast_2d(p.reshape(len(p), -1)).astype(np.float64) for p in parts], axis=1)
@@ -54,7 +54,7 @@ class ProbeAgent(DelegatingAgent):
         step = super().step(observation, prev_action, prev_reward)
         return AgentStep(step.action, {"probe": probe(observation) + prev_reward + 1})
 
-    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+    def value(self, observation: object, prev_action: object, prev_reward: object) -> Any:
         return probe(observation)
 
 
@@ -65,7 +65,7 @@ class LoggedAgent(DelegatingAgent):
         super().__init__(agent)
         self._log = log
 
-    def _note(self, kind: str, column: int = -1, data: Any = None) -> None:
+    def _note(self, kind: str, column: int = -1, data: object = None) -> None:
         if self.in_worker:
             self._log.append(Event(kind, column, data))
 
@@ -91,7 +91,7 @@ class LoggedAgent(DelegatingAgent):
         self._note("agent.step", data=(*given, copy.deepcopy(step.agent_info)))
         return step
 
-    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+    def value(self, observation: object, prev_action: object, prev_reward: object) -> Any:
         return probe(observation)
 
 
@@ -163,7 +163,7 @@ class Trace:
                 yield step, batch.samples
 
     @staticmethod
-    def row_of(space: gym.Space[Any], value: Any) -> Any:
+    def row_of(space: gym.Space[Any], value: object) -> Any:
         """`value`, an element of `space`, as it is recorded."""
         row = map_leaves(lambda leaf: np.zeros((1, 1, *leaf.shape), leaf.dtype), observation_example(space))
         write_row(arrays_like(space, row), 0, [value])
@@ -204,13 +204,13 @@ class Column:
     agent_resets: int = 0  #: since the column's last step
     agent_resets_before_acting: int = 0  #: of these, the ones before the last agent.step
 
-    def reset(self, observation: Any) -> None:
+    def reset(self, observation: object) -> None:
         """The environment was reset."""
         self.interrupted = self.interrupted or (self.last is not None and not self.last.done)
         self.observation, self.last = observation, None
         self.env_resets += 1
 
-    def step(self, event: Event, itr: int, t: int, agent_step: Any) -> Step:
+    def step(self, event: Event, itr: int, t: int, agent_step: object) -> Step:
         """The environment was stepped; returns the step."""
         action, after, reward, terminated, truncated = event.data
         last = self.last

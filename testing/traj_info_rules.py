@@ -43,7 +43,7 @@ class TrajInfoSetup(Setup):
                     raise Violation(f"{name} of trajectory {i} is {value!r}, and {other!r} {where}", remedy)
 
 
-def _equal(left: Any, right: Any) -> bool:
+def _equal(left: object, right: object) -> bool:
     try:
         return bool(np.all(np.asarray(left == right))) or pickle.dumps(left) == pickle.dumps(right)
     except Exception:  # values that cannot be compared count as equal if they have the same type

@@ -216,7 +216,7 @@ def _main(theirs: InheritedFd, candidate: Candidate, pickled: bytes) -> None:
         pipe.send(in_one_line(error))
 
 
-def _serve(pipe: Any, candidate: Candidate, pickled: bytes) -> None:
+def _serve(pipe: Connection, candidate: Candidate, pickled: bytes) -> None:
     task = cloudpickle.loads(pickled)
     # Candidates take turns, so each may use all CPUs.
     os.environ[NAMESPACE_VARIABLE] = f"-trial-{os.getpid()}"
@@ -276,7 +276,7 @@ def agent_maker(policy: Policy, env_fn: EnvFn) -> Callable[..., Agent]:
     return partial(CategoricalPgAgent if is_discrete else GaussianPgAgent, _mlp)
 
 
-def _mlp(observation_space: spaces.Box, action_space: Any) -> Any:
+def _mlp(observation_space: spaces.Box, action_space: spaces.Box | spaces.Discrete | spaces.MultiDiscrete) -> Any:
     """A model with two hidden layers of 64 units. It returns the policy's outputs `[B, n]` and the value `[B]`."""
     import torch
     from torch import nn

@@ -342,7 +342,7 @@ def _integers(name: str, value: int | Iterable[int]) -> list[int]:
     return [integer(name, each, 1) for each in values]
 
 
-def _code_of(env_fn: Any) -> str:
+def _code_of(env_fn: object) -> str:
     """Python code that names the environment function: its id or name, or `env_fn` if it has none (a lambda)."""
     if isinstance(env_fn, str):
         return repr(env_fn).replace("'", '"')

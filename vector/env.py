@@ -253,7 +253,7 @@ class ShmVectorEnv(CallsOnEnvs):
         *results, infos = self.step_wait_listed(timeout)
         return (*results, batch_infos(infos, self.num_envs))
 
-    def _begin_step(self, actions: Any) -> None:
+    def _begin_step(self, actions: object) -> None:
         if self.autoreset_mode is AutoresetMode.DISABLED:
             self._require_running(self._exchange.all)
         self._workers.step(actions)

@@ -45,13 +45,13 @@ class Exchange:
 
     # ---- requests ----------------------------------------------------------------------------
 
-    def put_actions(self, actions: Any, which: Any = slice(None)) -> None:
+    def put_actions(self, actions: Any, which: Ids | slice = slice(None)) -> None:
         """Write `actions`, batched as Gymnasium does it, for the environments `which`. Raises `SpaceError`."""
         if self._action_parts:
             actions = self._put_objects(actions, self.all[which])
         _put(self._action, actions, which)
 
-    def _put_objects(self, actions: Any, ids: Ids) -> Any:
+    def _put_objects(self, actions: object, ids: Ids) -> Any:
         """Write the parts without a fixed shape: each is a sequence of `n` objects. Returns the actions with
         placeholders in their places."""
         assert self._objects is not None
@@ -75,7 +75,7 @@ class Exchange:
         """Note the seeds of a reset, for workers that may replace others."""
         self._rows.seed[which] = [-1 if seeds[i] is None else seeds[i] % 2**63 for i in which]
 
-    def request(self, which: Any = slice(None), *, one_by_one: bool = False) -> None:
+    def request(self, which: Ids | slice = slice(None), *, one_by_one: bool = False) -> None:
         """Publish a request to the environments `which`; its data are written. Open the gates then."""
         self._one_by_one[0] = one_by_one
         fence()
@@ -132,7 +132,7 @@ class Exchange:
         if self._same_step:
             _require_finite(self._final, which[self.terminated[which] | self.truncated[which]], "final_obs")
 
-    def observations(self, which: Any = slice(None), *, copy: bool = True) -> Any:
+    def observations(self, which: Ids | slice = slice(None), *, copy: bool = True) -> Any:
         """The last observations of the environments `which`, batched as Gymnasium does it."""
         batch = copy_rows(self._observation, which) if copy else self._observation
         if not self._observation_parts:
@@ -222,7 +222,7 @@ def _batch_ends(infos: Sequence[tuple[int, dict[str, Any]]], n: int) -> dict[str
     return {"final_obs": final_obs, "_final_obs": has_ended, "final_info": {}, "_final_info": has_ended.copy()}
 
 
-def _require_finite(arrays: Any, which: Ids, name: str) -> None:
+def _require_finite(arrays: object, which: Ids, name: str) -> None:
     """Raise `SpaceError` for the first NaN or inf in the rows `which` of `arrays`."""
     for leaf_name, array in tree_leaves(arrays, name):
         rows = array[which]
@@ -235,7 +235,7 @@ def _require_finite(arrays: Any, which: Ids, name: str) -> None:
             )
 
 
-def _put(rows: Any, actions: Any, which: Any) -> None:
+def _put(rows: object, actions: object, which: Ids | slice) -> None:
     for name, row, value in tree_leaves(rows, "action", actions):
         wanted = row.shape if isinstance(which, slice) else (len(which), *row.shape[1:])
         array = np.asarray(value)

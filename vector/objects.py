@@ -47,7 +47,7 @@ class ObjectParts:
     def __bool__(self) -> bool:
         return bool(self._subspaces)
 
-    def take_out(self, value: Any, placeholder: Any = 0) -> tuple[Any, list[Any]]:
+    def take_out(self, value: object, placeholder: object = 0) -> tuple[Any, list[Any]]:
         """Returns `value` with a placeholder instead of each object, and the list of objects.
 
         `value` is an element or a batch. A value with the wrong structure comes back unchanged: the code that writes it
@@ -55,7 +55,7 @@ class ObjectParts:
         """
         objects: list[Any] = []
 
-        def rest(space: gym.Space[Any], part: Any) -> Any:
+        def rest(space: gym.Space[Any], part: object) -> Any:
             if has_fixed_shape(space):
                 return part
             objects.append(part)
@@ -66,7 +66,7 @@ class ObjectParts:
         except SpaceError:
             return value, []
 
-    def put_in(self, value: Any, objects: Iterable[Any]) -> Any:
+    def put_in(self, value: object, objects: Iterable[Any]) -> Any:
         """The opposite of `take_out`."""
         following = iter(objects)
         return map_tree(lambda space, part: part if has_fixed_shape(space) else next(following), self._space, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
@@ -116,10 +116,10 @@ class Sb3VecEnv(VecEnv):
         """The results of a method of all environments, or of the environments `indices`."""
         return self._call(indices, method_name, *method_args, **method_kwargs)
 
-    def _wanted(self, indices: Any) -> list[int]:
+    def _wanted(self, indices: int | Iterable[int] | None) -> list[int]:
         return [int(i) % self.num_envs for i in self._get_indices(indices)]
 
-    def _call(self, indices: Any, name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def _call(self, indices: int | Iterable[int] | None, name: str, *args: Any, **kwargs: Any) -> list[Any]:
         wanted = self._wanted(indices)
         if not wanted:
             return []

@@ -7,6 +7,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import numpy.typing as npt
 
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import NamedArrays, map_leaves
@@ -79,7 +80,7 @@ class VectorMemory:
             self.objects.close()
 
 
-def copy_rows(batch: Any, which: Any) -> Any:
+def copy_rows(batch: object, which: int | slice | npt.NDArray[np.intp]) -> Any:
     """A copy of the rows `which`, an index or an array of them, of a batch in Gymnasium's structure."""
     if isinstance(which, np.ndarray):
         return map_tree(lambda rows: rows[which], batch)  # an array of indices makes a copy

@@ -167,7 +167,7 @@ class VectorProgram:
         self._write_observation(i, self._observations[i])
         self._reply(i)
 
-    def _advance(self, which: range, action_rows: Any) -> None:
+    def _advance(self, which: range, action_rows: object) -> None:
         """Step the environments `which`, or do what the autoreset mode says instead. Writes the flags."""
         actions = self._split(action_rows)
         if self._action_parts:
@@ -196,7 +196,7 @@ class VectorProgram:
         if info:
             self._infos.setdefault(i, {})[kind] = _pickled_info(info, self._plan.env_ranks[i])
 
-    def _end_episode(self, i: int, observation: Any, info: Any) -> tuple[Any, Any]:
+    def _end_episode(self, i: int, observation: object, info: object) -> tuple[Any, Any]:
         """An episode has ended with `observation` and `info`; returns the observation and info of the step."""
         self._bound[i] = self._own[i]
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
@@ -207,13 +207,13 @@ class VectorProgram:
         self._record_info(i, "final_info", info)
         return self._reset_one(i, None, None)
 
-    def _autoreset(self, i: int, action: Any) -> StepValues:
+    def _autoreset(self, i: int, action: object) -> StepValues:
         """The step after the end of an episode."""
         observation, info = self._reset_one(i, None, None)
         self._record_info(i, "info", info)
         return observation, 0.0, False, False, {}
 
-    def _truncate(self, i: int, action: Any) -> StepValues:
+    def _truncate(self, i: int, action: object) -> StepValues:
         """The first step after a replacement."""
         return self._last_observation(i), 0.0, False, True, {RESTARTED: True}
 
@@ -231,12 +231,12 @@ class VectorProgram:
         cells = slice(None) if only is None else slice(only, only + 1)
         self._replied[cells] = self._requested[cells]  # last: it announces the rest
 
-    def _write_observation(self, i: int, observation: Any) -> None:
+    def _write_observation(self, i: int, observation: object) -> None:
         if self._observation_parts:
             observation = self._send_objects(i, observation)
         self._write(self._observation, i, observation)
 
-    def _write_final(self, i: int, observation: Any) -> None:
+    def _write_final(self, i: int, observation: object) -> None:
         """The last observation of an episode. It is pickled only if the arrays cannot keep its types."""
         arrays_only, objects = self._observation_parts.take_out(observation)
         self._write(self._final, i, arrays_only, "the final observation")
@@ -252,7 +252,7 @@ class VectorProgram:
         objects = self._objects.read_observation(self._plan.columns[i], self._requested[i] - 1)
         return self._observation_parts.put_in(observation, objects or self._observation_parts.defaults())
 
-    def _send_objects(self, i: int, observation: Any) -> Any:
+    def _send_objects(self, i: int, observation: object) -> Any:
         """Send the parts of an observation that have no fixed shape; returns it with placeholders."""
         assert self._objects is not None
         rest, objects = self._observation_parts.take_out(observation)
@@ -272,7 +272,7 @@ class VectorProgram:
         parts, read, columns = self._action_parts, self._objects.read_action, self._plan.columns
         return [parts.put_in(action, read(columns[i])) for i, action in zip(which, actions, strict=True)]
 
-    def _write(self, arrays: Any, i: int, value: Any, name: str = "observation") -> None:
+    def _write(self, arrays: object, i: int, value: object, name: str = "observation") -> None:
         try:
             write_cell(arrays, 0, i, value, name)
         except ColumnError as error:

@@ -43,7 +43,7 @@ def refuse_unknown(caller: type, unknown: Mapping[str, Any]) -> None:
         raise unknown_argument(caller.__name__, name, known, _REMEDIES)
 
 
-def check_async_arguments(shared_memory: Any, daemon: Any, observation_mode: Any) -> None:
+def check_async_arguments(shared_memory: object, daemon: object, observation_mode: object) -> None:
     """Raise `ConfigError` for values of AsyncVectorEnv's arguments that a ShmVectorEnv cannot have."""
     if shared_memory is not True:
         raise ConfigError(
@@ -185,7 +185,7 @@ def split_mask(options: Options | Sequence[Options], n_envs: int) -> tuple[Ids, 
     return np.flatnonzero(mask), [rest] * n_envs
 
 
-def env_ids_within(env_ids: Any, n_envs: int) -> Ids:
+def env_ids_within(env_ids: object, n_envs: int) -> Ids:
     """`env_ids` as an array; raises `ConfigError` unless they are different indices of environments."""
     ids = np.asarray(env_ids)
     fits = ids.ndim == 1 and len(ids) > 0 and ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < n_envs

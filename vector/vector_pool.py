@@ -106,7 +106,7 @@ class VectorPool(WorkerPool):
 
     # ---- steps -----------------------------------------------------------------------------
 
-    def step(self, actions: Any, which: Ids | None = None) -> None:
+    def step(self, actions: object, which: Ids | None = None) -> None:
         """Step all environments, or the environments `which`: then each result can be taken as soon as it is there."""
         self.finish_interrupted()
         rows, ranks = (slice(None), None) if which is None else (which, np.unique(self._ranks[which]).tolist())

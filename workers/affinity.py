@@ -187,7 +187,7 @@ def _n_loaded() -> int:
     """How many libraries this process has ever loaded; 0 where the system does not say (macOS)."""
     found = [0]
 
-    def take(info: Any, size: int, _: Any) -> int:
+    def take(info: Any, size: int, _: object) -> int:
         found.append(info.contents.n_loaded)
         return 1  # the number is the same for each library: one is enough
 

@@ -10,10 +10,13 @@ import time
 from collections.abc import Sequence
 from multiprocessing.util import Finalize
 from types import FrameType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from penstock.errors import SamplerBrokenError, SamplerClosedError, SamplerStateError
 from penstock.workers import sigint
+
+if TYPE_CHECKING:
+    from penstock.workers.control import ControlBlock
 
 _State = TypeVar("_State", bound=enum.Enum)
 
@@ -95,7 +98,7 @@ class CallGuard(Generic[_State]):
             )
         self._running[0] = call
 
-    def announce(self, control: Any) -> None:
+    def announce(self, control: ControlBlock) -> None:
         """A pool with this control block is being made: `close` sets its `quit` flag."""
         self._control = control
         self.check_open()
@@ -105,7 +108,7 @@ class CallGuard(Generic[_State]):
         if self._is_closed:
             raise SamplerClosedError(f"{self._close_call} was called during start-up")
 
-    def start(self, owner: Any, pool: Any) -> None:
+    def start(self, owner: object, pool: Any) -> None:
         """Wait until the workers of `pool` are ready. From now on the pool is closed with `owner`, and at exit."""
         # Runs when `owner` is garbage-collected, and at exit before multiprocessing joins children.
         self._finalizer = Finalize(owner, type(pool).close, (pool,), exitpriority=100)

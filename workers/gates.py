@@ -165,7 +165,7 @@ class Gate:
         self._side = _WorkerWords(self._control, self._rank, self._server_rank, self._spin_seconds)
         return self._side
 
-    def _wait(self, side: _WorkerWords, word: Any, value: int, spin_time: SpinTime) -> None:
+    def _wait(self, side: _WorkerWords, word: memoryview, value: int, spin_time: SpinTime) -> None:
         """Wait until `word[0]` reaches `value`, or until the sampler shuts down."""
         began, seconds, quits = time.monotonic(), spin_time.seconds, side.quits
         must_sleep = seconds == 0 or not spin_for_word(word, value, quits, seconds, self._yields)

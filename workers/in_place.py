@@ -26,7 +26,7 @@ class InPlaceWorker:
         self.progress = memory.control.progress(plan.worker_rank)
         self._messages: list[ObjectMessage] = []
 
-    def build(self, data: Any, request: Callable[[int], None] | None) -> None:
+    def build(self, data: object, request: Callable[[int], None] | None) -> None:
         """Start up: this completes the first opening, as in every worker."""
         assert self._program is not None
         context = WorkerContext(

@@ -79,7 +79,7 @@ _libc = ctypes.CDLL(None)
 _dropped: list[int] = []
 
 
-def _prctl(option: int, value: Any) -> None:
+def _prctl(option: int, value: int | bytes) -> None:
     if sys.platform == "linux":
         _libc.prctl(option, value)
 

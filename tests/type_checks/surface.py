@@ -8,10 +8,13 @@ Each line with `type: ignore` must be an error: an unused comment is one itself.
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 from typing_extensions import assert_type
 
 from penstock import (
+    Agent,
     AgentStep,
     AsyncSampler,
     CategoricalPgAgent,
@@ -23,6 +26,8 @@ from penstock import (
     TrajInfo,
 )
 from penstock.buffers import AgentSamples, EnvSamples
+from penstock.collectors import ResetCollector
+from penstock.envs import SameStep
 from penstock.replays import Frames, Prioritized, Replay, ReplayBatch, SequenceBatch, Sequences
 from penstock.targets import Steps, gae, n_step_return, vtrace
 from penstock.vector import ShmVectorEnv
@@ -109,3 +114,37 @@ def replays(samples: Samples) -> None:
     replay.update("x", batch.weight)  # type: ignore[arg-type]
     replay.append(samples)
     replay.update(batch.index, batch.weight)
+
+
+# ---- what users override, with the types of their own data ------------------------------------
+
+
+Floats = npt.NDArray[np.float32]
+
+
+class OwnAgent(Agent):
+    def step(self, observation: dict[str, Floats], prev_action: Floats, prev_reward: Floats) -> AgentStep:
+        return AgentStep(observation["position"])
+
+    def value(self, observation: dict[str, Floats], prev_action: Floats, prev_reward: Floats) -> Floats:
+        return prev_reward
+
+
+class OwnCollector(ResetCollector):
+    def _on_episode_end(
+        self, column: int, observation: Floats, reward: float, terminated: bool, truncated: bool
+    ) -> Floats:
+        return observation
+
+    def record_episode_end(
+        self, t: int, column: int, observation: Floats, reward: float, terminated: bool, truncated: bool
+    ) -> None: ...
+
+
+class OwnTrajInfo(TrajInfo):
+    def terminate(self, final_observation: Floats) -> None: ...
+
+
+class OwnEnv(SameStep):
+    def advance(self, actions: Floats) -> tuple[Floats, Floats, Floats, Floats, dict[str, Any]]:
+        return actions, actions, actions, actions, {}
