@@ -80,5 +80,5 @@ def test_a_missing_library_is_named_with_its_extra(
     for name in [name for name in sys.modules if name.startswith(("torch.utils.tensorboard", module))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=r'is not installed: pip install "penstock\[metrics\]"'):
+    with pytest.raises(ConfigError, match=r'is not installed: pip install "\.\[metrics\]"'):
         make(str(tmp_path)) if make is TensorBoard else make()  # type: ignore[call-arg]

@@ -126,7 +126,7 @@ def test_unsupported_modes_of_envpool_are_refused(task: str, kwargs: Any, messag
 
 def test_without_envpool_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "envpool", None)
-    with pytest.raises(ConfigError, match=r"pip install 'penstock\[envpool\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[envpool\]'"):
         BatchedEnvPool("CartPole-v1")
 
 
