@@ -1,4 +1,5 @@
-"""For MkDocs: pages from files outside docs/, links that lead to these files, and the arguments of samplers."""
+"""For MkDocs: pages from files outside docs/, links to these files, the version,
+and what the reference needs: arguments of samplers, inherited methods."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
-    **{f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted((ROOT / "examples").glob("*.py"))},
+    **{
+        f"examples/{path.name}": f"examples/{path.stem}.md"
+        for path in sorted((ROOT / "examples").glob("*.py"))
+    },
 }
 SOURCES = {page: source for source, page in PAGES.items()}
 
@@ -39,8 +43,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def of_the_site(match: re.Match[str]) -> str:
         file = posixpath.normpath(posixpath.join(folder, match[1]))
         target = PAGES.get(file, file.removeprefix("docs/"))
-        if not (file in PAGES or (here in SOURCES and file.startswith("docs/"))):
-            return match[0]  # a link to another site, or between two pages of docs/
+        if not (
+            file in PAGES or (here in SOURCES and file.startswith("docs/"))
+        ):
+            return match[
+                0
+            ]  # a link to another site, or between two pages of docs/
         return f"]({posixpath.relpath(target, posixpath.dirname(here) or '.')}{match[2]})"
 
     return re.sub(r"\]\(([^)#\s]+)((?:#[^)]*)?)\)", of_the_site, markdown)
@@ -52,26 +60,71 @@ def _lines(path: Path) -> list[str]:
 
 
 class Reference(griffe.Extension):
-    """The arguments of `Sampler` with types and defaults, `#:` comments, and no docstrings of packages."""
+    """Documents what griffe does not see by itself.
+
+    The arguments of `Sampler` with types and defaults, `#:` comments, and what
+    a public class inherits from a private one. Packages get no docstring.
+    """
 
     def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        if attr.docstring or not attr.lineno or not isinstance(attr.filepath, Path):
+        if (
+            attr.docstring
+            or not attr.lineno
+            or not isinstance(attr.filepath, Path)
+        ):
             return
         lines, found = _lines(attr.filepath), []
         for line in reversed(lines[: attr.lineno - 1]):
             if not line.lstrip().startswith("#: "):
                 break
             found.insert(0, line.lstrip()[3:])
-        found += filter(None, [lines[(attr.endlineno or attr.lineno) - 1].partition("#: ")[2]])
+        last = lines[(attr.endlineno or attr.lineno) - 1]
+        found += filter(None, [last.partition("#: ")[2]])
         if found:
             attr.docstring = griffe.Docstring(" ".join(found), parent=attr)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         arguments = pkg["samplers.sampler.Sampler.__init__"].parameters
         del arguments["options"]  # **options: Unpack[SamplerOptions]
+        options = pkg["samplers.config.SamplerOptions"].attributes
         for field in pkg["samplers.config.SamplerConfig"].attributes.values():
-            if field.name in pkg["samplers.config.SamplerOptions"].attributes:
-                kind = griffe.ParameterKind.keyword_only
-                arguments.add(griffe.Parameter(field.name, annotation=field.annotation, kind=kind, default=field.value))
+            if field.name in options:
+                parameter = griffe.Parameter(
+                    field.name,
+                    annotation=field.annotation,
+                    kind=griffe.ParameterKind.keyword_only,
+                    default=field.value,
+                )
+                arguments.add(parameter)
+        public = {}
+        for module in pkg.modules.values():
+            for name in map(str, module.exports or ()):
+                if name in module.members and module[name].is_class:
+                    cls = module[name]
+                    cls = cls.final_target if cls.is_alias else cls
+                    public[cls.path] = cls
+        for cls in public.values():
+            inherit(cls, public)
         for package in pkg.modules.values():
             package.docstring = None  # it is for readers of the code
+
+
+def inherit(cls: griffe.Class, public: dict[str, griffe.Class]) -> None:
+    """Add the members that `cls` has from private bases, in their order.
+
+    A method that overrides a documented one has its docstring.
+    """
+    for base in cls.mro():
+        for name, member in base.members.items():
+            if name.startswith("_"):
+                continue
+            if name in cls.members:
+                own = cls.members[name]
+                if not own.is_alias and not own.docstring:
+                    own.docstring = member.docstring
+            elif base.path not in public:
+                # After the members of `cls`, which are sorted by their lines.
+                line = 100_000 + (member.lineno or 0)
+                cls.members[name] = griffe.Alias(
+                    name, member, lineno=line, parent=cls, inherited=True
+                )
