@@ -1,5 +1,5 @@
-"""For MkDocs: pages from files outside docs/, links to these files, the version,
-and what the reference needs: arguments of samplers, inherited methods."""
+"""For MkDocs: pages from files outside docs/, links to these, the version, and
+what the reference needs: arguments of samplers, inherited methods."""
 
 from __future__ import annotations
 
@@ -25,18 +25,28 @@ PAGES = {
 SOURCES = {page: source for source, page in PAGES.items()}
 
 
+def on_config(config: Any) -> Any:
+    """Show the version in the header."""
+    version = re.search(
+        r"version=\"(.+?)\"", (ROOT / "setup.py").read_text(encoding="utf-8")
+    )
+    config.site_name = f"penstock {version[1]}"
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add a page for each file."""
     for source, page in PAGES.items():
         content = (ROOT / source).read_text(encoding="utf-8")
         if source.endswith(".py"):
-            content = f"# {source}\n\n```python\n{content}```\n"
+            wide = "---\nhide: [toc]\n---\n\n"
+            content = f"{wide}# {source}\n\n```python\n{content}```\n"
         files.append(File.generated(config, page, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Change links between files of the repository into links between pages of the site."""
+    """Links between files of the repository become links between pages."""
     here = page.file.src_uri
     folder = posixpath.dirname(SOURCES.get(here, f"docs/{here}"))
 
@@ -46,10 +56,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if not (
             file in PAGES or (here in SOURCES and file.startswith("docs/"))
         ):
-            return match[
-                0
-            ]  # a link to another site, or between two pages of docs/
-        return f"]({posixpath.relpath(target, posixpath.dirname(here) or '.')}{match[2]})"
+            # It leads to another site, or from one page of docs/ to another.
+            return match[0]
+        link = posixpath.relpath(target, posixpath.dirname(here) or ".")
+        return f"]({link}{match[2]})"
 
     return re.sub(r"\]\(([^)#\s]+)((?:#[^)]*)?)\)", of_the_site, markdown)
 
