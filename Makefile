@@ -8,7 +8,7 @@ ROOMS := agents buffers cluster collectors envs ports replays samplers targets t
 SOURCES := $(shell find $(ROOMS) src \( -name '*.py' -o -name '*.[ch]' \) -not -path '*/.*' 2>/dev/null)
 PYTEST := pytest --dist loadgroup
 
-.PHONY: run quick test check coverage floors pythons docs dist bench sanitize ray chaos faults cases real peers clean
+.PHONY: run quick test check coverage floors pythons docs docs-test dist bench sanitize ray chaos faults cases real peers clean
 
 run: $(VENV)/.installed
 	$(BIN)/python examples/ppo.py --out runs/cartpole
@@ -19,7 +19,7 @@ quick: $(VENV)/.installed
 	$(BIN)/$(PYTEST) -n 3 -m "not slow"
 
 test: $(VENV)/.installed
-	$(BIN)/$(PYTEST) -n 4
+	$(BIN)/$(PYTEST) -n 4 -m "not browser"
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -33,6 +33,11 @@ check: $(VENV)/.installed
 docs: $(VENV)/.dependencies
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "open site/index.html"
+
+# The built site: its links, its reference, and how it looks in Chromium. Without Chromium, the tests that need it are
+# skipped with the reason.
+docs-test: $(VENV)/.installed
+	$(BIN)/pytest tests/docs/test_sources.py tests/docs/test_site.py tests/docs/test_browser.py
 
 # An sdist, and a wheel for each version of Python that is installed. Each is installed in a new environment and tried.
 DIST_PYTHONS ?= 3.10 3.11 3.12 3.13

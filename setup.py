@@ -99,6 +99,8 @@ DEV = [
     "wheel",
     "build>=1.2",
     "twine>=5.1",
+    "playwright>=1.45",  # it drives the Chromium that is installed; `playwright install` is not needed
+    "pillow>=10",  # looks at screenshots
     "joblib>=1.3",  # its processes are one more place where users start samplers
     *ATARI,
     *MUJOCO,

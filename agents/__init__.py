@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from penstock.agents.action_masks import ActionMask, mask_of
-from penstock.agents.agent import Agent, AgentRuntime, AgentStep
+from penstock.agents.agent import Agent, AgentStep
 from penstock.agents.function import FunctionAgent
 from penstock.agents.noise import ColumnNoise, OrnsteinUhlenbeck
 from penstock.agents.random import RandomAgent
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ActionMask",
     "Agent",
-    "AgentRuntime",
     "AgentStep",
     "CategoricalPgAgent",
     "ColumnNoise",

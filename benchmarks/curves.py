@@ -57,9 +57,9 @@ def run(file: str, options: list[str], seed: int) -> Curve:
 
 def draw(results: dict[str, list[Curve]], file: Path) -> None:
     plt.rcParams.update(STYLE)
-    n_rows = (len(results) + 1) // 2
-    figure, panels = plt.subplots(n_rows, 2, figsize=(8, 2.5 * n_rows), layout="constrained")
-    for axes, (title, curves) in zip(panels.flat, results.items(), strict=False):
+    # One below the other, so that a phone shows them large enough.
+    figure, panels = plt.subplots(len(results), figsize=(5, 2.2 * len(results)), squeeze=False, layout="constrained")
+    for axes, (title, curves) in zip(panels.flat, results.items(), strict=True):
         for curve in curves:
             axes.plot(*zip(*curve, strict=True), color=EVAL_RETURN, linewidth=1.2, marker="o", markersize=2)
         axes.set_title(f"{title}, {len(curves)} seeds", color=GREY)

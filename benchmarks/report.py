@@ -65,7 +65,7 @@ def read_progress(run_dir: Path) -> npt.NDArray[np.void]:
 def plot_learning_curve(run_dirs: Sequence[Path], config: dict[str, Any]) -> None:
     """Written into the first folder."""
     runs = [read_progress(run_dir) for run_dir in run_dirs]
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(5.2, 3.6), layout="constrained")
     axes.axhline(config["goal"], color=GREY, linestyle="--", linewidth=1)
     axes.annotate(f"goal {config['goal']:g}", (0, config["goal"]), (4, 4), textcoords="offset points", color=GREY)
     if len(runs) == 1:
@@ -112,7 +112,7 @@ def plot_timeline(run_dir: Path) -> None:
         workers, sampling, training = ((file[name] - origin) * 1e3 for name in ("workers", "sampling", "training"))
     rows = min(ZOOM_ROWS, workers.shape[1] // 2)
     spans = np.array([training[1], sampling[1], workers[:, 2 * rows].min()])  # what the panels show, from 0
-    figure, panels = plt.subplots(3, 1, figsize=(8, 3.6 + 1.1 * len(workers)), layout="constrained")
+    figure, panels = plt.subplots(3, 1, figsize=(5.4, 4.2 + 1.1 * len(workers)), layout="constrained")
     for axes, span in zip(panels, spans, strict=True):
         _draw_span(axes, 0, "sampling", sampling)
         _draw_span(axes, 0, "training", training)
@@ -129,11 +129,11 @@ def plot_timeline(run_dir: Path) -> None:
         axes.spines["left"].set_visible(False)
         axes.grid(axis="x")
         axes.set_xlim(0, span)
-    panels[0].set(title="One iteration: sampling, then training (workers are idle in the gaps)")
-    panels[1].set(title="Its sampling: each worker collects its columns of the batch")
-    panels[2].set(title=f"The first {spans[2]:.1f} ms: the agent acts, the environments step", xlabel="milliseconds")
+    panels[0].set(title="One iteration: sampling, then training")
+    panels[1].set(title="Its sampling: workers fill their columns")
+    panels[2].set(title=f"The first {spans[2]:.1f} ms: acting and stepping", xlabel="milliseconds")
     handles = [Patch(color=colour, label=name) for name, colour in SPANS.items()]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+    figure.legend(handles=handles, loc="outside upper right", ncols=3)
     figure.savefig(run_dir / "timeline.svg", dpi=200)
     plt.close(figure)
 

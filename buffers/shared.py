@@ -117,6 +117,7 @@ class ArraySpec:
 
     @property
     def nbytes(self) -> int:
+        """The size of the array in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

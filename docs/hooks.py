@@ -1,4 +1,5 @@
-"""For MkDocs: pages from files outside docs/, links that lead to these files, and the arguments of samplers."""
+"""For MkDocs: pages from files outside docs/, links to these, the version, and
+what the reference needs: arguments of samplers, inherited methods."""
 
 from __future__ import annotations
 
@@ -24,18 +25,28 @@ PAGES = {
 SOURCES = {page: source for source, page in PAGES.items()}
 
 
+def on_config(config: Any) -> Any:
+    """Show the version in the header."""
+    version = re.search(
+        r"version=\"(.+?)\"", (ROOT / "setup.py").read_text(encoding="utf-8")
+    )
+    config.site_name = f"penstock {version[1]}"
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add a page for each file."""
     for source, page in PAGES.items():
         content = (ROOT / source).read_text(encoding="utf-8")
         if source.endswith(".py"):
-            content = f"# {source}\n\n```python\n{content}```\n"
+            wide = "---\nhide: [toc]\n---\n\n"
+            content = f"{wide}# {source}\n\n```python\n{content}```\n"
         files.append(File.generated(config, page, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Change links between files of the repository into links between pages of the site."""
+    """Links between files of the repository become links between pages."""
     here = page.file.src_uri
     folder = posixpath.dirname(SOURCES.get(here, f"docs/{here}"))
 
@@ -45,10 +56,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if not (
             file in PAGES or (here in SOURCES and file.startswith("docs/"))
         ):
-            return match[
-                0
-            ]  # a link to another site, or between two pages of docs/
-        return f"]({posixpath.relpath(target, posixpath.dirname(here) or '.')}{match[2]})"
+            # It leads to another site, or from one page of docs/ to another.
+            return match[0]
+        link = posixpath.relpath(target, posixpath.dirname(here) or ".")
+        return f"]({link}{match[2]})"
 
     return re.sub(r"\]\(([^)#\s]+)((?:#[^)]*)?)\)", of_the_site, markdown)
 
@@ -59,7 +70,11 @@ def _lines(path: Path) -> list[str]:
 
 
 class Reference(griffe.Extension):
-    """The arguments of `Sampler` with types and defaults, `#:` comments, and no docstrings of packages."""
+    """Documents what griffe does not see by itself.
+
+    The arguments of `Sampler` with types and defaults, `#:` comments, and what
+    a public class inherits from a private one. Packages get no docstring.
+    """
 
     def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
         if (
@@ -73,26 +88,53 @@ class Reference(griffe.Extension):
             if not line.lstrip().startswith("#: "):
                 break
             found.insert(0, line.lstrip()[3:])
-        found += filter(
-            None,
-            [lines[(attr.endlineno or attr.lineno) - 1].partition("#: ")[2]],
-        )
+        last = lines[(attr.endlineno or attr.lineno) - 1]
+        found += filter(None, [last.partition("#: ")[2]])
         if found:
             attr.docstring = griffe.Docstring(" ".join(found), parent=attr)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         arguments = pkg["samplers.sampler.Sampler.__init__"].parameters
         del arguments["options"]  # **options: Unpack[SamplerOptions]
+        options = pkg["samplers.config.SamplerOptions"].attributes
         for field in pkg["samplers.config.SamplerConfig"].attributes.values():
-            if field.name in pkg["samplers.config.SamplerOptions"].attributes:
-                kind = griffe.ParameterKind.keyword_only
-                arguments.add(
-                    griffe.Parameter(
-                        field.name,
-                        annotation=field.annotation,
-                        kind=kind,
-                        default=field.value,
-                    )
+            if field.name in options:
+                parameter = griffe.Parameter(
+                    field.name,
+                    annotation=field.annotation,
+                    kind=griffe.ParameterKind.keyword_only,
+                    default=field.value,
                 )
+                arguments.add(parameter)
+        public = {}
+        for module in pkg.modules.values():
+            for name in map(str, module.exports or ()):
+                if name in module.members and module[name].is_class:
+                    cls = module[name]
+                    cls = cls.final_target if cls.is_alias else cls
+                    public[cls.path] = cls
+        for cls in public.values():
+            inherit(cls, public)
         for package in pkg.modules.values():
             package.docstring = None  # it is for readers of the code
+
+
+def inherit(cls: griffe.Class, public: dict[str, griffe.Class]) -> None:
+    """Add the members that `cls` has from private bases, in their order.
+
+    A method that overrides a documented one has its docstring.
+    """
+    for base in cls.mro():
+        for name, member in base.members.items():
+            if name.startswith("_"):
+                continue
+            if name in cls.members:
+                own = cls.members[name]
+                if not own.is_alias and not own.docstring:
+                    own.docstring = member.docstring
+            elif base.path not in public:
+                # After the members of `cls`, which are sorted by their lines.
+                line = 100_000 + (member.lineno or 0)
+                cls.members[name] = griffe.Alias(
+                    name, member, lineno=line, parent=cls, inherited=True
+                )

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents import Agent, AgentRuntime, AgentStep, SharedParameters
-from penstock.agents.agent import Space
+from penstock.agents import Agent, AgentStep, SharedParameters
+from penstock.agents.agent import AgentRuntime, Space
 from penstock.errors import ConfigError
 
 

@@ -177,10 +177,10 @@ class ShmVectorEnv(CallsOnEnvs):
 
         Returns observations `[n, ...]` and batched infos.
         """
-        observations, infos = self.reset_listed(seed, options)
+        observations, infos = self._reset_listed(seed, options)
         return observations, batch_infos(infos, self.num_envs)
 
-    def reset_listed(
+    def _reset_listed(
         self, seed: int | Sequence[int | None] | None, options: Options | list[Options]
     ) -> tuple[Any, Infos]:
         """As `reset`, with the infos unbatched: pairs (index, info) of the environments that had any."""

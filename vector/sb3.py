@@ -64,7 +64,7 @@ class Sb3VecEnv(VecEnv):
 
         The reset uses the seeds of `seed` and the options of `set_options`; the next reset does not.
         """
-        observations, infos = self.envs.reset_listed(self._seeds, [each or None for each in self._options])
+        observations, infos = self.envs._reset_listed(self._seeds, [each or None for each in self._options])
         self.reset_infos = [{} for _ in range(self.num_envs)]
         for i, info in infos:
             self.reset_infos[i] = info

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock import Agent, AgentStep, CategoricalPgAgent, ConfigError, RandomAgent, ResetCollector
-from penstock.agents import AgentRuntime
+from penstock.agents.agent import AgentRuntime
 from penstock.envs import CountingEnv, NestedEnv
 from penstock.testing import (
     ConformanceError,

@@ -1,0 +1,196 @@
+"""The built site in Chromium, opened as files: search, dark mode, the width of a phone. `make docs-test` runs these."""
+
+import importlib.util
+import io
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PHONE, DESKTOP = {"width": 375, "height": 800}, {"width": 1400, "height": 900}
+MIN_TEXT = 9.5  # pixels on a phone: what is smaller cannot be read
+LEGIBLE = 3.5  # contrast with the page
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("playwright") is None, reason="needs playwright, of the extra `dev`"),
+    pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium"),
+    pytest.mark.xdist_group("site"),  # it is built once
+    pytest.mark.timeout(400),
+    pytest.mark.slow,
+    pytest.mark.browser,
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM)
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """A page of the site, and what went wrong on it."""
+
+    def __init__(self, browser: Any, site: Path, viewport: dict[str, int], scheme: str = "light") -> None:
+        self.site = site
+        self.faults: list[str] = []
+        self.context = browser.new_context(viewport=viewport, color_scheme=scheme)
+        self.page = self.context.new_page()
+        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.page.on("requestfailed", self._failed)
+        self.page.on("request", lambda request: self._local(request.url))
+
+    def _failed(self, request: Any) -> None:
+        if request.failure != "net::ERR_ABORTED":  # the next page was opened first
+            self.faults.append(f"{request.failure}: {request.url}")
+
+    def _local(self, url: str) -> None:
+        if not url.startswith(("file:", "data:", "about:")):
+            self.faults.append(f"another server: {url}")
+
+    def open(self, name: str) -> Any:
+        self.page.goto((self.site / name).as_uri(), wait_until="load")
+        return self.page
+
+
+@pytest.fixture
+def visit(browser: Any, site: Path) -> Iterator[Any]:
+    visits: list[Visit] = []
+
+    def begin(*how: Any) -> Visit:
+        visits.append(Visit(browser, site, *how))
+        return visits[-1]
+
+    yield begin
+    for each in visits:
+        each.context.close()
+        assert each.faults == []
+
+
+def names(site: Path) -> list[str]:
+    """All pages. That for wrong addresses works on a web server only."""
+    return sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html") if path.name != "404.html")
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_search_finds_a_method_in_files(visit: Any, viewport: dict[str, int]) -> None:
+    page = visit(viewport).open("index.html")
+    if viewport is PHONE:
+        page.locator("label.md-header__button[for=__search]").click()
+    page.locator(".md-search__input").click()
+    page.keyboard.type("get_attr")
+    found = page.locator(".md-search-result__item a").first
+    found.wait_for()
+    with page.expect_navigation():
+        found.click()
+    assert "get_attr" in page.content()
+
+
+def test_the_header_has_logo_version_and_groups(visit: Any, site: Path) -> None:
+    import penstock
+
+    page = visit(DESKTOP).open("install.html")
+    assert penstock.__version__ in page.locator(".md-header__topic").first.inner_text()
+    assert page.locator(".md-header .md-logo img").evaluate("image => image.complete && image.naturalWidth > 0")
+    groups = page.locator(".md-tabs__item")
+    assert groups.count() >= 6
+    assert page.locator(".md-tabs__item--active").inner_text().strip() == "First steps"
+
+
+def brightness(visit: Any, name: str, scheme: str, toggle: bool) -> list[tuple[str, float]]:
+    """The share of pixels of each picture of the page that are as bright or dark as the page's opposite."""
+    from PIL import Image
+
+    page = visit(DESKTOP, "light" if toggle else scheme).open(name)
+    if toggle:
+        page.locator("form[data-md-component=palette] label:visible").click()
+        page.locator("body[data-md-color-scheme=slate]").wait_for()
+    found = []
+    for picture in page.locator(".md-content img").all():
+        picture.scroll_into_view_if_needed()
+        grey = Image.open(io.BytesIO(picture.screenshot())).convert("L")
+        counts = grey.histogram()
+        background = sum(counts[:70]) if scheme == "dark" else sum(counts[200:])
+        found.append((picture.get_attribute("src"), background / sum(counts)))
+    return found
+
+
+def with_pictures(site: Path) -> list[str]:
+    return [name for name in names(site) if 'img alt="' in (site / name).read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize(("scheme", "toggle"), [("light", False), ("dark", False), ("dark", True)])
+def test_pictures_follow_the_scheme(visit: Any, site: Path, scheme: str, toggle: bool) -> None:
+    pages = with_pictures(site)
+    assert len(pages) >= 6
+    for name in pages:
+        for picture, background in brightness(visit, name, scheme, toggle):
+            assert background > 0.2, f"{name}: {picture} has {background:.0%} of the page's background"
+
+
+PICTURES = (
+    """() => [...document.querySelectorAll('.md-content img')].map(i => [i.src, i.getBoundingClientRect().width])"""
+)
+TEXTS = """() => [...document.querySelectorAll('text, tspan')].map(text => {
+    const style = getComputedStyle(text);
+    return [text.textContent.trim(), parseFloat(style.fontSize), style.fill];
+})"""
+
+
+def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """WCAG's ratio of two colours."""
+
+    def luminance(colour: tuple[float, ...]) -> float:
+        parts = [c / 255 for c in colour]
+        red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_in_pictures_can_be_read_on_a_phone(visit: Any, site: Path, scheme: str) -> None:
+    phone = visit(PHONE, scheme)
+    background = (255, 255, 255) if scheme == "light" else (30, 33, 41)
+    widths = {}
+    for name in with_pictures(site):
+        widths |= dict(phone.open(name).evaluate(PICTURES))
+    for url, width in widths.items():
+        assert 200 < width <= PHONE["width"], url
+        phone.page.goto(url)
+        scale = width / phone.page.evaluate("document.documentElement.viewBox.baseVal.width")
+        texts = phone.page.evaluate(TEXTS)
+        assert texts, url
+        for text, size, fill in texts:
+            assert size * scale >= MIN_TEXT, f"{url}: {text!r} has {size * scale:.1f} px"
+            colour = tuple(map(float, re.findall(r"[\d.]+", fill)))[:3]
+            on_a_bar = colour == (255, 255, 255)
+            assert on_a_bar or contrast(colour, background) >= LEGIBLE, f"{url}: {text!r} is {fill}"
+
+
+def test_no_page_scrolls_sideways_on_a_phone(visit: Any, site: Path) -> None:
+    phone = visit(PHONE)
+    wide = {name: phone.open(name).evaluate("document.documentElement.scrollWidth") for name in names(site)}
+    assert {name: width for name, width in wide.items() if width > PHONE["width"]} == {}
+
+
+def test_no_code_of_a_guide_is_cut_on_a_laptop(visit: Any, site: Path) -> None:
+    """Output that a program prints may be wider: it stands in blocks without a language."""
+    laptop = visit(DESKTOP)
+    n_blocks, cut = 0, []
+    for name in names(site):
+        if not name.startswith(("examples/", "reference/", "benchmarks", "changelog")):
+            blocks = laptop.open(name).locator(".language-python code")
+            widths = blocks.evaluate_all("all => all.map(code => [code.scrollWidth, code.clientWidth])")
+            n_blocks += len(widths)
+            cut += [(name, width) for width in widths if width[0] > width[1]]
+    assert n_blocks > 80
+    assert cut == []

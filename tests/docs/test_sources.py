@@ -1,0 +1,49 @@
+"""The site's sources: the width of code, pictures, tables. These tests need no build of the site."""
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PICTURES = sorted((ROOT / "docs").rglob("*.svg"))
+WIDTH = 80  # what a laptop shows beside the two columns of links
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_line_of_python_is_cut(page: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > WIDTH] == []
+
+
+def test_no_page_draws_with_characters() -> None:
+    """Such a drawing is cut on a phone. docs/pictures has SVG files."""
+    drawn = re.compile(r"\+--|--+>|[│─┌└]|_{5}")
+    for page in PAGES:
+        for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+            assert not drawn.search(block), f"{page.name}: {block}"
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *ROOT.glob("*.md"), ROOT / "benchmarks/README.md"], ids=lambda page: page.name
+)
+def test_every_table_has_a_header(page: Path) -> None:
+    assert not re.findall(r"^\|[ |]*\|\n\| ---", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
+def test_a_picture_has_no_white_box_and_is_narrow(picture: Path) -> None:
+    """Pictures follow the dark mode, or have a grey that can be read in both modes. Text is not small on a phone."""
+    text = picture.read_text(encoding="utf-8")
+    root = ET.fromstring(text)
+    width = float(root.attrib["viewBox"].split()[2])
+    if picture.name != "logo.svg":
+        assert "prefers-color-scheme: dark" in text or "fill: #808080" in text
+        sizes = [float(size) for size in re.findall(r"font-size[=:] ?\"?([\d.]+)", text)]
+        assert min(sizes) * 343 / width >= 9.5, "pixels on a phone, whose page is 343 pixels wide"
+        for shape in root.iter():
+            colour = shape.get("fill", "") + shape.get("style", "")
+            if not shape.tag.endswith("text"):
+                assert not re.search(r"(^|fill: )(#fff(fff)?|white)\b", colour), ET.tostring(shape)
