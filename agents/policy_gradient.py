@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,15 +30,26 @@ class EvaluatedSteps:
     """What the present parameters make of recorded steps: see `PgAgent.evaluate`. All tensors have gradients."""
 
     log_prob: Tensor  #: `[...]`, of the recorded actions; comparable with `agent_info.log_prob`
-    entropy: Tensor  #: `[...]`, of the action distribution (of a Box, before the actions are clipped)
-    value: Tensor  #: `[...]`, as the model returns it
-    _head: PolicyHead
-    _parameters: Sequence[Tensor]
+    _value: Tensor | None
+    _entropy: Callable[[], Tensor]
+    _distribution: Callable[[], Distribution]
+
+    @property
+    def value(self) -> Tensor:
+        """`[...]`, as the model returns it."""
+        if self._value is None:
+            raise ConfigError("the model of this agent returns no value: use your critics, on part.env.observation")
+        return self._value
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """`[...]`, of the action distribution. For a `GaussianPgAgent`: before the actions are clipped."""
+        return self._entropy()
 
     @property
     def distribution(self) -> Distribution:
         """The action distribution `[...]`. It is made when you ask for it: `log_prob` and `entropy` do not need it."""
-        return self._head.distribution(self._parameters)
+        return self._distribution()
 
 
 class PolicyHead(ABC):
@@ -163,10 +175,7 @@ class PgAgent(TorchAgent):
         Raises `ConfigError` for anything but samples. Samples that lack a field (after `select`) raise an
         `AttributeError` that names it.
         """
-        if not isinstance(part, Samples):
-            raise ConfigError(
-                f"evaluate takes samples, or a part of them such as a minibatch, got {type(part).__name__}"
-            )
+        require_samples(part)
         *outputs, value = self._replayed(part)
         lead, head = part.env.valid.shape, self._head
         if self._mask is not None:
@@ -177,13 +186,13 @@ class PgAgent(TorchAgent):
         if len(lead) != 1:
             found = [each.reshape(*lead, *each.shape[1:]) for each in found]
         log_prob = head.log_prob(found, torch.as_tensor(part.agent.action).to(value.device), part.agent.agent_info)
-        return EvaluatedSteps(log_prob, head.entropy(found), value.reshape(lead), head, found)
+        return EvaluatedSteps(
+            log_prob, value.reshape(lead), partial(head.entropy, found), partial(head.distribution, found)
+        )
 
     def _replayed(self, part: Samples) -> tuple[Tensor, ...]:
         """The model's outputs for recorded steps, as rows `[N, ...]`."""
-        inputs = [part.env.observation, *(previous_inputs(part) if self._takes_previous else ())]
-        rows = (_rows(part, self.learner_tensor(each)) for each in inputs)
-        return output_tuple(self.model(*rows), self._forms, type(self).__name__)
+        return replayed_rows(self, part, self._forms)
 
     def _choose(
         self, observation: object, outputs: Sequence[Any], value: object, rows: int, **more: Any
@@ -202,6 +211,19 @@ class PgAgent(TorchAgent):
                 if name not in info:  # some heads always report it
                     more[name] = output_array(output, name, tuple(output.shape))
         return action, NamedArrays(info, value=value_array(value, rows), **more)
+
+
+def require_samples(part: Any) -> None:
+    """`evaluate` takes nothing else."""
+    if not isinstance(part, Samples):
+        raise ConfigError(f"evaluate takes samples, or a part of them such as a minibatch, got {type(part).__name__}")
+
+
+def replayed_rows(agent: TorchAgent, part: Samples, forms: tuple[tuple[str, ...], ...]) -> tuple[Tensor, ...]:
+    """The outputs of a model without a state for recorded steps, as rows `[N, ...]`."""
+    inputs = [part.env.observation, *(previous_inputs(part) if agent._takes_previous else ())]
+    rows = (_rows(part, agent.learner_tensor(each)) for each in inputs)
+    return output_tuple(agent.model(*rows), forms, type(agent).__name__)
 
 
 def previous_inputs(part: Samples) -> tuple[Any, Any]:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor, distributions
 
 from penstock.agents.agent import AgentStep, Space
-from penstock.agents.distributions import BoxActions, gaussian_log_prob, tanh_log_slope
+from penstock.agents.distributions import HALF_LOG_2_PI, BoxActions, gaussian_log_prob, tanh_log_slope
 from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_array, output_tuple
 from penstock.agents.noise import ColumnNoise
+from penstock.agents.policy_gradient import EvaluatedSteps, replayed_rows, require_samples
 from penstock.agents.torch_agent import Device, ModelSource, TorchAgent
 from penstock.buffers.named import NamedArrays
+from penstock.buffers.samples import Samples
 
 _EDGE = 1.0 - 2.0**-53  # the largest float64 below 1, whose arctanh is finite
+_N_POINTS = 64  # of the quadrature of the entropy, for each dimension of the action
 
 
 class SquashedGaussianAgent(TorchAgent):
@@ -31,8 +36,11 @@ class SquashedGaussianAgent(TorchAgent):
     actions come from the uniform distribution between the bounds, and `log_prob` is its density.
 
     `greedy_eval` takes the mean in evaluations. For the learner, `agent.action_of(raw)` computes actions from
-    tensors, with gradients. The agent has no `value`: the critics belong to the learner.
+    tensors, with gradients, and `agent.evaluate(part)` the `log_prob` of recorded ones. The agent has no `value`: the
+    critics belong to the learner.
     """
+
+    _forms = (("mean", "log_std"),)
 
     def __init__(
         self,
@@ -74,9 +82,7 @@ class SquashedGaussianAgent(TorchAgent):
         self._greedy = greedy
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
-        output = output_tuple(
-            self.forward(observation, prev_action, prev_reward), (("mean", "log_std"),), type(self).__name__
-        )
+        output = output_tuple(self.forward(observation, prev_action, prev_reward), self._forms, type(self).__name__)
         shape = (len(prev_reward), *self._box.shape)
         mean, log_std = (
             output_array(part, name, shape) for part, name in zip(output, ("mean", "log_std"), strict=True)
@@ -104,3 +110,43 @@ class SquashedGaussianAgent(TorchAgent):
     def action_of(self, raw: torch.Tensor) -> torch.Tensor:
         """The action `[..., *shape]` for values before the tanh: a tensor, with gradients."""
         return self._box.scale_torch(raw.tanh())
+
+    def evaluate(self, part: Samples) -> EvaluatedSteps:
+        """`log_prob` and `entropy` of recorded steps with the present parameters, as `PgAgent.evaluate` finds them.
+
+        Both belong to the action in the environment's units. There is no `value`. For steps of the random warm-up,
+        `log_prob` is that of the policy, not the recorded one.
+        """
+        require_samples(part)
+        lead, raw = part.env.valid.shape, torch.as_tensor(part.agent.agent_info.raw_action)
+        outputs = replayed_rows(self, part, self._forms)
+        mean, log_std = (output.reshape(*lead, *self._box.shape) for output in outputs)
+
+        def summed(each: Tensor) -> Tensor:
+            return each[..., None].flatten(len(lead)).sum(-1)
+
+        def entropy() -> Tensor:
+            # It has no closed form: the mean of the slope over each normal distribution, by Gauss-Hermite quadrature.
+            points, weights = (mean.new_tensor(x) for x in np.polynomial.hermite_e.hermegauss(_N_POINTS))
+            slope = _log_slope(mean[..., None] + log_std.exp()[..., None] * points) @ (weights / weights.sum())
+            return summed(0.5 + HALF_LOG_2_PI + log_std + slope) + self._log_half_range
+
+        def distribution() -> distributions.Distribution:
+            center, half_range = mean.new_tensor(self._box.center), mean.new_tensor(self._box.half_range)
+            # The transforms are cached, so that the tanh of a drawn action is not inverted where it is flat.
+            to_bounds = distributions.AffineTransform(center, half_range, cache_size=1)
+            each = distributions.TransformedDistribution(
+                distributions.Normal(mean, log_std.exp()), [distributions.TanhTransform(cache_size=1), to_bounds]
+            )
+            return distributions.Independent(each, len(self._box.shape))
+
+        # In float64, as when the agent acted: the slope of the tanh may nearly cancel the rest.
+        raw, exact_mean, exact_log_std = (x.double() for x in (raw.to(mean.device), mean, log_std))
+        z = (raw - exact_mean) * (-exact_log_std).exp()
+        log_prob = summed(-0.5 * z * z - exact_log_std - HALF_LOG_2_PI - _log_slope(raw)) - self._log_half_range
+        return EvaluatedSteps(log_prob.to(mean.dtype), None, entropy, distribution)
+
+
+def _log_slope(x: Tensor) -> Tensor:
+    """As `tanh_log_slope`, for a tensor, with gradients."""
+    return 2.0 * (math.log(2.0) - x - torch.nn.functional.softplus(-2.0 * x))

@@ -20,6 +20,7 @@ from penstock import (
     RecurrentCategoricalPgAgent,
     RecurrentGaussianPgAgent,
     SerialSampler,
+    SquashedGaussianAgent,
     WaitResetCollector,
 )
 from penstock.agents import PgAgent, PolicyHead
@@ -176,6 +177,65 @@ def test_unchanged_parameters_give_what_was_recorded(
         if is_used:
             assert parameter.grad is not None, name
             assert parameter.grad.isfinite().all(), name
+
+
+class Squashed(Heads):
+    """No value, and a standard deviation that is large enough for the bounds to matter."""
+
+    def forward(self, observation: Any, prev_action: Tensor, prev_reward: Tensor) -> tuple[Tensor, ...]:
+        return super().forward(observation, prev_action, prev_reward)[:2]
+
+
+@given(
+    kind=st.sampled_from(["box", "matrix", "number", "double"]),
+    is_dict=st.booleans(),
+    waits=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_squashed_actions_have_the_recorded_log_prob(kind: str, is_dict: bool, waits: bool, seed: int) -> None:
+    agent: Any = SquashedGaussianAgent(lambda action_space: Squashed(action_space, "state"))
+    options: dict[str, Any] = {"collector_cls": WaitResetCollector} if waits else {}
+    rng = np.random.default_rng(seed)
+
+    def make_env() -> gym.Env[Any, Any]:
+        env = Walk(kind, False)
+        space = spaces.Dict(board=env.observation_space)
+        return gym.wrappers.TransformObservation(env, lambda board: {"board": board}, space) if is_dict else env
+
+    with SerialSampler(make_env, batch_T=8, batch_B=3, **options) as sampler:
+        sampler.initialize(agent, seed=seed)
+        samples, _ = sampler.obtain_samples(0)
+        parts = [samples, samples.flatten(), *samples.minibatches(3, rng), samples[2], samples[4:, 1]]
+        for part in parts:
+            found, recorded = agent.evaluate(part), part.agent.agent_info.log_prob
+            assert found.log_prob.shape == recorded.shape == found.entropy.shape
+            error = (found.log_prob - recorded).abs() / recorded.abs().clamp(min=1)
+            assert not (error[part.env.valid] > 1e-6).any()
+        with pytest.raises(ConfigError, match=r"returns no value: use your critics"):
+            _ = found.value
+    (found.log_prob.sum() + found.entropy.sum()).backward()
+    for name, parameter in agent.model.named_parameters():
+        if not name.startswith("heads.2"):
+            assert parameter.grad is not None, name
+            assert parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("kind", ["matrix", "number"])
+def test_a_squashed_distribution_has_that_log_prob_and_entropy(kind: str) -> None:
+    torch.manual_seed(0)
+    agent: Any = SquashedGaussianAgent(lambda action_space: Squashed(action_space, "state").double())
+    with SerialSampler(lambda: Walk(kind, False), batch_T=4, batch_B=2) as sampler:
+        sampler.initialize(agent, seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        found = agent.evaluate(samples)
+        with torch.no_grad():
+            exact = found.distribution.log_prob(samples.agent.action.double())
+            n_draws = 20_000
+            distribution = found.distribution
+            draws = -distribution.log_prob(distribution.sample((n_draws,)))
+    # The recorded action is rounded to float32: near a bound, the inverse of the tanh is not exact.
+    torch.testing.assert_close(found.log_prob, exact, rtol=1e-3, atol=1e-3)
+    assert ((draws.mean(0) - found.entropy).abs() < 5 * draws.std(0) / n_draws**0.5).all()
 
 
 def test_only_the_state_before_the_batch_is_needed() -> None:
