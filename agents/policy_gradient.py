@@ -185,10 +185,11 @@ class PgAgent(TorchAgent):
         found = head.parameters(self.model, outputs)
         if len(lead) != 1:
             found = [each.reshape(*lead, *each.shape[1:]) for each in found]
-        log_prob = head.log_prob(found, torch.as_tensor(part.agent.action).to(value.device), part.agent.agent_info)
-        return EvaluatedSteps(
-            log_prob, value.reshape(lead), partial(head.entropy, found), partial(head.distribution, found)
-        )
+        action = torch.as_tensor(part.agent.action)
+        action = action if action.device == value.device else action.to(value.device)
+        log_prob = head.log_prob(found, action, part.agent.agent_info)
+        value = value if value.shape == lead else value.reshape(lead)
+        return EvaluatedSteps(log_prob, value, partial(head.entropy, found), partial(head.distribution, found))
 
     def _replayed(self, part: Samples) -> tuple[Tensor, ...]:
         """The model's outputs for recorded steps, as rows `[N, ...]`."""
@@ -222,7 +223,7 @@ def require_samples(part: Any) -> None:
 def replayed_rows(agent: TorchAgent, part: Samples, forms: tuple[tuple[str, ...], ...]) -> tuple[Tensor, ...]:
     """The outputs of a model without a state for recorded steps, as rows `[N, ...]`."""
     inputs = [part.env.observation, *(previous_inputs(part) if agent._takes_previous else ())]
-    rows = (_rows(part, agent.learner_tensor(each)) for each in inputs)
+    rows = [_rows(part, agent.learner_tensor(each)) for each in inputs]
     return output_tuple(agent.model(*rows), forms, type(agent).__name__)
 
 
@@ -240,4 +241,4 @@ def previous_inputs(part: Samples) -> tuple[Any, Any]:
 def _rows(part: Samples, value: Any) -> Any:
     """`value` `[..., *shape]` of `part` as rows `[N, *shape]`."""
     lead = part.env.valid.ndim
-    return map_leaves(lambda leaf: leaf if lead == 1 else leaf.reshape(-1, *leaf.shape[lead:]), value)
+    return value if lead == 1 else map_leaves(lambda leaf: leaf.reshape(-1, *leaf.shape[lead:]), value)

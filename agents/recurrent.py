@@ -21,6 +21,7 @@ from penstock.agents.policy_gradient import PgAgent, PolicyHead, previous_inputs
 from penstock.agents.recurrent_state import RecurrentState
 from penstock.agents.schedules import Setting
 from penstock.agents.torch_agent import Device, ModelSource, TorchAgent
+from penstock.buffers.named import NamedArrays
 from penstock.buffers.samples import Samples
 from penstock.errors import ConfigError
 
@@ -146,20 +147,19 @@ class RecurrentPgAgent(_RecurrentAgent, PgAgent):
                 f"{list(part.env.valid.shape)}: take sequences, with samples.minibatches(n, length=...)"
             )
         inputs = part.env.observation, *previous_inputs(part)
-        observation, prev_action, prev_reward = (self.learner_tensor(each) for each in inputs)
+        tensors = [self.learner_tensor(each) for each in inputs]
+        rows = zip(*(x.rows() if isinstance(x, NamedArrays) else x.unbind() for x in tensors), strict=True)
         starts = self.learner_tensor(part.env.prev_done)
-        start = self.learner_tensor(part.initial_state)
-        states = RecurrentState(self.model, starts.shape[1], self._float_dtype)
-        state, columns = states.recorded(start), list[list[Tensor]]()
-        for t, has_start in enumerate(starts.any(1).tolist()):
+        states = RecurrentState(self.model, 1, self._float_dtype)
+        state, initial = states.recorded(self.learner_tensor(part.initial_state)), states.initial()
+        columns = list[list[Tensor]]()
+        for row, row_starts, has_start in zip(rows, starts, starts.any(1).tolist(), strict=True):
             if has_start:
-                state = states.restarted(state, starts[t])
-            row = output_tuple(
-                self.model(observation[t], prev_action[t], prev_reward[t], state), self._forms, type(self).__name__
-            )
-            *outputs, value, state = row
+                state = states.restarted(state, initial, row_starts)
+            first, *others, state = output_tuple(self.model(*row, state), self._forms, type(self).__name__)
+            *others, value = others
             # A log_std may be the same for all columns.
-            columns.append([*(each.expand_as(outputs[0]) for each in outputs), value])
+            columns.append([first, *(each.expand_as(first) for each in others), value])
         return tuple(torch.cat(rows) for rows in zip(*columns, strict=True))
 
 

@@ -37,7 +37,7 @@ class RecurrentState:
     def reset(self) -> None:
         """Set all columns to the initial state."""
         with torch.inference_mode():
-            initial = self._initial()
+            initial = self.initial()
             self._example, self._names, leaves = initial, tuple(_parts(initial)), _parts(initial).values()
             self._leaves = [self._cast(leaf).repeat(self._n_columns, *(1,) * leaf.ndim) for leaf in leaves]
 
@@ -45,7 +45,7 @@ class RecurrentState:
         """Set one column to the initial state. States that were returned earlier do not change."""
         with torch.inference_mode():
             self._leaves = [leaf.clone() for leaf in self._leaves]
-            for leaf, initial in zip(self._leaves, _parts(self._initial()).values(), strict=True):
+            for leaf, initial in zip(self._leaves, _parts(self.initial()).values(), strict=True):
                 leaf[column] = initial
 
     def column_state(self, column: int) -> list[Any]:
@@ -111,14 +111,15 @@ class RecurrentState:
         """What an agent has recorded of its state, tensors `[B, ...]`, in the structure that the model uses."""
         return _rebuild(self._example, self._names, [self._cast(leaf) for leaf in _parts(state).values()])
 
-    def restarted(self, state: Any, starts: torch.Tensor) -> Any:
-        """`state` `[B, ...]` with the initial state where `starts` `[B]`. With gradients: the model may learn it."""
+    def restarted(self, state: Any, initial: Any, starts: torch.Tensor) -> Any:
+        """`state` `[B, ...]` with `initial()` where `starts` `[B]`. With gradients: the model may learn it."""
         leaves = []
-        for leaf, initial in zip(_parts(state).values(), _parts(self._initial()).values(), strict=True):
-            leaves.append(torch.where(starts.reshape(-1, *(1,) * initial.ndim), self._cast(initial), leaf))
+        for leaf, first in zip(_parts(state).values(), _parts(initial).values(), strict=True):
+            leaves.append(torch.where(starts.reshape(-1, *(1,) * first.ndim), self._cast(first), leaf))
         return _rebuild(self._example, self._names, leaves)
 
-    def _initial(self) -> Any:
+    def initial(self) -> Any:
+        """The state of one column at the start of an episode, as the model defines it."""
         given = getattr(self._model, "initial_state", None)
         if given is None:
             shape = getattr(self._model, "state_shape", None)

@@ -241,13 +241,15 @@ class TorchAgent(Agent):
     def learner_tensor(self, value: Any) -> Any:
         """Recorded arrays or tensors as tensors that the model of a learner takes: on its device, and floating-point
         numbers in its dtype."""
-        like = next(self.model.parameters(), None)
+        like, dtype = _first_parameter(self.model), self._float_dtype
         device = None if like is None else like.device
 
         def converted(leaf: Any) -> torch.Tensor:
             tensor = torch.as_tensor(leaf)
-            return tensor.to(device, self._float_dtype) if tensor.is_floating_point() else tensor.to(device)
+            return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
 
+        if value.__class__ is torch.Tensor and value.dtype is dtype and value.device == device:
+            return value  # nothing to convert
         return map_leaves(converted, value)
 
     def fetched(self, outputs: Sequence[Any]) -> Sequence[Any]:
@@ -322,6 +324,17 @@ class TorchAgent(Agent):
             n = sum(parameter.numel() for parameter in self.model.parameters())
             described.insert(0, f"{type(self.model).__name__} with {n:,} parameters")
         return described if self.inference == "torch" else [*described, f"inference={self.inference!r}"]
+
+
+def _first_parameter(module: nn.Module) -> nn.Parameter | None:
+    """As `next(module.parameters(), None)`, which takes longer."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():
+        if child is not None and (found := _first_parameter(child)) is not None:
+            return found
+    return None
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
