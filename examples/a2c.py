@@ -77,12 +77,12 @@ class ActorCritic(nn.Module):
 def discounted_returns(samples: Samples, discount: float) -> Tensor:
     """Discounted rewards until the end of the batch, plus the value of the observation after it `[T, B]`."""
     env, agent = samples.env, samples.agent
-    target, returns = agent.bootstrap_value, torch.empty_like(env.reward)
+    next_return, returns = agent.bootstrap_value, torch.empty_like(env.reward)
     for t in reversed(range(len(returns))):
         # After an episode's end, the next row belongs to another episode. final_value is the value of the last
         # observation where the episode was truncated, and zero where it terminated.
-        target = env.reward[t] + discount * torch.where(env.done[t], agent.final_value[t], target)
-        returns[t] = target
+        next_return = env.reward[t] + discount * torch.where(env.done[t], agent.final_value[t], next_return)
+        returns[t] = next_return
     return returns
 
 
@@ -124,21 +124,23 @@ def main(cfg: Config) -> dict[str, Any]:
             optimizer.param_groups[0]["lr"] = cfg.learning_rate * max(0.0, 1 - steps / cfg.total_steps)
             train(agent, optimizer, samples, cfg)
             agent.sync_shared_memory()  # the workers use the new parameters from the next batch on
-            result |= {"total_steps": steps, "seconds": time.monotonic() - began}
+            seconds = time.monotonic() - began
+            result.update(total_steps=steps, seconds=seconds)
             if steps >= next_eval:
                 next_eval += cfg.eval_every
                 returns = [info.Return for info in sampler.evaluate_agent(itr)]
                 result["eval_return_mean"] = sum(returns) / len(returns)
-                print("{total_steps:,} steps, {seconds:.0f} s: {eval_return_mean:.0f}".format(**result), flush=True)
+                print(f"{steps:,} steps, {seconds:.0f} s: {result['eval_return_mean']:.0f}", flush=True)
                 result["goal_reached"] = result["eval_return_mean"] >= cfg.goal
-            if result["goal_reached"] or steps >= cfg.total_steps or result["seconds"] > cfg.time_limit:
+            if result["goal_reached"] or steps >= cfg.total_steps or seconds > cfg.time_limit:
                 return result
 
 
 if __name__ == "__main__":
     config = parse_config()
     last = main(config)
-    line = "mean evaluation return {eval_return_mean:.0f} after {total_steps:,} steps, {seconds:.1f} s".format(**last)
+    mean_return, steps, seconds = last["eval_return_mean"], last["total_steps"], last["seconds"]
+    line = f"mean evaluation return {mean_return:.0f} after {steps:,} steps, {seconds:.1f} s"
     if not last["goal_reached"]:
         sys.exit(f"goal of {config.goal:g} missed: {line}")
     print(f"goal of {config.goal:g} reached: {line}")

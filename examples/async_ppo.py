@@ -205,7 +205,8 @@ def main(cfg: Config) -> dict[str, Any]:
 if __name__ == "__main__":
     config = parse_config()
     result = main(config)
-    line = "mean evaluation return {eval_return_mean:.0f} after {total_steps:,} steps, {seconds:.1f} s".format(**result)
+    mean_return, steps, seconds = result["eval_return_mean"], result["total_steps"], result["seconds"]
+    line = f"mean evaluation return {mean_return:.0f} after {steps:,} steps, {seconds:.1f} s"
     if not result["goal_reached"]:
         sys.exit(f"goal of {config.goal:g} missed: {line}")
     print(f"goal of {config.goal:g} reached: {line}")

@@ -9,6 +9,7 @@ and loss are as in examples/ppo.py.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from penstock import CategoricalPgAgent, GpuSampler
+from penstock import CategoricalPgAgent, GpuSampler, Samples
 from penstock.cluster import Actors, Batch, Experiment, Policies, RunState, Training
 from penstock.targets import gae
 
@@ -46,36 +47,31 @@ class PpoTrainer:
 
     def __init__(self, agent: CategoricalPgAgent) -> None:
         torch.set_num_threads(1)
-        self.model = agent.model
-        self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-3)
+        self.agent = agent
+        self.optimizer = torch.optim.Adam(agent.model.parameters(), 1e-3)
         self.returns: deque[float] = deque(maxlen=100)
 
     def step(self, batch: Batch) -> Mapping[str, float]:
-        env, agent = batch.samples.env, batch.samples.agent
         advantage, target = gae(batch.samples, DISCOUNT, GAE_LAMBDA)
-        columns = env.observation, agent.action, agent.agent_info.log_prob, advantage, target
-        rows = [column.flatten(0, 1) for column in columns]
+        samples = batch.samples.with_targets(advantage=advantage, value=target)
+        n_minibatches = math.ceil(samples.env.reward.numel() / MINIBATCH)
         for _ in range(EPOCHS):
-            for index in torch.randperm(len(rows[0])).split(MINIBATCH):
-                self._update(*(row[index] for row in rows))
+            for part in samples.minibatches(n_minibatches):
+                self._update(part)
         self.returns.extend(batch.infos.get("Return", ()))
         return {"return": sum(self.returns) / max(1, len(self.returns)), "episodes": len(self.returns)}
 
-    def _update(
-        self,
-        observation: torch.Tensor,
-        action: torch.Tensor,
-        old_log_prob: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-    ) -> None:
-        logits, value = self.model(observation)
-        ratio = (logits.log_softmax(1).gather(1, action[:, None]).squeeze(1) - old_log_prob).exp()
-        weight = (weight - weight.mean()) / (weight.std() + 1e-8)
-        objective = torch.min(ratio * weight, ratio.clamp(1 - CLIP, 1 + CLIP) * weight).mean()
+    def _update(self, part: Samples) -> None:
+        now, old_log_prob = self.agent.evaluate(part), part.agent.agent_info.log_prob
+        advantage = part.targets.advantage
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        ratio = (now.log_prob - old_log_prob).exp()
+        clipped_ratio = ratio.clamp(1 - CLIP, 1 + CLIP)
+        policy_loss = -torch.min(ratio * advantage, clipped_ratio * advantage).mean()
+        loss = policy_loss + 0.5 * mse_loss(now.value, part.targets.value)
         self.optimizer.zero_grad()
-        (0.5 * mse_loss(value, target) - objective).backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.agent.model.parameters(), 0.5)
         self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:

@@ -87,11 +87,11 @@ class Learner:
     def update(self, batch: ReplayBatch) -> Tensor:
         """One step of gradient descent. Returns the absolute temporal-difference errors `[n]`."""
         with torch.no_grad():
-            best = self.q(batch.next_observation).argmax(1, keepdim=True)  # double DQN
-            after = self.target(batch.next_observation).gather(1, best).squeeze(1)
+            next_action = self.q(batch.next_observation).argmax(1, keepdim=True)  # double DQN
+            next_value = self.target(batch.next_observation).gather(1, next_action).squeeze(1)
             # `discount` is discount ** length, and 0 after a termination. After a truncation it is not 0, and
             # `next_observation` is the last one of the episode.
-            target = batch.return_ + batch.discount * after
+            target = batch.return_ + batch.discount * next_value
         q = self.q(batch.observation).gather(1, batch.action[:, None]).squeeze(1)
         loss = (batch.weight * smooth_l1_loss(q, target, reduction="none")).mean()
         self.optimizer.zero_grad()
@@ -116,8 +116,12 @@ def main(cfg: Config) -> dict[str, Any]:
     prioritized = Prioritized(cfg.alpha, cfg.beta)
     replay = Replay(cfg.capacity, cfg.n_step, cfg.discount, prioritized, seed=cfg.seed)
     ratio = Ratio(cfg.samples_per_step, batch_steps, cfg.batch_size, cfg.min_steps)
-    options: dict[str, Any] = {"batch_T": cfg.batch_T, "batch_B": cfg.batch_B}
-    options |= {"eval_n_envs": 8, "eval_episodes": cfg.eval_episodes}
+    options: dict[str, Any] = {
+        "batch_T": cfg.batch_T,
+        "batch_B": cfg.batch_B,
+        "eval_n_envs": 8,
+        "eval_episodes": cfg.eval_episodes,
+    }
     # A step of CartPole takes microseconds. For slower environments, use ParallelSampler.
     sampler = (
         AsyncSampler(cfg.env_id, n_workers=1, replay=replay, ratio=ratio, **options)
@@ -139,22 +143,24 @@ def main(cfg: Config) -> dict[str, Any]:
             replay.update(batch.index, learner.update(batch) + 1e-3)  # small errors are drawn too
             if learner.n_updates % cfg.publish_every == 0:
                 agent.sync_shared_memory()
-            result |= {"total_steps": replay.n_steps, "seconds": time.monotonic() - began}
-            if replay.n_steps >= next_eval:
+            steps, seconds = replay.n_steps, time.monotonic() - began
+            result.update(total_steps=steps, seconds=seconds)
+            if steps >= next_eval:
                 next_eval += cfg.eval_every
                 agent.sync_shared_memory()
                 returns = [info.Return for info in sampler.evaluate_agent(learner.n_updates)]
                 result["eval_return_mean"] = sum(returns) / len(returns)
-                print("{total_steps:,} steps, {seconds:.0f} s: {eval_return_mean:.0f}".format(**result), flush=True)
+                print(f"{steps:,} steps, {seconds:.0f} s: {result['eval_return_mean']:.0f}", flush=True)
                 result["goal_reached"] = result["eval_return_mean"] >= cfg.goal
-            if result["goal_reached"] or replay.n_steps >= cfg.total_steps or result["seconds"] > cfg.time_limit:
+            if result["goal_reached"] or steps >= cfg.total_steps or seconds > cfg.time_limit:
                 return result
 
 
 if __name__ == "__main__":
     config = parse_config()
     last = main(config)
-    line = "mean evaluation return {eval_return_mean:.0f} after {total_steps:,} steps, {seconds:.1f} s".format(**last)
+    mean_return, steps, seconds = last["eval_return_mean"], last["total_steps"], last["seconds"]
+    line = f"mean evaluation return {mean_return:.0f} after {steps:,} steps, {seconds:.1f} s"
     if not last["goal_reached"]:
         sys.exit(f"goal of {config.goal:g} missed: {line}")
     print(f"goal of {config.goal:g} reached: {line}")

@@ -105,9 +105,9 @@ def loss(p: Parameters, part: dict[str, Any], clip: float) -> Any:
     """PPO's clipped objective, and half the squared error of the values."""
     log_probs = log_softmax(jnp, mlp(jnp, p, "policy", part["observation"]))
     log_prob = jnp.take_along_axis(log_probs, part["action"][:, None], axis=1)[:, 0]
-    ratio = jnp.exp(log_prob - part["log_prob"])
-    weight = (part["advantage"] - part["advantage"].mean()) / (part["advantage"].std() + 1e-8)
-    objective = jnp.minimum(ratio * weight, ratio.clip(1 - clip, 1 + clip) * weight).mean()
+    ratio = jnp.exp(log_prob - part["old_log_prob"])
+    advantage = (part["advantage"] - part["advantage"].mean()) / (part["advantage"].std() + 1e-8)
+    objective = jnp.minimum(ratio * advantage, ratio.clip(1 - clip, 1 + clip) * advantage).mean()
     value = mlp(jnp, p, "value", part["observation"])[:, 0]
     return 0.5 * jnp.square(value - part["target"]).mean() - objective
 
@@ -138,7 +138,7 @@ def train(p: Parameters, state: Any, samples: Samples, rng: np.random.Generator,
             columns = {
                 "observation": part.env.observation,
                 "action": part.agent.action,
-                "log_prob": part.agent.agent_info.log_prob,
+                "old_log_prob": part.agent.agent_info.log_prob,
                 "advantage": part.targets.advantage,
                 "target": part.targets.value,
             }
@@ -167,13 +167,14 @@ def main(cfg: Config) -> dict[str, Any]:
             sampler.obtain_samples(itr)
             agent.parameters, state = train(agent.parameters, state, sampler.samples_np, rng, cfg)
             agent.sync_shared_memory()
-            result |= {"steps": (itr + 1) * cfg.batch_T * cfg.batch_B, "seconds": time.monotonic() - began}
+            steps, seconds = (itr + 1) * cfg.batch_T * cfg.batch_B, time.monotonic() - began
+            result.update(steps=steps, seconds=seconds)
             if itr % cfg.eval_every == cfg.eval_every - 1:
                 returns = [info.Return for info in sampler.evaluate_agent(itr)]
                 result["eval_return_mean"] = sum(returns) / len(returns)
-                print("{steps:,} steps, {seconds:.0f} s: {eval_return_mean:.0f}".format(**result), flush=True)
+                print(f"{steps:,} steps, {seconds:.0f} s: {result['eval_return_mean']:.0f}", flush=True)
                 result["goal_reached"] = result["eval_return_mean"] >= cfg.goal
-            if result["goal_reached"] or result["seconds"] > cfg.time_limit:
+            if result["goal_reached"] or seconds > cfg.time_limit:
                 break
     return result
 

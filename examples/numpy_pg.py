@@ -104,13 +104,14 @@ def gradients(p: Parameters, part: Samples, cfg: Config) -> Parameters:
     n, observation, action = len(part.env.reward), part.env.observation, part.agent.action
     logits, hidden = network(p, "policy", observation)
     log_probs = log_softmax(logits)
-    ratio = np.exp(log_probs[np.arange(n), action] - part.agent.agent_info.log_prob)
-    weight = part.targets.advantage
-    weight = (weight - weight.mean()) / (weight.std() + 1e-8)
-    # The clipped objective has no slope where the ratio has left the interval in the direction that the weight wants.
-    is_free = np.where(weight > 0, ratio < 1 + cfg.clip, ratio > 1 - cfg.clip)
-    slope = np.exp(log_probs) * (ratio * weight * is_free)[:, None]
-    slope[np.arange(n), action] -= ratio * weight * is_free
+    old_log_prob = part.agent.agent_info.log_prob
+    ratio = np.exp(log_probs[np.arange(n), action] - old_log_prob)
+    advantage = part.targets.advantage
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    # The clipped objective has no slope where the ratio has left the interval in the direction of the advantage.
+    is_free = np.where(advantage > 0, ratio < 1 + cfg.clip, ratio > 1 - cfg.clip)
+    slope = np.exp(log_probs) * (ratio * advantage * is_free)[:, None]
+    slope[np.arange(n), action] -= ratio * advantage * is_free
     found = backward(p, "policy", observation, hidden, (slope / n).astype(np.float32))
     value, hidden = network(p, "value", observation)
     error = value - part.targets.value[:, None]
@@ -165,13 +166,14 @@ def main(cfg: Config) -> dict[str, Any]:
             sampler.obtain_samples(itr)
             train(agent, optimizer, sampler.samples_np, rng, cfg)
             agent.sync_shared_memory()
-            result |= {"steps": (itr + 1) * cfg.batch_T * cfg.batch_B, "seconds": time.monotonic() - began}
+            steps, seconds = (itr + 1) * cfg.batch_T * cfg.batch_B, time.monotonic() - began
+            result.update(steps=steps, seconds=seconds)
             if itr % cfg.eval_every == cfg.eval_every - 1:
                 returns = [info.Return for info in sampler.evaluate_agent(itr)]
                 result["eval_return_mean"] = sum(returns) / len(returns)
-                print("{steps:,} steps, {seconds:.0f} s: {eval_return_mean:.0f}".format(**result), flush=True)
+                print(f"{steps:,} steps, {seconds:.0f} s: {result['eval_return_mean']:.0f}", flush=True)
                 result["goal_reached"] = result["eval_return_mean"] >= cfg.goal
-            if result["goal_reached"] or result["seconds"] > cfg.time_limit:
+            if result["goal_reached"] or seconds > cfg.time_limit:
                 break
     return result
 

@@ -11,6 +11,7 @@ training sees first lives only. Evaluations play whole games.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -114,13 +115,13 @@ def train(agent: PgAgent, optimizer: torch.optim.Optimizer, samples: Samples, cf
     used = used.with_targets(advantage=advantage, value=target)
     for _ in range(cfg.epochs):
         for part in (rows.to(cfg.device) for rows in used.minibatches(cfg.minibatches)):
-            now, old, target = agent.evaluate(part), part.agent.agent_info, part.targets.value
-            advantage = part.targets.advantage
+            now, target, advantage = agent.evaluate(part), part.targets.value, part.targets.advantage
+            old_log_prob, old_value = part.agent.agent_info.log_prob, part.agent.agent_info.value
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-            ratio = (now.log_prob - old.log_prob).exp()
+            ratio = (now.log_prob - old_log_prob).exp()
             clipped_ratio = ratio.clamp(1 - cfg.clip, 1 + cfg.clip)
             policy_loss = -torch.min(ratio * advantage, clipped_ratio * advantage).mean()
-            clipped_value = old.value + (now.value - old.value).clamp(-cfg.clip, cfg.clip)
+            clipped_value = old_value + (now.value - old_value).clamp(-cfg.clip, cfg.clip)
             value_loss = 0.5 * torch.max((now.value - target).square(), (clipped_value - target).square()).mean()
             loss = policy_loss + cfg.value_weight * value_loss - cfg.entropy_weight * now.entropy.mean()
             optimizer.zero_grad()
@@ -148,7 +149,7 @@ def main(cfg: Config) -> None:
     with sampler:
         sampler.initialize(agent, seed=cfg.seed, bootstrap_value=True)
         optimizer = torch.optim.Adam(agent.model.parameters(), lr=cfg.learning_rate, eps=1e-5)
-        for itr in range(-(-cfg.total_steps // batch_steps)):
+        for itr in range(math.ceil(cfg.total_steps / batch_steps)):
             samples, traj_infos = sampler.obtain_samples(itr)
             optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - itr * batch_steps / cfg.total_steps)
             train(agent, optimizer, samples, cfg)

@@ -211,23 +211,25 @@ def main(cfg: Config) -> dict[str, Any]:
             replay.update(batch.index, learner.update(batch) + 1e-3)
             if learner.n_updates % cfg.publish_every == 0:
                 agent.sync_shared_memory()
-            result |= {"total_steps": replay.n_steps, "seconds": time.monotonic() - began}
-            if replay.n_steps >= next_eval:
+            steps, seconds = replay.n_steps, time.monotonic() - began
+            result.update(total_steps=steps, seconds=seconds)
+            if steps >= next_eval:
                 next_eval += cfg.eval_every
                 agent.sync_shared_memory()
                 returns = [info.Return for info in sampler.evaluate_agent(learner.n_updates)]
                 result["eval_return_mean"] = sum(returns) / len(returns)
-                print("{total_steps:,} steps, {seconds:.0f} s: {eval_return_mean:.2f}".format(**result), flush=True)
+                print(f"{steps:,} steps, {seconds:.0f} s: {result['eval_return_mean']:.2f}", flush=True)
                 n_good = n_good + 1 if result["eval_return_mean"] >= cfg.goal else 0
                 result["goal_reached"] = n_good == cfg.goal_evals
-            if result["goal_reached"] or replay.n_steps >= cfg.total_steps or result["seconds"] > cfg.time_limit:
+            if result["goal_reached"] or steps >= cfg.total_steps or seconds > cfg.time_limit:
                 return result
 
 
 if __name__ == "__main__":
     config = parse_config()
     last = main(config)
-    line = "mean evaluation return {eval_return_mean:.2f} after {total_steps:,} steps, {seconds:.1f} s".format(**last)
+    mean_return, steps, seconds = last["eval_return_mean"], last["total_steps"], last["seconds"]
+    line = f"mean evaluation return {mean_return:.2f} after {steps:,} steps, {seconds:.1f} s"
     if not last["goal_reached"]:
         sys.exit(f"goal of {config.goal:g} missed: {line}")
     print(f"goal of {config.goal:g} reached: {line}")

@@ -59,9 +59,10 @@ def train(agent: PgAgent, optimizer: torch.optim.Optimizer, samples: Samples, cf
     samples = samples.with_targets(advantage=advantage, value=target)
     for _ in range(cfg.epochs):
         for part in samples.minibatches(cfg.minibatches):
-            now, advantage = agent.evaluate(part), part.targets.advantage
+            now, old_log_prob = agent.evaluate(part), part.agent.agent_info.log_prob
+            advantage = part.targets.advantage
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-            ratio = (now.log_prob - part.agent.agent_info.log_prob).exp()
+            ratio = (now.log_prob - old_log_prob).exp()
             clipped_ratio = ratio.clamp(1 - cfg.clip, 1 + cfg.clip)
             policy_loss = -torch.min(ratio * advantage, clipped_ratio * advantage).mean()
             loss = policy_loss + 0.5 * mse_loss(now.value, part.targets.value)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from dataclasses import asdict, dataclass, fields
@@ -176,8 +177,8 @@ def train(agent: PgAgent, optimizer: torch.optim.Optimizer, samples: Samples, cf
     samples = samples.with_targets(advantage=advantage, value=target)
     for _ in range(cfg.epochs):
         for part in samples.minibatches(cfg.minibatches, length=cfg.batch_T):
-            now, advantage = agent.evaluate(part), part.targets.advantage
-            ratio = (now.log_prob - part.agent.agent_info.log_prob).exp()
+            now, old_log_prob = agent.evaluate(part), part.agent.agent_info.log_prob
+            advantage, ratio = part.targets.advantage, (now.log_prob - old_log_prob).exp()
             clipped_ratio = ratio.clamp(1 - cfg.clip, 1 + cfg.clip)
             policy_loss = -torch.min(ratio * advantage, clipped_ratio * advantage).mean()
             value_loss = mse_loss(now.value, part.targets.value)
@@ -211,7 +212,7 @@ def learn(memory: bool, cfg: Config, bar: Progress) -> dict[str, Any]:
     began = time.monotonic()
     curve: dict[str, list[float]] = {"steps": [], "seconds": [], "eval_return_mean": []}
     row = bar.add_task(cls.__name__, total=cfg.steps, eval=float("nan"), rate=0.0)
-    n_itrs = -(-cfg.steps // (cfg.batch_T * cfg.batch_B))
+    n_itrs = math.ceil(cfg.steps / (cfg.batch_T * cfg.batch_B))
     with sampler:
         sampler.initialize(agent, seed=cfg.seed, bootstrap_value=True)
         optimizer = torch.optim.Adam(agent.model.parameters(), lr=cfg.learning_rate, eps=1e-5)

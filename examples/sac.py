@@ -98,10 +98,9 @@ class Learner:
         self.target = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_alpha = torch.zeros((), requires_grad=True)
         self.wanted_entropy = -float(n_actions)
-        self.policy_optimizer, self.critic_optimizer, self.alpha_optimizer = (
-            torch.optim.Adam(parameters, lr=cfg.learning_rate)
-            for parameters in (self.policy.parameters(), self.critics.parameters(), [self.log_alpha])
-        )
+        self.policy_optimizer = torch.optim.Adam(self.policy.parameters(), lr=cfg.learning_rate)
+        self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), lr=cfg.learning_rate)
+        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=cfg.learning_rate)
 
     def act(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         """An action and the log of its probability density, before it is scaled to the bounds."""
@@ -115,10 +114,10 @@ class Learner:
         """One step of gradient descent for each part."""
         alpha = self.log_alpha.detach().exp()
         with torch.no_grad():
-            action, log_prob = self.act(batch.next_observation)
-            after = self.target(batch.next_observation, action).amin(0) - alpha * log_prob
+            next_action, next_log_prob = self.act(batch.next_observation)
+            next_value = self.target(batch.next_observation, next_action).amin(0) - alpha * next_log_prob
             # `discount` is 0 after a termination, but not after a truncation.
-            target = batch.return_ + batch.discount * after
+            target = batch.return_ + batch.discount * next_value
         q = self.critics(batch.observation, batch.action)
         step(self.critic_optimizer, mse_loss(q, target.expand_as(q)))
         action, log_prob = self.act(batch.observation)
@@ -177,21 +176,23 @@ def main(cfg: Config) -> dict[str, Any]:
             n_updates += 1
             if n_updates % cfg.batch_B == 0:
                 agent.sync_shared_memory()
-            result |= {"total_steps": replay.n_steps, "seconds": time.monotonic() - began}
-            if replay.n_steps >= next_eval:
+            steps, seconds = replay.n_steps, time.monotonic() - began
+            result.update(total_steps=steps, seconds=seconds)
+            if steps >= next_eval:
                 next_eval += cfg.eval_every
                 returns = [info.Return for info in sampler.evaluate_agent(replay.n_steps // cfg.batch_B)]
                 result["eval_return_mean"] = sum(returns) / len(returns)
-                print("{total_steps:,} steps, {seconds:.0f} s: {eval_return_mean:.0f}".format(**result), flush=True)
+                print(f"{steps:,} steps, {seconds:.0f} s: {result['eval_return_mean']:.0f}", flush=True)
                 result["goal_reached"] = result["eval_return_mean"] >= cfg.goal
-            if result["goal_reached"] or replay.n_steps >= cfg.total_steps or result["seconds"] > cfg.time_limit:
+            if result["goal_reached"] or steps >= cfg.total_steps or seconds > cfg.time_limit:
                 return result
 
 
 if __name__ == "__main__":
     config = parse_config()
     last = main(config)
-    line = "mean evaluation return {eval_return_mean:.0f} after {total_steps:,} steps, {seconds:.1f} s".format(**last)
+    mean_return, steps, seconds = last["eval_return_mean"], last["total_steps"], last["seconds"]
+    line = f"mean evaluation return {mean_return:.0f} after {steps:,} steps, {seconds:.1f} s"
     if not last["goal_reached"]:
         sys.exit(f"goal of {config.goal:g} missed: {line}")
     print(f"goal of {config.goal:g} reached: {line}")

@@ -87,19 +87,19 @@ def main() -> None:
                         final_values[t, i] = model(torch.as_tensor(infos["final_obs"][i]))[1]
 
         with torch.no_grad():
-            last_value = model(torch.as_tensor(observation))[1]
-        steps = Steps(rewards, values, terminations, truncations, last_value, final_values)
-        advantage, returns = gae(steps, 0.99, 0.95)
-        target = returns.flatten()
-        columns = [x.flatten(0, 1) for x in (observations, actions, log_probs, advantage)]
+            next_value = model(torch.as_tensor(observation))[1]
+        steps = Steps(rewards, values, terminations, truncations, next_value, final_values)
+        advantages, targets = gae(steps, 0.99, 0.95)
+        columns = [x.flatten(0, 1) for x in (observations, actions, log_probs, advantages, targets)]
         for _ in range(4):
             for index in np.array_split(shuffler.permutation(T * B), 4):
-                rows, action, old_log_prob, weight = (x[index] for x in columns)
+                rows, action, old_log_prob, advantage, target = (x[index] for x in columns)
                 policy, value = model(rows)
                 ratio = (policy.log_prob(action) - old_log_prob).exp()
-                weight = (weight - weight.mean()) / (weight.std() + 1e-8)
-                surrogate = torch.min(ratio * weight, ratio.clamp(0.8, 1.2) * weight).mean()
-                loss = 0.5 * (value - target[index]).square().mean() - surrogate - 0.01 * policy.entropy().mean()
+                advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+                policy_loss = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+                value_loss = (value - target).square().mean()
+                loss = policy_loss + 0.5 * value_loss - 0.01 * policy.entropy().mean()
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
