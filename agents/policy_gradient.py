@@ -179,7 +179,7 @@ class PgAgent(TorchAgent):
         *outputs, value = self._replayed(part)
         lead, head = part.env.valid.shape, self._head
         if self._mask is not None:
-            legal = self._mask.legal_tensor(_rows(part, part.env.observation)).to(outputs[0].device)
+            legal = self._mask.legal_tensor(as_rows(part.env.observation, len(lead))).to(outputs[0].device)
             # Not -inf: the entropy would have no gradient.
             outputs[0] = outputs[0].masked_fill(~legal, torch.finfo(outputs[0].dtype).min)
         found = head.parameters(self.model, outputs)
@@ -222,8 +222,11 @@ def require_samples(part: Any) -> None:
 
 def replayed_rows(agent: TorchAgent, part: Samples, forms: tuple[tuple[str, ...], ...]) -> tuple[Tensor, ...]:
     """The outputs of a model without a state for recorded steps, as rows `[N, ...]`."""
-    inputs = [part.env.observation, *(previous_inputs(part) if agent._takes_previous else ())]
-    rows = [_rows(part, agent.learner_tensor(each)) for each in inputs]
+    env = part.env
+    inputs = [env.observation, *(previous_inputs(part) if agent._takes_previous else ())]
+    rows = [agent.learner_tensor(each) for each in inputs]
+    if (n_lead := env.valid.ndim) != 1:
+        rows = [as_rows(each, n_lead) for each in rows]
     return output_tuple(agent.model(*rows), forms, type(agent).__name__)
 
 
@@ -238,7 +241,6 @@ def previous_inputs(part: Samples) -> tuple[Any, Any]:
     return map_leaves(without_starts, part.agent.prev_action), without_starts(part.env.prev_reward)
 
 
-def _rows(part: Samples, value: Any) -> Any:
-    """`value` `[..., *shape]` of `part` as rows `[N, *shape]`."""
-    lead = part.env.valid.ndim
-    return value if lead == 1 else map_leaves(lambda leaf: leaf.reshape(-1, *leaf.shape[lead:]), value)
+def as_rows(value: Any, n_lead: int) -> Any:
+    """`value`, whose first `n_lead` dimensions are those of the samples, as rows `[N, ...]`."""
+    return map_leaves(lambda leaf: leaf.reshape(-1, *leaf.shape[n_lead:]), value)

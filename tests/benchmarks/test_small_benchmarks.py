@@ -235,3 +235,11 @@ def test_peers_with_a_pause_of_the_learner(folder: Path) -> None:
     assert all(turn["steps"] % (5 * 32) == 0 for turn in turns.values()), "whole batches"
     # A working learner takes more CPU than a batch of so few steps, but its time does not count.
     assert turns["penstock SerialSampler, work"]["cpu_us"] < 0.02 * 1e6 / (5 * 32)
+
+
+def test_the_cost_of_evaluate(folder: Path) -> None:
+    table, report = run(folder, "evaluate", "--repeats", 2, "--seconds", 0.01)
+    for case in ("Discrete, mlp", "Box, mlp", "Discrete, LSTM, sequences of 16"):
+        assert case in table
+        assert report[case]["figures"].keys() == {"by hand", "agent.evaluate"}
+        assert report[case]["ratio"]["median"] > 0

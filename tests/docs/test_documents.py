@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import pytest
 import torch
 
@@ -160,12 +161,46 @@ def test_batches_are_converted_as_the_extending_page_says() -> None:
 
 def test_masks_and_acting_as_the_extending_page_says() -> None:
     names = definitions("docs/extending.md")
-    observation, action = names["observation"], names["masked_samples"].agent.action
+    observation, action = names["masked_samples"].env.observation, names["masked_samples"].agent.action
     assert observation.action_mask.gather(-1, action[..., None]).all()
     recorded = names["masked_samples"].agent.agent_info.log_prob
-    log_prob = names["log_probs"].gather(-1, action[..., None]).squeeze(-1)
-    torch.testing.assert_close(log_prob.detach(), recorded)
+    torch.testing.assert_close(names["log_prob"].detach(), recorded)
     assert names["env"].observation_space.contains(names["row"])
+
+
+class Switches(gym.Env[Any, Any]):
+    """MultiBinary actions."""
+
+    observation_space, action_space = gym.spaces.Box(-1, 1, (3,)), gym.spaces.MultiBinary(4)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+
+class SwitchesModel(torch.nn.Module):
+    """Logits and the value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.critic = torch.nn.Linear(3, 4), torch.nn.Linear(3, 1)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.policy(observation), self.critic(observation)
+
+
+def test_the_distribution_of_the_extending_page_is_evaluated() -> None:
+    agent = definitions("docs/extending.md")["BernoulliPgAgent"](SwitchesModel)
+    with SerialSampler(Switches, batch_T=4, batch_B=2) as sampler:
+        sampler.initialize(agent, seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        found, recorded = agent.evaluate(samples), samples.agent.agent_info
+        torch.testing.assert_close(found.log_prob.detach(), recorded.log_prob, check_dtype=False)
+        torch.testing.assert_close(found.value.detach(), recorded.value)
+        assert found.entropy.shape == (4, 2)
 
 
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
