@@ -238,8 +238,9 @@ def test_peers_with_a_pause_of_the_learner(folder: Path) -> None:
 
 
 def test_the_cost_of_evaluate(folder: Path) -> None:
-    table, report = run(folder, "evaluate", "--repeats", 2, "--seconds", 0.01)
-    for case in ("Discrete, mlp", "Box, mlp", "Discrete, LSTM, sequences of 16"):
-        assert case in table
-        assert report[case]["figures"].keys() == {"by hand", "agent.evaluate"}
-        assert report[case]["ratio"]["median"] > 0
+    printed, content = run(folder, "learner", "--repeats", 2)
+    for setting in ("Discrete, 256 rows", "Box, 1024 rows", "LSTM, 256 rows"):
+        assert f"{setting}, CPU time of evaluate beside lean" in printed
+        ratios = content["results"][setting]
+        assert ratios.keys() == {"torch", "lean"}
+        assert all(len(values) == 2 and min(values) > 0 for values in ratios.values())
