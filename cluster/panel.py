@@ -76,7 +76,7 @@ class ControlPanel:
 
     @classmethod
     def join(cls, connection: Connection) -> Self:
-        """A second panel for the trial of another one. It launches no workers."""
+        """Connect to a running experiment. This panel launches no workers."""
         panel = cls.__new__(cls)
         panel._trial = None
         panel._begin(connection.wire(), connection)

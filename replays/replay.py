@@ -75,7 +75,7 @@ class Replay(Generic[Batch]):
 
     Args:
         capacity: steps to keep, of all environments together. It is rounded up to whole rows of `B` steps.
-        n_step: rewards that `return_` sums, at most: a window ends with its episode.
+        n_step: the length of n-step returns; shorter where an episode ends.
         discount: the factor for each time step between now and a later reward or value.
         prioritized: draw by priority instead of uniformly; see `Prioritized`.
         sequences: draw sequences instead of transitions; see `Sequences`.

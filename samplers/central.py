@@ -70,7 +70,7 @@ class GpuSampler(ParallelSampler):
             raises, this is reported as in a worker, but nothing watches it for a crash or a hang. Only for
             `server="caller"`.
         server: "caller", or "process" for a dedicated process. That is supervised as the workers are, and
-            `step_timeout` applies to the agent's steps too. It is never replaced, since it keeps noise and state of
+            `step_timeout` applies to the agent's steps too. If it fails, the run ends: it keeps noise and state of
             every environment. Its libraries use as many threads as torch does in this process (if forked: one).
         compile_model: run the model through `torch.compile`, with its defaults or with these arguments. It is compiled
             during `initialize`, for all environments together. For other numbers of environments (`min_ready`, halves,

@@ -70,7 +70,7 @@ class Sampler(ABC):
         env_kwargs: arguments for `env_fn`: one dict, or a list of `batch_B` dicts.
         batch_T: time steps per batch.
         batch_B: environments per batch.
-        n_slots: the last `n_slots` batches stay valid. There is memory for so many.
+        n_slots: how many batches stay readable, the newest included. Each takes the memory of a batch.
         n_workers: worker processes; by default one for each CPU that this process may use, and no more than the CPU
             quota of its container. Never more than `batch_B`.
             `SerialSampler` always has one worker.
@@ -101,7 +101,7 @@ class Sampler(ABC):
             its columns of the running batch again from the first step. No other column is touched.
         max_restarts: the most replacements within `restart_window` seconds; one more raises an error that
             lists the earlier ones.
-        restart_window: seconds.
+        restart_window: the seconds over which `max_restarts` counts.
         observation_dtype: record floating-point observations in this dtype (for example `np.float32`) instead of that
             of the space.
         record_final_obs: whether to record the last observation of each episode (`env.final_obs`), which takes as much

@@ -84,7 +84,7 @@ class ShmVectorEnv(CallsOnEnvs):
             observation (under SAME_STEP: as `final_obs`) and `worker_restarted` in its info.
         max_restarts: the most replacements within `restart_window` seconds; one more raises an error that lists the
             earlier ones.
-        restart_window: seconds.
+        restart_window: the seconds over which `max_restarts` counts.
         check_finite: raise a `SpaceError` that names the field and the environment if a reward or a floating-point
             array of the observation has NaN or inf. Parts without a fixed shape are not checked. The results of that
             step are lost; the next call works.
