@@ -148,6 +148,8 @@ class Transitions(FixedFields):
     terminated: Tensor  #: bool, Gymnasium's
     truncated: Tensor  #: bool, Gymnasium's
     agent_info: NamedArrays  #: what `agent.step` returned beside the action
+    env_info: NamedArrays  #: only if the samples have it
+    extra: NamedArrays  #: the same for the fields of a collector
 
 
 @dataclass(slots=True)
@@ -305,6 +307,7 @@ class Samples(FixedFields):
             terminated=env.terminated,
             truncated=env.truncated,
             agent_info=agent.agent_info,
+            **{name: env[name] for name in ("env_info", "extra") if name in env},
         )
         rows = steps.map(lambda leaf: leaf.reshape(T * B, *leaf.shape[2:]))
         valid = env.valid.reshape(T * B)
@@ -455,13 +458,14 @@ class BatchColumns:
         self.terminated, self.truncated, self.valid = own("terminated"), own("truncated"), own("valid")
         done = own("done")
         self.done, self.episode_start = done[1:], done[0]
-        self.agent_info, self.env_info, self.extra = own("agent_info"), own("env_info"), own("extra")
+        self.agent_info, self.env_info = own("agent_info"), own("env_info")
+        self.extra = own("extra") or NamedArrays()
         self.final_obs, self.final_value = own("final_obs"), own("final_value")
         self.bootstrap_value = arrays.bootstrap_value[columns] if "bootstrap_value" in arrays else None
         self.policy_version, self._is_poisoned = arrays.policy_version[columns], is_poisoned
         self.batch_T, self.n_columns = self.done.shape
         self._last_done, self._last_valid = self.done[-1], self.valid[-1]
-        flags = (self.terminated, self.truncated, self.done, self.final_value, self.extra)
+        flags = (self.terminated, self.truncated, self.done, self.final_value, self.extra or None)
         self._cleared = [field for field in flags if field is not None]
         # Made once, because making a view takes as long as writing the row.
         self.observation_rows = [self.observation[t] for t in range(self.batch_T + 1)]

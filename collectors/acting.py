@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,17 @@ from penstock.errors import SpaceError, brief
 
 #: The agent_info of an `AgentStep` without agent_info.
 NO_AGENT_INFO = AgentStep(None).agent_info
+
+
+class Words(NamedTuple):
+    """What an error of `write_fields` says: who must write, what decides the shapes and dtypes, what to do."""
+
+    subject: str
+    source: str
+    remedy: str
+
+
+_AGENT = Words("agent.step must return", "as in the agent's first step", "report the same dtype in every step")
 
 
 def as_agent_step(step: object, agent: Agent) -> AgentStep:
@@ -70,29 +81,29 @@ class AgentInfoWriter:
         """
         fields = agent_info if agent_info.__class__ is dict else fields_of(agent_info)
         if not put_row(self._arrays, t, fields):
-            _write_fields(self._arrays, t, agent_info, "agent_info")
+            write_fields(self._arrays, t, agent_info, "agent_info")
 
 
-def _write_fields(arrays: dict[str, Any], t: int, agent_info: object, name: str) -> None:
-    fields = fields_of(agent_info)
-    if fields is None or {str(key) for key in fields} != arrays.keys():
-        got = brief(agent_info) if fields is None else f"the fields {[str(key) for key in fields]}"
+def write_fields(array: Any, t: int, value: object, path: str, words: Words = _AGENT) -> None:
+    """Write `value` `[B, ...]` into row t of `array` `[T, B, ...]`, or each field of a dict of arrays.
+
+    Raises `SpaceError` with `path` for other fields or another shape, and `ColumnError` for a value that would change.
+    """
+    if isinstance(array, dict):
+        fields = fields_of(value)
+        if fields is None or {str(key) for key in fields} != array.keys():
+            got = brief(value) if fields is None else f"the fields {[str(key) for key in fields]}"
+            raise SpaceError(f"{words.subject} {path} with the fields {list(array)}, {words.source}, got {got}")
+        for key, part in fields.items():
+            write_fields(array[str(key)], t, part, f"{path}.{key}", words)
+        return
+    found = _as_array(value, path)
+    if found.shape != array.shape[1:] or found.dtype.kind not in "biufc":
         raise SpaceError(
-            f"agent.step must return {name} with the fields {list(arrays)}, as in its first step, got {got}"
+            f"{words.subject} {path} with shape {array.shape[1:]} and dtype {array.dtype}, {words.source}, got "
+            f"{found.shape} {found.dtype}"
         )
-    for key, part in fields.items():
-        path, array = f"{name}.{key}", arrays[str(key)]
-        if isinstance(array, dict):
-            _write_fields(array, t, part, path)
-            continue
-        value = _as_array(part, path)
-        if value.shape != array.shape[1:] or value.dtype.kind not in "biufc":
-            raise SpaceError(
-                f"agent.step must return {path} with shape {array.shape[1:]} and dtype {array.dtype}, as in its first "
-                f"step, got {value.shape} {value.dtype}"
-            )
-        fitting = as_dtype(value, array.dtype)
-        if fitting is None:
-            why, remedy = "as in the agent's first step", "report the same dtype in every step"
-            raise dtype_error(path, value, array.dtype, why, remedy)
-        array[t] = fitting
+    fitting = as_dtype(found, array.dtype)
+    if fitting is None:
+        raise dtype_error(path, found, array.dtype, words.source, words.remedy)
+    array[t] = fitting

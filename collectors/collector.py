@@ -14,7 +14,7 @@ from penstock.agents.agent import Agent, AgentStep
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import put_row
 from penstock.buffers.samples import BatchColumns
-from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step
+from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, Words, as_agent_step, write_fields
 from penstock.collectors.action_checks import write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.decorrelation import decorrelate
@@ -25,6 +25,7 @@ from penstock.collectors.tracking import Tracker
 from penstock.envs.infos import InfoWriter
 from penstock.envs.rows import ColumnError, arrays_like
 from penstock.envs.seeding import ColumnStreams, Purpose
+from penstock.errors import SpaceError
 from penstock.workers.control import Phase, Progress
 
 if TYPE_CHECKING:
@@ -64,13 +65,15 @@ class Collector(ABC):
     _unchecked: Any
     _info_writer: InfoWriter | None
     _agent_info_writer: AgentInfoWriter
+    _extra_arrays: dict[str, Any]
 
     #: Whether a worker builds one batched environment, `env_fn(num_envs=n)`, in place of n single ones.
     batched = False
 
     #: Fields of a subclass, for each step of each environment: a Gymnasium space by name, or an example of the value (a
-    #: number, an array). The collector writes them into `self.samples.extra.NAME[t]` `[B, ...]`, and the learner reads
-    #: `samples.env.extra.NAME` `[T, B, ...]`. They are zero where nothing was written. A `Replay` keeps them.
+    #: number, an array). The collector writes them with `record_extra`, and the learner reads `samples.env.extra.NAME`
+    #: `[T, B, ...]`. They are zero where nothing was written. A `Replay` keeps them. A subclass that adds fields
+    #: repeats those of its base: `{**Base.extra_fields, ...}`.
     extra_fields: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, parts: CollectorParts) -> None:
@@ -111,6 +114,7 @@ class Collector(ABC):
             "_unchecked": None if self.envs.checks else observations,
             "_info_writer": None if samples.env_info is None else InfoWriter(samples.env_info),
             "_agent_info_writer": AgentInfoWriter(samples.agent_info),
+            "_extra_arrays": samples.extra.to_dict(),
         }
 
     def use_slot(self, slot: int) -> None:
@@ -259,6 +263,26 @@ class Collector(ABC):
                 self._write_infos(self._info_writer, self.samples.env_info[t])
             except ColumnError as error:
                 raise self.envs.with_env_rank(error.column, error) from None
+
+    def record_extra(self, t: int, /, **fields: Any) -> None:
+        """Write fields of `extra_fields` for step t, each as `[B, ...]`: `self.record_extra(t, cost=cost)`.
+
+        Fields that are left out keep what they have. Raises `SpaceError` with the name of a field that is not declared,
+        has another shape, or has a value that would change in the dtype of the field.
+        """
+        cls, arrays = type(self).__name__, self._extra_arrays
+        for name, value in fields.items():
+            if name not in arrays:
+                raise SpaceError(
+                    f"extra_fields of {cls} has no {name!r}, only {list(arrays)}: declare it there, with a space or an "
+                    "example of the value"
+                )
+            if not put_row(arrays[name], t, value):
+                words = Words(f"{cls} must write", "as extra_fields declares", "convert it, or declare another dtype")
+                try:
+                    write_fields(arrays[name], t, value, f"extra.{name}", words)
+                except ColumnError as error:
+                    raise self.envs.with_env_rank(error.column, error) from None
 
     def _write_infos(self, writer: InfoWriter, row: NamedArrays) -> None:
         writer.write(row, self.envs.infos)

@@ -236,7 +236,10 @@ class Appender:
         more = [(name, samples.env[name]) for name in MORE if name in samples.env and name in self._layouts]
         missing = [name for name in MORE if name in self._layouts and name not in samples.env]
         if missing:
-            raise SpaceError(f"these samples have no env.{missing[0]}, which the first batch had")
+            raise SpaceError(
+                f"these samples have no env.{missing[0]}, which the first batch had: append batches of one sampler, or "
+                "use one replay per sampler"
+            )
         for name, given in [("observation", samples.env.observation), ("action", samples.agent.action), *more]:
             found, expected = _layout(arrays(given), 2), self._layouts[name]
             if found != expected:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from keyword import iskeyword
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
@@ -226,6 +227,11 @@ def _extra_example(cls: type[Collector]) -> NamedArrays | None:
         )
     found = {}
     for name, value in fields.items():
+        if iskeyword(name) or name.startswith("_") or hasattr(NamedArrays, name):
+            raise ConfigError(
+                f"extra_fields of {cls.__name__} must not contain {name!r}: samples.env.extra.{name} is a method of "
+                "NamedArrays, a private name or not Python. Give the field another name"
+            )
         where = f"extra_fields[{name!r}] of {cls.__name__}"
         if isinstance(value, gym.Space):
             found[name] = example_of(value, where)

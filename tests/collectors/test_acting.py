@@ -66,12 +66,12 @@ BAD_INFO: dict[str, tuple[Callable[[int], Any], str, str]] = {
     "text": (
         lambda B: info(B, x=["a"] * B),
         r"agent_info\.x must be a numeric array \[B, ...\], got \[2\] <U1",
-        r"agent_info\.x with shape \(\d,\) and dtype float32, as in its first step, got \(\d,\) <U1",
+        r"agent_info\.x with shape \(\d,\) and dtype float32, as in the agent's first step, got \(\d,\) <U1",
     ),
     "a number": (
         lambda B: info(B, x=1.0),
         r"agent_info\.x must be a numeric array \[B, ...\], got \[\] float64",
-        r"agent_info\.x with shape \(\d,\) and dtype float32, as in its first step, got \(\) float64",
+        r"agent_info\.x with shape \(\d,\) and dtype float32, as in the agent's first step, got \(\) float64",
     ),
     "nothing in a field": (
         lambda B: info(B, x=None),
@@ -175,7 +175,9 @@ def test_a_report_that_comes_later_is_not_lost_in_silence() -> None:
 
     with make() as sampler:
         sampler.initialize(Late(lambda B: None, first=99))
-        with pytest.raises(WorkerError, match=r"with the fields \[\], as in its first step, got the fields \['x', 'd"):
+        with pytest.raises(
+            WorkerError, match=r"with the fields \[\], as in the agent's first step, got the fields \['x', 'd"
+        ):
             sampler.obtain_samples(0)
 
 

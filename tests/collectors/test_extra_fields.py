@@ -23,9 +23,11 @@ from penstock import (
     SpaceError,
     VectorEnvCollector,
     WaitResetCollector,
+    WorkerError,
 )
 from penstock.envs import BatchedCartPole, CountingEnv
 from penstock.replays import Ratio, Replay, Sequences
+from penstock.testing import Fault, check_collector, faulty_env
 
 T, B, LENGTH = 8, 4, 5
 
@@ -40,13 +42,13 @@ class Cost(ResetCollector):
         for t in range(self.batch_T):
             self.act(t)
             self.step_envs(t)
-            self.samples.extra.cost[t] = 2 * self.samples.reward[t + 1]
+            self.record_extra(t, cost=2 * self.samples.reward[t + 1])
             if t % 2:
-                self.samples.extra.goal[t] = np.array(self.envs.env_ranks)[:, None]
+                self.record_extra(t, goal=np.repeat(np.array(self.envs.env_ranks)[:, None], 2, 1))
         self.end_batch()
 
 
-def require_right(samples: Any, itr: int = 1) -> None:
+def require_right(samples: Any) -> None:
     extra = samples.env.extra
     assert torch.equal(extra.cost, 2 * samples.env.reward)
     assert extra.goal.shape == (T, B, 2)
@@ -81,12 +83,88 @@ def test_every_sampler_returns_them(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_all_start_methods(start_method: str) -> None:
-    options = {"batch_T": T, "batch_B": B, "n_workers": 2, "start_method": start_method}
-    with ParallelSampler(partial(CountingEnv, LENGTH), collector_cls=Cost, **options) as sampler:  # type: ignore[arg-type]
+@pytest.mark.parametrize("kind", [kind for kind in SAMPLERS if kind != "serial"])
+def test_all_start_methods(kind: str, start_method: str) -> None:
+    options = {"batch_T": T, "batch_B": B, "start_method": start_method}
+    with SAMPLERS[kind](partial(CountingEnv, LENGTH), collector_cls=Cost, **options) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
+        if kind == "async":
+            sampler.start()
         for itr in range(2):
             require_right(sampler.obtain_samples(itr)[0])
+
+
+@pytest.mark.slow
+def test_a_replaced_worker_writes_its_columns_again(tmp_path: Path) -> None:
+    env_fn = faulty_env(partial(CountingEnv, LENGTH), Fault("exit", at=13, marker=str(tmp_path / "failed")))
+    options: dict[str, Any] = {"collector_cls": Cost, "n_workers": 2, "on_worker_failure": "restart"}
+    with ParallelSampler(env_fn, batch_T=T, batch_B=B, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(4):
+            require_right(sampler.obtain_samples(itr)[0])
+        assert sampler.stats().restarts == 1
+
+
+def test_the_checks_of_collectors_accept_them() -> None:
+    check_collector(Cost, partial(CountingEnv, LENGTH))
+
+
+def test_transitions_have_them_and_env_info() -> None:
+    options: dict[str, Any] = {"collector_cls": Cost, "env_info": ["count"]}
+    with SerialSampler(partial(CountingEnv, LENGTH), batch_T=T, batch_B=B, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        steps = sampler.obtain_samples(0)[0].transitions(0.9)
+    assert torch.equal(steps.extra.cost, 2 * steps.reward)
+    assert torch.equal(steps.env_info.count.float(), steps.reward)
+
+
+PARTS = spaces.Dict({"a": spaces.Discrete(3), "b": spaces.Box(0, 1, (2,))})
+
+
+@pytest.mark.parametrize(
+    ("declared", "name", "value", "text"),
+    [
+        (np.float32(0), "cost", np.zeros(3), r"Wrong must write extra.cost with shape \(2,\) and dtype float32, as "),
+        (np.float32(0), "cost", 1.0, r"extra.cost with shape \(2,\) .*, as extra_fields declares, got \(\) float64"),
+        (np.float32(0), "cost", None, r"extra.cost with shape \(2,\) and dtype float32, .*, got \(\) object"),
+        (np.float32(0), "speed", np.zeros(2), r"extra_fields of Wrong has no 'speed', only \['cost'\]: declare it "),
+        (np.float32(0), "t", np.zeros(2), r"extra_fields of Wrong has no 't', only \['cost'\]: declare it there"),
+        (None, "cost", np.zeros(2), r"extra_fields of Wrong has no 'cost', only \[\]: declare it there"),
+        (PARTS, "cost", {"a": np.zeros(2, int)}, r"extra.cost with the fields \['a', 'b'\], .* got .* \['a'\]"),
+        (PARTS, "cost", {"a": np.zeros(2, int), "b": np.zeros(2)}, r"extra.cost.b with shape \(2, 2\)"),
+    ],
+)
+def test_a_wrong_value_is_named(declared: Any, name: str, value: Any, text: str) -> None:
+    class Wrong(ResetCollector):
+        extra_fields: ClassVar[Any] = {} if declared is None else {"cost": declared}
+
+        def step_envs(self, t: int) -> None:
+            super().step_envs(t)
+            self.record_extra(t, **{name: value})
+
+    with SerialSampler(CountingEnv, batch_T=2, batch_B=2, collector_cls=Wrong) as sampler:
+        sampler.initialize(RandomAgent())
+        with pytest.raises(WorkerError, match=rf"^worker 0 \(.*env_rank 0 to 1\) raised .*SpaceError .*t=0.*{text}"):
+            sampler.obtain_samples(0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "shown"), [(np.int32, 0.5, "int32, .* got float64 0.5"), (np.uint8, 300, "uint8, .* int64 300")]
+)
+def test_a_value_that_would_change_is_named_with_its_worker_and_environment(dtype: Any, value: Any, shown: str) -> None:
+    class Wrong(ResetCollector):
+        extra_fields: ClassVar[Any] = {"cost": dtype(0)}
+
+        def step_envs(self, t: int) -> None:
+            super().step_envs(t)
+            if (ranks := np.array(self.envs.env_ranks))[-1] == 3:
+                self.record_extra(t, cost=np.where(ranks == 3, value, 0))
+
+    with ParallelSampler(CountingEnv, batch_T=2, batch_B=4, n_workers=2, collector_cls=Wrong) as sampler:
+        sampler.initialize(RandomAgent())
+        text = rf"^worker 1 .*SpaceError .*extra\.cost of env_rank 3 must have dtype {shown}: convert it, or declare"
+        with pytest.raises(WorkerError, match=text):
+            sampler.obtain_samples(0)
 
 
 class Waiting(WaitResetCollector):
@@ -121,6 +199,9 @@ def test_other_collectors_declare_them_too() -> None:
     [
         (["cost"], "extra_fields of Wrong must be a dict of names and spaces or examples"),
         ({"two words": 0.0}, "extra_fields of Wrong must be a dict"),
+        ({"items": 0.0}, r"extra_fields of Wrong must not contain 'items': samples\.env\.extra\.items is a method of "),
+        ({"_values": 0.0}, "extra_fields of Wrong must not contain '_values'"),
+        ({"class": 0.0}, "must not contain 'class'.*Give the field another name"),
         ({"cost": "much"}, r"extra_fields\['cost'\] of Wrong must be a space, a number or an array"),
         ({"cost": spaces.Text(4)}, r"extra_fields\['cost'\] of Wrong has a Text space"),
     ],
@@ -177,7 +258,7 @@ def test_a_replay_keeps_them_and_env_info(tmp_path: Path) -> None:
     ours, theirs = replay.sample(32), loaded.sample(32)
     require_kept(theirs, theirs.observation)
     assert ours.extra.cost.shape == theirs.extra.cost.shape
-    with pytest.raises(SpaceError, match=r"these samples have no env\.env_info, which the first batch had"):
+    with pytest.raises(SpaceError, match=r"these samples have no env\.env_info, which the first batch had: append"):
         replay.append(samples.select("env.observation", "env.reward", "env.valid", "agent.action"))
 
 
