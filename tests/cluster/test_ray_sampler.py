@@ -6,7 +6,7 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 import gymnasium as gym
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import threadpoolctl
 import torch
+from gymnasium import spaces
 from torch import nn
 
 pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
@@ -25,6 +26,7 @@ from penstock import (
     GpuSampler,
     ParallelSampler,
     RandomAgent,
+    ResetCollector,
     SamplerStateError,
     SerialSampler,
     TrajInfo,
@@ -100,6 +102,16 @@ def test_the_same_seed_gives_the_same_batches_for_any_number_of_shards(
     assert_same(reference, run(RaySampler, CARTPOLE, RandomAgent, n_shards=n_shards, **options))
 
 
+class Cost(ResetCollector):
+    extra_fields: ClassVar[Any] = {"cost": np.float32(0), "position": spaces.Box(-9, 9, (2,), np.float32)}
+
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        self.record_extra(t, cost=2 * self.samples.reward[t + 1])
+        if t % 2:
+            self.record_extra(t, position=self.samples.observation[t][:, :2])
+
+
 def vector_env(num_envs: int) -> gym.vector.VectorEnv[Any, Any, Any]:
     mode = gym.vector.AutoresetMode.SAME_STEP
     return gym.vector.SyncVectorEnv([CARTPOLE] * num_envs, autoreset_mode=mode)
@@ -129,6 +141,8 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         RandomAgent,
         {"collector_cls": WaitResetCollector, "sampler_cls": SerialSampler},
     ),
+    "own fields": (CARTPOLE, RandomAgent, {"collector_cls": Cost}),
+    "own fields, central": (CARTPOLE, RandomAgent, {"collector_cls": Cost, "sampler_cls": GpuSampler}),
     "batched": (vector_env, RandomAgent, {"collector_cls": VectorEnvCollector}),
     "central": (CARTPOLE, model_agent, {"sampler_cls": GpuSampler}),
 }
