@@ -124,7 +124,8 @@ class ArraySpec:
 class NamedMemory:
     """Zeroed arrays in the structure of `specs`: in one shared block, or private to this process.
 
-    `arrays` is the `NamedArrays` of numpy views. The object can be pickled only while a worker is started. The worker
+    The system frees a shared block when no process has it any more: `close` closes this process's descriptor, and the
+    last view of the arrays must go. `arrays` is the `NamedArrays` of numpy views. The object can be pickled only while a worker is started. The worker
     then gets the descriptor and the layout, and maps the same memory.
     """
 

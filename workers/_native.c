@@ -1,4 +1,4 @@
-/* Reads the words of the control block, and waits until they change. native.py says what each function does.
+/* Reads the words of the control block, and waits until they change. spinning.py says what each function does.
 
    Arguments that hold words are contiguous buffers of 8-byte integers. Other processes write these words, so they are
    read as atomics. While a function spins, it holds no GIL. */

@@ -304,7 +304,7 @@ class ControlBlock:
         # Typed as Any: the annotations of memoryview know one dimension only.
         self._replied: Any = memoryview(arrays.replied)
         self._rows: Any = memoryview(arrays.progress)
-        #: The first arguments of the functions in native.py.
+        #: The first arguments of the functions in spinning.py.
         self.block: tuple[Any, Any, Any] = self._rows, self.opened, self._replied
         self.quit_word, self.main_asleep = self._words[QUIT : QUIT + 1], self._words[MAIN_ASLEEP : MAIN_ASLEEP + 1]
         self._n_results: Any = memoryview(arrays.n_results)
@@ -373,7 +373,7 @@ class ControlBlock:
         return Command(itr, bool(do_eval), bool(has_message), version, batch)
 
     def has_arrived(self, worker_rank: int) -> bool:
-        """Whether this worker has completed the last opening of its gate and waits at barrier_out."""
+        """Whether this worker has completed the last opening of its gate."""
         return self._rows[worker_rank, ARRIVED] == self.opened[worker_rank]  # type: ignore[no-any-return]
 
     def arrived(self, worker_rank: int) -> int:

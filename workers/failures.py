@@ -169,7 +169,7 @@ def examine_exits(
     complaints, killed = list[str](), list[WorkerFailure]()
     for handle in handles:
         is_unreported = not handle.is_reaped
-        exitcode = handle.reap()  # this also kills what its environments have left running
+        exitcode = handle.kill_and_reap()  # this also kills what its environments have left running
         status, report = status_of(handle), reports.read(handle.rank)
         failure = WorkerFailure(status, exitcode, report)
         if handle.rank in forced:

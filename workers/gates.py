@@ -3,7 +3,7 @@
 A gate is two counts in shared memory, each with one writer, and a wake-up in each direction:
 
     main process                                   worker
-    open():   opened += 1, wake the worker   -->   wait_in(): until opened > arrived     (barrier_in)
+    open_all: opened += 1, wake the worker   -->   wait_in(): until opened > arrived     (barrier_in)
     arrived:  arrived == opened              <--   arrive():  arrived += 1, wake main    (barrier_out)
 
 With central inference, workers also send requests in the middle of a batch:
@@ -98,7 +98,8 @@ class Gate:
     # ---- main process ----------------------------------------------------------------------
 
     def open(self, command: Command = Command()) -> None:  # noqa: B008 - immutable
-        """Let the worker through barrier_in, to run `command`."""
+        """Let the worker through barrier_in, to run `command`. Only a pool that closes opens single gates:
+        batches begin with `ControlBlock.open_all`."""
         self._control.open(self._rank, command)
         self.wake()
 
@@ -177,7 +178,7 @@ class Gate:
 
     def sleep(self, is_due: Callable[[], Any], milliseconds: int = _POLL_MS, wake_for: int = FOR_ANY) -> None:
         """Sleep until something wakes this worker, at most for `milliseconds`; not at all if `is_due()` is already
-        True. `wake_for` says what must wake it (progress.py)."""
+        True. `wake_for` says what must wake it (control.py)."""
         side = self._side or self._make_side()
         if side.poll is None:
             side.poll = select.poll()

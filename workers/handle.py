@@ -37,7 +37,7 @@ class WorkerHandle:
         self.pid = self.process.pid
         self.death_fd = self.process.sentinel  #: readable when the process has exited
 
-    def reap(self) -> int | None:
+    def kill_and_reap(self) -> int | None:
         """Kill what is left of the worker and its group. Returns its exit code, or None if the supervisor
         does not answer."""
         if not self.is_reaped:

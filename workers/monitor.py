@@ -213,7 +213,7 @@ class Monitor:
         failures = []
         for rank in sorted(found):
             handle = self._handles[rank]
-            status, exitcode = self.status(handle), handle.reap()
+            status, exitcode = self.status(handle), handle.kill_and_reap()
             report, stack, episode = self._reports.read(rank), handle.stacks.read(), self._episode_of(status)
             failures.append(WorkerFailure(status, exitcode, report, stack, episode=episode))
         return failures
@@ -228,7 +228,7 @@ class Monitor:
             stack = handle.stacks.ask(handle.pid)
             handle.process.kill()
             hung = f"made no progress for {limit:g} s ({name}={limit:g}){stopped}"
-            exitcode = handle.reap()
+            exitcode = handle.kill_and_reap()
             failures.append(WorkerFailure(status, exitcode, None, stack, hung, self._episode_of(status)))
         return failures
 

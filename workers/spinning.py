@@ -116,7 +116,7 @@ spin_for_arrivals: Callable[[Any, Any, Any, int, float, bool], bool]
 #: be idle too, or one must have an urgent request.
 spin_for_requests: Callable[[Any, Any, Any, int, int, bool, Any, float, bool], bool]
 #: `must_wake(rows, opened, replied, sleeper)`: whether the process whose sleeping word is `sleeper[0]` must be woken,
-#: after something was published. Contains a full fence. See `AWAKE` in progress.py.
+#: after something was published. Contains a full fence. See `AWAKE` in control.py.
 must_wake: Callable[[Any, Any, Any, Any], bool]
 #: `look(rows, opened, replied, n_workers)`: what the first `n_workers` do, in one pass.
 look: Callable[[Any, Any, Any, int], Look]
