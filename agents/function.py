@@ -36,7 +36,7 @@ class FunctionAgent(Agent):
     `state_dict` and `save` contain them.
 
     `mask_key` is for random steps before the first batch, and for the check of masks (see `Agent.mask_key`): `fn`
-    itself must choose legal actions.
+    itself must choose legal actions. `device` must be None: `fn` itself moves arrays to a GPU and back.
 
     Every sampler acts with copies of `fn` that are made by cloudpickle, so lambdas and closures are allowed. Without
     `parameters`, call `sync_shared_memory` after you have changed what `fn` uses (the weights of its model, for
@@ -48,7 +48,19 @@ class FunctionAgent(Agent):
     # The bytes that this process last made of it. They may differ from the bytes of the process that sent it.
     _pickled: bytes | None = None
 
-    def __init__(self, fn: Callable[..., Any], *, parameters: object = None, mask_key: str | None = None) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        parameters: object = None,
+        mask_key: str | None = None,
+        device: None = None,
+    ) -> None:
+        if device is not None:
+            raise ConfigError(
+                f"FunctionAgent has no model that it could move to device={device!r}: put the arrays on the device in "
+                "fn, and return arrays of numpy. An agent with a torch module, such as CategoricalPgAgent, takes device"
+            )
         if not callable(fn):
             raise ConfigError(f"FunctionAgent needs a function of the observation, got {type(fn).__name__}")
         self._fn, self.parameters, self.mask_key = fn, parameters, mask_key

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from penstock import (
     CategoricalPgAgent,
     ConfigError,
+    FunctionAgent,
     GaussianPgAgent,
     RecurrentCategoricalPgAgent,
     RecurrentGaussianPgAgent,
@@ -324,6 +325,12 @@ def test_a_device_that_does_not_exist_is_named() -> None:
     agent = CategoricalPgAgent(lambda: Heads(ACTIONS["discrete"], "logits"), device=f"cuda:{n}")
     with pytest.raises(ConfigError, match=f'the model cannot be moved to device="cuda:{n}"'):
         agent.initialize(Walk("discrete", False).observation_space, ACTIONS["discrete"])
+
+
+def test_an_agent_without_a_model_says_where_to_use_the_device() -> None:
+    wrong: Any = "cuda"
+    with pytest.raises(ConfigError, match=r"no model .* device='cuda': put the arrays on the device in fn"):
+        FunctionAgent(lambda observation: observation, device=wrong)
 
 
 def test_the_rows_of_named_arrays() -> None:
