@@ -617,7 +617,8 @@ class Sampler(ABC):
     # ---- closing ---------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End the workers and close everything: processes, descriptors, claims. It raises no error. It may be called twice, and from any thread.
+        """End the workers, and close everything: processes, descriptors, claims. It raises no error. It may be called
+        twice, and from any thread.
 
         The last samples stay readable. A worker that does not exit within about two seconds is killed and named in a
         `RuntimeWarning`. A call that another thread runs raises `SamplerClosedError`. If this call is in the user's
