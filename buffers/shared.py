@@ -125,8 +125,8 @@ class NamedMemory:
     """Zeroed arrays in the structure of `specs`: in one shared block, or private to this process.
 
     The system frees a shared block when no process has it any more: `close` closes this process's descriptor, and the
-    last view of the arrays must go. `arrays` is the `NamedArrays` of numpy views. The object can be pickled only while a
-    worker is started. The worker then gets the descriptor and the layout, and maps the same memory.
+    last view of the arrays must go. `arrays` is the `NamedArrays` of numpy views. The object can be pickled only while
+    a worker is started. The worker then gets the descriptor and the layout, and maps the same memory.
     """
 
     def __init__(self, specs: NamedArrays, *, shared: bool, purpose: str) -> None:
