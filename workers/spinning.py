@@ -154,7 +154,7 @@ else:
     COMPILED = True
 
 
-#: The longest time. A wake-up takes 20 to 50 µs, and much longer where other programs run.
+#: The longest time. A wake-up takes some microseconds or some tens, and much longer where other programs run.
 SPIN_SECONDS = 1e-3
 
 _WEIGHT = 1 / 8  # of the last wait in the moving averages
