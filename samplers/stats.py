@@ -73,14 +73,15 @@ class SamplerStats:
     skipped_batches: int = 0
     dropped_trajectories: int = 0
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:  # for `print` and notebooks
         """A table with a line for each worker, in seconds."""
-        lines = [f"{'worker':>6} {'envs':>9} {'steps':>12} {'acting':>9} {'stepping':>9} {'waiting':>9} {'idle':>5}"]
+        names = ("acting", "stepping", "resetting", "waiting")
+        lines = [f"{'worker':>6} {'envs':>10} {'steps':>12} {' '.join(f'{name:>9}' for name in names)} {'idle':>5}"]
         for own in self.workers:
             spent = own.acting + own.stepping + own.waiting
             idle = own.waiting / spent if spent else 0.0
-            times = f"{own.acting:>9.2f} {own.stepping:>9.2f} {own.waiting:>9.2f} {idle:>5.0%}"
-            lines.append(f"{own.worker_rank:>6} {span(own.env_ranks):>9} {own.steps:>12,} {times}")
+            times = " ".join(f"{getattr(own, name):>9.2f}" for name in names)
+            lines.append(f"{own.worker_rank:>6} {span(own.env_ranks):>10} {own.steps:>12,} {times} {idle:>5.0%}")
         more = [f"{self.bytes_shared / 2**20:,.1f} MiB shared"]
         if self.restarts:
             more.append(f"{self.restarts} workers replaced, {self.lost_trajectories} trajectories lost")

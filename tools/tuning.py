@@ -55,10 +55,11 @@ class TuneRow:
         """Steps per second by round."""
         return {number: turn.steps_per_s for number, turn in zip(self.rounds, self.turns, strict=True)}
 
-    def ratios(self, other: TuneRow) -> list[float]:
-        """The speed divided by that of `other`, for each round in which both had a turn."""
-        rates = other.rates
-        return [rate / rates[number] for number, rate in self.rates.items() if number in rates]
+    def ratios(self, other: TuneRow, learner_us: float = 0.0) -> list[float]:
+        """The speed divided by that of `other`, for each round in which both had a turn. Both speeds are of a loop that
+        also trains for `learner_us` microseconds a step."""
+        pairs = [(rate, other.rates[number]) for number, rate in self.rates.items() if number in other.rates]
+        return [rate / slow * ((1e6 + learner_us * slow) / (1e6 + learner_us * rate)) for rate, slow in pairs]
 
 
 @dataclass
@@ -73,7 +74,7 @@ class TuneReport:
     @property
     def best(self) -> TuneRow | None:
         """The recommended row; None if no candidate had a turn."""
-        return choose(self.rows)
+        return choose(self.rows, self.learner_us)
 
     @property
     def recommendation(self) -> str:
@@ -82,11 +83,13 @@ class TuneReport:
         if best is None:
             return "# No candidate had a turn, so there is no recommendation."
         one, candidate = self.rows[0], best.candidate  # the first row is that of SerialSampler
-        ratios = best.ratios(one)
-        if candidate.sampler == "SerialSampler":
-            verdict = "One process is fastest here."
+        ratios, training = best.ratios(one, self.learner_us), ", with your training" if self.learner_us else ""
+        if candidate.sampler == "SerialSampler" and not any(row.turns and not row.failure for row in self.rows[1:]):
+            verdict = "No other candidate could be measured."
+        elif candidate.sampler == "SerialSampler":
+            verdict = f"One process is fastest here{training}."
         elif ratios:
-            verdict = f"{np.median(ratios):.2f} times the speed of one process."
+            verdict = f"{np.median(ratios):.2f} times the speed of one process{training}."
         else:
             verdict = f"The fastest of {sum(bool(row.turns) for row in self.rows)} candidates."
         return f"# {verdict}\n{candidate.code(self.env)}"
@@ -108,6 +111,7 @@ class TuneReport:
             "env": self.env,
             "machine": describe_machine(),
             "is_interrupted": self.is_interrupted,
+            "learner_us": self.learner_us,
             "rows": rows,
             "recommendation": self.recommendation,
         }
@@ -124,15 +128,20 @@ class TuneReport:
     def _with_learner(self) -> list[str]:
         """What is left of the gain when the learner trains after each batch."""
         best, one = self.best, self.rows[0] if self.rows else None
-        if not self.learner_us or best is None or one is None or not one.turns:
+        if best is None or one is None or not one.turns:
             return []
+        if not self.learner_us:
+            return [
+                "Nothing was trained. If training takes 80 % of your time, no sampler makes the whole more than 1.25 "
+                "times as fast: count it with --learner-us, in Python learner_us."
+            ]
         own, fastest = (1e6 / float(np.median([turn.steps_per_s for turn in row.turns])) for row in (one, best))
         whole, learner = own + self.learner_us, self.learner_us
         return [
-            f"With {learner:g} µs of training for each step, the best sampler gives {1e6 / (fastest + learner):,.0f} "
-            f"steps/s, {whole / (fastest + learner):.2f} times one process. A sampler that takes no time would give "
-            f"{whole / learner:.2f} times one process. AsyncSampler, which samples while you train, gives at most "
-            f"{whole / max(fastest, learner):.2f} times."
+            f"With {learner:g} µs of training for each step, training takes {learner / whole:.0%} of the time of one "
+            f"process: no sampler makes the whole more than {whole / learner:.2f} times as fast. The recommended one "
+            f"gives {1e6 / (fastest + learner):,.0f} steps/s, {whole / (fastest + learner):.2f} times one process. "
+            f"AsyncSampler, which samples while you train, gives at most {whole / max(fastest, learner):.2f} times."
         ]
 
     def _cells(self, row: TuneRow) -> tuple[str, ...]:
@@ -151,13 +160,14 @@ class TuneReport:
         return candidate.sampler, workers, *sizes, candidate.inference or "-", *figures
 
 
-def choose(rows: Sequence[TuneRow]) -> TuneRow | None:
-    """The first of the rows that are slower than the fastest by less than 3 %. The simple ones come first. All are
-    compared with `rows[0]`, round by round. None if no row without a failure has had a turn."""
+def choose(rows: Sequence[TuneRow], learner_us: float = 0.0) -> TuneRow | None:
+    """The first of the rows that are slower than the fastest by less than 3 %, with `learner_us` of training a step.
+    The simple ones come first. All are compared with `rows[0]`, round by round. None if no row without a failure has
+    had a turn."""
     running = [row for row in rows if row.turns and not row.failure]
     if not running:
         return None
-    figures = [row.ratios(rows[0]) for row in running]
+    figures = [row.ratios(rows[0], learner_us) for row in running]
     if not all(figures):  # the first candidate failed: compare the steps per second
         figures = [list(row.rates.values()) for row in running]
     speeds = [np.median(values) for values in figures]
@@ -213,8 +223,8 @@ def tune(
             at least one batch.
         limit: seconds that a candidate may take to start and collect its first batch, and for each later batch. After
             that it is stopped.
-        learner_us: microseconds that your learner trains for each environment step. The report then says how much of
-            the gain is left.
+        learner_us: microseconds that your learner trains for each environment step. The recommendation counts them, and
+            the report says how much any sampler can gain.
         start_method: "fork" starts quickly. Use "forkserver" or "spawn" if your environment does not work after a fork.
         report: is filled during the search. If Ctrl-C ends the search, it has the figures so far.
         say: is called from time to time with a line about the progress.

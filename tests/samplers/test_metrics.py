@@ -138,7 +138,9 @@ def test_the_statistics_are_printed_as_a_table() -> None:
     with SerialSampler(CountingEnv, batch_T=4, batch_B=3) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)
-        heading, line, total = str(sampler.stats()).splitlines()
-    assert heading.split() == ["worker", "envs", "steps", "acting", "stepping", "waiting", "idle"]
+        stats = sampler.stats()
+    assert repr(stats) == str(stats), "a notebook shows the table too"
+    heading, line, total = str(stats).splitlines()
+    assert heading.split() == ["worker", "envs", "steps", "acting", "stepping", "resetting", "waiting", "idle"]
     assert line.split()[:5] == ["0", "0", "to", "2", "12"]
     assert total.endswith("MiB shared")

@@ -73,16 +73,33 @@ def test_the_recommendation_is_code_and_says_so_if_one_process_is_fastest() -> N
     ]
     assert str(report).endswith(report.recommendation)
     assert "no recommendation" in TuneReport().recommendation
+    alone = TuneReport("env_fn", [row(ONE, 100), row(TWO, failure="slow"), row(FOUR, 300, failure="slow")])
+    assert alone.recommendation.startswith("# No other candidate could be measured.")
 
 
 def test_the_learner_limits_what_is_gained() -> None:
     # 10 µs a step in one process, 5 µs with two workers, and 10 µs of training.
     report = TuneReport("env_fn", [row(ONE, 100_000), row(TWO, 200_000)], learner_us=10.0)
     text = str(report)
-    assert "the best sampler gives 66,667 steps/s, 1.33 times one process" in text
-    assert "A sampler that takes no time would give 2.00 times one process" in text
+    assert "training takes 50% of the time of one process: no sampler makes the whole more than 2.00 times" in text
+    assert "The recommended one gives 66,667 steps/s, 1.33 times one process" in text
     assert "AsyncSampler, which samples while you train, gives at most 2.00 times" in text
-    assert "training" not in str(TuneReport("env_fn", report.rows))
+    assert report.recommendation.startswith("# 1.33 times the speed of one process, with your training.")
+    assert report.as_dict()["learner_us"] == 10.0
+    without = str(TuneReport("env_fn", report.rows))
+    assert "Nothing was trained" in without
+    assert "--learner-us" in without
+
+
+def test_where_no_sampler_can_help_one_process_is_recommended() -> None:
+    # 10 µs a step in one process, 5 µs with two workers, and 1 ms of training.
+    report = TuneReport("env_fn", [row(ONE, 100_000), row(TWO, 200_000)], learner_us=1000.0)
+    assert report.best is not None
+    assert report.best.candidate == ONE
+    assert report.recommendation.startswith("# One process is fastest here, with your training.")
+    assert "training takes 99% of the time of one process: no sampler makes the whole more than 1.01 times" in str(
+        report
+    )
 
 
 def test_an_error_of_several_candidates_is_shown_once() -> None:
