@@ -77,7 +77,7 @@ def test_the_readme_example_runs_as_a_script_and_learns(tmp_path: Path) -> None:
 def test_the_sb3_example_of_the_readme_runs_as_a_script(tmp_path: Path) -> None:
     pytest.importorskip("stable_baselines3")
     script = tmp_path / "script.py"
-    script.write_text(blocks("README.md")[0].replace("10_000", "2048"), encoding="utf-8")
+    script.write_text(blocks("README.md")[0].replace("10_000", "1024"), encoding="utf-8")
     done = run(script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
