@@ -98,6 +98,39 @@ def test_no_code_is_cut_on_a_page() -> None:
             assert all(len(line) <= 80 for line in block.splitlines()), f"{path.name}: wrap the code at 80 columns"
 
 
+def test_the_recipe_with_hindsight_learns_goals_that_the_episode_reaches_later() -> None:
+    page = blocks("recipes/algorithms.md")
+    first = next(i for i, block in enumerate(page) if "class FlipBits" in block)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    imports = "import copy, gymnasium as gym, numpy as np\nfrom penstock import EpsilonGreedyAgent\n"
+    program = page[0] + imports + "from penstock.replays import Replay\n" + "\n".join(page[first : first + 3])
+    exec(compile(shortened(program), "recipes/algorithms.md", "exec"), names)
+    batch, n_bits = names["replay"].sample(64), names["N_BITS"]
+    reached, done = batch.extra.reached[:n_bits], (batch.terminated | batch.truncated)[:n_bits]
+    assert done.any(), "the state after the last step of an episode is needed too"
+    flipped = reached != batch.observation.bits[:n_bits]
+    assert torch.equal(flipped, torch.nn.functional.one_hot(batch.action[:n_bits], n_bits).bool())
+    goal, is_reached = names["with_new_goals"](batch, share=1.0)
+    assert torch.equal(is_reached, (goal == reached).all(-1))
+    episode = done.long().cumsum(0) - done.long()
+    row = torch.arange(n_bits)
+    is_later = (row[None] >= row[:, None])[..., None] & (episode[:, None] == episode[None])
+    assert ((goal[:, None] == reached[None]).all(-1) & is_later).any(1).all()
+
+
+def test_the_recipe_with_a_cost_weighs_it() -> None:
+    page = blocks("recipes/algorithms.md")
+    (loop,) = (block for block in page if "CostOfPlace" in block)
+    (functions,) = (block.partition("agent = ")[0] for block in page if "def ppo_loss" in block)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(shortened(page[0] + functions + loop), "recipes/algorithms.md", "exec"), names)
+    env, weight = names["samples"].env, names["weight"]
+    # In CartPole, the place after a step is that of the next row; the cost of a last step is that of final_obs.
+    assert torch.equal(names["cost"], (env.next_observation[..., 0] > 0).float())
+    assert weight > 0
+    assert torch.allclose(names["penalized"].env.reward, env.reward - weight * names["cost"])
+
+
 def test_the_recipe_with_masks_takes_and_trains_legal_actions() -> None:
     page = blocks("recipes/algorithms.md")
     (loop,) = (block for block in page if "mask_key=" in block)
