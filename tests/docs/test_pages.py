@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 NEEDS = {
+    "slow.md": "matplotlib",
     "migration/rllib.md": "ray.rllib.algorithms.ppo",
     "migration/sb3.md": "stable_baselines3",
     "migration/skrl.md": "skrl",
