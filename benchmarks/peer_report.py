@@ -99,12 +99,12 @@ def figure(found: Sequence[float], form: str) -> str:
     return cell(found, form) if found else "-"
 
 
-def shares(rounds: Rounds, name: str, other: str = ALL, key: str = "in_step") -> tuple[str, str]:
-    """The ratio to the bare loops in step, in undisturbed and in disturbed rounds, with the number of rounds."""
+def shares(rounds: Rounds, name: str, other: str) -> tuple[str, str]:
+    """The ratio of two speeds, in undisturbed and in disturbed rounds, with the number of rounds."""
     cells = []
     for wanted in (True, False):
         chosen = [turns for turns in rounds if is_quiet(turns, name, other) is wanted]
-        found = ratios(chosen, name, other, key)
+        found = ratios(chosen, name, other)
         cells.append(f"{figure(found, '{:.2f}')}, n={len(found)}" if found else "-")
     return cells[0], cells[1]
 
@@ -132,10 +132,10 @@ def summary(results: Sequence[dict[str, Any]]) -> list[str]:
             WORKS[result["work"]].title,
             name.removeprefix("penstock "),
             figure(ratios(calmest(rounds, name, ALL), name, ALL, "in_step"), "{:.2f}"),
-            figure(values(rounds, name, "cpu_us"), "{:.1f}"),
+            figure(values(calmest(rounds, name), name, "cpu_us"), "{:.1f}"),
             peer,
             figure(ratios(calmest(rounds, name, peer), name, peer), "{:.2f}"),
-            figure(values(rounds, peer, "cpu_us"), "{:.1f}"),
+            figure(values(calmest(rounds, peer), peer, "cpu_us"), "{:.1f}"),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -202,7 +202,7 @@ def pauses(result: dict[str, Any]) -> list[str]:
         cells = [
             name,
             figure(values(rounds, name, "rate"), "{:,.0f}"),
-            *(shares(rounds, name, base, "rate") if is_paused else ("1", "1")),
+            *(shares(rounds, name, base) if is_paused else ("1", "1")),
             figure(in_relation(rounds, base, kind), "{:.2f}") if is_paused else "1",
             figure(values(rounds, name, "cpu_us"), "{:.1f}"),
             figure(values(rounds, name, "sleeps"), "{:,.2f}"),
@@ -214,36 +214,33 @@ def pauses(result: dict[str, Any]) -> list[str]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """The Markdown of one work."""
+    """The Markdown of one work. As in the picture, figures are from undisturbed rounds, if there are at least three."""
     work, rounds = WORKS[result["work"]], result["rounds"]
-    peer = best_peer(rounds)
     size = f"{work.n_envs} environments, T = {work.T}, {work.n_workers} workers"
-    found = cores(rounds)
-    lines = [f"**{work.title}** ({size}). Cores: {figure(found, '{:.2f}')}."]
-    headings = (
-        "contestant",
-        "steps/s",
-        "of the bare loops in step",
-        "the same in disturbed rounds",
-        f"of the best peer ({peer})",
-        "CPU µs a step",
-        "involuntary switches a second",
-    )
+    lines = [f"**{work.title}** ({size}). Cores: {figure(cores(calmest(rounds, ONE, ALL)), '{:.2f}')}."]
+    headings = ("contestant", "steps/s", "of the bare loops", "CPU µs a step", "undisturbed")
     lines += ["", f"| {' | '.join(headings)} |", "|" + " --- |" * len(headings)]
-    names = dict.fromkeys(name for turns in rounds for name in turns)
-    order = sorted(names, key=lambda name: -spread(padded(values(rounds, name, "rate")))["median"])
-    for name in order:
+    for name in reversed(rates(rounds)):
+        chosen = calmest(rounds, name)
+        found = ratios(calmest(rounds, name, ALL), name, ALL, "in_step")
+        n_quiet = sum(is_quiet(turns, name) for turns in chosen)
         cells = [
             name,
-            figure(values(rounds, name, "rate"), "{:,.0f}"),
-            *shares(rounds, name),
-            figure(ratios(rounds, name, peer), "{:.2f}") if peer else "-",
-            figure(values(rounds, name, "cpu_us"), "{:.1f}"),
-            figure(values(rounds, name, "switches"), "{:,.0f}"),
+            figure(values(chosen, name, "rate"), "{:,.0f}"),
+            f"{spread(padded(found))['median']:.2f}" if found else "-",
+            f"{spread(padded(values(chosen, name, 'cpu_us')))['median']:.1f}",
+            f"{n_quiet}/{len(values(rounds, name, 'rate'))}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"- {name} took no part: {first_line(why)}" for name, why in result["missing"].items())]
     return lines
+
+
+def rates(rounds: Rounds) -> dict[str, float]:
+    """The median steps per second of each contestant, ascending."""
+    names = {name for turns in rounds for name in turns}
+    found = {name: spread(padded(values(calmest(rounds, name), name, "rate")))["median"] for name in names}
+    return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
 def first_line(text: str) -> str:
@@ -280,14 +277,16 @@ def draw(results: Sequence[dict[str, Any]], file: Path, only: str | None = None)
     import matplotlib.pyplot as plt
 
     shown = [result for result in results if only in (None, result["work"])]
-    panels = [_rates(result["rounds"], is_short=only is not None) for result in shown]
+    panels = [rates(result["rounds"]) for result in shown]
+    if only:
+        panels = [{name: rate for name, rate in panel.items() if _is_alike(name)} for panel in panels]
     heights = [len(panel) + 2 for panel in panels]
     picture, parts = plt.subplots(
         len(panels), 1, figsize=(5, 0.5 * sum(heights)), squeeze=False, layout="constrained", height_ratios=heights
     )
     for part, result, panel in zip(parts.flat, shown, panels, strict=True):
         names = list(panel)
-        middle = [panel[name]["median"] for name in names]
+        middle = list(panel.values())
         colours = [_OWN if name.startswith("penstock") else _OTHER for name in names]
         bars = part.barh(range(len(names)), middle, color=colours, height=0.38)
         part.bar_label(bars, [f"{rate:,.0f}" for rate in middle], padding=4, color=_GREY, fontsize=12)
@@ -302,10 +301,6 @@ def draw(results: Sequence[dict[str, Any]], file: Path, only: str | None = None)
     plt.close(picture)
 
 
-def _rates(rounds: Rounds, *, is_short: bool) -> dict[str, dict[str, float]]:
-    """The steps per second of each contestant, ascending."""
-    names = {name for turns in rounds for name in turns}
-    if is_short:  # bare loops are bounds, and batched or other environments are another work
-        names = {name for name in names if not name.startswith(("bare", "EnvPool")) and "Batched" not in name}
-    found = {name: spread(padded(values(calmest(rounds, name), name, "rate"))) for name in names}
-    return dict(sorted(found.items(), key=lambda item: item[1]["median"]))
+def _is_alike(name: str) -> bool:
+    """Not of another kind: bare loops are bounds, and batched or other environments are another work."""
+    return not name.startswith(("bare", "EnvPool")) and "Batched" not in name
