@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import penstock
+
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PICTURES = sorted((ROOT / "docs").rglob("*.svg"))
@@ -47,3 +49,25 @@ def test_a_picture_has_no_white_box_and_is_narrow(picture: Path) -> None:
             colour = shape.get("fill", "") + shape.get("style", "")
             if not shape.tag.endswith("text"):
                 assert not re.search(r"(^|fill: )(#fff(fff)?|white)\b", colour), ET.tostring(shape)
+
+
+def test_the_figures_of_peers_are_the_same_everywhere() -> None:
+    """In both pictures, in README.md and in benchmarks/README.md."""
+    readme, benchmarks = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "benchmarks/README.md"))
+    tables = benchmarks.partition("## Peers")[2].partition("Larger networks")[0]
+    rates = re.findall(r"^\| [^|]+ \| ([\d,]+) \(", tables, re.MULTILINE)
+    shown = {
+        name: re.findall(r">([\d,]+)</text>", (ROOT / f"docs/{name}.svg").read_text(encoding="utf-8"))
+        for name in ("peers", "peers_short")
+    }
+    assert len(rates) > 60
+    assert sorted(shown["peers"]) == sorted(rates)
+    assert set(shown["peers_short"]) <= set(rates)
+    quoted = re.findall(r"^\|[^|]+\| \**([\d,]{4,})\** \|", readme, re.MULTILINE)
+    assert len(quoted) == 7
+    assert set(quoted) <= set(shown["peers_short"])
+
+
+def test_the_page_of_benchmarks_names_the_version() -> None:
+    text = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
+    assert f"**State.** Version {penstock.__version__}." in text
