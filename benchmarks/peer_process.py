@@ -87,15 +87,14 @@ def serve(work_name: str, name: str, whole_batches: bool) -> None:
 
 
 _EVENTS = {  # in /proc/<pid>/task/<tid>/status and sched
-    "nonvoluntary_ctxt_switches": "switches",
     "voluntary_ctxt_switches": "sleeps",
     "se.nr_migrations": "migrations",
 }
 
 
 def scheduling(pids: Sequence[int]) -> dict[str, int]:
-    """How often the kernel took the CPU away from a thread of these processes, how often a thread slept, and how often
-    one came to another CPU. Kernels without CONFIG_SCHED_DEBUG do not tell the last one: then it is 0."""
+    """How often a thread of these processes slept, and how often one came to another CPU. Kernels without
+    CONFIG_SCHED_DEBUG do not count the second: then it is 0."""
     found = dict.fromkeys(_EVENTS.values(), 0)
     tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").glob("*")]
     for file in (task / name for task in tasks for name in ("status", "sched")):
@@ -230,7 +229,6 @@ class Contestant:
         return {
             **turn,
             "cpu_us": (cpu - turn.pop("pause_cpu")) / turn["steps"] * 1e6,
-            "switches": events["switches"] / took,
             "sleeps": events["sleeps"] / turn["steps"] * 1000,
             "migrations": events["migrations"] / turn["steps"] * 1000,
             "steal": steal,

@@ -13,7 +13,7 @@ processes, divided by that of one bare loop. It is 2.0 for two processes on a qu
 
 A turn is disturbed if the host took more than 1 % of the machine's CPU time away (steal in /proc/stat). It is also
 disturbed if other programs used more than 5 % of it while the contestant waited for a CPU. Programs at idle priority do
-not count. Ratios of disturbed and undisturbed rounds are reported apart.
+not count. If a contestant has at least three undisturbed rounds, its figures are of these; the last column counts them.
 
 With `--pause SECONDS`, each contestant has three turns in a round: back to back, with a learner that sleeps for so long
 between two batches, and with one that works. The pauses themselves do not count. The bare loops take part, and wait for

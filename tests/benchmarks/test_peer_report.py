@@ -40,8 +40,7 @@ RATES = {
 def turn(rate: float, *, disturbed: bool = False) -> dict[str, float]:
     slower = rate / 2 if disturbed else rate
     others = 9.0 if disturbed else 0.0
-    shares = {"steal": 0.0, "others": others, "switches": 0.0}
-    return {"rate": slower, "in_step": slower, "cpu_us": 1e6 / slower, **shares}
+    return {"rate": slower, "in_step": slower, "cpu_us": 1e6 / slower, "steal": 0.0, "others": others}
 
 
 @pytest.fixture
