@@ -1,4 +1,4 @@
-"""One worker's single environments, which are stepped row by row."""
+"""One worker's columns: what all of them record, and single environments, which are stepped row by row."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import step_ordinary
-from penstock.collectors.action_checks import Checks, check_row
-from penstock.collectors.env_batch import NO_CHECKS, EnvBatch, EpisodeEndHook
+from penstock.collectors.action_checks import NO_CHECKS, Checks, check_row
+from penstock.collectors.env_batch import EnvBatch, EpisodeEndHook
 from penstock.collectors.episodes import EpisodeRecorder
 from penstock.collectors.tracking import StepHook, snapshot
 from penstock.envs.checks import checked_step, require_info, require_number
@@ -29,7 +29,75 @@ from penstock.workers.control import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Prog
 _IS_RESETTING = Progress.IS_RESETTING  # a local name is read faster
 
 
-class EnvColumns(EnvBatch):
+class ListedColumns(EnvBatch):
+    """Columns whose observations, rewards and infos are in lists, with one entry for each column.
+
+    Raises `SpaceError`, with the field and the env_rank, for data that do not fit their space or have a wrong type.
+    """
+
+    def __init__(
+        self, env_ranks: Sequence[int], observation_space: gym.Space[Any], progress: Progress, checks: Checks
+    ) -> None:
+        self.env_ranks, self.observation_space = env_ranks, observation_space
+        self.progress, self.checks, n = progress, checks, len(env_ranks)
+        example = map_leaves(lambda leaf: np.zeros((1, n, *leaf.shape), leaf.dtype), example_of(observation_space))
+        self._scratch = arrays_like(observation_space, example)  # for observations that are only checked
+        self.parked: list[int] = []
+        self.observations: list[Any] = [None] * n
+        self.rewards: list[Any] = [0.0] * n
+        self.keep_infos = False
+        self.infos: list[Any] = [{}] * n  # one per column; {} for a parked one
+
+    def _write_row(self, arrays: object, t: int) -> None:
+        try:
+            write_row(arrays, t, self.observations)
+            check_row(self.checks, self.observation_space, arrays, t, self.observations)
+        except ColumnError as error:
+            raise self.with_env_rank(error.column, error) from None
+
+    def write_rewards(self, row: Any) -> None:
+        try:
+            array = np.asarray(self.rewards)
+        except (TypeError, ValueError, RuntimeError):  # some are arrays of different lengths, or have gradients
+            array = None
+        if array is None or array.shape != row.shape or array.dtype.kind not in "fiub":
+            array = self._numbers()
+        try:
+            with np.errstate(over="raise"):
+                row[...] = array
+        except FloatingPointError:  # an overflow
+            column = int(np.abs(array).argmax())
+            self.progress.at_env(self.env_ranks[column])
+            raise SpaceError(
+                f"the reward of env_rank {self.env_ranks[column]} must be a number that {row.dtype} can hold, got "
+                f"{brief(self.rewards[column])}"
+            ) from None
+        if self.checks.check_finite and not (finite := np.isfinite(row)).all():
+            column = int(finite.argmin())
+            raise self._not_finite(column, self.rewards[column])
+
+    def _numbers(self) -> Any:
+        """The rewards as floats. Raises `SpaceError` for the first that is not a number."""
+        numbers = np.empty(len(self.rewards))
+        for b, reward in enumerate(self.rewards):
+            self.progress.at_env(self.env_ranks[b])
+            numbers[b] = require_number(reward, self.env_ranks[b])
+        return numbers
+
+    def _not_finite(self, column: int, reward: object) -> SpaceError:
+        env_rank = self.env_ranks[column]
+        self.progress.at_env(env_rank)
+        return SpaceError(f"the reward of env_rank {env_rank} must be finite (check_finite=True), got {brief(reward)}")
+
+    def check_observation(self, column: int) -> None:
+        """Raise `SpaceError` unless column's current observation fits its space."""
+        self._write_one(self._scratch, 0, column, self.observations[column], "observation")
+
+    def check_final(self, column: int, observation: Any) -> None:
+        self.write_final(self._scratch, 0, column, observation)
+
+
+class EnvColumns(ListedColumns):
     """The single environments of some columns, with their current observations and the rewards of their last step.
 
     `step` advances all of them by one time step, and calls an `EpisodeEndHook` where an episode ends. Raises
@@ -49,12 +117,9 @@ class EnvColumns(EnvBatch):
         checks: Checks = NO_CHECKS,
         flatten_wrappers: bool = True,
     ) -> None:
-        self.envs, self.env_ranks, self.progress = envs, env_ranks, progress
+        super().__init__(env_ranks, envs[0].observation_space, progress, checks)
+        self.envs = envs
         self._step_of = flat_step_of if flatten_wrappers else attrgetter("step")
-        self.checks = checks
-        self.observation_space = space = envs[0].observation_space
-        example = map_leaves(lambda leaf: np.zeros((1, len(envs), *leaf.shape), leaf.dtype), example_of(space))
-        self._scratch = arrays_like(space, example)  # for observations that are only checked
         self._words = progress.words
         self._loop_words = progress.loop_words
         self._action_space = envs[0].action_space if checks.debug else None
@@ -65,11 +130,6 @@ class EnvColumns(EnvBatch):
             for b, (env_rank, env) in enumerate(zip(env_ranks, envs, strict=True))
         ]
         self._writes_in_place = any(step_into is not None for *_, step_into in self._bound)
-        self.parked: list[int] = []
-        self.observations: list[Any] = [None] * len(envs)
-        self.rewards: list[Any] = [0.0] * len(envs)
-        self.keep_infos = False
-        self.infos: list[Any] = [{}] * len(envs)  # one per column; {} for a parked one
 
     # ---- resets ----------------------------------------------------------------------------
 
@@ -184,56 +244,6 @@ class EnvColumns(EnvBatch):
         else:
             self.check_observation(column)
         return observation, reward, terminated, truncated, info
-
-    # ---- recording -------------------------------------------------------------------------
-
-    def _write_row(self, arrays: object, t: int) -> None:
-        try:
-            write_row(arrays, t, self.observations)
-            check_row(self.checks, self.observation_space, arrays, t, self.observations)
-        except ColumnError as error:
-            raise self.with_env_rank(error.column, error) from None
-
-    def write_rewards(self, row: Any) -> None:
-        try:
-            array = np.asarray(self.rewards)
-        except (TypeError, ValueError, RuntimeError):  # some are arrays of different lengths, or have gradients
-            array = None
-        if array is None or array.shape != row.shape or array.dtype.kind not in "fiub":
-            array = self._numbers()
-        try:
-            with np.errstate(over="raise"):
-                row[...] = array
-        except FloatingPointError:  # an overflow
-            column = int(np.abs(array).argmax())
-            self.progress.at_env(self.env_ranks[column])
-            raise SpaceError(
-                f"the reward of env_rank {self.env_ranks[column]} must be a number that {row.dtype} can hold, got "
-                f"{brief(self.rewards[column])}"
-            ) from None
-        if self.checks.check_finite and not (finite := np.isfinite(row)).all():
-            column = int(finite.argmin())
-            raise self._not_finite(column, self.rewards[column])
-
-    def _numbers(self) -> Any:
-        """The rewards as floats. Raises `SpaceError` for the first that is not a number."""
-        numbers = np.empty(len(self.rewards))
-        for b, reward in enumerate(self.rewards):
-            self.progress.at_env(self.env_ranks[b])
-            numbers[b] = require_number(reward, self.env_ranks[b])
-        return numbers
-
-    def _not_finite(self, column: int, reward: object) -> SpaceError:
-        env_rank = self.env_ranks[column]
-        self.progress.at_env(env_rank)
-        return SpaceError(f"the reward of env_rank {env_rank} must be finite (check_finite=True), got {brief(reward)}")
-
-    def check_observation(self, column: int) -> None:
-        """Raise `SpaceError` unless column's current observation fits its space."""
-        self._write_one(self._scratch, 0, column, self.observations[column], "observation")
-
-    def check_final(self, column: int, observation: Any) -> None:
-        self.write_final(self._scratch, 0, column, observation)
 
     # ---- actions ---------------------------------------------------------------------------
 

@@ -20,8 +20,6 @@ from penstock.workers.control import Phase, Progress
 #: that column b has next.
 EpisodeEndHook = Callable[[int, Any, Any, bool, bool], Any]
 
-NO_CHECKS = Checks()
-
 
 class EnvBatch(Protocol):
     """What `EnvColumns` (single environments) and `VectorColumns` (one batched environment) have in common.
@@ -31,7 +29,7 @@ class EnvBatch(Protocol):
     """
 
     envs: Sequence[Any]  #: the environments that were built
-    env_ranks: range  #: the consecutive env_ranks of the columns
+    env_ranks: Sequence[int]  #: the env_ranks of the columns, ascending
     observation_space: gym.Space[Any]  #: the observation space of one environment
     checks: Checks  #: the optional checks to make
     parked: list[int]  #: the columns that `step` ignores, ascending

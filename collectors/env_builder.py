@@ -19,7 +19,7 @@ class EnvBuilder:
         self._spaces = {"observation_space": observation_space, "action_space": action_space}
         self._built: list[tuple[int, Any]] = []
 
-    def build(self, factory: EnvFactory, context: EnvContext) -> gym.Env[Any, Any]:
+    def build(self, factory: EnvFactory, context: EnvContext) -> Any:
         """One environment. Raises `SpaceError` if it has other spaces than the example environment."""
         self._at(context)
         env = factory(context)

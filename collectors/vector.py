@@ -14,8 +14,8 @@ from gymnasium.vector.utils import iterate
 
 from penstock.buffers.named import map_leaves
 from penstock.buffers.tree import map_tree, tree_leaves
-from penstock.collectors.action_checks import Checks, check_row
-from penstock.collectors.env_batch import NO_CHECKS, EnvBatch, EpisodeEndHook
+from penstock.collectors.action_checks import NO_CHECKS, Checks, check_row
+from penstock.collectors.env_batch import EnvBatch, EpisodeEndHook
 from penstock.collectors.episode_ends import EpisodeEnds
 from penstock.collectors.reset import ResetCollector
 from penstock.collectors.tracking import StepHook, snapshot

@@ -10,7 +10,7 @@ from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.envs.rows import action_splitter, arrays_like, write_row
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed, stream
 from penstock.envs.state import check_env_state
-from penstock.envs.toy import CountingEnv, CrashingEnv, NestedEnv, SlowEnv
+from penstock.envs.toy import CountingEnv, CrashingEnv, NestedEnv, ScriptedGame, SlowEnv
 
 __all__ = [
     "BatchedCartPole",
@@ -28,6 +28,7 @@ __all__ = [
     "Purpose",
     "RecordedEpisode",
     "SameStep",
+    "ScriptedGame",
     "SlowEnv",
     "action_splitter",
     "arrays_like",

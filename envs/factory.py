@@ -13,6 +13,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
 from penstock.buffers.reports import in_one_line
+from penstock.envs.seats import ParallelView, is_parallel, registered
 from penstock.envs.seeding import Purpose
 from penstock.errors import ConfigError, brief
 
@@ -46,8 +47,10 @@ class EnvFactory:
     fn: Callable[..., gym.Env[Any, Any]]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     wrapper: Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]] | None = None  #: applied to the environment
+    #: Applied to an environment of several agents; None: such an environment is refused.
+    as_seats: Callable[[Any], ParallelView] | None = None
 
-    def __call__(self, context: EnvContext = _EXAMPLE) -> gym.Env[Any, Any]:
+    def __call__(self, context: EnvContext = _EXAMPLE) -> Any:
         env: Any = self._call(context)
         if isinstance(env, VectorEnv):
             raise ConfigError(
@@ -55,14 +58,17 @@ class EnvFactory:
                 "collector_cls=VectorEnvCollector, which calls env_fn(num_envs=n) for a batch of n environments. A "
                 "ShmVectorEnv takes functions that return single environments"
             )
+        if self.as_seats is not None and is_parallel(env):
+            return self.as_seats(env)
         if not isinstance(env, gym.Env):
             remedy = ""
-            if hasattr(env, "possible_agents") or hasattr(env, "agent_iter"):  # PettingZoo's
+            if hasattr(env, "agent_iter"):
                 remedy = (
-                    ". This is an environment of several agents, which penstock does not sample. Wrap it in a "
-                    "gymnasium.Env: with one policy for all agents, Dict spaces that have an entry for each agent; or "
-                    "with the view of one agent, whose step plays the others"
+                    ". This environment is played in turns (PettingZoo's AECEnv), and penstock samples environments in "
+                    "which all agents act at the same time: give a ParallelEnv"
                 )
+            elif is_parallel(env):
+                remedy = ". Environments of several agents are for samplers and for ShmVectorEnv"
             elif hasattr(env, "step"):
                 remedy = ": convert an old gym environment with shimmy"
             raise ConfigError(
@@ -154,12 +160,7 @@ def env_factories(
     """
     fns: list[Callable[..., gym.Env[Any, Any]]]
     if isinstance(env_fn, str):
-        try:
-            spec = gym.spec(env_fn)
-        except gym.error.Error as error:
-            raise ConfigError(f"{prefix}env_fn={env_fn!r} is not a registered environment id: {error}") from error
-        # With the spec, not the id: the workers do not know environments that the user's script registers.
-        fns = [partial(gym.make, spec)] * n_envs
+        fns = [_of_id(env_fn, prefix)] * n_envs
     elif callable(env_fn):
         fns = [env_fn] * n_envs
     elif isinstance(env_fn, Sequence) and all(callable(fn) for fn in env_fn):
@@ -181,6 +182,16 @@ def env_factories(
     return tuple(EnvFactory(fn, kw) for fn, kw in zip(fns, kwargs, strict=True))
 
 
+def _of_id(env_id: str, prefix: str) -> Callable[..., Any]:
+    try:
+        # With the spec, not the id: the workers do not know environments that the user's script registers.
+        return partial(gym.make, gym.spec(env_id))
+    except gym.error.Error as error:
+        if (make := registered(env_id)) is not None:
+            return make
+        raise ConfigError(f"{prefix}env_fn={env_id!r} is not a registered environment id: {error}") from error
+
+
 def build_example_env(factory: EnvFactory, *, batched: bool = False) -> Any:
     """Build the example environment, from which the main process reads the spaces.
 
@@ -195,7 +206,7 @@ def build_example_env(factory: EnvFactory, *, batched: bool = False) -> Any:
         raise ConfigError(
             f"the main process could not build an example environment: env_fn raised {in_one_line(error)}"
         ) from error
-    for name in ("observation_space", "action_space"):
+    for name in () if isinstance(env, ParallelView) else ("observation_space", "action_space"):
         space = getattr(env, f"single_{name}" if batched else name, None)
         if not isinstance(space, gym.Space):
             env.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import Any
 
 import gymnasium as gym
@@ -42,24 +41,24 @@ class MaskInObservation(gym.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         observation, info = self.env.reset(seed=seed, options=options)
-        joined = self._joined(observation, info, is_last=False)
-        mask = np.asarray(reduce(lambda part, name: part[name], self._path, info))
-        if ((mask != 0) & (mask != 1)).any():
-            raise SpaceError(f"the action mask in info must be 1 where an action is legal and 0 elsewhere, got {mask}")
-        return joined, info
+        return self.joined(observation, info, is_first=True), info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(action)
         is_last = bool(terminated or truncated)
-        return self._joined(observation, info, is_last=is_last), reward, terminated, truncated, info
+        return self.joined(observation, info, is_last=is_last), reward, terminated, truncated, info
 
-    def _joined(self, observation: Any, info: Any, *, is_last: bool) -> dict[str, Any]:
+    def joined(self, observation: Any, info: Any, *, is_first: bool = False, is_last: bool = False) -> dict[str, Any]:
+        """`observation` with the mask in `info`. In the first one of an episode the mask's numbers are checked, and the
+        last one needs no mask. Raises `SpaceError`."""
         mask = info
         for name in self._path:
             mask = mask.get(name) if isinstance(mask, dict) else None
         if mask is None and not is_last:
             raise SpaceError(f"info has no action mask {'.'.join(self._path)!r}; it has {list(info)}")
         mask = np.zeros(self._n, np.int8) if mask is None else np.asarray(mask)
+        if is_first and ((mask != 0) & (mask != 1)).any():
+            raise SpaceError(f"the action mask in info must be 1 where an action is legal and 0 elsewhere, got {mask}")
         if mask.shape != (self._n,):
             raise SpaceError(
                 f"the action mask in info must have one entry for each of the {self._n} actions, got {list(mask.shape)}"

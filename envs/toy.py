@@ -145,3 +145,97 @@ class CrashingEnv(CountingEnv):
     def close(self) -> None:
         self._maybe("close")
         super().close()
+
+
+class ScriptedGame:
+    """A PettingZoo `ParallelEnv` of `k` agents "a0", "a1", ... with known results, which needs no PettingZoo.
+
+    Agents die, are cut off, join, come back and get late rewards, as `script` says: one dict for each step, with the
+    event of each agent: "die", "cut", "join", or "late" (a reward of 0.5 for an agent that is not there). All agents
+    of `start` are there at first. The game is over after the last dict, or when nobody is left. Without a script, each
+    episode draws its own from its seed.
+
+    An observation is (agent's number + 1, step, agent's own steps, random number), the reward `step + action`. `ledger`
+    is the sum of all rewards that the environment has returned. With `mask`, infos have an `action_mask`.
+    """
+
+    metadata: dict[str, Any] = {"name": "scripted_game"}  # noqa: RUF012
+    render_mode = None
+
+    def __init__(
+        self,
+        k: int = 3,
+        script: Sequence[dict[str, str]] | None = None,
+        start: Sequence[str] | None = None,
+        mask: bool = False,
+    ) -> None:
+        self.possible_agents = [f"a{i}" for i in range(k)]
+        self.agents: list[str] = []
+        self.script, self.start, self.mask = script, start, mask
+        self.state_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        self.np_random = np.random.default_rng(0)
+        self.ledger = 0.0
+
+    def observation_space(self, agent: str) -> gym.Space[Any]:
+        return spaces.Box(-np.inf, np.inf, (4,), np.float32)
+
+    def action_space(self, agent: str) -> gym.Space[Any]:
+        return spaces.Discrete(3)
+
+    def state(self) -> npt.NDArray[Any]:
+        return np.array([self.t, len(self.agents)], np.float32)
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
+        if seed is not None:
+            self.np_random = np.random.default_rng(seed)
+        self.t, start = 0, self.start
+        self._events, everyone = self.script, self.possible_agents
+        if self._events is None:
+            self._events, drawn = self._draw_script()
+            start = drawn if start is None else start
+        self.agents = [agent for agent in everyone if start is None or agent in start]
+        self._own = dict.fromkeys(self.agents, 0)
+        return self._observations(), self._infos()
+
+    def _draw_script(self) -> tuple[Sequence[dict[str, str]], list[str]]:
+        rng, everyone = self.np_random, self.possible_agents
+        start = [agent for agent in everyone if rng.random() < 0.7] or everyone[:1]
+        kinds = ["die", "join", "late", "cut", ""]
+        drawn = rng.choice(kinds, (int(rng.integers(3, 25)), len(everyone)), p=[0.08, 0.1, 0.03, 0.04, 0.75])
+        return [dict(zip(everyone, row.tolist(), strict=True)) for row in drawn], start
+
+    def _observations(self) -> dict[str, Any]:
+        return {
+            agent: np.array([int(agent[1:]) + 1, self.t, own, self.np_random.random()], np.float32)
+            for agent, own in self._own.items()
+        }
+
+    def _infos(self) -> dict[str, Any]:
+        return {agent: {"action_mask": np.ones(3, np.int8)} if self.mask else {} for agent in self._own}
+
+    def step(self, actions: dict[str, Any]) -> tuple[Any, Any, Any, Any, Any]:
+        if set(actions) != set(self.agents):
+            raise ValueError(f"actions for {sorted(actions)}, but {sorted(self.agents)} act")
+        assert self._events is not None
+        events = self._events[self.t]
+        self.t, acted, is_over = self.t + 1, self.agents, self.t + 1 == len(self._events)
+        self._own = {agent: self._own[agent] + 1 for agent in acted}
+        rewards = {agent: float(self.t + actions[agent]) for agent in acted}
+        terminated = {agent: events.get(agent) == "die" for agent in acted}
+        truncated = {agent: not terminated[agent] and (is_over or events.get(agent) == "cut") for agent in acted}
+        absent = [agent for agent in self.possible_agents if agent not in acted]
+        rewards |= dict.fromkeys([agent for agent in absent if events.get(agent) == "late"], 0.5)
+        joiners = [] if is_over else [agent for agent in absent if events.get(agent) == "join"]
+        self._own |= dict.fromkeys(joiners, 0)
+        observations, infos = self._observations(), self._infos()
+        stay = [agent for agent in self._own if not (terminated.get(agent) or truncated.get(agent))]
+        self.agents = [agent for agent in self.possible_agents if agent in stay]
+        self._own = {agent: self._own[agent] for agent in self.agents}
+        self.ledger += sum(rewards.values())
+        return observations, rewards, terminated, truncated, infos
+
+    def render(self) -> None:
+        """Nothing is shown."""
+
+    def close(self) -> None:
+        """There is nothing to close."""

@@ -179,7 +179,7 @@ class LoadMessage(StateMessage):
     def answer(self, parts: WorkerParts) -> Any:
         """By env_rank, why the column starts again."""
         collector, refused = parts.collector, dict[int, str]()
-        streams = ColumnStreams(parts.seed, collector.envs.env_ranks, self.generation)
+        streams = ColumnStreams(parts.seed, parts.plan.env_ranks, self.generation)
         for column, env_rank in enumerate(streams.env_ranks):
             saved = self.columns[env_rank]
             why = saved["why"] if saved["kind"] == RESEEDED else _load(parts, column, saved)

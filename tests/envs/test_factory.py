@@ -13,7 +13,7 @@ from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.envs import CountingEnv, EnvFactory, build_example_env, env_factories
+from penstock.envs import CountingEnv, EnvFactory, ScriptedGame, build_example_env, env_factories
 from penstock.envs.factory import EnvContext
 from penstock.errors import ConfigError
 
@@ -195,19 +195,18 @@ def test_an_environment_that_is_refused_is_closed() -> None:
     assert Spaceless.closed
 
 
-class SeveralAgents:
-    """As PettingZoo's ParallelEnv, for what penstock sees of it."""
+class Turns(ScriptedGame):
+    """As PettingZoo's AECEnv, for what penstock sees of it."""
 
-    possible_agents = ("a", "b")
-
-    def step(self, actions: Any) -> Any:
-        raise AssertionError("nothing steps it")
+    def agent_iter(self) -> Any:
+        raise AssertionError("nothing plays it")
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (SeveralAgents, "environment of several agents, which penstock does not sample. Wrap it in a gymnasium.Env"),
+        (ScriptedGame, "Environments of several agents are for samplers and for ShmVectorEnv"),
+        (Turns, "played in turns .* give a ParallelEnv"),
         (lambda: gym.make_vec("CartPole-v1", 2), "A ShmVectorEnv takes functions that return single environments"),
     ],
 )

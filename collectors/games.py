@@ -1,0 +1,310 @@
+"""Games: the environments of several agents of one worker. They step, and find who joins, who ends and who waits.
+
+A seat is one agent of one environment, and has a column. A seat is *idle* while its agent is absent, dead or not there
+yet. `SeatColumns` has the seats of one policy. `Games` steps the environments, and tells the columns what happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import gymnasium as gym
+
+from penstock.buffers.tree import map_tree
+from penstock.collectors.action_checks import NO_CHECKS, Checks, check_row
+from penstock.collectors.columns import ListedColumns
+from penstock.collectors.tracking import StepHook, snapshot
+from penstock.envs.checks import episode_flags, require_info, require_number, step_values
+from penstock.envs.examples import example_of
+from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
+from penstock.envs.seats import AgentId, ParallelView, SeatRank
+from penstock.errors import SpaceError, brief
+from penstock.workers.control import Phase, Progress
+
+#: What a seat's end is reported to: (column, last observation, reward, terminated, truncated).
+SeatEndHook = Callable[[int, Any, float, bool, bool], None]
+
+
+class SeatColumns(ListedColumns):
+    """The seats of one policy in one worker: their observations, rewards and infos, by column.
+
+    `parked` are the idle ones. Their observations are zero, and so are their rewards after the row in which they ended.
+    """
+
+    def __init__(
+        self,
+        envs: Sequence[ParallelView],
+        env_ranks: Sequence[SeatRank],
+        spaces: tuple[gym.Space[Any], gym.Space[Any]],
+        progress: Progress,
+        checks: Checks = NO_CHECKS,
+    ) -> None:
+        observation_space, self.action_space = spaces
+        super().__init__(env_ranks, observation_space, progress, checks)
+        self.envs = envs
+        self.split_actions = action_splitter(self.action_space)
+        #: The actions of all columns for the next step, as the environments get them.
+        self.actions: Sequence[Any] = ()
+        #: An observation of zeros, as an environment would return it. Numbers are numbers, not arrays without a shape.
+        self.zero: Any = map_tree(
+            lambda array: array if array.ndim else array[()],
+            arrays_like(observation_space, example_of(observation_space)),
+        )
+        self.observations = [self.zero] * len(env_ranks)
+        self.parked = list(range(len(env_ranks)))
+        self.on_join: Callable[[int], None] = lambda column: None
+        self.on_end: SeatEndHook = lambda *end: None
+        self.on_step: StepHook | None = None
+
+    def join(self, column: int, observation: Any) -> None:
+        """The agent of this column acts from now on; `observation` is its first."""
+        self.observations[column] = observation
+        if column in self.parked:
+            self.parked = [other for other in self.parked if other != column]
+        self.on_join(column)
+
+    def end(self, column: int, observation: Any, terminated: bool, truncated: bool) -> None:
+        """The agent of this column has ended with `observation`, and with its reward in `rewards`."""
+        self.on_end(column, observation, self.rewards[column], terminated, truncated)
+        self.observations[column] = self.zero
+        self.parked = sorted([*self.parked, column])
+
+    def zero_idle_rewards(self) -> None:
+        """The row is recorded: who ended in it has no reward in the next one."""
+        for column in self.parked:
+            self.rewards[column], self.infos[column] = 0.0, {}
+
+    def _write_row(self, arrays: object, t: int) -> None:
+        try:
+            write_row(arrays, t, self.observations)
+            check_row(self.checks, self.observation_space, arrays, t, self.observations, skip=self.parked)
+        except ColumnError as error:
+            raise self.with_env_rank(error.column, error) from None
+
+    def check_action(self, column: int) -> None:
+        """Raise `SpaceError` unless the action of this column is in its space."""
+        if not self.action_space.contains(action := self.actions[column]):
+            raise SpaceError(
+                f"the action of env_rank {self.env_ranks[column]}, given by the agent, must be in "
+                f"{self.action_space} (debug=True), got {brief(action)}"
+            )
+
+
+Place = tuple[SeatColumns, int]
+
+
+class Games:
+    """One worker's environments of several agents. `places[e]` says where the seats of environment e are: the columns,
+    and the index in them, by agent id, in the order of `possible_agents`.
+
+    After `step`: `late` has the rewards of the step that belong to no decision, as pairs (e, reward): the agent had
+    ended, or had not joined yet. `over` has the environments in which nobody is left. `step` resets these, unless
+    `may_reset(e)` is False.
+
+    Raises `SpaceError`, with the env_rank and the agent, for data that do not fit.
+    """
+
+    def __init__(
+        self, envs: Sequence[ParallelView], places: Sequence[Mapping[AgentId, Place]], env_ranks: Sequence[int]
+    ) -> None:
+        self.envs, self.env_ranks, self._places = envs, env_ranks, places
+        self.columns = list(dict.fromkeys(columns for own in places for columns, _ in own.values()))
+        self.progress = progress = self.columns[0].progress
+        self._words, self._rank_word = progress.words, progress.loop_words
+        self.living: list[list[AgentId]] = [[] for _ in envs]  # who acts next, in the order of `env.agents`
+        self._ghosts: list[set[AgentId]] = [set() for _ in envs]  # who has ended, but is in `env.agents` still
+        self.late: list[tuple[int, float]] = []
+        self.over: list[int] = []
+        self.may_reset: Callable[[int], bool] = lambda e: True
+        self.seed_of: Callable[[int], int | None] = lambda e: None  # the seed of a reset that `step` makes
+        self._bound = [
+            (env, env.env, rank, own, list(own), _span(own))
+            for env, rank, own in zip(envs, env_ranks, places, strict=True)
+        ]
+        self._is_watched = False
+
+    def watch(self) -> None:
+        """Call this when the hooks and the checks of the columns are set."""
+        self._is_watched = any(own.on_step or own.keep_infos or own.checks.debug for own in self.columns)
+
+    # ---- resets ----------------------------------------------------------------------------
+
+    def reset(self, e: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        """Reset environment e; the agents that it lists join."""
+        env, _, env_rank, *_ = self._bound[e]
+        self.progress.at_env(env_rank)
+        began = self.progress.enter(Phase.RESETTING)
+        result = env.reset(seed=seed, options=options)
+        self.progress.add_resetting_since(began)
+        if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Mapping) for part in result)):
+            raise SpaceError(
+                f"env.reset of env_rank {env_rank} must return a tuple of two dicts, observations and infos by agent, "
+                f"got {brief(result)}"
+            )
+        observations, infos = result
+        agents = list(env.agents)
+        if not agents:
+            raise SpaceError(f"env.reset of env_rank {env_rank} must leave at least one agent in env.agents")
+        self._end_all(e)
+        self.living[e], self._ghosts[e] = [], set()
+        self._require_known(e, [*agents, *observations])
+        self._join(e, agents, observations, infos)
+
+    def _end_all(self, e: int) -> None:
+        """The user has reset a game that was not over: its seats are idle until they join."""
+        for agent in self.living[e]:
+            columns, column = self._places[e][agent]
+            columns.observations[column], columns.rewards[column] = columns.zero, 0.0
+            columns.parked = sorted({*columns.parked, column})
+
+    def _join(
+        self, e: int, agents: Sequence[AgentId], observations: Mapping[Any, Any], infos: Mapping[Any, Any]
+    ) -> None:
+        for agent in agents:
+            columns, column = self._places[e][agent]
+            if agent not in observations:
+                raise SpaceError(f"env_rank {columns.env_ranks[column]} is in env.agents, but has no observation")
+            columns.join(column, observations[agent])
+        self.living[e] = [*self.living[e], *agents]
+
+    # ---- steps -----------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Step every environment with the `actions` of the columns, and reset those that are over."""
+        self.late, self.over = [], []
+        for e in range(len(self.envs)):
+            if self.living[e]:
+                self.step_env(e)
+
+    def step_env(self, e: int) -> None:
+        """Step one environment; see `step`."""
+        env, raw, env_rank, places, everyone, span = self._bound[e]
+        self._rank_word[-1] = env_rank
+        living = self.living[e]
+        whole = span if living == everyone else None
+        if whole is not None:
+            columns, first, end = whole
+            given = dict(zip(living, columns.actions[first:end], strict=True))
+        else:
+            given = {}
+            for agent in living:
+                columns, column = places[agent]
+                given[agent] = columns.actions[column]
+        before = self._before(e, given) if self._is_watched else None
+        result = env.step(given)
+        if result.__class__ is not tuple or len(result) != 5:
+            result = step_values(result, env_rank)
+        observations, rewards, terminated, truncated, _ = result
+        try:
+            flags = [*terminated.values(), *truncated.values()]
+        except AttributeError:
+            self._refuse_result(env_rank, result)
+        # The ordinary step: the same agents, all dicts in their order, no flag set.
+        if (
+            before is None
+            and flags.count(False) == len(flags) == 2 * len(living)
+            and raw.agents == living == list(observations) == list(rewards)
+        ):
+            if whole is not None:
+                columns.observations[first:end] = observations.values()
+                columns.rewards[first:end] = rewards.values()
+            else:
+                for agent in living:
+                    columns, column = places[agent]
+                    columns.observations[column], columns.rewards[column] = observations[agent], rewards[agent]
+            return
+        for part in result:
+            if not isinstance(part, Mapping):
+                self._refuse_result(env_rank, result)
+        self._settle(e, before, *result)
+
+    def _refuse_result(self, env_rank: int, result: object) -> NoReturn:
+        raise SpaceError(
+            f"env.step of env_rank {env_rank} must return five dicts by agent (observations, rewards, terminations, "
+            f"truncations, infos), got {brief(result)}"
+        )
+
+    def _before(self, e: int, given: Mapping[AgentId, Any]) -> dict[AgentId, tuple[Any, Any]]:
+        """For the hooks, copies of what each agent acts on, and of its action. `debug=True` checks the actions here."""
+        before = {}
+        for agent in given:
+            columns, column = self._places[e][agent]
+            if columns.checks.debug:
+                columns.check_action(column)
+            if columns.on_step is not None:
+                before[agent] = snapshot(columns.observations[column]), snapshot(given[agent])
+        return before
+
+    def _settle(
+        self,
+        e: int,
+        before: Mapping[AgentId, tuple[Any, Any]] | None,
+        observations: Mapping[Any, Any],
+        rewards: Mapping[Any, Any],
+        terminated: Mapping[Any, Any],
+        truncated: Mapping[Any, Any],
+        infos: Mapping[Any, Any],
+    ) -> None:
+        """Any step: someone may have joined or ended, or the dicts are in another order."""
+        env, _, _, places, _, _ = self._bound[e]
+        agents = list(env.agents)  # a copy: environments change this list in place
+        self._require_known(e, [*agents, *observations, *rewards])
+        listed, acted, stay = set(agents), self.living[e], list[AgentId]()
+        ghosts = self._ghosts[e] = self._ghosts[e] & listed
+        for agent in acted:
+            columns, column = places[agent]
+            rank, info = columns.env_ranks[column], infos.get(agent, {})
+            if info.__class__ is not dict:
+                require_info(info, rank)
+            flags = episode_flags(terminated.get(agent, False), truncated.get(agent, False), rank)
+            columns.rewards[column] = reward = require_number(rewards.get(agent, 0.0), rank)
+            columns.infos[column] = info
+            _require_consistent(rank, flags, is_listed=agent in listed, is_observed=agent in observations)
+            observation = observations.get(agent, columns.zero)
+            if before is not None and columns.on_step is not None:
+                columns.on_step(column, *before[agent], reward, *flags, info)
+            if any(flags):
+                columns.end(column, observation, *flags)
+                ghosts |= {agent} & listed
+            else:
+                columns.observations[column] = observation
+                stay.append(agent)
+        for agent in [agent for agent in rewards if agent not in acted]:
+            columns, column = places[agent]
+            if number := require_number(rewards[agent], columns.env_ranks[column]):
+                self.late.append((e, number))
+        self.living[e] = stay
+        self._join(e, [agent for agent in agents if agent not in ghosts and agent not in acted], observations, infos)
+        if not self.living[e]:
+            self.over.append(e)
+            if self.may_reset(e):
+                self.reset(e, self.seed_of(e))
+                self._words[Progress.PHASE] = Progress.IS_STEPPING
+        elif set(self.living[e]) == listed:
+            self.living[e] = agents  # the order in which the environment will return them
+
+    def _require_known(self, e: int, agents: Sequence[AgentId]) -> None:
+        for agent in agents:
+            if agent not in self._places[e]:
+                raise SpaceError(
+                    f"env_rank {SeatRank(self.env_ranks[e], agent)} is not one of possible_agents, "
+                    f"{brief(list(self._places[e]))}"
+                )
+
+
+def _require_consistent(rank: int, flags: tuple[bool, bool], *, is_listed: bool, is_observed: bool) -> None:
+    """Raise `SpaceError` for an agent that vanishes without a flag, or goes on or is truncated without observation."""
+    terminated, truncated = flags
+    if not (is_listed or terminated or truncated):
+        raise SpaceError(f"env_rank {rank} is not in env.agents any more, but neither terminated nor truncated")
+    if not (is_observed or terminated):
+        why = "was truncated" if truncated else "goes on"
+        raise SpaceError(f"env_rank {rank} {why}, but env.step returned no observation for it")
+
+
+def _span(places: Mapping[AgentId, Place]) -> tuple[SeatColumns, int, int] | None:
+    """Where all seats of an environment are, if they are neighbours in the same columns."""
+    columns, first = next(iter(places.values()))
+    is_one = all(own is columns for own, _ in places.values())
+    return (columns, first, first + len(places)) if is_one else None

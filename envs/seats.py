@@ -1,0 +1,202 @@
+"""Environments of several agents: how they are recognized, and how a sampler sees them.
+
+A *seat* is one agent of one environment: (env_rank, agent id). The environments are PettingZoo's `ParallelEnv`s. They
+are recognized by what they have, so PettingZoo need not be installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection, Hashable, Mapping
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+from penstock.envs.masks import MaskInObservation
+from penstock.errors import ConfigError, SpaceError, brief
+
+GLOBAL_STATE = "global_state"  # the name of the state of the whole environment in an observation
+
+AgentId = Hashable  # usually a text; integers are fine
+Result = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]
+
+
+class SeatRank(int):
+    """The env_rank of a seat. As text it names the agent too: `7, agent 'adversary_2'`."""
+
+    agent_id: AgentId
+
+    def __new__(cls, env_rank: int, agent_id: AgentId) -> SeatRank:
+        new = super().__new__(cls, env_rank)
+        new.agent_id = agent_id
+        return new
+
+    def __str__(self) -> str:
+        return f"{int(self)}, agent {self.agent_id!r}"
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
+
+def is_parallel(env: object) -> bool:
+    """Whether `env` is a PettingZoo `ParallelEnv`, or is like one."""
+    spaces_are_calls = all(callable(getattr(env, f"{kind}_space", None)) for kind in ("observation", "action"))
+    has_turns = hasattr(env, "agent_iter")
+    return spaces_are_calls and hasattr(env, "step") and not has_turns and not isinstance(env, gym.Env)
+
+
+def registered(env_id: str) -> Callable[..., Any] | None:
+    """What builds the `ParallelEnv` with this id in PettingZoo's registry; None if it has none.
+
+    Raises `ConfigError` for an id of an environment that is played in turns.
+    """
+    try:
+        pettingzoo: Any = importlib.import_module("pettingzoo")
+        unknown = importlib.import_module("pettingzoo.env_registry.exceptions").PettingZooRegistryError
+    except ImportError:  # not installed, or older than 1.27
+        return None
+    try:
+        # With the spec, not the id: the workers do not know environments that the user's script registers.
+        return partial(pettingzoo.make, "parallel", pettingzoo.spec("parallel", env_id))
+    except unknown:
+        pass
+    try:
+        pettingzoo.spec("aec", env_id)
+    except unknown:
+        return None
+    raise ConfigError(
+        f"env_fn={env_id!r} is played in turns (PettingZoo's AECEnv), and penstock samples environments in which all "
+        "agents act at the same time: give a ParallelEnv"
+    )
+
+
+class ParallelView:
+    """A `ParallelEnv` as samplers use it: with its agents and their spaces, and with what the agents' observations get
+    beside their own: a mask from `info`, the state of the whole environment.
+
+    Args:
+        env: the environment.
+        mask_key: the name of the mask in `info[agent]`, which becomes `action_mask` of the observation; None for none.
+        global_state: whether each observation gets `env.state()`, as `global_state`.
+
+    `possible_agents` are the ids, `spaces` the observation space and the action space of each.
+
+    Raises `ConfigError` for an environment without `possible_agents`, or without `state_space` if that is needed.
+    """
+
+    def __init__(self, env: Any, *, mask_key: str | None = None, global_state: bool = False) -> None:
+        self.env = env
+        self.metadata = getattr(env, "metadata", {})
+        self.possible_agents: list[AgentId] = list(getattr(env, "possible_agents", ()))
+        if not self.possible_agents or len(set(self.possible_agents)) < len(self.possible_agents):
+            raise ConfigError(
+                f"possible_agents of {type(env).__name__} must name each agent once, since each gets columns of the "
+                f"batch, got {brief(self.possible_agents)}: give the environment a fixed list of possible_agents"
+            )
+        self._state_space = self._find_state_space() if global_state else None
+        self._masks = {}
+        self.spaces: dict[AgentId, tuple[gym.Space[Any], gym.Space[Any]]] = {}
+        for agent in self.possible_agents:
+            observation, action = env.observation_space(agent), env.action_space(agent)
+            for name, space in (("observation", observation), ("action", action)):
+                if not isinstance(space, gym.Space):
+                    raise ConfigError(f"the {name}_space of agent {agent!r} must be a gymnasium space, got {space!r}")
+            if mask_key is not None:
+                stub: Any = gym.Env()
+                stub.observation_space, stub.action_space = observation, action
+                self._masks[agent] = MaskInObservation(stub, mask_key)
+                observation = self._masks[agent].observation_space
+            self.spaces[agent] = self._with_state_space(observation), action
+        self._is_plain = not (global_state or self._masks)
+        #: `env.step`, with what observations get.
+        self.step: Callable[[dict[Any, Any]], Result] = env.step if self._is_plain else self._step
+
+    def _find_state_space(self) -> gym.Space[Any]:
+        space = getattr(self.env, "state_space", None)
+        if not isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary | spaces.Discrete):
+            raise ConfigError(
+                f"global_state=True needs an environment with state() and a state_space of fixed shape; that of "
+                f"{type(self.env).__name__} is {brief(space)}: define both, or leave global_state out"
+            )
+        return space
+
+    def _with_state_space(self, observation: gym.Space[Any]) -> gym.Space[Any]:
+        if self._state_space is None:
+            return observation
+        parts = dict(observation.items()) if isinstance(observation, spaces.Dict) else {"observation": observation}
+        if GLOBAL_STATE in parts:
+            raise ConfigError(f"the observation has an entry {GLOBAL_STATE!r} already: leave global_state=True out")
+        return spaces.Dict({**parts, GLOBAL_STATE: self._state_space})
+
+    @property
+    def agents(self) -> list[AgentId]:
+        """The ids of the agents that act next."""
+        agents: list[AgentId] = self.env.agents
+        return agents
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        """As `env.reset`, with what observations get."""
+        result = self.env.reset(seed=seed) if options is None else self.env.reset(seed=seed, options=options)
+        if self._is_plain or not (isinstance(result, tuple) and len(result) == 2):
+            return result
+        observations, infos = result
+        return self._completed(observations, infos, is_first=True), infos
+
+    def _step(self, actions: dict[Any, Any]) -> Result:
+        observations, rewards, terminated, truncated, infos = self.env.step(actions)
+        last = {agent for agent in observations if terminated.get(agent) or truncated.get(agent)}
+        return self._completed(observations, infos, last), rewards, terminated, truncated, infos
+
+    def _completed(
+        self,
+        observations: Mapping[Any, Any],
+        infos: Mapping[Any, Any],
+        last: Collection[Any] = (),
+        *,
+        is_first: bool = False,
+    ) -> dict[Any, Any]:
+        """The observations with what they get. `last`: the agents that have ended, whose info may have no mask."""
+        completed = dict(observations)
+        for agent, mask in self._masks.items():
+            if agent in observations:
+                info, is_last = infos.get(agent, {}), agent in last
+                try:
+                    completed[agent] = mask.joined(observations[agent], info, is_first=is_first, is_last=is_last)
+                except SpaceError as error:
+                    raise SpaceError(f"agent {agent!r}: {error}") from None
+        if self._state_space is not None:
+            state = np.array(self.env.state())  # a copy: the environment may use the array again
+            for agent, own in completed.items():
+                completed[agent] = {**(own if isinstance(own, dict) else {"observation": own}), GLOBAL_STATE: state}
+        return completed
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
+
+    # ---- calls, as gymnasium.Env has them --------------------------------------------------
+
+    @property
+    def unwrapped(self) -> Any:
+        """The innermost environment."""
+        return getattr(self.env, "unwrapped", self.env)
+
+    def has_wrapper_attr(self, name: str) -> bool:
+        """Whether the environment or one of its wrappers has this attribute."""
+        return hasattr(self.env, name)
+
+    def get_wrapper_attr(self, name: str) -> Any:
+        """The attribute `name` of the environment or of one of its wrappers."""
+        return getattr(self.env, name)
+
+    def set_wrapper_attr(self, name: str, value: Any) -> None:
+        """Set the attribute where it is: in the first wrapper that has it itself, else in the innermost environment."""
+        env = self.env
+        while name not in vars(env) and getattr(env, "env", None) is not None:
+            env = env.env
+        setattr(env, name, value)
