@@ -2,7 +2,15 @@
 
 from penstock.buffers.named import NamedArrays, as_named
 from penstock.buffers.object_pipe import ObjectPipe, TrajectoryRecords
-from penstock.buffers.samples import AgentSamples, BatchColumns, EnvSamples, Samples, SamplesBuffer, SampleSpec
+from penstock.buffers.samples import (
+    AgentSamples,
+    BatchColumns,
+    EnvSamples,
+    PolicySamples,
+    Samples,
+    SamplesBuffer,
+    SampleSpec,
+)
 from penstock.buffers.shared import ArraySpec, NamedMemory, SharedBlock
 
 __all__ = [
@@ -13,6 +21,7 @@ __all__ = [
     "NamedArrays",
     "NamedMemory",
     "ObjectPipe",
+    "PolicySamples",
     "SampleSpec",
     "Samples",
     "SamplesBuffer",

@@ -265,11 +265,15 @@ static PyArrayObject *as_table(PyObject *object, int type) {
     return fits ? array : NULL;
 }
 
-/* Continue `sums` with the rows of column b, step by step as TrajInfo does. Returns the first free record. */
-static Record *sum_column(PyArrayObject *reward, PyArrayObject *done, npy_intp b, Sums *sums, Record *record,
-                          Py_ssize_t first_t, Py_ssize_t env_rank, double discount) {
+/* Continue `sums` with the rows of column b that are `valid` (NULL: all), step by step as TrajInfo does. Returns the
+   first free record. */
+static Record *sum_column(PyArrayObject *reward, PyArrayObject *done, PyArrayObject *valid, npy_intp b, Sums *sums,
+                          Record *record, Py_ssize_t first_t, npy_int64 env_rank, double discount) {
     Sums sum = *sums;
     for (npy_intp t = 0; t < PyArray_DIM(reward, 0); t++) {
+        if (valid != NULL && !*(npy_bool *)PyArray_GETPTR2(valid, t, b)) {
+            continue;
+        }
         double number = *(npy_float32 *)PyArray_GETPTR2(reward, t, b);
         sum.length += 1;
         sum.return_ += number;
@@ -286,29 +290,37 @@ static Record *sum_column(PyArrayObject *reward, PyArrayObject *done, npy_intp b
     return record;
 }
 
+static int same_size(PyArrayObject *table, PyArrayObject *other) {
+    return PyArray_DIM(table, 0) == PyArray_DIM(other, 0) && PyArray_DIM(table, 1) == PyArray_DIM(other, 1);
+}
+
 static PyObject *sum_episodes(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    Py_ssize_t first_t, first_env_rank;
+    Py_ssize_t first_t;
     double discount;
-    if (!check_arguments(n, 7) || !read_index(arguments[4], &first_t) || !read_index(arguments[5], &first_env_rank) ||
-        ((discount = PyFloat_AsDouble(arguments[6])) == -1.0 && PyErr_Occurred())) {
+    if (!check_arguments(n, 8) || !read_index(arguments[5], &first_t) ||
+        ((discount = PyFloat_AsDouble(arguments[7])) == -1.0 && PyErr_Occurred())) {
         return NULL;
     }
     PyArrayObject *reward = as_table(arguments[0], NPY_FLOAT32), *done = as_table(arguments[1], NPY_BOOL);
-    PyArrayObject *running = as_table(arguments[2], NPY_FLOAT64);
-    Block records; /* the only row of `[1, n]` bytes */
-    if (reward == NULL || done == NULL || running == NULL || !find_row(arguments[3], 0, &records)) {
+    PyArrayObject *valid = as_table(arguments[2], NPY_BOOL), *running = as_table(arguments[3], NPY_FLOAT64);
+    PyArrayObject *env_ranks = as_table(arguments[6], NPY_INT64); /* `[1, B]` */
+    Block records;                                                /* the only row of `[1, n]` bytes */
+    if (reward == NULL || done == NULL || (valid == NULL && arguments[2] != Py_None) || running == NULL ||
+        env_ranks == NULL || !find_row(arguments[4], 0, &records)) {
         return PyLong_FromLong(-1);
     }
     npy_intp n_rows = PyArray_DIM(reward, 0), n_columns = PyArray_DIM(reward, 1);
-    if (PyArray_DIM(done, 0) != n_rows || PyArray_DIM(done, 1) != n_columns || !PyArray_ISCARRAY(running) ||
+    if (!same_size(reward, done) || (valid != NULL && !same_size(reward, valid)) || !PyArray_ISCARRAY(running) ||
         PyArray_DIM(running, 0) != n_columns || PyArray_DIM(running, 1) * sizeof(double) != sizeof(Sums) ||
+        PyArray_DIM(env_ranks, 0) != 1 || PyArray_DIM(env_ranks, 1) != n_columns ||
         records.nbytes < n_rows * n_columns * (npy_intp)sizeof(Record) || (npy_uintp)records.data % sizeof(double) != 0) {
         return PyLong_FromLong(-1);
     }
     Sums *sums = (Sums *)PyArray_DATA(running);
     Record *record = (Record *)records.data;
     for (npy_intp b = 0; b < n_columns; b++) {
-        record = sum_column(reward, done, b, sums + b, record, first_t, first_env_rank + b, discount);
+        npy_int64 env_rank = *(npy_int64 *)PyArray_GETPTR2(env_ranks, 0, b);
+        record = sum_column(reward, done, valid, b, sums + b, record, first_t, env_rank, discount);
     }
     return PyLong_FromSsize_t(record - (Record *)records.data);
 }

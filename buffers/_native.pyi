@@ -20,7 +20,15 @@ def flat_step(
     env: Any, step: Any, time_limit: type, order_enforcing: type, passive_env_checker: type, finish: Any, /
 ) -> Any: ...
 def sum_episodes(
-    reward: Any, done: Any, running: Any, records: Any, first_t: int, first_env_rank: int, discount: float, /
+    reward: Any,
+    done: Any,
+    valid: Any,
+    running: Any,
+    records: Any,
+    first_t: int,
+    env_ranks: Any,
+    discount: float,
+    /,
 ) -> int: ...
 def shift_rows(logits: Any, /) -> Any: ...
 def draw_rows(weights: Any, uniform: Any, shifted: Any, /) -> tuple[Any, Any] | None: ...

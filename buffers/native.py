@@ -81,11 +81,12 @@ step_ordinary: Callable[[Any, Any, Any, Any, int, int, Any, Any, Any], tuple[int
 #: `finish(wrapper, result)` does what a TimeLimit does after a step that was not usual. If nothing is compiled, this
 #: is `env.step`.
 flat_step: Callable[[Any, Any, type, type, type, Any], Callable[[Any], Any]]
-#: `sum_episodes(reward, done, running, records, first_t, first_env_rank, discount)`: write a RECORD for each trajectory
-#: that finishes in rows `[T, B]` into `records`, uint8 `[1, n]` with room for T * B of them. Return how many, or -1 if
-#: it cannot handle the arguments; then nothing was written. `running` float64 `[B, 5]` holds the sums of each column's
-#: unfinished trajectory and the weight of its next reward. It is read and updated.
-sum_episodes: Callable[[Any, Any, Any, Any, int, int, float], int]
+#: `sum_episodes(reward, done, valid, running, records, first_t, env_ranks, discount)`: write a RECORD for each
+#: trajectory that finishes in the rows `[T, B]` that are `valid` (bool `[T, B]`; None: all) into `records`, uint8
+#: `[1, n]` with room for T * B of them. Return how many, or -1 if it cannot handle the arguments; then nothing was
+#: written. `running` float64 `[B, 5]` holds the sums of each column's unfinished trajectory and the weight of its next
+#: reward. It is read and updated. `env_ranks` is int64 `[1, B]`.
+sum_episodes: Callable[[Any, Any, Any, Any, Any, int, Any, float], int]
 
 #: `shift_rows(logits)`: `logits` `[N, n]` minus the largest of each row. None if it cannot handle the array, or if the
 #: largest of a row is not finite.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
@@ -87,11 +87,17 @@ class EnvSamples(_StepFields):
     truncated: Tensor  #: bool, Gymnasium's
     done: Tensor  #: bool, terminated or truncated
     prev_done: Tensor  #: bool, `done` one step earlier; in row 0, True where an episode starts
-    valid: Tensor  #: bool, False where the environment waited for a reset (`WaitResetCollector`)
+    valid: Tensor  #: bool, False where the environment waited for a reset (`WaitResetCollector`), or a seat was idle
     env_info: NamedArrays  #: the chosen entries of `info`; field `_name` is True where the environment returned `name`
     extra: NamedArrays  #: what the collector has written: the fields that its class declares in `extra_fields`
     final_obs: Any  #: the true last observation where `done`, zero elsewhere
     bootstrap_obs: Any  #: `[B, ...]`, the observation after the last step; that of the next episode after an end
+
+    @property
+    def global_state(self) -> Any:
+        """The state of the whole environment `[T, B, ...]`, if the sampler was made with `global_state=True`: an entry
+        of the observations."""
+        return self.observation.global_state
 
     @property
     def next_observation(self) -> Any:
@@ -156,9 +162,10 @@ class Transitions(FixedFields):
 class BatchStatus:
     """The number of a batch, and whether its memory still holds it. The sampler writes it, and `Samples` shows it."""
 
-    batch: int
+    batch: int | None  #: None: memory that was not handed out
     valid_until: int | None
     is_current: bool = True
+    n_seats: int | None = None  #: as in `SampleSpec`
 
 
 class Samples(FixedFields):
@@ -313,6 +320,32 @@ class Samples(FixedFields):
         valid = env.valid.reshape(T * B)
         return rows if bool(valid.all()) else rows[valid]
 
+    def by_env(self, n_seats: int | None = None) -> Samples:
+        """Samples of several agents, with a dimension for each: views `[T, environments, n_seats, ...]` of the same
+        memory. Fields without a dimension of time are `[environments, n_seats, ...]`.
+
+        A copy does not know `n_seats`, the agents in each environment: then give it. Raises `ConfigError` if their
+        number differs between environments, and for samples of one agent.
+        """
+        _, B = _dimensions(self, "by_env")
+        known = None if self.status is None else self.status.n_seats
+        n = known if n_seats is None else n_seats
+        if not _is_integer(n) or n is None or n < 1 or B % n or known not in (None, n):
+            why = {None: "is not known", 0: "differs between environments"}.get(n, f"cannot be {n!r}")
+            raise ConfigError(
+                f"by_env needs the same number of agents in each environment. For these {B} columns it {why}"
+            )
+
+        def divided(name: str, field: Any) -> Any:
+            at = int(name not in PER_COLUMN)
+            return map_leaves(lambda leaf: leaf.reshape(*leaf.shape[:at], B // n, n, *leaf.shape[at + 1 :]), field)
+
+        parts = {
+            name: _make(type(part), {key: divided(key, field) for key, field in part.items()})
+            for name, part in self.items()
+        }
+        return with_status(_make(type(self), parts), self.status)
+
     def to(self, device: str | int | torch.device) -> Samples:
         """The same samples as torch tensors on `device`. On the CPU nothing is copied."""
         import torch
@@ -359,6 +392,41 @@ class Samples(FixedFields):
         return with_status(super().numpy(), self.status)
 
 
+class PolicySamples(NamedArrays):
+    """One batch of several policies: the `Samples` `[T, seats, ...]` of each, by its name (`batch.speaker`).
+
+    `sampler.seats()` says which agents of which environments the columns are. The policies have different numbers of
+    columns, so indices are for the samples of one policy.
+    """
+
+    __slots__ = ()
+
+    @property
+    def batch(self) -> int | None:
+        """The number of the batch, counted from 0; None for a copy."""
+        number: int | None = self.values()[0].batch
+        return number
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the arrays still hold this batch. Always True for a copy."""
+        return bool(self.values()[0].is_current)
+
+    @property
+    def valid_until(self) -> int | None:
+        """See `Samples.valid_until`."""
+        until: int | None = self.values()[0].valid_until
+        return until
+
+    def torch(self) -> PolicySamples:
+        return PolicySamples({name: own.torch() for name, own in self.items()})
+
+
+def parts_of(samples: Samples | PolicySamples) -> Sequence[Samples]:
+    """The samples of each policy."""
+    return [samples] if isinstance(samples, Samples) else samples.values()
+
+
 @dataclass(frozen=True)
 class SampleSpec:
     """Examples of one environment's data at one step. The buffer has their shapes and dtypes."""
@@ -370,6 +438,7 @@ class SampleSpec:
     final_obs: bool = True
     env_info: NamedArrays | None = None
     extra: NamedArrays | None = None
+    n_seats: int | None = None  #: agents in each environment if there may be several; 0: their numbers differ
 
 
 class SamplesBuffer:
@@ -378,10 +447,26 @@ class SamplesBuffer:
     Observation, action, reward and done have `batch_T + 1` rows. `prev_action[t]` is row t of the array of actions,
     `action[t]` is row t + 1. The same holds for reward and done. The last row of the observations is the first row of
     the next batch. The user gets the views `batches`, one for each slot.
+
+    With several policies, `spec` and `batch_B` have an entry for each, by name, and so have the arrays of a slot.
     """
 
-    def __init__(self, spec: SampleSpec, batch_T: int, batch_B: int, *, shared: bool, n_slots: int = 1) -> None:
-        fields = _slot_specs(spec, batch_T, batch_B)
+    def __init__(
+        self,
+        spec: SampleSpec | Mapping[str, SampleSpec],
+        batch_T: int,
+        batch_B: int | Mapping[str, int],
+        *,
+        shared: bool,
+        n_slots: int = 1,
+    ) -> None:
+        if isinstance(spec, SampleSpec):
+            assert isinstance(batch_B, int)
+            fields, n_seats = _slot_specs(spec, batch_T, batch_B), spec.n_seats
+        else:
+            assert isinstance(batch_B, Mapping)
+            fields = NamedArrays({name: _slot_specs(own, batch_T, batch_B[name]) for name, own in spec.items()})
+            n_seats, batch_B = 0, sum(batch_B.values())
         size = f"batch_T={batch_T}, batch_B={batch_B}" + (f", n_slots={n_slots}" if n_slots > 1 else "")
         self.memory = NamedMemory(
             NamedArrays({f"slot_{i}": fields for i in range(n_slots)}),
@@ -390,8 +475,16 @@ class SamplesBuffer:
         )
         self.slots: tuple[NamedArrays, ...] = self.memory.arrays.values()
         for arrays in self.slots:
-            arrays.valid[...] = True
-        self.batches = tuple(public_view(arrays, batch_T) for arrays in self.slots)
+            for own in [arrays] if "valid" in arrays else arrays:
+                own.valid[...] = True
+        self.batches = tuple(batch_view(arrays, batch_T, n_seats) for arrays in self.slots)
+
+
+def batch_view(arrays: NamedArrays, batch_T: int, n_seats: int | None = None) -> Samples | PolicySamples:
+    """The batch as the user sees it, from the arrays of one slot; with several policies, the batch of each."""
+    if "valid" in arrays:
+        return public_view(arrays, batch_T, n_seats)
+    return PolicySamples({name: public_view(own, batch_T, 0) for name, own in arrays.items()})
 
 
 def _slot_specs(spec: SampleSpec, batch_T: int, batch_B: int) -> NamedArrays:
@@ -414,6 +507,8 @@ def _slot_specs(spec: SampleSpec, batch_T: int, batch_B: int) -> NamedArrays:
     for name in ("env_info", "extra"):
         if (example := getattr(spec, name)) is not None:
             fields[name] = rows(batch_T, example)
+    if spec.n_seats is not None:
+        fields["prev_done"] = flags
     if spec.final_obs:
         fields["final_obs"] = rows(batch_T, spec.observation)
     if spec.bootstrap_value:
@@ -422,11 +517,12 @@ def _slot_specs(spec: SampleSpec, batch_T: int, batch_B: int) -> NamedArrays:
     return NamedArrays(fields)
 
 
-def public_view(arrays: NamedArrays, batch_T: int) -> Samples:
-    """The batch as the user sees it, from the arrays of one slot."""
+def public_view(arrays: NamedArrays, batch_T: int, n_seats: int | None = None) -> Samples:
+    """The batch of one policy as the user sees it, from its arrays of one slot."""
     views = dict(arrays.items())
     for name in ("action", "reward", "done"):  # row t + 1 is step t
-        views[name], views[f"prev_{name}"] = arrays[name][1:], arrays[name][:batch_T]
+        views[name] = arrays[name][1:]
+        views.setdefault(f"prev_{name}", arrays[name][:batch_T])
     views["observation"], views["bootstrap_obs"] = arrays.observation[:batch_T], arrays.observation[batch_T]
     # One number for each column, which is shown as `batch_T` equal ones.
     version = arrays.policy_version
@@ -434,7 +530,8 @@ def public_view(arrays: NamedArrays, batch_T: int) -> Samples:
     env, agent = (
         {name: views[name] for name in cls.__annotations__ if name in views} for cls in (EnvSamples, AgentSamples)
     )
-    return Samples(env=EnvSamples(env), agent=AgentSamples(agent))
+    samples = Samples(env=EnvSamples(env), agent=AgentSamples(agent))
+    return samples if n_seats is None else with_status(samples, BatchStatus(None, None, n_seats=n_seats))
 
 
 class BatchColumns:
@@ -443,8 +540,9 @@ class BatchColumns:
     `observation`, `action` and `reward` have `batch_T + 1` rows (see `SamplesBuffer`). At step t the collector reads
     `observation[t]`, and writes `action[t + 1]`, `reward[t + 1]` and `observation[t + 1]`. All other fields are written
     at `[t]`. `extra` has the fields that the collector declares, and is zero when a batch begins. `episode_start`
-    `[B]`, True where an episode starts in row 0, is the row of `done` before the first. `observation_rows[t]`,
-    `action_rows[t]` and `reward_rows[t]` are views of row t, made once.
+    `[B]`, True where an episode starts in row 0, is the row of `done` before the first. With several agents,
+    `prev_done` `[T, B]` has memory of its own: see `mark_starts`. `observation_rows[t]`, `action_rows[t]` and
+    `reward_rows[t]` are views of row t, made once.
     """
 
     def __init__(self, arrays: NamedArrays, columns: slice, *, is_poisoned: bool = False) -> None:
@@ -459,7 +557,7 @@ class BatchColumns:
         done = own("done")
         self.done, self.episode_start = done[1:], done[0]
         self.agent_info, self.env_info = own("agent_info"), own("env_info")
-        self.extra = own("extra") or NamedArrays()
+        self.extra, self._prev_done = own("extra") or NamedArrays(), own("prev_done")
         self.final_obs, self.final_value = own("final_obs"), own("final_value")
         self.bootstrap_value = arrays.bootstrap_value[columns] if "bootstrap_value" in arrays else None
         self.policy_version, self._is_poisoned = arrays.policy_version[columns], is_poisoned
@@ -495,6 +593,15 @@ class BatchColumns:
                 self.final_obs[t, b] = 0
         for flags in self._cleared:
             flags[...] = 0
+
+    def mark_starts(self) -> None:
+        """With several agents, when all rows are written: `prev_done` is True where a seat's episode starts.
+
+        It is not `done` one row up: while a seat is idle, the rows above its first one have no `done`."""
+        prev_done, valid = self._prev_done, self.valid
+        np.logical_and(self.episode_start, valid[0], out=prev_done[0])
+        np.less_equal(valid[:-1], self.done[:-1], out=prev_done[1:])  # idle before, or an end
+        prev_done[1:] &= valid[1:]
 
 
 # ---- pieces ----------------------------------------------------------------------------------------

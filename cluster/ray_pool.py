@@ -67,7 +67,7 @@ class ShardPool:
         self.shards = [Shard(plan) for plan in plans]
         self.restarts = Restarts(options.max_restarts, options.restart_window)
         self.has_lost_command = self.is_closed = False
-        self.parameters = PublishedParameters(memory.parameters)
+        self.parameters = PublishedParameters(memory.parameters[0])
         self._pending: dict[Any, Pending] = {}  # by reference, oldest first
         self._retries: list[Pending] = []
         self._current: Current | None = None  # None during start-up

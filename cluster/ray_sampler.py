@@ -190,7 +190,7 @@ class RaySampler(Sampler):
             sampler_cls=self._sampler_cls,
             sampler_options=self._sampler_options,
             config=config,
-            agent=program.agent,
+            agent=program.agents[0],
             env_range=self._env_range,
             plans=tuple(plan for plan in self._plans if isinstance(plan, ShardPlan)),
             n_workers=self._workers_per_shard,
@@ -256,7 +256,7 @@ class RaySampler(Sampler):
                 self._guard.state = SamplerState.READY
 
     def _next_piece(self, pool: ShardPool, stream: Stream) -> Piece:
-        newest = self._memory.parameters.version
+        newest = self._memory.parameters[0].version
         try:
             shard, reply, itr, staleness = stream.take(newest)
         except BaseException as error:

@@ -282,7 +282,7 @@ class ShardHost:
         with self._condition:
             parameters, self._parameters = self._parameters, None
         try:
-            shared = sampler._memory.parameters
+            shared = sampler._memory.parameters[0]
             if parameters is not None and parameters[0] > shared.version:
                 shared.publish(parameters[1], parameters[0])
             if command.has_message:

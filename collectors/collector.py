@@ -84,6 +84,7 @@ class Collector(ABC):
         self._max_decorrelation_steps = parts.max_decorrelation_steps
         self._mask = mask_of(parts.agent)
         self._agent_has_state = type(parts.agent).reset_one is not Agent.reset_one
+        self._enter_mode = parts.agent.sample_mode
         # What depends on the slot is made once for each slot.
         self._slots = [self._writers(slot) for slot in parts.slots or [samples]]
         vars(self).update(self._slots[0])
@@ -219,7 +220,7 @@ class Collector(ABC):
             samples.action[0], samples.reward[0] = self._first_action, self._first_reward
         if self._episodes is not None:
             self._episodes.begin_batch()
-        self.agent.sample_mode(itr)
+        self._enter_mode(itr)
 
     def act(self, t: int) -> None:
         """First part of step t: call `agent.step` with `observation[t]`, and record its action and agent_info.
@@ -313,12 +314,26 @@ class Collector(ABC):
         """All rows are written: compute the missing values, and send the finished trajectories."""
         samples, progress = self.samples, self.progress
         progress.end_batch(self.batch_T, int(np.count_nonzero(samples.valid)))
+        self._write_values()
+        progress.enter(Phase.SENDING)
+        if self._episodes is not None:  # after the last phase in which an environment may fail
+            self._episodes.end_batch(samples.action[1:], samples.reward[1:])
+        progress.n_results = self.tracker.end_rows(samples.reward[1:], samples.done)
+
+    def _write_values(self) -> None:
+        samples = self.samples
         if samples.bootstrap_value is not None:
             last = samples.observation[self.batch_T]
             samples.bootstrap_value[...] = self.agent.value(last, self.prev_action, self.prev_reward)
         if self._episode_ends.pending:
             self._episode_ends.write_values()
-        progress.enter(Phase.SENDING)
-        if self._episodes is not None:  # after the last phase in which an environment may fail
-            self._episodes.end_batch(samples.action[1:], samples.reward[1:])
-        progress.n_results = self.tracker.end_rows(samples.reward[1:], samples.done)
+
+    # ---- parameters ------------------------------------------------------------------------
+
+    def pull(self, version: int = 0) -> int:
+        """The agent gets the newest published parameters, or this version of them. Returns their version."""
+        return self.agent.runtime.pull_shared_memory(version)
+
+    def note_version(self, version: int) -> None:
+        """Record which version of the parameters has acted in this batch."""
+        self.samples.policy_version[...] = version

@@ -112,7 +112,7 @@ class EnvColumns(ListedColumns):
     def __init__(
         self,
         envs: Sequence[gym.Env[Any, Any]],
-        env_ranks: range,
+        env_ranks: Sequence[int],
         progress: Progress,
         checks: Checks = NO_CHECKS,
         flatten_wrappers: bool = True,

@@ -56,15 +56,19 @@ class EnvBatch(Protocol):
 
     def reset_all(self, seeds: Sequence[int | None]) -> None:
         """Reset every environment, each with its seed if it has one."""
+        return None
 
     def reset_one(self, column: int, seed: int | None = None) -> Any:
         """Reset one environment, unless it resets itself. Returns its first observation. Batched ones take no seed."""
+        return None
 
     def park(self, column: int) -> None:
         """Park this column: from the next `step` on it is ignored, and its reward is zero."""
+        return None
 
     def unpark_all(self) -> None:
         """Use every column again."""
+        return None
 
     def step(
         self,
@@ -78,6 +82,7 @@ class EnvBatch(Protocol):
         `into` is `(arrays, t)`: environments with `step_into` write their observations into row t of `arrays`. Without
         it, their `step` is called.
         """
+        return None
 
     def write_observations(self, row: Any) -> None:
         """Write the current observations into `row` `[B, ...]`, as the samples record observations."""

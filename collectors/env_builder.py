@@ -7,6 +7,7 @@ from typing import Any
 import gymnasium as gym
 
 from penstock.envs.factory import EnvContext, EnvFactory
+from penstock.envs.seats import ParallelView
 from penstock.errors import SpaceError
 from penstock.workers.control import Phase, Progress
 
@@ -24,7 +25,24 @@ class EnvBuilder:
         self._at(context)
         env = factory(context)
         self._built.append((context.env_rank, env))
+        if isinstance(env, ParallelView):
+            raise SpaceError(
+                f"env_fn returned an environment of several agents for env_rank {context.env_rank}, and one of one "
+                "agent for env_rank 0: use a sampler for each kind"
+            )
         self._check_spaces(env, context)
+        return env
+
+    def build_view(self, factory: EnvFactory, context: EnvContext) -> ParallelView:
+        """One environment of several agents."""
+        self._at(context)
+        env = factory(context)
+        self._built.append((context.env_rank, env))
+        if not isinstance(env, ParallelView):
+            raise SpaceError(
+                f"env_fn returned {env} for env_rank {context.env_rank}, an environment of one agent, and one of "
+                "several agents in the main process: it must return the same kind everywhere"
+            )
         return env
 
     def _check_spaces(self, env: object, context: EnvContext, prefix: str = "") -> None:

@@ -68,6 +68,10 @@ class BaseEvalCollector(ABC):
         self.prev_action[...] = 0
         self.prev_reward[...] = 0
 
+    def pull(self) -> int:
+        """The agent gets the newest published parameters. Returns their version."""
+        return self.agent.runtime.pull_shared_memory()
+
     @property
     def must_stop(self) -> bool:
         """Whether to end now: the main process says so, or this worker alone has finished enough trajectories."""

@@ -55,6 +55,7 @@ class SeatColumns(ListedColumns):
         self.parked = list(range(len(env_ranks)))
         self.on_join: Callable[[int], None] = lambda column: None
         self.on_end: SeatEndHook = lambda *end: None
+        self.on_late: Callable[[int, float], None] = lambda column, reward: None
         self.on_step: StepHook | None = None
 
     def join(self, column: int, observation: Any) -> None:
@@ -98,6 +99,7 @@ class Games:
     """One worker's environments of several agents. `places[e]` says where the seats of environment e are: the columns,
     and the index in them, by agent id, in the order of `possible_agents`.
 
+    After `reset` and `step`: `infos` has the infos that each environment returned last, by agent and unchecked.
     After `step`: `late` has the rewards of the step that belong to no decision, as pairs (e, reward): the agent had
     ended, or had not joined yet. `over` has the environments in which nobody is left. `step` resets these, unless
     `may_reset(e)` is False.
@@ -108,12 +110,13 @@ class Games:
     def __init__(
         self, envs: Sequence[ParallelView], places: Sequence[Mapping[AgentId, Place]], env_ranks: Sequence[int]
     ) -> None:
-        self.envs, self.env_ranks, self._places = envs, env_ranks, places
+        self.envs, self.env_ranks, self.places = envs, env_ranks, places
         self.columns = list(dict.fromkeys(columns for own in places for columns, _ in own.values()))
         self.progress = progress = self.columns[0].progress
         self._words, self._rank_word = progress.words, progress.loop_words
         self.living: list[list[AgentId]] = [[] for _ in envs]  # who acts next, in the order of `env.agents`
         self._ghosts: list[set[AgentId]] = [set() for _ in envs]  # who has ended, but is in `env.agents` still
+        self.infos: list[Mapping[Any, Any]] = [{}] * len(envs)
         self.late: list[tuple[int, float]] = []
         self.over: list[int] = []
         self.may_reset: Callable[[int], bool] = lambda e: True
@@ -143,26 +146,28 @@ class Games:
                 f"got {brief(result)}"
             )
         observations, infos = result
+        self.infos[e] = infos
         agents = list(env.agents)
         if not agents:
             raise SpaceError(f"env.reset of env_rank {env_rank} must leave at least one agent in env.agents")
-        self._end_all(e)
-        self.living[e], self._ghosts[e] = [], set()
         self._require_known(e, [*agents, *observations])
-        self._join(e, agents, observations, infos)
+        self.clear(e)
+        self._join(e, agents, observations)
 
-    def _end_all(self, e: int) -> None:
-        """The user has reset a game that was not over: its seats are idle until they join."""
-        for agent in self.living[e]:
-            columns, column = self._places[e][agent]
+    def clear(self, e: int) -> None:
+        """Nobody is in environment e: it is reset next, or is not used."""
+        for columns, column in self.acting(e):
             columns.observations[column], columns.rewards[column] = columns.zero, 0.0
             columns.parked = sorted({*columns.parked, column})
+        self.living[e], self._ghosts[e] = [], set()
 
-    def _join(
-        self, e: int, agents: Sequence[AgentId], observations: Mapping[Any, Any], infos: Mapping[Any, Any]
-    ) -> None:
+    def acting(self, e: int) -> list[Place]:
+        """Where the agents are that act next in environment e."""
+        return [self.places[e][agent] for agent in self.living[e]]
+
+    def _join(self, e: int, agents: Sequence[AgentId], observations: Mapping[Any, Any]) -> None:
         for agent in agents:
-            columns, column = self._places[e][agent]
+            columns, column = self.places[e][agent]
             if agent not in observations:
                 raise SpaceError(f"env_rank {columns.env_ranks[column]} is in env.agents, but has no observation")
             columns.join(column, observations[agent])
@@ -195,7 +200,7 @@ class Games:
         result = env.step(given)
         if result.__class__ is not tuple or len(result) != 5:
             result = step_values(result, env_rank)
-        observations, rewards, terminated, truncated, _ = result
+        observations, rewards, terminated, truncated, self.infos[e] = result
         try:
             flags = [*terminated.values(), *truncated.values()]
         except AttributeError:
@@ -229,7 +234,7 @@ class Games:
         """For the hooks, copies of what each agent acts on, and of its action. `debug=True` checks the actions here."""
         before = {}
         for agent in given:
-            columns, column = self._places[e][agent]
+            columns, column = self.places[e][agent]
             if columns.checks.debug:
                 columns.check_action(column)
             if columns.on_step is not None:
@@ -274,8 +279,9 @@ class Games:
             columns, column = places[agent]
             if number := require_number(rewards[agent], columns.env_ranks[column]):
                 self.late.append((e, number))
+                columns.on_late(column, number)
         self.living[e] = stay
-        self._join(e, [agent for agent in agents if agent not in ghosts and agent not in acted], observations, infos)
+        self._join(e, [agent for agent in agents if agent not in ghosts and agent not in acted], observations)
         if not self.living[e]:
             self.over.append(e)
             if self.may_reset(e):
@@ -286,10 +292,10 @@ class Games:
 
     def _require_known(self, e: int, agents: Sequence[AgentId]) -> None:
         for agent in agents:
-            if agent not in self._places[e]:
+            if agent not in self.places[e]:
                 raise SpaceError(
                     f"env_rank {SeatRank(self.env_ranks[e], agent)} is not one of possible_agents, "
-                    f"{brief(list(self._places[e]))}"
+                    f"{brief(list(self.places[e]))}"
                 )
 
 

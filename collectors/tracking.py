@@ -48,8 +48,15 @@ class Tracker(ABC):
         return True
 
     @abstractmethod
-    def end_rows(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int = 0) -> int:
-        """Rows `[n, B]` are complete: send the trajectories that finished in them. Returns how many."""
+    def end_rows(
+        self,
+        reward: npt.NDArray[Any],
+        done: npt.NDArray[Any],
+        first_t: int = 0,
+        valid: npt.NDArray[Any] | None = None,
+    ) -> int:
+        """Rows `[n, B]` are complete: send the trajectories that finished in them. Returns how many. Cells that are not
+        `valid` `[n, B]` belong to no trajectory; None: all are."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -77,7 +84,7 @@ class Tracker(ABC):
 def make_tracker(
     cls: type[TrajInfo],
     kwargs: Mapping[str, Any],
-    env_ranks: range,
+    env_ranks: Sequence[int],
     put_records: Callable[[npt.NDArray[Any]], None],
     put_messages: Callable[[Sequence[ObjectMessage]], None],
 ) -> Tracker:
@@ -93,9 +100,10 @@ class BatchTracker(Tracker):
     It adds in the same order as `TrajInfo.step`, so the figures are equal to the last bit.
     """
 
-    def __init__(self, env_ranks: range, put: Callable[[npt.NDArray[Any]], None], discount: float = 1.0) -> None:
-        self._env_ranks, self._are_consecutive = np.asarray(env_ranks), env_ranks.step == 1
-        self._first_env_rank = env_ranks[0]
+    def __init__(
+        self, env_ranks: Sequence[int], put: Callable[[npt.NDArray[Any]], None], discount: float = 1.0
+    ) -> None:
+        self._env_ranks = np.asarray(env_ranks, np.int64)[np.newaxis]
         self._put = put
         self._discount = float(discount)
         # The FIGURES of each column's unfinished trajectory so far, and the weight of its next reward.
@@ -122,29 +130,36 @@ class BatchTracker(Tracker):
     def load_column_state(self, column: int, state: Any) -> None:
         self._running[column] = state
 
-    def end_rows(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int = 0) -> int:
-        n = -1
-        if self._are_consecutive:
-            if len(self._records) < reward.size:  # a trajectory may finish in every cell
-                self._records = np.empty(reward.size, RECORD)
-                self._output = self._records.view(np.uint8)[np.newaxis]
-            n = sum_episodes(reward, done, self._running, self._output, first_t, self._first_env_rank, self._discount)
+    def end_rows(
+        self,
+        reward: npt.NDArray[Any],
+        done: npt.NDArray[Any],
+        first_t: int = 0,
+        valid: npt.NDArray[Any] | None = None,
+    ) -> int:
+        if len(self._records) < reward.size:  # a trajectory may finish in every cell
+            self._records = np.empty(reward.size, RECORD)
+            self._output = self._records.view(np.uint8)[np.newaxis]
+        n = sum_episodes(reward, done, valid, self._running, self._output, first_t, self._env_ranks, self._discount)
         if n == 0:
             return 0
-        records = self._records[:n].copy() if n > 0 else self._sum_episodes(reward, done, first_t)
+        records = self._records[:n].copy() if n > 0 else self._sum_episodes(reward, done, first_t, valid)
         if len(records):
             self._put(records)
         return len(records)
 
-    def _sum_episodes(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int) -> npt.NDArray[Any]:
+    def _sum_episodes(
+        self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int, valid: npt.NDArray[Any] | None
+    ) -> npt.NDArray[Any]:
         """As the compiled `sum_episodes`, with numpy.
 
-        The columns are joined to one array and cut into segments: one per episode and column. `bincount` adds up each
-        segment in order.
+        The columns are joined to one array and cut into segments: one per episode and column, and one for each cell
+        that is not valid. `bincount` adds up each segment in order.
         """
         n_rows = len(reward)
         rewards, is_done = reward.T.astype(np.float64).ravel(), done.T.ravel()
-        is_end = is_done.copy()
+        is_idle = np.zeros_like(is_done) if valid is None else ~valid.T.ravel()
+        is_end = is_done | is_idle
         is_end[n_rows - 1 :: n_rows] = True
         segment = np.cumsum(is_end) - is_end  # the index of each cell's segment
         first, last = segment[::n_rows], segment[n_rows - 1 :: n_rows]  # of each column
@@ -154,16 +169,16 @@ class BatchTracker(Tracker):
             return np.bincount(np.append(first, segment), np.append(running, values))
 
         weights = self._weights(segment, n_rows)
-        terms = (np.ones_like(rewards), rewards, rewards != 0, rewards * weights)
+        terms = (~is_idle, rewards, rewards != 0, rewards * weights)
         figures = np.array([summed(self._running[:, i], values) for i, values in enumerate(terms)])
-        goes_on = ~is_done[n_rows - 1 :: n_rows]
+        goes_on = ~(is_done | is_idle)[n_rows - 1 :: n_rows]
         self._running[:, :-1] = np.where(goes_on, figures[:, last], 0.0).T
         self._running[:, -1] = np.where(goes_on, weights[n_rows - 1 :: n_rows] * self._discount, 1.0)
 
         finished = is_done[ends]
         column, row = np.divmod(ends[finished], n_rows)
         records = np.empty(len(row), RECORD)
-        records["t"], records["env_rank"] = row + first_t, self._env_ranks[column]
+        records["t"], records["env_rank"] = row + first_t, self._env_ranks[0, column]
         for name, figure in zip(FIGURES, figures[:, finished], strict=True):
             records[name] = figure
         return records
@@ -192,7 +207,7 @@ class ObjectTracker(Tracker):
         self,
         cls: type[TrajInfo],
         kwargs: Mapping[str, Any],
-        env_ranks: range,
+        env_ranks: Sequence[int],
         put: Callable[[Sequence[ObjectMessage]], None],
     ) -> None:
         self._cls, self._kwargs = cls, kwargs
@@ -245,8 +260,28 @@ class ObjectTracker(Tracker):
         self._running[column] = self._cls(**self._kwargs)
         return True
 
-    def end_rows(self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int = 0) -> int:
+    def end_rows(
+        self,
+        reward: npt.NDArray[Any],
+        done: npt.NDArray[Any],
+        first_t: int = 0,
+        valid: npt.NDArray[Any] | None = None,
+    ) -> int:
         finished, self._finished = self._finished, []
         if finished:
             self._put(finished)
         return len(finished)
+
+
+def put_as_objects(
+    cls: type[TrajInfo],
+    kwargs: Mapping[str, Any],
+    put: Callable[[Sequence[ObjectMessage]], None],
+    records: npt.NDArray[Any],
+) -> None:
+    """Send records as instances of a subclass of `TrajInfo`. Its own attributes keep their first values."""
+    messages = []
+    for t, env_rank, *figures in records.tolist():
+        attributes = {**vars(cls(**kwargs)), **dict(zip(FIGURES, figures, strict=True))}
+        messages.append(ObjectMessage(MessageKind.TRAJ_INFO, t, env_rank, attributes))
+    put(messages)

@@ -85,7 +85,7 @@ class VectorColumns(EnvBatch):
     """
 
     def __init__(
-        self, env: VectorEnv[Any, Any, Any], env_ranks: range, progress: Progress, checks: Checks = NO_CHECKS
+        self, env: VectorEnv[Any, Any, Any], env_ranks: Sequence[int], progress: Progress, checks: Checks = NO_CHECKS
     ) -> None:
         self.env, self.env_ranks, self.progress = env, env_ranks, progress
         self.checks = checks

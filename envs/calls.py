@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
-import gymnasium as gym
 
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage, Unreadable, dumped, loaded
 from penstock.buffers.reports import dump_exception, in_one_line, load_exception
@@ -51,7 +50,7 @@ def pickled(message: object, what: str) -> bytes:
         raise ConfigError(f"{what} cannot be pickled for the workers: {in_one_line(error)}") from error
 
 
-def perform(call: EnvCall, envs: Sequence[gym.Env[Any, Any]], columns: range, env_ranks: range) -> list[ObjectMessage]:
+def perform(call: EnvCall, envs: Sequence[Any], columns: range, env_ranks: range) -> list[ObjectMessage]:
     """Worker: make the call on its environments. An exception is returned as a result, and the worker continues."""
     messages = []
     for env, column, env_rank in zip(envs, columns, env_ranks, strict=True):
@@ -72,7 +71,7 @@ def perform(call: EnvCall, envs: Sequence[gym.Env[Any, Any]], columns: range, en
     return messages
 
 
-def _perform_one(call: EnvCall, env: gym.Env[Any, Any], column: int) -> Any:
+def _perform_one(call: EnvCall, env: Any, column: int) -> Any:
     if call.verb == "set_attr":
         assert call.values is not None
         is_new = not env.has_wrapper_attr(call.name)

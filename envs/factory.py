@@ -47,8 +47,8 @@ class EnvFactory:
     fn: Callable[..., gym.Env[Any, Any]]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     wrapper: Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]] | None = None  #: applied to the environment
-    #: Applied to an environment of several agents; None: such an environment is refused.
-    as_seats: Callable[[Any], ParallelView] | None = None
+    #: Applied to an environment of several agents, in place of `wrapper`; None: such an environment is refused.
+    as_seats: Callable[[Any], Any] | None = None
 
     def __call__(self, context: EnvContext = _EXAMPLE) -> Any:
         env: Any = self._call(context)
@@ -214,7 +214,7 @@ def build_example_env(factory: EnvFactory, *, batched: bool = False) -> Any:
     return env
 
 
-def close_example_env(env: gym.Env[Any, Any] | VectorEnv[Any, Any, Any]) -> None:
+def close_example_env(env: Any) -> None:
     """Close the example environment. Raises `ConfigError`, with the environment's exception as its cause."""
     try:
         env.close()

@@ -200,3 +200,38 @@ class ParallelView:
         while name not in vars(env) and getattr(env, "env", None) is not None:
             env = env.env
         setattr(env, name, value)
+
+
+class OneSeat(gym.Env[Any, Any]):
+    """One agent of a `ParallelView` as an environment of its own, to see what it returns; the others act at random.
+
+    Its episode ends when the agent is not there any more.
+    """
+
+    @classmethod
+    def of(cls, agent: AgentId, as_view: Callable[[Any], ParallelView], env: Any) -> OneSeat:
+        """That agent of `env`, a `ParallelEnv`."""
+        return cls(agent, as_view(env))
+
+    def __init__(self, agent: AgentId, view: ParallelView) -> None:
+        self._agent, self._view = agent, view
+        self.observation_space, self.action_space = view.spaces[agent]
+        self.metadata = view.metadata
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        for i, (_, space) in enumerate(self._view.spaces.values()):
+            space.seed(None if seed is None else seed + i)
+        observations, infos = self._view.reset(seed=seed)
+        return observations[self._agent], infos.get(self._agent, {})
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        actions = {agent: self._view.spaces[agent][1].sample() for agent in self._view.agents}
+        observations, rewards, terminated, truncated, infos = self._view.step({**actions, self._agent: action})
+        agent, has_gone = self._agent, self._agent not in self._view.agents
+        ended = bool(terminated.get(agent)) or has_gone
+        reward, is_cut = float(rewards.get(agent, 0.0)), bool(truncated.get(agent))
+        return observations[agent], reward, ended, is_cut, infos.get(agent, {})
+
+    def close(self) -> None:
+        self._view.close()

@@ -7,6 +7,7 @@ spawn key. So the streams of the seeds 0 and 1 are independent too.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,8 +53,10 @@ class ColumnStreams:
     """
 
     seed: int
-    env_ranks: range
+    env_ranks: Sequence[int]
     generation: int = 0
+    #: With several agents: the number of each column's seat in its environment, which `rngs` depend on too.
+    seats: Sequence[int] = ()
 
     def env_seeds(self, purpose: Purpose, *key: int) -> list[int]:
         """Seeds for `env.reset(seed=...)`, in `range(2**32)`, which every environment library accepts.
@@ -65,8 +68,10 @@ class ColumnStreams:
         return [int(sequence.generate_state(1)[0]) for sequence in sequences]
 
     def rngs(self, purpose: Purpose, *key: int) -> list[np.random.Generator]:
-        """One generator per environment."""
-        return [stream(self.seed, purpose, rank, *self._key(key)) for rank in self.env_ranks]
+        """One generator per environment, or per seat."""
+        seats = zip(self.seats) if self.seats else [()] * len(self.env_ranks)
+        columns = zip(self.env_ranks, seats, strict=True)
+        return [stream(self.seed, purpose, rank, *seat, *self._key(key)) for rank, seat in columns]
 
     def _key(self, key: tuple[int, ...]) -> tuple[int, ...]:
         # One number longer than in the first generation, so that no two keys are the same.

@@ -205,9 +205,10 @@ class Replay(Generic[Batch]):
             )
 
     def _feed_from(
-        self, feeder: Feeder, samples: Samples, n_writers: int, rows_ahead: int, spare_finals: int = 0
+        self, feeder: Feeder, samples: Samples, columns: Sequence[range], rows_ahead: int, spare_finals: int = 0
     ) -> Appender:
-        """For `AsyncSampler`: from now on `n_writers` workers write into the ring. Returns their appender.
+        """For `AsyncSampler`: from now on workers write into the ring, worker i into `columns[i]`. Returns their
+        appender.
 
         `samples` `[T, B]` is an example. No worker is more than `rows_ahead` rows ahead of another. Each keeps
         `spare_finals` final observations more than its share.
@@ -215,8 +216,9 @@ class Replay(Generic[Batch]):
         if (before := self._live_feeder()) is not None and before.is_feeding:
             raise ConfigError("another sampler writes into this replay: shut it down first, or use another replay")
         shape, old = self._shape_for(samples), self._storage
-        max_finals = -(-shape.max_finals // n_writers) + spare_finals
-        shape = replace(shape, n_writers=n_writers, max_finals=max_finals, spare_finals=spare_finals)
+        n, sizes = len(columns), tuple(map(len, columns))
+        max_finals = -(-shape.max_finals // n) + spare_finals
+        shape = replace(shape, n_writers=n, writer_columns=sizes, max_finals=max_finals, spare_finals=spare_finals)
         storage = self._allocate(shape, rows_ahead)
         if old is not None and old.ring.end:
             storage = self._move(old, storage)

@@ -57,7 +57,7 @@ def of_one_writer(ring: Ring) -> tuple[NamedArrays, int, int]:
     many are kept at most. No process may write meanwhile."""
     if not ring.is_shared:
         return ring.arrays, ring.n_finals[0], ring.shape.max_finals
-    shape = replace(ring.shape, n_writers=1, max_finals=ring.shape.n_finals, spare_finals=0)
+    shape = replace(ring.shape, n_writers=1, writer_columns=(), max_finals=ring.shape.n_finals, spare_finals=0)
     specs = shape.specs()
     finals = {name: map_leaves(lambda spec: np.zeros(spec.shape, spec.dtype), specs[name]) for name in _FINALS}
     arrays = NamedArrays({**dict(ring.arrays.items()), **finals})
@@ -75,7 +75,7 @@ def _move_finals(old: Ring, arrays: NamedArrays, shape: Shape) -> list[int]:
     final[at] = NOWHERE
     is_kept = old.has_final(at)
     at, steps = at[is_kept], steps[is_kept]
-    writer = writers_of(shape.B, shape.n_writers)[at % shape.B]
+    writer = writers_of(shape)[at % shape.B]
     counts = []
     for i in range(shape.n_writers):
         own = at[writer == i]

@@ -75,6 +75,7 @@ class Shape:
     max_finals: int = 1  # final observations that each writer keeps
     spare_finals: int = 0  # how many of these are not drawn, since a writer may be overwriting them: see `Ring.pin`
     n_writers: int = 1
+    writer_columns: tuple[int, ...] = ()  # how many columns each writer has; empty: the numbers differ by at most one
 
     @property
     def n_finals(self) -> int:
@@ -141,7 +142,7 @@ class Ring:
         self.kept = (arrays.reward, *action)
         self._oldest = 0  # no row before this step was ever written
         self._pinned: _Pinned | None = None
-        self._writer_of = writers_of(self.B, self.shape.n_writers)
+        self._writer_of = writers_of(self.shape)
         bounds = np.searchsorted(self._writer_of, np.arange(self.shape.n_writers + 1)).tolist()
         self._columns = [slice(first, last) for first, last in pairwise(bounds)]
 
@@ -292,10 +293,12 @@ class _Pinned:
     n_finals: npt.NDArray[np.int64]  # final observations that each writer has written before `end`
 
 
-def writers_of(B: int, n_writers: int) -> npt.NDArray[np.intp]:
-    """The writer of each column `[B]`: as many columns each as samplers give to their workers."""
-    size, n_longer = divmod(B, n_writers)
-    return np.repeat(np.arange(n_writers), [size + (writer < n_longer) for writer in range(n_writers)])
+def writers_of(shape: Shape) -> npt.NDArray[np.intp]:
+    """The writer of each column. Each has consecutive columns."""
+    n = shape.n_writers
+    size, n_longer = divmod(shape.B, n)
+    sizes = shape.writer_columns or [size + (writer < n_longer) for writer in range(n)]
+    return np.repeat(np.arange(n), sizes)
 
 
 def lacks_next(flags: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:

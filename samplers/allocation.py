@@ -15,12 +15,19 @@ import numpy as np
 
 from penstock.agents import Agent
 from penstock.agents.action_masks import info_key, mask_of
-from penstock.buffers import NamedArrays, Samples, SamplesBuffer, SampleSpec, TrajectoryRecords
+from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec, TrajectoryRecords
 from penstock.buffers.episode_log import EpisodeLog
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import map_leaves
 from penstock.buffers.reports import in_one_line
-from penstock.collectors import BaseEvalCollector, Collector, EpisodeEvalCollector, EvalCollector, TrajInfo
+from penstock.collectors import (
+    BaseEvalCollector,
+    Collector,
+    EpisodeEvalCollector,
+    EvalCollector,
+    ResetCollector,
+    TrajInfo,
+)
 from penstock.collectors.acting import agent_info_example, as_agent_step
 from penstock.collectors.action_checks import write_action
 from penstock.collectors.tracking import snapshot
@@ -38,12 +45,15 @@ from penstock.envs import (
 )
 from penstock.envs.infos import element
 from penstock.envs.rows import arrays_like, write_row
+from penstock.envs.seats import AgentId, OneSeat, ParallelView
 from penstock.errors import ConfigError, PenstockError, SpaceError, brief
+from penstock.samplers.batches import Batch
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.recorded_episodes import RecordedEpisodes
 from penstock.samplers.sampler_memory import SamplerMemory, StepBuffer
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, eval_max_T
 from penstock.samplers.sampler_program import SamplerProgram, WorkerFactories
+from penstock.samplers.seating import PolicyOf, Seating, find_seating
 from penstock.samplers.stats import ServerTotals
 from penstock.workers.control import ControlBlock
 
@@ -66,15 +76,17 @@ class InitArguments:
     traj_info_kwargs: Mapping[str, Any] | None
     shared: bool  #: whether workers are processes
     central: bool  #: whether workers hold no agent
+    policy_of: PolicyOf | None = None
 
 
 @dataclass(frozen=True)
 class Allocation:
     """The memory of one sampler, and what its workers run."""
 
-    batches: Sequence[Samples]  #: the public views of the samples buffer, by slot
+    batches: Sequence[Batch]  #: the public views of the samples buffer, by slot
     memory: SamplerMemory
     program: SamplerProgram
+    plans: tuple[SamplerPlan, ...]  #: with the columns of each policy
     worker_data: Sequence[WorkerFactories]  #: by worker rank
     inference_difference: float | None  #: see `SamplerStats`
     episodes: RecordedEpisodes | None  #: the recorded ones, if `seed_episodes=True`
@@ -84,45 +96,156 @@ class Allocation:
         return None if self.episodes is None else self.episodes.of_failure(status)
 
 
-def allocate(config: SamplerConfig, agent: Agent, setup: InitArguments, resources: ExitStack) -> Allocation:
-    """Read the spaces, initialize the agent, try it on an example, and allocate everything.
+def allocate(
+    config: SamplerConfig, agents: Agent | Mapping[str, Agent], setup: InitArguments, resources: ExitStack
+) -> Allocation:
+    """Read the spaces, initialize the agents, try them on an example, and allocate everything.
 
     What must be closed goes onto `resources`. Raises `ConfigError` or `SpaceError`.
     """
+    each, env_range = _checked_agents(agents), setup.env_range
     train = env_factories(config.env_fn, config.env_kwargs, config.batch_B)
     n_evals = config.eval_n_envs
     evals = env_factories(eval_fn(config), eval_kwargs(config), n_evals, "eval_") if n_evals else ()
-    train, evals = (_masked(agent, factories, config) for factories in (train, evals))
-    example = train[0].as_example(config.spaces)
-    env_info = _prepare_agent(agent, example, setup.seed, config)
+    train, evals = (_prepared_factories(each, factories, config) for factories in (train, evals))
+    examples, plans, seating = [train[0].as_example(config.spaces)], setup.plans, None
+    built = build_example_env(examples[0], batched=config.collector_cls.batched)
+    if isinstance(built, ParallelView):
+        close_example_env(built)
+        sides = (train, env_range.first_env_rank), (evals, env_range.first_eval_env_rank)
+        seating, seats = find_seating(sides, agents, setup.policy_of)
+        _refuse_with_seats(config, setup, seating)
+        plans = tuple(seating.with_cells(plan) for plan in plans)
+        examples = [_of_one_seat(factory, agent_id) for factory, agent_id in seats]
+    else:
+        _refuse_for_one_agent(config, agents, setup.policy_of, built)
     traj_info_kwargs = _checked_traj_info_kwargs(config.traj_info_cls, setup.traj_info_kwargs)
-    worker_agent = agent.runtime.worker_copy()
-    extra = _extra_example(config.collector_cls)
-    spec = replace(_try_agent(worker_agent, example, config, setup), env_info=env_info, extra=extra)
-    difference = worker_agent.runtime.inference_difference(lambda: _real_inputs(worker_agent, example, config))
+    extra, specs, copies, differences = _extra_example(config.collector_cls), [], [], []
+    for p, (agent, example) in enumerate(zip(each, examples, strict=True)):
+        env = built if seating is None else build_example_env(example)
+        env_info = _prepare_agent(agent, env, setup.seed, config, p)
+        copies.append(copied := agent.runtime.worker_copy())
+        spec = replace(_try_agent(copied, example, config, setup), env_info=env_info, extra=extra)
+        specs.append(spec if seating is None else replace(spec, n_seats=seating.n_seats(p)))
+        differences.append(copied.runtime.inference_difference(partial(_real_inputs, copied, example, config)))
+    difference = max((own for own in differences if own is not None), default=None)
     program = SamplerProgram(
-        agent=worker_agent,
+        agents=tuple(copies),
         config=replace(config, env_fn="", env_kwargs=None, eval_env_fn=None, eval_env_kwargs=None, env_info=False),
         eval_collector_cls=_eval_collector_cls(config),
         traj_info_kwargs=traj_info_kwargs,
         eval_max_T=eval_max_T(config.eval_max_steps, config.eval_n_envs),
-        env_range=setup.env_range,
+        env_range=env_range,
         seed=setup.seed,
+        seating=seating,
     )
-    worker_data = [([train[b] for b in plan.columns], [evals[b] for b in plan.eval_columns]) for plan in setup.plans]
-    n_slots = config.memory_slots
-    buffer = SamplesBuffer(spec, config.batch_T, config.batch_B, shared=setup.shared, n_slots=n_slots)
-    memory = _allocate_memory(config, agent, setup, buffer, program.eval_max_T)
+    worker_data = [([train[b] for b in plan.columns], [evals[b] for b in plan.eval_columns]) for plan in plans]
+    buffer = _samples_buffer(config, setup, plans, specs, seating)
+    memory = _allocate_memory(config, each, setup, plans, buffer, program.eval_max_T)
     resources.callback(memory.close)
-    resources.callback(agent.runtime.unshare_memory, memory.parameters)
+    for agent, parameters in zip(each, memory.parameters, strict=True):
+        resources.callback(agent.runtime.unshare_memory, parameters)
     episodes = RecordedEpisodes(memory, train, setup.seed, config.crash_dir) if config.seed_episodes else None
-    return Allocation(buffer.batches, memory, program, worker_data, difference, episodes)
+    return Allocation(buffer.batches, memory, program, plans, worker_data, difference, episodes)
+
+
+def _checked_agents(agents: object) -> tuple[Agent, ...]:
+    each = tuple(agents.values()) if isinstance(agents, Mapping) else (agents,)
+    for agent in each:
+        if not isinstance(agent, Agent):
+            raise ConfigError(
+                f"agent must be a penstock Agent, got {type(agent).__name__}: wrap a model, for example "
+                "CategoricalPgAgent(model), or subclass penstock.Agent"
+            )
+    return each
+
+
+def _prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory], config: SamplerConfig) -> Any:
+    """The factories, which may return environments of several agents; with masks in the observations, if the agents
+    have them in `info`."""
+    keys = {info_key(getattr(agent, "mask_key", None)) for agent in agents}
+    if len(keys) > 1:
+        raise ConfigError(
+            f"the masks in info must be the same for all policies, got {sorted(map(str, keys))}: put them in the "
+            'observations, and give mask_key="observation.NAME"'
+        )
+    (key,) = keys
+    view = partial(ParallelView, mask_key=key, global_state=config.global_state)
+    if key is None:
+        return tuple(replace(factory, as_seats=view) for factory in factories)
+    if config.collector_cls.batched:
+        raise ConfigError(
+            f'mask_key="info.{key}" is for single environments: put the mask of a batched environment in its '
+            'observations, and give mask_key="observation.NAME"'
+        )
+    return tuple(replace(factory, as_seats=view, wrapper=partial(MaskInObservation, key=key)) for factory in factories)
+
+
+def _of_one_seat(factory: EnvFactory, agent_id: AgentId) -> EnvFactory:
+    assert factory.as_seats is not None
+    return replace(factory, as_seats=partial(OneSeat.of, agent_id, factory.as_seats))
+
+
+def _refuse_for_one_agent(config: SamplerConfig, agents: object, policy_of: object, built: Any) -> None:
+    given = {
+        "a dict of agents": isinstance(agents, Mapping),
+        "policy_of": policy_of is not None,
+        "global_state=True": config.global_state,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            close_example_env(built)
+            raise ConfigError(
+                f"{name} is for environments of several agents (PettingZoo's ParallelEnv), and env_fn returns "
+                f"{type(built).__name__}, an environment of one: leave it out"
+            )
+
+
+def _refuse_with_seats(config: SamplerConfig, setup: InitArguments, seating: Seating) -> None:
+    """What environments of several agents cannot have."""
+    several = len(seating.policies) > 1
+    refusals = {
+        "collector_cls": (config.collector_cls is not ResetCollector, "has its own collector: leave collector_cls out"),
+        "eval_collector_cls": (
+            config.eval_collector_cls is not EvalCollector,
+            "has its own collectors: leave eval_collector_cls out",
+        ),
+        "seed_episodes": (config.seed_episodes, "cannot repeat an episode yet: leave seed_episodes out"),
+        "central": (
+            setup.central and several,
+            "needs a ParallelSampler, a SerialSampler or an AsyncSampler without server for more than one policy: an "
+            "inference server acts with one agent",
+        ),
+    }
+    for is_given, text in refusals.values():
+        if is_given:
+            raise ConfigError(f"a sampler of environments with several agents {text}")
+
+
+def _samples_buffer(
+    config: SamplerConfig,
+    setup: InitArguments,
+    plans: Sequence[SamplerPlan],
+    specs: Sequence[SampleSpec],
+    seating: Seating | None,
+) -> SamplesBuffer:
+    shared, n_slots, T = setup.shared, config.memory_slots, config.batch_T
+    numbers = [plans[-1].cells[p].stop - plans[0].cells[p].start for p in range(len(specs))]
+    if seating is None or seating.is_shared:
+        return SamplesBuffer(specs[0], T, numbers[0], shared=shared, n_slots=n_slots)
+    by_name = dict(zip(seating.policies, specs, strict=True)), dict(zip(seating.policies, numbers, strict=True))
+    return SamplesBuffer(by_name[0], T, by_name[1], shared=shared, n_slots=n_slots)
 
 
 def _allocate_memory(
-    config: SamplerConfig, agent: Agent, setup: InitArguments, buffer: SamplesBuffer, max_T: int
+    config: SamplerConfig,
+    agents: Sequence[Agent],
+    setup: InitArguments,
+    plans: Sequence[SamplerPlan],
+    buffer: SamplesBuffer,
+    max_T: int,
 ) -> SamplerMemory:
-    shared, plans = setup.shared, setup.plans
+    shared = setup.shared
     n_rows = config.batch_T * config.memory_slots
     # Objects of a TrajInfo subclass do not use the record arrays.
     is_stock = config.traj_info_cls is TrajInfo
@@ -130,15 +253,16 @@ def _allocate_memory(
     capacities = [plan.most_trajectories(n_rows, max_T, most) if is_stock else 1 for plan in plans]
     server: dict[str, Any] = {}
     if setup.central:
-        for name, n in (("steps", config.batch_B), ("eval_steps", config.eval_n_envs)):
+        numbers = [cells[0].stop for cells in (plans[-1].cells, plans[-1].eval_cells)]
+        for name, n in zip(("steps", "eval_steps"), numbers, strict=True):
             server[name] = StepBuffer(buffer.slots[0], n, shared=shared) if n else None
-        server["totals"] = ServerTotals(max(config.batch_B, config.eval_n_envs), shared=shared)
+        server["totals"] = ServerTotals(max(numbers), shared=shared)
     return SamplerMemory(
         # The inference server has the last progress row.
         control=ControlBlock(len(plans) + setup.central, config.batch_T, shared=shared),
         samples=buffer.memory,
         records=TrajectoryRecords(capacities, shared=shared),
-        parameters=agent.runtime.share_memory(shared=shared),
+        parameters=tuple(agent.runtime.share_memory(shared=shared) for agent in agents),
         mailbox=Mailbox(),
         episodes=_episode_log(config, buffer, setup) if config.seed_episodes else None,
         **server,
@@ -175,15 +299,10 @@ def eval_kwargs(config: SamplerConfig) -> Any:
     return config.env_kwargs[0] if config.env_kwargs else None
 
 
-def _prepare_agent(agent: Agent, factory: EnvFactory, seed: int, config: SamplerConfig) -> NamedArrays | None:
-    """Initialize the agent from an example environment; returns an example of the `env_info` to record."""
-    if not isinstance(agent, Agent):
-        raise ConfigError(
-            f"agent must be a penstock Agent, got {type(agent).__name__}: wrap a model, for example "
-            "CategoricalPgAgent(model), or subclass penstock.Agent"
-        )
+def _prepare_agent(agent: Agent, env: Any, seed: int, config: SamplerConfig, p: int) -> NamedArrays | None:
+    """Initialize the agent of policy p from an example environment, which is closed then; returns an example of the
+    `env_info` to record."""
     batched, wanted = config.collector_cls.batched, config.env_info
-    env = build_example_env(factory, batched=batched)
     prefix = "single_" if batched else ""
     observation_space, action_space = (getattr(env, f"{prefix}{kind}_space") for kind in ("observation", "action"))
     env_info = None
@@ -198,23 +317,10 @@ def _prepare_agent(agent: Agent, factory: EnvFactory, seed: int, config: Sampler
                 warnings.warn(f"these entries of info are not numeric and not recorded: {skipped}", stacklevel=4)
     finally:
         close_example_env(env)
-    model_seed = ColumnStreams(seed, range(1)).env_seeds(Purpose.MODEL)[0]
+    model_seed = ColumnStreams(seed, range(1)).env_seeds(Purpose.MODEL, *([p] if p else []))[0]
     agent.runtime.ensure_initialized(observation_space, action_space, model_seed)
     mask_of(agent)  # raises for a wrong key
     return env_info
-
-
-def _masked(agent: Agent, factories: Sequence[EnvFactory], config: SamplerConfig) -> tuple[EnvFactory, ...]:
-    """The factories, with the agent's mask in the observations if it is in `info`."""
-    key = info_key(getattr(agent, "mask_key", None))
-    if key is None:
-        return tuple(factories)
-    if config.collector_cls.batched:
-        raise ConfigError(
-            f'mask_key="info.{key}" is for single environments: put the mask of a batched environment in its '
-            'observations, and give mask_key="observation.NAME"'
-        )
-    return tuple(replace(factory, wrapper=partial(MaskInObservation, key=key)) for factory in factories)
 
 
 def _extra_example(cls: type[Collector]) -> NamedArrays | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from penstock.arguments import integer
 from penstock.buffers import Samples
+from penstock.buffers.samples import parts_of
 from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError, SamplerStateError
@@ -111,9 +112,16 @@ class AsyncSampler(ParallelSampler):
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
         this = weakref.ref(self)  # the parameters must not keep the sampler alive
-        allocation.memory.parameters.before_overwrite = lambda version: _await_readers(this(), version)
+        if self._lag is not None and len(allocation.memory.parameters) > 1:
+            raise ConfigError("lag=1 is for one policy, and this sampler has several: leave lag out")
+        allocation.memory.parameters[0].before_overwrite = lambda version: _await_readers(this(), version)
         if self._feed is not None:
-            appender = self._feed.connect(allocation.batches[0], len(self._plans), self.config.n_slots)
+            batch = allocation.batches[0]
+            if not isinstance(batch, Samples):
+                raise ConfigError(
+                    "a replay is for one policy, and this sampler has several: append batch.NAME yourself"
+                )
+            appender = self._feed.connect(batch, [plan.cells[0] for plan in self._plans], self.config.n_slots)
             memory = replace(allocation.memory, appender=appender)
             allocation = replace(allocation, memory=memory)
             resources.callback(appender.ring.memory.close)
@@ -130,9 +138,10 @@ class AsyncSampler(ParallelSampler):
     def _keep(self, allocation: Allocation, env_range: EnvRange) -> None:
         super()._keep(allocation, env_range)
         # The version in each column of each slot, as memoryviews: an item is read in a tenth of numpy's time.
-        versions: list[Any] = [batch.agent.policy_version for batch in allocation.batches]
-        self._versions = [memoryview(rows[0]) for rows in versions]
-        self._columns = [(plan.columns.start, len(plan.columns)) for plan in self._plans]
+        self._versions = [
+            [memoryview(cast(Any, own.agent.policy_version)[0]) for own in parts_of(batch)]
+            for batch in allocation.batches
+        ]
 
     # ---- running ---------------------------------------------------------------------------
 
@@ -294,7 +303,7 @@ class AsyncSampler(ParallelSampler):
         limit = self._released + self.config.n_slots
         if self._lag is not None:
             limit = min(limit, self._taken + 1)
-        version = self._memory.parameters.version if self._lag is not None else 0
+        version = self._memory.parameters[0].version if self._lag is not None else 0
         while self._opened < limit and (self._feed is None or self._feed.begin(self._opened)):
             batch = self._opened
             command = Command(self._first_itr + batch, version=version, batch=batch)
@@ -329,7 +338,7 @@ class AsyncSampler(ParallelSampler):
         samples = self._batches.hand_out(batch, None if self._is_holding else batch + 1)
         self.samples_np = self._batches.views[batch % self._batches.n_slots]
         self._note_versions(batch)
-        self._metrics.training.extend(infos)
+        self._count_batch(samples, infos)
         if not self._is_holding:
             self._release()
         elif self.state is _RUNNING:
@@ -337,11 +346,14 @@ class AsyncSampler(ParallelSampler):
         return samples, infos
 
     def _note_versions(self, batch: int) -> None:
-        newest, versions = self._memory.parameters.version, self._versions[batch % len(self._versions)]
-        for column, n_columns in self._columns:  # all columns of a worker have the same version
-            version = versions[column]
-            self._lags.add(newest - version, n_columns)
-        self.policy_version = version
+        slot, last = self._versions[batch % len(self._versions)], {}
+        for p, (name, parameters, versions) in enumerate(zip(self._agents, self._memory.parameters, slot, strict=True)):
+            newest = parameters.version
+            for plan in self._plans:
+                if cells := plan.cells[p]:  # all columns of a worker have the same version
+                    last[name] = version = versions[cells.start]
+                    self._lags.add(newest - version, len(cells))
+        self.policy_version = self._by_policy(last)
 
     def _release(self) -> None:
         """Give all batches back except the last one that was handed out, and let the workers continue."""
@@ -401,28 +413,37 @@ class ReplayFeed:
             raise ConfigError(f"replay must be a penstock.replays.Replay, got {replay!r}")
         if not isinstance(ratio, Ratio | None):
             raise ConfigError(f"ratio must be a penstock.replays.Ratio or None, got {ratio!r}")
-        self.batch_steps = sampler.batch_T * sampler.batch_B
-        if ratio is not None:
-            if ratio.batch_steps not in (None, self.batch_steps):
-                raise ConfigError(
-                    f"ratio has batch_steps={ratio.batch_steps}, but a batch of this sampler has {self.batch_steps}: "
-                    "leave batch_steps out"
-                )
-            ratio = replace(ratio, batch_steps=self.batch_steps)
-        elif is_pinned:
+        self.ratio, self._is_pinned = ratio, is_pinned
+        self._set_batch_steps(sampler.batch_T * sampler.batch_B)
+        if ratio is None and is_pinned:
             raise ConfigError("lag=1 with a replay needs a ratio, which says how many steps each draw sees: give ratio")
-        self.replay, self.ratio, self._is_pinned = replay, ratio, is_pinned
+        self.replay = replay
         self._sampler = weakref.ref(sampler)
         self._first_step = 0  # how many steps the replay had before this sampler
         #: Finished trajectories that `take_traj_infos` has not returned yet, and how many were dropped.
         self.traj_infos: deque[TrajInfo] = deque(maxlen=_MOST_INFOS)
         self.n_dropped = 0
 
-    def connect(self, samples: Samples, n_workers: int, n_slots: int) -> Appender:
-        """Allocate the ring for batches such as `samples`. Returns the appender of the workers."""
+    def _set_batch_steps(self, n: int) -> None:
+        self.batch_steps, ratio = n, self.ratio
+        if ratio is not None:
+            if ratio.batch_steps not in (None, n):
+                raise ConfigError(
+                    f"ratio has batch_steps={ratio.batch_steps}, but a batch of this sampler has {n}: leave "
+                    "batch_steps out"
+                )
+            self.ratio = replace(ratio, batch_steps=n)
+
+    def connect(self, samples: Samples, columns: Sequence[range], n_slots: int) -> Appender:
+        """Allocate the ring for batches such as `samples`, of which worker i writes `columns[i]`. Returns the appender
+        of the workers."""
         self._batch_T, B = samples.env.reward.shape
-        spare_finals = self._batch_T * -(-B // n_workers) if self._is_pinned else 0  # as many as a batch can have
-        appender = self.replay._feed_from(self, samples, n_workers, n_slots * self._batch_T, spare_finals)
+        if self.ratio is not None:  # with several agents, a batch has more steps than environment steps
+            self.ratio = replace(self.ratio, batch_steps=None)
+        self._set_batch_steps(self._batch_T * B)
+        widest = max(map(len, columns))
+        spare_finals = self._batch_T * widest if self._is_pinned else 0  # as many as a batch can have
+        appender = self.replay._feed_from(self, samples, columns, n_slots * self._batch_T, spare_finals)
         self._first_step, self._ring, self._first_row = self.replay.n_steps, appender.ring, appender.ring.end
         self._show(0, 0)
         return appender

@@ -11,66 +11,78 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from penstock.buffers import Samples
-from penstock.buffers.samples import BatchStatus, with_status
+from penstock.buffers import PolicySamples, Samples
+from penstock.buffers.samples import BatchStatus, parts_of, with_status
 from penstock.errors import StaleSamplesError
+
+Batch = Samples | PolicySamples
 
 
 class Batches:
     """Batch k is in slot `k % n_slots`. `held` are the batches that the user holds, oldest first."""
 
-    def __init__(self, views: Sequence[Samples], *, debug: bool) -> None:
+    def __init__(self, views: Sequence[Batch], *, debug: bool) -> None:
         """`views`: the numpy arrays of each slot. With `debug`, memory that is given back is poisoned, and `Samples`
         that were given back raise `StaleSamplesError`."""
         self.views, self.n_slots, self._debug = views, len(views), debug
         self._tell_torch = _increment_versions()
         self._tensors = [view.torch() for view in views]
         self._leaves = [[leaf for _, leaf in tensors.leaves()] for tensors in self._tensors]
-        self.held: deque[Samples] = deque()
+        self.held: deque[Batch] = deque()
 
-    def hand_out(self, batch: int, valid_until: int | None) -> Samples:
+    def hand_out(self, batch: int, valid_until: int | None) -> Any:
         """The tensors of this batch, as a new object. `valid_until`: see `Samples`."""
         tensors = self._tensors[batch % self.n_slots]
-        if self._debug:  # these objects will be made unusable, so each batch needs its own
-            tensors = Samples(env=copy.copy(tensors.env), agent=copy.copy(tensors.agent))
-        samples = with_status(tensors, BatchStatus(batch, valid_until))
+        if isinstance(tensors, Samples):
+            samples: Batch = self._handed_out(tensors, batch, valid_until)
+        else:
+            samples = PolicySamples({name: self._handed_out(own, batch, valid_until) for name, own in tensors.items()})
         self.held.append(samples)
         return samples
+
+    def _handed_out(self, tensors: Samples, batch: int, valid_until: int | None) -> Samples:
+        n_seats = None if tensors.status is None else tensors.status.n_seats
+        if self._debug:  # these objects will be made unusable, so each batch needs its own
+            tensors = Samples(env=copy.copy(tensors.env), agent=copy.copy(tensors.agent))
+        return with_status(tensors, BatchStatus(batch, valid_until, n_seats=n_seats))
 
     def give_back(self, newer: int, *, keep_last_row: bool = False) -> None:
         """End the validity of the oldest batch that the user holds, because batch `newer` begins. With
         `keep_last_row`, workers still read its last row: only the other rows are poisoned."""
         samples = self.held.popleft()
-        status = samples._status
-        assert status is not None
-        status.is_current = False
+        batch = samples.batch
+        assert batch is not None
+        for own in parts_of(samples):
+            assert own.status is not None
+            own.status.is_current = False
         # Torch does not see what workers write. Without this, a backward pass through a graph on this batch would give
         # a wrong gradient. With it, the backward pass raises an error.
-        self._tell_torch(self._leaves[status.batch % self.n_slots])
+        self._tell_torch(self._leaves[batch % self.n_slots])
         if self._debug:
-            self.poison(status.batch, keep_last_row=keep_last_row)
+            self.poison(batch, keep_last_row=keep_last_row)
             line = _line_of_user()
             stale = (
-                f"batch {status.batch} was used after its memory was given back for batch {newer}, which began at "
+                f"batch {batch} was used after its memory was given back for batch {newer}, which began at "
                 f"{line}. Use a batch before that line, keep a copy (samples.copy()), or raise n_slots"
             )
-            for part in (samples.env, samples.agent, samples):
-                object.__setattr__(part, "_values", _StaleFields(stale))
+            for own in parts_of(samples):
+                for part in (own.env, own.agent, own):
+                    object.__setattr__(part, "_values", _StaleFields(stale))
 
     def set_valid_until(self, batch: int | None) -> None:
         """What `valid_until` of all batches in the user's hands says from now on."""
-        for samples in self.held:
-            if samples.status is not None:
-                samples.status.valid_until = batch
+        for own in [own for samples in self.held for own in parts_of(samples)]:
+            if own.status is not None:
+                own.status.valid_until = batch
 
     def poison(self, batch: int, *, keep_last_row: bool = False) -> None:
         """Write NaN, False, or the smallest integer (the largest, if unsigned) into the memory of this batch."""
-        view = self.views[batch % self.n_slots]
-        poisoned = [leaf for _, leaf in (view[:-1] if keep_last_row else view).leaves()]
-        if keep_last_row and "bootstrap_value" in view.agent:  # it is not in `view[:-1]`
-            poisoned.append(view.agent.bootstrap_value)
-        for leaf in poisoned:
-            leaf[...] = _poison_of(leaf.dtype)
+        for view in parts_of(self.views[batch % self.n_slots]):
+            poisoned = [leaf for _, leaf in (view[:-1] if keep_last_row else view).leaves()]
+            if keep_last_row and "bootstrap_value" in view.agent:  # it is not in `view[:-1]`
+                poisoned.append(view.agent.bootstrap_value)
+            for leaf in poisoned:
+                leaf[...] = _poison_of(leaf.dtype)
 
 
 def _increment_versions() -> Callable[[Any], None]:

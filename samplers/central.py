@@ -215,7 +215,7 @@ class GpuSampler(ParallelSampler):
         # At T = 1 a step takes 0.8 of the CPU time with offers, at T = 5 0.9: see "Parts that earn their place" in
         # benchmarks/README.md. Halves that take turns gain nothing.
         offers = not (self._has_no_workers or isinstance(server_options.readiness, Alternating))
-        program = replace(allocation.program, agent=RemoteAgent(agent, offers_inputs=offers))
+        program = replace(allocation.program, agents=(RemoteAgent(agent, offers_inputs=offers),))
         server = InferenceServer(server_options, memory)
         resources.callback(server.close)
         self._server_here = server
@@ -239,7 +239,7 @@ def pool_with_server(
         torch_threads=1 if options.start_method == "fork" else threads_here(),
         server_name="the inference server",
     )
-    program = replace(allocation.program, agent=RemoteAgent(agent))
+    program = replace(allocation.program, agents=(RemoteAgent(agent),))
     programs: list[WorkerProgram] = [*[program] * len(plans), ServerProgram(server_options)]
     worker_data = [*allocation.worker_data, None]
     return WorkerPool([*plans, server_plan], programs, worker_data, allocation.memory, options, resources)

@@ -19,6 +19,8 @@ from penstock.collectors.collector import Collector
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.collectors.eval_collector import BaseEvalCollector
+from penstock.collectors.lock_step import LockStepCollector
+from penstock.collectors.seat_evaluation import SeatEvalCollector
 from penstock.collectors.tracking import snapshot
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.recorded_episode import follow
@@ -52,8 +54,8 @@ class WorkerParts:
     seed: int
     factories: Sequence[EnvFactory]
     builder: EnvBuilder
-    collector: Collector
-    eval_collector: BaseEvalCollector | None
+    collector: Collector | LockStepCollector
+    eval_collector: BaseEvalCollector | SeatEvalCollector | None
     #: What the checks of the environments have found so far: pairs of a factory, and why its environments cannot be
     #: saved (empty: they can).
     proofs: list[tuple[EnvFactory, str]]
@@ -99,16 +101,18 @@ class SaveMessage(StateMessage):
 
     def answer(self, parts: WorkerParts) -> Any:
         """The columns by env_rank, and the counts of the evaluation environments."""
-        env_ranks = parts.collector.envs.env_ranks
+        env_ranks = parts.plan.env_ranks
         columns = {env_rank: self._save(parts, column) for column, env_rank in enumerate(env_ranks)}
         evaluator = parts.eval_collector
         counts = (0, 0) if evaluator is None else (evaluator._n_evaluations, evaluator.streams.generation)
         return columns, dict.fromkeys(parts.plan.eval_env_ranks, counts)
 
     def _save(self, parts: WorkerParts, column: int) -> SavedColumn:
-        collector, envs = parts.collector, parts.collector.envs
         if self.untrusted or not self.saves_envs:
             return SavedColumn(kind=RESEEDED, why=self.untrusted or 'env_state="never"', data=None)
+        collector = parts.collector
+        assert isinstance(collector, Collector)
+        envs = collector.envs
         episodes = None if collector._episodes is None else collector._episodes.column_state(column)
         kind, env, why = "", b"", _proof(parts, column)
         if not why:
@@ -185,7 +189,9 @@ class LoadMessage(StateMessage):
             why = saved["why"] if saved["kind"] == RESEEDED else _load(parts, column, saved)
             if why:
                 refused[env_rank] = why
-        if refused:
+        if isinstance(collector, LockStepCollector):
+            collector.restart(streams)
+        elif refused:
             indices = [rank - streams.env_ranks[0] for rank in refused]
             collector.restart_columns(indices, streams)
             restart_agent(collector.agent, indices, streams)
@@ -212,6 +218,7 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
     """Continue this column. Returns why that is impossible if a repeated episode differs; otherwise an empty text."""
     assert saved["data"] is not None
     collector, state = parts.collector, pickle.loads(saved["data"])
+    assert isinstance(collector, Collector)
     envs, episodes = collector.envs, state["episodes"]
     assert isinstance(envs, EnvColumns)
     old = envs.envs[column]

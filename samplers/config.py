@@ -100,6 +100,7 @@ class SamplerOptions(TypedDict, total=False):
     observation_dtype: npt.DTypeLike | None
     record_final_obs: bool
     env_info: InfoWanted
+    global_state: bool
     flatten_wrappers: bool
     check_finite: bool
     debug: bool
@@ -137,6 +138,7 @@ class SamplerConfig:
     observation_dtype: npt.DTypeLike | None = None
     record_final_obs: bool = True
     env_info: InfoWanted = False
+    global_state: bool = False
     flatten_wrappers: bool = True
     check_finite: bool = False
     debug: bool = False
@@ -166,7 +168,7 @@ class SamplerConfig:
         for name in ("step_timeout", "start_timeout", "restart_window"):
             if name != "step_timeout" or self.step_timeout is not None:
                 self._put(name, seconds(name, getattr(self, name)))
-        for name in ("record_final_obs", "flatten_wrappers", "check_finite", "debug", "seed_episodes"):
+        for name in ("record_final_obs", "global_state", "flatten_wrappers", "check_finite", "debug", "seed_episodes"):
             self._put(name, true_or_false(name, getattr(self, name)))
         self._check_evaluation()
         one_of("start_method", self.start_method, START_METHODS)

@@ -17,13 +17,14 @@ from penstock.agents.agent import Agent
 from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
 from penstock.envs.examples import example_of
-from penstock.envs.seeding import ColumnStreams, Purpose
+from penstock.envs.seeding import Purpose
 from penstock.errors import ConfigError, SamplerBrokenError, WorkerError
 from penstock.samplers.inference_batch import InferenceBatch
 from penstock.samplers.readiness import LockStep, Readiness
 from penstock.samplers.sampler_memory import SamplerMemory, StepBuffer
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
 from penstock.samplers.sampler_program import SamplerProgram
+from penstock.samplers.seating import Seating, column_streams
 from penstock.workers import sigint
 from penstock.workers.affinity import avoid_cpus
 from penstock.workers.control import FOR_ANY, Command, Phase, StopCollecting
@@ -47,6 +48,7 @@ class ServerOptions:
     compile_options: Mapping[str, Any] | None  #: arguments of `torch.compile`; None: the model is not compiled
     n_processes: int  #: how many processes take part, the server included
     heartbeat_seconds: float  #: the longest time between two heartbeats of a server process without requests
+    seating: Seating | None = None  #: see `SamplerProgram`
 
     @classmethod
     def of(
@@ -70,6 +72,7 @@ class ServerOptions:
             n_processes=n_processes,
             compile_options=compile_options,
             heartbeat_seconds=min(1.0, (program.config.step_timeout or 4.0) / 4),
+            seating=program.seating,
         )
 
 
@@ -79,15 +82,16 @@ class InferenceServer:
     def __init__(self, options: ServerOptions, memory: SamplerMemory) -> None:
         assert memory.steps is not None
         assert memory.totals is not None
-        self._control, self._parameters, self._totals = memory.control, memory.parameters, memory.totals
+        self._control, self._parameters, self._totals = memory.control, memory.parameters[0], memory.totals
         self._plans, self._seed, self._readiness = list(options.plans), options.seed, options.readiness
+        self._seating = options.seating
         # The worker in place, if there is one, runs in the process of the server.
         self._spin_time, self._yields = SpinTime(options.spin_seconds), is_crowded(options.n_processes)
         self._fingerprint: int | None = None  # of the arrivals and requests that leave nothing to do; None: look
         self._idle_since: float | None = None  # when the last spin began, if nothing came during it
         self.progress = memory.control.progress(len(options.plans))
         agent = options.agent
-        agent.runtime.attach(memory.parameters)
+        agent.runtime.attach(self._parameters)
         agent.runtime.pull_shared_memory()
         if options.compile_options is not None:
             agent.runtime.compile_model(options.compile_options)
@@ -166,7 +170,7 @@ class InferenceServer:
     def _begin_evaluation(self, agent: Agent, itr: int) -> None:
         """Noise and state start again, as in the evaluation collectors."""
         key = self._n_evaluations
-        rngs = [rng for plan in self._plans for rng in _rngs(self._seed, plan, Purpose.EVAL_ACTION, key)]
+        rngs = [rng for plan in self._plans for rng in self._rngs(plan, Purpose.EVAL_ACTION, key)]
         agent.runtime.pull_shared_memory()
         agent.select(None)
         agent.seed_columns(rngs)
@@ -179,6 +183,11 @@ class InferenceServer:
         while not version and found != self._parameters.version:  # others may be published meanwhile
             found = agent.runtime.pull_shared_memory()
         self.progress.note_version(found)
+
+    def _rngs(self, plan: SamplerPlan, purpose: Purpose, *key: int) -> list[np.random.Generator]:
+        """The random streams of one worker's columns."""
+        is_eval = purpose is Purpose.EVAL_ACTION
+        return column_streams(self._seating, plan, self._seed, evaluation=is_eval).rngs(purpose, *key)
 
     def _notice_replacements(self) -> bool:
         """Reset noise and state of the columns whose worker has been replaced, and drop held replies to dead workers.
@@ -199,10 +208,10 @@ class InferenceServer:
         self._plans[rank] = plan
         if rank in self._held:
             self._held.remove(rank)
-        self._train.restart(rank, _rngs(self._seed, plan, Purpose.ACTION))
+        self._train.restart(rank, self._rngs(plan, Purpose.ACTION))
         if self._eval is not None and self._n_evaluations:
             # Each evaluation has its own streams: these are the streams of the last one.
-            self._eval.restart(rank, _rngs(self._seed, plan, Purpose.EVAL_ACTION, self._n_evaluations - 1))
+            self._eval.restart(rank, self._rngs(plan, Purpose.EVAL_ACTION, self._n_evaluations - 1))
 
     # ---- serving ---------------------------------------------------------------------------
 
@@ -357,12 +366,12 @@ def _inference_batch(agent: Agent, options: ServerOptions, steps: StepBuffer, pu
     """What acts for the training or the evaluation environments. If the model is to be compiled, a trial step compiles
     it here."""
     is_eval = purpose is Purpose.EVAL_ACTION
-    columns = [plan.eval_columns if is_eval else plan.columns for plan in options.plans]
-    ranks = [plan.eval_env_ranks if is_eval else plan.env_ranks for plan in options.plans]
-    env_ranks, env_range = range(ranks[0].start, ranks[-1].stop), options.env_range
+    columns = [plan.eval_cells[0] if is_eval else plan.cells[0] for plan in options.plans]
+    streams = [column_streams(options.seating, plan, options.seed, evaluation=is_eval) for plan in options.plans]
+    env_ranks, env_range = [rank for own in streams for rank in own.env_ranks], options.env_range
 
     def copy_of_agent() -> Agent:
-        copy = agent.runtime.column_copy(ColumnStreams(options.seed, env_ranks, env_range.generation).rngs(purpose))
+        copy = agent.runtime.column_copy([rng for own in streams for rng in own.rngs(purpose)])
         copy.runtime.set_columns(env_ranks, env_range.n_eval_envs if is_eval else env_range.n_envs)
         return copy
 
@@ -375,12 +384,6 @@ def _inference_batch(agent: Agent, options: ServerOptions, steps: StepBuffer, pu
         except Exception as error:
             raise ConfigError(f"the model could not be compiled: {in_one_line(error)}") from error
     return InferenceBatch(copy_of_agent(), steps, columns)
-
-
-def _rngs(seed: int, plan: SamplerPlan, purpose: Purpose, *key: int) -> list[np.random.Generator]:
-    """The random streams of one worker's columns."""
-    env_ranks = plan.eval_env_ranks if purpose is Purpose.EVAL_ACTION else plan.env_ranks
-    return ColumnStreams(seed, env_ranks, plan.generation).rngs(purpose, *key)
 
 
 @dataclass

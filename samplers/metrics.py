@@ -20,10 +20,15 @@ COUNTS = ("env_steps", "batches", "trajectories", "seconds")
 class SamplerMetrics:
     """Makes the figures from `SamplerStats` and trajectories. Rates and shares are of the time since the last call."""
 
-    def __init__(self, example: TrajInfo, *, has_evaluation: bool) -> None:
-        """`example` is a new instance of the sampler's `traj_info_cls`. Its numbers have the names of the figures."""
+    def __init__(
+        self, example: TrajInfo, policies: Sequence[str] = (), per_game: int = 1, *, has_evaluation: bool
+    ) -> None:
+        """`example` is a new instance of the sampler's `traj_info_cls`. Its numbers have the names of the figures.
+        `policies`: where several agents share an environment, the policies that play them; `per_game` is the largest
+        number of trajectories in a game."""
+        self._policies, self.agent_steps = policies, 0
         self._names = [name for name, value in vars(example).items() if name[0] != "_" and isinstance(value, Real)]
-        self.training: deque[TrajInfo] = deque(maxlen=_NEWEST)  #: the newest trajectories of batches
+        self.training: deque[TrajInfo] = deque(maxlen=_NEWEST * per_game)  #: the newest trajectories of batches
         #: The trajectories of the last evaluation; None without evaluation environments.
         self.evaluation: Sequence[TrajInfo] | None = [] if has_evaluation else None
         self._began = self._called = time.monotonic()
@@ -73,9 +78,15 @@ class SamplerMetrics:
             n_steps = sum(server.served.values())
             served = sum(n * times for n, times in server.served.items())
             figures["server/envs_per_step"] = served / n_steps if n_steps else math.nan
-        figures.update(self._summary("train", self.training))
-        if self.evaluation is not None:
-            figures.update(self._summary("eval", self.evaluation))
+        if self._policies:
+            figures["sampler/agent_steps"] = self.agent_steps
+            figures["sampler/late_rewards"] = stats.late_rewards
+        for group, infos in (("train", self.training), ("eval", self.evaluation)):
+            if infos is not None:
+                # With several agents, those of a policy and whole games are told apart.
+                figures.update(self._summary(group, [info for info in infos if info.agent_id is None]))
+                for name in self._policies:
+                    figures.update(self._summary(f"{group}/{name}", [info for info in infos if info.policy == name]))
         return {name: float(value) for name, value in figures.items()}
 
     def _shares(self, group: str, seconds: tuple[float, ...]) -> dict[str, float]:
@@ -89,7 +100,7 @@ class SamplerMetrics:
         }
 
     def _summary(self, group: str, infos: Iterable[TrajInfo]) -> dict[str, float]:
-        infos = list(infos)
+        infos = list(infos)[-_NEWEST:] if group.startswith("train") else list(infos)
         figures: dict[str, float] = {f"{group}/trajectories": len(infos)}
         for name in self._names:
             found = [getattr(info, name, None) for info in infos]

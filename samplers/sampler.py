@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import pickle
 import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
 from penstock.agents import Agent
 from penstock.arguments import integer, one_of, true_or_false
-from penstock.buffers import Samples
+from penstock.buffers import PolicySamples, Samples
 from penstock.buffers.native import infos_of_records
 from penstock.buffers.object_pipe import ObjectMessage
 from penstock.buffers.reports import in_one_line
+from penstock.buffers.samples import parts_of
 from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn, fresh_seed
 from penstock.envs.calls import EnvCall, pickled, results, single_results
@@ -44,6 +46,7 @@ from penstock.samplers.results import (
     warn_if_unfinished,
 )
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
+from penstock.samplers.seating import SHARED, PolicyOf, Seating
 from penstock.samplers.stats import SamplerStats, describe, worker_stats
 from penstock.workers import sigint
 from penstock.workers.call_guard import CallGuard
@@ -60,13 +63,18 @@ if TYPE_CHECKING:
 
     from penstock.samplers.config import SamplerOptions
 
+_log = logging.getLogger("penstock")
+
+_EVALUATION = -1  # in the place of a slot
+
 
 class Sampler(ABC):
     """Samples batches `[batch_T, batch_B]` from `batch_B` environments.
 
     Args:
-        env_fn: a callable that returns a `gymnasium.Env`, an environment id, or a list of `batch_B` callables. Lambdas
-            and closures are fine. It is called once more in the main process, to read the spaces.
+        env_fn: a callable that returns a `gymnasium.Env` or a PettingZoo `ParallelEnv`, an environment id of Gymnasium
+            or PettingZoo, or a list of `batch_B` callables. Lambdas and closures are fine. It is called once more in
+            the main process, to read the spaces.
         env_kwargs: arguments for `env_fn`: one dict, or a list of `batch_B` dicts.
         batch_T: time steps per batch.
         batch_B: environments per batch.
@@ -106,6 +114,8 @@ class Sampler(ABC):
             of the space.
         record_final_obs: whether to record the last observation of each episode (`env.final_obs`), which takes as much
             memory as the observations.
+        global_state: with several agents in an environment: each observation gets `env.state()` beside its own part, as
+            `observation.global_state`, for a critic that sees everything.
         env_info: the entries of `info` to record as `samples.env.env_info`: names (`"stats.speed"` for nested ones), a
             dict of names and examples of their values, or True for every numeric one that a step of an example
             environment shows. `env_info._name` is True where `info` had `name`.
@@ -125,8 +135,9 @@ class Sampler(ABC):
 
     #: The version of the parameters at the beginning of the current batch, or of the last batch if none is running.
     #: None before the first batch. `initialize` publishes version 1. Each `agent.sync_shared_memory()` adds one. If you
-    #: publish right after `start_samples`, the number may be too small: workers load the newest parameters.
-    policy_version: int | None = None
+    #: publish right after `start_samples`, the number may be too small: workers load the newest parameters. With a dict
+    #: of agents, a dict of the versions of each.
+    policy_version: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -143,6 +154,7 @@ class Sampler(ABC):
         #: The seed in use; useful where none was given.
         self.seed: int | None = None
         self._plans: tuple[SamplerPlan, ...] = ()
+        self._seating: Seating | None = None  # who sits where, if several agents share an environment
 
     # ---- for subclasses --------------------------------------------------------------------
 
@@ -190,8 +202,9 @@ class Sampler(ABC):
 
     def initialize(
         self,
-        agent: Agent,
+        agent: Agent | Mapping[str, Agent],
         *,
+        policy_of: PolicyOf | None = None,
         seed: int | None = None,
         affinity: Affinity | Sequence[int | Sequence[int]] | None = None,
         bootstrap_value: bool = False,
@@ -202,11 +215,15 @@ class Sampler(ABC):
         n_envs: int | None = None,
         first_eval_env_rank: int | None = None,
         n_eval_envs: int | None = None,
-    ) -> Samples:
+    ) -> Any:
         """Allocate the samples buffer, start the workers and wait until all are ready.
 
         Args:
-            agent: initialized here from the environment's spaces, unless it already was.
+            agent: initialized here from the environment's spaces, unless it already was. With several agents in an
+                environment, it plays all of them; or give a dict of agents, the policies by name.
+            policy_of: with a dict of agents, `policy_of(agent_id)` returns the name of the policy that plays an agent
+                of the environment. It may have a second parameter, `env_rank`. By default, the agents' ids are the
+                names.
             seed: fixes every random stream; None takes a new one (see `sampler.seed`).
             affinity: CPUs per worker, or an `Affinity`. None pins each worker to one CPU that no other run on this
                 machine has claimed. If too few CPUs are free, no worker is pinned.
@@ -218,7 +235,7 @@ class Sampler(ABC):
                 number of environments on all machines.
             first_eval_env_rank, n_eval_envs: the same for the evaluation environments.
 
-        Returns an example of every recorded field, without the leading dimensions.
+        Returns an example of every recorded field, without the leading dimensions; with a dict of agents, one for each.
 
         Raises `ConfigError`, `SpaceError`, or a `SamplerBrokenError` if a worker fails to start.
         """
@@ -229,13 +246,15 @@ class Sampler(ABC):
             bootstrap_value = true_or_false("bootstrap_value", bootstrap_value)
             if not isinstance(affinity, Affinity):
                 affinity = Affinity(cpus=affinity)
-            self._agent = agent
+            self._agents = dict(agent) if isinstance(agent, Mapping) else {SHARED: agent}
             with naming_descriptor_limit(), ExitStack() as resources:
                 self._cpu_claims = CpuClaims()
                 resources.callback(self._cpu_claims.close)
                 self._plans = plans = self._make_plans(affinity, env_range, resources)
                 shared, central = self._shared_memory, self._central
-                setup = InitArguments(plans, seed, env_range, bootstrap_value, traj_info_kwargs, shared, central)
+                setup = InitArguments(
+                    plans, seed, env_range, bootstrap_value, traj_info_kwargs, shared, central, policy_of
+                )
                 # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest.
                 with sigint.allowed(), marked:
                     allocation = allocate(self.config, agent, setup, resources)
@@ -243,17 +262,22 @@ class Sampler(ABC):
                 self._pool = self._make_pool(allocation, resources)
             self._guard.start(self, self._pool)
             self._guard.state = SamplerState.READY
-            example: Samples = self.samples_np[0, 0].copy()
-            return example
+            if isinstance(self.samples_np, PolicySamples):
+                return PolicySamples({name: own[0, 0].copy() for name, own in self.samples_np.items()})
+            return self.samples_np[0, 0].copy()
 
     def _keep(self, allocation: Allocation, env_range: EnvRange) -> None:
         """Keep what was allocated, and begin to count."""
-        self._memory = allocation.memory
+        self._memory, self._plans, self._seating = allocation.memory, allocation.plans, allocation.program.seating
         self._memory.control.raise_generation(env_range.generation)
         self._guard.announce(self._memory.control)
         self._inference_difference, self._episodes = allocation.inference_difference, allocation.episodes
-        self.observation_space: gym.Space[Any] = self._agent.observation_space
-        self.action_space: gym.Space[Any] = self._agent.action_space
+        spaces = {name: (agent.observation_space, agent.action_space) for name, agent in self._agents.items()}
+        #: The spaces of the agent. With a dict of agents, a dict of the spaces of each.
+        self.observation_space: Any = self._by_policy({name: own for name, (own, _) in spaces.items()})
+        self.action_space: Any = self._by_policy({name: own for name, (_, own) in spaces.items()})
+        self._games: Counter[int] = Counter()  # with several agents: how many games have ended, by env_rank
+        self._warned_of_late_rewards = False
         #: The last batch as `Samples` of numpy arrays. The tensors of `obtain_samples` use the same memory.
         self.samples_np: Any = allocation.batches[0]
         self._batches = Batches(allocation.batches, debug=self.config.debug)
@@ -263,7 +287,36 @@ class Sampler(ABC):
         self._batch = 0  # the number of the batch that runs, or of the next
         self._n_trajectories = [0] * len(self._plans)  # returned so far, by worker rank
         example_info = self.config.traj_info_cls(**allocation.program.traj_info_kwargs)
-        self._metrics = SamplerMetrics(example_info, has_evaluation=self.config.eval_n_envs > 0)
+        policies, width = ((), 1) if self._seating is None else (self._seating.policies, self._seating.width)
+        self._metrics = SamplerMetrics(example_info, policies, width, has_evaluation=self.config.eval_n_envs > 0)
+
+    @property
+    def _agent(self) -> Agent:
+        """The agent, or that of the first policy."""
+        return next(iter(self._agents.values()))
+
+    def _by_policy(self, values: dict[str, Any]) -> Any:
+        """`values` by policy; the only one, where one agent was given."""
+        is_shared = self._seating is None or self._seating.is_shared
+        return next(iter(values.values())) if is_shared else values
+
+    def _newest_versions(self) -> Any:
+        """The version of the newest parameters; with a dict of agents, a dict."""
+        parameters = self._memory.parameters
+        if len(parameters) == 1 and (self._seating is None or self._seating.is_shared):
+            return parameters[0].version_word[0]
+        return {name: own.version for name, own in zip(self._agents, parameters, strict=True)}
+
+    def seats(self) -> dict[str, list[tuple[int, Any]]]:
+        """With several agents in an environment: for each policy, whose its columns are, as (env_rank, agent id). The
+        policy that plays all seats is called "agent".
+
+        Raises `ConfigError` if the environments have one agent.
+        """
+        self._require_pool("seats")
+        if self._seating is None:
+            raise ConfigError("seats is for environments of several agents: here, column b is environment b")
+        return self._seating.by_policy()
 
     # ---- sampling --------------------------------------------------------------------------
 
@@ -293,7 +346,7 @@ class Sampler(ABC):
 
     def _start(self, itr: int) -> None:
         self._itr = integer("itr", itr)
-        self.policy_version = self._memory.parameters.version_word[0]
+        self.policy_version = self._newest_versions()
         pool, batch, batches = self._pool, self._batch, self._batches
         assert pool is not None
         try:
@@ -315,17 +368,34 @@ class Sampler(ABC):
         self._batch, self.samples_np = batch + 1, batches.views[slot]
         samples = batches.hand_out(batch, valid_until=batch + n_slots)
         infos = self._take_traj_infos(pool, slot)
-        self._metrics.training.extend(infos)
+        self._count_batch(samples, infos)
         return samples, infos
+
+    def _count_batch(self, samples: Any, infos: Sequence[TrajInfo]) -> None:
+        """For `metrics`. With several agents, count their steps too, and log once if rewards came late."""
+        self._metrics.training.extend(infos)
+        if self._seating is None:
+            return
+        self._metrics.agent_steps += sum(int(np.count_nonzero(own.env.valid)) for own in parts_of(samples))
+        if not self._warned_of_late_rewards and (n := self.stats().late_rewards):
+            self._warned_of_late_rewards = True
+            _log.warning(
+                "%d rewards have come for agents that had ended or had not joined yet. They are in no cell of the "
+                "batch, but in the Return of the environment's TrajInfo. stats().late_rewards counts them",
+                n,
+            )
 
     def _take_traj_infos(self, pool: Pool, slot: int = 0, opening: int | None = None) -> list[Any]:
         """The trajectories that the workers have sent for the last command, or for that of this opening of the gates,
-        ordered by time step, then env_rank. `slot` is that of the batch; 0 for an evaluation."""
+        ordered by time step, then env_rank. `slot` is that of the batch; _EVALUATION for an evaluation."""
         cls, counts = self.config.traj_info_cls, self._memory.control.n_results_by_rank(len(self._plans), opening)
         for rank, n in enumerate(counts):
             self._n_trajectories[rank] += n
         if not any(counts):
             return []
+        if self._seating is not None and self._makes_infos:
+            return self._named_infos(pool, counts, slot, opening, evaluation=slot < 0)
+        slot = max(slot, 0)
         if cls is TrajInfo:
             records, starts = self._memory.records, self._first_records[slot]
             infos = infos_of_records(TrajInfo, records.memories, starts, counts) if self._makes_infos else None
@@ -335,6 +405,22 @@ class Sampler(ABC):
             return infos
         messages = pool.take_messages(opening)
         return infos_from_messages(cls, messages) if self._makes_infos else messages
+
+    def _named_infos(
+        self, pool: Pool, counts: Sequence[int], slot: int, opening: int | None, *, evaluation: bool
+    ) -> list[TrajInfo]:
+        """The trajectories of several agents and of their environments, which know whose they are."""
+        assert self._seating is not None
+        cls = self.config.traj_info_cls
+        if cls is TrajInfo:
+            found = self._memory.records.take(counts, self._first_records[max(slot, 0)])
+            infos, keys = TrajInfo.from_records(found), [record[1] for record in found]
+        else:
+            messages = sorted(pool.take_messages(opening), key=lambda message: message[1:3])
+            infos, keys = infos_from_messages(cls, messages), [message.env_rank for message in messages]
+        games = Counter[int]() if evaluation else self._games
+        self._seating.name_infos(infos, keys, games, evaluation=evaluation)
+        return infos
 
     def evaluate_agent(self, itr: int, *, video: str | os.PathLike[str] | None = None) -> list[TrajInfo]:
         """Run the agent in the evaluation environments and return the trajectories that finished.
@@ -351,8 +437,8 @@ class Sampler(ABC):
         with self._guard.call("evaluate_agent", *self._idle_states):
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
-            if video is not None and self._no_video:
-                raise ConfigError(self._no_video)
+            if video is not None and (self._no_video or self._seating is not None):
+                raise ConfigError(self._no_video or "video records environments of one agent, and these have several")
             itr, pool, during = integer("itr", itr), self._require_pool("evaluate_agent"), f"evaluation, itr={itr}"
             self._finish_batches(pool, during)
             message = None if video is None else video_message(pool, self.config, video)
@@ -362,12 +448,13 @@ class Sampler(ABC):
             )
             until = None if limit is None else partial(stop_if_enough, self._memory.control, len(self._plans), limit)
             interval = POLL_SECONDS if limit is None else EVAL_POLL_SECONDS
-            discard = partial(self._take_traj_infos, pool)
+            discard = partial(self._take_traj_infos, pool, _EVALUATION)
             pool.run(command, during, discard, message=message, until=until, poll_interval=interval)
-            self._metrics.evaluation = infos = self._take_traj_infos(pool)
+            self._metrics.evaluation = infos = self._take_traj_infos(pool, _EVALUATION)
         if video is not None:
             warn_if_unwritten(os.fspath(video), itr)
-        warn_if_unfinished(self.config, itr, len(infos))
+        n_ended = len(infos) if self._seating is None else sum(info.agent_id is None for info in infos)
+        warn_if_unfinished(self.config, itr, n_ended)
         return infos
 
     # ---- calls on the environments ------------------------------------------------------
@@ -462,6 +549,8 @@ class Sampler(ABC):
             self._check_restorable("state_dict")
             server_agent = self._server_agent()
             untrusted = untrusted_class(self.config.collector_cls, type(self._agent))
+            if self._seating is not None:
+                untrusted = "environments of several agents cannot be saved yet"
             answers = self._send(SaveMessage(env_state != "never", untrusted), "state_dict")
             columns = {rank: column for own, _ in answers for rank, column in own.items()}
             reseeded = {rank: column["why"] for rank, column in columns.items() if column["kind"] == RESEEDED}
@@ -475,7 +564,7 @@ class Sampler(ABC):
                 "format": FORMAT,
                 **self._described(),
                 "batches": self._batch,
-                "policy_version": self._memory.parameters.version,
+                "policy_version": self._memory.parameters[0].version,
                 "counts": self._metrics.counts(self.stats()),
                 "generation": max(control.generation(plan.worker_rank) for plan in self._plans),
                 "columns": columns,
@@ -500,7 +589,7 @@ class Sampler(ABC):
             self._check_restorable("load_state_dict")
             if self._batches.held:
                 raise SamplerStateError("load_state_dict must be called after initialize, before the first batch")
-            server_agent, control, parameters = self._server_agent(), self._memory.control, self._memory.parameters
+            server_agent, control, parameters = self._server_agent(), self._memory.control, self._memory.parameters[0]
             check_state(state, self._described(), type(self).__name__)
             counts = {tuple(each) for each in state["evaluations"].values()}
             generation = state["generation"] + 1
@@ -532,6 +621,10 @@ class Sampler(ABC):
     def _check_restorable(self, call: str) -> None:
         if self._no_restore:
             raise SamplerStateError(f"{call} was called {self._no_restore}")
+        if len(self._agents) > 1 or (self._seating is not None and self._central):
+            raise ConfigError(
+                f"{call} cannot save a run with several policies, or with several agents and a server yet"
+            )
         if self.config.collector_cls.batched:
             raise ConfigError(f"{call} needs single environments: a batched one cannot be divided among other workers")
 
@@ -543,6 +636,7 @@ class Sampler(ABC):
             "env_ranks": [rank for plan in self._plans for rank in plan.env_ranks],
             "environments": descriptions(env_factories(config.env_fn, config.env_kwargs, config.batch_B)),
             "spaces": [str(self.observation_space), str(self.action_space)],
+            "agents": None if self._seating is None else [list(own) for own in self._seating.train.agents],
             "classes": [cls.__qualname__ for cls in (type(self._agent), config.collector_cls, config.traj_info_cls)],
             "central": self._central,
             "seed_episodes": config.seed_episodes,
@@ -583,7 +677,8 @@ class Sampler(ABC):
         """Where the workers' time went since `initialize`."""
         restarts, control = self._require_pool("stats").restarts, self._memory.control
         workers = tuple(worker_stats(plan, control, self._n_trajectories, restarts) for plan in self._plans)
-        return SamplerStats(workers, self._memory.nbytes, self._inference_difference)
+        late = sum(control.snapshot(plan.worker_rank).late_rewards for plan in self._plans)
+        return SamplerStats(workers, self._memory.nbytes, self._inference_difference, late_rewards=late)
 
     def metrics(self) -> dict[str, float]:
         """The figures of the run as a flat dict of floats, for TensorBoard, W&B or a CSV file; always the same keys.

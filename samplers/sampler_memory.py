@@ -13,6 +13,7 @@ from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.object_pipe import TrajectoryRecords
 from penstock.buffers.shared import ArraySpec, NamedMemory
+from penstock.samplers.sampler_plan import SamplerPlan
 from penstock.samplers.stats import ServerTotals
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.plan import WorkerPlan
@@ -61,7 +62,7 @@ class SamplerMemory:
     control: ControlBlock
     samples: NamedMemory
     records: TrajectoryRecords
-    parameters: SharedParameters
+    parameters: tuple[SharedParameters, ...]  #: of each policy
     mailbox: Mailbox
     # Only with central inference: what workers and the inference server exchange, for training and for evaluation, and
     # what the server has done.
@@ -77,13 +78,15 @@ class SamplerMemory:
 
         They are the running ones, and the ones that finished in a command that it has not completed.
         """
-        n_running = len(plan.columns)
+        assert isinstance(plan, SamplerPlan)
+        n_running = sum(map(len, plan.cells))
         if command is not None and command.do_eval:
-            return n_running + len(plan.eval_columns) + n_results  # type: ignore[attr-defined]
+            return n_running + sum(map(len, plan.eval_cells)) + n_results
         if command is None or command.has_message:
             return n_running
-        finished = self.slots[command.batch % len(self.slots)].done[1 : t + 2, plan.columns.start : plan.columns.stop]
-        return n_running + int(finished.sum())
+        slot = self.slots[command.batch % len(self.slots)]
+        policies = zip([slot] if "done" in slot else slot.values(), plan.cells, strict=True)
+        return n_running + sum(int(own.done[1 : t + 2, cells.start : cells.stop].sum()) for own, cells in policies)
 
     @property
     def slots(self) -> tuple[NamedArrays, ...]:
@@ -100,7 +103,7 @@ class SamplerMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(memory.nbytes for memory in [*self._own, self.parameters.memory])
+        return sum(memory.nbytes for memory in [*self._own, *(own.memory for own in self.parameters)])
 
     def close(self) -> None:
         """Close the descriptors; arrays stay valid as long as the user holds views of them."""

@@ -54,24 +54,44 @@ class SamplerPlan(WorkerPlan):
 
     eval_columns: range = range(0)  #: its evaluation environments
     eval_env_ranks: range = range(0)  #: their global indices
+    #: Its columns of the samples buffer, for each policy. With one agent in each environment, these are `columns`.
+    cells: tuple[range, ...] = ()
+    eval_cells: tuple[range, ...] = ()  #: the same for evaluation
+    #: How many trajectories can end in one time step: one for each cell, and with several agents one for each game.
+    n_records: int = 0
+    n_eval_records: int = 0  #: the same for evaluation
+    policies: tuple[str, ...] = ()  #: the names of the policies, if there are several
+
+    def __post_init__(self) -> None:
+        if not self.cells:  # one agent in each environment
+            own = {"cells": (self.columns,), "n_records": len(self.columns)}
+            for name, value in {
+                **own,
+                "eval_cells": (self.eval_columns,),
+                "n_eval_records": len(self.eval_columns),
+            }.items():
+                object.__setattr__(self, name, value)
 
     @property
     def env_text(self) -> str:
         evaluation = f", for evaluation {span(self.eval_env_ranks)}" if self.eval_columns else ""
         return super().env_text + evaluation
 
+    def who_text(self, who: int) -> str:
+        return f" by the policy {self.policies[who - 1]!r}" if 0 < who <= len(self.policies) else ""
+
     def most_trajectories(self, n_rows: int, eval_max_T: int, eval_max_trajectories: int | None) -> int:
         """The most trajectories that can end in `n_rows` time steps, or in one evaluation: one per environment step; in
         an evaluation, as many as are wanted and one more row."""
-        n_evals = len(self.eval_columns)
+        n_evals = self.n_eval_records
         evaluation = eval_max_T * n_evals
-        if eval_max_trajectories is not None:
+        if eval_max_trajectories is not None and n_evals == len(self.eval_columns):
             evaluation = min(evaluation, eval_max_trajectories + n_evals)
-        return max(n_rows * len(self.columns), evaluation, 1)
+        return max(n_rows * self.n_records, evaluation, 1)
 
     def first_record(self, batch_T: int, slot: int) -> int:
         """Where the trajectory records of the batch in this slot begin."""
-        return slot * batch_T * len(self.columns)
+        return slot * batch_T * self.n_records
 
 
 def make_plans(

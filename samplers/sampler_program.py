@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from penstock.agents.agent import Agent
-from penstock.buffers.named import map_leaves
+from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.samples import BatchColumns, public_view
 from penstock.collectors.action_checks import Checks
 from penstock.collectors.collector import Collector, CollectorParts
@@ -21,18 +21,25 @@ from penstock.collectors.env_batch import EnvBatch
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.collectors.episodes import EpisodeRecorder
 from penstock.collectors.eval_collector import BaseEvalCollector, EvalCollectorParts
+from penstock.collectors.games import Games, SeatColumns
+from penstock.collectors.lock_step import Desk, LockStepCollector
 from penstock.collectors.request_client import RemoteAgent
 from penstock.collectors.reset import ResetCollector
-from penstock.collectors.tracking import Tracker, make_tracker
+from penstock.collectors.seat_evaluation import SeatEvalCollector, eval_arrays
+from penstock.collectors.tracking import BatchTracker, Tracker, make_tracker, put_as_objects
+from penstock.collectors.traj_info import TrajInfo
 from penstock.collectors.vector import VectorColumns, VectorEnvCollector
 from penstock.envs.calls import EnvCall, perform
 from penstock.envs.factory import EnvContext, EnvFactory
+from penstock.envs.seats import ParallelView, SeatRank
 from penstock.envs.seeding import ColumnStreams, Purpose
+from penstock.errors import SpaceError, brief
 from penstock.samplers.column_states import StateMessage, WorkerParts
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, episodes_per_env
-from penstock.workers.control import Command, Phase
+from penstock.samplers.seating import Seating, Side, column_streams, keys_of
+from penstock.workers.control import Command, ControlBlock, Phase, Progress, UntimedProgress
 from penstock.workers.program import WorkerContext
 
 if TYPE_CHECKING:
@@ -42,17 +49,39 @@ if TYPE_CHECKING:
 WorkerFactories = tuple[Sequence[EnvFactory], Sequence[EnvFactory]]
 
 
+@dataclass(frozen=True)
+class SeatParts:
+    """What the desks of some environments are made from."""
+
+    side: Side
+    factories: Sequence[EnvFactory]
+    envs: range  #: the environments in `side`
+    cells: tuple[range, ...]  #: the columns of each policy in the slots
+    slots: Sequence[NamedArrays]
+    progress: Progress
+
+    def columns_of(self, slot: NamedArrays, p: int, seating: Seating, *, is_poisoned: bool) -> BatchColumns:
+        """The columns of policy p in a slot."""
+        arrays = slot if "valid" in slot else slot[seating.policies[p]]
+        return BatchColumns(arrays, slice(self.cells[p].start, self.cells[p].stop), is_poisoned=is_poisoned)
+
+    def untimed(self, control: ControlBlock) -> Progress:
+        """For the second desk and the others: the first one writes the timeline."""
+        return UntimedProgress(control, self.progress.rank)
+
+
 @dataclass
 class SamplerProgram:
     """The `WorkerProgram` of samplers. Its fields are sent to the workers; `build` makes the rest there."""
 
-    agent: Agent
+    agents: tuple[Agent, ...]  #: one for each policy
     config: SamplerConfig  #: without env_fn and its arguments, which are in the data of each worker
     eval_collector_cls: type[BaseEvalCollector]
     traj_info_kwargs: Mapping[str, Any]
     eval_max_T: int
     env_range: EnvRange  #: the environments of this sampler among those of all machines
     seed: int
+    seating: Seating | None = None  #: who sits where, if several agents share an environment
 
     data_name = "env_fn (or env_kwargs, eval_env_fn, eval_env_kwargs)"
 
@@ -68,29 +97,36 @@ class SamplerProgram:
         self._plan: SamplerPlan = cast(SamplerPlan, context.plan)
         self._memory: SamplerMemory = context.memory
         if self._memory.steps is None:  # with central inference, only the server needs the parameters
-            self.agent.runtime.attach(self._memory.parameters)
-            self.agent.runtime.pull_shared_memory()
+            for agent, parameters in zip(self.agents, self._memory.parameters, strict=True):
+                agent.runtime.attach(parameters)
+                agent.runtime.pull_shared_memory()
         self._n_slots, self._proofs = len(self._memory.slots), list[tuple[EnvFactory, str]]()
         if (appender := self._memory.appender) is not None:
-            columns = slice(self._plan.columns.start, self._plan.columns.stop)
+            columns = slice(self._plan.cells[0].start, self._plan.cells[0].stop)
             self._appender = own = appender.of_writer(self._plan.worker_rank)
             self._batches = [
                 own.bind(public_view(slot, self.config.batch_T)[:, columns]) for slot in self._memory.slots
             ]
-        self._builder = EnvBuilder(self._progress, self.agent.observation_space, self.agent.action_space)
+        self._builder = EnvBuilder(self._progress, self.agents[0].observation_space, self.agents[0].action_space)
         env_factories, eval_env_factories = context.data
-        self._collector = self._build_collector(env_factories)
-        self._eval_collector = self._build_eval_collector(eval_env_factories) if eval_env_factories else None
+        self._collector: Collector | LockStepCollector
+        self._eval_collector: BaseEvalCollector | SeatEvalCollector | None = None
+        self._offering_agent: RemoteAgent | None = None
+        if self.seating is not None:
+            self._build_lock_step(self.seating, env_factories, eval_env_factories)
+            return
+        self._collector = collector = self._build_collector(env_factories)
+        if eval_env_factories:
+            self._eval_collector = self._build_eval_collector(eval_env_factories)
         # Only these classes are known to begin a batch with the last row of the batch before: a subclass may change the
         # row. With action masks, the collector must check the row before the agent acts on it.
-        self._offering_agent: RemoteAgent | None = None
-        agent, has_known_row = self._collector.agent, type(self._collector) in (ResetCollector, VectorEnvCollector)
+        agent, has_known_row = collector.agent, type(collector) in (ResetCollector, VectorEnvCollector)
         if isinstance(agent, RemoteAgent) and agent.offers_inputs and has_known_row and agent.mask_key is None:
             self._offering_agent = agent
 
     def _build_collector(self, factories: Sequence[EnvFactory]) -> Collector:
         plan = self._plan
-        streams = ColumnStreams(self.seed, plan.env_ranks, plan.generation)
+        streams = column_streams(None, plan, self.seed)
         columns = slice(plan.columns.start, plan.columns.stop)
         slots = [BatchColumns(arrays, columns, is_poisoned=self.config.debug) for arrays in self._memory.slots]
         envs, episodes = self._build_envs(factories, streams, Purpose.TRAIN), None
@@ -99,7 +135,7 @@ class SamplerProgram:
         collector = self.config.collector_cls(
             CollectorParts(
                 envs=envs,
-                agent=self._build_agent(streams, Purpose.ACTION),
+                agent=self._build_agent(0, streams, Purpose.ACTION),
                 samples=slots[0],
                 slots=slots,
                 tracker=self._build_tracker(plan.env_ranks),
@@ -119,11 +155,11 @@ class SamplerProgram:
         def zeros(field: ArrayTree) -> Any:
             return map_leaves(lambda leaf: np.zeros((len(env_ranks), *leaf.shape[2:]), leaf.dtype), field)
 
-        streams = ColumnStreams(self.seed, env_ranks, self._plan.generation)
+        streams = column_streams(None, self._plan, self.seed, evaluation=True)
         return self.eval_collector_cls(
             EvalCollectorParts(
                 envs=self._build_envs(factories, streams, Purpose.EVAL),
-                agent=self._build_agent(streams, Purpose.EVAL_ACTION),
+                agent=self._build_agent(0, streams, Purpose.EVAL_ACTION),
                 tracker=self._build_tracker(env_ranks),
                 progress=self._progress,
                 streams=streams,
@@ -149,21 +185,111 @@ class SamplerProgram:
         ]
         return EnvColumns(envs, env_ranks, self._progress, checks, self.config.flatten_wrappers)
 
-    def _build_agent(self, streams: ColumnStreams, purpose: Purpose) -> Agent:
-        agent, is_eval = self.agent.runtime.column_copy(streams.rngs(purpose)), purpose is Purpose.EVAL_ACTION
+    def _build_agent(self, p: int, streams: ColumnStreams, purpose: Purpose) -> Agent:
+        """The copy of the agent of policy p that acts for the columns of `streams`."""
+        agent, is_eval = self.agents[p].runtime.column_copy(streams.rngs(purpose)), purpose is Purpose.EVAL_ACTION
         if isinstance(agent, RemoteAgent):
             plan, memory = self._plan, self._memory
-            steps, columns = (memory.eval_steps, plan.eval_columns) if is_eval else (memory.steps, plan.columns)
+            steps, cells = (memory.eval_steps, plan.eval_cells) if is_eval else (memory.steps, plan.cells)
             assert steps is not None
             assert self._context.request is not None
-            agent.connect(steps.columns(columns), self._progress, self._context.request)
+            agent.connect(steps.columns(cells[p]), self._progress, self._context.request)
         agent.runtime.set_columns(streams.env_ranks, self.env_range.n_eval_envs if is_eval else self.env_range.n_envs)
         return agent
 
-    def _build_tracker(self, env_ranks: range) -> Tracker:
+    def _build_tracker(self, env_ranks: Sequence[int]) -> Tracker:
         put_records = partial(self._memory.records.put, self._plan.worker_rank)
         cls, put_messages = self.config.traj_info_cls, self._context.put
         return make_tracker(cls, self.traj_info_kwargs, env_ranks, put_records, put_messages)
+
+    # ---- building, where several agents share an environment ---------------------------------
+
+    def _build_lock_step(
+        self, seating: Seating, factories: Sequence[EnvFactory], eval_factories: Sequence[EnvFactory]
+    ) -> None:
+        plan, config = self._plan, self.config
+        parts = SeatParts(seating.train, factories, plan.columns, plan.cells, self._memory.slots, self._progress)
+        self._collector = collector = self._lock_step(seating, parts, Purpose.TRAIN)
+        collector.start()
+        if not eval_factories:
+            return
+        n_rows, slot = config.batch_T, self._memory.slots[0]
+        slots = [slot] if "valid" in slot else slot.values()
+        arrays = [eval_arrays(own, n_rows, len(cells)) for own, cells in zip(slots, plan.eval_cells, strict=True)]
+        eval_slot = arrays[0] if "valid" in slot else NamedArrays(dict(zip(slot.keys(), arrays, strict=True)))
+        cells = tuple(range(len(own)) for own in plan.eval_cells)
+        progress = UntimedProgress(self._memory.control, plan.worker_rank)
+        parts = SeatParts(seating.evaluation, eval_factories, plan.eval_columns, cells, [eval_slot], progress)
+        self._eval_collector = SeatEvalCollector(
+            evaluator := self._lock_step(seating, parts, Purpose.EVAL),
+            evaluator.streams,
+            self.eval_max_T,
+            config.eval_max_trajectories,
+            episodes_per_env(config.eval_episodes, config.eval_n_envs, plan.eval_columns),
+        )
+
+    def _lock_step(self, seating: Seating, parts: SeatParts, purpose: Purpose) -> LockStepCollector:
+        """The collector of the environments of `parts`, with a desk for each policy that has seats in them."""
+        config, is_eval = self.config, purpose is Purpose.EVAL
+        streams = column_streams(None, self._plan, self.seed, evaluation=is_eval)
+        checks, envs = Checks(config.check_finite, config.debug), self._build_views(parts, streams, purpose)
+        desks, places = list[Desk](), [dict[Any, Any]() for _ in envs]
+        for p, cells in enumerate(parts.cells):
+            if not cells:
+                continue
+            agent, progress = self.agents[p], parts.progress if not desks else parts.untimed(self._memory.control)
+            seats = column_streams(seating, self._plan, self.seed, p, evaluation=is_eval)
+            spaces = agent.observation_space, agent.action_space
+            columns = SeatColumns(envs, cast(Any, seats.env_ranks), spaces, parts.progress, checks)
+            for column, (b, _, agent_id) in enumerate(parts.side.seats(p, parts.envs)):
+                places[b - parts.envs.start][agent_id] = columns, column
+            slots = [parts.columns_of(slot, p, seating, is_poisoned=config.debug) for slot in parts.slots]
+            own = CollectorParts(
+                envs=columns,
+                agent=self._build_agent(p, seats, Purpose.EVAL_ACTION if is_eval else Purpose.ACTION),
+                samples=slots[0],
+                slots=slots,
+                tracker=self._build_tracker(keys_of(seating, seats)),
+                progress=progress,
+                streams=seats,
+                max_decorrelation_steps=config.max_decorrelation_steps,
+            )
+            desks.append(Desk(own, who=p + 1 if len(seating.policies) > 1 else 0))
+        ordered = [{agent: own[agent] for agent in env.possible_agents} for env, own in zip(envs, places, strict=True)]
+        games = Games(envs, ordered, streams.env_ranks)
+        tracker = self._build_game_tracker(keys_of(seating, streams))
+        return LockStepCollector(games, desks, tracker, parts.progress, streams, config.max_decorrelation_steps)
+
+    def _build_views(self, parts: SeatParts, streams: ColumnStreams, purpose: Purpose) -> list[ParallelView]:
+        """The environments. Raises `SpaceError` if one has other agents or other spaces than its example."""
+        envs = []
+        for b, factory, env_rank, seed in zip(
+            parts.envs, parts.factories, streams.env_ranks, streams.env_seeds(purpose), strict=True
+        ):
+            context = EnvContext(env_rank, self._plan.worker_rank, seed, purpose)
+            env = self._builder.build_view(factory, context)
+            if list(env.possible_agents) != list(parts.side.agents[b]):
+                raise SpaceError(
+                    f"possible_agents of env_rank {env_rank} are {brief(env.possible_agents)}, those of the example "
+                    f"environment are {brief(list(parts.side.agents[b]))}: they must be the same"
+                )
+            for agent, p in zip(parts.side.agents[b], parts.side.policy[b], strict=True):
+                spaces = self.agents[p].observation_space, self.agents[p].action_space
+                if env.spaces[agent] != spaces:
+                    raise SpaceError(
+                        f"the spaces of env_rank {SeatRank(env_rank, agent)} are {env.spaces[agent]}, those of its "
+                        f"example are {spaces}: they must be the same"
+                    )
+            envs.append(env)
+        return envs
+
+    def _build_game_tracker(self, keys: Sequence[int]) -> Tracker:
+        """What follows whole games: the rewards of all their agents."""
+        cls, kwargs = self.config.traj_info_cls, self.traj_info_kwargs
+        if cls is TrajInfo:
+            return self._build_tracker(keys)
+        put = partial(put_as_objects, cls, kwargs, self._context.put)
+        return BatchTracker(keys, put, cls(**kwargs)._discount)
 
     # ---- commands --------------------------------------------------------------------------
 
@@ -188,11 +314,11 @@ class SamplerProgram:
         if not command.do_eval:
             self._answer(pickle.loads(self._memory.mailbox.read()))
         elif evaluator is not None:
-            evaluator.agent.runtime.pull_shared_memory()
+            evaluator.pull()
             with self._recording(evaluator.envs, command):
                 evaluator.collect_evaluation(command.itr)
 
-    def _recording(self, envs: EnvBatch, command: Command) -> AbstractContextManager[None]:
+    def _recording(self, envs: object, command: Command) -> AbstractContextManager[None]:
         """Record the first evaluation environment, if it is this worker's, in the folder that the message names."""
         if not command.has_message or self._plan.eval_columns.start or not isinstance(envs, EnvColumns):
             return nullcontext()
@@ -200,21 +326,22 @@ class SamplerProgram:
 
     def _append(self, slot: int) -> None:
         """Copy the batch into the replay."""
-        self._appender.append(self._batches[slot], self._collector.samples.policy_version, continues=True)
+        own = self._collector.desks[0] if isinstance(self._collector, LockStepCollector) else self._collector
+        self._appender.append(self._batches[slot], own.samples.policy_version, continues=True)
 
     def _collect(self, command: Command, slot: int) -> None:
         collector, control, gate = self._collector, self._memory.control, self._context.gate
         if self._n_slots > 1:
             collector.use_slot(slot)
-        version = collector.agent.runtime.pull_shared_memory(command.version)
+        version = collector.pull(command.version)
         self._progress.note_version(version)
         if command.version and gate is not None:
             gate.wake_main()  # `sync_shared_memory` may wait for this
         collector.collect_batch(command.itr)
-        if self._offering_agent is not None:
+        if self._offering_agent is not None and isinstance(collector, Collector):
             self._offering_agent.offer(collector.prev_action, collector.prev_reward)
         # With central inference, the server has noted the version before its first reply.
-        collector.samples.policy_version[...] = version if self._memory.steps is None else control.version(-1)
+        collector.note_version(version if self._memory.steps is None else control.version(-1))
 
     def _answer(self, message: EnvCall | StateMessage) -> None:
         if isinstance(message, EnvCall):

@@ -72,6 +72,8 @@ class SamplerStats:
     lag: LagStats | None = None
     skipped_batches: int = 0
     dropped_trajectories: int = 0
+    #: With several agents: how many rewards came for agents that had ended or had not joined. They are in no cell.
+    late_rewards: int = 0
 
     def __repr__(self) -> str:  # for `print` and notebooks
         """A table with a line for each worker, in seconds."""

@@ -68,6 +68,12 @@ REPLIED, ACTED = range(2)
 # Words that the main process writes for all workers. It has its own ASLEEP.
 QUIT, STOP_EVAL, MAIN_ASLEEP = range(3)
 
+# In a worker's row of `n_results`, behind the counts of the commands.
+LATE = RING  # how many rewards have come for agents that did not act
+
+# The word ENV_RANK has, above these bits, which policy acts: its index + 1, or 0 where there is only one.
+WHO_BITS = 32
+
 # What must wake a process, as its word ASLEEP says. AWAKE: nothing, it does not sleep. FOR_ANY: whatever is published
 # for it. n above 0: that the first n workers are all idle, or that one of them has an urgent request.
 AWAKE, FOR_ANY = 0, -1
@@ -88,6 +94,8 @@ class ProgressSnapshot:
     acting: float
     resetting: float
     waiting: float
+    who: int = 0  #: which policy acts: see WHO_BITS
+    late_rewards: int = 0  #: how many rewards have come for agents that did not act
 
 
 class Progress:
@@ -101,7 +109,7 @@ class Progress:
     IS_STEPPING, IS_RESETTING = _IS_STEPPING, _IS_RESETTING
 
     def __init__(self, control: ControlBlock, worker_rank: int) -> None:
-        self._control, self._rank = control, worker_rank
+        self._control, self.rank = control, worker_rank
         self._main = memoryview(control.memory.arrays.words)
         self.words = memoryview(control.memory.arrays.progress[worker_rank])
         #: From the phase to the env_rank: `step_ordinary` writes them.
@@ -177,7 +185,7 @@ class Progress:
     @property
     def command(self) -> Command:
         """The command to run next: that of the first opening that is not completed."""
-        return self._control.command(self._rank, self.arrived + 1)
+        return self._control.command(self.rank, self.arrived + 1)
 
     def begin(self) -> None:
         """A command begins: results are counted from here."""
@@ -196,6 +204,10 @@ class Progress:
     @n_results.setter
     def n_results(self, value: int) -> None:
         self._n_results[(self.words[ARRIVED] + 1) % RING] = value
+
+    def add_late_rewards(self, n: int) -> None:
+        """Count rewards for agents that did not act."""
+        self._n_results[LATE] += n
 
     @property
     def stop_eval(self) -> bool:
@@ -241,6 +253,16 @@ class Progress:
         """Note the version of the parameters in use. The one who acts notes it: worker or inference server."""
         fence()  # the parameters have been read
         self.words[VERSION] = version
+
+
+class UntimedProgress(Progress):
+    """For rows that do not belong to the timeline and the totals of training: an evaluation, or a second policy."""
+
+    def begin_acting(self, t: int) -> None:
+        self.begin_row(t)
+
+    def begin_stepping(self, t: int) -> None:
+        self.enter(Phase.STEPPING)
 
 
 _KIND = (1 << KIND_BITS) - 1
@@ -326,6 +348,10 @@ class ControlBlock:
     @quit.setter
     def quit(self, value: bool) -> None:
         self._words[QUIT] = value
+
+    def add_late_rewards(self, n: int) -> None:
+        """Count rewards for agents that did not act."""
+        self._n_results[LATE] += n
 
     @property
     def stop_eval(self) -> bool:
@@ -520,9 +546,20 @@ class ControlBlock:
     def snapshot(self, worker_rank: int) -> ProgressSnapshot:
         """A readable copy of one progress row."""
         row = self.memory.arrays.progress[worker_rank].tolist()
-        seconds = [row[word] * 1e-9 for word in (STEPPING, ACTING, RESETTING, WAITING)]
+        stepping, acting, resetting, waiting = (row[word] * 1e-9 for word in (STEPPING, ACTING, RESETTING, WAITING))
         return ProgressSnapshot(
-            Phase(row[PHASE]), row[T], row[ENV_RANK], row[HEARTBEAT] * 1e-9, row[BATCHES], row[STEPS], *seconds
+            Phase(row[PHASE]),
+            row[T],
+            row[ENV_RANK] & (1 << WHO_BITS) - 1,
+            row[HEARTBEAT] * 1e-9,
+            row[BATCHES],
+            row[STEPS],
+            stepping,
+            acting,
+            resetting,
+            waiting,
+            row[ENV_RANK] >> WHO_BITS,
+            self._n_results[worker_rank, LATE],
         )
 
     def timeline(self, worker_rank: int) -> npt.NDArray[np.float64]:

@@ -49,6 +49,10 @@ class WorkerPlan:
         """Its environments, for errors; empty if it has none."""
         return f"env_rank {span(self.env_ranks)}" if self.columns else ""
 
+    def who_text(self, who: int) -> str:
+        """Which policy acts, for errors, where there are several; see `ProgressSnapshot.who`."""
+        return ""
+
 
 @dataclass(frozen=True)
 class PoolOptions:

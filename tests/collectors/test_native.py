@@ -356,22 +356,27 @@ def test_too_few_arguments_are_an_error(name: str) -> None:
 @needs_compiler
 def test_sums_that_cannot_be_made_change_nothing() -> None:
     reward, done, running = np.ones((3, 2), np.float32), np.ones((3, 2), np.bool_), np.zeros((2, 5))
-    room = np.zeros(6, RECORD).view(np.uint8)[np.newaxis]
+    room, ranks = np.zeros(6, RECORD).view(np.uint8)[np.newaxis], np.array([[0, 1]])
+    valid = np.ones((3, 2), np.bool_)
     for arguments in (
-        (reward.astype(np.float64), done, running, room),
-        (reward[0], done, running, room),
-        (reward, done.astype(np.uint8), running, room),
-        (reward, done[:2], running, room),
-        (reward, done[:, :1], running, room),
-        (reward, done, running[:1], room),
-        (reward, done, running[:, :4], room),
-        (reward, done, np.zeros((5, 2)).T, room),
-        (reward, done, running, room[:, :-1]),
-        (reward, done, running, room[0]),
-        (reward, done, running, np.zeros(6 * RECORD.itemsize + 8, np.uint8)[np.newaxis, 4:]),
-        (None, done, running, room),
-        (reward, done, running, None),
+        (reward.astype(np.float64), done, None, running, room, 0, ranks),
+        (reward[0], done, None, running, room, 0, ranks),
+        (reward, done.astype(np.uint8), None, running, room, 0, ranks),
+        (reward, done[:2], None, running, room, 0, ranks),
+        (reward, done[:, :1], None, running, room, 0, ranks),
+        (reward, done, valid[:2], running, room, 0, ranks),
+        (reward, done, valid.astype(np.uint8), running, room, 0, ranks),
+        (reward, done, None, running[:1], room, 0, ranks),
+        (reward, done, None, running[:, :4], room, 0, ranks),
+        (reward, done, None, np.zeros((5, 2)).T, room, 0, ranks),
+        (reward, done, None, running, room[:, :-1], 0, ranks),
+        (reward, done, None, running, room[0], 0, ranks),
+        (reward, done, None, running, np.zeros(6 * RECORD.itemsize + 8, np.uint8)[np.newaxis, 4:], 0, ranks),
+        (None, done, None, running, room, 0, ranks),
+        (reward, done, None, running, None, 0, ranks),
+        (reward, done, None, running, room, 0, ranks[0]),
+        (reward, done, None, running, room, 0, ranks[:, :1]),
+        (reward, done, None, running, room, 0, ranks.astype(np.int32)),
     ):
-        assert sum_episodes(*arguments, 0, 0, 1.0) == -1
-    assert not running.any()
-    assert sum_episodes(reward, done, running, room, 0, 0, 1.0) == 6
+        assert sum_episodes(*arguments, 1.0) == -1
+    assert sum_episodes(reward, done, valid, running, room, 0, ranks, 1.0) == 6

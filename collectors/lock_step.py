@@ -1,0 +1,324 @@
+"""Several agents in one environment: the loop over time, in which all of them act in each step.
+
+Each policy has a `Desk`, which is a collector whose columns are the policy's seats. `LockStepCollector` steps the
+environments between the desks' two parts of a time step. So what is recorded, and how, is as for single agents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.agents.space_draws import draw
+from penstock.buffers.named import map_leaves
+from penstock.collectors.collector import Collector, CollectorParts
+from penstock.collectors.env_batch import no_legal_action
+from penstock.collectors.games import Games, SeatColumns
+from penstock.collectors.tracking import Tracker
+from penstock.envs.seeding import ColumnStreams, Purpose
+from penstock.errors import ConfigError
+from penstock.workers.control import WHO_BITS, Phase, Progress, UntimedProgress
+
+
+class Desk(Collector):
+    """Acts for the seats of one policy, and records them.
+
+    The agent acts for idle seats too, and what it does for them is then set to zero. So the random numbers and the
+    shapes do not depend on who is there. A seat's state is reset when its agent joins.
+    """
+
+    envs: SeatColumns
+
+    def __init__(self, parts: CollectorParts, who: int = 0) -> None:
+        """`who` is the policy's index + 1 where there are several, else 0."""
+        super().__init__(parts)
+        self.n = len(self.envs)
+        self._who = who << WHO_BITS
+        self.envs.on_join, self.envs.on_end, self.envs.on_step = self._join, self._end, self.on_step
+        self.is_alive = np.zeros(self.n, np.bool_)
+        self._t = -1  # the row that is stepped; -1 outside a batch
+        self._changed: list[int] = []  # columns that have joined or ended in this row
+        #: Outside a batch: the rewards of each seat's episode so far.
+        self.rewards: list[list[float]] = [[] for _ in range(self.n)]
+
+    def collect_batch(self, itr: int) -> None:
+        raise ConfigError("a Desk is one part of a LockStepCollector, which collects the batch")
+
+    def enter_mode_of_evaluation(self) -> None:
+        """The agent is in `eval_mode` from the next batch on."""
+        self._enter_mode = self.agent.eval_mode
+
+    # ---- a time step -----------------------------------------------------------------------
+
+    def begin_batch(self, itr: int) -> None:
+        super().begin_batch(itr)
+        self.samples.valid[...] = self.is_alive
+
+    def act(self, t: int) -> None:
+        """First part of step t: act for all seats, and give the actions to the environments."""
+        if self._who:
+            self.progress.at_env(self._who)
+        super().act(t)
+        envs, self._t = self.envs, t
+        if parked := envs.parked:
+            samples = self.samples
+            samples.action_rows[t + 1][parked] = 0
+            self.prev_action[parked] = 0
+            if self._has_agent_info:
+                samples.agent_info[t, parked] = 0
+        envs.actions = envs.split_actions(self.prev_action)
+
+    def record_step(self, t: int) -> None:
+        """Second part of step t: record what the environments have returned."""
+        envs = self.envs
+        if envs.keep_infos:
+            self.record_env_info(t)
+        self.write_step(t)
+        if self._changed:
+            self.prev_reward[self._changed] = 0
+            self._changed.clear()
+            envs.zero_idle_rewards()
+
+    def _join(self, column: int) -> None:
+        self.is_alive[column] = True
+        self.samples.valid[self._t + 1 :, column] |= self._t >= 0
+        if self._agent_has_state:
+            self.agent.reset_one(column)
+        self.prev_action[column] = 0
+        self._changed.append(column)
+        self.rewards[column].clear()
+
+    def _end(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> None:
+        self.is_alive[column] = False
+        self.prev_action[column] = 0
+        self._changed.append(column)
+        if self._t < 0:
+            self.envs.check_final(column, observation)
+            self.tracker.drop(column)
+            return
+        self.record_episode_end(self._t, column, observation, reward, terminated, truncated)
+        self.samples.valid[self._t + 1 :, column] = False
+
+    def finish(self, n_rows: int, first_t: int = 0) -> int:
+        """The batch is complete: compute the missing values, and send the finished trajectories. Returns how many."""
+        samples, self._t = self.samples, -1
+        samples.mark_starts()
+        self._write_values()
+        if samples.bootstrap_value is not None:
+            samples.bootstrap_value[~self.is_alive] = 0
+        rows = slice(None, n_rows)
+        return self.tracker.end_rows(samples.reward[1:][rows], samples.done[rows], first_t, samples.valid[rows])
+
+    # ---- before the first row --------------------------------------------------------------
+
+    def start_afresh(self) -> None:
+        """Nobody is there, and no episode has begun: the environments are reset next."""
+        self.is_alive[...] = False
+        self.prev_action[...], self.prev_reward[...], self._episode_start[...] = 0, 0, True
+        self._first_action, self._first_reward = self.prev_action, self.prev_reward
+        self._is_first_batch, self._t = True, -1
+        self._changed.clear()
+        for rewards in self.rewards:
+            rewards.clear()
+        self.tracker.restart()
+
+    def draw_actions(self, rng: np.random.Generator, columns: Sequence[int]) -> None:
+        """A random action for each of these columns, for a step before the first batch. Legal ones, if there is a
+        mask."""
+        envs, mask = self.envs, self._mask
+        actions: list[Any] = [None] * self.n
+        for column in columns:
+            if mask is None:
+                row = draw(envs.action_space, rng, 1)
+            else:
+                observation, uniform = envs.observations[column], rng.random((1, mask.n_components))
+                if column not in envs.parked and mask.has_none(observation).any():
+                    raise no_legal_action(envs, column)
+                row = mask.draw(mask.legal(observation), uniform)
+            actions[column] = envs.split_actions(row)[0]
+            self.prev_action[column] = 0 if column in envs.parked else row[0]
+        envs.actions = actions
+
+    def end_random_steps(self, columns: Sequence[int]) -> None:
+        """The random steps are made: the first batch continues the trajectories of these columns."""
+        for column in columns:
+            rewards = self.rewards[column]
+            self.tracker.preload(column, rewards)
+            self._episode_start[column] = not rewards
+            self.prev_reward[column] = rewards[-1] if rewards else 0
+            self.envs.rewards[column] = 0.0
+        self._changed.clear()
+
+
+class LockStepCollector:
+    """Collects batches from the environments of one worker in which several agents act.
+
+    `desks` have one policy each. `tracker` follows the games: the environments' own sums of all rewards.
+    """
+
+    def __init__(
+        self,
+        games: Games,
+        desks: Sequence[Desk],
+        tracker: Tracker,
+        progress: Progress,
+        streams: ColumnStreams,
+        max_decorrelation_steps: int,
+    ) -> None:
+        self.games, self.desks, self.tracker, self.progress, self.streams = games, desks, tracker, progress, streams
+        self.envs, self._is_training = games, not isinstance(progress, UntimedProgress)
+        self._max_steps, self.batch_T = max_decorrelation_steps, desks[0].batch_T
+        n = len(games.envs)
+        self._late, self._over = np.zeros((self.batch_T, n), np.float32), np.zeros((self.batch_T, n), np.bool_)
+        # For each desk: its environments, and the first column of each.
+        self._spans = [_spans(games, desk.envs) for desk in desks]
+        self._columns = [[_columns_of(games, desk.envs, e) for desk in desks] for e in range(n)]
+        games.watch()
+
+    # ---- what a worker calls ---------------------------------------------------------------
+
+    def use_slot(self, slot: int) -> None:
+        """See `Collector.use_slot`."""
+        for desk in self.desks:
+            desk.use_slot(slot)
+
+    def pull(self, version: int = 0) -> int:
+        """The agents get the newest parameters. Returns the version of the first policy's."""
+        self._versions = [desk.pull(version) for desk in self.desks]
+        return self._versions[0]
+
+    def note_version(self, version: int) -> None:
+        """See `Collector.note_version`. With several policies, each notes its own version."""
+        for desk, own in zip(self.desks, self._versions, strict=True):
+            desk.note_version(version if len(self.desks) == 1 else own)
+
+    def reset_if_needed(self) -> None:
+        """Environments are reset within batches."""
+
+    def start(self) -> None:
+        """Reset every environment, and make random steps so that their games do not end together. Runs once."""
+        for desk in self.desks:
+            desk.tracker.set_agent_info(map_leaves(lambda leaf: np.zeros_like(leaf[0]), desk.samples.agent_info))
+        self._reset(self.streams.env_seeds(Purpose.TRAIN))
+        for e, rng in enumerate(self.streams.rngs(Purpose.DECORRELATE)):
+            self._make_random_steps(e, rng)
+        for desk in self.desks:
+            desk.agent.reset()
+
+    def restart(self, streams: ColumnStreams) -> None:
+        """Before the first batch: start again with other streams, those of a saved run that is continued."""
+        self.streams = streams
+        for desk in self.desks:
+            desk.streams = ColumnStreams(streams.seed, desk.streams.env_ranks, streams.generation, desk.streams.seats)
+            desk.agent.seed_columns(desk.streams.rngs(Purpose.ACTION))
+        self.start()
+
+    def collect_batch(self, itr: int) -> None:
+        """Write `batch_T` steps into the samples of each desk. Finished trajectories go to the trackers."""
+        self.progress.n_results = self.collect_rows(itr, self.batch_T)
+
+    # ---- rows ------------------------------------------------------------------------------
+
+    def collect_rows(self, itr: int, n_rows: int, first_t: int = 0, must_stop: Callable[[], bool] | None = None) -> int:
+        """Make up to `n_rows` time steps, fewer if `must_stop`. Returns how many trajectories were sent. `rows` says
+        how many steps were made."""
+        games, desks = self.games, self.desks
+        self._late[...], self._over[...] = 0, False
+        for desk in desks:
+            desk.begin_batch(itr)
+        self.rows = n_rows
+        for t in range(n_rows):
+            if must_stop is not None and must_stop():
+                self.rows = t
+                break
+            for desk in desks:
+                desk.act(t)
+            self.progress.begin_stepping(t)
+            games.step()
+            if games.late:
+                self._note_late(t)
+            if games.over:
+                self._over[t, games.over] = True
+            for desk in desks:
+                desk.record_step(t)
+        return self._finish(self.rows, first_t)
+
+    def _note_late(self, t: int) -> None:
+        for e, reward in self.games.late:
+            self._late[t, e] += reward
+        if self._is_training:
+            self.progress.add_late_rewards(len(self.games.late))
+
+    def _finish(self, n_rows: int, first_t: int) -> int:
+        if self._is_training:
+            self.progress.end_batch(n_rows, n_rows * len(self.games.envs))
+        n_sent = sum(desk.finish(n_rows, first_t) for desk in self.desks)
+        if not n_rows:
+            return n_sent
+        rewards = self._late[:n_rows]
+        for desk, (envs, firsts) in zip(self.desks, self._spans, strict=True):
+            rewards[:, envs] += np.add.reduceat(desk.samples.reward[1 : n_rows + 1], firsts, axis=1)
+        self.progress.enter(Phase.SENDING)
+        return n_sent + self.tracker.end_rows(rewards, self._over[:n_rows], first_t)
+
+    # ---- before the first row --------------------------------------------------------------
+
+    def _reset(self, seeds: Sequence[int | None], is_used: Callable[[int], bool] = lambda e: True) -> None:
+        """Reset the environments that are used; in the others nobody is there."""
+        for desk in self.desks:
+            desk.start_afresh()
+        self.tracker.restart()
+        for e, seed in enumerate(seeds):
+            self.games.clear(e)
+            if is_used(e):
+                self.games.reset(e, seed)
+                self._check_observations(e)
+
+    def _check_observations(self, e: int) -> None:
+        for desk, columns in zip(self.desks, self._columns[e], strict=True):
+            for column in columns:
+                if column not in desk.envs.parked:
+                    desk.envs.check_observation(column)
+
+    def _make_random_steps(self, e: int, rng: np.random.Generator) -> None:
+        """Step environment e by 0 to `max_decorrelation_steps` random joint actions."""
+        games, totals = self.games, list[float]()
+        for _ in range(int(rng.integers(0, self._max_steps + 1))):
+            self.progress.at_env(games.env_ranks[e])
+            self.progress.enter(Phase.DECORRELATING)
+            for desk, columns in zip(self.desks, self._columns[e], strict=True):
+                desk.draw_actions(rng, columns)
+            acted = games.acting(e)
+            games.late, games.over = [], []
+            games.step_env(e)
+            totals.append(sum(own.rewards[column] for own, column in acted) + sum(value for _, value in games.late))
+            for desk in self.desks:
+                for own, column in acted:
+                    if own is desk.envs and desk.is_alive[column] and not games.over:
+                        desk.rewards[column].append(own.rewards[column])
+                desk.envs.zero_idle_rewards()
+            if games.over:
+                totals.clear()
+            self._check_observations(e)
+        for desk, columns in zip(self.desks, self._columns[e], strict=True):
+            desk.end_random_steps(columns)
+        self.tracker.preload(e, totals)
+
+    def begin_evaluation(self, seeds: Sequence[int], key: int, is_used: Callable[[int], bool]) -> None:
+        """New games with these seeds, and agents with the streams of evaluation number `key`."""
+        self._reset(seeds, is_used)
+        for desk in self.desks:
+            desk.agent.seed_columns(desk.streams.rngs(Purpose.EVAL_ACTION, key))
+            desk.agent.reset()
+
+
+def _columns_of(games: Games, columns: SeatColumns, e: int) -> list[int]:
+    return [column for own, column in games.places[e].values() if own is columns]
+
+
+def _spans(games: Games, columns: SeatColumns) -> tuple[list[int], list[int]]:
+    """The environments with a seat in `columns`, and the first column of each: their seats are neighbours."""
+    firsts = {e: own[0] for e in range(len(games.envs)) if (own := _columns_of(games, columns, e))}
+    return list(firsts), list(firsts.values())

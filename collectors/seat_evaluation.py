@@ -1,0 +1,85 @@
+"""Evaluation where several agents share an environment: games are counted, not agents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.collectors.lock_step import LockStepCollector
+from penstock.envs.seeding import ColumnStreams, Purpose
+from penstock.workers.control import Phase
+
+_MOST_ROWS, _MOST_BYTES = 128, 1 << 22  # of the rows that are collected before their trajectories are sent
+_NEEDED = ("observation", "action", "reward", "terminated", "truncated", "done", "valid", "prev_done", "agent_info")
+
+
+def eval_arrays(slot: NamedArrays, batch_T: int, n_columns: int) -> NamedArrays:
+    """Arrays of a few rows for an evaluation, in the structure of a slot of the samples buffer of `batch_T` rows."""
+    kept = NamedArrays({name: slot[name] for name in _NEEDED})
+    row_bytes = sum(leaf[0].nbytes for _, leaf in kept.leaves()) // max(1, slot.valid.shape[1]) * n_columns
+    n_rows = max(1, min(_MOST_ROWS, _MOST_BYTES // max(1, row_bytes)))
+
+    def rows(leaf: Any) -> Any:  # some have batch_T + 1 rows
+        return np.zeros((n_rows + len(leaf) - batch_T, n_columns, *leaf.shape[2:]), leaf.dtype)
+
+    arrays = {name: map_leaves(rows, field) for name, field in kept.items()}
+    return NamedArrays(arrays, policy_version=np.zeros(n_columns, np.int64))
+
+
+class SeatEvalCollector:
+    """Runs evaluations in one worker's environments of several agents, with a `LockStepCollector` on memory of its own.
+
+    It plays for `max_T` steps, or until `max_games` have ended; or `shares[e]` games in environment e.
+    """
+
+    def __init__(
+        self,
+        collector: LockStepCollector,
+        streams: ColumnStreams,
+        max_T: int,
+        max_games: int | None,
+        shares: Sequence[int] | None,
+    ) -> None:
+        self._collector, self.streams, self._max_T = collector, streams, max_T
+        self.envs, self.progress = collector.games, collector.progress
+        self._max_games = float("inf") if max_games is None else max_games
+        self._shares = shares
+        self._left: list[float] = []
+        self._n_evaluations = self._n_games = 0
+        collector.games.may_reset = self._may_reset
+        for desk in collector.desks:
+            desk.enter_mode_of_evaluation()
+
+    def pull(self) -> int:
+        """The agents get the newest parameters."""
+        return self._collector.pull()
+
+    def collect_evaluation(self, itr: int) -> None:
+        """Run the agents. Finished trajectories go to the trackers."""
+        collector, progress, key = self._collector, self.progress, self._n_evaluations
+        self._n_evaluations += 1
+        n = len(self.envs.envs)
+        self._n_games = 0
+        self._left = [float("inf")] * n if self._shares is None else list(self._shares)
+        collector.begin_evaluation(self.streams.env_seeds(Purpose.EVAL, key), key, lambda e: self._left[e] > 0)
+        n_sent = 0
+        for first_t in range(0, self._max_T, collector.batch_T):
+            wanted = min(collector.batch_T, self._max_T - first_t)
+            n_sent += collector.collect_rows(itr, wanted, first_t, self._must_stop)
+            if collector.rows < wanted:
+                break
+        progress.enter(Phase.SENDING)
+        progress.n_results = n_sent
+
+    def _may_reset(self, e: int) -> bool:
+        """A game has ended in environment e."""
+        self._n_games += 1
+        self.progress.n_results = self._n_games  # the main process ends the evaluation when there are enough
+        self._left[e] -= 1
+        return self._left[e] > 0
+
+    def _must_stop(self) -> bool:
+        return self.progress.stop_eval or self._n_games >= self._max_games or not any(n > 0 for n in self._left)

@@ -1,0 +1,266 @@
+"""Which policy plays which seat, where several agents share an environment; and the names of their trajectories."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from keyword import iskeyword
+from typing import Any
+
+from penstock.buffers import NamedArrays
+from penstock.buffers.reports import in_one_line
+from penstock.collectors import TrajInfo
+from penstock.envs import ColumnStreams, EnvFactory, build_example_env, close_example_env
+from penstock.envs.seats import AgentId, ParallelView, SeatRank
+from penstock.errors import ConfigError, SpaceError, brief
+from penstock.samplers.sampler_plan import SamplerPlan
+
+#: The name of the policy where one agent plays all seats.
+SHARED = "agent"
+
+#: `policy_of(agent_id)` names the policy of an agent. It may also have a parameter `env_rank`.
+PolicyOf = Callable[..., str]
+
+
+@dataclass(frozen=True)
+class Side:
+    """The seats of the training environments, or of those of evaluation."""
+
+    agents: Sequence[Sequence[AgentId]]  #: by environment, in the order of `possible_agents`
+    policy: Sequence[Sequence[int]]  #: the index of the policy of each of them
+    first_env_rank: int
+
+    @cached_property
+    def _ends(self) -> dict[int, list[int]]:
+        """By policy: how many of its seats the first n environments have."""
+        n_policies = 1 + max((policy for own in self.policy for policy in own), default=0)
+        counts = {p: [own.count(p) for own in map(list, self.policy)] for p in range(n_policies)}
+        return {p: [0, *accumulate(own)] for p, own in counts.items()}
+
+    def cells(self, p: int, envs: range) -> range:
+        """The columns of policy p that these environments have."""
+        ends = self._ends[p]
+        return range(ends[envs.start], ends[envs.stop])
+
+    def seats(self, p: int, envs: range) -> list[tuple[int, int, AgentId]]:
+        """The same columns: the index of each one's environment, that of its seat there, and its agent."""
+        return [
+            (b, seat, agent)
+            for b in envs
+            for seat, (agent, policy) in enumerate(zip(self.agents[b], self.policy[b], strict=True))
+            if policy == p
+        ]
+
+    def streams(self, p: int, envs: range, seed: int, generation: int) -> ColumnStreams:
+        """The random streams of these columns."""
+        seats = self.seats(p, envs)
+        ranks = [SeatRank(self.first_env_rank + b, agent) for b, _, agent in seats]
+        return ColumnStreams(seed, ranks, generation, tuple(seat for _, seat, _ in seats))
+
+
+@dataclass(frozen=True)
+class Seating:
+    """Who sits where. `train.policy` and `evaluation.policy` are indices in `policies`."""
+
+    policies: tuple[str, ...]
+    is_shared: bool  #: whether one agent was given, and not a dict of agents
+    train: Side
+    evaluation: Side
+
+    @cached_property
+    def width(self) -> int:
+        """The largest number of seats in an environment, plus one for the environment itself."""
+        return 1 + max(len(own) for side in (self.train, self.evaluation) for own in side.agents)
+
+    def key(self, env_rank: int, seat: int | None) -> int:
+        """What stands in the place of the env_rank in a trajectory's record: so records are ordered by environment,
+        then by seat, with that of the environment itself last (`seat` None)."""
+        return env_rank * self.width + (self.width - 1 if seat is None else seat)
+
+    def n_seats(self, p: int) -> int:
+        """How many seats of each environment policy p plays; 0 if their number differs."""
+        numbers = {list(own).count(p) for own in self.train.policy}
+        return numbers.pop() if len(numbers) == 1 else 0
+
+    def with_cells(self, plan: SamplerPlan) -> SamplerPlan:
+        """The plan with its columns of the samples buffers."""
+        n = range(len(self.policies))
+        train = tuple(self.train.cells(p, plan.columns) for p in n)
+        evaluation = tuple(self.evaluation.cells(p, plan.eval_columns) if plan.eval_columns else range(0) for p in n)
+        return replace(
+            plan,
+            cells=train,
+            eval_cells=evaluation,
+            n_records=sum(map(len, train)) + len(plan.columns),
+            n_eval_records=sum(map(len, evaluation)) + len(plan.eval_columns),
+            policies=() if len(self.policies) == 1 else self.policies,
+        )
+
+    def by_policy(self) -> dict[str, list[tuple[int, AgentId]]]:
+        """See `Sampler.seats`."""
+        side, envs = self.train, range(len(self.train.agents))
+        return {
+            name: [(side.first_env_rank + b, agent) for b, _, agent in side.seats(p, envs)]
+            for p, name in enumerate(self.policies)
+        }
+
+    def name_infos(
+        self, infos: Iterable[TrajInfo], keys: Iterable[int], games: Counter[int], *, evaluation: bool
+    ) -> None:
+        """Write into each info whose trajectory it is. `games` counts the finished games of each environment."""
+        side = self.evaluation if evaluation else self.train
+        for info, key in zip(infos, keys, strict=True):
+            info.env_rank, seat = divmod(key, self.width)
+            info.episode = games[info.env_rank]
+            if seat == self.width - 1:
+                games[info.env_rank] += 1
+            else:
+                b = info.env_rank - side.first_env_rank
+                info.agent_id, info.policy = side.agents[b][seat], self.policies[side.policy[b][seat]]
+
+
+# ---- finding it -------------------------------------------------------------------------------------
+
+
+def find_seating(
+    sides: Sequence[tuple[Sequence[EnvFactory], int]], agents: Any, policy_of: PolicyOf | None
+) -> tuple[Seating, Sequence[tuple[EnvFactory, AgentId]]]:
+    """Who sits where, and for each policy a factory and an agent that stand for its seats.
+
+    `sides`: the factories of the training environments and the env_rank of the first, and those of evaluation. An
+    example of each kind of environment is built. Raises `ConfigError`, or `SpaceError` if two seats of a policy have
+    different spaces.
+    """
+    seen: list[tuple[EnvFactory, ParallelView]] = []
+    views = [[_seen_as(factory, seen) for factory in factories] for factories, _ in sides]
+    policies, is_shared = _names(agents), not isinstance(agents, Mapping)
+    choose = _chooser(policy_of, policies, is_shared=is_shared)
+    train, evaluation = (
+        Side(
+            [view.possible_agents for view in own],
+            [[choose(agent, first + b) for agent in view.possible_agents] for b, view in enumerate(own)],
+            first,
+        )
+        for own, (_, first) in zip(views, sides, strict=True)
+    )
+    seating = Seating(policies, is_shared, train, evaluation)
+    return seating, _examples(seating, views, [factories for factories, _ in sides])
+
+
+def _seen_as(factory: EnvFactory, seen: list[tuple[EnvFactory, ParallelView]]) -> ParallelView:
+    """What the environments of this factory are like: an example, which is closed."""
+    for other, view in seen:
+        if other.fn is factory.fn and other.kwargs == factory.kwargs:
+            return view
+    env = build_example_env(factory)
+    close_example_env(env)
+    if not isinstance(env, ParallelView):
+        raise ConfigError("some environments have several agents and others one: use a sampler for each kind")
+    seen.append((factory, env))
+    return env
+
+
+def _names(agents: object) -> tuple[str, ...]:
+    if not isinstance(agents, Mapping):
+        return (SHARED,)
+    if not agents:
+        raise ConfigError("the dict of agents is empty: give an agent for each policy")
+    for name in agents:
+        is_name = isinstance(name, str) and name.isidentifier() and not iskeyword(name) and name[0] != "_"
+        if not is_name or hasattr(NamedArrays, name) or name in ("batch", "is_current", "valid_until"):
+            raise ConfigError(
+                f"a policy cannot be called {name!r}, since batch.NAME are its samples: give it another name"
+            )
+    if len({id(agent) for agent in agents.values()}) < len(agents):
+        raise ConfigError("two policies have the same agent: let policy_of give its seats one name, or copy it")
+    return tuple(agents)
+
+
+def _chooser(
+    policy_of: PolicyOf | None, policies: tuple[str, ...], *, is_shared: bool
+) -> Callable[[AgentId, int], int]:
+    """A function that returns the index of the policy of a seat."""
+    if policy_of is None:
+        if is_shared:
+            return lambda agent, env_rank: 0
+        policy_of = str
+    elif is_shared:
+        raise ConfigError("policy_of needs a dict of agents: initialize({'NAME': agent, ...}, policy_of=...)")
+    elif not callable(policy_of):
+        raise ConfigError(f"policy_of must be a function of agent_id, got {brief(policy_of)}")
+    names = _parameters(policy_of)
+    if unknown := {"episode", "rng"} & names:
+        raise ConfigError(
+            f"policy_of asks for {' and '.join(sorted(unknown))}, but a seat keeps its policy for the whole run: let "
+            "it depend on agent_id and env_rank only"
+        )
+
+    def choose(agent: AgentId, env_rank: int) -> int:
+        more = {"env_rank": env_rank} if "env_rank" in names else {}
+        try:
+            name = policy_of(agent, **more)
+        except Exception as error:
+            raise ConfigError(
+                f"policy_of raised {in_one_line(error)} for env_rank {env_rank}, agent {agent!r}"
+            ) from error
+        if name not in policies:
+            hint = ": give policy_of, which names the policy of an agent" if policy_of is str else ""
+            raise ConfigError(
+                f"policy_of returned {name!r} for env_rank {env_rank}, agent {agent!r}, but the policies are "
+                f"{list(policies)}{hint}"
+            )
+        return policies.index(name)
+
+    return choose
+
+
+def _parameters(policy_of: PolicyOf) -> set[str]:
+    try:
+        return set(inspect.signature(policy_of).parameters)
+    except (TypeError, ValueError):  # a class or a function written in C
+        return set()
+
+
+def _examples(
+    seating: Seating, views: Sequence[Sequence[ParallelView]], factories: Sequence[Sequence[EnvFactory]]
+) -> list[tuple[EnvFactory, AgentId]]:
+    """For each policy, its first seat. Raises `SpaceError` if another one has other spaces."""
+    examples: dict[int, tuple[EnvFactory, AgentId, Any, str]] = {}
+    for side, own_views, own in zip((seating.train, seating.evaluation), views, factories, strict=True):
+        for b, (view, factory) in enumerate(zip(own_views, own, strict=True)):
+            for agent, p in zip(side.agents[b], side.policy[b], strict=True):
+                where = f"env_rank {side.first_env_rank + b}, agent {agent!r}"
+                first = examples.setdefault(p, (factory, agent, view.spaces[agent], where))
+                if first[2] != view.spaces[agent]:
+                    raise SpaceError(
+                        f"{first[3]} and {where} have the same policy, {seating.policies[p]!r}, but different spaces: "
+                        f"{_text(first[2])}; {_text(view.spaces[agent])}. Give them different policies (policy_of), or "
+                        "wrap the environment so that their spaces are equal"
+                    )
+    if missing := [name for p, name in enumerate(seating.policies) if p not in examples]:
+        raise ConfigError(f"no agent has the policy {missing[0]!r}: leave it out, or let policy_of return it")
+    return [examples[p][:2] for p in range(len(seating.policies))]
+
+
+def _text(spaces: tuple[Any, Any]) -> str:
+    return f"observations {spaces[0]}, actions {spaces[1]}"
+
+
+def column_streams(
+    seating: Seating | None, plan: SamplerPlan, seed: int, p: int = 0, *, evaluation: bool = False
+) -> ColumnStreams:
+    """The random streams of a worker's columns: of its environments, or of its seats of policy p."""
+    if seating is None:
+        return ColumnStreams(seed, plan.eval_env_ranks if evaluation else plan.env_ranks, plan.generation)
+    side, envs = (seating.evaluation, plan.eval_columns) if evaluation else (seating.train, plan.columns)
+    return side.streams(p, envs, seed, plan.generation)
+
+
+def keys_of(seating: Seating, streams: ColumnStreams) -> Sequence[int]:
+    """The keys of the records of these columns; of environments if they are no seats."""
+    seats: Iterable[int | None] = streams.seats or [None] * len(streams.env_ranks)
+    return [seating.key(int(rank), seat) for rank, seat in zip(streams.env_ranks, seats, strict=True)]
