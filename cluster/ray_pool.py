@@ -120,7 +120,7 @@ class ShardPool:
             raise NodeLostError(f"{text} ({during})") from why
         if (refusal := self.restarts.used_up(1)) is not None:
             raise NodeLostError(f"{text} ({during})\n{refusal}") from why
-        n_lost = len(shard.plan.columns)  # the trajectories that were running
+        n_lost = len(shard.plan.cells[0])  # the trajectories that were running
         self.restarts.note(shard.plan.worker_rank, f"{text} ({during})", n_lost)
         _log.warning("%s (%s); it is built again, %d trajectories are lost", text, during, n_lost)
         self._pending = {ref: pending for ref, pending in self._pending.items() if pending.shard is not shard}
@@ -298,7 +298,7 @@ class ShardPool:
         return self._leaves[self._current.command.batch % len(self._leaves)]
 
     def _store(self, shard: Shard, reply: Reply) -> None:
-        columns, slot = slice(shard.plan.columns.start, shard.plan.columns.stop), self._slot
+        columns, slot = slice(shard.plan.cells[0].start, shard.plan.cells[0].stop), self._slot
         for path, array in reply.arrays.items():
             slot[path][place_of(path, columns)] = array
 
@@ -309,7 +309,7 @@ class ShardPool:
         missing = [shard for shard in self.shards if shard not in self._current.answered]
         for shard in missing:
             shard.missing += 1
-            columns = slice(shard.plan.columns.start, shard.plan.columns.stop)
+            columns = slice(shard.plan.cells[0].start, shard.plan.cells[0].stop)
             for path, target in self._slot.items():
                 target[place_of(path, columns)] = 0
         _log.info("%s: without %s", during, ", ".join(map(str, missing)))

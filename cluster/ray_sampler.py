@@ -27,8 +27,7 @@ from penstock.samplers.allocation import Allocation
 from penstock.samplers.asynchronous import AsyncSampler
 from penstock.samplers.config import SamplerState
 from penstock.samplers.parallel import ParallelSampler
-from penstock.samplers.results import as_traj_infos
-from penstock.samplers.sampler import Sampler
+from penstock.samplers.sampler import EVALUATION, Sampler
 from penstock.samplers.sampler_plan import EnvRange
 from penstock.samplers.stats import SamplerStats, WorkerStats
 from penstock.workers.plan import Affinity, split
@@ -186,6 +185,11 @@ class RaySampler(Sampler):
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> ShardPool:
         config, program = self.config, allocation.program
+        if program.seating is not None and (not program.seating.is_shared or config.eval_max_trajectories):
+            raise ConfigError(
+                "a RaySampler of environments with several agents takes one agent for all of them, and counts the "
+                "games of an evaluation with eval_episodes: give one agent, and leave eval_max_trajectories out"
+            )
         spec = ShardSpec(
             sampler_cls=self._sampler_cls,
             sampler_options=self._sampler_options,
@@ -200,6 +204,7 @@ class RaySampler(Sampler):
                 "bootstrap_value": "bootstrap_value" in allocation.memory.slots[0],
                 "traj_info_kwargs": program.traj_info_kwargs,
             },
+            seat_width=0 if program.seating is None else program.seating.width,
         )
         options = ShardOptions(
             is_restarted=self._is_restarted,
@@ -216,8 +221,12 @@ class RaySampler(Sampler):
         placement = Placement(len(self._plans), needs, ray.put(_pickled(spec)), together=together)
         return ShardPool(spec.plans, placement, allocation.memory, options, resources)
 
+    @property
+    def _n_seats(self) -> int | None:
+        return None if self._seating is None else self._seating.n_seats(0)
+
     def _take_traj_infos(self, pool: Any, slot: int = 0, opening: int | None = None) -> list[TrajInfo]:
-        return as_traj_infos(self.config.traj_info_cls, pool.take_trajectories())
+        return self._as_infos(pool.take_trajectories(), evaluation=slot == EVALUATION)
 
     # ---- streaming -------------------------------------------------------------------------
 
@@ -263,10 +272,11 @@ class RaySampler(Sampler):
             pool.close_if_broken(error)
             raise
         self.policy_version = reply.version
-        traj_infos = as_traj_infos(self.config.traj_info_cls, reply.found)
-        self._metrics.training.extend(traj_infos)
+        traj_infos = self._as_infos(reply.found)
+        samples = as_samples(self._memory.slots[0], reply, self.batch_T, self._n_seats)
+        self._count_batch(samples, traj_infos)
         return Piece(
-            samples=as_samples(self._memory.slots[0], reply, self.batch_T),
+            samples=samples,
             traj_infos=traj_infos,
             shard=shard.plan.worker_rank,
             env_ranks=shard.plan.env_ranks,

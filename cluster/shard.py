@@ -61,6 +61,7 @@ class ShardSpec:
     n_workers: int
     affinity: Affinity
     setup: Mapping[str, Any]  #: further arguments of `initialize`
+    seat_width: int = 0  #: see `Seating.width`
 
     def options(self, plan: ShardPlan) -> dict[str, Any]:
         """The arguments of the sampler of one shard."""
@@ -251,6 +252,7 @@ class ShardHost:
         options, plan = spec.options(self._plan), self._plan
         sampler = spec.sampler_cls(options.pop("env_fn"), **options)
         sampler._generation = self._generation << _GENERATION_BITS
+        sampler._seat_width = spec.seat_width
         sampler._makes_infos = False  # the driver makes them, in the order of all shards
         context = ray.get_runtime_context()
         with warnings.catch_warnings():

@@ -94,10 +94,10 @@ class Stream:
         self._early.clear()
 
 
-def as_samples(template: NamedArrays, reply: Reply, batch_T: int) -> Samples:
+def as_samples(template: NamedArrays, reply: Reply, batch_T: int, n_seats: int | None) -> Samples:
     """The samples of a piece; nothing is copied. `template` has the structure of a slot of the samples buffer."""
     arrays = iter([reply.arrays[path] for path, _ in template.leaves()])
-    view = public_view(template.map(lambda _: next(arrays)), batch_T)
+    view = public_view(template.map(lambda _: next(arrays)), batch_T, n_seats)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return view.torch()

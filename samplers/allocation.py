@@ -77,6 +77,7 @@ class InitArguments:
     shared: bool  #: whether workers are processes
     central: bool  #: whether workers hold no agent
     policy_of: PolicyOf | None = None
+    seat_width: int = 0  #: see `Seating.width`
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def allocate(
     if isinstance(built, ParallelView):
         close_example_env(built)
         sides = (train, env_range.first_env_rank), (evals, env_range.first_eval_env_rank)
-        seating, seats = find_seating(sides, agents, setup.policy_of)
+        seating, seats = find_seating(sides, agents, setup.policy_of, setup.seat_width)
         _refuse_with_seats(config, setup, seating)
         plans = tuple(seating.with_cells(plan) for plan in plans)
         examples = [_of_one_seat(factory, agent_id) for factory, agent_id in seats]

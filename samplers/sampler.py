@@ -39,8 +39,10 @@ from penstock.samplers.metrics import SamplerMetrics
 from penstock.samplers.restoring import FORMAT, ResumeReport, check_state, checksum, load_server_agent, reasons
 from penstock.samplers.results import (
     EVAL_POLL_SECONDS,
+    Trajectories,
     answers_to,
-    infos_from_messages,
+    as_traj_infos,
+    keys_of_trajectories,
     stop_if_enough,
     video_message,
     warn_if_unfinished,
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("penstock")
 
-_EVALUATION = -1  # in the place of a slot
+EVALUATION = -1  # in the place of a slot
 
 
 class Sampler(ABC):
@@ -167,6 +169,9 @@ class Sampler(ABC):
     #: How often the environments have been built again, in a sampler that replaces a lost one.
     _generation = 0
 
+    #: The largest number of agents in an environment of all shards, plus one, in the sampler of a shard.
+    _seat_width = 0
+
     #: Whether trajectories are returned as `TrajInfo`s. Otherwise they stay as the workers have sent them.
     _makes_infos = True
 
@@ -253,7 +258,15 @@ class Sampler(ABC):
                 self._plans = plans = self._make_plans(affinity, env_range, resources)
                 shared, central = self._shared_memory, self._central
                 setup = InitArguments(
-                    plans, seed, env_range, bootstrap_value, traj_info_kwargs, shared, central, policy_of
+                    plans,
+                    seed,
+                    env_range,
+                    bootstrap_value,
+                    traj_info_kwargs,
+                    shared,
+                    central,
+                    policy_of,
+                    self._seat_width,
                 )
                 # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest.
                 with sigint.allowed(), marked:
@@ -377,7 +390,8 @@ class Sampler(ABC):
         if self._seating is None:
             return
         self._metrics.agent_steps += sum(int(np.count_nonzero(own.env.valid)) for own in parts_of(samples))
-        if not self._warned_of_late_rewards and (n := self.stats().late_rewards):
+        n = sum(self._memory.control.snapshot(plan.worker_rank).late_rewards for plan in self._plans)
+        if n and not self._warned_of_late_rewards:
             self._warned_of_late_rewards = True
             _log.warning(
                 "%d rewards have come for agents that had ended or had not joined yet. They are in no cell of the "
@@ -387,39 +401,30 @@ class Sampler(ABC):
 
     def _take_traj_infos(self, pool: Pool, slot: int = 0, opening: int | None = None) -> list[Any]:
         """The trajectories that the workers have sent for the last command, or for that of this opening of the gates,
-        ordered by time step, then env_rank. `slot` is that of the batch; _EVALUATION for an evaluation."""
+        ordered by time step, then env_rank. `slot` is that of the batch; EVALUATION for an evaluation."""
         cls, counts = self.config.traj_info_cls, self._memory.control.n_results_by_rank(len(self._plans), opening)
         for rank, n in enumerate(counts):
             self._n_trajectories[rank] += n
         if not any(counts):
             return []
-        if self._seating is not None and self._makes_infos:
-            return self._named_infos(pool, counts, slot, opening, evaluation=slot < 0)
-        slot = max(slot, 0)
-        if cls is TrajInfo:
-            records, starts = self._memory.records, self._first_records[slot]
-            infos = infos_of_records(TrajInfo, records.memories, starts, counts) if self._makes_infos else None
-            if infos is None:  # without the compiled part, or for `RaySampler`
-                found = records.take(counts, starts)
-                return TrajInfo.from_records(found) if self._makes_infos else found
-            return infos
-        messages = pool.take_messages(opening)
-        return infos_from_messages(cls, messages) if self._makes_infos else messages
-
-    def _named_infos(
-        self, pool: Pool, counts: Sequence[int], slot: int, opening: int | None, *, evaluation: bool
-    ) -> list[TrajInfo]:
-        """The trajectories of several agents and of their environments, which know whose they are."""
-        assert self._seating is not None
-        cls = self.config.traj_info_cls
-        if cls is TrajInfo:
-            found = self._memory.records.take(counts, self._first_records[max(slot, 0)])
-            infos, keys = TrajInfo.from_records(found), [record[1] for record in found]
+        found: Trajectories
+        if cls is not TrajInfo:
+            found = pool.take_messages(opening)
         else:
-            messages = sorted(pool.take_messages(opening), key=lambda message: message[1:3])
-            infos, keys = infos_from_messages(cls, messages), [message.env_rank for message in messages]
-        games = Counter[int]() if evaluation else self._games
-        self._seating.name_infos(infos, keys, games, evaluation=evaluation)
+            records, starts = self._memory.records, self._first_records[max(slot, 0)]
+            if self._makes_infos and self._seating is None:
+                infos = infos_of_records(TrajInfo, records.memories, starts, counts)
+                if infos is not None:  # else nothing is compiled
+                    return infos
+            found = records.take(counts, starts)
+        return self._as_infos(found, evaluation=slot == EVALUATION) if self._makes_infos else found
+
+    def _as_infos(self, found: Trajectories, *, evaluation: bool = False) -> list[TrajInfo]:
+        """`found` as trajectory infos. With several agents, each knows whose it is."""
+        infos = as_traj_infos(self.config.traj_info_cls, found)
+        if self._seating is not None:
+            games = Counter[int]() if evaluation else self._games
+            self._seating.name_infos(infos, keys_of_trajectories(found), games, evaluation=evaluation)
         return infos
 
     def evaluate_agent(self, itr: int, *, video: str | os.PathLike[str] | None = None) -> list[TrajInfo]:
@@ -448,9 +453,9 @@ class Sampler(ABC):
             )
             until = None if limit is None else partial(stop_if_enough, self._memory.control, len(self._plans), limit)
             interval = POLL_SECONDS if limit is None else EVAL_POLL_SECONDS
-            discard = partial(self._take_traj_infos, pool, _EVALUATION)
+            discard = partial(self._take_traj_infos, pool, EVALUATION)
             pool.run(command, during, discard, message=message, until=until, poll_interval=interval)
-            self._metrics.evaluation = infos = self._take_traj_infos(pool, _EVALUATION)
+            self._metrics.evaluation = infos = self._take_traj_infos(pool, EVALUATION)
         if video is not None:
             warn_if_unwritten(os.fspath(video), itr)
         n_ended = len(infos) if self._seating is None else sum(info.agent_id is None for info in infos)
@@ -677,8 +682,7 @@ class Sampler(ABC):
         """Where the workers' time went since `initialize`."""
         restarts, control = self._require_pool("stats").restarts, self._memory.control
         workers = tuple(worker_stats(plan, control, self._n_trajectories, restarts) for plan in self._plans)
-        late = sum(control.snapshot(plan.worker_rank).late_rewards for plan in self._plans)
-        return SamplerStats(workers, self._memory.nbytes, self._inference_difference, late_rewards=late)
+        return SamplerStats(workers, self._memory.nbytes, self._inference_difference)
 
     def metrics(self) -> dict[str, float]:
         """The figures of the run as a flat dict of floats, for TensorBoard, W&B or a CSV file; always the same keys.

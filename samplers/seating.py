@@ -70,11 +70,7 @@ class Seating:
     is_shared: bool  #: whether one agent was given, and not a dict of agents
     train: Side
     evaluation: Side
-
-    @cached_property
-    def width(self) -> int:
-        """The largest number of seats in an environment, plus one for the environment itself."""
-        return 1 + max(len(own) for side in (self.train, self.evaluation) for own in side.agents)
+    width: int  #: the largest number of seats in an environment, plus one for the environment itself
 
     def key(self, env_rank: int, seat: int | None) -> int:
         """What stands in the place of the env_rank in a trajectory's record: so records are ordered by environment,
@@ -127,13 +123,13 @@ class Seating:
 
 
 def find_seating(
-    sides: Sequence[tuple[Sequence[EnvFactory], int]], agents: Any, policy_of: PolicyOf | None
+    sides: Sequence[tuple[Sequence[EnvFactory], int]], agents: Any, policy_of: PolicyOf | None, width: int
 ) -> tuple[Seating, Sequence[tuple[EnvFactory, AgentId]]]:
     """Who sits where, and for each policy a factory and an agent that stand for its seats.
 
     `sides`: the factories of the training environments and the env_rank of the first, and those of evaluation. An
     example of each kind of environment is built. Raises `ConfigError`, or `SpaceError` if two seats of a policy have
-    different spaces.
+    different spaces. `width` is the least one: that of all shards together, in a shard.
     """
     seen: list[tuple[EnvFactory, ParallelView]] = []
     views = [[_seen_as(factory, seen) for factory in factories] for factories, _ in sides]
@@ -147,7 +143,8 @@ def find_seating(
         )
         for own, (_, first) in zip(views, sides, strict=True)
     )
-    seating = Seating(policies, is_shared, train, evaluation)
+    width = max(width, 1 + max(len(view.possible_agents) for own in views for view in own))
+    seating = Seating(policies, is_shared, train, evaluation, width)
     return seating, _examples(seating, views, [factories for factories, _ in sides])
 
 

@@ -44,6 +44,7 @@ class WorkerStats:
     trajectories: int
     restarts: int
     lost_trajectories: int
+    late_rewards: int = 0  #: see `SamplerStats.late_rewards`
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,6 @@ class SamplerStats:
     lag: LagStats | None = None
     skipped_batches: int = 0
     dropped_trajectories: int = 0
-    #: With several agents: how many rewards came for agents that had ended or had not joined. They are in no cell.
-    late_rewards: int = 0
 
     def __repr__(self) -> str:  # for `print` and notebooks
         """A table with a line for each worker, in seconds."""
@@ -101,6 +100,12 @@ class SamplerStats:
         """How many trajectories were lost with workers that were replaced."""
         return sum(worker.lost_trajectories for worker in self.workers)
 
+    @property
+    def late_rewards(self) -> int:
+        """With several agents: how many rewards came for agents that had ended or had not joined. They are in no cell
+        of a batch, but in the Return of the environment's `TrajInfo`."""
+        return sum(worker.late_rewards for worker in self.workers)
+
 
 def worker_stats(
     plan: WorkerPlan, control: ControlBlock, n_trajectories: Sequence[int], restarts: Restarts
@@ -109,7 +114,8 @@ def worker_stats(
     rank = plan.worker_rank
     row = control.snapshot(rank)
     times = row.stepping, row.acting, row.resetting, row.waiting
-    counts = n_trajectories[rank], restarts.per_worker[rank], restarts.lost_per_worker[rank]
+    n_lost = restarts.lost_per_worker[rank]
+    counts = n_trajectories[rank], restarts.per_worker[rank], n_lost, row.late_rewards
     return WorkerStats(rank, plan.env_ranks, plan.cpus, row.batches, row.steps, *times, *counts)
 
 
