@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
+from typing import Any
 
 from penstock.collectors import TrajInfo
 from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats
@@ -51,7 +52,7 @@ class SamplerMetrics:
         self._before = {name: counts[name] for name in COUNTS}
         self._steps = counts["env_steps"]
 
-    def figures(self, stats: SamplerStats, server: ServerStats | None, policy_version: int | None) -> dict[str, float]:
+    def figures(self, stats: SamplerStats, server: ServerStats | None, policy_version: Any) -> dict[str, float]:
         """See `Sampler.metrics`."""
         now, workers = time.monotonic(), stats.workers
         counts = self.counts(stats)
@@ -59,7 +60,7 @@ class SamplerMetrics:
         figures: dict[str, float] = {
             **{f"sampler/{name}": value for name, value in counts.items()},
             "sampler/steps_per_second": (steps - self._steps) / seconds if seconds else 0.0,
-            "sampler/policy_version": math.nan if policy_version is None else policy_version,
+            **_by_policy("sampler/policy_version", policy_version),
             "sampler/restarts": stats.restarts,
             "sampler/lost_trajectories": stats.lost_trajectories,
         }
@@ -112,3 +113,10 @@ class SamplerMetrics:
 
 def _seconds_of(worker: WorkerStats) -> tuple[float, float, float]:
     return worker.waiting, worker.acting, worker.stepping
+
+
+def _by_policy(name: str, version: Any) -> dict[str, float]:
+    """The version of the only policy, or of each."""
+    if isinstance(version, Mapping):
+        return {f"{name}/{policy}": own for policy, own in version.items()}
+    return {name: math.nan if version is None else version}
