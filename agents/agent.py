@@ -179,6 +179,10 @@ class Agent(ABC):
     #: first batch respect it, and a mask without a legal action raises an error that names the environment. The stock
     #: agents for discrete actions take it as an argument. In your own agent, `penstock.agents.mask_of` reads the masks.
     mask_key: str | None = None
+    #: True if the agent acts for all its seats of an environment together, where several agents share it. Then all its
+    #: inputs and outputs are `[environments, k, ...]`, with a row for each seat. Rows of agents that are not there are
+    #: zero.
+    joint = False
     runtime_cls: ClassVar[type[AgentRuntime]] = AgentRuntime  #: what samplers do with the agent
 
     observation_space: Space

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.agents.joint import JointSeats
 from penstock.agents.space_draws import draw
 from penstock.buffers.named import map_leaves
 from penstock.collectors.collector import Collector, CollectorParts
@@ -100,6 +101,24 @@ class Desk(Collector):
             return
         self.record_episode_end(self._t, column, observation, reward, terminated, truncated)
         self.samples.valid[self._t + 1 :, column] = False
+
+    def _write_values(self) -> None:
+        if isinstance(self.agent, JointSeats):  # all seats of an environment have a value together
+            self._write_joint_values(self.agent.k, self._episode_ends.pending)
+        super()._write_values()
+
+    def _write_joint_values(self, k: int, pending: list[tuple[int, int]]) -> None:
+        """The values of episodes that were cut: each seat of their environment counts with its next observation."""
+        samples = self.samples
+        for t, env in sorted({(t, column // k) for t, column in pending}):
+            own = slice(env * k, (env + 1) * k)
+            row = map_leaves(np.copy, samples.observation_rows[t + 1][own])
+            done = samples.done[t, own]
+            row[done] = samples.final_obs[t, own][done]
+            values = self.agent.value(row, samples.action_rows[t + 1][own], samples.reward_rows[t + 1][own])
+            cut = done & ~samples.terminated[t, own]
+            samples.final_value[t, own][cut] = np.asarray(values)[cut]
+        pending.clear()
 
     def finish(self, n_rows: int, first_t: int = 0) -> int:
         """The batch is complete: compute the missing values, and send the finished trajectories. Returns how many."""

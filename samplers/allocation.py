@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.agents import Agent
 from penstock.agents.action_masks import info_key, mask_of
+from penstock.agents.joint import JointSeats
 from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec, TrajectoryRecords
 from penstock.buffers.episode_log import EpisodeLog
 from penstock.buffers.mailbox import Mailbox
@@ -125,7 +126,10 @@ def allocate(
     for p, (agent, example) in enumerate(zip(each, examples, strict=True)):
         env = built if seating is None else build_example_env(example)
         env_info = _prepare_agent(agent, env, setup.seed, config, p)
-        copies.append(copied := agent.runtime.worker_copy())
+        copied = agent.runtime.worker_copy()
+        if agent.joint:
+            copied = JointSeats(copied, _seats_of_joint(agent, seating, p, config, setup))
+        copies.append(copied)
         spec = replace(_try_agent(copied, example, config, setup), env_info=env_info, extra=extra)
         specs.append(spec if seating is None else replace(spec, n_seats=seating.n_seats(p)))
         differences.append(copied.runtime.inference_difference(partial(_real_inputs, copied, example, config)))
@@ -200,6 +204,22 @@ def _refuse_for_one_agent(config: SamplerConfig, agents: object, policy_of: obje
                 f"{name} is for environments of several agents (PettingZoo's ParallelEnv), and env_fn returns "
                 f"{type(built).__name__}, an environment of one: leave it out"
             )
+
+
+def _seats_of_joint(agent: Agent, seating: Seating | None, p: int, config: SamplerConfig, setup: InitArguments) -> int:
+    """How many seats of each environment a joint agent plays."""
+    k = 1 if seating is None else seating.n_seats(p)
+    if k == 0:
+        raise ConfigError(
+            f"{type(agent).__name__} is joint, so it must play the same number of agents in each environment: give a "
+            "sampler to each kind of environment"
+        )
+    if setup.bootstrap_value and (agent.recurrent or setup.central or not config.record_final_obs):
+        raise ConfigError(
+            "bootstrap_value=True with a joint agent needs record_final_obs=True, an agent that is not recurrent, and a "
+            "sampler whose workers act: the value at the end of an episode is that of all agents together"
+        )
+    return k
 
 
 def _refuse_with_seats(config: SamplerConfig, setup: InitArguments, seating: Seating) -> None:
@@ -368,14 +388,15 @@ def _try_agent(agent: Agent, factory: EnvFactory, config: SamplerConfig, setup: 
     on an observation that an environment returns. It is not the first, since `env.reset` may take long.
     """
     space = agent.observation_space
-    rows = _columns(observation_example(space, config.observation_dtype))
+    n = _dry_run_columns(agent)
+    rows = _columns(observation_example(space, config.observation_dtype), n)
     try:
         return _dry_run(agent, rows, config, setup)
     except PenstockError:
         real = _real_observations(factory, config, 1)
         if not real:
             raise
-    write_row(arrays_like(space, rows[np.newaxis]), 0, real * _DRY_RUN_COLUMNS, "the observation of env.reset")
+    write_row(arrays_like(space, rows[np.newaxis]), 0, real * n, "the observation of env.reset")
     return _dry_run(agent, rows, config, setup)
 
 
@@ -411,19 +432,23 @@ def _real_observations(factory: EnvFactory, config: SamplerConfig, n: int) -> li
     return found
 
 
-def _columns(example: ArrayTree, n: int = _DRY_RUN_COLUMNS) -> Any:
+def _dry_run_columns(agent: Agent) -> int:
+    return _DRY_RUN_COLUMNS * (agent.k if isinstance(agent, JointSeats) else 1)
+
+
+def _columns(example: ArrayTree, n: int) -> Any:
     return map_leaves(lambda leaf: np.zeros((n, *leaf.shape), leaf.dtype), example)
 
 
 def _dry_run(agent: Agent, observation: ArrayTree, config: SamplerConfig, setup: InitArguments) -> SampleSpec:
     """Step a copy of the agent with `observation` `[2, ...]`. Raises `SpaceError` if something does not fit."""
-    action = example_of(agent.action_space, "action")
-    inputs = observation, _columns(action), np.zeros(_DRY_RUN_COLUMNS, np.float32)
-    rngs = ColumnStreams(0, range(_DRY_RUN_COLUMNS)).rngs(Purpose.ACTION)
+    action, n = example_of(agent.action_space, "action"), _dry_run_columns(agent)
+    inputs = observation, _columns(action, n), np.zeros(n, np.float32)
+    rngs = ColumnStreams(0, range(n)).rngs(Purpose.ACTION)
     try:
         trial = agent.runtime.column_copy(rngs)
         # Both columns stand for the first environment, since there may be only one.
-        trial.runtime.set_columns([0] * _DRY_RUN_COLUMNS, setup.env_range.n_envs)
+        trial.runtime.set_columns([0] * n, setup.env_range.n_envs)
         trial.sample_mode(0)
         step = as_agent_step(trial.step(*inputs), agent)
         value = np.asarray(trial.value(*inputs)) if setup.bootstrap_value else None
@@ -434,8 +459,8 @@ def _dry_run(agent: Agent, observation: ArrayTree, config: SamplerConfig, setup:
         raise SpaceError(
             f"{type(agent).__name__} failed on example observations of shape {shapes}: {in_one_line(error)}"
         ) from error
-    write_action(_columns(action), step.action)  # raises if it does not fit
-    if value is not None and value.shape != (_DRY_RUN_COLUMNS,):
-        raise SpaceError(f"agent.value must return one value per column: shape [B], got {list(value.shape)} for B=2")
-    agent_info = agent_info_example(step.agent_info, _DRY_RUN_COLUMNS).map(lambda leaf: leaf[0])
+    write_action(_columns(action, n), step.action)  # raises if it does not fit
+    if value is not None and value.shape != (n,):
+        raise SpaceError(f"agent.value must return one value per column: shape [B], got {list(value.shape)} for B={n}")
+    agent_info = agent_info_example(step.agent_info, n).map(lambda leaf: leaf[0])
     return SampleSpec(observation[0], action, agent_info, setup.bootstrap_value, config.record_final_obs)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock.agents.agent import Agent
+from penstock.agents.joint import JointSeats
 from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
 from penstock.envs.examples import example_of
@@ -62,8 +63,9 @@ class ServerOptions:
         compile_options: Mapping[str, Any] | None = None,
     ) -> ServerOptions:
         """The options for the learner's `agent` and workers that run `program`."""
+        own, worker_agent = agent.runtime.server_copy(), program.agents[0]
         return cls(
-            agent=agent.runtime.server_copy(),
+            agent=JointSeats(own, worker_agent.k) if isinstance(worker_agent, JointSeats) else own,
             plans=plans,
             readiness=readiness,
             seed=program.seed,

@@ -85,7 +85,8 @@ class SamplerMetrics:
         for group, infos in (("train", self.training), ("eval", self.evaluation)):
             if infos is not None:
                 # With several agents, those of a policy and whole games are told apart.
-                figures.update(self._summary(group, [info for info in infos if info.agent_id is None]))
+                games = [info for info in infos if info.agent_id is None] if self._policies else infos
+                figures.update(self._summary(group, games))
                 for name in self._policies:
                     figures.update(self._summary(f"{group}/{name}", [info for info in infos if info.policy == name]))
         return {name: float(value) for name, value in figures.items()}

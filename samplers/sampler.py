@@ -458,8 +458,9 @@ class Sampler(ABC):
             self._metrics.evaluation = infos = self._take_traj_infos(pool, EVALUATION)
         if video is not None:
             warn_if_unwritten(os.fspath(video), itr)
-        n_ended = len(infos) if self._seating is None else sum(info.agent_id is None for info in infos)
-        warn_if_unfinished(self.config, itr, n_ended)
+        if self._makes_infos:  # otherwise the driver counts those of all shards
+            games = infos if self._seating is None else [info for info in infos if info.agent_id is None]
+            warn_if_unfinished(self.config, itr, len(games))
         return infos
 
     # ---- calls on the environments ------------------------------------------------------
