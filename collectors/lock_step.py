@@ -84,7 +84,8 @@ class Desk(Collector):
 
     def _join(self, column: int) -> None:
         self.is_alive[column] = True
-        self.samples.valid[self._t + 1 :, column] |= self._t >= 0
+        if self._t >= 0:
+            self.samples.valid[self._t + 1 :, column] = True
         if self._agent_has_state:
             self.agent.reset_one(column)
         self.prev_action[column] = 0
