@@ -142,13 +142,18 @@ class ParallelView:
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         """As `env.reset`, with what observations get."""
         result = self.env.reset(seed=seed) if options is None else self.env.reset(seed=seed, options=options)
-        if self._is_plain or not (isinstance(result, tuple) and len(result) == 2):
-            return result
+        if self._is_plain or not (
+            isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Mapping) for part in result)
+        ):
+            return result  # if it is wrong, the caller refuses it
         observations, infos = result
         return self._completed(observations, infos, is_first=True), infos
 
     def _step(self, actions: dict[Any, Any]) -> Result:
-        observations, rewards, terminated, truncated, infos = self.env.step(actions)
+        result: Result = self.env.step(actions)
+        if not (isinstance(result, tuple) and len(result) == 5 and all(isinstance(part, Mapping) for part in result)):
+            return result  # which the caller refuses
+        observations, rewards, terminated, truncated, infos = result
         last = {agent for agent in observations if terminated.get(agent) or truncated.get(agent)}
         return self._completed(observations, infos, last), rewards, terminated, truncated, infos
 
