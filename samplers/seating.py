@@ -154,7 +154,7 @@ def find_seating(
 def _seen_as(factory: EnvFactory, seen: list[tuple[EnvFactory, ParallelView]]) -> ParallelView:
     """What the environments of this factory are like: an example, which is closed."""
     for other, view in seen:
-        if other.fn is factory.fn and other.kwargs == factory.kwargs:
+        if other.fn is factory.fn and _are_equal(other.kwargs, factory.kwargs):
             return view
     env = build_example_env(factory)
     close_example_env(env)
@@ -162,6 +162,14 @@ def _seen_as(factory: EnvFactory, seen: list[tuple[EnvFactory, ParallelView]]) -
         raise ConfigError("some environments have several agents and others one: use a sampler for each kind")
     seen.append((factory, env))
     return env
+
+
+def _are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two environments get the same arguments. If that cannot be told, they may differ."""
+    try:
+        return bool(one == other)
+    except Exception:  # arrays cannot be compared so, and objects of users may raise anything
+        return False
 
 
 def _names(agents: object) -> tuple[str, ...]:
