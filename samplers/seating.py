@@ -43,6 +43,8 @@ class Side:
 
     def cells(self, p: int, envs: range) -> range:
         """The columns of policy p that these environments have."""
+        if p not in self._ends:
+            return range(0)  # this side has no seat of the last policies
         ends = self._ends[p]
         return range(ends[envs.start], ends[envs.stop])
 
@@ -249,8 +251,12 @@ def _examples(
                         f"{_text(first[2])}; {_text(view.spaces[agent])}. Give them different policies (policy_of), or "
                         "wrap the environment so that their spaces are equal"
                     )
-    if missing := [name for p, name in enumerate(seating.policies) if p not in examples]:
-        raise ConfigError(f"no agent has the policy {missing[0]!r}: leave it out, or let policy_of return it")
+    in_training = {p for own in seating.train.policy for p in own}
+    if missing := [name for p, name in enumerate(seating.policies) if p not in in_training]:
+        raise ConfigError(
+            f"no agent of the training environments has the policy {missing[0]!r}: leave it out, or let policy_of "
+            "return it"
+        )
     return [examples[p][:2] for p in range(len(seating.policies))]
 
 
