@@ -101,6 +101,7 @@ class Desk(Collector):
         if self._t < 0:
             self.envs.check_final(column, observation)
             self.tracker.drop(column)
+            self.rewards[column].clear()
             return
         self.record_episode_end(self._t, column, observation, reward, terminated, truncated)
         self.samples.valid[self._t + 1 :, column] = False
