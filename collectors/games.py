@@ -262,7 +262,7 @@ class Games:
             rank, info = columns.env_ranks[column], infos.get(agent, {})
             if info.__class__ is not dict:
                 require_info(info, rank)
-            flags = episode_flags(terminated.get(agent, False), truncated.get(agent, False), rank)
+            flags = episode_flags(_flag_of(terminated, agent), _flag_of(truncated, agent), rank)
             columns.rewards[column] = reward = require_number(rewards.get(agent, 0.0), rank)
             columns.infos[column] = info
             _require_consistent(rank, flags, is_listed=agent in listed, is_observed=agent in observations)
@@ -297,6 +297,12 @@ class Games:
                     f"env_rank {SeatRank(self.env_ranks[e], agent)} is not one of possible_agents, "
                     f"{brief(list(self.places[e]))}"
                 )
+
+
+def _flag_of(flags: Mapping[Any, Any], agent: AgentId) -> Any:
+    """The agent's flag. One that is missing is False. The ordinary step takes 0.0 for False, so 0.0 and 1.0 are flags."""
+    flag = flags.get(agent, False)
+    return bool(flag) if flag.__class__ is float and flag in (0.0, 1.0) else flag
 
 
 def _require_consistent(rank: int, flags: tuple[bool, bool], *, is_listed: bool, is_observed: bool) -> None:
