@@ -142,13 +142,18 @@ class ParallelView:
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         """As `env.reset`, with what observations get."""
         result = self.env.reset(seed=seed) if options is None else self.env.reset(seed=seed, options=options)
-        if self._is_plain or not (isinstance(result, tuple) and len(result) == 2):
-            return result
+        if self._is_plain or not (
+            isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Mapping) for part in result)
+        ):
+            return result  # if it is wrong, the caller refuses it
         observations, infos = result
         return self._completed(observations, infos, is_first=True), infos
 
     def _step(self, actions: dict[Any, Any]) -> Result:
-        observations, rewards, terminated, truncated, infos = self.env.step(actions)
+        result: Result = self.env.step(actions)
+        if not (isinstance(result, tuple) and len(result) == 5 and all(isinstance(part, Mapping) for part in result)):
+            return result  # which the caller refuses
+        observations, rewards, terminated, truncated, infos = result
         last = {agent for agent in observations if terminated.get(agent) or truncated.get(agent)}
         return self._completed(observations, infos, last), rewards, terminated, truncated, infos
 
@@ -205,8 +210,10 @@ class ParallelView:
 class OneSeat(gym.Env[Any, Any]):
     """One agent of a `ParallelView` as an environment of its own, to see what it returns; the others act at random.
 
-    Its episode ends when the agent is not there any more.
+    Its episode begins when the agent is there, and ends when it is not there any more.
     """
+
+    _most_steps = 1000  # in which an agent must join
 
     @classmethod
     def of(cls, agent: AgentId, as_view: Callable[[Any], ParallelView], env: Any) -> OneSeat:
@@ -223,15 +230,27 @@ class OneSeat(gym.Env[Any, Any]):
         for i, (_, space) in enumerate(self._view.spaces.values()):
             space.seed(None if seed is None else seed + i)
         observations, infos = self._view.reset(seed=seed)
-        return observations[self._agent], infos.get(self._agent, {})
+        for _ in range(self._most_steps):
+            if self._agent in self._view.agents:
+                break
+            if self._view.agents:
+                observations, *_, infos = self._view.step(self._sampled())
+            else:
+                observations, infos = self._view.reset()
+        self._last = observations[self._agent]
+        return self._last, infos.get(self._agent, {})
+
+    def _sampled(self) -> dict[AgentId, Any]:
+        return {agent: self._view.spaces[agent][1].sample() for agent in self._view.agents}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        actions = {agent: self._view.spaces[agent][1].sample() for agent in self._view.agents}
-        observations, rewards, terminated, truncated, infos = self._view.step({**actions, self._agent: action})
+        actions = {**self._sampled(), self._agent: action}
+        observations, rewards, terminated, truncated, infos = self._view.step(actions)
         agent, has_gone = self._agent, self._agent not in self._view.agents
+        self._last = observations.get(agent, self._last)  # who has died may have none
         ended = bool(terminated.get(agent)) or has_gone
         reward, is_cut = float(rewards.get(agent, 0.0)), bool(truncated.get(agent))
-        return observations[agent], reward, ended, is_cut, infos.get(agent, {})
+        return self._last, reward, ended, is_cut, infos.get(agent, {})
 
     def close(self) -> None:
         self._view.close()
