@@ -474,10 +474,14 @@ class SamplesBuffer:
             purpose=f"a samples buffer of {size}",
         )
         self.slots: tuple[NamedArrays, ...] = self.memory.arrays.values()
-        for arrays in self.slots:
-            for own in [arrays] if "valid" in arrays else arrays:
-                own.valid[...] = True
+        for own in (own for arrays in self.slots for own in layouts_of(arrays)):
+            own.valid[...] = True
         self.batches = tuple(batch_view(arrays, batch_T, n_seats) for arrays in self.slots)
+
+
+def layouts_of(arrays: NamedArrays) -> Sequence[NamedArrays]:
+    """The arrays of each policy in those of a slot."""
+    return [arrays] if "valid" in arrays else arrays.values()
 
 
 def batch_view(arrays: NamedArrays, batch_T: int, n_seats: int | None = None) -> Samples | PolicySamples:

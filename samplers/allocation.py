@@ -216,8 +216,8 @@ def _seats_of_joint(agent: Agent, seating: Seating | None, p: int, config: Sampl
         )
     if setup.bootstrap_value and (agent.recurrent or setup.central or not config.record_final_obs):
         raise ConfigError(
-            "bootstrap_value=True with a joint agent needs record_final_obs=True, an agent that is not recurrent, and a "
-            "sampler whose workers act: the value at the end of an episode is that of all agents together"
+            "bootstrap_value=True with a joint agent needs record_final_obs=True, an agent that is not recurrent, and "
+            "a sampler whose workers act: the value at the end of an episode is that of all agents together"
         )
     return k
 
