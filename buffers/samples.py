@@ -206,6 +206,8 @@ class Samples(FixedFields):
                 raise ConfigError(f"select: there is no field {name!r}; there are {', '.join(sorted(paths))}")
 
         kept_names = (*names, "env.valid", "targets")
+        if any(name.startswith("agent.agent_info.prev_rnn_state") for name in names):
+            kept_names += ("agent.agent_info.has_rnn_state",)  # for the check of `sequences`
 
         def part_of(node: _Named, prefix: str) -> _Named:
             kept = {}

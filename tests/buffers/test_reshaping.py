@@ -204,6 +204,8 @@ def test_sequences_need_the_state_where_they_start(kind: str) -> None:
     assert samples.sequences(T).initial_state.h.shape == (B, 2)
     with pytest.raises(ConfigError, match=r'only row 0 has it: make the agent with record_state="step"'):
         samples.sequences(2)
+    with pytest.raises(ConfigError, match=r"only row 0 has it"):
+        samples.select("env", "agent.agent_info.prev_rnn_state").sequences(2)
     with pytest.raises(ConfigError, match=r"no recurrent state was recorded"):
         _ = batch(kind).initial_state
 
