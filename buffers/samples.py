@@ -213,6 +213,8 @@ class Samples(FixedFields):
                 raise ConfigError(f"select: there is no field {name!r}; there are {', '.join(sorted(paths))}")
 
         kept_names = (*names, "env.valid", "targets")
+        if any(name.startswith("agent.agent_info.prev_rnn_state") for name in names):
+            kept_names += ("agent.agent_info.has_rnn_state",)  # for the check of `sequences`
 
         def part_of(node: _Named, prefix: str) -> _Named:
             kept = {}
@@ -673,13 +675,12 @@ def _shuffled(size: int, rng: object, like: Any, n: int) -> Any:
 
 
 def _require_states(samples: Samples, length: int) -> None:
-    """Raise unless the recurrent state was recorded where sequences start."""
+    """Raise if the agent says that it has not recorded its recurrent state where sequences start."""
     info = samples.agent.agent_info
-    if "prev_rnn_state" not in info:
+    if "has_rnn_state" not in info:  # recorded at each step, or not at all
         return
     within = ~samples.env.prev_done[length::length] & samples.env.valid[length::length]
-    leaves = [leaf for _, leaf in NamedArrays(state=info.prev_rnn_state).leaves()]
-    if bool(within.any()) and not any(bool((leaf[length::length][within] != 0).any()) for leaf in leaves):
+    if bool((within & ~info.has_rnn_state[length::length]).any()):
         raise ConfigError(
             f"sequences of {length} rows need the recurrent state at their start, but only row 0 has it: make the "
             'agent with record_state="step"'

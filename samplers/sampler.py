@@ -34,7 +34,7 @@ from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, InitArguments, allocate
 from penstock.samplers.batches import Batches
 from penstock.samplers.column_states import RESEEDED, LoadMessage, SaveMessage, StateMessage, untrusted_class
-from penstock.samplers.config import SamplerConfig, SamplerState
+from penstock.samplers.config import SamplerConfig, SamplerState, TakesEnvFn
 from penstock.samplers.metrics import SamplerMetrics
 from penstock.samplers.restoring import FORMAT, ResumeReport, check_state, checksum, load_server_agent, reasons
 from penstock.samplers.results import (
@@ -70,7 +70,7 @@ _log = logging.getLogger("penstock")
 EVALUATION = -1  # in the place of a slot
 
 
-class Sampler(ABC):
+class Sampler(TakesEnvFn, ABC):
     """Samples batches `[batch_T, batch_B]` from `batch_B` environments.
 
     Args:

@@ -183,11 +183,28 @@ def test_agents_without_a_state_have_none_in_the_batch() -> None:
     assert "state" not in replay.sample(3)
 
 
+def marked(samples: Any, *, row_0_only: bool) -> Any:
+    """The same samples, of an agent with `record_state="batch"`; or with recorded states that are all zero."""
+    info = dict(samples.agent.agent_info.items())
+    state = info["prev_rnn_state"]
+    state[1 if row_0_only else 0 :] = 0
+    if row_0_only:
+        info["has_rnn_state"] = np.broadcast_to(np.arange(len(state))[:, None] == 0, state.shape[:2])
+    agent = {**dict(samples.agent.items()), "agent_info": NamedArrays(info)}
+    return type(samples)(env=samples.env, agent=type(samples.agent)(agent))
+
+
+def test_recorded_states_may_all_be_zero() -> None:
+    stream = Stream(0, 2, p_end=0.0)
+    replay = Replay(160, sequences=Sequences(6, state_every=4), max_truncations=99)
+    for _ in range(5):
+        replay.append(marked(stream.batch(8), row_0_only=False))
+    assert (replay.sample(5).state == 0).all()
+
+
 def test_states_that_are_recorded_once_per_batch_are_refused_in_between() -> None:
     def batch(stream: Stream) -> object:
-        samples = stream.batch(8)
-        samples.agent.agent_info.prev_rnn_state[1:] = 0
-        return samples
+        return marked(stream.batch(8), row_0_only=True)
 
     with pytest.raises(ConfigError, match="state_every=batch_T"):
         Replay(160, sequences=Sequences(6, state_every=4)).append(batch(Stream(0, 2, p_end=0.0)))
