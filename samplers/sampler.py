@@ -289,6 +289,8 @@ class Sampler(TakesEnvFn, ABC):
         #: The spaces of the agent. With a dict of agents, a dict of the spaces of each.
         self.observation_space: Any = self._by_policy({name: own for name, (own, _) in spaces.items()})
         self.action_space: Any = self._by_policy({name: own for name, (_, own) in spaces.items()})
+        is_shared = self._seating is None or self._seating.is_shared
+        self._version_word = self._memory.parameters[0].version_word if is_shared else None
         self._games: Counter[int] = Counter()  # with several agents: how many games have ended, by env_rank
         self._warned_of_late_rewards = False
         #: The last batch as `Samples` of numpy arrays. The tensors of `obtain_samples` use the same memory.
@@ -314,10 +316,8 @@ class Sampler(TakesEnvFn, ABC):
         return next(iter(values.values())) if is_shared else values
 
     def _newest_versions(self) -> Any:
-        """The version of the newest parameters; with a dict of agents, a dict."""
+        """The versions of the newest parameters of a dict of agents."""
         parameters = self._memory.parameters
-        if len(parameters) == 1 and (self._seating is None or self._seating.is_shared):
-            return parameters[0].version_word[0]
         return {name: own.version for name, own in zip(self._agents, parameters, strict=True)}
 
     def seats(self) -> dict[str, list[tuple[int, Any]]]:
@@ -359,7 +359,8 @@ class Sampler(TakesEnvFn, ABC):
 
     def _start(self, itr: int) -> None:
         self._itr = integer("itr", itr)
-        self.policy_version = self._newest_versions()
+        word = self._version_word
+        self.policy_version = self._newest_versions() if word is None else word[0]
         pool, batch, batches = self._pool, self._batch, self._batches
         assert pool is not None
         try:
@@ -381,14 +382,13 @@ class Sampler(TakesEnvFn, ABC):
         self._batch, self.samples_np = batch + 1, batches.views[slot]
         samples = batches.hand_out(batch, valid_until=batch + n_slots)
         infos = self._take_traj_infos(pool, slot)
-        self._count_batch(samples, infos)
+        self._metrics.training.extend(infos)
+        if self._seating is not None:
+            self._count_agents(samples)
         return samples, infos
 
-    def _count_batch(self, samples: Any, infos: Sequence[TrajInfo]) -> None:
-        """For `metrics`. With several agents, count their steps too, and log once if rewards came late."""
-        self._metrics.training.extend(infos)
-        if self._seating is None:
-            return
+    def _count_agents(self, samples: Any) -> None:
+        """With several agents: count their steps for `metrics`, and log once if rewards came late."""
         self._metrics.agent_steps += sum(int(np.count_nonzero(own.env.valid)) for own in parts_of(samples))
         n = sum(self._memory.control.snapshot(plan.worker_rank).late_rewards for plan in self._plans)
         if n and not self._warned_of_late_rewards:
