@@ -209,6 +209,7 @@ class Games:
         # The ordinary step: the same agents, all dicts in their order, no flag set.
         if (
             before is None
+            and not self._ghosts[e]
             and flags.count(False) == len(flags) == 2 * len(living)
             and raw.agents == living == list(observations) == list(rewards)
         ):
