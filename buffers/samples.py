@@ -464,11 +464,12 @@ class SamplesBuffer:
     ) -> None:
         if isinstance(spec, SampleSpec):
             assert isinstance(batch_B, int)
-            fields, n_seats = _slot_specs(spec, batch_T, batch_B), spec.n_seats
+            fields = _slot_specs(spec, batch_T, batch_B)
+            n_seats: int | Mapping[str, int | None] | None = spec.n_seats
         else:
             assert isinstance(batch_B, Mapping)
             fields = NamedArrays({name: _slot_specs(own, batch_T, batch_B[name]) for name, own in spec.items()})
-            n_seats, batch_B = 0, sum(batch_B.values())
+            n_seats, batch_B = {name: own.n_seats for name, own in spec.items()}, sum(batch_B.values())
         size = f"batch_T={batch_T}, batch_B={batch_B}" + (f", n_slots={n_slots}" if n_slots > 1 else "")
         self.memory = NamedMemory(
             NamedArrays({f"slot_{i}": fields for i in range(n_slots)}),
@@ -486,11 +487,13 @@ def layouts_of(arrays: NamedArrays) -> Sequence[NamedArrays]:
     return [arrays] if "valid" in arrays else arrays.values()
 
 
-def batch_view(arrays: NamedArrays, batch_T: int, n_seats: int | None = None) -> Samples | PolicySamples:
+def batch_view(
+    arrays: NamedArrays, batch_T: int, n_seats: int | Mapping[str, int | None] | None = None
+) -> Samples | PolicySamples:
     """The batch as the user sees it, from the arrays of one slot; with several policies, the batch of each."""
-    if "valid" in arrays:
+    if not isinstance(n_seats, Mapping):
         return public_view(arrays, batch_T, n_seats)
-    return PolicySamples({name: public_view(own, batch_T, 0) for name, own in arrays.items()})
+    return PolicySamples({name: public_view(arrays[name], batch_T, own) for name, own in n_seats.items()})
 
 
 def _slot_specs(spec: SampleSpec, batch_T: int, batch_B: int) -> NamedArrays:

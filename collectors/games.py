@@ -206,10 +206,15 @@ class Games:
             self._require_mappings(env_rank, result)
         self.infos[e] = infos
         flags = [*terminated.values(), *truncated.values()]
+        try:
+            n_unset = flags.count(False)
+        except ValueError:  # one is an array of several numbers, which is refused later
+            n_unset = -1
         # The ordinary step: the same agents, all dicts in their order, no flag set.
         if (
             before is None
-            and flags.count(False) == len(flags) == 2 * len(living)
+            and not self._ghosts[e]
+            and n_unset == len(flags) == 2 * len(living)
             and raw.agents == living == list(observations) == list(rewards)
         ):
             if whole is not None:

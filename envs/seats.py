@@ -154,7 +154,7 @@ class ParallelView:
         if not (isinstance(result, tuple) and len(result) == 5 and all(isinstance(part, Mapping) for part in result)):
             return result  # which the caller refuses
         observations, rewards, terminated, truncated, infos = result
-        last = {agent for agent in observations if terminated.get(agent) or truncated.get(agent)}
+        last = {agent for agent in observations if _is_set(terminated.get(agent)) or _is_set(truncated.get(agent))}
         return self._completed(observations, infos, last), rewards, terminated, truncated, infos
 
     def _completed(
@@ -205,6 +205,13 @@ class ParallelView:
         while name not in vars(env) and getattr(env, "env", None) is not None:
             env = env.env
         setattr(env, name, value)
+
+
+def _is_set(flag: Any) -> bool:
+    try:
+        return bool(flag)
+    except ValueError:  # an array of several numbers, which is refused later
+        return True
 
 
 class OneSeat(gym.Env[Any, Any]):

@@ -174,7 +174,7 @@ def _prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory]
             f"the masks in info must be the same for all policies, got {sorted(map(str, keys))}: put them in the "
             'observations, and give mask_key="observation.NAME"'
         )
-    (key,) = keys
+    key = keys.pop() if keys else None  # without agents: refused later
     view = partial(ParallelView, mask_key=key, global_state=config.global_state)
     if key is None:
         return tuple(replace(factory, as_seats=view) for factory in factories)

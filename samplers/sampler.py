@@ -696,7 +696,10 @@ class Sampler(TakesEnvFn, ABC):
         """
         self._require_pool("metrics")
         server = None if self._memory.totals is None else self._memory.totals.stats
-        return self._metrics.figures(self.stats(), server, self.policy_version)
+        version = self.policy_version
+        if version is None:  # before the first batch there are the same keys
+            version = self._by_policy(dict.fromkeys(self._agents))
+        return self._metrics.figures(self.stats(), server, version)
 
     def timeline(self) -> npt.NDArray[np.float64]:
         """Times of the last batch `[n_workers, 2 * batch_T + 1]`, in seconds of `time.monotonic`. In row t, the worker
