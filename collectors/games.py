@@ -55,6 +55,7 @@ class SeatColumns(ListedColumns):
         self.parked = list(range(len(env_ranks)))
         self.on_join: Callable[[int], None] = lambda column: None
         self.on_end: SeatEndHook = lambda *end: None
+        self.on_late: Callable[[int, float], None] = lambda column, reward: None
         self.on_step: StepHook | None = None
 
     def join(self, column: int, observation: Any) -> None:
@@ -98,6 +99,7 @@ class Games:
     """One worker's environments of several agents. `places[e]` says where the seats of environment e are: the columns,
     and the index in them, by agent id, in the order of `possible_agents`.
 
+    After `reset` and `step`: `infos` has the infos that each environment returned last, by agent and unchecked.
     After `step`: `late` has the rewards of the step that belong to no decision, as pairs (e, reward): the agent had
     ended, or had not joined yet. `over` has the environments in which nobody is left. `step` resets these, unless
     `may_reset(e)` is False.
@@ -114,6 +116,7 @@ class Games:
         self._words, self._rank_word = progress.words, progress.loop_words
         self.living: list[list[AgentId]] = [[] for _ in envs]  # who acts next, in the order of `env.agents`
         self._ghosts: list[set[AgentId]] = [set() for _ in envs]  # who has ended, but is in `env.agents` still
+        self.infos: list[Mapping[Any, Any]] = [{}] * len(envs)
         self.late: list[tuple[int, float]] = []
         self.over: list[int] = []
         self.may_reset: Callable[[int], bool] = lambda e: True
@@ -143,6 +146,7 @@ class Games:
                 f"got {brief(result)}"
             )
         observations, infos = result
+        self.infos[e] = infos
         agents = list(env.agents)
         if not agents:
             raise SpaceError(f"env.reset of env_rank {env_rank} must leave at least one agent in env.agents")
@@ -195,7 +199,7 @@ class Games:
         result = env.step(given)
         if result.__class__ is not tuple or len(result) != 5:
             result = step_values(result, env_rank)
-        observations, rewards, terminated, truncated, _ = result
+        observations, rewards, terminated, truncated, self.infos[e] = result
         try:
             flags = [*terminated.values(), *truncated.values()]
         except AttributeError:
@@ -274,6 +278,7 @@ class Games:
             columns, column = places[agent]
             if number := require_number(rewards[agent], columns.env_ranks[column]):
                 self.late.append((e, number))
+                columns.on_late(column, number)
         self.living[e] = stay
         self._join(e, [agent for agent in agents if agent not in ghosts and agent not in acted], observations, infos)
         if not self.living[e]:
