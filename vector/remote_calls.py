@@ -42,6 +42,8 @@ class CallsOnEnvs(VectorEnv[Any, Any, Any]):
     """The part of `ShmVectorEnv` that calls methods and attributes of the environments. `ShmVectorEnv` provides
     `_call`."""
 
+    _n_envs: int  # of environments; each of several agents is one
+
     def _call(self, call: EnvCall) -> tuple[Any, ...]:
         """Make the call in the workers. Returns the results by index of the environment."""
         raise NotImplementedError
@@ -64,7 +66,7 @@ class CallsOnEnvs(VectorEnv[Any, Any, Any]):
 
     def call_some(self, env_ids: Sequence[int], name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As `call`, in the environments `env_ids` only. The results are in ascending order of the index."""
-        only = frozenset(env_ids_within(env_ids, self.num_envs).tolist())
+        only = frozenset(env_ids_within(env_ids, self._n_envs).tolist())
         return self._call(EnvCall("call_or_get", name, args=args, kwargs=kwargs, only=only))
 
     def apply(self, function: Callable[[gym.Env[Any, Any]], Any]) -> tuple[Any, ...]:
@@ -80,9 +82,9 @@ class CallsOnEnvs(VectorEnv[Any, Any, Any]):
     def set_attr(self, name: str, values: Any) -> None:
         """Set the attribute `name` of each environment. `values` is a list or tuple of `n` values, or one value for
         all."""
-        each = values if isinstance(values, list | tuple) else [values] * self.num_envs
-        if len(each) != self.num_envs:
-            raise ConfigError(f"set_attr needs one value, or {self.num_envs} of them in a list, got {len(each)}")
+        each = values if isinstance(values, list | tuple) else [values] * self._n_envs
+        if len(each) != self._n_envs:
+            raise ConfigError(f"set_attr needs one value, or {self._n_envs} of them in a list, got {len(each)}")
         self._call(EnvCall("set_attr", name, values=each))
 
     def broadcast(self, parameters: Mapping[str, Any], env_ids: Sequence[int] | None = None) -> None:
@@ -92,9 +94,9 @@ class CallsOnEnvs(VectorEnv[Any, Any, Any]):
         """
         if not isinstance(parameters, Mapping):
             raise ConfigError(f"broadcast needs a dict of attributes and values, got {parameters!r}")
-        only = None if env_ids is None else frozenset(env_ids_within(env_ids, self.num_envs).tolist())
+        only = None if env_ids is None else frozenset(env_ids_within(env_ids, self._n_envs).tolist())
         for name, value in parameters.items():
-            self._call(EnvCall("set_attr", name, values=[value] * self.num_envs, only=only))
+            self._call(EnvCall("set_attr", name, values=[value] * self._n_envs, only=only))
 
     @property
     def np_random_seed(self) -> tuple[Any, ...]:  # type: ignore[override]
