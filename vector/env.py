@@ -299,6 +299,12 @@ class ShmVectorEnv(CallsOnEnvs):
         with self._guard.call("step_wait", State.STEPPING):
             return self._take_step(timeout)
 
+    def listed_states(self) -> list[dict[str, Any]]:
+        """Of environments of several agents, `valid`, `alive` and `late_reward` of each row after the last step; of
+        others nothing."""
+        states = {name: values.tolist() for name, values in self._exchange.states().items() if name[0] != "_"}
+        return [dict(zip(states, row, strict=True)) for row in zip(*states.values(), strict=True)]
+
     def to_sb3(self) -> Any:
         """The same environments as a Stable-Baselines3 `VecEnv`; needs `autoreset_mode="SAME_STEP"`.
 
