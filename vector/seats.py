@@ -162,6 +162,7 @@ class SeatProgram(VectorProgram):
 
     def _come_late(self, column: int, reward: float) -> None:
         self._late[column] += reward
+        self._games.late.clear()
         self._eventful.add(self._env_of[column])
 
     # ---- stepping --------------------------------------------------------------------------
@@ -200,8 +201,14 @@ class SeatProgram(VectorProgram):
             self._cut(i)
             return
         games.step_env(i)
-        self._send_infos(i)
+        try:
+            has_infos = any(games.infos[i].values())
+        except (AttributeError, ValueError):  # not a dict of dicts
+            has_infos = True
+        if has_infos or self._ended:
+            self._send_infos(i)
         if not games.living[i]:
+            games.over.clear()
             self._reset_env(i, None, None)
             self._send_infos(i)
             self._progress.enter(Phase.STEPPING)
