@@ -66,12 +66,14 @@ class ShmVectorEnv(CallsOnEnvs):
 
     Args:
         env_fns: callables that return a `gymnasium.Env`, or environment ids, one for each environment. Lambdas and
-            closures are fine. The first is called once more in the main process, to read the spaces.
+            closures are fine. The first is called once more in the main process, to read the spaces. If they return a
+            PettingZoo `ParallelEnv`, each agent is a sub-environment; then every different one is called once more.
         in_series: how many environments a process steps, one after the other. With `n` environments there are
             `n / in_series` processes, rounded up. Their numbers of environments differ by at most one.
         n_workers: the number of processes; give this or `in_series`, not both.
         context: "forkserver", "spawn" or "fork". None is the same as "forkserver".
-        autoreset_mode: what happens when an episode ends, a `gymnasium.vector.AutoresetMode` or its name.
+        autoreset_mode: what happens when an episode ends, a `gymnasium.vector.AutoresetMode` or its name. None is
+            "NEXT_STEP"; with several agents it is "SAME_STEP", and nothing else is allowed.
         copy: return copies. Otherwise observations are views of the shared memory, which the next step overwrites.
         shared_memory, daemon, observation_mode: exist because `AsyncVectorEnv` has them. Only their defaults are
             allowed.
@@ -96,6 +98,10 @@ class ShmVectorEnv(CallsOnEnvs):
 
     If environments differ in speed, use `send` and `recv` instead of `step`: `send(actions, env_ids)` starts a step of
     some of them, and `recv(min_ready)` waits for the first that have finished.
+
+    With several agents, `num_envs` is the number of all agents, and `seats` lists environment and agent of each row.
+    Seeds, `reset_mask`, `env_ids` and calls are for whole environments. `infos` always have `valid`, whether the action
+    of this step was taken, `alive`, whether the next one will be, and `late_reward`, rewards for agents that had ended.
 
     Raises `ConfigError` for arguments that cannot work, and a `SamplerBrokenError` if a worker fails to start. Raises
     `SpaceError` if two keys of a Dict space have the same text, such as 1 and "1".

@@ -56,11 +56,11 @@ class Sb3VecEnv(VecEnv):
         envs.check_fit_for_sb3()
         envs.allow_step_before_reset()
         self.envs = envs
+        # The environment of each row. Environments of several agents have several rows.
+        self._env_of = list(range(envs.num_envs)) if envs.seats is None else [e for e, _ in envs.seats]
+        self._first_rows = [self._env_of.index(e) for e in sorted(set(self._env_of))]
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
         self.metadata = envs.metadata
-        # The environment of each row. Environments of several agents have several rows.
-        self._env_of = list(range(self.num_envs)) if envs.seats is None else [e for e, _ in envs.seats]
-        self._first_rows = [self._env_of.index(e) for e in sorted(set(self._env_of))]
 
     def reset(self) -> Any:
         """Reset all environments; returns observations `[n, ...]`. The infos are in `reset_infos`.

@@ -47,7 +47,7 @@ class SharedSpaces(ParallelView):
     @property
     def render_mode(self) -> Any:
         """The render mode of the environment, if it says one."""
-        return getattr(self.env, "render_mode", None) or getattr(self.unwrapped, "render_mode", None)
+        return self.get_wrapper_attr("render_mode") if self.has_wrapper_attr("render_mode") else None
 
     def _common(self, which: int, name: str) -> gym.Space[Any]:
         (first, spaces), *others = self.spaces.items()
@@ -304,15 +304,15 @@ class SeatExchange(Exchange):
         }
 
     def _infos_of(self, is_new: Flags, has_info: Flags, ids: list[int]) -> list[tuple[int, dict[str, Any]]]:
-        has_ended = self.terminated | self.truncated
-        if not ids and not has_ended.any():  # the ordinary step
+        ended = (self.terminated | self.truncated).nonzero()[0]
+        if not ids and not len(ended):  # the ordinary step
             return []
         found: dict[str, dict[int, Any]] = {"final_obs": {}, "final_info": {}, "info": {}}
         for e in ids:
             for kind, by_agent in self._unpickled_infos(e).items():
                 found[kind].update({self._row_of[e, agent]: info for agent, info in by_agent.items()})
         infos: dict[int, dict[str, Any]] = {}
-        for row in (has_ended & is_new[self.env_of]).nonzero()[0].tolist():
+        for row in ended[is_new[self.env_of[ended]]].tolist():
             kept = found["final_obs"]
             final_obs = kept[row] if row in kept else copy_rows(self._final, row)
             infos[row] = {"final_obs": final_obs, "final_info": found["final_info"].get(row, {})}

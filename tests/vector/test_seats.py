@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -521,33 +522,50 @@ def test_a_worker_that_hangs() -> None:
             envs.step(np.zeros(3, int))
 
 
-def test_ctrl_c_in_a_step_loses_nothing() -> None:
-    class Interrupting(ScriptedGame):
-        def __init__(self, main: int) -> None:
-            super().__init__(2, [{}] * 5)
-            self.main = main
+class Interrupting(ScriptedGame):
+    """In its second step it interrupts the main process, and goes on when that has noticed."""
 
-        def step(self, actions: Any) -> Any:
-            if self.t == 1:
-                os.kill(self.main, signal.SIGINT)
-                signal.sigtimedwait([signal.SIGUSR1], 0.2)  # so the wait of the main process is interrupted
-            return super().step(actions)
+    def __init__(self, main_process: int, noticed: Path) -> None:
+        super().__init__(2, [{}] * 5)
+        self.main_process, self.noticed = main_process, noticed
 
-    with ShmVectorEnv([partial(Interrupting, os.getpid())]) as envs:
+    def step(self, actions: Any) -> Any:
+        if self.t == 1:
+            os.kill(self.main_process, signal.SIGINT)
+            while not self.noticed.exists():
+                os.sched_yield()
+        return super().step(actions)
+
+
+def test_ctrl_c_in_a_step_loses_nothing(tmp_path: Path) -> None:
+    with ShmVectorEnv([partial(Interrupting, os.getpid(), tmp_path / "noticed")]) as envs:
         envs.reset(seed=0)
         envs.step([0, 0])
         with pytest.raises(KeyboardInterrupt):
             envs.step([1, 1])
+        (tmp_path / "noticed").touch()
         _, reward, _, _, infos = envs.step_wait()
         assert reward.tolist() == [3, 3]
         assert infos["valid"].all()
 
 
 def test_registered_ids_of_pettingzoo() -> None:
-    pettingzoo, mpe2 = pytest.importorskip("pettingzoo"), pytest.importorskip("mpe2")
+    pettingzoo = pytest.importorskip("pettingzoo")
+    mpe2 = pytest.importorskip("mpe2.simple_spread_v3", exc_type=ImportError)
     if not hasattr(pettingzoo, "register"):
         pytest.skip("this PettingZoo has no registry")
-    pettingzoo.register("parallel", "tests/Spread-v0", entry_point=mpe2.simple_spread_v3.parallel_env)
+    pettingzoo.register("parallel", "tests/Spread-v0", entry_point=mpe2.parallel_env)
     with ShmVectorEnv(["tests/Spread-v0"] * 2) as envs:
         assert envs.seats == [(e, f"agent_{i}") for e in range(2) for i in range(3)]
         assert envs.reset(seed=0)[0].shape == (6, 18)
+
+
+def test_attributes_behind_the_wrapper_of_turns() -> None:
+    mpe2 = pytest.importorskip("mpe2.simple_spread_v3", exc_type=ImportError)
+    with ShmVectorEnv([partial(mpe2.parallel_env, render_mode="rgb_array")] * 2) as envs:
+        envs.reset(seed=0)
+        assert envs.render_mode == "rgb_array"
+        assert envs.get_attr("local_ratio") == (0.5, 0.5)
+        envs.set_attr("local_ratio", [0.1, 0.2])
+        assert envs.apply(lambda game: game.unwrapped.local_ratio) == (0.1, 0.2)
+        assert envs.render_tiled().ndim == 3
