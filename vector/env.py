@@ -179,7 +179,6 @@ class ShmVectorEnv(CallsOnEnvs):
         finally:
             close_example_env(env)
         seating = read_seating(factories, env) if has_seats else None
-        #: The environment and the agent of each row, where environments have several agents; else None.
         self.seats = None if seating is None else [(int(rank), rank.agent_id) for rank in seating.ranks]
         self.num_envs = self._n_envs if self.seats is None else len(self.seats)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)

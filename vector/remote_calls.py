@@ -43,14 +43,17 @@ class CallsOnEnvs(VectorEnv[Any, Any, Any]):
     `_call`."""
 
     _n_envs: int  # of environments; each of several agents is one
+    #: The environment and the agent of each row, where environments have several agents; else None.
+    seats: list[tuple[int, Any]] | None
 
     def _call(self, call: EnvCall) -> tuple[Any, ...]:
         """Make the call in the workers. Returns the results by index of the environment."""
         raise NotImplementedError
 
     def render(self) -> tuple[Any, ...] | None:
-        """The frames of all environments."""
-        return self._call(EnvCall("call", "render"))
+        """The frames of all environments; with several agents, for each row that of its environment."""
+        frames = self._call(EnvCall("call", "render"))
+        return frames if self.seats is None else tuple(frames[e] for e, _ in self.seats)
 
     def render_tiled(self) -> npt.NDArray[np.uint8]:
         """One picture `[height, width, 3]` with the frames of all environments in a grid."""

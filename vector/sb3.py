@@ -109,7 +109,8 @@ class Sb3VecEnv(VecEnv):
 
     def get_images(self) -> Sequence[Any]:
         """The frames of all environments."""
-        return self.envs.render() or ()
+        frames = self.envs.render() or ()
+        return [frames[row] for row in self._first_rows]
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
         """An attribute of all environments, or of the environments `indices`. Raises `AttributeError` if it is

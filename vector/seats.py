@@ -189,7 +189,7 @@ class SeatProgram(VectorProgram):
         """Clear what the last step of these environments has left."""
         if self._columns.parked:
             self._columns.zero_idle_rewards()
-        for i in self._eventful.intersection(which):
+        for i in [i for i in self._eventful if i in which]:
             span = self._spans[i]
             self._terminated[span] = self._truncated[span] = False
             self._valid[span], self._late[span] = self._alive[span], 0.0

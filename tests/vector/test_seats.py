@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -243,10 +244,25 @@ def test_calls_go_to_environments() -> None:
         envs.broadcast({"level": 7}, [0])
         assert envs.apply(lambda game: (type(game).__name__, game.level)) == (("Quiet", 7), ("Quiet", 5))
         assert envs.render_mode == "rgb_array"
-        assert [int(frame.max()) for frame in envs.render() or ()] == [7, 5]
+        # One for each row, as Gymnasium's RecordVideo asserts.
+        assert [int(frame.max()) for frame in envs.render() or ()] == [7] * 3 + [5] * 3
         assert envs.render_tiled().shape == (2, 6, 3)
         with pytest.raises(ConfigError, match="set_attr needs one value, or 2 of them"):
             envs.set_attr("level", [1] * 6)
+
+
+def test_wrappers_of_gymnasium() -> None:
+    envs: Any = ShmVectorEnv([partial(Quiet, 2, DIES)] * 2, n_workers=1)
+    envs = DictInfoToList(RecordEpisodeStatistics(envs))
+    envs.reset(seed=0)
+    listed = [envs.step(np.zeros(4, int))[-1] for _ in DIES]
+    envs.close()
+    assert listed[1][0]["final_obs"][:3].tolist() == [1, 2, 2]
+    assert listed[1][0]["episode"]["l"] == 2
+    assert [infos[0]["valid"] for infos in listed] == [True, True, False, False, True]
+    assert [infos[0]["alive"] for infos in listed] == [True, False, False, True, True]
+    assert "episode" not in listed[2][0]
+    assert listed[3][0]["episode"]["r"] == 0  # the idle stretch
 
 
 class Telling(ScriptedGame):
