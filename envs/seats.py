@@ -193,18 +193,22 @@ class ParallelView:
 
     def has_wrapper_attr(self, name: str) -> bool:
         """Whether the environment or one of its wrappers has this attribute."""
-        return hasattr(self.env, name)
+        return hasattr(self._with_attr(name), name)
 
     def get_wrapper_attr(self, name: str) -> Any:
         """The attribute `name` of the environment or of one of its wrappers."""
-        return getattr(self.env, name)
+        return getattr(self._with_attr(name), name)
 
     def set_wrapper_attr(self, name: str, value: Any) -> None:
         """Set the attribute where it is: in the first wrapper that has it itself, else in the innermost environment."""
-        env = self.env
+        env = self._with_attr(name)
         while name not in vars(env) and getattr(env, "env", None) is not None:
             env = env.env
         setattr(env, name, value)
+
+    def _with_attr(self, name: str) -> Any:
+        """PettingZoo's wrapper around an environment that is played in turns does not pass attributes on."""
+        return self.env if hasattr(self.env, name) or not hasattr(self.unwrapped, name) else self.unwrapped
 
 
 def _is_set(flag: Any) -> bool:

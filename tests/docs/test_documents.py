@@ -351,6 +351,7 @@ def test_the_replay_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_vector_page_runs_as_written() -> None:
+    pytest.importorskip("mpe2")
     names = definitions("docs/vector_env.md")
     assert names["envs"].closed
     assert len(names["ids"]) >= 2
