@@ -11,8 +11,6 @@ import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 from penstock import (
     Agent,
@@ -30,6 +28,7 @@ from penstock import (
 from penstock.envs import CountingEnv
 from penstock.testing import DelegatingAgent, Fault, faulty_env, faulty_eval_collector
 
+from ..models import Gru, Net
 from ..scale import FULL, methods, pairs, scaled
 from .support import Notebook, check_counting, generator, killer, until
 from .test_main_process import Interrupts
@@ -55,35 +54,10 @@ ELSEWHERE: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
 everywhere = pytest.mark.parametrize("mode", [*list(MODES)[:: scaled(1, 3)], *list(ELSEWHERE)[:: scaled(1, 2)]])
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.out = nn.Linear(4, 8), nn.Linear(8, 3)
-        self.double()
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        out = self.out(torch.tanh(self.body(observation)))
-        return out[:, :2], out[:, 2]
-
-
-class Gru(nn.Module):
-    state_shape = (8,)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.out = nn.GRUCell(4, 8), nn.Linear(8, 3)
-        self.double()
-
-    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
-        state = self.cell(observation, state)
-        out = self.out(state)
-        return out[:, :2], out[:, 2], state
-
-
 AGENTS: dict[str, Callable[[], Agent]] = {
     "random": RandomAgent,
-    "categorical": lambda: CategoricalPgAgent(Net),
-    "recurrent": lambda: RecurrentCategoricalPgAgent(Gru),
+    "categorical": lambda: CategoricalPgAgent(lambda: Net(4, 2, 0)),
+    "recurrent": lambda: RecurrentCategoricalPgAgent(lambda: Gru(4, 2)),
 }
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch import nn
 
 from penstock import (
     AgentStep,
@@ -28,7 +27,9 @@ from penstock import (
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import FaultyAgent, InjectedFault, faulty_env
 
+from ..models import Constant
 from ..scale import FULL, START_METHODS, methods, pairs, scaled
+from ..support import Held
 from .support import (
     ERROR_SECONDS,
     SLACK,
@@ -310,17 +311,6 @@ def test_ctrl_c_leaves_the_batch_to_wait_samples() -> None:
             assert a.tobytes() == b.tobytes(), name
 
 
-class Constant(nn.Module):
-    """Its value shows which parameters acted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        return torch.zeros(len(observation), 3), self.weight.expand(len(observation))
-
-
 def test_policy_version_is_that_which_acted_whenever_the_learner_publishes() -> None:
     """In the middle of a batch, and right after it has been started: at random before or after the server's start."""
     agent = CategoricalPgAgent(Constant)
@@ -345,18 +335,6 @@ def test_policy_version_is_that_which_acted_whenever_the_learner_publishes() -> 
             if itr % 8 == 0:
                 sampler.evaluate_agent(itr)
                 assert sampler.policy_version == 1 + value, "an evaluation is no batch"
-
-
-class Held(CountingEnv):
-    """Reads a pipe for leave to step."""
-
-    def __init__(self, gate: int) -> None:
-        super().__init__()
-        self.gate = gate
-
-    def step(self, action: Any) -> Any:
-        os.read(self.gate, 1)
-        return super().step(action)
 
 
 @pytest.mark.parametrize("spin_seconds", [None, 0.001])

@@ -30,43 +30,13 @@ from penstock import (
 )
 from penstock.envs import CountingEnv, NestedEnv
 
+from ..models import Modes, Net
+
 pytestmark = pytest.mark.slow
 
 CARTPOLE = partial(gym.make, "CartPole-v1", max_episode_steps=25)
 PENDULUM = partial(gym.make, "Pendulum-v1", max_episode_steps=12)
 COUNTING = partial(CountingEnv, truncate=True)
-
-
-class Modes(gym.ActionWrapper[Any, Any, Any]):
-    """A NestedEnv of which the mode alone is chosen."""
-
-    def __init__(self) -> None:
-        super().__init__(NestedEnv())
-        self.action_space = self.env.action_space["mode"]
-
-    def action(self, action: Any) -> Any:
-        return {"move": np.float32([action[0], action[1], 1]) / 3, "mode": action}
-
-
-def features(observation: Any) -> Any:
-    return observation if isinstance(observation, torch.Tensor) else observation.position
-
-
-class Net(nn.Module):
-    """Linear outputs of a hidden layer; a size of 0 is a value `[B]`. In float64, so that the last bit, in which matrix
-    products of other batch shapes may differ, decides nothing."""
-
-    def __init__(self, n_inputs: int, *sizes: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(n_inputs, 16), nn.Tanh())
-        self.heads = nn.ModuleList(nn.Linear(16, max(size, 1)) for size in sizes)
-        self.sizes = sizes
-        self.double()
-
-    def forward(self, observation: Any) -> Any:
-        hidden = self.body(features(observation))
-        out = [head(hidden) if n else head(hidden)[:, 0] for n, head in zip(self.sizes, self.heads, strict=True)]
-        return tuple(out) if len(out) > 1 else out[0]
 
 
 class Lstm(nn.Module):

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from penstock import (
     AlternatingSampler,
@@ -25,6 +24,9 @@ from penstock import (
     SerialSampler,
 )
 from penstock.envs import CountingEnv
+
+from ..models import Constant
+from ..support import Held
 
 pytestmark = pytest.mark.slow
 
@@ -81,18 +83,6 @@ def test_the_default_workers_of_halves_leave_a_cpu_for_the_process_that_acts() -
     assert [sampler._count_workers(range(n)) for n in (1, 2, 8, 64)] == [2, 2, 14, 20]
 
 
-class Held(CountingEnv):
-    """Reads a pipe for leave to step."""
-
-    def __init__(self, gate: int) -> None:
-        super().__init__()
-        self.gate = gate
-
-    def step(self, action: Any) -> Any:
-        os.read(self.gate, 1)
-        return super().step(action)
-
-
 @pytest.mark.parametrize(
     ("cls", "kwargs"),
     [
@@ -124,17 +114,6 @@ def test_waiting_takes_no_cpu(cls: type[GpuSampler], kwargs: dict[str, Any]) -> 
     assert took >= seconds * 0.9
     assert used < 0.25 * took, "it would be all of it if anything were looked at again and again"
     assert waiting > 0.5 * seconds
-
-
-class Constant(nn.Module):
-    """Its value shows which parameters acted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        return torch.zeros(len(observation), 3), self.weight.expand(len(observation))
 
 
 def publish(agent: CategoricalPgAgent, value: float) -> None:

@@ -7,26 +7,15 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from penstock import CategoricalPgAgent, ConfigError, ParallelSampler, RandomAgent, Sampler, SerialSampler, TrajInfo
 from penstock.envs import NestedEnv
 
+from ..models import CartPoleNet
 from ..scale import pairs
 
 CARTPOLE = partial(gym.make, "CartPole-v1")
 PENDULUM = partial(gym.make, "Pendulum-v1", max_episode_steps=30)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 32), nn.Tanh())
-        self.policy, self.critic = nn.Linear(32, 2), nn.Linear(32, 1)
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        features = self.body(observation)
-        return self.policy(features), self.critic(features)
 
 
 def run(
@@ -69,15 +58,15 @@ def test_every_start_method_gives_the_same(start_method: str) -> None:
 
 
 def test_two_runs_of_one_configuration_with_a_policy_are_identical() -> None:
-    first = run(ParallelSampler, CARTPOLE, lambda: CategoricalPgAgent(Model), n_workers=2)
-    second = run(ParallelSampler, CARTPOLE, lambda: CategoricalPgAgent(Model), n_workers=2, evaluate=True)
+    first = run(ParallelSampler, CARTPOLE, lambda: CategoricalPgAgent(CartPoleNet), n_workers=2)
+    second = run(ParallelSampler, CARTPOLE, lambda: CategoricalPgAgent(CartPoleNet), n_workers=2, evaluate=True)
     assert_same(first, second)
 
 
 def test_a_policy_acts_alike_in_serial_and_in_parallel() -> None:
     # In float64 the last bit, in which matrix products of other batch shapes may differ, decides nothing.
     def agent() -> CategoricalPgAgent:
-        return CategoricalPgAgent(lambda: Model().double())
+        return CategoricalPgAgent(lambda: CartPoleNet(32).double())
 
     serial = run(SerialSampler, CARTPOLE, agent)
     for n_workers in (1, 2, 3):
@@ -145,13 +134,13 @@ def test_machines_of_one_run_share_no_stream() -> None:
 
 def test_the_unsynchronized_learner_does_not_show_in_either_sampler() -> None:
     for cls in (SerialSampler, ParallelSampler):
-        agent = CategoricalPgAgent(Model)
+        agent = CategoricalPgAgent(CartPoleNet)
         with cls(CARTPOLE, batch_T=10, batch_B=2) as sampler:
             sampler.initialize(agent, seed=0)
             sampler.obtain_samples(0)
             before = sampler.samples_np.agent.agent_info.value.copy()
             with torch.no_grad():
-                agent.model.critic.bias += 100.0
+                agent.model.value.bias += 100.0
             sampler.obtain_samples(1)
             assert sampler.samples_np.agent.agent_info.value.max() < before.max() + 50
             agent.sync_shared_memory()

@@ -23,6 +23,7 @@ from penstock import (
 )
 from penstock.testing import DelegatingAgent
 
+from ..models import CartPoleNet as Net
 from ..scale import with_start_methods
 
 pytestmark = pytest.mark.slow
@@ -38,19 +39,6 @@ SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "central, in a process": (GpuSampler, {"n_workers": 2, "server": "process"}),
     "alternating": (AlternatingSampler, {"n_workers": 2}),
 }
-
-
-class Net(nn.Module):
-    """Two heads, as large as the field's CartPole examples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
-        self.policy, self.value = nn.Linear(64, 2), nn.Linear(64, 1)
-
-    def forward(self, observation: Any) -> Any:
-        features = self.body(observation)
-        return self.policy(features), self.value(features).squeeze(-1)
 
 
 def set_weights(agent: CategoricalPgAgent, action: int, value: float) -> None:
