@@ -66,10 +66,12 @@ def run(
 OF_MODELS = r"\.agent\.(agent_info|bootstrap_value|final_value)"
 
 
-def assert_same(found: Any, wanted: Any, *, rtol: float = 0.0, atol: float = 0.0, rough: str = OF_MODELS) -> None:
+def assert_same(
+    found: Any, wanted: Any, where: str = "", *, rtol: float = 0.0, atol: float = 0.0, rough: str = OF_MODELS
+) -> None:
     """The same structure, dtypes, shapes, and values to the last bit. `rtol` and `atol` are for the leaves whose names
     the pattern `rough` finds."""
-    ours, theirs = dict(_parts(found)), dict(_parts(wanted))
+    ours, theirs = dict(_parts(found, where)), dict(_parts(wanted, where))
     assert list(ours) == list(theirs)
     for (name, a), b in zip(ours.items(), theirs.values(), strict=True):
         if not isinstance(b, np.ndarray):  # a number may be of numpy's kind here and of Python's there
@@ -84,7 +86,7 @@ def assert_same(found: Any, wanted: Any, *, rtol: float = 0.0, atol: float = 0.0
             assert a.tobytes() == b.tobytes(), name
 
 
-def _parts(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _parts(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
     """The leaves, and of what is between them the type and the length."""
     if isinstance(tree, np.ndarray) and tree.dtype == object:
         tree = tree.tolist()
@@ -102,9 +104,9 @@ def _parts(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from _parts(leaf, name + part)
 
 
-def of_columns(batches: list[Batch], columns: Any) -> list[Any]:
-    """The batches alone, and of these only some columns."""
-    return [batch[:, columns] for batch, _ in batches if batch is not None]
+def batches_of(found: list[Batch], columns: Any = slice(None)) -> list[Any]:
+    """The batches without the rest, and of these only some columns."""
+    return [batch[:, columns] for batch, _ in found if batch is not None]
 
 
 def leaves(tree: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from penstock import ParallelSampler, RandomAgent, SamplerState
 from penstock.envs import CountingEnv, SlowEnv
 
 from ..scale import FULL, methods, scaled, with_start_methods
+from ..support import assert_same
 from .support import BOUND, SLACK, Script, check_counting, generator, gone_after, note, pause, until
 
 LEFT_SECONDS = 2.0 * SLACK  # until nothing is left of a main process that was killed
@@ -177,9 +178,7 @@ def test_an_interrupted_call_changes_nothing_that_follows(where: str, start_meth
                 kept.append(sampler.samples_np.copy())
         return kept
 
-    for ours, theirs in zip(batches(True), batches(False), strict=True):
-        for (name, a), (_, b) in zip(ours.leaves(), theirs.leaves(), strict=True):
-            assert a.tobytes() == b.tobytes(), name
+    assert_same(batches(True), batches(False))
 
 
 @methods("forkserver")

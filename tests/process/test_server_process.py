@@ -29,7 +29,7 @@ from penstock.testing import FaultyAgent, InjectedFault, faulty_env
 
 from ..models import Constant
 from ..scale import FULL, START_METHODS, methods, pairs, scaled
-from ..support import Held
+from ..support import Held, assert_same
 from .support import (
     ERROR_SECONDS,
     SLACK,
@@ -306,9 +306,7 @@ def test_ctrl_c_leaves_the_batch_to_wait_samples() -> None:
                     assert sampler.state is SamplerState.READY
         return found
 
-    for ours, theirs in zip(batches(True), batches(False), strict=True):
-        for (name, a), (_, b) in zip(ours.leaves(), theirs.leaves(), strict=True):
-            assert a.tobytes() == b.tobytes(), name
+    assert_same(batches(True), batches(False))
 
 
 def test_policy_version_is_that_which_acted_whenever_the_learner_publishes() -> None:

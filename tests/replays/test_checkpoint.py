@@ -28,6 +28,7 @@ from penstock import ConfigError
 from penstock.replays import Frames, Prioritized, Replay, Sequences, checkpoint
 
 from ..scale import scaled
+from ..support import assert_same
 from . import test_sequences, test_transitions
 from .streams import DISCOUNT, Stream
 
@@ -54,12 +55,6 @@ def use(replay: Replay, rng: np.random.Generator) -> Any:
     if replay.prioritized:
         replay.update(batch.index, rng.random(32))
     return batch
-
-
-def assert_same(a: Any, b: Any) -> None:
-    assert [path for path, _ in a.leaves()] == [path for path, _ in b.leaves()]
-    for (_, x), (_, y) in zip(a.leaves(), b.leaves(), strict=True):
-        assert torch.equal(x, y)
 
 
 @kinds

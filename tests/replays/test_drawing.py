@@ -12,6 +12,7 @@ import torch
 from penstock import ConfigError, SamplerStateError
 from penstock.replays import Replay
 
+from ..support import assert_same
 from .streams import DISCOUNT, Stream
 
 
@@ -106,8 +107,7 @@ def test_a_batch_can_reuse_the_memory_of_another() -> None:
     address = first.observation.x.data_ptr()
     again, wanted = replay.sample(8, out=first), twin.sample(8)
     assert again.observation.x.data_ptr() == address
-    for (_, a), (_, b) in zip(again.leaves(), wanted.leaves(), strict=True):
-        assert torch.equal(a, b)
+    assert_same(again, wanted)
 
 
 def test_a_batch_is_not_overwritten() -> None:
@@ -118,8 +118,7 @@ def test_a_batch_is_not_overwritten() -> None:
     for _ in range(10):
         replay.append(stream.batch(7))
         replay.sample(8)
-    for (_, a), (_, b) in zip(batch.leaves(), kept.leaves(), strict=True):
-        assert torch.equal(a, b)
+    assert_same(batch, kept)
 
 
 def test_too_early_calls_name_the_one_that_is_missing() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from penstock.replays.ring import BEGINS, TERMINATED, TRUNCATED, VALID
 from penstock.replays.windows import PYTHON, read_windows
 
 from ..scale import scaled
+from ..support import assert_same
 from .streams import DISCOUNT, Stream, wanted_transition
 
 FULL = os.environ.get("PENSTOCK_FAULTS") == "full"  # see tests/process/support.py
@@ -42,22 +42,12 @@ def check_all(replay: Replay, stream: Stream, n: int, max_finals: int = 10**9) -
     fields = storage.reader.read(positions)
     assert fields is not None
     rows = list(wanted.values())
-    same(fields["observation"], stream.observation(np.array([row.stack for row in rows])))
-    same(fields["next_observation"], stream.observation(np.array([row.next_stack for row in rows])))
-    same(fields["action"], np.array([row.number for row in rows]))
+    assert_same(fields["observation"], stream.observation(np.array([row.stack for row in rows])))
+    assert_same(fields["next_observation"], stream.observation(np.array([row.next_stack for row in rows])))
+    assert_same(fields["action"], np.array([row.number for row in rows]))
     np.testing.assert_allclose(fields["return_"], [row.return_ for row in rows], rtol=1e-6, atol=1e-6)
-    same(fields["discount"], np.array([row.discount for row in rows], np.float32))
+    assert_same(fields["discount"], np.array([row.discount for row in rows], np.float32))
     return len(wanted)
-
-
-def same(found: Any, expected: Any) -> None:
-    if hasattr(found, "leaves"):
-        assert [path for path, _ in found.leaves()] == [path for path, _ in expected.leaves()]
-        for (_, a), (_, b) in zip(found.leaves(), expected.leaves(), strict=True):
-            np.testing.assert_array_equal(a, b)
-    else:
-        np.testing.assert_array_equal(found, expected)
-        assert found.dtype == expected.dtype
 
 
 FRAMES = [None, Frames(2), Frames(3, padding="zero"), Frames(4)]
