@@ -24,12 +24,12 @@ from penstock.testing import Fault
 
 from ..scale import FULL
 from ..starter import Program
+from ..support import BOUND
 
 #: What a loaded machine may take of a promised time. The full scale is run on a quiet one.
 SLACK = 1.0 if FULL else 2.0
 #: From a worker's failure to the error in the main process.
 ERROR_SECONDS = 1.0 * SLACK
-BOUND = 30.0  # for what must happen at some time
 
 #: What was measured, in seconds (or the unit that the name says), and what it must not exceed.
 FIGURES: dict[str, list[float]] = defaultdict(list)
@@ -47,15 +47,6 @@ def summary() -> Iterator[str]:
     for name, values in sorted(FIGURES.items()):
         median, most = statistics.median(values), max(values)
         yield f"{name:<58} n={len(values):<6} median {median:9.4f}  max {most:9.4f}  limit {LIMITS[name]:g}"
-
-
-def until(condition: Callable[[], Any], what: str = "it", seconds: float = BOUND) -> Any:
-    """Poll for a fact; returns it."""
-    deadline = time.monotonic() + seconds
-    while not (fact := condition()):
-        assert time.monotonic() < deadline, f"{what} has not come about in {seconds:g} s"
-        time.sleep(0.001)
-    return fact
 
 
 def pause(seconds: float) -> None:

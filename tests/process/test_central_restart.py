@@ -30,8 +30,8 @@ from penstock.testing import DelegatingAgent, Fault, faulty_env, faulty_eval_col
 
 from ..models import Gru, Net
 from ..scale import FULL, methods, pairs, scaled
-from ..support import assert_same
-from .support import Notebook, check_counting, generator, killer, until
+from ..support import assert_same, until
+from .support import Notebook, check_counting, generator, killer
 from .test_main_process import Interrupts
 
 cloudpickle.register_pickle_by_value(sys.modules[Interrupts.__module__])

@@ -1,5 +1,6 @@
 """shutdown: never raises, bounded, harmless again, from anywhere, after anything, and nothing accumulates."""
 
+import functools
 import gc
 import threading
 import time
@@ -24,17 +25,16 @@ from penstock import (
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import Fault, faulty_env
 
+from .. import support
 from ..scale import START_METHODS, methods, pairs, scaled
-from .support import SLACK, Notebook, Script, note, until
+from ..support import until
+from .support import SLACK, Notebook, Script, note
 
 CLOSE_SECONDS = 2.5 * SLACK
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
-
-def sampler_of(env_fn: Any = CountingEnv, start_method: str = "forkserver", **kwargs: Any) -> ParallelSampler:
-    arguments = {"batch_T": 8, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0, **kwargs}
-    return ParallelSampler(env_fn, start_method=start_method, **arguments)
+sampler_of = functools.partial(support.sampler_of, ParallelSampler)
 
 
 def close(sampler: ParallelSampler, kind: str) -> list[str]:
@@ -69,7 +69,7 @@ def test_before_initialize_and_after_half_of_it() -> None:
 
 
 def test_from_another_thread_while_a_call_waits(start_method: str) -> None:
-    sampler = sampler_of(SlowEnv, start_method, env_kwargs={"seconds": 0.01}, batch_T=1000)
+    sampler = sampler_of(SlowEnv, start_method=start_method, env_kwargs={"seconds": 0.01}, batch_T=1000)
     sampler.initialize(RandomAgent())
     complaints: list[list[str]] = []
     closer = threading.Thread(target=lambda: complaints.append(close(sampler, "from another thread")))
@@ -104,7 +104,7 @@ def test_from_many_threads_at_once() -> None:
 
 
 def test_with_a_batch_outstanding(start_method: str) -> None:
-    sampler = sampler_of(SlowEnv, start_method, env_kwargs={"seconds": 0.01}, batch_T=1000)
+    sampler = sampler_of(SlowEnv, start_method=start_method, env_kwargs={"seconds": 0.01}, batch_T=1000)
     sampler.initialize(RandomAgent())
     sampler.start_samples(0)
     assert close(sampler, "with a batch outstanding") == []

@@ -15,8 +15,8 @@ from penstock import ParallelSampler, RandomAgent, SamplerState
 from penstock.envs import CountingEnv, SlowEnv
 
 from ..scale import FULL, methods, scaled, with_start_methods
-from ..support import assert_same
-from .support import BOUND, SLACK, Script, check_counting, generator, gone_after, note, pause, until
+from ..support import BOUND, assert_same, until
+from .support import SLACK, Script, check_counting, generator, gone_after, note, pause
 
 LEFT_SECONDS = 2.0 * SLACK  # until nothing is left of a main process that was killed
 

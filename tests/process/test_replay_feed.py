@@ -22,7 +22,8 @@ from penstock.replays import Ratio, Replay
 from penstock.replays.ring import PARTIAL, VALID
 
 from ..scale import pairs, scaled
-from .support import BOUND, ERROR_SECONDS, SLACK, Script, generator, gone_after, killer, note, pause
+from ..support import BOUND
+from .support import ERROR_SECONDS, SLACK, Script, generator, gone_after, killer, note, pause
 
 N_WORKERS, B, T, LENGTH, N_STEP = 3, 6, 8, 5, 2
 

@@ -27,8 +27,8 @@ from penstock.envs import CountingEnv
 from penstock.testing import Fault, FaultyAgent, faulty_collector, faulty_env
 
 from ..scale import FULL, methods, scaled
-from ..support import assert_same
-from .support import ERROR_SECONDS, Notebook, check_counting, generator, is_running, killer, note, until
+from ..support import assert_same, until
+from .support import ERROR_SECONDS, Notebook, check_counting, generator, is_running, killer, note
 
 N_WORKERS, B, T = 3, 6, 24
 ENDLESS: dict[str, Any] = {"on_worker_failure": "restart", "max_restarts": 1_000_000}

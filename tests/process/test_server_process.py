@@ -27,22 +27,11 @@ from penstock import (
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import FaultyAgent, InjectedFault, faulty_env
 
+from .. import support
 from ..models import Constant
 from ..scale import FULL, START_METHODS, methods, pairs, scaled
-from ..support import Held, assert_same
-from .support import (
-    ERROR_SECONDS,
-    SLACK,
-    Notebook,
-    Script,
-    check_counting,
-    gone_after,
-    is_running,
-    killer,
-    note,
-    pause,
-    until,
-)
+from ..support import Held, assert_same, until
+from .support import ERROR_SECONDS, SLACK, Notebook, Script, check_counting, gone_after, is_running, killer, note, pause
 from .test_main_process import Interrupts
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 60)), pytest.mark.slow]
@@ -51,8 +40,7 @@ SERVER_RANK = 2
 
 
 def sampler_of(env_fn: Any = CountingEnv, cls: type[GpuSampler] = GpuSampler, **kwargs: Any) -> GpuSampler:
-    arguments: dict[str, Any] = {"batch_T": 8, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0}
-    return cls(env_fn, server="process", **{**arguments, **kwargs})
+    return support.sampler_of(cls, env_fn, server="process", **kwargs)
 
 
 def server_pid(sampler: GpuSampler) -> int:

@@ -24,7 +24,8 @@ from penstock.vector import ShmVectorEnv
 from penstock.workers import launcher as launch
 
 from ..scale import scaled
-from .support import BOUND, SLACK, Script, gone_after, note
+from ..support import BOUND
+from .support import SLACK, Script, gone_after, note
 
 pytestmark = pytest.mark.timeout(scaled(600, 90))
 

@@ -15,7 +15,8 @@ from penstock.testing import Fault, faulty_env
 from penstock.workers.claims import lock_folder, remove_stale
 
 from ..scale import methods, scaled
-from .support import SLACK, Script, gone_after, note, until
+from ..support import sampler_of, until
+from .support import SLACK, Script, gone_after, note
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.xdist_group("ports"), pytest.mark.slow]
 
@@ -55,18 +56,10 @@ def test_a_workers_leases_end_with_it(start_method: str, tidy: bool, tmp_path: P
     fault = Fault("kill", at=30, marker=str(tmp_path / "struck"), spare_pid=os.getpid())
     keep: list[PortLease] = [lease_port()]  # a lease of the main process, which a fork does not inherit
     env_fn = [Leasing, faulty_env(Leasing, fault), Leasing, Leasing]
+    how = {"on_worker_failure": "restart", "start_method": start_method}
     with (
         keep[0],
-        ParallelSampler(
-            env_fn,
-            env_kwargs={"tidy": tidy},
-            batch_T=20,
-            batch_B=4,
-            n_workers=2,
-            max_decorrelation_steps=0,
-            on_worker_failure="restart",
-            start_method=start_method,
-        ) as sampler,
+        sampler_of(ParallelSampler, env_fn, env_kwargs={"tidy": tidy}, batch_T=20, **how) as sampler,
     ):
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)

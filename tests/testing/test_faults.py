@@ -19,6 +19,8 @@ import pytest
 from penstock import ConfigError
 from penstock.testing import HOWS, Fault, InjectedFault, Trigger, UnpicklableFault, UnprintableFault
 
+from ..support import until
+
 CONTINUED = 7  # the exit code of a child that did not fail
 BOUND = 20.0  # seconds that a wait may take before the test fails
 
@@ -58,13 +60,6 @@ def exit_code_of(body: Callable[[], object]) -> int:
     """The exit code of a child that runs `body`, or minus its signal."""
     with forked(body) as pid:
         return exit_code(pid)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + BOUND
-    while not condition():
-        assert time.monotonic() < deadline
-        os.sched_yield()
 
 
 @contextmanager

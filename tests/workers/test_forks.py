@@ -14,9 +14,9 @@ from penstock.envs import CountingEnv
 from penstock.samplers.config import SamplerOptions
 from penstock.vector import ShmVectorEnv
 
-from ..process.support import is_running, until
+from ..process.support import is_running
 from ..samplers.async_support import VersionAgent
-from ..support import assert_same, run
+from ..support import assert_same, run, until
 
 T, B, AT = 6, 4, 15  # episodes have 5 steps; step 15 ends one
 WRONG = -100.0
