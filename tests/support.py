@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from penstock.envs import CountingEnv
 Batch = tuple[Any, list[dict[str, Any]]]
 
 BOUND = 30.0  # for what must happen at some time
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 # ---- samplers ------------------------------------------------------------------------------

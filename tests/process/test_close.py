@@ -27,7 +27,7 @@ from penstock.testing import Fault, faulty_env
 
 from .. import support
 from ..scale import START_METHODS, methods, pairs, scaled
-from ..support import until
+from ..support import PROGRAMS, until
 from .support import SLACK, Notebook, Script, note
 
 CLOSE_SECONDS = 2.5 * SLACK
@@ -188,36 +188,11 @@ def test_a_stopped_worker_does_not_keep_it() -> None:
 # ---- again and again -----------------------------------------------------------------------
 
 
-CYCLES = """
-import gc, psutil
-class Told(TrajInfo):
-    pass
-def once(traj_info_cls):
-    with ParallelSampler(
-        "CartPole-v1", batch_T=20, batch_B=4, n_workers=2, eval_n_envs=2, eval_max_steps=20, start_method=METHOD,
-        traj_info_cls=traj_info_cls,
-    ) as sampler:
-        sampler.initialize(RandomAgent())
-        sampler.obtain_samples(0)
-        sampler.evaluate_agent(0)
-process = psutil.Process()
-for _ in range(WARM):
-    once(TrajInfo), once(Told)
-gc.collect()
-before = process.memory_full_info().uss, process.num_fds(), process.num_threads(), len(process.children(recursive=True))
-for i in range(N):
-    once((TrajInfo, Told)[i % 2])
-gc.collect()
-after = process.memory_full_info().uss, process.num_fds(), process.num_threads(), len(process.children(recursive=True))
-say(*(b - a for a, b in zip(before, after)))
-"""
-
-
 @methods("fork", "forkserver")
 def test_nothing_accumulates(tmp_path: Path, start_method: str) -> None:
     """Under -W error, in a process of its own, so that nothing else is in the figures."""
     n = scaled(500, 15)
-    with Script(tmp_path, CYCLES, METHOD=start_method, N=n, WARM=scaled(10, 2)) as script:
+    with Script(tmp_path, PROGRAMS / "cycles.py", start_method=start_method, n=n, n_before=scaled(10, 2)) as script:
         growth, *others = map(int, script.line())
         _, stderr = script.end()
     assert stderr == ""

@@ -26,49 +26,19 @@ from penstock import (
 from penstock.envs import CountingEnv
 
 from ..models import Constant
-from ..support import Held
+from ..support import PROGRAMS, Held
 
 pytestmark = pytest.mark.slow
 
 every = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler])
 
-SCRIPT = """
-import sys
-import torch
-from torch import nn
-from penstock import CategoricalPgAgent, GpuSampler
-from penstock.envs import CountingEnv
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(2, 4)
-    def forward(self, observation):
-        out = self.head(observation)
-        return out[:, :3], out[:, 3]
-
-class Looking(CountingEnv):
-    def step(self, action):
-        observation, _, *rest = super().step(action)
-        return observation, float("torch" in sys.modules), *rest
-
-with GpuSampler(Looking, batch_T=3, batch_B=2, n_workers=2, start_method=sys.argv[1],
-                eval_n_envs=2, eval_max_steps=20) as sampler:
-    sampler.initialize(CategoricalPgAgent(Model), seed=0, bootstrap_value=True)
-    samples, _ = sampler.obtain_samples(0)
-    infos = sampler.evaluate_agent(0)
-    print(float(samples.env.reward.sum()), sum(info.Return for info in infos), len(infos))
-"""
-
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_workers_do_not_import_torch(tmp_path: Path, start_method: str) -> None:
     """In a process of its own: this one's supervisor has torch."""
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
     paths = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(path), start_method],
+        [sys.executable, "-W", "error", PROGRAMS / "without_torch.py", start_method],
         capture_output=True,
         text=True,
         timeout=60,
