@@ -31,9 +31,7 @@ def test_draws_are_uniform_over_the_eligible_positions(seed: int, n_batches: int
     replay = Replay(300, 3, DISCOUNT, max_truncations=300, seed=seed)
     for _ in range(n_batches):
         replay.append(stream.batch(7))
-    storage = replay._storage
-    assert storage is not None
-    eligible = storage.places.all_eligible(*storage.places.bounds())
+    eligible = replay.contents.index
     drawn = torch.cat([replay.sample(1000).index for _ in range(60)]).numpy()
     found, counts = np.unique(drawn, return_counts=True)
     assert found.tolist() == eligible.tolist()
@@ -81,9 +79,7 @@ def test_only_newer_versions_are_drawn_if_asked() -> None:
     for version in range(30):
         # Column 1 is one version behind.
         replay.append(stream.batch(10), policy_version=np.array([version + 1, version]))
-    storage = replay._storage
-    assert storage is not None
-    eligible = storage.places.all_eligible(*storage.places.bounds())
+    eligible = replay.contents.index
     for newer_than in (0, 15, 20, 28):
         index = replay.sample(4000, newer_than=newer_than).index.numpy()
         version = index // 2 // 10 + 1 - index % 2

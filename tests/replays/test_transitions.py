@@ -26,21 +26,16 @@ pytestmark = [pytest.mark.timeout(3600 if FULL else 120), pytest.mark.slow]
 
 def check_all(replay: Replay, stream: Stream, n: int, max_finals: int = 10**9) -> int:
     """Compare every position that was ever appended. Returns how many may be drawn."""
-    storage = replay._storage
-    assert storage is not None
-    T, B = storage.ring.T, stream.B
-    low, high = storage.places.bounds()
+    T, B = replay.contents.shape
     wanted = {}
     for step, b in itertools.product(range(max(stream.end - T, 0), stream.end), range(B)):
         found = wanted_transition(stream, step, b, T=T, n=n, max_finals=max_finals)
         if found is not None:
             wanted[step * B + b] = found
-    assert storage.places.all_eligible(low, high).tolist() == list(wanted)
+    assert replay.contents.index.tolist() == list(wanted)
     if not wanted:
         return 0
-    positions = np.array(list(wanted))
-    fields = storage.reader.read(positions)
-    assert fields is not None
+    fields = replay.contents.read(list(wanted)).numpy()
     rows = list(wanted.values())
     assert_same(fields["observation"], stream.observation(np.array([row.stack for row in rows])))
     assert_same(fields["next_observation"], stream.observation(np.array([row.next_stack for row in rows])))
@@ -204,8 +199,4 @@ def test_returns_ignore_rewards_after_the_end() -> None:
     samples.env.prev_done[5] = True
     samples.env.reward[5:] = np.nan
     replay.append(samples)
-    storage = replay._storage
-    assert storage is not None
-    fields = storage.reader.read(np.array([2, 3, 4]))
-    assert fields is not None
-    assert np.isfinite(fields["return_"]).all()
+    assert torch.isfinite(replay.contents.read([2, 3, 4]).return_).all()
