@@ -92,6 +92,8 @@ def _servers(_lock_folders: None) -> None:
             sampler.initialize(RandomAgent())
     else:
         ShmVectorEnv([CountingEnv]).close()
+    gc.collect()
+    gc.freeze()  # a collection after a test need not search what was imported
 
 
 @pytest.fixture(scope="session")
