@@ -120,7 +120,8 @@ class Modes(gym.ActionWrapper[Any, Any, Any]):
 
     def __init__(self) -> None:
         super().__init__(NestedEnv())
-        self.action_space = self.env.action_space["mode"]
+        actions: Any = self.env.action_space
+        self.action_space = actions["mode"]
 
     def action(self, action: Any) -> Any:
-        return {"move": np.float32([action[0], action[1], 1]) / 3, "mode": action}
+        return {"move": np.array([action[0], action[1], 1], np.float32) / 3, "mode": action}

@@ -187,19 +187,19 @@ def test_delay_continues_after_its_time() -> None:
 def test_hang_does_not_stop_other_threads() -> None:
     with echoing(Fault("hang")) as (pid, answers):
         assert all(answers(BOUND) for _ in range(20))
-        until(lambda: psutil.Process(pid).status() == psutil.STATUS_SLEEPING)
+        until(lambda: psutil.Process(pid).status() == psutil.STATUS_SLEEPING, seconds=BOUND)
         assert psutil.Process(pid).cpu_times().user < 1
 
 
 def test_spin_uses_cpu_time() -> None:
     with echoing(Fault("spin")) as (pid, answers):
-        until(lambda: psutil.Process(pid).cpu_times().user >= 0.05)
+        until(lambda: psutil.Process(pid).cpu_times().user >= 0.05, seconds=BOUND)
         assert answers(BOUND), "other threads get the interpreter lock"
 
 
 def test_hold_the_gil_stops_all_threads() -> None:
     with echoing(Fault("hold the gil")) as (pid, answers):
-        until(lambda: not answers(0.3))
+        until(lambda: not answers(0.3), seconds=BOUND)
         assert psutil.Process(pid).status() == psutil.STATUS_SLEEPING
         assert not answers(0.1)
 
