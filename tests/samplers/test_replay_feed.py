@@ -92,6 +92,19 @@ def everything(replay: Replay) -> Any:
     return replay.contents.read(replay.contents.index)
 
 
+def test_contents_can_be_read_while_workers_write() -> None:
+    replay = Replay(B * 80, seed=0)
+    with started(replay, ratio=Ratio(1, min_steps=B * 20)) as sampler:
+        for _ in range(20):
+            replay.sample(8)
+            rows = replay.contents.rows()
+            assert rows.valid.all()
+            assert (rows.reward == rows.observation[..., 1] + 1).all()
+            newest = replay.contents.index[-9:]
+            assert replay.contents.read(newest).index.tolist() == newest.tolist()
+            assert sampler.state is SamplerState.RUNNING
+
+
 def test_the_same_steps_as_with_append() -> None:
     replay, other = Replay(B * 80, seed=0), Replay(B * 80, seed=0)
     with started(replay, ratio=Ratio(1, min_steps=B * 20)) as sampler:
