@@ -18,6 +18,8 @@ from penstock.envs import ColumnStreams, CountingEnv, Purpose
 from penstock.errors import ConfigError, SpaceError
 from penstock.samplers import SerialSampler
 
+from ..models import acting, of_columns
+
 OBSERVATIONS, DISCRETE, BOX = (
     spaces.Box(-9, 9, (2,), np.float64),
     spaces.Discrete(3),
@@ -65,9 +67,7 @@ class Lstm(nn.Module):
 
 def agent_for(model: Any, columns: range = range(3), space: Any = DISCRETE, **options: Any) -> Any:
     cls = RecurrentCategoricalPgAgent if space is DISCRETE else RecurrentGaussianPgAgent
-    agent = cls(model, **options)
-    agent.initialize(OBSERVATIONS, space, seed=0)
-    twin = agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
+    twin = acting(cls(model, **options), OBSERVATIONS, space, columns)
     twin.sample_mode(0)
     return twin
 
@@ -177,7 +177,7 @@ def test_actions_are_those_of_the_agent_without_recurrence() -> None:
 
     plain = CategoricalPgAgent(Plain)
     plain.initialize(OBSERVATIONS, DISCRETE, seed=0)
-    plain = plain.runtime.column_copy(ColumnStreams(0, range(3)).rngs(Purpose.ACTION))
+    plain = of_columns(plain, range(3))
     recurrent = agent_for(WithState)
     for t in range(150):
         one, other = plain.step(*inputs(t=t)), recurrent.step(*inputs(t=t))

@@ -22,12 +22,9 @@ pytestmark = pytest.mark.slow
 
 def check_all(replay: Replay, stream: Stream, n: int) -> int:
     """Compare every position that was ever appended. Returns how many sequences there are."""
-    storage, sequences = replay._storage, replay.sequences
-    assert storage is not None
+    sequences = replay.sequences
     assert sequences is not None
-    T, B, length = storage.ring.T, stream.B, sequences.length
-    low, high = storage.places.bounds()
-    found = storage.places.positions(storage.places.all_eligible(low, high))
+    (T, B), length, found = replay.contents.shape, sequences.length, replay.contents.index
     steps = range(max(stream.end - T, 0), stream.end)
     wanted = [
         s * B + b
@@ -37,8 +34,7 @@ def check_all(replay: Replay, stream: Stream, n: int) -> int:
     assert found.tolist() == wanted
     if not wanted:
         return 0
-    fields = storage.reader.read(found)
-    assert fields is not None
+    fields = replay.contents.read(found).numpy()
     rows = np.empty((len(wanted), length + n), object)
     prev_reward = np.zeros(rows.shape)
     mask, return_, discount = (np.zeros((len(wanted), length)) for _ in range(3))
@@ -142,10 +138,7 @@ def test_sequences_are_drawn_uniformly_or_by_priority(prioritized: Prioritized |
     replay = Replay(160, 2, DISCOUNT, prioritized, Sequences(6, 2, 4), max_truncations=99, seed=0)
     for _ in range(20):
         replay.append(stream.batch(10))
-    storage = replay._storage
-    assert storage is not None
-    places = storage.places
-    index = places.positions(places.all_eligible(*places.bounds()))
+    index = replay.contents.index
     priority = np.random.default_rng(0).exponential(size=len(index)) if prioritized else np.ones(len(index))
     if prioritized:
         replay.update(index, priority)
@@ -155,6 +148,7 @@ def test_sequences_are_drawn_uniformly_or_by_priority(prioritized: Prioritized |
     found, counts = np.unique(drawn, return_counts=True)
     assert found.tolist() == index.tolist()
     expected = priority**0.5 / (priority**0.5).sum()
+    np.testing.assert_allclose(replay.contents.probability, expected)
     assert p_value(counts, expected * 20_000) > 1e-3
 
 
