@@ -19,7 +19,6 @@ import numpy.typing as npt
 from penstock.agents import Agent
 from penstock.arguments import integer, one_of, true_or_false
 from penstock.buffers import Samples
-from penstock.buffers.native import infos_of_records
 from penstock.buffers.object_pipe import ObjectMessage
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
@@ -327,12 +326,8 @@ class Sampler(ABC):
         if not any(counts):
             return []
         if cls is TrajInfo:
-            records, starts = self._memory.records, self._first_records[slot]
-            infos = infos_of_records(TrajInfo, records.memories, starts, counts) if self._makes_infos else None
-            if infos is None:  # without the compiled part, or for `RaySampler`
-                found = records.take(counts, starts)
-                return TrajInfo.from_records(found) if self._makes_infos else found
-            return infos
+            records = self._memory.records.take(counts, self._first_records[slot])
+            return TrajInfo.from_records(records) if self._makes_infos else records  # `RaySampler` makes its own
         messages = pool.take_messages(opening)
         return infos_from_messages(cls, messages) if self._makes_infos else messages
 
