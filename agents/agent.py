@@ -16,6 +16,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from penstock.agents.agent_file import load, save
+from penstock.agents.noise import ColumnNoise
 from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.named import NamedArrays, as_named, map_leaves
 from penstock.buffers.tree import map_tree, tree_leaves, tree_of
@@ -208,7 +209,11 @@ class Agent(ABC):
         trajectories do not depend on the number of workers."""
 
     def reseed_columns(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
-        """Set new random streams for some columns, because their environments were rebuilt."""
+        """Set new random streams for some columns, because their environments were rebuilt. This does it for every
+        attribute that is a `ColumnNoise`, as those of penstock's agents are."""
+        for noise in vars(self).values():
+            if isinstance(noise, ColumnNoise):
+                noise.reseed(columns, rngs)
 
     def reset(self) -> None:
         """Reset the state of every column."""

@@ -15,8 +15,9 @@ from torch import nn
 
 from penstock.agents.agent import Agent, AgentRuntime, Space
 from penstock.agents.device import DeviceLink
-from penstock.agents.inference import Inference, TracedModel, checked_inference
+from penstock.agents.inference import INFERENCE, Inference, TracedModel
 from penstock.agents.numpy_model import NumpyModel
+from penstock.arguments import one_of
 from penstock.buffers.named import map_leaves
 from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError
@@ -176,8 +177,8 @@ class TorchAgent(Agent):
     def __init__(self, model: ModelSource, *, inference: Inference = "torch", device: Device = None) -> None:
         if not (isinstance(model, nn.Module) or callable(model)):
             raise ConfigError(f"model must be an nn.Module or a callable that builds one, got {type(model).__name__}")
-        self._model_source = model
-        self.inference = checked_inference(inference)
+        one_of("inference", inference, INFERENCE)
+        self._model_source, self.inference = model, inference
         try:
             self._device = None if device is None else torch.device(device)
         except (TypeError, RuntimeError) as error:
