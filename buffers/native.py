@@ -9,6 +9,7 @@ Rows are given as an array `[T, ...]` and an index t, since this is faster than 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,25 +101,16 @@ PYTHON: dict[str, Callable[..., Any]] = {
     "draw_rows": lambda *_: None,
 }
 
+#: Why the compiled functions are not in use; empty if they are.
+WHY_NOT_COMPILED = ""
 try:
-    from penstock.buffers._native import (
-        RECORD_LAYOUT,
-        draw_rows,
-        put_cell,
-        put_row,
-        shift_rows,
-        step_ordinary,
-        sum_episodes,
-    )
-
-    if " ".join(f"{name}:{RECORD[name].str[1:]}" for name in RECORD.names or ()) != RECORD_LAYOUT:
+    _native = importlib.import_module("penstock.buffers._native")
+    _functions = {name: getattr(_native, name) for name in PYTHON}
+    if " ".join(f"{name}:{RECORD[name].str[1:]}" for name in RECORD.names or ()) != _native.RECORD_LAYOUT:
         raise ImportError("the compiled part was built for another layout of trajectory records: build it again")
-except ImportError as error:  # no C compiler, an older build, or a checkout that was never built
-    put_row, put_cell, step_ordinary, sum_episodes, shift_rows, draw_rows = PYTHON.values()
-    #: Why the compiled functions are not in use; empty if they are.
-    WHY_NOT_COMPILED = str(error)
-else:
-    WHY_NOT_COMPILED = ""
+except (ImportError, AttributeError) as error:  # no C compiler, an older build, or a checkout that was never built
+    WHY_NOT_COMPILED, _functions = str(error), PYTHON
+put_row, put_cell, step_ordinary, sum_episodes, shift_rows, draw_rows = _functions.values()
 
 #: Whether the compiled functions are in use.
 COMPILED = not WHY_NOT_COMPILED
