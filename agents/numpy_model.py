@@ -25,12 +25,6 @@ _MOST_PROGRAMS = 32  # for how many numbers of rows the arrays are kept
 _DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 
 
-def _floats(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a floating-point type."""
-    weights = (*model.named_parameters(), *model.named_buffers())
-    return [(name, weight) for name, weight in weights if weight.is_floating_point()]
-
-
 def _linear_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call of `F.linear` by name."""
     return {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
@@ -290,8 +284,9 @@ class NumpyModel:
         self.refresh()
 
     def _common_dtype(self) -> np.dtype[Any]:
-        """The dtype of all weights."""
-        weights = _floats(self._model)
+        """The dtype of all parameters and buffers of a floating-point type."""
+        tensors = (*self._model.named_parameters(), *self._model.named_buffers())
+        weights = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point()]
         dtype = weights[0][1].dtype if weights else torch.float32
         for name, weight in weights:
             if weight.dtype not in _DTYPES or weight.dtype != dtype:
