@@ -30,15 +30,18 @@ def flat_step_of(env: gym.Env[Any, Any]) -> Callable[[Any], Any]:
     if type(env) is not TimeLimit or type(env.env) is not OrderEnforcing or not _are_known():
         return plain
     limit: Any = env
-    if any("step" in vars(wrapper) for wrapper in (limit, limit.env, limit.env.env)):
-        return plain
+    order: Any = env.env
+    checker: Any = order.env if _CHECKS_ONCE and type(order.env) is PassiveEnvChecker else None
+    for wrapper in (limit, order, checker):
+        # Not `"step" in vars(wrapper)`: an object whose `__dict__` has been made is slower for ever.
+        if wrapper is not None and getattr(wrapper.step, "__func__", None) is not type(wrapper).step:
+            return plain
 
     def step(action: Any) -> Any:
-        order = limit.env
-        if type(order) is not OrderEnforcing or not order._has_reset:
+        if limit.env is not order or not order._has_reset:
             return plain(action)
-        inner: Any = order.env
-        if _CHECKS_ONCE and type(inner) is PassiveEnvChecker and inner.checked_step and inner.checked_data_reuse:
+        inner = order.env
+        if inner is checker and inner.checked_step and inner.checked_data_reuse:
             inner = inner.env
         observation, reward, terminated, truncated, info = inner.step(action)
         limit._elapsed_steps += 1
