@@ -42,7 +42,7 @@ if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # the
     EXTENSIONS = [
         Extension(
             "penstock.buffers._native",
-            ["buffers/_native.c", "buffers/_drawing.c", "buffers/_records.c", "buffers/_stepping.c"],
+            ["buffers/_native.c", "buffers/_drawing.c", "buffers/_stepping.c"],
             include_dirs=[numpy.get_include()],
             # Sums must be equal to Python's, to the last bit.
             extra_compile_args=["-ffp-contract=off"] if os.name == "posix" else [],

@@ -119,6 +119,7 @@ class RecurrentPgAgent(_RecurrentAgent, PgAgent):
         greedy_eval: bool = False,
         record_distribution: bool = False,
         record_state: _RecordState = "step",
+        mask_key: str | None = None,
         inference: Inference = "torch",
         device: Device = None,
     ) -> None:
@@ -127,6 +128,7 @@ class RecurrentPgAgent(_RecurrentAgent, PgAgent):
             greedy_eval=greedy_eval,
             record_distribution=record_distribution,
             record_state=record_state,
+            mask_key=mask_key,
             inference=inference,
             device=device,
         )
@@ -174,27 +176,6 @@ class RecurrentCategoricalPgAgent(RecurrentPgAgent):
     """
 
     head_cls = CategoricalHead
-
-    def __init__(
-        self,
-        model: ModelSource,
-        *,
-        greedy_eval: bool = False,
-        record_state: _RecordState = "step",
-        record_distribution: bool = False,
-        mask_key: str | None = None,
-        inference: Inference = "torch",
-        device: Device = None,
-    ) -> None:
-        super().__init__(
-            model,
-            greedy_eval=greedy_eval,
-            record_state=record_state,
-            record_distribution=record_distribution,
-            inference=inference,
-            device=device,
-        )
-        self.mask_key = mask_key
 
 
 class RecurrentGaussianPgAgent(RecurrentPgAgent):

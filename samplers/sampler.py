@@ -20,7 +20,6 @@ import numpy.typing as npt
 from penstock.agents import Agent
 from penstock.arguments import integer, one_of, true_or_false
 from penstock.buffers import PolicySamples, Samples
-from penstock.buffers.native import infos_of_records
 from penstock.buffers.object_pipe import ObjectMessage
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.samples import parts_of
@@ -408,15 +407,10 @@ class Sampler(TakesEnvFn, ABC):
         if not any(counts):
             return []
         found: Trajectories
-        if cls is not TrajInfo:
-            found = pool.take_messages(opening)
+        if cls is TrajInfo:
+            found = self._memory.records.take(counts, self._first_records[max(slot, 0)])
         else:
-            records, starts = self._memory.records, self._first_records[max(slot, 0)]
-            if self._makes_infos and self._seating is None:
-                infos = infos_of_records(TrajInfo, records.memories, starts, counts)
-                if infos is not None:  # else nothing is compiled
-                    return infos
-            found = records.take(counts, starts)
+            found = pool.take_messages(opening)
         return self._as_infos(found, evaluation=slot == EVALUATION) if self._makes_infos else found
 
     def _as_infos(self, found: Trajectories, *, evaluation: bool = False) -> list[TrajInfo]:

@@ -13,12 +13,13 @@ from penstock.agents import Agent, RandomAgent
 from penstock.agents.action_masks import info_key
 from penstock.buffers import NamedArrays, as_named
 from penstock.buffers.named import map_leaves
+from penstock.buffers.tree import tree_leaves
 from penstock.collectors.acting import as_agent_step
 from penstock.envs import ColumnStreams, MaskInObservation, Purpose, build_example_env, env_factories
 from penstock.errors import ConfigError
 from penstock.samplers import Sampler, SerialSampler
 from penstock.testing.environments import Setup
-from penstock.testing.rules import Violation, leaves
+from penstock.testing.rules import Violation
 from penstock.workers.marking import marked
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class AgentSetup(Setup):
             sampler.obtain_samples(0)
             env, agent = sampler.samples_np.env.copy(), sampler.samples_np.agent.copy()
         first = np.vstack([np.ones((1, self.batch_B), bool), env.done[:-1]])
-        for _, leaf in (*leaves(agent.prev_action, ""), *leaves(env.prev_reward, "")):
+        for _, leaf in (*tree_leaves(agent.prev_action, ""), *tree_leaves(env.prev_reward, "")):
             leaf[first] = 0
         return Tape(env.observation, agent.prev_action, env.prev_reward, env.done)
 

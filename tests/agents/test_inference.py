@@ -25,8 +25,7 @@ from penstock.agents import (
     SquashedGaussianAgent,
 )
 from penstock.agents.inference import TracedModel
-from penstock.agents.numpy_model import NumpyModel
-from penstock.agents.numpy_operations import TILE
+from penstock.agents.numpy_model import TILE, NumpyModel
 from penstock.buffers import NamedArrays
 from penstock.errors import ConfigError
 

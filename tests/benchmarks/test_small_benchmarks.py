@@ -175,7 +175,7 @@ def test_native(folder: Path) -> None:
     assert "saved" in printed
     assert content["results"].keys() == set(cases)
     for figures in content["results"].values():
-        assert figures.keys() == {"nothing", *PYTHON, "everything"} - {"flat_step"}
+        assert figures.keys() == {"nothing", *PYTHON, "everything"}
         assert all(len(pairs) == 2 and np.min(pairs) > 0 for pairs in figures.values())
 
 

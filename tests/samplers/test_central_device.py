@@ -18,7 +18,7 @@ from penstock import (
     SerialSampler,
     WorkerError,
 )
-from penstock.agents.device import DeviceLink
+from penstock.agents.torch_agent import DeviceLink
 from penstock.buffers import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.envs import CountingEnv

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not native.COMPILED, reason="was built without a
 
 DRAWING = {"shift_rows", "draw_rows"}
 FUNCTIONS = set(native.PYTHON) - DRAWING
-LOOPS = {"step_ordinary", "sum_episodes", "infos_of_records"}
+LOOPS = {"step_ordinary", "sum_episodes"}
 ALWAYS = {"put_row", *LOOPS}
 
 
@@ -44,7 +44,7 @@ def calls_of_native(*, compiled: bool) -> Iterator[list[str]]:
             result = function(*arguments)
             has_done = {
                 "step_ordinary": result is None,
-                **dict.fromkeys(("flat_step", "infos_of_records", *DRAWING), result is not None),
+                **dict.fromkeys(DRAWING, result is not None),
                 "sum_episodes": isinstance(result, int) and result != -1,
             }
             if has_done.get(name, result is True):
@@ -76,7 +76,7 @@ CASES: list[tuple[Any, Any, dict[str, Any], set[str]]] = [
     (partial(gym.make, "Pendulum-v1", max_episode_steps=20), RandomAgent, {}, FUNCTIONS),
     (partial(gym.make, "MountainCarContinuous-v0", max_episode_steps=9), RandomAgent, {}, ALWAYS),
     (partial(gym.make, "Acrobot-v1", max_episode_steps=9), RandomAgent, {"record_final_obs": False}, ALWAYS),
-    (NestedEnv, RandomAgent, {}, FUNCTIONS - {"flat_step"}),
+    (NestedEnv, RandomAgent, {}, FUNCTIONS),
     ("FrozenLake-v1", RandomAgent, {}, ALWAYS),
 ]
 
