@@ -25,7 +25,7 @@ class EnvBuilder:
         self._at(context)
         env = factory(context)
         self._built.append((context.env_rank, env))
-        if isinstance(env, ParallelView):
+        if isinstance(env, ParallelView) and not hasattr(env, "observation_space"):
             raise SpaceError(
                 f"env_fn returned an environment of several agents for env_rank {context.env_rank}, but the example "
                 "environment, or the argument `spaces`, is of one agent: leave `spaces` out, or use a sampler for each "
