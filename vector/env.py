@@ -22,7 +22,7 @@ from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.vector.exchange import Ids, batch_infos
 from penstock.vector.remote_calls import CallsOnEnvs
-from penstock.vector.seats import Seating, SeatProgram, SharedSpaces, read_seating, refuse_seats
+from penstock.vector.seat_rows import Seating, SeatProgram, SharedSpaces, read_seating, refuse_seats
 from penstock.vector.step_program import ResetMessage, VectorProgram
 from penstock.vector.vector_arguments import (
     EnvFns,

@@ -141,11 +141,11 @@ class Exchange:
         return [(i, self._info_of(i)) for i in ids]
 
     def _require_finite(self, rows: Ids) -> None:
-        _require_finite(self.reward, rows, "reward", self.ranks)
-        _require_finite(self._observation, rows, "observation", self.ranks)
+        require_finite(self.reward, rows, "reward", self.ranks)
+        require_finite(self._observation, rows, "observation", self.ranks)
         if self._same_step:
             ended = rows[self.terminated[rows] | self.truncated[rows]]
-            _require_finite(self._final, ended, "final_obs", self.ranks)
+            require_finite(self._final, ended, "final_obs", self.ranks)
 
     def observations(self, which: Ids | slice = slice(None), *, copy: bool = True) -> Any:
         """The last observations in the rows `which`, batched as Gymnasium does it."""
@@ -239,7 +239,7 @@ def _batch_ends(infos: Sequence[tuple[int, dict[str, Any]]], n: int) -> dict[str
     return {"final_obs": final_obs, "_final_obs": has_ended, "final_info": {}, "_final_info": has_ended.copy()}
 
 
-def _require_finite(arrays: object, which: Ids, name: str, ranks: Sequence[int]) -> None:
+def require_finite(arrays: object, which: Ids, name: str, ranks: Sequence[int]) -> None:
     """Raise `SpaceError` for the first NaN or inf in the rows `which` of `arrays`."""
     for leaf_name, array in tree_leaves(arrays, name):
         rows = array[which]

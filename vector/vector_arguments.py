@@ -15,7 +15,7 @@ from penstock.arguments import MOST_ENVS, integer, one_of, seconds, unknown_argu
 from penstock.envs.factory import EnvFactory, env_factories
 from penstock.errors import ConfigError, brief
 from penstock.vector.exchange import Ids
-from penstock.vector.seats import SharedSpaces
+from penstock.vector.seat_rows import SharedSpaces
 from penstock.workers.affinity import usable_cpus
 from penstock.workers.cpu_claims import CpuClaims
 from penstock.workers.failures import ON_WORKER_FAILURE, OnWorkerFailure
@@ -42,7 +42,7 @@ class ParallelEnvLike(Protocol):
 Options = dict[str, Any] | None
 OneEnv = Callable[[], gym.Env[Any, Any]] | Callable[[], ParallelEnvLike]
 #: What builds the environments. A single id is refused: it is a sequence of texts too, so `list[str]` is named.
-EnvFns = Sequence[Callable[[], gym.Env[Any, Any]]] | Sequence[OneEnv] | list[str] | list[str | OneEnv]
+EnvFns = Sequence[OneEnv] | list[str] | list[str | OneEnv]
 ModeName = Literal["NEXT_STEP", "NextStep", "SAME_STEP", "SameStep", "DISABLED", "Disabled"]
 
 

@@ -15,7 +15,7 @@ from gymnasium import error as gymnasium_error
 from penstock.envs.calls import EnvCall, results
 from penstock.errors import PenstockError, SamplerClosedError, SamplerStateError, brief
 from penstock.vector.exchange import Exchange, Ids
-from penstock.vector.seats import SeatExchange, SeatProgram
+from penstock.vector.seat_rows import SeatExchange, SeatProgram
 from penstock.vector.step_memory import VectorMemory
 from penstock.vector.step_program import VectorProgram
 from penstock.workers.call_guard import CallGuard

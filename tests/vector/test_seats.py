@@ -481,6 +481,21 @@ def test_check_finite_names_the_agent(fault: str, name: str) -> None:
             envs.step(np.zeros(5, int))
 
 
+class LateNan(ScriptedGame):
+    def step(self, actions: Any) -> Any:
+        observations, rewards, *rest = super().step(actions)
+        rewards["a0"] = float("nan") if "a0" not in actions else rewards["a0"]
+        return observations, rewards, *rest
+
+
+def test_check_finite_sees_late_rewards() -> None:
+    with ShmVectorEnv([partial(LateNan, 2, [{"a0": "die"}, {}, {}])], check_finite=True) as envs:
+        envs.reset(seed=0)
+        envs.step([0, 0])
+        with pytest.raises(SpaceError, match=r"late_reward of env_rank 0, agent 'a0' must be finite"):
+            envs.step([0, 0])
+
+
 # ---- failures --------------------------------------------------------------------------------
 
 
@@ -514,6 +529,23 @@ def test_a_killed_worker_is_replaced_and_its_seats_are_cut_off() -> None:
         assert again[1][3:].tolist() == [1, 1, 1]
         assert again[-1]["valid"][3:].all()
         assert not again[3][3:].any()
+
+
+def test_a_replacement_while_environments_step_one_by_one() -> None:
+    with ShmVectorEnv([partial(ScriptedGame, 2, [{}] * 9)] * 3, n_workers=1, on_worker_failure="restart") as envs:
+        envs.reset(seed=0)
+        envs.step(np.zeros(6, int))
+        os.kill(envs.worker_pids[0], signal.SIGKILL)
+        envs.send(np.zeros(4, int), [2, 0])
+        *_, truncated, infos = envs.recv(min_ready=2)
+        assert infos["env_id"].tolist() == [0, 2]
+        assert infos["final_info"]["worker_restarted"].all()
+        assert truncated.all()
+        envs.send(np.zeros(6, int))
+        _, reward, _, truncated, infos = envs.recv(min_ready=3)
+        assert reward.tolist() == [1, 1, 0, 0, 1, 1]  # now environment 1 is cut off
+        assert truncated.tolist() == [False, False, True, True, False, False]
+        assert infos["valid"].tolist() == [True, True, False, False, True, True]
 
 
 def test_a_reset_after_a_replacement_begins_a_game() -> None:

@@ -271,6 +271,8 @@ def test_stable_baselines3_learns_the_same() -> None:
     wanted = learn(theirs(Ending(), 2, base_class="stable_baselines3"))
     assert_same(learn(ShmVectorEnv([Ending] * 2, n_workers=2).to_sb3()), wanted)
     assert_same(learn(concat_vec_envs(Ending(), 2, num_cpus=2, base_class="stable_baselines3")), wanted)
+    sb3.PPO("MlpPolicy", envs := concat_vec_envs(Ending(), 1, base_class="stable_baselines3"), seed=0, device="cpu")
+    envs.close()
     assert not np.array_equal(learn(ShmVectorEnv([Telling] * 2, n_workers=2).to_sb3())[0], wanted[0])
 
 

@@ -23,7 +23,7 @@ from penstock.envs.factory import EnvFactory, build_example_env, close_example_e
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
 from penstock.envs.seats import AgentId, ParallelView, SeatRank
 from penstock.errors import ConfigError, SpaceError, brief
-from penstock.vector.exchange import Exchange, Flags, Ids
+from penstock.vector.exchange import Exchange, Flags, Ids, require_finite
 from penstock.vector.step_memory import VectorMemory, copy_rows
 from penstock.vector.step_program import RESTARTED, ResetMessage, VectorProgram, keeps_types
 from penstock.workers.control import Phase, Progress
@@ -283,7 +283,7 @@ class SeatExchange(Exchange):
         self._alive, self._valid, self._late = rows.alive, rows.valid, rows.late_reward
         self.ranks = program.seating.ranks
         self._row_of = {(int(rank), rank.agent_id): row for row, rank in enumerate(self.ranks)}
-        self.env_of = np.array(self.ranks, np.intp)
+        self._env_of = np.array(self.ranks, np.intp)
         self._everywhere = np.ones(len(self.ranks), np.bool_)
         self._everywhere.flags.writeable = False
 
@@ -303,6 +303,10 @@ class SeatExchange(Exchange):
             "_late_reward": everywhere,
         }
 
+    def _require_finite(self, rows: Ids) -> None:
+        super()._require_finite(rows)
+        require_finite(self._late, rows, "late_reward", self.ranks)
+
     def _infos_of(self, is_new: Flags, has_info: Flags, ids: list[int]) -> list[tuple[int, dict[str, Any]]]:
         ended = (self.terminated | self.truncated).nonzero()[0]
         if not ids and not len(ended):  # the ordinary step
@@ -312,7 +316,7 @@ class SeatExchange(Exchange):
             for kind, by_agent in self._unpickled_infos(e).items():
                 found[kind].update({self._row_of[e, agent]: info for agent, info in by_agent.items()})
         infos: dict[int, dict[str, Any]] = {}
-        for row in ended[is_new[self.env_of[ended]]].tolist():
+        for row in ended[is_new[self._env_of[ended]]].tolist():
             kept = found["final_obs"]
             final_obs = kept[row] if row in kept else copy_rows(self._final, row)
             infos[row] = {"final_obs": final_obs, "final_info": found["final_info"].get(row, {})}
