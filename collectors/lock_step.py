@@ -105,6 +105,8 @@ class Desk(Collector):
             self.tracker.drop(column)
             self.rewards[column].clear()
             return
+        if self._who:  # the policy's value may be computed here
+            self.progress.at_env(self._who | int(self.envs.env_ranks[column]))
         self.record_episode_end(self._t, column, observation, reward, terminated, truncated)
         self.samples.valid[self._t + 1 :, column] = False
 
@@ -130,6 +132,9 @@ class Desk(Collector):
         """The batch is complete: compute the missing values, and send the finished trajectories. Returns how many."""
         samples, self._t = self.samples, -1
         samples.mark_starts()
+        if self._who:
+            self.progress.at_env(self._who)
+            self.progress.enter(Phase.ACTING)
         self._write_values()
         if samples.bootstrap_value is not None:
             samples.bootstrap_value[~self.is_alive] = 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from keyword import iskeyword
@@ -125,12 +125,13 @@ def allocate(
     extra, specs, copies, differences = _extra_example(config.collector_cls), [], [], []
     for p, (agent, example) in enumerate(zip(each, examples, strict=True)):
         env = built if seating is None else build_example_env(example)
-        env_info = _prepare_agent(agent, env, setup.seed, config, p)
-        copied = agent.runtime.worker_copy()
-        if agent.joint:
-            copied = JointSeats(copied, _seats_of_joint(agent, seating, p, config, setup))
+        with _naming_policy("" if seating is None or seating.is_shared else seating.policies[p]):
+            env_info = _prepare_agent(agent, env, setup.seed, config, p)
+            copied = agent.runtime.worker_copy()
+            if agent.joint:
+                copied = JointSeats(copied, _seats_of_joint(agent, seating, p, config, setup))
+            spec = replace(_try_agent(copied, example, config, setup), env_info=env_info, extra=extra)
         copies.append(copied)
-        spec = replace(_try_agent(copied, example, config, setup), env_info=env_info, extra=extra)
         specs.append(spec if seating is None else replace(spec, n_seats=seating.n_seats(p)))
         differences.append(copied.runtime.inference_difference(partial(_real_inputs, copied, example, config)))
     difference = max((own for own in differences if own is not None), default=None)
@@ -152,6 +153,17 @@ def allocate(
         resources.callback(agent.runtime.unshare_memory, parameters)
     episodes = RecordedEpisodes(memory, train, setup.seed, config.crash_dir) if config.seed_episodes else None
     return Allocation(buffer.batches, memory, program, plans, worker_data, difference, episodes)
+
+
+@contextmanager
+def _naming_policy(name: str) -> Iterator[None]:
+    """A context in which errors about an agent say which policy it is."""
+    try:
+        yield
+    except (ConfigError, SpaceError) as error:
+        if not name:
+            raise
+        raise (SpaceError if isinstance(error, SpaceError) else ConfigError)(f"policy {name!r}: {error}") from error
 
 
 def _checked_agents(agents: object) -> tuple[Agent, ...]:

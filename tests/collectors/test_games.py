@@ -1,0 +1,174 @@
+"""Games, without sampler and policies: who joins, who ends, who waits, and whose each reward is."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.collectors.action_checks import Checks
+from penstock.collectors.games import Games, SeatColumns
+from penstock.envs.seats import ParallelView, SeatRank
+from penstock.envs.toy import ScriptedGame
+from penstock.workers.control import ControlBlock, Progress
+
+from ..scale import scaled
+from ..seats_support import OPENING, STORY, Odd
+
+
+class Table:
+    """Steps games without a policy, and writes down what the columns are told."""
+
+    def __init__(self, envs: list[Any], *, split: bool = False, debug: bool = False) -> None:
+        """`split`: every second agent has columns of its own."""
+        self.control = ControlBlock(1, 1, shared=False)
+        progress = Progress(self.control, 0)
+        views = [ParallelView(env) for env in envs]
+        parts: list[list[tuple[int, Any]]] = [[], []]
+        for e, view in enumerate(views):
+            for i, agent in enumerate(view.possible_agents):
+                parts[split and i % 2].append((e, agent))
+        self.columns, places = [], [dict[Any, Any]() for _ in views]
+        for own in filter(None, parts):
+            e, agent = own[0]
+            ranks = [SeatRank(10 + e, agent) for e, agent in own]
+            columns = SeatColumns(views, ranks, views[e].spaces[agent], progress, Checks(debug=debug))
+            for column, (e, agent) in enumerate(own):
+                places[e][agent] = columns, column
+            columns.on_join = partial(self._note, "join", columns)
+            columns.on_end = partial(self._note, "end", columns)
+            columns.on_late = partial(self._note, "late", columns)
+            self.columns.append(columns)
+        ordered = [
+            {agent: own[agent] for agent in view.possible_agents} for view, own in zip(views, places, strict=True)
+        ]
+        self.games = Games(views, ordered, [10 + e for e in range(len(views))])
+        self.games.watch()
+        self.log: list[Any] = []
+        for e in range(len(views)):
+            self.games.reset(e, 5 + e)
+
+    def _note(self, what: str, columns: SeatColumns, column: int, *more: Any) -> None:
+        more = tuple(each.tolist() if isinstance(each, np.ndarray) else each for each in more)
+        self.log.append((what, str(columns.env_ranks[column]), *more))
+
+    def seats(self) -> list[Any]:
+        """(observation, reward) of each seat, and "-" for an idle one."""
+        return [
+            "-" if column in own.parked else (np.asarray(own.observations[column]).tolist(), own.rewards[column])
+            for own in self.columns
+            for column in range(len(own))
+        ]
+
+    def step(self, action: int = 0) -> list[Any]:
+        """What happened, and how the seats are afterwards; the rewards of those who ended are in what happened."""
+        self.log = []
+        for own in self.columns:
+            own.actions = [action] * len(own)
+        self.games.step()
+        seats = self.seats()
+        late, over = list(self.games.late), list(self.games.over)
+        for own in self.columns:
+            own.zero_idle_rewards()
+        return [self.log, seats, late, over]
+
+    def close(self) -> None:
+        self.control.memory.close()
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("debug", [False, True])
+def test_the_story_of_a_game(split: bool, debug: bool) -> None:
+    table = Table([ScriptedGame(3, STORY, OPENING)], split=split, debug=debug)
+    assert table.log == [("join", "10, agent 'a0'"), ("join", "10, agent 'a1'")]
+
+    def told(step: list[Any]) -> list[Any]:
+        return [
+            (what, who[-3:-1], *(each[:3] if isinstance(each, list) else each for each in rest))
+            for what, who, *rest in step[0]
+        ]
+
+    def there(step: list[Any]) -> list[Any]:
+        seats = step[1]
+        order = [0, 2, 1] if split else [0, 1, 2]  # a0 and a2 have columns of their own
+        return [seats[i] if seats[i] == "-" else (seats[i][0][:3], seats[i][1]) for i in order]
+
+    step = table.step(1)
+    assert told(step) == [("join", "a2")]
+    assert there(step) == [([1, 1, 1], 2), ([2, 1, 1], 2), ([3, 1, 0], 0)]
+    step = table.step(1)
+    assert told(step) == [("end", "a0", [1, 2, 2], 3, True, False)]
+    assert there(step) == ["-", ([2, 2, 2], 3), ([3, 2, 1], 3)]
+    step = table.step(1)
+    assert told(step) == []
+    assert there(step) == ["-", ([2, 3, 3], 4), ([3, 3, 2], 4)]
+    step = table.step(1)
+    assert told(step) == [("end", "a1", [2, 4, 4], 5, False, True)]
+    assert there(step) == ["-", "-", ([3, 4, 3], 5)]
+    step = table.step(1)
+    assert told(step) == [("end", "a2", [3, 5, 4], 6, False, True), ("join", "a0"), ("join", "a1")]
+    assert step[3] == [0]
+    assert [seat if seat == "-" else seat[0] for seat in there(step)] == [[1, 0, 0], [2, 0, 0], "-"]
+    for own in table.columns:
+        assert all(own.rewards[column] == 0 for column in own.parked)
+        assert all(not own.observations[column].any() for column in own.parked)
+    table.close()
+
+
+@given(
+    seed=st.integers(0, 2**20),
+    ks=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    split=st.booleans(),
+    odd=st.booleans(),
+    shuffle=st.booleans(),
+)
+def test_ordinary_steps_are_as_careful_ones(seed: int, ks: list[int], split: bool, odd: bool, shuffle: bool) -> None:
+    def games() -> list[Any]:
+        return [Odd(k=k, shuffle=shuffle) if odd else ScriptedGame(k) for k in ks]
+
+    fast, careful = Table(games(), split=split), Table(games(), split=split, debug=True)
+    rng = np.random.default_rng(seed)
+    for table in (fast, careful):
+        for e in range(len(ks)):
+            table.games.reset(e, seed + e)
+    for _ in range(scaled(300, 40)):
+        action = int(rng.integers(3))
+        assert fast.step(action) == careful.step(action)
+    fast.close()
+    careful.close()
+
+
+@given(seed=st.integers(0, 2**20), k=st.integers(1, 6), split=st.booleans(), odd=st.booleans())
+def test_every_reward_has_one_place(seed: int, k: int, split: bool, odd: bool) -> None:
+    games = [Odd(k=k) if odd else ScriptedGame(k) for _ in range(2)]
+    table = Table(games, split=split)
+    for e in range(2):
+        table.games.reset(e, seed + e)
+    total = late = 0.0
+    acting = [column not in own.parked for own in table.columns for column in range(len(own))]
+    before = sum(game.ledger for game in games)
+    for _ in range(scaled(300, 40)):
+        log, seats, own_late, _ = table.step(1)
+        ended = [entry for entry in log if entry[0] == "end"]
+        rewards = [0.0 if seat == "-" else seat[1] for seat in seats]
+        joined = {entry[1] for entry in log if entry[0] == "join"}
+        names = [str(rank) for own in table.columns for rank in own.env_ranks]
+        # Who acted and is there still has its reward in the list; who ended, in the report of the end.
+        gone = {entry[1] for entry in ended}
+        for i, name in enumerate(names):
+            if name in gone:
+                assert acting[i]
+                total += next(entry[3] for entry in ended if entry[1] == name)
+            elif acting[i]:
+                total += rewards[i]
+            elif name in joined:
+                assert rewards[i] == 0
+        late += sum(value for _, value in own_late)
+        assert sum(entry[0] == "late" for entry in log) == len(own_late)
+        acting = [seat != "-" for seat in seats]
+    assert total + late == sum(game.ledger for game in games) - before
+    table.close()

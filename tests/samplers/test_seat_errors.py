@@ -1,0 +1,637 @@
+"""Environments and policies of several agents that do something wrong: each message names the environment and, where a
+value is at fault, the agent."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from penstock import (
+    AgentStep,
+    AlternatingSampler,
+    AsyncSampler,
+    ConfigError,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SerialSampler,
+    SpaceError,
+    WaitResetCollector,
+    WorkerError,
+)
+from penstock.collectors import EpisodeEvalCollector
+from penstock.envs.toy import CountingEnv, ScriptedGame
+
+from ..scale import scaled
+from ..seats_support import Book, Valued, serial
+
+LONG: Any = [{}] * 30
+Spoil = Callable[[Any, list[Any]], Any]
+
+SAMPLERS: list[tuple[type[Sampler], dict[str, Any]]] = [
+    (SerialSampler, {}),
+    (ParallelSampler, {"n_workers": 2}),
+    (GpuSampler, {"n_workers": 2}),
+]
+
+
+class Spoiled(ScriptedGame):
+    """Its step number `at` returns what `spoil(game, [observations, rewards, ...])` returns."""
+
+    def __init__(self, spoil: Spoil | None = None, at: int = 3, script: Any = LONG, **kwargs: Any) -> None:
+        super().__init__(script=script, **kwargs)
+        self._spoil, self._at = spoil, at
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        results = [*super().step(actions)]
+        if self._spoil is None or self.t != self._at:
+            return tuple(results)
+        spoiled = self._spoil(self, results)
+        return tuple(results) if spoiled is None else spoiled
+
+
+def put(part: int, value: Any) -> Spoil:
+    """In place of one of the five dicts."""
+
+    def spoil(game: Any, results: list[Any]) -> None:
+        results[part] = value
+
+    return spoil
+
+
+def give(part: int, value: Any, agent: str = "a1") -> Spoil:
+    """In place of what one dict has for an agent."""
+
+    def spoil(game: Any, results: list[Any]) -> None:
+        results[part] = {**results[part], agent: value}
+
+    return spoil
+
+
+def leave_out(*parts: int, agent: str = "a1") -> Spoil:
+    def spoil(game: Any, results: list[Any]) -> None:
+        for part in parts:
+            results[part] = {key: value for key, value in results[part].items() if key != agent}
+
+    return spoil
+
+
+def vanish(game: Any, results: list[Any]) -> None:
+    game.agents = [agent for agent in game.agents if agent != "a1"]
+
+
+def cut_without_observation(game: Any, results: list[Any]) -> None:
+    leave_out(0)(game, results)
+    give(3, True)(game, results)
+    vanish(game, results)
+
+
+def list_unknown(game: Any, results: list[Any]) -> None:
+    game.agents = [*game.agents, "a9"]
+
+
+def list_absent(game: Any, results: list[Any]) -> None:
+    """a2 joins, but has no observation."""
+    game.agents = [*game.agents, "a2"]
+
+
+def raise_it(game: Any, results: list[Any]) -> None:
+    raise ValueError("the game is broken")
+
+
+FIVE = r"env\.step of env_rank 2 must return five dicts by agent \(observations, rewards, terminations"
+SEAT = r"env_rank 2, agent 'a1'"
+
+SPOILS: dict[str, tuple[Spoil, str]] = {
+    "raises": (raise_it, r"raised ValueError while stepping env_rank 2, t=2 \(itr=0\): the game is broken"),
+    "observation of another shape": (give(0, np.zeros(3, np.float32)), f"observation of {SEAT} must have shape"),
+    "observation is text": (give(0, "left"), f"observation of {SEAT}"),
+    "observation of None": (give(0, None), f"observation of {SEAT}"),
+    "reward is text": (give(1, "much"), f"the reward of {SEAT} must be .* number.*'much'"),
+    "reward of None": (give(1, None), f"the reward of {SEAT} must be .* number"),
+    "reward of two": (give(1, [1.0, 2.0]), f"the reward of {SEAT} must be .* number"),
+    "reward too large": (give(1, 1e300), f"the reward of {SEAT} must be a number that float32 can hold"),
+    "flag is text": (give(2, "no"), f"terminated of {SEAT} must be True or False, got 'no'"),
+    "flag of None": (give(3, None), f"truncated of {SEAT} must be True or False, got None"),
+    "flag of two": (give(2, np.array([True, False])), f"terminated of {SEAT} must be True or False"),
+    "flag of 2": (give(2, 2), f"terminated of {SEAT} must be True or False, got 2"),
+    "info is text": (
+        lambda game, results: (
+            (give(4, "x")(game, results), give(3, True)(game, results), vanish(game, results))[:0] or None
+        ),
+        f"the info that env.step of {SEAT} returned must be a dict, got 'x'",
+    ),
+    "vanishes": (vanish, f"{SEAT} is not in env.agents any more, but neither terminated nor truncated"),
+    "no observation": (leave_out(0), f"{SEAT} goes on, but env.step returned no observation for it"),
+    "cut without observation": (cut_without_observation, f"{SEAT} was truncated, but env.step returned no observation"),
+    "unknown in agents": (list_unknown, r"env_rank 2, agent 'a9' is not one of possible_agents, \['a0', 'a1', 'a2'\]"),
+    "unknown observation": (give(0, np.zeros(4), "a9"), r"env_rank 2, agent 'a9' is not one of possible_agents"),
+    "unknown reward": (give(1, 1.0, "a9"), r"env_rank 2, agent 'a9' is not one of possible_agents"),
+    "joins without observation": (list_absent, r"env_rank 2, agent 'a2' is in env.agents, but has no observation"),
+    "four dicts": (lambda game, results: tuple(results[:4]), r"env\.step.* of env_rank 2 .*"),
+    "None": (lambda game, results: "nothing", r"env_rank 2"),
+    **{
+        f"{kind} {part}": (put(part, value), FIVE) for part in range(5) for kind, value in (("no", None), ("list", [1]))
+    },
+}
+
+
+def spoiled(spoil: Spoil, at: int = 3) -> list[Any]:
+    """Environment 2 is the bad one."""
+    fine = partial(Spoiled, start=["a0", "a1"])
+    return [fine, fine, partial(Spoiled, spoil, at, start=["a0", "a1"])]
+
+
+@pytest.mark.parametrize("name", SPOILS)
+def test_a_wrong_step_is_named(name: str) -> None:
+    spoil, message = SPOILS[name]
+    samplers = SAMPLERS if name in ("vanishes", "reward is text", "raises") else scaled(SAMPLERS, SAMPLERS[:1])
+    for cls, kwargs in samplers:
+        with cls(spoiled(spoil), batch_T=9, batch_B=3, max_decorrelation_steps=0, **kwargs) as sampler:
+            sampler.initialize(RandomAgent(), seed=0)
+            with pytest.raises(WorkerError, match=message) as told:
+                sampler.obtain_samples(0)
+            text = str(told.value)
+            assert "while stepping env_rank 2, t=2 (itr=0)" in text or name.startswith(("reward", "observation"))
+            assert len(text.splitlines()[0]) < 700
+
+
+@pytest.mark.parametrize("name", SPOILS)
+@pytest.mark.parametrize("options", [{"global_state": True}, {"debug": True}])
+def test_a_wrong_step_is_named_with_more_options(name: str, options: dict[str, Any]) -> None:
+    spoil, message = SPOILS[name]
+    with SerialSampler(spoiled(spoil), batch_T=9, batch_B=3, max_decorrelation_steps=0, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(WorkerError, match="env_rank 2") as told:
+            sampler.obtain_samples(0)
+        if "debug" in options or name not in ("observation is text", "observation of None"):
+            assert re.search(message.replace("observation of env", r"observation\S* of env"), str(told.value))
+
+
+def test_wrong_steps_before_the_first_batch_are_named() -> None:
+    for spoil, message in (SPOILS["vanishes"], SPOILS["unknown reward"], SPOILS["observation of another shape"]):
+        with SerialSampler(spoiled(spoil, 1), batch_T=9, batch_B=3, max_decorrelation_steps=60) as sampler:
+            with pytest.raises(WorkerError, match=message) as told:
+                sampler.initialize(RandomAgent(), seed=1)
+            assert "env_rank 2 (start-up)" in str(told.value)
+
+
+def test_a_wrong_last_observation_is_named() -> None:
+    def end_wrong(game: Any, results: list[Any]) -> None:
+        give(0, np.zeros(3, np.float32))(game, results)
+        give(2, True)(game, results)
+        vanish(game, results)
+
+    for record in (True, False):
+        with SerialSampler(
+            spoiled(end_wrong), batch_T=9, batch_B=3, max_decorrelation_steps=0, record_final_obs=record
+        ) as sampler:
+            sampler.initialize(RandomAgent(), seed=0)
+            with pytest.raises(WorkerError, match=f"the final observation of {SEAT}"):
+                sampler.obtain_samples(0)
+
+
+def test_what_is_unusual_but_clear_is_accepted() -> None:
+    """A missing flag is False, a missing reward 0, who dies needs no observation, and a ghost may stay in the list."""
+
+    def no_flags(game: Any, results: list[Any]) -> None:
+        leave_out(1, 2, 3, 4)(game, results)
+
+    def dies_unseen(game: Any, results: list[Any]) -> None:
+        leave_out(0)(game, results)
+        give(2, True)(game, results)
+        vanish(game, results)
+
+    for spoil, valid, reward in ((no_flags, True, 0.0), (dies_unseen, False, None)):
+        with SerialSampler(spoiled(spoil), batch_T=4, batch_B=3, max_decorrelation_steps=0) as sampler:
+            sampler.initialize(RandomAgent(), seed=0)
+            sampler.obtain_samples(0)
+            env = sampler.samples_np.env
+            column = sampler.seats()["agent"].index((2, "a1"))
+            assert env.valid[:, column].tolist() == [True, True, True, valid]
+            assert env.done[2, column] == (not valid)
+            if reward is not None:
+                assert env.reward[2, column] == reward
+            else:
+                assert not env.final_obs[2, column].any()
+                assert env.reward[2, column] > 0
+
+
+class Ghostly(ScriptedGame):
+    """a1 ends in step 2 and stays in `agents` until step 4. It comes back in step 6."""
+
+    def __init__(self) -> None:
+        super().__init__(3, [{}, {"a1": "die"}, {}, {}, {}, {"a1": "join"}, {}, {}, {}])
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        assert ("a1" in actions) == (self.t < 2 or self.t >= 6)
+        self.agents = [*actions]
+        result = super().step(actions)
+        if self.t in (2, 3):
+            self.agents = self.possible_agents
+        return result
+
+
+def test_who_has_ended_may_stay_in_the_list() -> None:
+    with SerialSampler(Ghostly, batch_T=9, batch_B=1, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(Book(), seed=0)
+        _, infos = sampler.obtain_samples(0)
+        env = sampler.samples_np.env
+        assert env.valid[:, 1].tolist() == [True] * 2 + [False] * 4 + [True] * 3
+        assert env.prev_done[:, 1].tolist() == [True, *[False] * 5, True, False, False]
+        assert env.valid[:, [0, 2]].all()
+        assert [(info.agent_id, info.Length) for info in infos] == [
+            ("a1", 2),
+            ("a0", 9),
+            ("a1", 3),
+            ("a2", 9),
+            (None, 9),
+        ]
+
+
+# ---- resets ------------------------------------------------------------------------------------
+
+
+class Resets(ScriptedGame):
+    """Its reset number `at` returns what `spoil(game, observations, infos)` returns."""
+
+    def __init__(self, spoil: Any = None, at: int = 2) -> None:
+        super().__init__(3, [{}, {}])
+        self._spoil, self._left = spoil, at
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        observations, infos = super().reset(seed, options)
+        self._left -= 1
+        return self._spoil(self, observations, infos) if self._spoil and not self._left else (observations, infos)
+
+
+def nobody(game: Any, observations: Any, infos: Any) -> Any:
+    game.agents = []
+    return {}, {}
+
+
+RESETS: dict[str, tuple[Any, str]] = {
+    "raises": (lambda game, *_: 1 / 0, "raised ZeroDivisionError while resetting env_rank 1"),
+    "nobody": (nobody, r"env\.reset of env_rank 1 must leave at least one agent in env\.agents"),
+    "observations alone": (lambda game, o, i: o, r"env\.reset of env_rank 1 must return a tuple of two dicts"),
+    "no infos": (lambda game, o, i: (o, None), r"env\.reset of env_rank 1 must return a tuple of two dicts"),
+    "no observations": (lambda game, o, i: (None, i), r"env\.reset of env_rank 1 must return a tuple of two dicts"),
+    "one is missing": (
+        lambda game, o, i: ({"a0": o["a0"], "a2": o["a2"]}, i),
+        "env_rank 1, agent 'a1' is in env.agents, but has no observation",
+    ),
+    "unknown": (
+        lambda game, o, i: ({**o, "a7": o["a0"]}, i),
+        "env_rank 1, agent 'a7' is not one of possible_agents",
+    ),
+    "shape": (
+        lambda game, o, i: ({**o, "a1": np.zeros(9, np.float32)}, i),
+        "observation of env_rank 1, agent 'a1' must have shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESETS)
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"global_state": True}])
+def test_a_wrong_reset_is_named(name: str, at: int, options: dict[str, Any]) -> None:
+    spoil, message = RESETS[name]
+    env_fns = [Resets, partial(Resets, spoil, at)]
+    with SerialSampler(env_fns, batch_T=9, batch_B=2, max_decorrelation_steps=0, **options) as sampler:
+        with pytest.raises(WorkerError, match=message.replace("observation of", r"observation\S* of")) as told:
+            sampler.initialize(RandomAgent(), seed=0)
+            sampler.obtain_samples(0)
+        during = "(start-up)" if at == 1 else "(itr=0)"
+        assert during in str(told.value)
+
+
+# ---- optional checks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("where", ["observation", "reward", "final observation"])
+def test_check_finite_names_the_agent(where: str, value: float) -> None:
+    def spoil(game: Any, results: list[Any]) -> None:
+        if where == "reward":
+            give(1, value)(game, results)
+            return
+        give(0, np.array([1, 2, value, 4], np.float32))(game, results)
+        if where == "final observation":
+            give(2, True)(game, results)
+            vanish(game, results)
+
+    with SerialSampler(spoiled(spoil), batch_T=9, batch_B=3, max_decorrelation_steps=0, check_finite=True) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(WorkerError, match=rf"{where} of {SEAT} must be .*finite") as told:
+            sampler.obtain_samples(0)
+        assert "check_finite=True" in str(told.value)
+
+
+def test_debug_names_the_agent_of_an_action_and_of_an_observation() -> None:
+    class Seven(RandomAgent):
+        def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+            step = super().step(observation, prev_action, prev_reward)
+            action = np.array(step.action)
+            action[observation[:, 1] == 2] = 7
+            return step._replace(action=action)
+
+    env_fn = partial(Spoiled, script=[{"a0": "die"}, *LONG])
+    with SerialSampler(env_fn, batch_T=9, batch_B=2, max_decorrelation_steps=0, debug=True) as sampler:
+        sampler.initialize(Seven(), seed=0)
+        with pytest.raises(WorkerError, match=r"the action of env_rank 0, agent 'a1', given by the agent, must be in"):
+            sampler.obtain_samples(0)
+
+    class Bounded(Spoiled):
+        def observation_space(self, agent: str) -> gym.Space[Any]:
+            return spaces.Box(0, 100, (4,), np.float32)
+
+    env_fns = [Bounded, partial(Bounded, give(0, np.array([1, 2, -3, 4], np.float32)))]
+    with SerialSampler(env_fns, batch_T=9, batch_B=2, max_decorrelation_steps=0, debug=True) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(WorkerError, match=r"observation of env_rank 1, agent 'a1' must be in Box"):
+            sampler.obtain_samples(0)
+
+
+def test_debug_accepts_idle_seats_whose_zeros_are_not_in_the_space() -> None:
+    class Positive(ScriptedGame):
+        def observation_space(self, agent: str) -> gym.Space[Any]:
+            return spaces.Box(np.float32(-0.5), np.float32(99), (4,), np.float32)
+
+        def _observations(self) -> Any:
+            return {agent: row + np.float32(0.25) for agent, row in super()._observations().items()}
+
+        def action_space(self, agent: str) -> gym.Space[Any]:
+            return spaces.Discrete(3, start=2)  # 0 is no action
+
+    for options in ({}, {"debug": True, "check_finite": True}):
+        found = serial(Positive, RandomAgent(), bootstrap_value=False, **options)
+        assert any(not batch.env.valid.all() for batch, _ in found)
+        for batch, _ in found:
+            assert (batch.agent.action[batch.env.valid] >= 2).all()
+            assert not batch.agent.action[~batch.env.valid].any()
+
+
+# ---- policies ----------------------------------------------------------------------------------
+
+
+class Failing(Valued):
+    """Its method `where` fails at call `at`."""
+
+    def __init__(self, where: str = "step", how: str = "raise", at: int = 3) -> None:
+        super().__init__()
+        self._where, self._how, self._left = where, how, at
+        self._is_acting = False
+
+    def _is_due(self, where: str) -> bool:
+        self._left -= where == self._where
+        return self._left == 0 and where == self._where
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        self._is_acting = True
+        step = super().step(observation, prev_action, prev_reward)
+        self._is_acting = False
+        if not self._is_due("step"):
+            return step
+        if self._how == "raise":
+            raise ValueError("the policy is broken")
+        return step._replace(action=step.action[:-1] if self._how == "shape" else step.action + 0.5)
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        if not self._is_acting and self._is_due("value"):
+            raise ValueError("the policy is broken")
+        return super().value(observation, prev_action, prev_reward)
+
+
+def kinds(agent_id: str) -> str:
+    return "one" if agent_id == "a0" else "two"
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", r"raised ValueError while acting.*: the policy is broken"),
+        ("shape", r"agent\.step must return one action per column: shape \(\d,\) for B=\d, got \(\d,\)"),
+        ("fraction", r"while acting, t=3 .*: action of env_rank \d, agent 'a1' must have dtype int64"),
+    ],
+)
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_the_policy_that_was_acting_is_named(how: str, message: str, n_workers: int) -> None:
+    agents = {"one": Valued(), "two": Failing("step", how, at=4)}
+    with ParallelSampler(ScriptedGame, batch_T=9, batch_B=2, n_workers=n_workers, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(agents, policy_of=kinds, seed=0)
+        with pytest.raises(WorkerError, match=message) as told:
+            sampler.obtain_samples(0)
+        text = str(told.value)
+        if how != "fraction":  # the agent is named there
+            assert "'two'" in text
+        assert "'one'" not in text
+
+
+class Remembering(Failing):
+    """Its values are computed where an agent is cut off."""
+
+    recurrent = True
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_the_policy_whose_value_fails_is_named(name: str) -> None:
+    agents = {"one": Valued(), "two": Valued(), name: Failing("value", at=1)}
+    with (
+        SerialSampler(ScriptedGame, batch_T=9, batch_B=2) as sampler,
+        pytest.raises(SpaceError, match=f"^policy '{name}': Failing failed on .*: the policy is broken"),
+    ):
+        sampler.initialize(agents, policy_of=kinds, seed=0, bootstrap_value=True)
+    # At a truncation, or at the end of a batch:
+    for agent, where in ((Remembering("value", at=2), "stepping env_rank 1"), (Failing("value", at=2), "acting")):
+        agents = {"one": Valued(), "two": Valued(), name: agent}
+        env_fn = partial(ScriptedGame, 3, [{"a0": "cut", "a1": "cut"}, *LONG])
+        with SerialSampler(env_fn, batch_T=9, batch_B=2, max_decorrelation_steps=0) as sampler:
+            sampler.initialize(agents, policy_of=kinds, seed=0, bootstrap_value=True)
+            with pytest.raises(WorkerError, match=f"{where}.*'{name}'.*: the policy is broken"):
+                sampler.obtain_samples(0)
+
+
+# ---- environments that are refused -------------------------------------------------------------
+
+
+class Turns:
+    """As PettingZoo's AECEnv, as far as it is looked at."""
+
+    def observation_space(self, agent: str) -> Any:
+        return spaces.Discrete(2)
+
+    action_space = observation_space
+
+    def agent_iter(self) -> Any:
+        return iter(())
+
+    def step(self, action: Any) -> None:
+        """Nothing happens."""
+
+    def close(self) -> None:
+        """Nothing happens."""
+
+
+class Unnamed(ScriptedGame):
+    def __init__(self, possible: Any = ()) -> None:
+        super().__init__()
+        if possible is None:
+            del self.possible_agents
+        else:
+            self.possible_agents = possible
+
+
+@pytest.mark.parametrize(
+    ("env_fn", "message"),
+    [
+        (Turns, "This environment is played in turns .*: give a ParallelEnv"),
+        (partial(Unnamed, ()), "possible_agents of Unnamed must name each agent once"),
+        (partial(Unnamed, None), "possible_agents of Unnamed must name each agent once"),
+        (partial(Unnamed, ["a0", "a0"]), "possible_agents of Unnamed must name each agent once"),
+        ([ScriptedGame, CountingEnv], "some environments have several agents and others one"),
+    ],
+)
+def test_environments_that_do_not_fit_are_refused(env_fn: Any, message: str) -> None:
+    with SerialSampler(env_fn, batch_T=2, batch_B=2) as sampler, pytest.raises(ConfigError, match=message):
+        sampler.initialize(RandomAgent(), seed=0)
+
+
+def test_one_agent_first_and_several_later_is_refused() -> None:
+    with (
+        SerialSampler([CountingEnv, ScriptedGame], batch_T=2, batch_B=2) as sampler,
+        pytest.raises(WorkerError, match="env_fn returned an environment of several agents for env_rank 1"),
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
+
+
+def test_an_environment_with_other_agents_than_its_example_is_refused() -> None:
+    def changing(context: Any) -> Any:
+        return ScriptedGame(2 if context.worker_rank < 0 else 3)
+
+    with (
+        SerialSampler(changing, batch_T=2, batch_B=2) as sampler,
+        pytest.raises(
+            WorkerError, match=r"possible_agents of env_rank 0 are \['a0', 'a1', 'a2'\], those of the example"
+        ),
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
+
+    class Wide(ScriptedGame):
+        def observation_space(self, agent: str) -> gym.Space[Any]:
+            return spaces.Box(-1, 1, (9,)) if agent == "a1" else super().observation_space(agent)
+
+    def widening(context: Any) -> Any:
+        return ScriptedGame() if context.worker_rank < 0 else Wide()
+
+    with (
+        SerialSampler(widening, batch_T=2, batch_B=2) as sampler,
+        pytest.raises(WorkerError, match=r"the spaces of env_rank 0, agent 'a1' are .*, those of its example are"),
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"collector_cls": WaitResetCollector}, "has its own collector: leave collector_cls out"),
+        ({"eval_collector_cls": EpisodeEvalCollector, "eval_n_envs": 1}, "leave eval_collector_cls out"),
+        ({"seed_episodes": True}, "cannot repeat an episode yet: leave seed_episodes out"),
+    ],
+)
+def test_options_that_are_not_for_several_agents_are_refused(options: dict[str, Any], message: str) -> None:
+    with (
+        SerialSampler(ScriptedGame, batch_T=2, batch_B=2, **options) as sampler,
+        pytest.raises(ConfigError, match=f"^a sampler of environments with several agents .*{message}"),
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_given_spaces_are_refused(cls: type[Sampler]) -> None:
+    game = ScriptedGame()
+    given = game.observation_space("a0"), game.action_space("a0")
+    with (
+        cls(ScriptedGame, batch_T=2, batch_B=2, spaces=given) as sampler,
+        pytest.raises(WorkerError, match=r"of several agents for env_rank 0, but .*: leave `spaces` out"),
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
+
+
+def test_calls_that_are_not_for_several_agents_are_refused(tmp_path: Any) -> None:
+    with SerialSampler(ScriptedGame, batch_T=2, batch_B=2, eval_n_envs=1) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(ConfigError, match="video records environments of one agent, and these have several"):
+            sampler.evaluate_agent(0, video=str(tmp_path))
+        sampler.obtain_samples(0)
+        with pytest.raises(ConfigError, match="construct the sampler with seed_episodes=True"):
+            sampler.episode(0, 0)
+        with pytest.raises(ConfigError, match=r'state_dict\(env_state="require"\)'):
+            sampler.state_dict(env_state="require")
+    for cls, agents, options in (
+        (SerialSampler, {"one": RandomAgent(), "two": RandomAgent()}, {}),
+        (GpuSampler, RandomAgent(), {"n_workers": 1}),
+    ):
+        with cls(ScriptedGame, batch_T=2, batch_B=2, **options) as sampler:
+            sampler.initialize(agents, policy_of=kinds if isinstance(agents, dict) else None, seed=0)
+            with pytest.raises(ConfigError, match=r"cannot save a run with several policies"):
+                sampler.state_dict()
+
+
+def test_a_reseeded_run_continues_with_new_games() -> None:
+    options: dict[str, Any] = {"batch_T": 6, "batch_B": 3}
+    with SerialSampler(ScriptedGame, **options) as sampler:
+        sampler.initialize(Book(), seed=3)
+        for itr in range(3):
+            sampler.obtain_samples(itr)
+        first = sampler.samples_np.env.observation.copy()
+        state = sampler.state_dict()
+    found = []
+    for cls, kwargs in ((SerialSampler, {}), (ParallelSampler, {"n_workers": 2})):
+        with cls(ScriptedGame, **options, **kwargs) as sampler:
+            sampler.initialize(Book(), seed=3)
+            report = sampler.load_state_dict(state)
+            assert list(report.exact) == []
+            batches = []
+            for itr in range(2):
+                sampler.obtain_samples(itr)
+                batches.append(sampler.samples_np.copy())
+            found.append(batches)
+            assert not np.array_equal(batches[0].env.observation, first)
+            info, env = batches[0].agent.agent_info, batches[0].env
+            np.testing.assert_array_equal(info.own[env.prev_done], 0)
+            assert (env.prev_done[0] == (env.valid[0] & (env.observation[0, :, 2] == 0))).all()
+    for one, other in zip(*found, strict=True):
+        for (name, left), (_, right) in zip(one.leaves(), other.leaves(), strict=True):
+            np.testing.assert_array_equal(left, right, err_msg=name)
+
+
+def test_central_samplers_name_the_agent() -> None:
+    spoil, message = SPOILS["reward is text"]
+    for cls in (GpuSampler, AlternatingSampler):
+        with cls(spoiled(spoil), batch_T=9, batch_B=3, max_decorrelation_steps=0, n_workers=3) as sampler:
+            sampler.initialize(RandomAgent(), seed=0)
+            with pytest.raises(WorkerError, match=message):
+                sampler.obtain_samples(0)
+    with AsyncSampler(spoiled(spoil), batch_T=9, batch_B=3, max_decorrelation_steps=0, n_workers=3) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.start()
+        with pytest.raises(WorkerError, match=message):
+            sampler.obtain_samples(0)
+
+
+def test_an_error_comes_at_once() -> None:
+    with ParallelSampler(spoiled(vanish), batch_T=9, batch_B=3, max_decorrelation_steps=0, n_workers=3) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        began = time.monotonic()
+        with pytest.raises(WorkerError):
+            sampler.obtain_samples(0)
+        assert time.monotonic() - began < 5

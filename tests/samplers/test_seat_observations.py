@@ -1,0 +1,479 @@
+"""What observations of several agents get beside their own: masks, the state of the environment; and normalization."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from penstock import (
+    CategoricalPgAgent,
+    ConfigError,
+    EpsilonGreedyAgent,
+    GpuSampler,
+    NamedArrays,
+    ParallelSampler,
+    RandomAgent,
+    RecurrentCategoricalPgAgent,
+    Sampler,
+    SerialSampler,
+    WorkerError,
+)
+from penstock.agents import ObservationNorm, RewardNorm
+from penstock.envs.toy import ScriptedGame
+
+from ..seats_support import OPENING, STORY, Valued, assert_same, batches_of, serial
+
+MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
+
+
+# ---- the state of the whole environment --------------------------------------------------------
+
+
+class Stated(ScriptedGame):
+    """Its state has a random number, so that each is different. `state_at` are all states, by game and step."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.state_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+        self.states: list[list[list[float]]] = []
+        self._now = np.zeros(3, np.float32)
+
+    def state(self) -> Any:
+        return self._now  # one array for all steps
+
+    def _note(self) -> None:
+        self._now[:] = len(self.states), self.t, self._random.random()
+        self.states[-1].append(self._now.tolist())
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        result = super().reset(seed, options)
+        self._random = np.random.default_rng(len(self.states))
+        self.states.append([])
+        self._note()
+        return result
+
+    def step(self, actions: Any) -> Any:
+        result = super().step(actions)
+        self._note()
+        return result
+
+
+@pytest.mark.parametrize("record_final_obs", [True, False])
+def test_the_state_stands_beside_each_observation(record_final_obs: bool) -> None:
+    agent = Valued()
+    with SerialSampler(
+        Stated, env_kwargs=MIXED, batch_T=12, batch_B=5, global_state=True, record_final_obs=record_final_obs
+    ) as sampler:
+        example = sampler.initialize(agent, seed=3, bootstrap_value=True)
+        assert example.env.observation.keys() == ["observation", "global_state"] or set(
+            example.env.observation.keys()
+        ) == {"observation", "global_state"}
+        (seats,) = sampler.seats().values()
+        ranks = np.array([rank for rank, _ in seats])
+        n_compared = 0
+        for itr in range(6):
+            sampler.obtain_samples(itr)
+            states, env, own = sampler.get_attr("states"), sampler.samples_np.env, sampler.samples_np.agent
+
+            def of(game: float, t: float, b: int, states: Any = states) -> list[float]:
+                return states[ranks[b]][int(game) - 1][int(t)]  # type: ignore[no-any-return]
+
+            assert (
+                env.global_state is env.observation.global_state
+                or (env.global_state == env.observation.global_state).all()
+            )
+            for t, b in np.argwhere(env.valid):
+                seen = env.global_state[t, b]
+                assert seen[1] == env.observation.observation[t, b, 1]
+                assert seen.tolist() == of(seen[0], seen[1], b)
+                n_compared += 1
+            after = env.bootstrap_obs
+            for b in np.flatnonzero(after.observation[:, 0]):
+                seen = after.global_state[b]
+                assert seen[1] == after.observation[b, 1]
+                assert seen.tolist() == of(seen[0], seen[1], b)
+            assert not after.global_state[after.observation[:, 0] == 0].any()
+            if record_final_obs:
+                for t, b in np.argwhere(env.done):
+                    seen, before = env.final_obs.global_state[t, b], env.global_state[t, b]
+                    assert seen[:2].tolist() == [before[0], before[1] + 1]
+                    assert seen.tolist() == of(seen[0], seen[1], b)
+                at = env.truncated & ~env.terminated
+                np.testing.assert_allclose(own.final_value[at], agent.value(env.final_obs[at], None, None), rtol=1e-6)
+        assert n_compared > 500
+
+
+def test_states_are_alike_in_every_sampler() -> None:
+    options = {"env_kwargs": MIXED, "global_state": True}
+    wanted = serial(Stated, Valued(), **options)
+    for cls, kwargs in (
+        (ParallelSampler, {"n_workers": 3}),
+        (GpuSampler, {"n_workers": 2, "min_ready": 1}),
+        (SerialSampler, {"debug": True}),
+    ):
+        assert_same(wanted, batches_of(cls, Stated, Valued(), **options, **kwargs))
+
+
+def test_a_dict_gets_one_more_entry() -> None:
+    with SerialSampler(partial(Ruled, "observation"), batch_T=4, batch_B=2, global_state=True) as sampler:
+        sampler.initialize(RandomAgent(mask_key="observation.rules.legal"), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        assert set(samples.env.observation.keys()) == {"board", "rules", "global_state"}
+    with SerialSampler(partial(Ruled, "info"), batch_T=4, batch_B=2, global_state=True) as sampler:
+        sampler.initialize(RandomAgent(mask_key="info.rules.legal"), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        assert set(samples.env.observation.keys()) == {"observation", "action_mask", "global_state"}
+
+
+def test_an_environment_without_a_state_is_refused() -> None:
+    class Stateless(ScriptedGame):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.state_space
+
+    class Already(ScriptedGame):
+        def observation_space(self, agent: str) -> gym.Space[Any]:
+            return spaces.Dict({"global_state": spaces.Discrete(2)})
+
+    for env_fn, message in (
+        (Stateless, r"global_state=True needs an environment with state\(\) and a state_space of fixed shape"),
+        (Already, "the observation has an entry 'global_state' already"),
+    ):
+        with (
+            SerialSampler(env_fn, batch_T=4, batch_B=2, global_state=True) as sampler,
+            pytest.raises(ConfigError, match=message),
+        ):
+            sampler.initialize(RandomAgent())
+
+
+# ---- columns of an environment together --------------------------------------------------------
+
+
+def test_the_columns_of_an_environment_can_be_seen_together() -> None:
+    for cls, debug in ((SerialSampler, False), (ParallelSampler, True)):
+        with cls(Stated, batch_T=6, batch_B=4, env_kwargs={"k": 3}, global_state=True, debug=debug) as sampler:
+            sampler.initialize(Valued(), seed=0, bootstrap_value=True)
+            samples, _ = sampler.obtain_samples(0)
+            view = samples.by_env()
+            assert view.env.reward.shape == view.env.valid.shape == (6, 4, 3)
+            assert view.env.observation.observation.shape == (6, 4, 3, 4)
+            assert view.agent.bootstrap_value.shape == (4, 3)
+            assert view.env.bootstrap_obs.observation.shape == (4, 3, 4)
+            for (name, one), (_, other) in zip(view.leaves(), samples.leaves(), strict=True):
+                assert one.data_ptr() == other.data_ptr(), name
+                assert torch.equal(one.reshape(other.shape), other), name
+            for b, (rank, agent_id) in enumerate(sampler.seats()["agent"]):
+                assert torch.equal(view.env.reward[:, rank, int(agent_id[1:])], samples.env.reward[:, b])
+            state = view.env.global_state  # the same for all who act
+            mean = state.sum(2) / view.env.valid.sum(2).clamp(min=1)[..., None]
+            torch.testing.assert_close(state[view.env.valid], mean[:, :, None].expand_as(state)[view.env.valid])
+            numbers = sampler.samples_np.by_env()
+            assert numbers.env.reward.shape == (6, 4, 3)
+            copied = samples.copy()
+            assert copied.by_env(3).env.reward.shape == (6, 4, 3)
+            with pytest.raises(ConfigError, match=r"by_env needs .* it is not known"):
+                copied.by_env()
+            for wrong in (5, 0, -1, 2.0, True):
+                with pytest.raises(ConfigError, match="by_env needs the same number of agents in each environment"):
+                    copied.by_env(wrong)
+            with pytest.raises(ConfigError, match="by_env needs"):
+                samples.by_env(4)
+
+
+def test_unlike_numbers_of_agents_cannot_be_seen_together() -> None:
+    with SerialSampler(ScriptedGame, batch_T=6, batch_B=5, env_kwargs=MIXED) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        for n_seats in (None, 3, 6):
+            with pytest.raises(ConfigError, match=r"^by_env needs the same number of agents in each environment\. "):
+                samples.by_env(n_seats)
+
+
+# ---- masks -------------------------------------------------------------------------------------
+
+
+class Ruled(ScriptedGame):
+    """Raises for an illegal action. Each agent that acts has a legal action; who has ended has none, or no mask."""
+
+    def __init__(self, where: str = "observation", none_at: int = 0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._where, self._none_at = where, none_at
+        self.masks: dict[str, Any] = {}
+
+    def observation_space(self, agent: str) -> gym.Space[Any]:
+        board = super().observation_space(agent)
+        rules = spaces.Dict({"legal": spaces.MultiBinary(3)})
+        return spaces.Dict({"board": board, "rules": rules}) if self._where == "observation" else board
+
+    def _with_masks(self, observations: Any) -> tuple[Any, Any]:
+        self.masks = {}
+        for agent in observations:
+            mask = np.zeros(3, np.int8)
+            if agent in self.agents and not (self._none_at and self._none_at == self._own[agent]):
+                mask[:] = self.np_random.random(3) < 0.3
+                mask[self.np_random.integers(3)] = 1
+            self.masks[agent] = mask
+        if self._where == "observation":
+            return {a: {"board": o, "rules": {"legal": self.masks[a]}} for a, o in observations.items()}, {}
+        return observations, {a: {"rules": {"legal": self.masks[a]}} for a in observations if a in self.agents}
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        return self._with_masks(super().reset(seed, options)[0])
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        for agent, action in actions.items():
+            assert self.masks[agent][action], f"illegal action of {agent}"
+        observations, *rest, _ = super().step(actions)
+        observations, infos = self._with_masks(observations)
+        return observations, *rest, infos
+
+
+class Model(nn.Module):
+    state_shape = (1,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.arange(3) / 2)
+
+    def forward(self, observation: Any) -> Any:
+        board = observation.board if "board" in observation else observation.observation
+        return self.logits.expand(len(board), -1).double(), board[:, 1]
+
+
+class Recurrent(Model):
+    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:  # type: ignore[override]
+        return *super().forward(observation), state + 1
+
+
+class Q(Model):
+    def forward(self, observation: Any) -> Any:
+        return super().forward(observation)[0]
+
+
+MASKED = {
+    "random": RandomAgent,
+    "categorical": partial(CategoricalPgAgent, Model),
+    "recurrent": partial(RecurrentCategoricalPgAgent, Recurrent),
+    "epsilon": partial(EpsilonGreedyAgent, Q, epsilon=0.5, eval_epsilon=0.5),
+}
+
+
+def legal_of(samples: Any) -> Any:
+    observation = samples.env.observation
+    return observation.rules.legal if "rules" in observation else observation.action_mask
+
+
+@pytest.mark.parametrize("where", ["observation", "info"])
+@pytest.mark.parametrize("name", MASKED)
+def test_no_illegal_action_is_taken(name: str, where: str) -> None:
+    make = partial(MASKED[name], mask_key=f"{where}.rules.legal")
+    env_fn = partial(Ruled, where)
+    options = {"env_kwargs": MIXED, "bootstrap_value": name in ("categorical", "recurrent"), "evaluate": True}
+    wanted = serial(env_fn, make(), **options)
+    for batch, _ in wanted:
+        if batch is None:
+            continue
+        valid, legal = batch.env.valid, legal_of(batch)
+        assert np.take_along_axis(legal, batch.agent.action[..., None], -1)[..., 0][valid].all()
+        assert not legal[~valid].any()
+        for path, leaf in batch.leaves():
+            assert not (leaf.dtype.kind == "f" and np.isnan(leaf).any()), path
+            if path.startswith("agent.agent_info"):
+                assert not leaf[~valid].any(), path
+    assert_same(wanted, batches_of(ParallelSampler, env_fn, make(), n_workers=3, **options), rtol=1e-6)
+    if name in ("random", "recurrent"):
+        assert_same(wanted, batches_of(GpuSampler, env_fn, make(), n_workers=2, min_ready=1, **options), rtol=1e-6)
+
+
+def test_the_learner_may_evaluate_idle_cells() -> None:
+    agent = CategoricalPgAgent(Model, mask_key="observation.rules.legal")
+    with SerialSampler(Ruled, env_kwargs=MIXED, batch_T=9, batch_B=5) as sampler:
+        sampler.initialize(agent, seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        assert not samples.env.valid.all()
+        outputs = agent.evaluate(samples)
+        for value in (outputs.log_prob, outputs.entropy, outputs.value):
+            assert torch.isfinite(value).all()
+            assert value.shape == samples.env.valid.shape
+        recorded = samples.agent.agent_info.log_prob
+        torch.testing.assert_close(outputs.log_prob[samples.env.valid], recorded[samples.env.valid], check_dtype=False)
+        outputs.log_prob[samples.env.valid].sum().backward()
+        assert torch.isfinite(agent.model.logits.grad).all()
+
+
+@pytest.mark.parametrize("where", ["observation", "info"])
+@pytest.mark.parametrize(
+    ("cls", "kwargs"), [(SerialSampler, {}), (ParallelSampler, {"n_workers": 2}), (GpuSampler, {"n_workers": 2})]
+)
+def test_who_decides_without_a_legal_action_is_named(cls: type[Sampler], kwargs: Any, where: str) -> None:
+    script = [{"a2": "join"}, *[{}] * 9]
+    fine, wrong = (partial(Ruled, where, none_at, script=script, start=OPENING) for none_at in (0, 3))
+    with cls([fine, fine, wrong], batch_T=9, batch_B=3, max_decorrelation_steps=0, **kwargs) as sampler:
+        sampler.initialize(RandomAgent(mask_key=f"{where}.rules.legal"), seed=0)
+        with pytest.raises(WorkerError, match=r"the action mask of env_rank 2, agent 'a0' allows no action"):
+            sampler.obtain_samples(0)
+
+
+def test_random_steps_without_a_legal_action_name_the_agent() -> None:
+    env_fn = partial(Ruled, "observation", 3, script=[{}] * 40)
+    with (
+        SerialSampler(env_fn, batch_T=9, batch_B=2, max_decorrelation_steps=40) as sampler,
+        pytest.raises(WorkerError, match=r"the action mask of env_rank 0, agent 'a0' allows no action"),
+    ):
+        sampler.initialize(RandomAgent(mask_key="observation.rules.legal"), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("infos", "message"),
+    [
+        (lambda t: {}, r"agent 'a0': info has no action mask 'rules\.legal'"),
+        (
+            lambda t: {"rules": {"legal": np.ones(2)}},
+            "agent 'a0': the action mask in info must have one entry for each",
+        ),
+    ],
+)
+def test_a_missing_mask_names_the_agent(infos: Any, message: str) -> None:
+    class Forgetful(Ruled):
+        def step(self, actions: Any) -> Any:
+            *rest, own = super().step(actions)
+            return *rest, {**own, "a0": infos(self.t)}
+
+    with SerialSampler(
+        [partial(Ruled, "info", script=STORY), partial(Forgetful, "info", script=STORY)],
+        batch_T=9,
+        batch_B=2,
+        max_decorrelation_steps=0,
+    ) as sampler:
+        sampler.initialize(RandomAgent(mask_key="info.rules.legal"), seed=0)
+        with pytest.raises(WorkerError, match=message) as told:
+            sampler.obtain_samples(0)
+        assert "env_rank 1" in str(told.value)
+
+
+def test_policies_with_unlike_masks_in_info_are_refused() -> None:
+    agents = {"a0": RandomAgent(mask_key="info.rules.legal"), "a1": RandomAgent()}
+    with (
+        SerialSampler(partial(Ruled, "info", k=2), batch_T=2, batch_B=1) as sampler,
+        pytest.raises(ConfigError, match="the masks in info must be the same for all policies"),
+    ):
+        sampler.initialize(agents)
+
+
+def test_one_policy_may_use_a_mask_and_another_not() -> None:
+    class Lenient(Ruled):
+        def step(self, actions: Any) -> Any:
+            assert self.masks["a0"][actions["a0"]] if "a0" in actions else True
+            self.masks = {agent: np.ones(3) for agent in self.masks}
+            return super().step(actions)
+
+    agents = {"a0": RandomAgent(mask_key="observation.rules.legal"), "a1": RandomAgent()}
+    with SerialSampler(partial(Lenient, k=2), batch_T=50, batch_B=2) as sampler:
+        sampler.initialize(agents, seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        for name, is_masked in (("a0", True), ("a1", False)):
+            own = samples[name]
+            legal, action = own.env.observation.rules.legal, own.agent.action
+            taken = legal.gather(-1, action[..., None])[..., 0][own.env.valid]
+            assert bool(taken.all()) == is_masked
+
+
+# ---- stock agents ------------------------------------------------------------------------------
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalize = ObservationNorm(4)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        out = self.head(self.normalize(observation)).double()
+        return out[:, :3], out[:, 3]
+
+
+def test_idle_cells_count_in_no_statistics() -> None:
+    agent, rewards = CategoricalPgAgent(Normalized), RewardNorm(0.9)
+    with SerialSampler(ScriptedGame, env_kwargs=MIXED, batch_T=12, batch_B=5) as sampler:
+        sampler.initialize(agent, seed=0)
+        seen, sums = [], []
+        running = np.zeros(18)
+        for itr in range(4):
+            samples, _ = sampler.obtain_samples(itr)
+            env = sampler.samples_np.env
+            agent.model.normalize.update(samples.env.observation, samples.env.valid)
+            rewards.update(samples.env.reward, samples.env.done, samples.env.valid)
+            seen.append(env.observation[env.valid])
+            for t in range(12):
+                for b in np.flatnonzero(env.valid[t]):
+                    running[b] = (0 if env.prev_done[t, b] else running[b] * 0.9) + env.reward[t, b]
+                    sums.append(running[b])
+        rows = np.concatenate(seen)
+        assert agent.model.normalize.count == len(rows)
+        np.testing.assert_allclose(agent.model.normalize.mean, rows.mean(0), rtol=1e-5)
+        np.testing.assert_allclose(agent.model.normalize.std, rows.std(0), rtol=1e-4)
+        assert rewards.count == len(sums)
+        np.testing.assert_allclose(rewards.std, np.std(sums), rtol=1e-4)
+
+
+class Cell(nn.Module):
+    """A recurrent state that counts the steps since the start, and a value that shows it."""
+
+    state_shape = (1,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
+        state = state + self.weight
+        return observation[:, :3].double() * 0, state[:, 0] + 100 * observation[:, 1], state
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs"),
+    [
+        (SerialSampler, {}),
+        (ParallelSampler, {"n_workers": 2}),
+        (GpuSampler, {"n_workers": 3, "min_ready": 1}),
+        (GpuSampler, {"n_workers": 2, "server": "process"}),
+    ],
+)
+def test_a_recurrent_model_starts_again_when_an_agent_joins(cls: type[Sampler], kwargs: Any) -> None:
+    agent = RecurrentCategoricalPgAgent(Cell, record_state="step")
+    with cls(ScriptedGame, env_kwargs=MIXED, batch_T=12, batch_B=5, max_decorrelation_steps=0, **kwargs) as sampler:
+        sampler.initialize(agent, seed=0, bootstrap_value=True)
+        for itr in range(4):
+            samples, _ = sampler.obtain_samples(itr)
+            env, own = sampler.samples_np.env, sampler.samples_np.agent
+            count, valid = env.observation[..., 2], env.valid
+            np.testing.assert_array_equal(own.agent_info.prev_rnn_state[..., 0], np.where(valid, count, 0))
+            np.testing.assert_array_equal(
+                own.agent_info.value, np.where(valid, count + 1 + 100 * env.observation[..., 1], 0)
+            )
+            at = env.truncated & ~env.terminated
+            final = env.final_obs
+            np.testing.assert_array_equal(own.final_value, np.where(at, final[..., 2] + 1 + 100 * final[..., 1], 0))
+            after = env.bootstrap_obs
+            alive = after[:, 0] != 0
+            np.testing.assert_array_equal(own.bootstrap_value, np.where(alive, after[:, 2] + 1 + 100 * after[:, 1], 0))
+            # The learner's view along a column, with its resets, is the same where there is a decision.
+            outputs = agent.evaluate(samples)
+            torch.testing.assert_close(
+                outputs.value[samples.env.valid],
+                samples.agent.agent_info.value[samples.env.valid],
+                check_dtype=False,
+            )
+            cut = samples.sequences(4)
+            assert set(NamedArrays(state=cut.initial_state).state.shape) >= {1}
+            outputs = agent.evaluate(cut)
+            torch.testing.assert_close(
+                outputs.value[cut.env.valid], cut.agent.agent_info.value[cut.env.valid], check_dtype=False
+            )
