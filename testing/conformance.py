@@ -100,7 +100,7 @@ def check_agent(
     Args:
         make_agent: returns a new agent; called without arguments. Its parameters may differ each time.
         env_fn, env_kwargs: the environment that gives the spaces and the observations: one callable or id, and one
-            dict.
+            dict. For a joint agent it has several agents, with equal spaces.
         batch_T, batch_B, start_method: as for a sampler.
         batch_invariant: False if an action may depend on the number of columns (with batch normalization,
             or if rounding decides between two actions). The rules of central inference are then not checked either.
