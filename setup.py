@@ -42,7 +42,7 @@ if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # the
     EXTENSIONS = [
         Extension(
             "penstock.buffers._native",
-            ["buffers/_native.c", "buffers/_drawing.c", "buffers/_records.c", "buffers/_stepping.c"],
+            ["buffers/_native.c", "buffers/_drawing.c", "buffers/_stepping.c"],
             include_dirs=[numpy.get_include()],
             # Sums must be equal to Python's, to the last bit.
             extra_compile_args=["-ffp-contract=off"] if os.name == "posix" else [],
@@ -76,6 +76,7 @@ DM_CONTROL = [
 ENVPOOL = ["envpool>=1.2; python_version >= '3.11' and python_version < '3.15'"]
 JAX = ["jax>=0.4.30"]  # examples/jax_ppo.py
 SB3 = ["stable-baselines3>=2.4"]
+PETTINGZOO = ["pettingzoo>=1.25", "mpe2>=1.0"]
 VIDEO = ["moviepy>=1.0.3"]  # Gymnasium's RecordVideo writes with it
 DOCS = ["mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.26"]
 # The control plane over sockets, and Ray for many machines.
@@ -107,6 +108,8 @@ DEV = [
     *DM_CONTROL,
     *ENVPOOL,
     *SB3,
+    *PETTINGZOO,
+    "supersuit>=3.9",  # its vector environments are the oracle of those of several agents
     *DOCS,
     *WIRE,
     *METRICS,
@@ -149,6 +152,7 @@ setup(
         "envpool": ENVPOOL,
         "jax": JAX,
         "sb3": SB3,
+        "pettingzoo": PETTINGZOO,
         "video": VIDEO,
         "docs": DOCS,
         "cluster": CLUSTER,

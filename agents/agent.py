@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import gymnasium as gym
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
-from penstock.agents.agent_file import load, save
+from penstock.agents.noise import ColumnNoise
 from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.named import NamedArrays, as_named, map_leaves
 from penstock.buffers.tree import map_tree, tree_leaves, tree_of
@@ -29,6 +30,7 @@ Space = gym.Space[Any]
 
 _Self = TypeVar("_Self", bound="Agent")
 
+_NUMPY = "numpy array"  # in a file of `save`: marks a tensor that was an array
 _FROM_SEED_COLUMNS = "_noise", "_rngs", "_uniform"
 
 
@@ -212,7 +214,11 @@ class Agent(ABC):
         trajectories do not depend on the number of workers."""
 
     def reseed_columns(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
-        """Set new random streams for some columns, because their environments were rebuilt."""
+        """Set new random streams for some columns, because their environments were rebuilt. This does it for every
+        attribute that is a `ColumnNoise`, as those of penstock's agents are."""
+        for noise in vars(self).values():
+            if isinstance(noise, ColumnNoise):
+                noise.reseed(columns, rngs)
 
     def reset(self) -> None:
         """Reset the state of every column."""
@@ -357,7 +363,7 @@ class Agent(ABC):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `state_dict` into a file. If the process is killed meanwhile, the old file stays."""
-        save(path, self.state_dict(), type(self).__name__)
+        _save(path, self.state_dict(), type(self).__name__)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Restore what `save` has written, and publish it to every sampler of this agent. No code in the file is run.
@@ -365,7 +371,7 @@ class Agent(ABC):
         Raises `SamplerStateError` before `initialize`, and `ConfigError` if another kind of agent has written the file.
         """
         self._require_initialized()
-        self.load_state_dict(load(path, type(self).__name__))
+        self.load_state_dict(_load(path, type(self).__name__))
 
     def _publish_if_shared(self) -> None:
         if self._subscribers:
@@ -452,3 +458,55 @@ def _element(space: Space, rows: object, row: int | None) -> Any:
     if row is None:
         return actions
     return int(actions[row]) if isinstance(space, spaces.Discrete) else actions[row]
+
+
+# ---- `save` and `load`: a file that torch reads without running code ------------------------------------
+
+
+def _save(path: str | os.PathLike[str], state: Mapping[str, Any], agent: str) -> None:
+    """Write `state`, and the class name `agent`. If the process is killed meanwhile, the old file stays."""
+    import torch
+
+    target = Path(path)
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        torch.save({"agent": agent, "state": _packed(state)}, part)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _load(path: str | os.PathLike[str], agent: str) -> Any:
+    """The state in the file. Raises `ConfigError` if another class of agent, or something else, has written it."""
+    import torch
+
+    foreign = f"{os.fspath(path)} was not written by agent.save: "
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError):
+        raise  # the file is missing, or cannot be read
+    except Exception as error:  # torch raises many kinds for a file that it has not written
+        raise ConfigError(f"{foreign}torch cannot read it ({type(error).__name__})") from error
+    if not (isinstance(saved, dict) and saved.keys() == {"agent", "state"}):
+        raise ConfigError(f"{foreign}load it yourself, with load_state_dict")
+    if saved["agent"] != agent:
+        raise ConfigError(f"{os.fspath(path)} has the state of a {saved['agent']}, this agent is a {agent}")
+    return _unpacked(saved["state"])
+
+
+def _packed(value: object) -> Any:
+    if isinstance(value, np.ndarray):
+        import torch
+
+        return {_NUMPY: torch.from_numpy(np.ascontiguousarray(value)), "shape": list(value.shape)}
+    if isinstance(value, Mapping):
+        return {key: _packed(part) for key, part in value.items()}
+    return [_packed(part) for part in value] if isinstance(value, list) else value
+
+
+def _unpacked(value: object) -> Any:
+    if isinstance(value, dict):
+        if _NUMPY in value:
+            return value[_NUMPY].numpy().reshape(value["shape"])
+        return {key: _unpacked(part) for key, part in value.items()}
+    return [_unpacked(part) for part in value] if isinstance(value, list) else value

@@ -15,10 +15,8 @@ from torch.distributions import Categorical, Distribution, Independent
 
 from penstock.agents.agent import Space
 from penstock.agents.distributions import choose
-from penstock.agents.inference import Inference
 from penstock.agents.model_outputs import output_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead
-from penstock.agents.torch_agent import Device, ModelSource
 from penstock.buffers.named import NamedArrays
 from penstock.errors import SpaceError
 
@@ -135,18 +133,3 @@ class CategoricalPgAgent(PgAgent):
     """
 
     head_cls = CategoricalHead
-
-    def __init__(
-        self,
-        model: ModelSource,
-        *,
-        greedy_eval: bool = False,
-        record_distribution: bool = False,
-        mask_key: str | None = None,
-        inference: Inference = "torch",
-        device: Device = None,
-    ) -> None:
-        super().__init__(
-            model, greedy_eval=greedy_eval, record_distribution=record_distribution, inference=inference, device=device
-        )
-        self.mask_key = mask_key

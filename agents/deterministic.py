@@ -73,10 +73,6 @@ class DeterministicPgAgent(TorchAgent):
         self._scale = None
         self.reset()
 
-    def reseed_columns(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
-        for noise in (self._noise, self._uniform):
-            noise.reseed(columns, rngs)
-
     def reset(self) -> None:
         self._process = OrnsteinUhlenbeck(self._n_columns, self._box.shape, *self._ou) if self._ou else None
 

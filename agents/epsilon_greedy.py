@@ -72,9 +72,6 @@ class EpsilonGreedyAgent(TorchAgent):
         self._n_columns = len(rngs)
         self._epsilon = None
 
-    def reseed_columns(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
-        self._noise.reseed(columns, rngs)
-
     def sample_mode(self, itr: int) -> None:
         super().sample_mode(itr)
         self._epsilon = self._epsilon_setting.at(itr, self._n_columns, self.env_ranks, self.n_envs)

@@ -11,17 +11,11 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from penstock.errors import ConfigError, brief
+from penstock.errors import ConfigError
 
 #: How a worker runs the model: it calls the module, or torch's functions one after the other, or numpy's.
 Inference = Literal["torch", "traced", "numpy"]
-
-
-def checked_inference(value: Any) -> Inference:
-    """`value`; raises `ConfigError` unless it is one of the choices."""
-    if value not in get_args(Inference):
-        raise ConfigError(f"inference must be one of {', '.join(get_args(Inference))}, got {brief(value)}")
-    return value  # type: ignore[no-any-return]
+INFERENCE: tuple[str, ...] = get_args(Inference)
 
 
 def refusal(inference: str, what: str, why: str, instead: str = '"torch"') -> ConfigError:

@@ -99,7 +99,7 @@ class PgAgent(TorchAgent):
     `[B]` or `[B, 1]`.
 
     `record_distribution=True` records all parameters of the distribution in `agent_info`, by the names of the model's
-    outputs.
+    outputs. `mask_key` is for heads of discrete actions (see `Agent.mask_key`).
 
     Subclasses set `head_cls`. Each column has its own random stream. So the actions of a column do not depend on the
     number of columns in a worker, except where rounding in the model decides.
@@ -116,11 +116,12 @@ class PgAgent(TorchAgent):
         *,
         greedy_eval: bool = False,
         record_distribution: bool = False,
+        mask_key: str | None = None,
         inference: Inference = "torch",
         device: Device = None,
     ) -> None:
         super().__init__(model, inference=inference, device=device)
-        self.greedy_eval, self.record_distribution = greedy_eval, record_distribution
+        self.greedy_eval, self.record_distribution, self.mask_key = greedy_eval, record_distribution, mask_key
         self._greedy = False
 
     def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
@@ -135,9 +136,6 @@ class PgAgent(TorchAgent):
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
         self._noise = ColumnNoise(rngs, self._head.draw)
-
-    def reseed_columns(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
-        self._noise.reseed(columns, rngs)
 
     def sample_mode(self, itr: int) -> None:
         super().sample_mode(itr)

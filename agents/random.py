@@ -41,9 +41,6 @@ class RandomAgent(Agent):
         else:
             self._noise = ColumnNoise(rngs, lambda rng, n: rng.random((n, mask.n_components)))
 
-    def reseed_columns(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
-        self._noise.reseed(columns, rngs)
-
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         drawn = self._noise.next_row(self.selected)
         return AgentStep(drawn if self._mask is None else self._mask.draw(self._mask.legal(observation), drawn))

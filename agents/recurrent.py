@@ -85,11 +85,14 @@ class _RecurrentAgent(TorchAgent):
         if self.record_state is None:
             return {}
         recorded = self._state.numpy()
-        if self.record_state == "batch":
-            columns = slice(None) if self.selected is None else self.selected
-            recorded[self._has_stepped[columns]] = 0
-            self._has_stepped[columns] = True
-        return {"prev_rnn_state": recorded}
+        if self.record_state == "step":
+            return {"prev_rnn_state": recorded}
+        columns = slice(None) if self.selected is None else self.selected
+        is_first = ~self._has_stepped[columns]
+        recorded[~is_first] = 0
+        self._has_stepped[columns] = True
+        # A state that was recorded may be zero too, so the zeros alone do not say where there is none.
+        return {"prev_rnn_state": recorded, "has_rnn_state": is_first}
 
 
 class RecurrentPgAgent(_RecurrentAgent, PgAgent):
@@ -103,8 +106,8 @@ class RecurrentPgAgent(_RecurrentAgent, PgAgent):
 
     `record_state="step"` records the state before each step as `agent_info.prev_rnn_state` `[T, B, ...]`: an array,
     or `NamedArrays` if the state has several tensors. `"batch"` records the state before the batch's first step in
-    row 0, and zeros in the other rows, for learners that start the model at the batch's first step. None records
-    nothing.
+    row 0, and zeros in the other rows, for learners that start the model at the batch's first step;
+    `agent_info.has_rnn_state` `[T, B]` is True in row 0 only. None records nothing.
     """
 
     _extra_outputs = ("value", "new_state")
@@ -116,6 +119,7 @@ class RecurrentPgAgent(_RecurrentAgent, PgAgent):
         greedy_eval: bool = False,
         record_distribution: bool = False,
         record_state: _RecordState = "step",
+        mask_key: str | None = None,
         inference: Inference = "torch",
         device: Device = None,
     ) -> None:
@@ -124,6 +128,7 @@ class RecurrentPgAgent(_RecurrentAgent, PgAgent):
             greedy_eval=greedy_eval,
             record_distribution=record_distribution,
             record_state=record_state,
+            mask_key=mask_key,
             inference=inference,
             device=device,
         )
@@ -171,27 +176,6 @@ class RecurrentCategoricalPgAgent(RecurrentPgAgent):
     """
 
     head_cls = CategoricalHead
-
-    def __init__(
-        self,
-        model: ModelSource,
-        *,
-        greedy_eval: bool = False,
-        record_state: _RecordState = "step",
-        record_distribution: bool = False,
-        mask_key: str | None = None,
-        inference: Inference = "torch",
-        device: Device = None,
-    ) -> None:
-        super().__init__(
-            model,
-            greedy_eval=greedy_eval,
-            record_state=record_state,
-            record_distribution=record_distribution,
-            inference=inference,
-            device=device,
-        )
-        self.mask_key = mask_key
 
 
 class RecurrentGaussianPgAgent(RecurrentPgAgent):

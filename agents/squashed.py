@@ -66,10 +66,6 @@ class SquashedGaussianAgent(TorchAgent):
         self._noise = ColumnNoise(rngs, lambda rng, n: rng.standard_normal((n, *shape)))
         self._uniform = ColumnNoise(rngs, lambda rng, n: rng.uniform(-_EDGE, _EDGE, (n, *shape)))
 
-    def reseed_columns(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
-        for noise in (self._noise, self._uniform):
-            noise.reseed(columns, rngs)
-
     def sample_mode(self, itr: int) -> None:
         super().sample_mode(itr)
         self._greedy, self._is_random = False, itr < self.warmup_random_itrs

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,15 +15,17 @@ import torch
 from torch import nn
 
 from penstock.agents.agent import Agent, AgentRuntime, Space
-from penstock.agents.device import DeviceLink
-from penstock.agents.inference import Inference, TracedModel, checked_inference
+from penstock.agents.inference import INFERENCE, Inference, TracedModel
 from penstock.agents.numpy_model import NumpyModel
+from penstock.arguments import one_of
 from penstock.buffers.named import map_leaves
 from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.buffers.named import ArrayTree
+
+_log = logging.getLogger("penstock")
 
 _TOLERANCE = 1e-4  # the largest difference to torch's outputs; where these are larger than 1, a share of them
 
@@ -136,6 +139,70 @@ def _copy_error(model: nn.Module, what: str, error: Exception) -> ConfigError:
     )
 
 
+# ---- models on a GPU -------------------------------------------------------------------
+
+
+class DeviceLink:
+    """Moves the inputs of a model to its device, and its outputs back.
+
+    On CUDA, copies in both directions are asynchronous. This requires page-locked host memory. Inputs in other memory
+    are first copied to a page-locked buffer of torch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._is_cuda = device, device.type == "cuda"
+
+    def send(self, array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+        """`array` on the device. Floating-point numbers are converted to `dtype` there.
+
+        Do not write into `array` before a result that depends on it has been fetched.
+        """
+        tensor = torch.from_numpy(array)
+        if self._is_cuda and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        tensor = tensor.to(self.device, non_blocking=True)
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def fetch(self, outputs: Sequence[Any]) -> list[Any]:
+        """`outputs` in host memory, with one wait for all of them. Values that are not tensors stay as they are."""
+        if not self._is_cuda:
+            return [output.cpu() if isinstance(output, torch.Tensor) else output for output in outputs]
+        fetched = [self._start_fetch(output) for output in outputs]
+        torch.cuda.current_stream(self.device).synchronize()
+        return fetched
+
+    def _start_fetch(self, output: object) -> Any:
+        if not isinstance(output, torch.Tensor) or output.device != self.device:
+            return output
+        target = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+        return target.copy_(output.detach(), non_blocking=True)
+
+    @contextmanager
+    def page_locked(self, memory: npt.NDArray[np.uint8]) -> Iterator[None]:
+        """Keep `memory` page-locked, so that the device copies from it directly. If the driver refuses, this is
+        logged, and copies go through a buffer of torch."""
+        if not self._is_cuda:
+            yield
+            return
+        with torch.cuda.device(self.device):
+            address, cudart = memory.ctypes.data, torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            error = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
+            if error:
+                _log.info("CUDA error %d: %d bytes of shared memory are not page-locked", error, memory.nbytes)
+                with suppress(RuntimeError):  # CUDA keeps the error, and torch would raise it later
+                    torch.zeros(1, device=self.device)
+        try:
+            yield
+        finally:
+            if not error:
+                # Wait for running copies. If this fails, an earlier CUDA error has made the device unusable.
+                with suppress(RuntimeError), torch.cuda.device(self.device):
+                    torch.cuda.current_stream().synchronize()
+                cudart.cudaHostUnregister(address)
+
+
+# ---- the agent -------------------------------------------------------------------------
+
 #: A model, or a callable that builds one.
 ModelSource = nn.Module | Callable[..., nn.Module]
 
@@ -176,8 +243,8 @@ class TorchAgent(Agent):
     def __init__(self, model: ModelSource, *, inference: Inference = "torch", device: Device = None) -> None:
         if not (isinstance(model, nn.Module) or callable(model)):
             raise ConfigError(f"model must be an nn.Module or a callable that builds one, got {type(model).__name__}")
-        self._model_source = model
-        self.inference = checked_inference(inference)
+        one_of("inference", inference, INFERENCE)
+        self._model_source, self.inference = model, inference
         try:
             self._device = None if device is None else torch.device(device)
         except (TypeError, RuntimeError) as error:

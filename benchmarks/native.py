@@ -32,8 +32,7 @@ from penstock import RandomAgent, SerialSampler
 from penstock.buffers import native
 from penstock.workers.affinity import limit_threads
 
-# `flat_step` is called when environments are built, so a turn cannot replace it. compare.py measures it.
-COMPILED = {name: getattr(native, name) for name in native.PYTHON if name != "flat_step"}
+COMPILED = {name: getattr(native, name) for name in native.PYTHON}
 #: Pairs (module, name): every module that uses a compiled function, with the function's name.
 USES = [
     (user, name)

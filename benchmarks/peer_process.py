@@ -52,8 +52,9 @@ def rest(seconds: float, kind: str) -> float:
     return time.process_time() - before
 
 
-def serve(work_name: str, name: str, whole_batches: bool) -> None:
-    """Make the contestant, and run one turn for each line of stdin, which has the arguments of `one_turn` as JSON."""
+def serve(work_name: str, name: str, whole_batches: bool, module: str = "peer_adapters") -> None:
+    """Make the contestant, and run one turn for each line of stdin, which has the arguments of `one_turn` as JSON.
+    `module` has the works and the contestants."""
     # Not stdout: the contestant's processes inherit it, and an environment may print.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -63,16 +64,17 @@ def serve(work_name: str, name: str, whole_batches: bool) -> None:
         answers.flush()
 
     try:
+        import importlib
         from dataclasses import replace
 
         import torch
-        from peer_adapters import CONTESTANTS, WORKS
 
+        adapters = importlib.import_module(module)
         torch.set_num_threads(1)  # more threads would disturb the environments' processes
-        work = WORKS[work_name]
+        work = adapters.WORKS[work_name]
         if whole_batches:
             work = replace(work, rows=work.T)
-        contestant = CONTESTANTS[name][0](work)
+        contestant = adapters.CONTESTANTS[name][0](work)
         one_turn(contestant, 0.05, 0.0, "sleep", whole_batches=whole_batches)
     except Exception as error:  # a peer may raise anything: the table says what
         return answer({"missing": f"{type(error).__name__}: {error}"})
@@ -158,9 +160,10 @@ def await_calm(seconds: float) -> None:
 class Contestant:
     """The process tree of one contestant. It is stopped, except in its turns."""
 
-    def __init__(self, work: str, name: str, limit: float, whole_batches: bool) -> None:
+    def __init__(self, work: str, name: str, limit: float, whole_batches: bool, script: str = "") -> None:
         self.name, self._limit = name, limit
-        command = [sys.executable, str(Path(__file__).with_name("peers.py")), "--serve", work, name]
+        script = script or str(Path(__file__).with_name("peers.py"))
+        command = [sys.executable, script, "--serve", work, name]
         # All contestants may use all CPUs. Without its own namespace, a sampler would find them claimed.
         environ = {"PENSTOCK_CPU_NAMESPACE": f"-peer-{time.monotonic_ns()}"}
         self._process = subprocess.Popen(

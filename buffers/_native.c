@@ -359,15 +359,9 @@ static PyObject *end_group_with_parent(PyObject *Py_UNUSED(module), Arguments Py
 
 /* In _stepping.c. */
 PyObject *penstock_step_ordinary(PyObject *module, Arguments arguments, Py_ssize_t n);
-PyObject *penstock_flat_step(PyObject *module, Arguments arguments, Py_ssize_t n);
-int penstock_make_names(void);
 /* In _drawing.c. */
 PyObject *penstock_shift_rows(PyObject *module, Arguments arguments, Py_ssize_t n);
 PyObject *penstock_draw_rows(PyObject *module, Arguments arguments, Py_ssize_t n);
-
-/* In _records.c. */
-PyObject *penstock_infos_of_records(PyObject *module, Arguments arguments, Py_ssize_t n);
-int penstock_make_figure_names(void);
 
 #define NAMED(name, function) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
 #define FUNCTION(name) NAMED(#name, name)
@@ -376,11 +370,9 @@ static PyMethodDef functions[] = {
     FUNCTION(put_row),
     FUNCTION(put_cell),
     NAMED("step_ordinary", penstock_step_ordinary),
-    NAMED("flat_step", penstock_flat_step),
     FUNCTION(sum_episodes),
     NAMED("shift_rows", penstock_shift_rows),
     NAMED("draw_rows", penstock_draw_rows),
-    NAMED("infos_of_records", penstock_infos_of_records),
     FUNCTION(fence),
     FUNCTION(end_group_with_parent),
     {NULL, NULL, 0, NULL},
@@ -393,7 +385,7 @@ static struct PyModuleDef definition = {
 /* One phase: numpy's C interface is a static variable, so a process can hold one such module. */
 PyMODINIT_FUNC PyInit__native(void) {
     import_array();
-    PyObject *module = penstock_make_names() && penstock_make_figure_names() ? PyModule_Create(&definition) : NULL;
+    PyObject *module = PyModule_Create(&definition);
     if (module != NULL && PyModule_AddStringMacro(module, RECORD_LAYOUT) < 0) {
         Py_CLEAR(module);
     }

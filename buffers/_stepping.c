@@ -1,10 +1,8 @@
-/* One time step of all environments of a worker, and steps without the Python functions of Gymnasium's wrappers.
-   native.py says what each function does. */
+/* One time step of all environments of a worker. native.py says what the function does. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <limits.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -15,8 +13,6 @@ static int read_index(PyObject *argument, Py_ssize_t *index) {
     *index = PyNumber_AsSsize_t(argument, PyExc_IndexError);
     return *index != -1 || !PyErr_Occurred();
 }
-
-/* ---- one time step ------------------------------------------------------------------------------ */
 
 /* The arguments of step_ordinary. `outs` and `on_end` may be None. */
 typedef struct {
@@ -169,111 +165,4 @@ PyObject *penstock_step_ordinary(PyObject *Py_UNUSED(module), Arguments argument
     }
     PyBuffer_Release(&words);
     return result;
-}
-
-/* ---- wrappers ---------------------------------------------------------------------------------- */
-
-/* The names that are looked up. They are made at import and live for ever. */
-static PyObject *ENV, *STEP, *HAS_RESET, *CHECKED_STEP, *CHECKED_DATA_REUSE, *ELAPSED_STEPS, *MAX_EPISODE_STEPS;
-
-int penstock_make_names(void) {
-    return (ENV = PyUnicode_InternFromString("env")) && (STEP = PyUnicode_InternFromString("step")) &&
-           (HAS_RESET = PyUnicode_InternFromString("_has_reset")) &&
-           (CHECKED_STEP = PyUnicode_InternFromString("checked_step")) &&
-           (CHECKED_DATA_REUSE = PyUnicode_InternFromString("checked_data_reuse")) &&
-           (ELAPSED_STEPS = PyUnicode_InternFromString("_elapsed_steps")) &&
-           (MAX_EPISODE_STEPS = PyUnicode_InternFromString("_max_episode_steps"));
-}
-
-/* The `self` of a flat step: a tuple (env, env.step, TimeLimit, OrderEnforcing, PassiveEnvChecker, finish). */
-#define IS_A(env, self, i) (Py_TYPE(env) == (PyTypeObject *)PyTuple_GET_ITEM(self, i))
-enum { METHOD = 1, TIME_LIMIT, ORDER_ENFORCING, PASSIVE_ENV_CHECKER, FINISH, N_ARGUMENTS };
-
-/* What TimeLimit.step does with the `result` of the step inside. Takes over the reference to `result`. The function
-   `finish` does it for unusual values. */
-static PyObject *count_step(PyObject *self, PyObject *wrapper, PyObject *attributes, PyObject *result) {
-    PyObject *elapsed = PyDict_GetItemWithError(attributes, ELAPSED_STEPS), *next;
-    PyObject *most = PyDict_GetItemWithError(attributes, MAX_EPISODE_STEPS);
-    int is_usual = PyTuple_CheckExact(result) && PyTuple_GET_SIZE(result) == 5, is_large[2] = {1, 1};
-    if (is_usual && elapsed != NULL && PyLong_CheckExact(elapsed) && most != NULL && PyLong_CheckExact(most)) {
-        long long n = PyLong_AsLongLongAndOverflow(elapsed, &is_large[0]);
-        long long end = PyLong_AsLongLongAndOverflow(most, &is_large[1]);
-        if (!is_large[0] && !is_large[1] && n < LLONG_MAX) {
-            next = PyLong_FromLongLong(n + 1);
-            int is_set = next != NULL && PyDict_SetItem(attributes, ELAPSED_STEPS, next) == 0;
-            Py_XDECREF(next);
-            if (is_set && n + 1 < end) {
-                return result;
-            }
-            next = is_set ? PyTuple_Pack(5, PyTuple_GET_ITEM(result, 0), PyTuple_GET_ITEM(result, 1),
-                                         PyTuple_GET_ITEM(result, 2), Py_True, PyTuple_GET_ITEM(result, 4))
-                          : NULL;
-            Py_DECREF(result);
-            return next;
-        }
-    }
-    PyObject *arguments[] = {NULL, wrapper, result};
-    size_t n_arguments = 2 | PY_VECTORCALL_ARGUMENTS_OFFSET;
-    next = PyErr_Occurred() ? NULL : PyObject_Vectorcall(PyTuple_GET_ITEM(self, FINISH), arguments + 1, n_arguments, NULL);
-    Py_DECREF(result);
-    return next;
-}
-
-static int is_true(PyObject *attributes, PyObject *name) {
-    return PyDict_GetItemWithError(attributes, name) == Py_True;
-}
-
-/* Whether an OrderEnforcing or a PassiveEnvChecker has nothing to do but step the environment inside. */
-static int is_done(PyObject *self, PyObject *env, PyObject *attributes) {
-    return IS_A(env, self, ORDER_ENFORCING)
-               ? is_true(attributes, HAS_RESET)
-               : is_true(attributes, CHECKED_STEP) && is_true(attributes, CHECKED_DATA_REUSE);
-}
-
-/* `env.step(action)`. `method` is `env.step` if it was looked up before, or else NULL. */
-static PyObject *step_through(PyObject *self, PyObject *env, PyObject *method, PyObject *action) {
-    PyObject *result = NULL, *inside = NULL, *attributes = NULL;
-    int is_limit = IS_A(env, self, TIME_LIMIT);
-    if (is_limit || IS_A(env, self, ORDER_ENFORCING) || IS_A(env, self, PASSIVE_ENV_CHECKER)) {
-        attributes = PyObject_GenericGetDict(env, NULL);
-    }
-    if (attributes != NULL && (method != NULL || PyDict_GetItemWithError(attributes, STEP) == NULL) &&
-        (is_limit || is_done(self, env, attributes))) {
-        inside = PyDict_GetItemWithError(attributes, ENV);
-    }
-    if (inside != NULL) {
-        Py_INCREF(inside); /* the environment may replace it */
-        if (Py_EnterRecursiveCall(" in env.step") == 0) {
-            result = step_through(self, inside, NULL, action);
-            Py_LeaveRecursiveCall();
-        }
-        Py_DECREF(inside);
-        result = is_limit && result != NULL ? count_step(self, env, attributes, result) : result;
-    } else if (!PyErr_Occurred()) {
-        PyObject *arguments[] = {NULL, env, action};
-        size_t offset = PY_VECTORCALL_ARGUMENTS_OFFSET;
-        result = method != NULL ? PyObject_Vectorcall(method, arguments + 2, 1 | offset, NULL)
-                                : PyObject_VectorcallMethod(STEP, arguments + 1, 2 | offset, NULL);
-    }
-    Py_XDECREF(attributes);
-    return result;
-}
-
-static PyObject *flat_step(PyObject *self, PyObject *action) {
-    return step_through(self, PyTuple_GET_ITEM(self, 0), PyTuple_GET_ITEM(self, METHOD), action);
-}
-
-static PyMethodDef flat_step_definition = {"step", flat_step, METH_O, NULL};
-
-PyObject *penstock_flat_step(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    if (n != N_ARGUMENTS) {
-        return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", N_ARGUMENTS, n);
-    }
-    PyObject *self = PyTuple_New(n);
-    for (Py_ssize_t i = 0; self != NULL && i < n; i++) {
-        PyTuple_SET_ITEM(self, i, Py_NewRef(arguments[i]));
-    }
-    PyObject *step = self == NULL ? NULL : PyCFunction_NewEx(&flat_step_definition, self, NULL);
-    Py_XDECREF(self);
-    return step;
 }

@@ -9,6 +9,7 @@ Rows are given as an array `[T, ...]` and an index t, since this is faster than 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,11 +77,6 @@ put_cell: Callable[[Any, int, int, Any], bool]
 #: the last environment. `words` int64 `[n]` are words of the progress row: the last gets the env_rank of the
 #: environment that steps, and the first (the phase) gets back the value that it had before `on_end`.
 step_ordinary: Callable[[Any, Any, Any, Any, int, int, Any, Any, Any], tuple[int, Any] | None]
-#: `flat_step(env, env.step, TimeLimit, OrderEnforcing, PassiveEnvChecker, finish)`: a function that does what
-#: `env.step` does, without the Python functions of the outermost wrappers that are exactly of these classes.
-#: `finish(wrapper, result)` does what a TimeLimit does after a step that was not usual. If nothing is compiled, this
-#: is `env.step`.
-flat_step: Callable[[Any, Any, type, type, type, Any], Callable[[Any], Any]]
 #: `sum_episodes(reward, done, valid, running, records, first_t, env_ranks, discount)`: write a RECORD for each
 #: trajectory that finishes in the rows `[T, B]` that are `valid` (bool `[T, B]`; None: all) into `records`, uint8
 #: `[1, n]` with room for T * B of them. Return how many, or -1 if it cannot handle the arguments; then nothing was
@@ -96,44 +92,26 @@ shift_rows: Callable[[Any], Any]
 #: decides. Afterwards `weights` holds the cumulative sums of each row. None if it cannot handle the arguments.
 draw_rows: Callable[[Any, Any, Any], tuple[Any, Any] | None]
 
-#: `infos_of_records(cls, memories, starts, counts)`: one instance of `cls` for each of `counts[i]` RECORDs in the bytes
-#: `memories[i]`, from record `starts[i]` on, ordered by t, then env_rank. Its attributes are the four figures;
-#: `__init__` does not run. None if nothing is compiled.
-infos_of_records: Callable[[type, list[Any], list[int], list[int]], list[Any] | None]
-
 #: The functions that are used if nothing is compiled.
 PYTHON: dict[str, Callable[..., Any]] = {
     "put_row": lambda *_: False,
     "put_cell": lambda *_: False,
     "step_ordinary": _step_ordinary,
-    "flat_step": lambda _, step, *__: step,
     "sum_episodes": lambda *_: -1,
     "shift_rows": lambda *_: None,
     "draw_rows": lambda *_: None,
-    "infos_of_records": lambda *_: None,
 }
 
+#: Why the compiled functions are not in use; empty if they are.
+WHY_NOT_COMPILED = ""
 try:
-    from penstock.buffers._native import (
-        RECORD_LAYOUT,
-        draw_rows,
-        flat_step,
-        infos_of_records,
-        put_cell,
-        put_row,
-        shift_rows,
-        step_ordinary,
-        sum_episodes,
-    )
-
-    if " ".join(f"{name}:{RECORD[name].str[1:]}" for name in RECORD.names or ()) != RECORD_LAYOUT:
+    _native = importlib.import_module("penstock.buffers._native")
+    _functions = {name: getattr(_native, name) for name in PYTHON}
+    if " ".join(f"{name}:{RECORD[name].str[1:]}" for name in RECORD.names or ()) != _native.RECORD_LAYOUT:
         raise ImportError("the compiled part was built for another layout of trajectory records: build it again")
-except ImportError as error:  # no C compiler, an older build, or a checkout that was never built
-    put_row, put_cell, step_ordinary, flat_step, sum_episodes, shift_rows, draw_rows, infos_of_records = PYTHON.values()
-    #: Why the compiled functions are not in use; empty if they are.
-    WHY_NOT_COMPILED = str(error)
-else:
-    WHY_NOT_COMPILED = ""
+except (ImportError, AttributeError) as error:  # no C compiler, an older build, or a checkout that was never built
+    WHY_NOT_COMPILED, _functions = str(error), PYTHON
+put_row, put_cell, step_ordinary, sum_episodes, shift_rows, draw_rows = _functions.values()
 
 #: Whether the compiled functions are in use.
 COMPILED = not WHY_NOT_COMPILED

@@ -94,8 +94,6 @@ class TrajectoryRecords:
     def _bind(self) -> None:
         self._n_put = 0
         self._records = self.memory.arrays.values()
-        #: The bytes of each worker's records.
-        self.memories = [memoryview(own.view(np.uint8)) for own in self._records]
 
     def __getstate__(self) -> NamedMemory:
         return self.memory

@@ -44,12 +44,10 @@ class ReportBoard:
     """A fixed-size area per worker: its exception, cut if it is too long."""
 
     def __init__(self, n_workers: int, *, shared: bool) -> None:
-        byte = np.dtype(np.uint8)
+        n_bytes = _HEADLINE_BYTES + _TEXT_BYTES + _EXCEPTION_BYTES
         specs = NamedArrays(
-            sizes=ArraySpec((n_workers, 3), np.dtype(np.int64)),
-            headline=ArraySpec((n_workers, _HEADLINE_BYTES), byte),
-            text=ArraySpec((n_workers, _TEXT_BYTES), byte),
-            exception=ArraySpec((n_workers, _EXCEPTION_BYTES), byte),
+            sizes=ArraySpec((n_workers, 3), np.dtype(np.int64)),  # of the headline, the text and the exception
+            areas=ArraySpec((n_workers, n_bytes), np.dtype(np.uint8)),
         )
         self.memory = NamedMemory(specs, shared=shared, purpose="the workers' failure reports")
 
@@ -59,23 +57,18 @@ class ReportBoard:
 
     def write(self, worker_rank: int, error: BaseException) -> None:
         """Worker: report `error`."""
-        areas = self.memory.arrays
-        headline, text, pickled = parts = dump_exception(error)
-        for area, part in ((areas.headline, headline), (areas.text, text), (areas.exception, pickled)):
-            area[worker_rank, : len(part)] = np.frombuffer(part, np.uint8)
-        areas.sizes[worker_rank] = tuple(map(len, parts))  # last: the main process reads the rest when this is not zero
+        arrays, parts = self.memory.arrays, dump_exception(error)
+        report = np.frombuffer(b"".join(parts), np.uint8)
+        arrays.areas[worker_rank, : len(report)] = report
+        arrays.sizes[worker_rank] = tuple(map(len, parts))  # last: the main process reads the rest if this is not zero
 
     def read(self, worker_rank: int) -> Report | None:
         """Main process: the report of a dead worker, or None."""
-        areas = self.memory.arrays
-        n_headline, n_text, n_pickled = areas.sizes[worker_rank].tolist()
+        n_headline, n_text, n_pickled = self.memory.arrays.sizes[worker_rank].tolist()
         if not n_headline:
             return None
-        return load_exception(
-            areas.headline[worker_rank, :n_headline].tobytes(),
-            areas.text[worker_rank, :n_text].tobytes(),
-            areas.exception[worker_rank, :n_pickled].tobytes(),
-        )
+        report, end = self.memory.arrays.areas[worker_rank].tobytes(), n_headline + n_text
+        return load_exception(report[:n_headline], report[n_headline:end], report[end : end + n_pickled])
 
 
 def load_exception(headline: bytes, text: bytes, pickled: bytes) -> Report:

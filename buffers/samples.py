@@ -213,6 +213,8 @@ class Samples(FixedFields):
                 raise ConfigError(f"select: there is no field {name!r}; there are {', '.join(sorted(paths))}")
 
         kept_names = (*names, "env.valid", "targets")
+        if any(name.startswith("agent.agent_info.prev_rnn_state") for name in names):
+            kept_names += ("agent.agent_info.has_rnn_state",)  # for the check of `sequences`
 
         def part_of(node: _Named, prefix: str) -> _Named:
             kept = {}
@@ -462,11 +464,12 @@ class SamplesBuffer:
     ) -> None:
         if isinstance(spec, SampleSpec):
             assert isinstance(batch_B, int)
-            fields, n_seats = _slot_specs(spec, batch_T, batch_B), spec.n_seats
+            fields = _slot_specs(spec, batch_T, batch_B)
+            n_seats: int | Mapping[str, int | None] | None = spec.n_seats
         else:
             assert isinstance(batch_B, Mapping)
             fields = NamedArrays({name: _slot_specs(own, batch_T, batch_B[name]) for name, own in spec.items()})
-            n_seats, batch_B = 0, sum(batch_B.values())
+            n_seats, batch_B = {name: own.n_seats for name, own in spec.items()}, sum(batch_B.values())
         size = f"batch_T={batch_T}, batch_B={batch_B}" + (f", n_slots={n_slots}" if n_slots > 1 else "")
         self.memory = NamedMemory(
             NamedArrays({f"slot_{i}": fields for i in range(n_slots)}),
@@ -474,17 +477,23 @@ class SamplesBuffer:
             purpose=f"a samples buffer of {size}",
         )
         self.slots: tuple[NamedArrays, ...] = self.memory.arrays.values()
-        for arrays in self.slots:
-            for own in [arrays] if "valid" in arrays else arrays:
-                own.valid[...] = True
+        for own in (own for arrays in self.slots for own in layouts_of(arrays)):
+            own.valid[...] = True
         self.batches = tuple(batch_view(arrays, batch_T, n_seats) for arrays in self.slots)
 
 
-def batch_view(arrays: NamedArrays, batch_T: int, n_seats: int | None = None) -> Samples | PolicySamples:
+def layouts_of(arrays: NamedArrays) -> Sequence[NamedArrays]:
+    """The arrays of each policy in those of a slot."""
+    return [arrays] if "valid" in arrays else arrays.values()
+
+
+def batch_view(
+    arrays: NamedArrays, batch_T: int, n_seats: int | Mapping[str, int | None] | None = None
+) -> Samples | PolicySamples:
     """The batch as the user sees it, from the arrays of one slot; with several policies, the batch of each."""
-    if "valid" in arrays:
+    if not isinstance(n_seats, Mapping):
         return public_view(arrays, batch_T, n_seats)
-    return PolicySamples({name: public_view(own, batch_T, 0) for name, own in arrays.items()})
+    return PolicySamples({name: public_view(arrays[name], batch_T, own) for name, own in n_seats.items()})
 
 
 def _slot_specs(spec: SampleSpec, batch_T: int, batch_B: int) -> NamedArrays:
@@ -669,13 +678,12 @@ def _shuffled(size: int, rng: object, like: Any, n: int) -> Any:
 
 
 def _require_states(samples: Samples, length: int) -> None:
-    """Raise unless the recurrent state was recorded where sequences start."""
+    """Raise if the agent says that it has not recorded its recurrent state where sequences start."""
     info = samples.agent.agent_info
-    if "prev_rnn_state" not in info:
+    if "has_rnn_state" not in info:  # recorded at each step, or not at all
         return
     within = ~samples.env.prev_done[length::length] & samples.env.valid[length::length]
-    leaves = [leaf for _, leaf in NamedArrays(state=info.prev_rnn_state).leaves()]
-    if bool(within.any()) and not any(bool((leaf[length::length][within] != 0).any()) for leaf in leaves):
+    if bool((within & ~info.has_rnn_state[length::length]).any()):
         raise ConfigError(
             f"sequences of {length} rows need the recurrent state at their start, but only row 0 has it: make the "
             'agent with record_state="step"'

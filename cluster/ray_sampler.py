@@ -274,7 +274,9 @@ class RaySampler(Sampler):
         self.policy_version = reply.version
         traj_infos = self._as_infos(reply.found)
         samples = as_samples(self._memory.slots[0], reply, self.batch_T, self._n_seats)
-        self._count_batch(samples, traj_infos)
+        self._metrics.training.extend(traj_infos)
+        if self._seating is not None:
+            self._count_agents(samples)
         return Piece(
             samples=samples,
             traj_infos=traj_infos,

@@ -27,8 +27,9 @@ class EnvBuilder:
         self._built.append((context.env_rank, env))
         if isinstance(env, ParallelView):
             raise SpaceError(
-                f"env_fn returned an environment of several agents for env_rank {context.env_rank}, and one of one "
-                "agent for env_rank 0: use a sampler for each kind"
+                f"env_fn returned an environment of several agents for env_rank {context.env_rank}, but the example "
+                "environment, or the argument `spaces`, is of one agent: leave `spaces` out, or use a sampler for each "
+                "kind"
             )
         self._check_spaces(env, context)
         return env

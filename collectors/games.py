@@ -6,8 +6,8 @@ yet. `SeatColumns` has the seats of one policy. `Games` steps the environments, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import gymnasium as gym
 
@@ -200,15 +200,21 @@ class Games:
         result = env.step(given)
         if result.__class__ is not tuple or len(result) != 5:
             result = step_values(result, env_rank)
-        observations, rewards, terminated, truncated, self.infos[e] = result
+        observations, rewards, terminated, truncated, infos = result
+        are_dicts = observations.__class__ is rewards.__class__ is infos.__class__ is dict
+        if not (are_dicts and terminated.__class__ is truncated.__class__ is dict):
+            self._require_mappings(env_rank, result)
+        self.infos[e] = infos
+        flags = [*terminated.values(), *truncated.values()]
         try:
-            flags = [*terminated.values(), *truncated.values()]
-        except AttributeError:
-            self._refuse_result(env_rank, result)
+            n_unset = flags.count(False)
+        except ValueError:  # one is an array of several numbers, which is refused later
+            n_unset = -1
         # The ordinary step: the same agents, all dicts in their order, no flag set.
         if (
             before is None
-            and flags.count(False) == len(flags) == 2 * len(living)
+            and not self._ghosts[e]
+            and n_unset == len(flags) == 2 * len(living)
             and raw.agents == living == list(observations) == list(rewards)
         ):
             if whole is not None:
@@ -219,16 +225,15 @@ class Games:
                     columns, column = places[agent]
                     columns.observations[column], columns.rewards[column] = observations[agent], rewards[agent]
             return
-        for part in result:
-            if not isinstance(part, Mapping):
-                self._refuse_result(env_rank, result)
         self._settle(e, before, *result)
 
-    def _refuse_result(self, env_rank: int, result: object) -> NoReturn:
-        raise SpaceError(
-            f"env.step of env_rank {env_rank} must return five dicts by agent (observations, rewards, terminations, "
-            f"truncations, infos), got {brief(result)}"
-        )
+    def _require_mappings(self, env_rank: int, result: Iterable[object]) -> None:
+        for part in result:
+            if not isinstance(part, Mapping):
+                raise SpaceError(
+                    f"env.step of env_rank {env_rank} must return five dicts by agent (observations, rewards, "
+                    f"terminations, truncations, infos), got {brief(result)}"
+                )
 
     def _before(self, e: int, given: Mapping[AgentId, Any]) -> dict[AgentId, tuple[Any, Any]]:
         """For the hooks, copies of what each agent acts on, and of its action. `debug=True` checks the actions here."""
@@ -262,7 +267,7 @@ class Games:
             rank, info = columns.env_ranks[column], infos.get(agent, {})
             if info.__class__ is not dict:
                 require_info(info, rank)
-            flags = episode_flags(terminated.get(agent, False), truncated.get(agent, False), rank)
+            flags = episode_flags(_flag_of(terminated, agent), _flag_of(truncated, agent), rank)
             columns.rewards[column] = reward = require_number(rewards.get(agent, 0.0), rank)
             columns.infos[column] = info
             _require_consistent(rank, flags, is_listed=agent in listed, is_observed=agent in observations)
@@ -297,6 +302,12 @@ class Games:
                     f"env_rank {SeatRank(self.env_ranks[e], agent)} is not one of possible_agents, "
                     f"{brief(list(self.places[e]))}"
                 )
+
+
+def _flag_of(flags: Mapping[Any, Any], agent: AgentId) -> Any:
+    """The agent's flag. One that is missing is False. In the ordinary step 0.0 equals False: so floats are flags."""
+    flag = flags.get(agent, False)
+    return bool(flag) if flag.__class__ is float and flag in (0.0, 1.0) else flag
 
 
 def _require_consistent(rank: int, flags: tuple[bool, bool], *, is_listed: bool, is_observed: bool) -> None:

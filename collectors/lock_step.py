@@ -82,9 +82,14 @@ class Desk(Collector):
             self._changed.clear()
             envs.zero_idle_rewards()
 
+    def forget_changes(self) -> None:
+        """Who has joined or ended before the first row has done so in no row."""
+        self._changed.clear()
+
     def _join(self, column: int) -> None:
         self.is_alive[column] = True
-        self.samples.valid[self._t + 1 :, column] |= self._t >= 0
+        if self._t >= 0:
+            self.samples.valid[self._t + 1 :, column] = True
         if self._agent_has_state:
             self.agent.reset_one(column)
         self.prev_action[column] = 0
@@ -98,6 +103,7 @@ class Desk(Collector):
         if self._t < 0:
             self.envs.check_final(column, observation)
             self.tracker.drop(column)
+            self.rewards[column].clear()
             return
         self.record_episode_end(self._t, column, observation, reward, terminated, truncated)
         self.samples.valid[self._t + 1 :, column] = False
@@ -331,6 +337,7 @@ class LockStepCollector:
         for desk in self.desks:
             desk.agent.seed_columns(desk.streams.rngs(Purpose.EVAL_ACTION, key))
             desk.agent.reset()
+            desk.forget_changes()
 
 
 def _columns_of(games: Games, columns: SeatColumns, e: int) -> list[int]:

@@ -8,25 +8,26 @@ from typing import Any
 import numpy as np
 
 from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.buffers.samples import BatchColumns
 from penstock.collectors.lock_step import LockStepCollector
-from penstock.envs.seeding import ColumnStreams, Purpose
+from penstock.envs.seeding import Purpose
 from penstock.workers.control import Phase
 
 _MOST_ROWS, _MOST_BYTES = 128, 1 << 22  # of the rows that are collected before their trajectories are sent
 _NEEDED = ("observation", "action", "reward", "terminated", "truncated", "done", "valid", "prev_done", "agent_info")
 
 
-def eval_arrays(slot: NamedArrays, batch_T: int, n_columns: int) -> NamedArrays:
-    """Arrays of a few rows for an evaluation, in the structure of a slot of the samples buffer of `batch_T` rows."""
-    kept = NamedArrays({name: slot[name] for name in _NEEDED})
-    row_bytes = sum(leaf[0].nbytes for _, leaf in kept.leaves()) // max(1, slot.valid.shape[1]) * n_columns
+def eval_columns(layout: NamedArrays, batch_T: int, n_columns: int) -> BatchColumns:
+    """Memory for a few rows of an evaluation, in the structure of a policy's arrays with `batch_T` rows."""
+    kept = NamedArrays({name: layout[name] for name in _NEEDED})
+    row_bytes = sum(leaf[0, :1].nbytes for _, leaf in kept.leaves()) * n_columns
     n_rows = max(1, min(_MOST_ROWS, _MOST_BYTES // max(1, row_bytes)))
 
     def rows(leaf: Any) -> Any:  # some have batch_T + 1 rows
         return np.zeros((n_rows + len(leaf) - batch_T, n_columns, *leaf.shape[2:]), leaf.dtype)
 
     arrays = {name: map_leaves(rows, field) for name, field in kept.items()}
-    return NamedArrays(arrays, policy_version=np.zeros(n_columns, np.int64))
+    return BatchColumns(NamedArrays(arrays, policy_version=np.zeros(n_columns, np.int64)), slice(None))
 
 
 class SeatEvalCollector:
@@ -38,12 +39,11 @@ class SeatEvalCollector:
     def __init__(
         self,
         collector: LockStepCollector,
-        streams: ColumnStreams,
         max_T: int,
         max_games: int | None,
         shares: Sequence[int] | None,
     ) -> None:
-        self._collector, self.streams, self._max_T = collector, streams, max_T
+        self._collector, self.streams, self._max_T = collector, collector.streams, max_T
         self.envs, self.progress = collector.games, collector.progress
         self._max_games = float("inf") if max_games is None else max_games
         self._shares = shares

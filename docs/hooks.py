@@ -46,7 +46,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links between files of the repository become links between pages."""
+    """Links between files of the repository become links between pages.
+
+    Comments are for readers of the file, so they are left out.
+    """
+    markdown = re.sub(r"<!--.*?-->\n*", "", markdown)
     here = page.file.src_uri
     folder = posixpath.dirname(SOURCES.get(here, f"docs/{here}"))
 

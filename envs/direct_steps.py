@@ -8,37 +8,48 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from penstock.buffers.native import flat_step
 from penstock.envs.checks import StepValues
 from penstock.errors import SpaceError, brief
 
-#: Releases of Gymnasium whose wrappers do what `flat_step` does. tests/envs/test_wrappers.py has their code.
+#: Releases of Gymnasium whose wrappers do what `flat_step_of` does. tests/envs/test_wrappers.py has their code.
 _KNOWN = ("1.1.", "1.2.", "1.3.", "1.4.")
 _CLASSES = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
+#: In earlier releases, a `PassiveEnvChecker` checks every step.
+_CHECKS_ONCE = gym.__version__.startswith("1.4.")
 
 
 def flat_step_of(env: gym.Env[Any, Any]) -> Callable[[Any], Any]:
-    """A function `step(action)` that does exactly what `env.step` does.
+    """A function `step(action)` that does exactly what `env.step` does, for the wrappers that `gym.make` adds.
 
-    It leaves out the Python functions of the outermost wrappers, as far as these are exactly `TimeLimit`,
-    `OrderEnforcing`, or a `PassiveEnvChecker` that has checked all that it checks (from Gymnasium 1.4 on). It reads and
-    writes the same attributes of the wrappers at every call.
+    It leaves out the Python functions of `OrderEnforcing`, and of a `PassiveEnvChecker` that has checked all that it
+    checks, below a `TimeLimit`. It reads and writes the same attributes of the wrappers at every call.
 
-    Returns `env.step` if there is no such wrapper, if nothing is compiled, or if Gymnasium is of another release.
+    Returns `env.step` for other wrappers, if one of them has a `step` of its own, or with another release of Gymnasium.
     """
-    step: Callable[[Any], Any] = env.step
-    if type(env) not in _CLASSES or "step" in vars(env) or not _are_known():
-        return step
-    return flat_step(env, step, *_CLASSES, _finish_step)
+    plain: Callable[[Any], Any] = env.step
+    if type(env) is not TimeLimit or type(env.env) is not OrderEnforcing or not _are_known():
+        return plain
+    limit: Any = env
+    order: Any = env.env
+    checker: Any = order.env if _CHECKS_ONCE and type(order.env) is PassiveEnvChecker else None
+    for wrapper in (limit, order, checker):
+        # Not `"step" in vars(wrapper)`: an object whose `__dict__` has been made is slower for ever.
+        if wrapper is not None and getattr(wrapper.step, "__func__", None) is not type(wrapper).step:
+            return plain
 
+    def step(action: Any) -> Any:
+        if limit.env is not order or not order._has_reset:
+            return plain(action)
+        inner = order.env
+        if inner is checker and inner.checked_step and inner.checked_data_reuse:
+            inner = inner.env
+        observation, reward, terminated, truncated, info = inner.step(action)
+        limit._elapsed_steps += 1
+        if limit._elapsed_steps >= limit._max_episode_steps:
+            truncated = True
+        return observation, reward, terminated, truncated, info
 
-def _finish_step(wrapper: Any, result: StepValues) -> Any:
-    """What `TimeLimit.step` does after the step of its environment."""
-    observation, reward, terminated, truncated, info = result
-    wrapper._elapsed_steps += 1
-    if wrapper._elapsed_steps >= wrapper._max_episode_steps:
-        truncated = True
-    return observation, reward, terminated, truncated, info
+    return step
 
 
 def _are_known() -> bool:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from penstock.buffers.named import map_leaves
 from penstock.buffers.reports import in_one_line
+from penstock.buffers.tree import tree_leaves
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.rows import action_splitter, arrays_like, write_cell
 from penstock.errors import ConfigError, RepeatError, brief
@@ -54,8 +55,8 @@ class RecordedEpisode:
         return self.n_missing == 0 and len(self) == 0
 
     def __len__(self) -> int:
-        leaves = [leaf for _, leaf in self.actions.leaves()] if hasattr(self.actions, "leaves") else [self.actions]
-        return len(leaves[0])
+        _, first = next(tree_leaves(self.actions))
+        return len(first)
 
     def run(self) -> tuple[gym.Env[Any, Any], Any]:
         """Build the environment in this process and repeat the episode. Returns the environment and the action of the
@@ -88,12 +89,7 @@ class RecordedEpisode:
         row = map_leaves(lambda leaf: np.zeros((1, 1, *leaf.shape), leaf.dtype), self.observation)
         write_cell(arrays_like(env.observation_space, row), 0, 0, observation)
         recorded = map_leaves(lambda leaf: np.asarray(leaf)[None, None], self.observation)
-        pairs = (
-            zip(row.leaves(), recorded.leaves(), strict=True)
-            if hasattr(row, "leaves")
-            else [(("observation", row), ("observation", recorded))]
-        )
-        for (name, ours), (_, theirs) in pairs:
+        for name, ours, theirs in tree_leaves(row, "observation", recorded):
             if ours.tobytes() != theirs.tobytes():
                 got, expected = brief(ours[0, 0]), brief(theirs[0, 0])
                 problem = f"{name} before step {self.step} is {got}, recorded was {expected}"

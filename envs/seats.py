@@ -142,14 +142,19 @@ class ParallelView:
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         """As `env.reset`, with what observations get."""
         result = self.env.reset(seed=seed) if options is None else self.env.reset(seed=seed, options=options)
-        if self._is_plain or not (isinstance(result, tuple) and len(result) == 2):
-            return result
+        if self._is_plain or not (
+            isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Mapping) for part in result)
+        ):
+            return result  # if it is wrong, the caller refuses it
         observations, infos = result
         return self._completed(observations, infos, is_first=True), infos
 
     def _step(self, actions: dict[Any, Any]) -> Result:
-        observations, rewards, terminated, truncated, infos = self.env.step(actions)
-        last = {agent for agent in observations if terminated.get(agent) or truncated.get(agent)}
+        result: Result = self.env.step(actions)
+        if not (isinstance(result, tuple) and len(result) == 5 and all(isinstance(part, Mapping) for part in result)):
+            return result  # which the caller refuses
+        observations, rewards, terminated, truncated, infos = result
+        last = {agent for agent in observations if _is_set(terminated.get(agent)) or _is_set(truncated.get(agent))}
         return self._completed(observations, infos, last), rewards, terminated, truncated, infos
 
     def _completed(
@@ -188,25 +193,38 @@ class ParallelView:
 
     def has_wrapper_attr(self, name: str) -> bool:
         """Whether the environment or one of its wrappers has this attribute."""
-        return hasattr(self.env, name)
+        return hasattr(self._with_attr(name), name)
 
     def get_wrapper_attr(self, name: str) -> Any:
         """The attribute `name` of the environment or of one of its wrappers."""
-        return getattr(self.env, name)
+        return getattr(self._with_attr(name), name)
 
     def set_wrapper_attr(self, name: str, value: Any) -> None:
         """Set the attribute where it is: in the first wrapper that has it itself, else in the innermost environment."""
-        env = self.env
+        env = self._with_attr(name)
         while name not in vars(env) and getattr(env, "env", None) is not None:
             env = env.env
         setattr(env, name, value)
+
+    def _with_attr(self, name: str) -> Any:
+        """PettingZoo's wrapper around an environment that is played in turns does not pass attributes on."""
+        return self.env if hasattr(self.env, name) or not hasattr(self.unwrapped, name) else self.unwrapped
+
+
+def _is_set(flag: Any) -> bool:
+    try:
+        return bool(flag)
+    except ValueError:  # an array of several numbers, which is refused later
+        return True
 
 
 class OneSeat(gym.Env[Any, Any]):
     """One agent of a `ParallelView` as an environment of its own, to see what it returns; the others act at random.
 
-    Its episode ends when the agent is not there any more.
+    Its episode begins when the agent is there, and ends when it is not there any more.
     """
+
+    _most_steps = 1000  # in which an agent must join
 
     @classmethod
     def of(cls, agent: AgentId, as_view: Callable[[Any], ParallelView], env: Any) -> OneSeat:
@@ -223,15 +241,27 @@ class OneSeat(gym.Env[Any, Any]):
         for i, (_, space) in enumerate(self._view.spaces.values()):
             space.seed(None if seed is None else seed + i)
         observations, infos = self._view.reset(seed=seed)
-        return observations[self._agent], infos.get(self._agent, {})
+        for _ in range(self._most_steps):
+            if self._agent in self._view.agents:
+                break
+            if self._view.agents:
+                observations, *_, infos = self._view.step(self._sampled())
+            else:
+                observations, infos = self._view.reset()
+        self._last = observations[self._agent]
+        return self._last, infos.get(self._agent, {})
+
+    def _sampled(self) -> dict[AgentId, Any]:
+        return {agent: self._view.spaces[agent][1].sample() for agent in self._view.agents}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        actions = {agent: self._view.spaces[agent][1].sample() for agent in self._view.agents}
-        observations, rewards, terminated, truncated, infos = self._view.step({**actions, self._agent: action})
+        actions = {**self._sampled(), self._agent: action}
+        observations, rewards, terminated, truncated, infos = self._view.step(actions)
         agent, has_gone = self._agent, self._agent not in self._view.agents
+        self._last = observations.get(agent, self._last)  # who has died may have none
         ended = bool(terminated.get(agent)) or has_gone
         reward, is_cut = float(rewards.get(agent, 0.0)), bool(truncated.get(agent))
-        return observations[agent], reward, ended, is_cut, infos.get(agent, {})
+        return self._last, reward, ended, is_cut, infos.get(agent, {})
 
     def close(self) -> None:
         self._view.close()

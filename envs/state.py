@@ -135,8 +135,10 @@ def save_env(env: gym.Env[Any, Any]) -> tuple[StateKind, bytes]:
     try:
         if n_outside is None:
             return "pickle", _dumps(env, [])
-        state = [_own_attributes(layer) for layer in layers[:n_outside]], layers[n_outside].get_state()
-        return "get_state", _dumps(state, layers)
+        outside = [
+            {name: value for name, value in vars(layer).items() if name != "env"} for layer in layers[:n_outside]
+        ]
+        return "get_state", _dumps((outside, layers[n_outside].get_state()), layers)
     except ConfigError:
         raise
     except Exception as error:  # saving runs the user's code
@@ -169,10 +171,6 @@ def _n_outside(layers: list[Any]) -> int | None:
         if all(callable(getattr(type(layer), name, None)) for name in ("get_state", "set_state")):
             return i
     return None
-
-
-def _own_attributes(layer: object) -> dict[str, Any]:
-    return {name: value for name, value in vars(layer).items() if name != "env"}
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -115,7 +115,16 @@ def main() -> int:
             run.wait(lambda s: s.version >= args.kill_policy, timeout=args.time_limit)
             run.panel.kill("policy/0")  # the run starts it again. As a thread, it cannot be killed
         left = args.time_limit - run.state().seconds
-        state = run.wait(lambda s: has_learned(s, args.goal), timeout=left, metrics=args.metrics or ())
+        shown = 0.0
+
+        def is_over(state: RunState) -> bool:
+            nonlocal shown
+            if state.seconds >= shown + 5:
+                shown = state.seconds
+                print(f"version {state.version}, mean return {state.trainer.get('return', 0):.0f}", flush=True)
+            return has_learned(state, args.goal)
+
+        state = run.wait(is_over, timeout=left, metrics=args.metrics or ())
         print(run.panel.table())
         print("restarts:", run.restarts)
     print(f"version {state.version}, mean return {state.trainer.get('return', 0):.0f}, {state.seconds:.0f} s")

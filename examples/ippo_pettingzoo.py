@@ -1,4 +1,4 @@
-"""Several agents, one shared policy: PPO on a PettingZoo game, by default simple_spread. Needs the package mpe2.
+"""Several agents, one shared policy: PPO on a PettingZoo game, by default simple_spread. Needs the extra `pettingzoo`.
 
     python examples/ippo_pettingzoo.py
     python examples/ippo_pettingzoo.py --env-id sisl/pursuit-v5 --max-cycles 100

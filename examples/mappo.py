@@ -2,7 +2,7 @@
 
     python examples/mappo.py
 
-Needs the packages pettingzoo and mpe2. With `global_state=True`, an observation has two parts: `observation`, the
+Needs the extra `pettingzoo`. With `global_state=True`, an observation has two parts: `observation`, the
 agent's own, and `global_state`. The actor ignores the second. The workers give both to the critic, so the values at the
 ends of batches and games are right too. Exits with status 1 if the trained policy is not better than a random one by
 `goal`.

@@ -150,18 +150,18 @@ def main(cfg: Config) -> None:
         sampler.initialize(agent, seed=cfg.seed, bootstrap_value=True)
         optimizer = torch.optim.Adam(agent.model.parameters(), lr=cfg.learning_rate, eps=1e-5)
         for itr in range(math.ceil(cfg.total_steps / batch_steps)):
-            samples, traj_infos = sampler.obtain_samples(itr)
+            samples, _ = sampler.obtain_samples(itr)
             optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - itr * batch_steps / cfg.total_steps)
             train(agent, optimizer, samples, cfg)
             agent.sync_shared_memory()  # the workers use the new parameters from the next batch on
             steps, seconds = (itr + 1) * batch_steps, time.monotonic() - began
-            if traj_infos:
-                returns = [info.Return for info in traj_infos]
-                mean = sum(returns) / len(returns)
-                print(f"{steps:,} steps, {seconds:.0f} s: return per life {mean:.1f}", flush=True)
+            if itr % 10 == 0:
+                mean = sampler.metrics()["train/Return_mean"]  # of the newest 100 lives; nan before the first one ends
+                print(f"batch {itr}: {steps:,} steps, {seconds:.0f} s: return per life {mean:.1f}", flush=True)
             if cfg.eval_every and (itr + 1) % cfg.eval_every == 0:
                 scores = [info.Return for info in sampler.evaluate_agent(itr)]
-                print(f"{steps:,} steps, {seconds:.0f} s: evaluation {sum(scores) / len(scores):.1f}", flush=True)
+                mean = sum(scores) / len(scores)
+                print(f"batch {itr}: {steps:,} steps, {seconds:.0f} s: evaluation {mean:.1f}", flush=True)
     print(f"{steps:,} steps, {steps / seconds:,.0f} steps/s")
 
 

@@ -24,6 +24,8 @@ try:
 except ImportError as error:
     raise SystemExit(f"this example needs tensorboard: pip install tensorboard ({error})") from error
 
+BATCH_T, BATCH_B = 128, 16
+
 
 def save(path: Path, checkpoint: dict[str, Any]) -> None:
     """Write a new file, then put it in the place of the old one: there is a complete file at any moment."""
@@ -51,20 +53,21 @@ def main(out: Path, n_batches: int, seed: int = 0) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     path = out / "checkpoint.pt"
     checkpoint = torch.load(path) if path.exists() else None
+    first = 0 if checkpoint is None else checkpoint["n_batches"]
+    # What a run has logged after its last checkpoint comes again: TensorBoard then drops the older points.
+    purge_step = first * BATCH_T * BATCH_B + 1
     agent, rng = CategoricalPgAgent(ActorCritic), torch.Generator().manual_seed(seed)  # rng orders the minibatches
     with (
-        ParallelSampler("CartPole-v1", batch_T=128, batch_B=16, eval_n_envs=4, eval_episodes=8) as sampler,
-        SummaryWriter(str(out)) as writer,
+        ParallelSampler("CartPole-v1", batch_T=BATCH_T, batch_B=BATCH_B, eval_n_envs=4, eval_episodes=8) as sampler,
+        SummaryWriter(str(out), purge_step=purge_step) as writer,
     ):
         sampler.initialize(agent, seed=seed, bootstrap_value=True)
         optimizer = torch.optim.Adam(agent.model.parameters(), lr=2e-3)
-        first = 0
         if checkpoint is not None:
             agent.load_state_dict(checkpoint["agent"])  # before the sampler, which publishes the parameters
             optimizer.load_state_dict(checkpoint["optimizer"])
             rng.set_state(checkpoint["rng"])
             print(sampler.load_state_dict(checkpoint["sampler"]))
-            first = checkpoint["n_batches"]
         for itr in range(first, n_batches):
             samples, _ = sampler.obtain_samples(itr)
             loss = train(agent, optimizer, samples, rng)

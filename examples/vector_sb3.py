@@ -23,7 +23,7 @@ def main() -> None:
 
     env_fns = [lambda: Monitor(gym.make("CartPole-v1"))] * args.num_envs
     envs = ShmVectorEnv(env_fns, n_workers=2, autoreset_mode="SAME_STEP").to_sb3()
-    model = PPO("MlpPolicy", envs, n_steps=128, batch_size=256, seed=0, device="cpu")
+    model = PPO("MlpPolicy", envs, n_steps=128, batch_size=256, seed=0, device="cpu", verbose=1)
     model.learn(args.steps)
     mean, spread = evaluate_policy(model, envs, n_eval_episodes=16)
     print(f"return {mean:.1f} +- {spread:.1f} after {model.num_timesteps:,} steps")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.buffers.named import ArrayTree
 
 STATE = "prev_rnn_state"  # the field of agent_info
+HAS_STATE = "has_rnn_state"  # where the agent has recorded it; not there if it does so at each step
 MORE = ("env_info", "extra")  # fields of `samples.env` that are kept as they are
 _CHECKED = 0.01  # the share of rows whose frames are compared, after the first batch
 
@@ -129,6 +130,7 @@ class Batch(NamedTuple):
     before: tuple[Any, ...]  # previous reward and action
     flags: tuple[Any, ...]  # valid, terminated, truncated, prev_done
     state: Any  # or None
+    has_state: Any  # or None: every row has one
     policy_version: Any  # or None
 
 
@@ -176,6 +178,7 @@ class Appender:
         if self._bound is not None and self._bound[0] is env and self._bound[1] is agent:
             return self._bound[2]
         self._require_shape(samples)
+        info, has_states = agent.agent_info, self.ring.shape.state is not None
         observation, reward = arrays(env.observation), array(env.reward)
         kept = observation if self._frames is None else newest_frames(observation)
         batch = Batch(
@@ -185,7 +188,8 @@ class Appender:
             rows=(*leaves(kept), *leaves(arrays(agent.action)), *self._more(env)),
             before=(array(env.prev_reward), *leaves(arrays(agent.prev_action))),
             flags=tuple(array(leaf) for leaf in (env.valid, env.terminated, env.truncated, env.prev_done)),
-            state=None if self.ring.shape.state is None else arrays(agent.agent_info[STATE]),
+            state=arrays(info[STATE]) if has_states else None,
+            has_state=array(info[HAS_STATE]) if has_states and HAS_STATE in info else None,
             policy_version=array(agent.policy_version) if "policy_version" in agent else None,
         )
         if samples.batch is not None:  # the next batch of the sampler has the same arrays
@@ -214,7 +218,7 @@ class Appender:
             self._check_one_row(batch.observation, flags)
             finals = None if finals is None else finals[:, -1]
         self._set_versions(batch.policy_version if policy_version is None else policy_version)
-        state = None if batch.state is None else self._states(batch.state, flags)
+        state = None if batch.state is None else self._states(batch, flags)
         self.ring.write((flags, batch.reward, self._versions, *batch.rows), finals, self._writer, state)
         self._is_first = False
 
@@ -305,19 +309,19 @@ class Appender:
         is_kept = self._is_first or self._rng.random() < _CHECKED
         self._row_before = stacks.copy() if is_kept else None
 
-    def _states(self, state: ArrayTree, flags: npt.NDArray[np.uint8]) -> Any:
-        """The states of the steps that are multiples of `state_every`. Raises `ConfigError` if the agent does not seem
-        to record them: they are all zero in the first batch."""
+    def _states(self, batch: Batch, flags: npt.NDArray[np.uint8]) -> Any:
+        """The states of the steps that are multiples of `state_every`. Raises `ConfigError` if the agent has not
+        recorded them in the first batch."""
         every = self.ring.shape.state_every
         first = -self.end % every
-        kept = map_leaves(lambda leaf: leaf[first::every], state)
-        if self._is_first and first + every < len(flags):
+        kept = map_leaves(lambda leaf: leaf[first::every], batch.state)
+        if self._is_first and batch.has_state is not None and first + every < len(flags):
             rows = slice(first + every, None, every) if first == 0 else slice(first, None, every)
             goes_on = (flags[rows] & (BEGINS | VALID)) == VALID
-            if goes_on.any() and not any(leaf[rows][goes_on].any() for leaf in leaves(state)):
+            if (goes_on & ~batch.has_state[rows]).any():
                 raise ConfigError(
-                    f"the recurrent states are all zero inside the batch: with state_every={every}, make the agent "
-                    'with record_state="step", or set state_every=batch_T'
+                    f"only row 0 of the batch has a recurrent state: with state_every={every}, make the agent with "
+                    'record_state="step", or set state_every=batch_T'
                 )
         return kept
 

@@ -16,6 +16,7 @@ from penstock.buffers.ordering import fence
 from penstock.errors import ConfigError, SamplerStateError, brief
 from penstock.replays.appending import Appender, shape_of
 from penstock.replays.checkpoint import read_index, read_priorities, read_steps, saved_shape, write_checkpoint
+from penstock.replays.contents import Contents
 from penstock.replays.estimate import Estimate
 from penstock.replays.options import Frames, Prioritized, Sequences, require_count, require_number
 from penstock.replays.position_draws import DrawIndex, UniformDraw
@@ -225,6 +226,15 @@ class Replay(Generic[Batch]):
         self._storage, self._feeder = storage, weakref.ref(feeder)
         return storage.appender
 
+    @property
+    def _batch_cls(self) -> type[Any]:
+        return ReplayBatch if self.sequences is None else SequenceBatch
+
+    def _stand_still(self) -> AbstractContextManager[None]:
+        """A context in which no worker writes."""
+        feeder = self._live_feeder()
+        return nullcontext() if feeder is None else feeder.stand_still()
+
     def _live_feeder(self) -> Feeder | None:
         return None if self._feeder is None else self._feeder()
 
@@ -285,7 +295,7 @@ class Replay(Generic[Batch]):
         n = require_count("n", n)
         if newer_than is not None and self.prioritized is not None:
             raise ConfigError("newer_than needs a replay without priorities: make it with prioritized=None")
-        batch_cls = ReplayBatch if self.sequences is None else SequenceBatch
+        batch_cls = self._batch_cls
         if out is not None and not isinstance(out, batch_cls):
             raise ConfigError(f"out must be an earlier {batch_cls.__name__} of this replay or None, got {brief(out)}")
         if out is not None and len(out.index) != n:
@@ -340,6 +350,13 @@ class Replay(Generic[Batch]):
             raise ConfigError(f"update got {len(positions)} indices and {len(priorities)} priorities")
         draw.update(positions, priorities, self.alpha)
 
+    @property
+    def contents(self) -> Contents[Batch]:
+        """The rows that the replay holds, all positions that it could draw, and the batches at these positions."""
+        storage, batch_cls = self._require_storage("contents"), self._batch_cls
+        priorities = storage.draw if isinstance(storage.draw, PriorityDraw) else None
+        return Contents(storage.places, priorities, batch_cls, self._stand_still)
+
     # ---- checkpoints -----------------------------------------------------------------------
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -349,8 +366,7 @@ class Replay(Generic[Batch]):
         write into the replay finish their batches first, and wait. Raises `ConfigError` if the folder cannot be
         written, for example because the disk is full.
         """
-        feeder = self._live_feeder()
-        with nullcontext() if feeder is None else feeder.stand_still():
+        with self._stand_still():
             self._save(_path(folder), self._require_storage("save"))
 
     def _save(self, folder: Path, storage: _Storage) -> None:

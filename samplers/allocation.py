@@ -174,7 +174,7 @@ def _prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory]
             f"the masks in info must be the same for all policies, got {sorted(map(str, keys))}: put them in the "
             'observations, and give mask_key="observation.NAME"'
         )
-    (key,) = keys
+    key = keys.pop() if keys else None  # without agents: refused later
     view = partial(ParallelView, mask_key=key, global_state=config.global_state)
     if key is None:
         return tuple(replace(factory, as_seats=view) for factory in factories)
@@ -216,8 +216,8 @@ def _seats_of_joint(agent: Agent, seating: Seating | None, p: int, config: Sampl
         )
     if setup.bootstrap_value and (agent.recurrent or setup.central or not config.record_final_obs):
         raise ConfigError(
-            "bootstrap_value=True with a joint agent needs record_final_obs=True, an agent that is not recurrent, and a "
-            "sampler whose workers act: the value at the end of an episode is that of all agents together"
+            "bootstrap_value=True with a joint agent needs record_final_obs=True, an agent that is not recurrent, and "
+            "a sampler whose workers act: the value at the end of an episode is that of all agents together"
         )
     return k
 

@@ -338,7 +338,9 @@ class AsyncSampler(ParallelSampler):
         samples = self._batches.hand_out(batch, None if self._is_holding else batch + 1)
         self.samples_np = self._batches.views[batch % self._batches.n_slots]
         self._note_versions(batch)
-        self._count_batch(samples, infos)
+        self._metrics.training.extend(infos)
+        if self._seating is not None:
+            self._count_agents(samples)
         if not self._is_holding:
             self._release()
         elif self.state is _RUNNING:

@@ -21,7 +21,7 @@ from penstock.workers.failures import ON_WORKER_FAILURE, OnWorkerFailure
 from penstock.workers.launcher import START_METHODS, StartMethod
 
 if TYPE_CHECKING:
-    from typing_extensions import Required
+    from typing_extensions import Required, Self
 
 
 class SamplerState(enum.Enum):
@@ -68,6 +68,17 @@ _ARGUMENTS_OF = {
     **dict.fromkeys(("lag", "replay", "ratio"), "AsyncSampler has it"),
     **dict.fromkeys(("n_shards", "on_node_failure"), "penstock.cluster.RaySampler has it"),
 }
+
+
+class TakesEnvFn:
+    """A base of samplers. Without it, another name for `env_fn`, which comes first, would be a bare `TypeError`."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        for name in options:
+            if (own := _OTHER_NAMES.get(name)) == "env_fn":
+                raise unknown_argument(cls.__name__, name, [own], {name: f"did you mean {own!r}?"})
+        return super().__new__(cls)
+
 
 EnvKwargs = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 

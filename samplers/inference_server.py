@@ -30,6 +30,7 @@ from penstock.workers import sigint
 from penstock.workers.affinity import avoid_cpus
 from penstock.workers.control import FOR_ANY, Command, Phase, StopCollecting
 from penstock.workers.failures import raised
+from penstock.workers.gates import notify
 from penstock.workers.program import WorkerContext
 from penstock.workers.spinning import SpinTime, is_crowded, look, spin_for_requests
 
@@ -263,11 +264,6 @@ class InferenceServer:
         return not self._rule.needs_all_idle
 
     @property
-    def wake_for(self) -> int:
-        """The same as the sleeping word of a server process."""
-        return FOR_ANY if self.wake_for_any else len(self._plans)
-
-    @property
     def all_have_arrived(self) -> bool:
         """Whether every worker has completed the command."""
         return self._control.have_completed(self._number, len(self._plans))
@@ -406,7 +402,8 @@ class ServerProgram:
         assert context.gate is not None
         assert context.wakers is not None
         self._context, self._control, self._gate = context, context.memory.control, context.gate
-        self._wake = context.wakers.wake
+        wakers = context.wakers
+        self._wake = lambda rank: notify(wakers[rank].fd)  # it sleeps: its request has a reply
         self._poll_ms = max(1, round(self.options.heartbeat_seconds * 1000))
         self._worker_cpus = {cpu for plan in self.options.plans for cpu in plan.cpus}
         self._server = InferenceServer(self.options, context.memory)
@@ -432,7 +429,8 @@ class ServerProgram:
                     # The agent's own exception: the main process adds who raised it and when, as for every worker.
                     raise (error.__cause__ or error) from None
                 progress.enter(Phase.SERVING)  # a heartbeat: a server without requests does not hang
-                self._gate.sleep(lambda: server.has_work or server.all_have_arrived, self._poll_ms, server.wake_for)
+                wake_for = FOR_ANY if server.wake_for_any else len(self.options.plans)
+                self._gate.sleep(lambda: server.has_work or server.all_have_arrived, self._poll_ms, wake_for)
 
     def close(self) -> None:
         """Close the server."""

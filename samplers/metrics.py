@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
 
 from penstock.collectors import TrajInfo
 from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats
@@ -52,15 +51,17 @@ class SamplerMetrics:
         self._before = {name: counts[name] for name in COUNTS}
         self._steps = counts["env_steps"]
 
-    def figures(self, stats: SamplerStats, server: ServerStats | None, policy_version: Any) -> dict[str, float]:
-        """See `Sampler.metrics`."""
+    def figures(
+        self, stats: SamplerStats, server: ServerStats | None, policy_version: int | Mapping[str, int | None] | None
+    ) -> dict[str, float]:
+        """See `Sampler.metrics`. `policy_version`: with a dict of agents, the version of each."""
         now, workers = time.monotonic(), stats.workers
         counts = self.counts(stats)
         steps, seconds = counts["env_steps"], now - self._called
         figures: dict[str, float] = {
             **{f"sampler/{name}": value for name, value in counts.items()},
             "sampler/steps_per_second": (steps - self._steps) / seconds if seconds else 0.0,
-            **_by_policy("sampler/policy_version", policy_version),
+            **_versions(policy_version),
             "sampler/restarts": stats.restarts,
             "sampler/lost_trajectories": stats.lost_trajectories,
         }
@@ -112,12 +113,11 @@ class SamplerMetrics:
         return figures
 
 
+def _versions(policy_version: int | Mapping[str, int | None] | None) -> dict[str, float]:
+    name = "sampler/policy_version"
+    each = policy_version.items() if isinstance(policy_version, Mapping) else [("", policy_version)]
+    return {f"{name}/{own}" if own else name: math.nan if version is None else version for own, version in each}
+
+
 def _seconds_of(worker: WorkerStats) -> tuple[float, float, float]:
     return worker.waiting, worker.acting, worker.stepping
-
-
-def _by_policy(name: str, version: Any) -> dict[str, float]:
-    """The version of the only policy, or of each."""
-    if isinstance(version, Mapping):
-        return {f"{name}/{policy}": own for policy, own in version.items()}
-    return {name: math.nan if version is None else version}

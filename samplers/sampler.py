@@ -20,7 +20,6 @@ import numpy.typing as npt
 from penstock.agents import Agent
 from penstock.arguments import integer, one_of, true_or_false
 from penstock.buffers import PolicySamples, Samples
-from penstock.buffers.native import infos_of_records
 from penstock.buffers.object_pipe import ObjectMessage
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.samples import parts_of
@@ -34,7 +33,7 @@ from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, InitArguments, allocate
 from penstock.samplers.batches import Batches
 from penstock.samplers.column_states import RESEEDED, LoadMessage, SaveMessage, StateMessage, untrusted_class
-from penstock.samplers.config import SamplerConfig, SamplerState
+from penstock.samplers.config import SamplerConfig, SamplerState, TakesEnvFn
 from penstock.samplers.metrics import SamplerMetrics
 from penstock.samplers.restoring import FORMAT, ResumeReport, check_state, checksum, load_server_agent, reasons
 from penstock.samplers.results import (
@@ -70,7 +69,7 @@ _log = logging.getLogger("penstock")
 EVALUATION = -1  # in the place of a slot
 
 
-class Sampler(ABC):
+class Sampler(TakesEnvFn, ABC):
     """Samples batches `[batch_T, batch_B]` from `batch_B` environments.
 
     Args:
@@ -289,6 +288,8 @@ class Sampler(ABC):
         #: The spaces of the agent. With a dict of agents, a dict of the spaces of each.
         self.observation_space: Any = self._by_policy({name: own for name, (own, _) in spaces.items()})
         self.action_space: Any = self._by_policy({name: own for name, (_, own) in spaces.items()})
+        is_shared = self._seating is None or self._seating.is_shared
+        self._version_word = self._memory.parameters[0].version_word if is_shared else None
         self._games: Counter[int] = Counter()  # with several agents: how many games have ended, by env_rank
         self._warned_of_late_rewards = False
         #: The last batch as `Samples` of numpy arrays. The tensors of `obtain_samples` use the same memory.
@@ -314,10 +315,8 @@ class Sampler(ABC):
         return next(iter(values.values())) if is_shared else values
 
     def _newest_versions(self) -> Any:
-        """The version of the newest parameters; with a dict of agents, a dict."""
+        """The versions of the newest parameters of a dict of agents."""
         parameters = self._memory.parameters
-        if len(parameters) == 1 and (self._seating is None or self._seating.is_shared):
-            return parameters[0].version_word[0]
         return {name: own.version for name, own in zip(self._agents, parameters, strict=True)}
 
     def seats(self) -> dict[str, list[tuple[int, Any]]]:
@@ -359,7 +358,8 @@ class Sampler(ABC):
 
     def _start(self, itr: int) -> None:
         self._itr = integer("itr", itr)
-        self.policy_version = self._newest_versions()
+        word = self._version_word
+        self.policy_version = self._newest_versions() if word is None else word[0]
         pool, batch, batches = self._pool, self._batch, self._batches
         assert pool is not None
         try:
@@ -381,14 +381,13 @@ class Sampler(ABC):
         self._batch, self.samples_np = batch + 1, batches.views[slot]
         samples = batches.hand_out(batch, valid_until=batch + n_slots)
         infos = self._take_traj_infos(pool, slot)
-        self._count_batch(samples, infos)
+        self._metrics.training.extend(infos)
+        if self._seating is not None:
+            self._count_agents(samples)
         return samples, infos
 
-    def _count_batch(self, samples: Any, infos: Sequence[TrajInfo]) -> None:
-        """For `metrics`. With several agents, count their steps too, and log once if rewards came late."""
-        self._metrics.training.extend(infos)
-        if self._seating is None:
-            return
+    def _count_agents(self, samples: Any) -> None:
+        """With several agents: count their steps for `metrics`, and log once if rewards came late."""
         self._metrics.agent_steps += sum(int(np.count_nonzero(own.env.valid)) for own in parts_of(samples))
         n = sum(self._memory.control.snapshot(plan.worker_rank).late_rewards for plan in self._plans)
         if n and not self._warned_of_late_rewards:
@@ -408,15 +407,10 @@ class Sampler(ABC):
         if not any(counts):
             return []
         found: Trajectories
-        if cls is not TrajInfo:
-            found = pool.take_messages(opening)
+        if cls is TrajInfo:
+            found = self._memory.records.take(counts, self._first_records[max(slot, 0)])
         else:
-            records, starts = self._memory.records, self._first_records[max(slot, 0)]
-            if self._makes_infos and self._seating is None:
-                infos = infos_of_records(TrajInfo, records.memories, starts, counts)
-                if infos is not None:  # else nothing is compiled
-                    return infos
-            found = records.take(counts, starts)
+            found = pool.take_messages(opening)
         return self._as_infos(found, evaluation=slot == EVALUATION) if self._makes_infos else found
 
     def _as_infos(self, found: Trajectories, *, evaluation: bool = False) -> list[TrajInfo]:
@@ -696,7 +690,10 @@ class Sampler(ABC):
         """
         self._require_pool("metrics")
         server = None if self._memory.totals is None else self._memory.totals.stats
-        return self._metrics.figures(self.stats(), server, self.policy_version)
+        version = self.policy_version
+        if version is None:  # before the first batch there are the same keys
+            version = self._by_policy(dict.fromkeys(self._agents))
+        return self._metrics.figures(self.stats(), server, version)
 
     def timeline(self) -> npt.NDArray[np.float64]:
         """Times of the last batch `[n_workers, 2 * batch_T + 1]`, in seconds of `time.monotonic`. In row t, the worker

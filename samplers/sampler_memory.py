@@ -12,6 +12,7 @@ from penstock.buffers.episode_log import EpisodeLog
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.object_pipe import TrajectoryRecords
+from penstock.buffers.samples import layouts_of
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.samplers.sampler_plan import SamplerPlan
 from penstock.samplers.stats import ServerTotals
@@ -85,7 +86,7 @@ class SamplerMemory:
         if command is None or command.has_message:
             return n_running
         slot = self.slots[command.batch % len(self.slots)]
-        policies = zip([slot] if "done" in slot else slot.values(), plan.cells, strict=True)
+        policies = zip(layouts_of(slot), plan.cells, strict=True)
         return n_running + sum(int(own.done[1 : t + 2, cells.start : cells.stop].sum()) for own, cells in policies)
 
     @property

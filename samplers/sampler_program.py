@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from penstock.agents.agent import Agent
-from penstock.buffers.named import NamedArrays, map_leaves
-from penstock.buffers.samples import BatchColumns, public_view
+from penstock.buffers.named import map_leaves
+from penstock.buffers.samples import BatchColumns, layouts_of, public_view
 from penstock.collectors.action_checks import Checks
 from penstock.collectors.collector import Collector, CollectorParts
 from penstock.collectors.columns import EnvColumns
@@ -25,7 +25,7 @@ from penstock.collectors.games import Games, SeatColumns
 from penstock.collectors.lock_step import Desk, LockStepCollector
 from penstock.collectors.request_client import RemoteAgent
 from penstock.collectors.reset import ResetCollector
-from penstock.collectors.seat_evaluation import SeatEvalCollector, eval_arrays
+from penstock.collectors.seat_evaluation import SeatEvalCollector, eval_columns
 from penstock.collectors.tracking import BatchTracker, Tracker, make_tracker, put_as_objects
 from penstock.collectors.traj_info import TrajInfo
 from penstock.collectors.vector import VectorColumns, VectorEnvCollector
@@ -33,13 +33,13 @@ from penstock.envs.calls import EnvCall, perform
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.seats import ParallelView, SeatRank
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.errors import SpaceError, brief
+from penstock.errors import SpaceError
 from penstock.samplers.column_states import StateMessage, WorkerParts
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, episodes_per_env
 from penstock.samplers.seating import Seating, Side, column_streams, keys_of
-from penstock.workers.control import Command, ControlBlock, Phase, Progress, UntimedProgress
+from penstock.workers.control import Command, Phase, Progress, UntimedProgress
 from penstock.workers.program import WorkerContext
 
 if TYPE_CHECKING:
@@ -47,27 +47,6 @@ if TYPE_CHECKING:
 
 #: The data of one worker: the factories of its training environments, and of its evaluation environments.
 WorkerFactories = tuple[Sequence[EnvFactory], Sequence[EnvFactory]]
-
-
-@dataclass(frozen=True)
-class SeatParts:
-    """What the desks of some environments are made from."""
-
-    side: Side
-    factories: Sequence[EnvFactory]
-    envs: range  #: the environments in `side`
-    cells: tuple[range, ...]  #: the columns of each policy in the slots
-    slots: Sequence[NamedArrays]
-    progress: Progress
-
-    def columns_of(self, slot: NamedArrays, p: int, seating: Seating, *, is_poisoned: bool) -> BatchColumns:
-        """The columns of policy p in a slot."""
-        arrays = slot if "valid" in slot else slot[seating.policies[p]]
-        return BatchColumns(arrays, slice(self.cells[p].start, self.cells[p].stop), is_poisoned=is_poisoned)
-
-    def untimed(self, control: ControlBlock) -> Progress:
-        """For the second desk and the others: the first one writes the timeline."""
-        return UntimedProgress(control, self.progress.rank)
 
 
 @dataclass
@@ -102,7 +81,7 @@ class SamplerProgram:
                 agent.runtime.pull_shared_memory()
         self._n_slots, self._proofs = len(self._memory.slots), list[tuple[EnvFactory, str]]()
         if (appender := self._memory.appender) is not None:
-            columns = slice(self._plan.cells[0].start, self._plan.cells[0].stop)
+            columns = _slice(self._plan.cells[0])
             self._appender = own = appender.of_writer(self._plan.worker_rank)
             self._batches = [
                 own.bind(public_view(slot, self.config.batch_T)[:, columns]) for slot in self._memory.slots
@@ -127,7 +106,7 @@ class SamplerProgram:
     def _build_collector(self, factories: Sequence[EnvFactory]) -> Collector:
         plan = self._plan
         streams = column_streams(None, plan, self.seed)
-        columns = slice(plan.columns.start, plan.columns.stop)
+        columns = _slice(plan.columns)
         slots = [BatchColumns(arrays, columns, is_poisoned=self.config.debug) for arrays in self._memory.slots]
         envs, episodes = self._build_envs(factories, streams, Purpose.TRAIN), None
         if self._memory.episodes is not None and isinstance(envs, EnvColumns):
@@ -207,81 +186,84 @@ class SamplerProgram:
     def _build_lock_step(
         self, seating: Seating, factories: Sequence[EnvFactory], eval_factories: Sequence[EnvFactory]
     ) -> None:
-        plan, config = self._plan, self.config
-        parts = SeatParts(seating.train, factories, plan.columns, plan.cells, self._memory.slots, self._progress)
-        self._collector = collector = self._lock_step(seating, parts, Purpose.TRAIN)
-        collector.start()
+        plan, slots = self._plan, [layouts_of(slot) for slot in self._memory.slots]
+        columns = [
+            [BatchColumns(slot[p], _slice(cells), is_poisoned=self.config.debug) for slot in slots]
+            for p, cells in enumerate(plan.cells)
+        ]
+        self._collector = self._lock_step(seating, factories, columns, self._progress, Purpose.TRAIN)
+        self._collector.start()
         if not eval_factories:
             return
-        n_rows, slot = config.batch_T, self._memory.slots[0]
-        slots = [slot] if "valid" in slot else slot.values()
-        arrays = [eval_arrays(own, n_rows, len(cells)) for own, cells in zip(slots, plan.eval_cells, strict=True)]
-        eval_slot = arrays[0] if "valid" in slot else NamedArrays(dict(zip(slot.keys(), arrays, strict=True)))
-        cells = tuple(range(len(own)) for own in plan.eval_cells)
-        progress = UntimedProgress(self._memory.control, plan.worker_rank)
-        parts = SeatParts(seating.evaluation, eval_factories, plan.eval_columns, cells, [eval_slot], progress)
+        columns = [
+            [eval_columns(own, self.config.batch_T, len(cells))]
+            for own, cells in zip(slots[0], plan.eval_cells, strict=True)
+        ]
+        untimed = UntimedProgress(self._memory.control, plan.worker_rank)
         self._eval_collector = SeatEvalCollector(
-            evaluator := self._lock_step(seating, parts, Purpose.EVAL),
-            evaluator.streams,
+            self._lock_step(seating, eval_factories, columns, untimed, Purpose.EVAL),
             self.eval_max_T,
-            config.eval_max_trajectories,
-            episodes_per_env(config.eval_episodes, config.eval_n_envs, plan.eval_columns),
+            self.config.eval_max_trajectories,
+            episodes_per_env(self.config.eval_episodes, self.config.eval_n_envs, plan.eval_columns),
         )
 
-    def _lock_step(self, seating: Seating, parts: SeatParts, purpose: Purpose) -> LockStepCollector:
-        """The collector of the environments of `parts`, with a desk for each policy that has seats in them."""
-        config, is_eval = self.config, purpose is Purpose.EVAL
-        streams = column_streams(None, self._plan, self.seed, evaluation=is_eval)
-        checks, envs = Checks(config.check_finite, config.debug), self._build_views(parts, streams, purpose)
-        desks, places = list[Desk](), [dict[Any, Any]() for _ in envs]
-        for p, cells in enumerate(parts.cells):
-            if not cells:
+    def _lock_step(
+        self,
+        seating: Seating,
+        factories: Sequence[EnvFactory],
+        columns: Sequence[Sequence[BatchColumns]],
+        progress: Progress,
+        purpose: Purpose,
+    ) -> LockStepCollector:
+        """The collector of these environments, with a desk for each policy that has seats in them. `columns` are where
+        each policy writes, by slot."""
+        plan, config, is_eval = self._plan, self.config, purpose is Purpose.EVAL
+        side, own_envs = (seating.evaluation, plan.eval_columns) if is_eval else (seating.train, plan.columns)
+        streams = column_streams(None, plan, self.seed, evaluation=is_eval)
+        envs = self._build_views(side, own_envs, factories, streams, purpose)
+        desks, places = list[Desk](), {b: dict.fromkeys(side.agents[b]) for b in own_envs}
+        for p, slots in enumerate(columns):
+            if not slots[0].n_columns:
                 continue
-            agent, progress = self.agents[p], parts.progress if not desks else parts.untimed(self._memory.control)
-            seats = column_streams(seating, self._plan, self.seed, p, evaluation=is_eval)
-            spaces = agent.observation_space, agent.action_space
-            columns = SeatColumns(envs, cast(Any, seats.env_ranks), spaces, parts.progress, checks)
-            for column, (b, _, agent_id) in enumerate(parts.side.seats(p, parts.envs)):
-                places[b - parts.envs.start][agent_id] = columns, column
-            slots = [parts.columns_of(slot, p, seating, is_poisoned=config.debug) for slot in parts.slots]
-            own = CollectorParts(
-                envs=columns,
+            agent, seats = self.agents[p], column_streams(seating, plan, self.seed, p, evaluation=is_eval)
+            spaces, checks = (agent.observation_space, agent.action_space), Checks(config.check_finite, config.debug)
+            own = SeatColumns(envs, cast(Any, seats.env_ranks), spaces, progress, checks)
+            for column, (b, _, agent_id) in enumerate(side.seats(p, own_envs)):
+                places[b][agent_id] = own, column
+            parts = CollectorParts(
+                envs=own,
                 agent=self._build_agent(p, seats, Purpose.EVAL_ACTION if is_eval else Purpose.ACTION),
                 samples=slots[0],
                 slots=slots,
                 tracker=self._build_tracker(keys_of(seating, seats)),
-                progress=progress,
+                # The first desk writes the timeline.
+                progress=UntimedProgress(self._memory.control, plan.worker_rank) if desks else progress,
                 streams=seats,
                 max_decorrelation_steps=config.max_decorrelation_steps,
             )
-            desks.append(Desk(own, who=p + 1 if len(seating.policies) > 1 else 0))
-        ordered = [{agent: own[agent] for agent in env.possible_agents} for env, own in zip(envs, places, strict=True)]
-        games = Games(envs, ordered, streams.env_ranks)
+            desks.append(Desk(parts, who=p + 1 if len(seating.policies) > 1 else 0))
+        games = Games(envs, cast(Any, list(places.values())), streams.env_ranks)
         tracker = self._build_game_tracker(keys_of(seating, streams))
-        return LockStepCollector(games, desks, tracker, parts.progress, streams, config.max_decorrelation_steps)
+        return LockStepCollector(games, desks, tracker, progress, streams, config.max_decorrelation_steps)
 
-    def _build_views(self, parts: SeatParts, streams: ColumnStreams, purpose: Purpose) -> list[ParallelView]:
+    def _build_views(
+        self, side: Side, envs: range, factories: Sequence[EnvFactory], streams: ColumnStreams, purpose: Purpose
+    ) -> list[ParallelView]:
         """The environments. Raises `SpaceError` if one has other agents or other spaces than its example."""
-        envs = []
-        for b, factory, env_rank, seed in zip(
-            parts.envs, parts.factories, streams.env_ranks, streams.env_seeds(purpose), strict=True
-        ):
-            context = EnvContext(env_rank, self._plan.worker_rank, seed, purpose)
-            env = self._builder.build_view(factory, context)
-            if list(env.possible_agents) != list(parts.side.agents[b]):
-                raise SpaceError(
-                    f"possible_agents of env_rank {env_rank} are {brief(env.possible_agents)}, those of the example "
-                    f"environment are {brief(list(parts.side.agents[b]))}: they must be the same"
-                )
-            for agent, p in zip(parts.side.agents[b], parts.side.policy[b], strict=True):
-                spaces = self.agents[p].observation_space, self.agents[p].action_space
-                if env.spaces[agent] != spaces:
+        spaces = [(agent.observation_space, agent.action_space) for agent in self.agents]
+        views = []
+        for b, factory, rank, seed in zip(envs, factories, streams.env_ranks, streams.env_seeds(purpose), strict=True):
+            view = self._builder.build_view(factory, EnvContext(rank, self._plan.worker_rank, seed, purpose))
+            expected = {agent: spaces[p] for agent, p in zip(side.agents[b], side.policy[b], strict=True)}
+            for agent in {**view.spaces, **expected}:
+                own, of_example = view.spaces.get(agent), expected.get(agent)
+                if own != of_example:
                     raise SpaceError(
-                        f"the spaces of env_rank {SeatRank(env_rank, agent)} are {env.spaces[agent]}, those of its "
-                        f"example are {spaces}: they must be the same"
+                        f"env_rank {SeatRank(rank, agent)} has the spaces {own}, in the example environment of the "
+                        f"main process it has {of_example}: all must have the same agents and spaces"
                     )
-            envs.append(env)
-        return envs
+            views.append(view)
+        return views
 
     def _build_game_tracker(self, keys: Sequence[int]) -> Tracker:
         """What follows whole games: the rewards of all their agents."""
@@ -370,3 +352,7 @@ class SamplerProgram:
         """Close every environment that was built; the first exception is raised when all have been closed."""
         if hasattr(self, "_builder"):  # `build` may have failed early
             self._builder.close()
+
+
+def _slice(columns: range) -> slice:
+    return slice(columns.start, columns.stop)

@@ -43,6 +43,8 @@ class Side:
 
     def cells(self, p: int, envs: range) -> range:
         """The columns of policy p that these environments have."""
+        if p not in self._ends:
+            return range(0)  # this side has no seat of the last policies
         ends = self._ends[p]
         return range(ends[envs.start], ends[envs.stop])
 
@@ -151,7 +153,7 @@ def find_seating(
 def _seen_as(factory: EnvFactory, seen: list[tuple[EnvFactory, ParallelView]]) -> ParallelView:
     """What the environments of this factory are like: an example, which is closed."""
     for other, view in seen:
-        if other.fn is factory.fn and other.kwargs == factory.kwargs:
+        if other.fn is factory.fn and _are_equal(other.kwargs, factory.kwargs):
             return view
     env = build_example_env(factory)
     close_example_env(env)
@@ -159,6 +161,14 @@ def _seen_as(factory: EnvFactory, seen: list[tuple[EnvFactory, ParallelView]]) -
         raise ConfigError("some environments have several agents and others one: use a sampler for each kind")
     seen.append((factory, env))
     return env
+
+
+def _are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two environments get the same arguments. If that cannot be told, they may differ."""
+    try:
+        return bool(one == other)
+    except Exception:  # arrays cannot be compared so, and objects of users may raise anything
+        return False
 
 
 def _names(agents: object) -> tuple[str, ...]:
@@ -238,8 +248,12 @@ def _examples(
                         f"{_text(first[2])}; {_text(view.spaces[agent])}. Give them different policies (policy_of), or "
                         "wrap the environment so that their spaces are equal"
                     )
-    if missing := [name for p, name in enumerate(seating.policies) if p not in examples]:
-        raise ConfigError(f"no agent has the policy {missing[0]!r}: leave it out, or let policy_of return it")
+    in_training = {p for own in seating.train.policy for p in own}
+    if missing := [name for p, name in enumerate(seating.policies) if p not in in_training]:
+        raise ConfigError(
+            f"no agent of the training environments has the policy {missing[0]!r}: leave it out, or let policy_of "
+            "return it"
+        )
     return [examples[p][:2] for p in range(len(seating.policies))]
 
 

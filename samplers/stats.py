@@ -75,9 +75,10 @@ class SamplerStats:
     dropped_trajectories: int = 0
 
     def __repr__(self) -> str:  # for `print` and notebooks
-        """A table with a line for each worker, in seconds."""
+        """A table with a line for each worker."""
         names = ("acting", "stepping", "resetting", "waiting")
-        lines = [f"{'worker':>6} {'envs':>10} {'steps':>12} {' '.join(f'{name:>9}' for name in names)} {'idle':>5}"]
+        lines = ["times in seconds since initialize; idle: the share of waiting"]
+        lines += [f"{'worker':>6} {'envs':>10} {'steps':>12} {' '.join(f'{name:>9}' for name in names)} {'idle':>5}"]
         for own in self.workers:
             spent = own.acting + own.stepping + own.waiting
             idle = own.waiting / spent if spent else 0.0

@@ -97,20 +97,21 @@ class Ends:
         has_no_value: Any = steps.terminated
         if steps.valid is not None:
             is_end, has_no_value = is_end | ~steps.valid, has_no_value | ~steps.valid
-        self._is_end, self._valid = is_end, steps.valid
+        self._is_end, self._valid, self._module = is_end, steps.valid, _module_of(is_end)
         self._end_value: Any = zero_where(has_no_value, steps.final_value)
         self._bootstrap_value: Any = steps.bootstrap_value
 
     def following(self, rows: Array) -> Any:
         """For each step, the row of `rows` after it: the value after the end of the episode, if the step is an end, and
         the bootstrap value for the last row."""
-        return _where(self._is_end, self._end_value, _concatenated(rows[1:], self._bootstrap_value[None]))
+        next_rows = self._module.concatenate([rows[1:], self._bootstrap_value[None]])
+        return self._module.where(self._is_end, self._end_value, next_rows)
 
     def in_last_rows(self, these: Array, others: Array) -> Any:
         """`these` in the last row of each episode and of the batch, `others` everywhere else."""
         is_last = self._is_end | self._is_end  # a copy
         is_last[-1] = True
-        return _where(is_last, these, others)
+        return self._module.where(is_last, these, others)
 
     def steps_only(self, rows: Array) -> Any:
         """`rows` with zero where there is no step."""
@@ -124,31 +125,16 @@ class Ends:
             factor = decay if isinstance(decay, float) else decay[t]
             later = terms[t] if later is None else terms[t] + factor * zero_where(self._is_end[t], later)
             found.append(later)
-        return _stacked(found[::-1])
+        return self._module.stack(found[::-1])
 
 
-def _concatenated(rows: Array, last: Array) -> Any:
-    if isinstance(rows, np.ndarray):
-        return np.concatenate([rows, last])
+def _module_of(array: Array) -> Any:
+    """numpy or torch. Both give the functions above the same names."""
+    if isinstance(array, np.ndarray):
+        return np
     import torch
 
-    return torch.cat([rows, last])
-
-
-def _stacked(rows: list[Any]) -> Any:
-    if isinstance(rows[0], np.ndarray):
-        return np.stack(rows)
-    import torch
-
-    return torch.stack(rows)
-
-
-def _where(mask: Array, these: Array, others: Array) -> Any:
-    if isinstance(mask, np.ndarray):
-        return np.where(mask, these, others)
-    import torch
-
-    return torch.where(mask, these, others)
+    return torch
 
 
 def zero_where(mask: Array, rows: Array) -> Any:

@@ -17,11 +17,12 @@ from penstock.agents import Agent
 from penstock.buffers import NamedArrays
 from penstock.buffers.named import map_leaves
 from penstock.buffers.reports import in_one_line
+from penstock.buffers.tree import tree_leaves
 from penstock.envs import ColumnStreams, Purpose, action_splitter, example_of
 from penstock.errors import ConfigError
 from penstock.samplers import GpuSampler, ParallelSampler, SerialSampler
 from penstock.testing.agent_setup import AgentSetup, act, stack, step
-from penstock.testing.rules import Violation, first_difference, leaves
+from penstock.testing.rules import Violation, first_difference
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -102,7 +103,7 @@ def actions_lie_in_the_space(setup: AgentSetup) -> None:
     for t in range(setup.batch_T):
         n = math.prod((setup.batch_B, *setup.lead))
         row = map_leaves(lambda leaf: np.zeros((n, *leaf.shape), leaf.dtype), example)  # noqa: B023
-        for name, target in leaves(row, "action"):
+        for name, target in tree_leaves(row, "action"):
             target[...] = actions[name][t].reshape(target.shape)  # as a collector records it
         for b, action in enumerate(action_splitter(space)(row)):
             if not space.contains(action):
@@ -139,7 +140,7 @@ def inputs_are_not_kept(setup: AgentSetup) -> None:
             target[...] = source
         found.append(step(agent, *inputs))
         for field in inputs:
-            for _, leaf in leaves(field, ""):
+            for _, leaf in tree_leaves(field, ""):
                 leaf[...] = 0
         for b in np.flatnonzero(tape.done[t]):
             agent.reset_one(int(b))

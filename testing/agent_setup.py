@@ -13,13 +13,14 @@ from penstock.agents import Agent, RandomAgent
 from penstock.agents.action_masks import info_key
 from penstock.buffers import NamedArrays, as_named
 from penstock.buffers.named import map_leaves
+from penstock.buffers.tree import tree_leaves
 from penstock.collectors.acting import as_agent_step
 from penstock.envs import ColumnStreams, MaskInObservation, Purpose, build_example_env, env_factories
 from penstock.envs.seats import ParallelView
 from penstock.errors import ConfigError
 from penstock.samplers import Sampler, SerialSampler
 from penstock.testing.environments import Setup
-from penstock.testing.rules import Violation, leaves
+from penstock.testing.rules import Violation
 from penstock.workers.marking import marked
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class AgentSetup(Setup):
             samples = samples.by_env(*self.lead)
         env, agent = samples[:, : self.batch_B].env, samples[:, : self.batch_B].agent
         first = np.concatenate([np.ones_like(env.done[:1]), env.prev_done[1:]])
-        for _, leaf in (*leaves(agent.prev_action, ""), *leaves(env.prev_reward, "")):
+        for _, leaf in (*tree_leaves(agent.prev_action, ""), *tree_leaves(env.prev_reward, "")):
             leaf[first] = 0
         done = env.done
         if self.lead:  # the game is over where all its agents begin in the next row

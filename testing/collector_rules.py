@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.buffers.named import as_named, map_leaves
+from penstock.buffers.tree import tree_leaves
 from penstock.collectors import TrajInfo
-from penstock.testing.rules import Violation, leaves
+from penstock.testing.rules import Violation
 from penstock.testing.traces import BatchTrace, Step, Trace, place, probe
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _compare(name: str, found: object, wanted: object, where: str, source: str, remedy: str) -> None:
-    for (path, a), (_, b) in zip(leaves(found, name), leaves(wanted, name), strict=True):
+    for path, a, b in tree_leaves(found, name, wanted):
         if not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
             raise Violation(f"{path} is {a} at {where}; {source} {b}", remedy)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from penstock.buffers.named import NamedArrays
+from penstock.buffers.tree import tree_leaves
 
 
 class ConformanceError(AssertionError):
@@ -42,14 +42,6 @@ def apply(rule: Callable[..., None], subject: str, *args: Any) -> None:
         ) from None
 
 
-def leaves(value: object, name: str) -> Iterator[tuple[str, Any]]:
-    """Pairs of dotted path and array: every array in `value`, a `NamedArrays` or a single array."""
-    if isinstance(value, NamedArrays):
-        yield from value.leaves(f"{name}.")
-    else:
-        yield name, np.asarray(value)
-
-
 def first_difference(
     pairs: Sequence[tuple[str, Any, Any]], *, axes: Sequence[str] = ("t", "env_rank"), close: bool = False
 ) -> str | None:
@@ -59,7 +51,7 @@ def first_difference(
     floating-point numbers may differ by rounding. Raises `Violation` if shapes differ.
     """
     for name, left, right in pairs:
-        for (path, a), (_, b) in zip(leaves(left, name), leaves(right, name), strict=True):
+        for path, a, b in tree_leaves(left, name, right):
             if a.shape != b.shape:
                 raise Violation(f"{path} has the shapes {list(a.shape)} and {list(b.shape)}", "keep shapes fixed")
             floating = a.dtype.kind in "fc" and b.dtype.kind in "fc"

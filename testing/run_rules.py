@@ -13,10 +13,11 @@ import numpy as np
 import psutil
 
 from penstock.buffers import Samples
+from penstock.buffers.tree import tree_leaves
 from penstock.collectors import TrajInfo
 from penstock.errors import SamplerBrokenError
 from penstock.samplers import AlternatingSampler, GpuSampler, ParallelSampler, Sampler, SerialSampler
-from penstock.testing.rules import Violation, first_difference, leaves
+from penstock.testing.rules import Violation, first_difference
 from penstock.testing.traces import CollectorSetup, Trace, record
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def every_cell_is_written(setup: CollectorSetup, clean: Trace) -> None:
 
 def _zeroed(value: ArrayTree, cells: object) -> Any:
     value = value.copy()
-    for _, leaf in leaves(value, ""):
+    for _, leaf in tree_leaves(value, ""):
         leaf[cells] = 0
     return value
 
@@ -134,7 +135,7 @@ def _fill(samples: Samples) -> None:
         # The first three share memory with action, reward and done. The next batch starts with bootstrap_obs.
         if name in ("prev_action", "prev_reward", "prev_done", "valid", "final_obs", "bootstrap_obs"):
             continue
-        for _, leaf in leaves(field, name):
+        for _, leaf in tree_leaves(field, name):
             rows = leaf[:last] if name in ("action", "reward", "done") else leaf
             kind = leaf.dtype.kind
             rows[...] = np.iinfo(leaf.dtype).max if kind in "iu" else True if kind == "b" else np.nan

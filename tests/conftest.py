@@ -25,7 +25,7 @@ from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 from penstock.workers import claims
 
-from . import scale
+from . import scale, support
 from .scale import START_METHODS, scaled
 from .starter import starting
 
@@ -48,14 +48,18 @@ if HAS_TORCH:
 
     # In this process alone. Tests fork it, and in a fork torch would wait for the threads that it has used before.
     torch.set_num_threads(1)
+    from . import models
+
+    SHARED = (scale, support, models)
 else:
     collect_ignore = [path.name for path in TESTS.iterdir() if path.name not in NEED_NO_TORCH]
     collect_ignore.append("workers/test_arguments.py")
+    SHARED = (scale, support)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Workers cannot import test modules. Definitions in them are pickled by value, like those in a script.
-    for module in {scale, *(item.module for item in items if isinstance(item, pytest.Function))}:
+    for module in {*SHARED, *(item.module for item in items if isinstance(item, pytest.Function))}:
         cloudpickle.register_pickle_by_value(module)
     for item in items:
         if _has_other_start_method(item):
@@ -88,6 +92,8 @@ def _servers(_lock_folders: None) -> None:
             sampler.initialize(RandomAgent())
     else:
         ShmVectorEnv([CountingEnv]).close()
+    gc.collect()
+    gc.freeze()  # a collection after a test need not search what was imported
 
 
 @pytest.fixture(scope="session")

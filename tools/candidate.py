@@ -180,21 +180,11 @@ class CandidateProcess:
             others = []
         process.kill()
         process.join(_END_SECONDS)
-        deadline = time.monotonic() + _END_SECONDS
-        while (others := [each for each in others if _is_alive(each)]) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        for each in others:
-            each.kill()
+        _, alive = psutil.wait_procs(others, timeout=_END_SECONDS)
+        for other in alive:
+            other.kill()
         self._pipe.close()
         process.close()
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    """Whether the process runs. A zombie does not: not every init process collects it at once."""
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 # ---- in the process of the trial -------------------------------------------------------------------

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Any
 from penstock.vector.env import ShmVectorEnv
 from penstock.vector.making import make_vec
 from penstock.vector.remote_calls import tile
+from penstock.vector.supersuit import concat_vec_envs
 
 if TYPE_CHECKING:
     from penstock.vector.sb3 import Sb3VecEnv
 
-__all__ = ["Sb3VecEnv", "ShmVectorEnv", "make_vec", "tile"]
+__all__ = ["Sb3VecEnv", "ShmVectorEnv", "concat_vec_envs", "make_vec", "tile"]
 
 
 def __getattr__(name: str) -> Any:

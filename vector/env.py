@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import gymnasium as gym
@@ -20,6 +22,7 @@ from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.vector.exchange import Ids, batch_infos
 from penstock.vector.remote_calls import CallsOnEnvs
+from penstock.vector.seats import Seating, SeatProgram, SharedSpaces, read_seating, refuse_seats
 from penstock.vector.step_program import ResetMessage, VectorProgram
 from penstock.vector.vector_arguments import (
     EnvFns,
@@ -63,12 +66,14 @@ class ShmVectorEnv(CallsOnEnvs):
 
     Args:
         env_fns: callables that return a `gymnasium.Env`, or environment ids, one for each environment. Lambdas and
-            closures are fine. The first is called once more in the main process, to read the spaces.
+            closures are fine. The first is called once more in the main process, to read the spaces. If they return a
+            PettingZoo `ParallelEnv`, each agent is a sub-environment; then every different one is called once more.
         in_series: how many environments a process steps, one after the other. With `n` environments there are
             `n / in_series` processes, rounded up. Their numbers of environments differ by at most one.
         n_workers: the number of processes; give this or `in_series`, not both.
         context: "forkserver", "spawn" or "fork". None is the same as "forkserver".
-        autoreset_mode: what happens when an episode ends, a `gymnasium.vector.AutoresetMode` or its name.
+        autoreset_mode: what happens when an episode ends, a `gymnasium.vector.AutoresetMode` or its name. None is
+            "NEXT_STEP"; with several agents it is "SAME_STEP", and nothing else is allowed.
         copy: return copies. Otherwise observations are views of the shared memory, which the next step overwrites.
         shared_memory, daemon, observation_mode: exist because `AsyncVectorEnv` has them. Only their defaults are
             allowed.
@@ -94,6 +99,10 @@ class ShmVectorEnv(CallsOnEnvs):
     If environments differ in speed, use `send` and `recv` instead of `step`: `send(actions, env_ids)` starts a step of
     some of them, and `recv(min_ready)` waits for the first that have finished.
 
+    With several agents, `num_envs` is the number of all agents, and `seats` lists environment and agent of each row.
+    Seeds, `reset_mask`, `env_ids` and calls are for whole environments. `infos` always have `valid`, whether the action
+    of this step was taken, `alive`, whether the next one will be, and `late_reward`, rewards for agents that had ended.
+
     Raises `ConfigError` for arguments that cannot work, and a `SamplerBrokenError` if a worker fails to start. Raises
     `SpaceError` if two keys of a Dict space have the same text, such as 1 and "1".
     """
@@ -104,7 +113,7 @@ class ShmVectorEnv(CallsOnEnvs):
         in_series: int = 1,
         n_workers: int | None = None,
         context: StartMethod | None = "forkserver",
-        autoreset_mode: ModeName | AutoresetMode = AutoresetMode.NEXT_STEP,
+        autoreset_mode: ModeName | AutoresetMode | None = None,
         copy: bool = True,
         *,
         shared_memory: bool = True,
@@ -126,41 +135,55 @@ class ShmVectorEnv(CallsOnEnvs):
         refuse_unknown(ShmVectorEnv, unknown)
         check_async_arguments(shared_memory, daemon, observation_mode)
         factories = as_factories(env_fns)
-        self.num_envs, self.copy = len(factories), true_or_false("copy", copy)
+        self._n_envs, self.copy = len(factories), true_or_false("copy", copy)
         check_finite = true_or_false("check_finite", check_finite)
         options = as_options(context, step_timeout, start_timeout, on_worker_failure, max_restarts, restart_window)
-        self.autoreset_mode = as_mode(autoreset_mode)
         with marked:
-            self._read_spaces(factories[0].as_example(checked_spaces(spaces)))
-        program = VectorProgram(
-            ColumnStreams(fresh_seed(), range(self.num_envs)).env_seeds(Purpose.TRAIN),
-            self.single_observation_space,
-            self.single_action_space,
-            self.autoreset_mode,
-            true_or_false("flatten_wrappers", flatten_wrappers),
+            seating = self._read_spaces(factories, checked_spaces(spaces), autoreset_mode)
+        if seating is None:
+            factories = tuple(replace(factory, as_seats=refuse_seats) for factory in factories)
+        make = VectorProgram if seating is None else partial(SeatProgram, seating=seating)
+        program = make(
+            build_seeds=ColumnStreams(fresh_seed(), range(self._n_envs)).env_seeds(Purpose.TRAIN),
+            observation_space=self.single_observation_space,
+            action_space=self.single_action_space,
+            autoreset_mode=self.autoreset_mode,
+            flatten_wrappers=true_or_false("flatten_wrappers", flatten_wrappers),
             may_be_replaced=options.max_restarts > 0,
         )
-        self._ended = np.zeros(self.num_envs, np.bool_)
+        self._ended = np.zeros(self._n_envs, np.bool_)
         with self._guard.call("ShmVectorEnv", State.NEW), naming_descriptor_limit(), ExitStack() as resources:
             claims = CpuClaims()
             resources.callback(claims.close)
-            plans = as_plans(self.num_envs, in_series, n_workers, affinity, claims)
+            plans = as_plans(self._n_envs, in_series, n_workers, affinity, claims)
             worker_data = [[factories[i] for i in plan.columns] for plan in plans]
             self._pool = VectorPool(plans, program, worker_data, options, resources, check_finite=check_finite)
             self._exchange = self._pool.exchange
             self._guard.start(self, self._pool)
 
-    def _read_spaces(self, factory: EnvFactory) -> None:
-        """Read spaces, metadata and spec from an example environment."""
-        env = build_example_env(factory)
+    def _read_spaces(
+        self,
+        factories: Sequence[EnvFactory],
+        spaces: tuple[gym.Space[Any], gym.Space[Any]] | None,
+        autoreset_mode: ModeName | AutoresetMode | None,
+    ) -> Seating | None:
+        """Read spaces, metadata and spec from an example environment. Returns who sits where if it has several agents,
+        else None."""
+        env = build_example_env(factories[0].as_example(spaces))
+        has_seats = isinstance(env, SharedSpaces)
         try:
+            self.autoreset_mode = as_mode(autoreset_mode, has_seats=has_seats)
             self.metadata = {**env.metadata, "autoreset_mode": self.autoreset_mode}
             self.spec, self.render_mode = env.spec, env.render_mode
             self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
         finally:
             close_example_env(env)
+        seating = read_seating(factories, env) if has_seats else None
+        self.seats = None if seating is None else [(int(rank), rank.agent_id) for rank in seating.ranks]
+        self.num_envs = self._n_envs if self.seats is None else len(self.seats)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
+        return seating
 
     # ---- Gymnasium's interface -------------------------------------------------------------
 
@@ -178,7 +201,7 @@ class ShmVectorEnv(CallsOnEnvs):
         Returns observations `[n, ...]` and batched infos.
         """
         observations, infos = self._reset_listed(seed, options)
-        return observations, batch_infos(infos, self.num_envs)
+        return observations, self._batched(infos)
 
     def _reset_listed(
         self, seed: int | Sequence[int | None] | None, options: Options | list[Options]
@@ -210,13 +233,13 @@ class ShmVectorEnv(CallsOnEnvs):
             self._wait(timeout, "reset_wait")
             self._guard.state = self._state_before_reset
             observations, infos = self._take_reset()
-        return observations, batch_infos(infos, self.num_envs)
+        return observations, self._batched(infos)
 
     def _prepared_reset(
         self, seed: int | Sequence[int | None] | None, options: Options | list[Options]
     ) -> tuple[bytes, list[int | None], Ids]:
-        seeds = as_seeds(seed, self.num_envs)
-        which, each = split_mask(options, self.num_envs)
+        seeds = as_seeds(seed, self._n_envs)
+        which, each = split_mask(options, self._n_envs)
         message = ResetMessage(seeds, each).dumps()
         self._ended[which] = False  # now: an interrupted reset is completed by the workers
         self._reset_ids = which
@@ -238,7 +261,7 @@ class ShmVectorEnv(CallsOnEnvs):
         with self._guard.call("step", State.READY):
             self._begin_step(actions)
             *results, infos = self._take_step()
-        return (*results, batch_infos(infos, self.num_envs))
+        return (*results, self._batched(infos))
 
     def step_async(self, actions: Any) -> None:
         """Start a step of all environments and return; `step_wait` returns its results."""
@@ -251,7 +274,7 @@ class ShmVectorEnv(CallsOnEnvs):
         Raises `WaitTimeoutError` after `timeout` seconds. The step continues; `step_wait` may be called again.
         """
         *results, infos = self.step_wait_listed(timeout)
-        return (*results, batch_infos(infos, self.num_envs))
+        return (*results, self._batched(infos))
 
     def _begin_step(self, actions: object) -> None:
         if self.autoreset_mode is AutoresetMode.DISABLED:
@@ -281,6 +304,12 @@ class ShmVectorEnv(CallsOnEnvs):
         with self._guard.call("step_wait", State.STEPPING):
             return self._take_step(timeout)
 
+    def listed_states(self) -> list[dict[str, Any]]:
+        """Of environments of several agents, `valid`, `alive` and `late_reward` of each row after the last step; of
+        others nothing."""
+        states = {name: values.tolist() for name, values in self._exchange.states().items() if name[0] != "_"}
+        return [dict(zip(states, row, strict=True)) for row in zip(*states.values(), strict=True)]
+
     def to_sb3(self) -> Any:
         """The same environments as a Stable-Baselines3 `VecEnv`; needs `autoreset_mode="SAME_STEP"`.
 
@@ -305,7 +334,7 @@ class ShmVectorEnv(CallsOnEnvs):
 
     def allow_step_before_reset(self) -> None:
         """Leave it to the environments whether `reset` must come first, as Stable-Baselines3 does."""
-        if self._guard.state is State.NEW:
+        if self._guard.state is State.NEW and self.seats is None:
             self._guard.state = State.READY
 
     # ---- send and recv ---------------------------------------------------------------------
@@ -316,7 +345,7 @@ class ShmVectorEnv(CallsOnEnvs):
         Raises `SamplerStateError` if one is still stepping, or if its last result has not been received.
         """
         with self._guard.call("send", State.READY, State.SENT):
-            which = self._exchange.all if env_ids is None else env_ids_within(env_ids, self.num_envs)
+            which = self._exchange.all if env_ids is None else env_ids_within(env_ids, self._n_envs)
             self._workers.finish_interrupted()
             if len(busy := np.intersect1d(which, self._exchange.outstanding)):
                 raise SamplerStateError(f"send: environments {busy.tolist()} have not been received yet: call recv")
@@ -337,16 +366,19 @@ class ShmVectorEnv(CallsOnEnvs):
             wanted = min(integer("min_ready", min_ready, 1), len(exchange.outstanding))
             self._workers.wait_steps(until=lambda: len(exchange.ready) >= wanted)
             which = exchange.ready
+            rows = exchange.rows_of(which)
             reward, terminated, truncated = (
-                row[which] for row in (exchange.reward, exchange.terminated, exchange.truncated)
+                values[rows] for values in (exchange.reward, exchange.terminated, exchange.truncated)
             )
-            self._ended[which] = terminated | truncated
+            if self.seats is None:
+                self._ended[which] = terminated | truncated
             if len(which) == len(exchange.outstanding):
                 self._guard.state = State.READY  # even if an info cannot be unpickled
-            positions = {i: k for k, i in enumerate(which.tolist())}
-            infos = [(positions[i], info) for i, info in self._workers.take(which)]
-            batched = batch_infos(infos, len(which))
-            return exchange.observations(which), reward, terminated, truncated, {**batched, "env_id": which}
+            positions = {row: k for k, row in enumerate(rows.tolist())}
+            infos = [(positions[row], info) for row, info in self._workers.take(which)]
+            ids = {"env_id": which} if self.seats is None else {"env_id": which, "seat_id": rows}
+            batched = {**batch_infos(infos, len(rows)), **exchange.states(rows), **ids}
+            return exchange.observations(rows), reward, terminated, truncated, batched
 
     def _require_running(self, which: Ids) -> None:
         if self._ended[which].any():
@@ -360,6 +392,9 @@ class ShmVectorEnv(CallsOnEnvs):
     def _call(self, call: EnvCall) -> tuple[Any, ...]:
         with self._guard.call(call.verb_in_errors, State.NEW, State.READY, State.SENT):
             return self._workers.call(call)
+
+    def _batched(self, infos: Infos) -> _Batched:
+        return {**batch_infos(infos, self.num_envs), **self._exchange.states()}
 
     def _observations(self) -> Any:
         return self._exchange.observations(copy=self.copy)

@@ -21,6 +21,7 @@ from penstock.vector.step_memory import VectorMemory, copy_rows
 from penstock.vector.step_program import VectorProgram
 
 Ids = npt.NDArray[np.intp]
+Flags = npt.NDArray[np.bool_]
 
 
 class Exchange:
@@ -42,6 +43,15 @@ class Exchange:
         self._final = arrays_like(program.observation_space, rows.final_observation)
         self.reward, self.terminated, self.truncated = rows.reward, rows.terminated, rows.truncated
         self.all: Ids = np.arange(len(rows.requested))
+        self.ranks: Sequence[int] = range(len(rows.reward))  #: the name of each row in errors
+
+    def rows_of(self, which: Ids) -> Ids:
+        """The rows of the environments `which`. Environments of several agents have several."""
+        return which
+
+    def states(self, rows: Ids | slice = slice(None)) -> dict[str, npt.NDArray[Any]]:
+        """What the infos always say of these rows."""
+        return {}
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -49,7 +59,7 @@ class Exchange:
         """Write `actions`, batched as Gymnasium does it, for the environments `which`. Raises `SpaceError`."""
         if self._action_parts:
             actions = self._put_objects(actions, self.all[which])
-        _put(self._action, actions, which)
+        _put(self._action, actions, which if isinstance(which, slice) else self.rows_of(which))
 
     def _put_objects(self, actions: object, ids: Ids) -> Any:
         """Write the parts without a fixed shape: each is a sequence of `n` objects. Returns the actions with
@@ -104,7 +114,7 @@ class Exchange:
     # ---- replies -----------------------------------------------------------------------------
 
     def take(self, which: Ids, receive_infos: Callable[[], None]) -> list[tuple[int, dict[str, Any]]]:
-        """Take the replies of `which`. Returns the infos of replies that were not taken before, by environment; with
+        """Take the replies of `which`. Returns the infos of replies that were not taken before, by row; with
         `final_obs` and `final_info` where an episode ended and the environment was reset at once.
 
         Raises `EnvCallError` for an info that cannot be unpickled, `SpaceError` for data that `check_finite` refuses.
@@ -119,21 +129,26 @@ class Exchange:
         ids = has_info.nonzero()[0].tolist()  # a third of the time of numpy's functions `any` and `flatnonzero`
         if ids:
             receive_infos()
-        if self._same_step:
-            ids = (has_info | (is_new & (self.terminated | self.truncated))).nonzero()[0].tolist()
-        infos = [(i, self._info_of(i)) for i in ids]
+        infos = self._infos_of(is_new, has_info, ids)
         if self._check_finite:
-            self._require_finite(np.flatnonzero(is_new))
+            self._require_finite(self.rows_of(np.flatnonzero(is_new)))
         return infos
 
-    def _require_finite(self, which: Ids) -> None:
-        _require_finite(self.reward, which, "reward")
-        _require_finite(self._observation, which, "observation")
+    def _infos_of(self, is_new: Flags, has_info: Flags, ids: list[int]) -> list[tuple[int, dict[str, Any]]]:
+        """The infos of replies that are new, by row. The environments `ids`, where `has_info`, have sent some."""
         if self._same_step:
-            _require_finite(self._final, which[self.terminated[which] | self.truncated[which]], "final_obs")
+            ids = (has_info | (is_new & (self.terminated | self.truncated))).nonzero()[0].tolist()
+        return [(i, self._info_of(i)) for i in ids]
+
+    def _require_finite(self, rows: Ids) -> None:
+        _require_finite(self.reward, rows, "reward", self.ranks)
+        _require_finite(self._observation, rows, "observation", self.ranks)
+        if self._same_step:
+            ended = rows[self.terminated[rows] | self.truncated[rows]]
+            _require_finite(self._final, ended, "final_obs", self.ranks)
 
     def observations(self, which: Ids | slice = slice(None), *, copy: bool = True) -> Any:
-        """The last observations of the environments `which`, batched as Gymnasium does it."""
+        """The last observations in the rows `which`, batched as Gymnasium does it."""
         batch = copy_rows(self._observation, which) if copy else self._observation
         if not self._observation_parts:
             return batch
@@ -159,14 +174,7 @@ class Exchange:
                 self._inbox[i] = infos
 
     def _info_of(self, i: int) -> dict[str, Any]:
-        infos: Mapping[str, Any] = {}
-        if self._info_seq[i] == self._requested[i]:
-            if i not in self._inbox:
-                raise EnvCallError(
-                    f"the info of env_rank {i} is lost: an exception of a signal handler interrupted an earlier call. "
-                    "The results of this step are lost too. The next step works"
-                )
-            infos = {kind: _unpickled(info, i) for kind, info in self._inbox.pop(i).items()}
+        infos = self._unpickled_infos(i) if self._info_seq[i] == self._requested[i] else {}
         final: dict[str, Any] = {}
         if self._same_step and (self.terminated[i] or self.truncated[i]):
             # The worker has pickled the observation if the shared memory cannot keep its types.
@@ -174,6 +182,15 @@ class Exchange:
             final_obs = copy_rows(self._final, i) if own is None else own["final_obs"]
             final = {"final_obs": final_obs, "final_info": infos.get("final_info", {})}
         return {**final, **infos.get("info", {})}
+
+    def _unpickled_infos(self, i: int) -> dict[str, Any]:
+        """What environment i has sent, by kind."""
+        if i not in self._inbox:
+            raise EnvCallError(
+                f"the info of env_rank {i} is lost: an exception of a signal handler interrupted an earlier call. "
+                "The results of this step are lost too. The next step works"
+            )
+        return {kind: _unpickled(info, i) for kind, info in self._inbox.pop(i).items()}
 
 
 def _unpickled(info: bytes, i: int) -> Any:
@@ -222,7 +239,7 @@ def _batch_ends(infos: Sequence[tuple[int, dict[str, Any]]], n: int) -> dict[str
     return {"final_obs": final_obs, "_final_obs": has_ended, "final_info": {}, "_final_info": has_ended.copy()}
 
 
-def _require_finite(arrays: object, which: Ids, name: str) -> None:
+def _require_finite(arrays: object, which: Ids, name: str, ranks: Sequence[int]) -> None:
     """Raise `SpaceError` for the first NaN or inf in the rows `which` of `arrays`."""
     for leaf_name, array in tree_leaves(arrays, name):
         rows = array[which]
@@ -230,7 +247,7 @@ def _require_finite(arrays: object, which: Ids, name: str) -> None:
             first = tuple(np.argwhere(~finite)[0].tolist())
             where = f" at index {first[1:]}" if first[1:] else ""
             raise SpaceError(
-                f"{leaf_name} of env_rank {which[first[0]]} must be finite (check_finite=True), got "
+                f"{leaf_name} of env_rank {ranks[which[first[0]]]} must be finite (check_finite=True), got "
                 f"{rows[first]}{where}"
             )
 

@@ -56,15 +56,21 @@ class Sb3VecEnv(VecEnv):
         envs.check_fit_for_sb3()
         envs.allow_step_before_reset()
         self.envs = envs
+        # The environment of each row. Environments of several agents have several rows.
+        self._env_of = list(range(envs.num_envs)) if envs.seats is None else [e for e, _ in envs.seats]
+        self._first_rows = [self._env_of.index(e) for e in sorted(set(self._env_of))]
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
         self.metadata = envs.metadata
 
     def reset(self) -> Any:
         """Reset all environments; returns observations `[n, ...]`. The infos are in `reset_infos`.
 
-        The reset uses the seeds of `seed` and the options of `set_options`; the next reset does not.
+        The reset uses the seeds of `seed` and the options of `set_options`; the next reset does not. An environment of
+        several agents gets the options of its first row.
         """
-        observations, infos = self.envs._reset_listed(self._seeds, [each or None for each in self._options])
+        seeds = self._seeds[: len(self._first_rows)]
+        options = [self._options[row] or None for row in self._first_rows]
+        observations, infos = self.envs._reset_listed(seeds, options)
         self.reset_infos = [{} for _ in range(self.num_envs)]
         for i, info in infos:
             self.reset_infos[i] = info
@@ -79,7 +85,8 @@ class Sb3VecEnv(VecEnv):
     def step_wait(self) -> Any:
         """Wait for the step; returns observations `[n, ...]`, rewards `[n]` as float32, dones `[n]` and `n` infos.
 
-        Every info has `TimeLimit.truncated`. Where an episode ended it also has `terminal_observation`.
+        Every info has `TimeLimit.truncated`. Where an episode ended it also has `terminal_observation`. With several
+        agents, every info has `valid`, `alive` and `late_reward`.
         """
         observations, rewards, terminated, truncated, listed = self.envs.step_wait_listed()
         done = terminated | truncated
@@ -92,6 +99,8 @@ class Sb3VecEnv(VecEnv):
                 self.reset_infos[i] = info
             else:
                 infos[i].update(info)
+        for info, states in zip(infos, self.envs.listed_states(), strict=False):
+            info.update(states)
         return observations, rewards.astype(np.float32), done, infos
 
     def close(self) -> None:
@@ -100,7 +109,8 @@ class Sb3VecEnv(VecEnv):
 
     def get_images(self) -> Sequence[Any]:
         """The frames of all environments."""
-        return self.envs.render() or ()
+        frames = self.envs.render() or ()
+        return [frames[row] for row in self._first_rows]
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
         """An attribute of all environments, or of the environments `indices`. Raises `AttributeError` if it is
@@ -117,7 +127,8 @@ class Sb3VecEnv(VecEnv):
         return self._call(indices, method_name, *method_args, **method_kwargs)
 
     def _wanted(self, indices: int | Iterable[int] | None) -> list[int]:
-        return [int(i) % self.num_envs for i in self._get_indices(indices)]
+        """The environment of each of these rows."""
+        return [self._env_of[int(i) % self.num_envs] for i in self._get_indices(indices)]
 
     def _call(self, indices: int | Iterable[int] | None, name: str, *args: Any, **kwargs: Any) -> list[Any]:
         wanted = self._wanted(indices)

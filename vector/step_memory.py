@@ -31,6 +31,9 @@ class VectorMemory:
       them. `replied` is the number of the request that the others belong to, and is written last. `info_seq` is the
       same number if the worker has sent an info with it.
 
+    With `n_seats`, the data of actions and replies are `[n_seats]` instead, and the worker also writes `valid`, `alive`
+    and `late_reward` of each seat.
+
     `one_by_one` `[1]`: whether a worker wakes the main process after each environment instead of once for all.
     """
 
@@ -41,20 +44,30 @@ class VectorMemory:
 
     @classmethod
     def allocate(
-        cls, observation_space: gym.Space[Any], action_space: gym.Space[Any], n_envs: int, n_workers: int
+        cls,
+        observation_space: gym.Space[Any],
+        action_space: gym.Space[Any],
+        n_envs: int,
+        n_workers: int,
+        n_seats: int | None = None,
     ) -> VectorMemory:
         """Raises `SpaceError` if two keys of a Dict space have the same text, such as 1 and "1", and `ConfigError` if
         there is not enough memory."""
 
-        def row(space: gym.Space[Any], name: str) -> Any:
-            return map_leaves(lambda leaf: ArraySpec.like(leaf, n_envs), example_of(shared_part(space), name))
+        n_rows = n_envs if n_seats is None else n_seats
 
-        count, flag = ArraySpec((n_envs,), np.dtype(np.int64)), ArraySpec((n_envs,), np.dtype(np.bool_))
+        def row(space: gym.Space[Any], name: str) -> Any:
+            fixed = shared_part(space) if n_seats is None else space
+            return map_leaves(lambda leaf: ArraySpec.like(leaf, n_rows), example_of(fixed, name))
+
+        count, flag = ArraySpec((n_envs,), np.dtype(np.int64)), ArraySpec((n_rows,), np.dtype(np.bool_))
+        number = ArraySpec((n_rows,), np.dtype(np.float64))
+        of_seats = {} if n_seats is None else {"valid": flag, "alive": flag, "late_reward": number}
         specs = NamedArrays(
             observation=row(observation_space, "observation"),
             final_observation=row(observation_space, "observation"),
             action=row(action_space, "action"),
-            reward=ArraySpec((n_envs,), np.dtype(np.float64)),
+            reward=number,
             terminated=flag,
             truncated=flag,
             requested=count,
@@ -62,8 +75,9 @@ class VectorMemory:
             info_seq=count,
             seed=count,
             one_by_one=ArraySpec((1,), np.dtype(np.int64)),
+            **of_seats,
         )
-        rows = NamedMemory(specs, shared=True, purpose=f"a vector environment of {n_envs} environments")
+        rows = NamedMemory(specs, shared=True, purpose=f"a vector environment of {n_rows} environments")
         has_objects = ObjectParts(observation_space) or ObjectParts(action_space)
         return cls(ControlBlock(n_workers, 1, shared=True), rows, Mailbox(), ObjectSlots() if has_objects else None)
 

@@ -78,18 +78,26 @@ class VectorProgram:
                 f"two of the env_fns of env_rank {plan.env_ranks.start} to {plan.env_ranks.stop - 1} return the same "
                 "environment: each must build its own"
             )
+        rows = memory.rows.arrays
+        self._rows = own = rows[plan.columns.start : plan.columns.stop]
+        self._one_by_one = memoryview(rows.one_by_one)
+        # Items of memoryviews are Python integers and cost a third of numpy's.
+        self._requested, self._replied = memoryview(own.requested), memoryview(own.replied)
+        self._info_seq = memoryview(own.info_seq)
+        self._infos: dict[int, dict[str, Any]] = {}  # pickled infos of the current requests
+        # Of a worker before this one, which has failed: environments that were not reset since.
+        self._unseeded = set(range(len(self._envs))) if plan.generation > 0 else set[int]()
+        self._bind(memory)
+
+    def _bind(self, memory: VectorMemory) -> None:
+        """What the steps of single environments need."""
+        own, space = self._rows, self.observation_space
         self._split = action_splitter(shared_part(self.action_space))
         self._objects = memory.objects
         self._observation_parts = ObjectParts(self.observation_space)
         self._action_parts = ObjectParts(self.action_space)
-        rows, space = memory.rows.arrays, self.observation_space
-        self._rows = own = rows[plan.columns.start : plan.columns.stop]
-        self._one_by_one = memoryview(rows.one_by_one)
         self._action = own.action
         self._reward, self._terminated, self._truncated = own.reward, own.terminated, own.truncated
-        # Items of memoryviews are Python integers and cost a third of numpy's.
-        self._requested, self._replied = memoryview(own.requested), memoryview(own.replied)
-        self._info_seq = memoryview(own.info_seq)
         self._observation = arrays_like(space, own.observation[np.newaxis])
         self._final = arrays_like(space, own.final_observation[np.newaxis])
         self._last = arrays_like(space, own.observation)
@@ -97,11 +105,8 @@ class VectorProgram:
         self._observations: list[Any] = [None] * len(self._envs)
         self._rewards = [0.0] * len(self._envs)
         self._bind_methods()
-        self._unseeded = set[int]()
-        if plan.generation > 0:  # each episode ends where the worker before this one left it
-            self._unseeded.update(range(len(self._envs)))
+        if self._unseeded:  # each episode ends where the worker before this one left it
             self._bound[:] = [(i, env_rank, partial(self._truncate, i), None) for i, env_rank, _, _ in self._own]
-        self._infos: dict[int, dict[str, Any]] = {}  # pickled infos of the current requests
 
     def _bind_methods(self) -> None:
         """The functions that step each environment."""
@@ -240,7 +245,7 @@ class VectorProgram:
         """The last observation of an episode. It is pickled only if the arrays cannot keep its types."""
         arrays_only, objects = self._observation_parts.take_out(observation)
         self._write(self._final, i, arrays_only, "the final observation")
-        if objects or not _keeps_types(self._final, observation):
+        if objects or not keeps_types(self._final, observation):
             self._record_info(i, "final_obs", {"final_obs": observation})
 
     def _last_observation(self, i: int) -> Any:
@@ -299,9 +304,7 @@ class VectorProgram:
     def _reset_one(self, i: int, seed: int | None, options: dict[str, Any] | None) -> tuple[Any, Any]:
         self._bound[i] = self._own[i]
         env_rank = self._plan.env_ranks[i]
-        if i in self._unseeded:
-            self._unseeded.remove(i)
-            seed = self._replacement_seed(i) if seed is None else seed
+        seed = self._seed_of(i, seed)
         began = self._progress.enter(Phase.RESETTING)
         returned = self._envs[i].reset(seed=seed, options=options)
         self._progress.add_resetting_since(began)
@@ -313,24 +316,29 @@ class VectorProgram:
         self._progress.enter(Phase.STEPPING)
         return returned
 
-    def _replacement_seed(self, i: int) -> int | None:
-        """The seed of the first reset after a replacement: another than before, but reproducible."""
+    def _seed_of(self, i: int, given: int | None) -> int | None:
+        """The seed of this reset. After a replacement, the first has another than before, but a reproducible one."""
+        if i not in self._unseeded:
+            return given
+        self._unseeded.remove(i)
+        if given is not None:
+            return given
         seed = int(self._rows.seed[i])
         return None if seed < 0 else int(np.random.SeedSequence([seed, self._plan.generation]).generate_state(1)[0])
 
-    def _call(self, call: EnvCall) -> None:
+    def _call(self, call: EnvCall, envs: Sequence[Any] | None = None) -> None:
         self._progress.enter(Phase.CALLING)
-        results = perform(call, self._envs, self._plan.columns, self._plan.env_ranks)
+        results = perform(call, envs or self._envs, self._plan.columns, self._plan.env_ranks)
         self._context.put(results)
         self._progress.n_results = len(results)
 
 
-def _keeps_types(arrays: Any, value: Any) -> bool:
+def keeps_types(arrays: Any, value: Any) -> bool:
     """Whether `value` has the same types after it is written into a cell of `arrays` `[1, n, ...]` and read again."""
     if isinstance(arrays, dict):
-        return type(value) is dict and all(_keeps_types(part, value[key]) for key, part in arrays.items())
+        return type(value) is dict and all(keeps_types(part, value[key]) for key, part in arrays.items())
     if isinstance(arrays, tuple):
-        return type(value) is tuple and all(map(_keeps_types, arrays, value))
+        return type(value) is tuple and all(map(keeps_types, arrays, value))
     if arrays.ndim == 2:
         return type(value) is arrays.dtype.type
     return type(value) is np.ndarray and value.dtype == arrays.dtype

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -14,15 +15,34 @@ from penstock.arguments import MOST_ENVS, integer, one_of, seconds, unknown_argu
 from penstock.envs.factory import EnvFactory, env_factories
 from penstock.errors import ConfigError, brief
 from penstock.vector.exchange import Ids
+from penstock.vector.seats import SharedSpaces
 from penstock.workers.affinity import usable_cpus
 from penstock.workers.cpu_claims import CpuClaims
 from penstock.workers.failures import ON_WORKER_FAILURE, OnWorkerFailure
 from penstock.workers.launcher import START_METHODS, StartMethod
 from penstock.workers.plan import Affinity, PoolOptions, WorkerPlan, split
 
+
+class ParallelEnvLike(Protocol):
+    """What type checkers know of PettingZoo's `ParallelEnv`, which need not be installed."""
+
+    agents: Any
+    possible_agents: Any
+
+    def observation_space(self, agent: Any) -> Any:
+        """The space of one agent."""
+
+    def action_space(self, agent: Any) -> Any:
+        """The space of one agent."""
+
+    def step(self, actions: Any) -> Any:
+        """A step of all agents."""
+
+
 Options = dict[str, Any] | None
+OneEnv = Callable[[], gym.Env[Any, Any]] | Callable[[], ParallelEnvLike]
 #: What builds the environments. A single id is refused: it is a sequence of texts too, so `list[str]` is named.
-EnvFns = Sequence[Callable[[], gym.Env[Any, Any]]] | list[str] | list[str | Callable[[], gym.Env[Any, Any]]]
+EnvFns = Sequence[Callable[[], gym.Env[Any, Any]]] | Sequence[OneEnv] | list[str] | list[str | OneEnv]
 ModeName = Literal["NEXT_STEP", "NextStep", "SAME_STEP", "SameStep", "DISABLED", "Disabled"]
 
 
@@ -62,7 +82,7 @@ def check_async_arguments(shared_memory: object, daemon: object, observation_mod
 
 
 def as_factories(env_fns: EnvFns) -> tuple[EnvFactory, ...]:
-    """One factory for each environment."""
+    """One factory for each environment; the same one for the same function."""
     given: Any = env_fns
     is_list = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
     if not is_list or not all(callable(fn) or isinstance(fn, str) for fn in given):
@@ -70,7 +90,11 @@ def as_factories(env_fns: EnvFns) -> tuple[EnvFactory, ...]:
             "env_fns must be a list of callables or environment ids, one for each environment, got " + brief(env_fns)
         )
     integer("the number of env_fns", len(env_fns), 1, MOST_ENVS)
-    return tuple(_as_factory(fn, i) for i, fn in enumerate(env_fns))
+    made: dict[int, EnvFactory] = {}
+    for i, fn in enumerate(given):
+        if id(fn) not in made:
+            made[id(fn)] = replace(_as_factory(fn, i), as_seats=SharedSpaces)
+    return tuple(made[id(fn)] for fn in given)
 
 
 def _as_factory(env_fn: Callable[..., gym.Env[Any, Any]] | str, i: int) -> EnvFactory:
@@ -82,8 +106,20 @@ def _as_factory(env_fn: Callable[..., gym.Env[Any, Any]] | str, i: int) -> EnvFa
         ) from error.__cause__
 
 
-def as_mode(mode: ModeName | AutoresetMode) -> AutoresetMode:
-    """An autoreset mode, or the one of that name (`"SameStep"` or `"SAME_STEP"`)."""
+def as_mode(mode: ModeName | AutoresetMode | None, *, has_seats: bool) -> AutoresetMode:
+    """An autoreset mode, or the one of that name (`"SameStep"` or `"SAME_STEP"`), or the default."""
+    if mode is None:
+        return AutoresetMode.SAME_STEP if has_seats else AutoresetMode.NEXT_STEP
+    found = _named_mode(mode)
+    if has_seats and found is not AutoresetMode.SAME_STEP:
+        raise ConfigError(
+            'autoreset_mode of environments of several agents must be "SAME_STEP", which is their default: each is '
+            f"reset in the step in which nobody is left, got {mode!r}"
+        )
+    return found
+
+
+def _named_mode(mode: ModeName | AutoresetMode) -> AutoresetMode:
     try:
         named = AutoresetMode.__members__.get(str(mode))
         return AutoresetMode(mode) if named is None else named

@@ -15,6 +15,7 @@ from gymnasium import error as gymnasium_error
 from penstock.envs.calls import EnvCall, results
 from penstock.errors import PenstockError, SamplerClosedError, SamplerStateError, brief
 from penstock.vector.exchange import Exchange, Ids
+from penstock.vector.seats import SeatExchange, SeatProgram
 from penstock.vector.step_memory import VectorMemory
 from penstock.vector.step_program import VectorProgram
 from penstock.workers.call_guard import CallGuard
@@ -98,9 +99,14 @@ class VectorPool(WorkerPool):
         check_finite: bool,
     ) -> None:
         n_envs = sum(len(plan.columns) for plan in plans)
-        memory = VectorMemory.allocate(program.observation_space, program.action_space, n_envs, len(plans))
+        n_seats = len(program.seating.ranks) if isinstance(program, SeatProgram) else None
+        spaces = program.observation_space, program.action_space
+        memory = VectorMemory.allocate(*spaces, n_envs, len(plans), n_seats)
         resources.callback(memory.close)
-        self.exchange = Exchange(memory, program, check_finite=check_finite)
+        if isinstance(program, SeatProgram):
+            self.exchange: Exchange = SeatExchange(memory, program, check_finite=check_finite)
+        else:
+            self.exchange = Exchange(memory, program, check_finite=check_finite)
         self._ranks = np.repeat([plan.worker_rank for plan in plans], [len(plan.columns) for plan in plans])
         super().__init__(plans, [program] * len(plans), worker_data, memory, options, resources)
 

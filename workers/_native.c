@@ -61,25 +61,17 @@ static void release_block(Block *block) {
 
 /* Read the first three arguments: the words of `n` workers. Returns 0 with an exception set if there are fewer. */
 static int get_block(Arguments arguments, Py_ssize_t n, Block *block) {
-    if (!get_words(arguments[0], &block->rows)) {
-        return 0;
-    }
-    if (!get_words(arguments[1], &block->opened)) {
-        PyBuffer_Release(&block->rows.view);
-        return 0;
-    }
-    if (!get_words(arguments[2], &block->replied)) {
-        PyBuffer_Release(&block->rows.view);
-        PyBuffer_Release(&block->opened.view);
-        return 0;
-    }
-    block->n = n;
-    if (n < 0 || n > block->opened.n || n * ROW_WORDS > block->rows.n || n * ROW_WORDS > block->replied.n) {
-        release_block(block);
+    *block = (Block){.n = n}; /* a view without an object may be released */
+    int is_read = get_words(arguments[0], &block->rows) && get_words(arguments[1], &block->opened) &&
+                  get_words(arguments[2], &block->replied);
+    if (is_read && (n < 0 || n > block->opened.n || n * ROW_WORDS > block->rows.n || n * ROW_WORDS > block->replied.n)) {
+        is_read = 0;
         PyErr_Format(PyExc_IndexError, "the control block does not have %zd workers", n);
-        return 0;
     }
-    return 1;
+    if (!is_read) {
+        release_block(block);
+    }
+    return is_read;
 }
 
 static int has_count(Py_ssize_t given, Py_ssize_t expected) {
@@ -149,24 +141,21 @@ static int is_reached(const void *what) {
 }
 
 static PyObject *spin_for_word(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    WordCondition condition;
+    WordCondition condition = {0};
     double seconds;
-    int always_yields;
+    int always_yields, met = -1;
     Py_ssize_t value;
     if (!has_count(n, 5) || !get_number(arguments[1], &value) ||
-        !get_spin(arguments[3], arguments[4], &seconds, &always_yields) || !get_words(arguments[0], &condition.word)) {
-        return NULL;
-    }
-    if (!get_words(arguments[2], &condition.stop)) {
-        PyBuffer_Release(&condition.word.view);
+        !get_spin(arguments[3], arguments[4], &seconds, &always_yields)) {
         return NULL;
     }
     condition.value = value;
-    int met = -1;
-    if (condition.word.n < 1 || condition.stop.n < 1) {
-        PyErr_SetString(PyExc_IndexError, "expected at least one word");
-    } else {
-        met = spin(is_reached, &condition, seconds, always_yields);
+    if (get_words(arguments[0], &condition.word) && get_words(arguments[2], &condition.stop)) {
+        if (condition.word.n < 1 || condition.stop.n < 1) {
+            PyErr_SetString(PyExc_IndexError, "expected at least one word");
+        } else {
+            met = spin(is_reached, &condition, seconds, always_yields);
+        }
     }
     PyBuffer_Release(&condition.word.view);
     PyBuffer_Release(&condition.stop.view);

@@ -73,10 +73,7 @@ class CallGuard(Generic[_State]):
             if isinstance(error, SamplerBrokenError):
                 self._error, self.state = error, self._broken
                 return
-        self._note_lost_command(name, error)
-
-    def _note_lost_command(self, name: str, error: BaseException) -> None:
-        """Break the owner if this error came while the workers got a command: it is unknown which of them have it."""
+        # The error came while the workers got a command: it is unknown which of them have it.
         if self._pool is not None and self._pool.has_lost_command and not self._is_closed:
             self._error = SamplerBrokenError(
                 f"{name} was interrupted by {type(error).__name__} while it gave a command to the workers, "

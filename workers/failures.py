@@ -224,7 +224,8 @@ class Restarts:
 
     def used_up(self, n_failures: int) -> str | None:
         """Why `n_failures` more replacements are too many; None if they are not."""
-        recent = self._recent()
+        since = time.monotonic() - self.window
+        recent = [entry for entry in self.history if entry[0] >= since]
         if len(recent) + n_failures > self.max_restarts:
             earlier = [f"  {time.monotonic() - when:.1f} s ago: {what}" for when, what in recent]
             limit = f"max_restarts={self.max_restarts} in {self.window:g} s are used up"
@@ -237,7 +238,3 @@ class Restarts:
         self.history.append((time.monotonic(), what))
         self.per_worker[rank] += 1
         self.lost_per_worker[rank] += n_lost
-
-    def _recent(self) -> list[tuple[float, str]]:
-        since = time.monotonic() - self.window
-        return [entry for entry in self.history if entry[0] >= since]

@@ -26,7 +26,8 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from penstock.buffers.descriptors import InheritedFd
@@ -38,7 +39,7 @@ _POLL_MS = 1000
 
 
 class WakeUp:
-    """Wakes a process that polls `fileno()`: an eventfd, or a pipe where eventfd is missing or refused."""
+    """Wakes a process that polls `reader`: an eventfd, or a pipe where eventfd is missing or refused."""
 
     def __init__(self) -> None:
         try:
@@ -48,9 +49,6 @@ class WakeUp:
             os.set_blocking(read, False)
             os.set_blocking(write, False)
             self.reader, self.writer = InheritedFd(read), InheritedFd(write)
-
-    def fileno(self) -> int:
-        return self.reader.fd
 
     def close(self) -> None:
         self.reader.close()
@@ -89,11 +87,10 @@ class Gate:
         """`spin_seconds`: the longest time that the worker spins before it sleeps. `yields`: whether it yields the CPU
         after each look at a word. `server` is the gate of the inference server, if that is a process."""
         self._control, self._rank, self._spin_seconds, self._yields = control, worker_rank, spin_seconds, yields
-        #: They wake the worker, and the main process.
-        self.go, self._done = WakeUp(), WakeUp()
+        #: They wake the worker, and the main process, which polls `done.reader`.
+        self.go, self.done = WakeUp(), WakeUp()
         self._server_go = None if server is None else server.go
         self._server_rank = -1 if server is None else server._rank
-        self._side: _WorkerWords | None = None  # the worker makes it
 
     # ---- main process ----------------------------------------------------------------------
 
@@ -108,20 +105,16 @@ class Gate:
         if self._control.is_asleep(self._rank) or not HAS_FULL_FENCE:
             notify(self.go.writer.fd)
 
-    def fileno(self) -> int:
-        """The main process polls it: readable when the worker has woken the main process."""
-        return self._done.fileno()
-
     def close(self) -> None:
         self.go.close()
-        self._done.close()
+        self.done.close()
 
     # ---- worker ----------------------------------------------------------------------------
 
     def wait_in(self, progress: Progress) -> None:
         """Wait for the next opening."""
         began = time.monotonic()
-        side = self._side or self._make_side()
+        side = self._side
         self._wait(side, side.opened, progress.arrived + 1, side.opening)
         progress.add_waiting(time.monotonic() - began)
 
@@ -135,12 +128,12 @@ class Gate:
     def wake_main(self) -> None:
         """Wake the main process, if it sleeps and waits for what this worker has just published."""
         if must_wake(*self._control.block, self._control.main_asleep) or not HAS_FULL_FENCE:
-            notify(self._done.writer.fd)
+            notify(self.done.writer.fd)
 
     def _wake_server(self, server_go: WakeUp, arrived: int | None = None) -> None:
         """Wake the inference server, if it sleeps and waits for what this worker has just published: a request, or
         that it has `arrived`."""
-        side = self._side or self._make_side()
+        side = self._side
         must = must_wake(*self._control.block, side.server_asleep) or not HAS_FULL_FENCE
         # With gates that are opened ahead, no worker is idle, but the command may be completed. The server has the rank
         # after the workers.
@@ -157,14 +150,14 @@ class Gate:
             self.wake_main()
         else:
             self._wake_server(self._server_go)
-        side = self._side or self._make_side()
+        side = self._side
         while not progress.has_reply:
             self._wait(side, side.replied, progress.n_requests, side.reply)
         progress.enter(Phase.ACTING)
 
-    def _make_side(self) -> _WorkerWords:
-        self._side = _WorkerWords(self._control, self._rank, self._server_rank, self._spin_seconds)
-        return self._side
+    @cached_property
+    def _side(self) -> _WorkerWords:
+        return _WorkerWords(self._control, self._rank, self._server_rank, self._spin_seconds)
 
     def _wait(self, side: _WorkerWords, word: memoryview, value: int, spin_time: SpinTime) -> None:
         """Wait until `word[0]` reaches `value`, or until the sampler shuts down."""
@@ -179,16 +172,16 @@ class Gate:
     def sleep(self, is_due: Callable[[], Any], milliseconds: int = _POLL_MS, wake_for: int = FOR_ANY) -> None:
         """Sleep until something wakes this worker, at most for `milliseconds`; not at all if `is_due()` is already
         True. `wake_for` says what must wake it (control.py)."""
-        side = self._side or self._make_side()
+        side = self._side
         if side.poll is None:
             side.poll = select.poll()
-            side.poll.register(self.go.fileno(), select.POLLIN)
+            side.poll.register(self.go.reader.fd, select.POLLIN)
         side.row[ASLEEP] = wake_for
         full_fence()
         ready = not is_due() and side.poll.poll(milliseconds)
         side.row[ASLEEP] = AWAKE
         if ready:
-            clear(self.go.fileno())
+            clear(self.go.reader.fd)
 
 
 class _WorkerWords:
@@ -202,14 +195,3 @@ class _WorkerWords:
         # One for each kind of wait: how long a learner takes does not say how long a reply takes.
         self.opening, self.reply = SpinTime(spin_seconds), SpinTime(spin_seconds)
         self.poll: select.poll | None = None
-
-
-class GateWakers:
-    """What an inference server in its own process needs to wake the workers: only the descriptors to write to."""
-
-    def __init__(self, gates: Sequence[Gate]) -> None:
-        self._writers = [gate.go.writer for gate in gates]
-
-    def wake(self, rank: int) -> None:
-        """Wake this worker, which sleeps: its request has a reply."""
-        notify(self._writers[rank].fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,14 +56,13 @@ class WorkerHandle:
     def is_dying(self) -> bool:
         """Whether the process has been killed but still exists, which may take a while on a busy machine."""
         with contextlib.suppress(OSError, ValueError):
-            fields = _stat_fields(self.pid)
+            process = Path(f"/proc/{self.pid}")
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
             if int(fields[_FLAGS]) & _PF_EXITING or fields[_STATE] in "ZX":
                 return True
-            status = Path(f"/proc/{self.pid}/status").read_text()
-            pending = [
-                int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd"))
-            ]
-            return any(mask >> (signal.SIGKILL - 1) & 1 for mask in pending)
+            for mask in re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", (process / "status").read_text(), re.MULTILINE):
+                if int(mask, 16) >> (signal.SIGKILL - 1) & 1:
+                    return True
         return False  # the system does not say, or the process is gone
 
 
@@ -74,7 +74,3 @@ def status_of(pid: int) -> str:
         return str(psutil.Process(pid).status())
     except psutil.Error:
         return ""
-
-
-def _stat_fields(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

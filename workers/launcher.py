@@ -15,10 +15,11 @@ import cloudpickle
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError, WorkerTimeoutError
-from penstock.workers import lookout, sigint
+from penstock.workers import sigint
 from penstock.workers.affinity import blas_limited
 from penstock.workers.handle import status_of
 from penstock.workers.limits import check_limits
+from penstock.workers.monitor import LOOKOUT_NAME, lookouts_stopped
 from penstock.workers.plan import PoolOptions
 from penstock.workers.program import WorkerProgram
 from penstock.workers.supervisor import SupervisedProcess, Supervisor
@@ -95,7 +96,7 @@ class Launcher:
             resource_tracker.ensure_running()  # workers get it
             return _shared_supervisor(self._preload)
         if self._fork is None:
-            with lookout.all_stopped(), blas_limited():
+            with lookouts_stopped(), blas_limited():
                 self._fork = Supervisor(is_fork=True)
         return self._fork
 
@@ -182,7 +183,7 @@ def _refuse_unsafe_fork(start_method: str) -> None:
     if start_method != "fork":
         return
     threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
-    others = [thread.name for thread in threads if thread.name != lookout.THREAD_NAME]  # `start` stops these
+    others = [thread.name for thread in threads if thread.name != LOOKOUT_NAME]  # `start` stops these
     if others or threading.current_thread() is not threading.main_thread():
         raise ConfigError(
             f'start_method="fork" is not safe while this process has other threads ({", ".join(others)}): '

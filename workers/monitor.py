@@ -1,4 +1,5 @@
-"""The monitor: the main process's one wait, over the arrivals, messages, deaths and deadlines of all workers."""
+"""The monitor: the main process's one wait, over the arrivals, messages, deaths and deadlines of all workers. The
+lookout: a thread that looks for them while the main process runs the user's own code."""
 
 from __future__ import annotations
 
@@ -7,16 +8,17 @@ import logging
 import math
 import select
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from penstock.buffers.ordering import fence, full_fence
 from penstock.buffers.reports import ReportBoard
 from penstock.workers import sigint
 from penstock.workers.control import AWAKE, FOR_ANY, ControlBlock, Phase, ProgressSnapshot
 from penstock.workers.failures import WorkerFailure, WorkerStatus
-from penstock.workers.gates import clear
+from penstock.workers.gates import WakeUp, clear, notify
 from penstock.workers.handle import WorkerHandle
 from penstock.workers.plan import PoolOptions
 from penstock.workers.program import RequestServer
@@ -34,6 +36,8 @@ _GATHER_SECONDS = 0.001  # how long to wait after a death for others that have t
 _TERMINATE_SECONDS = 0.3  # how long to wait after SIGTERM
 _KILL_SECONDS = 0.5  # how long to wait after SIGKILL
 _DYING_SECONDS = 0.5  # how long to wait for a process that is known to be dying
+_AGAIN_SECONDS = 0.02  # when to look again at a worker that has died while the main process waits
+LOOKOUT_NAME = "penstock lookout"  #: of its thread
 
 
 class Monitor:
@@ -50,6 +54,7 @@ class Monitor:
         """`serve` lets the `server` reply to requests."""
         self._control, self._reports, self._options = control, reports, options
         self._server, self._serve = server, serve
+        self._episode_of = options.episode_of or (lambda status: None)
         self._handles: Sequence[WorkerHandle] = ()
         self._poll = select.poll()
         self._sources: dict[int, tuple[str, WorkerHandle]] = {}  # by descriptor: "death", "gate" or "pipe", and whose
@@ -232,9 +237,6 @@ class Monitor:
             failures.append(WorkerFailure(status, exitcode, None, stack, hung, self._episode_of(status)))
         return failures
 
-    def _episode_of(self, status: WorkerStatus) -> Any:
-        return None if self._options.episode_of is None else self._options.episode_of(status)
-
     # ---- deadlines -------------------------------------------------------------------------
 
     def _set_next_check(self) -> None:
@@ -286,13 +288,9 @@ class Monitor:
                 status.doing,
             )
 
-    @property
-    def note_seconds(self) -> float:
-        """How often `note_progress` should be called."""
-        return self._check_seconds
-
     def note_progress(self) -> None:
-        """Lookout: note which workers make progress, so that the next wait knows since when one hangs."""
+        """Lookout, every `_check_seconds`: note which workers make progress, so that the next wait knows since when one
+        hangs."""
         now, control = time.monotonic(), self._control
         for handle in self._handles:
             # It waits for a command, or until a wait of the main process reads its pipe.
@@ -313,8 +311,90 @@ def _poll_of(handles: Sequence[WorkerHandle], *kinds: str) -> tuple[select.poll,
     """A poll of these workers' descriptors of `kinds`: "death", "gate", "pipe". By descriptor: its kind and worker."""
     poll, sources = select.poll(), {}
     for handle in handles:
-        fds = {"death": handle.death_fd, "gate": handle.gate.fileno(), "pipe": handle.pipe.reader.fileno()}
+        fds = {"death": handle.death_fd, "gate": handle.gate.done.reader.fd, "pipe": handle.pipe.reader.fd}
         for kind in kinds:
             poll.register(fds[kind], select.POLLIN)
             sources[fds[kind]] = kind, handle
     return poll, sources
+
+
+# ---- while no wait runs --------------------------------------------------------------------
+
+
+class Lookout:
+    """Logs deaths of workers, notes their progress, and warns if one makes none. It changes nothing else: the next wait
+    of the main process finds the same, and raises the error.
+
+    Stop it before the descriptors of workers are closed, which it polls.
+    """
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._handles: Sequence[WorkerHandle] = ()
+        self._wake: WakeUp | None = None
+        self._thread: threading.Thread | None = None
+        self._must_end = False
+
+    def start(self, handles: Sequence[WorkerHandle]) -> None:
+        """Main process: watch these workers from now on."""
+        self.stop()
+        self._must_end, wake = False, WakeUp()
+        self._handles, self._wake = handles, wake
+        self._thread = threading.Thread(target=self._run, args=(handles, wake), name=LOOKOUT_NAME, daemon=True)
+        self._thread.start()
+        _running.add(self)
+
+    def stop(self) -> None:
+        """Main process: end the thread. It may be called twice."""
+        thread, wake = self._thread, self._wake
+        if thread is None or wake is None:
+            return
+        self._must_end = True
+        notify(wake.writer.fd)
+        if thread is not threading.current_thread():  # the garbage collector may run a finalizer in any thread
+            thread.join()
+        self._thread = self._wake = None
+        _running.discard(self)
+        wake.close()
+
+    def _run(self, handles: Sequence[WorkerHandle], wake: WakeUp) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread handles signals
+        monitor, poll = self._monitor, select.poll()
+        poll.register(wake.reader.fd, select.POLLIN)
+        watched = {handle.death_fd: handle for handle in handles}
+        for fd in watched:
+            poll.register(fd, select.POLLIN)
+        while True:
+            found = poll.poll(max(1, round(monitor._check_seconds * 1000)))
+            if self._must_end:
+                return
+            dead = [fd for fd, _ in found if fd in watched]
+            if dead and monitor.is_waiting:  # most likely, the running wait will report it
+                time.sleep(_AGAIN_SECONDS)
+                continue
+            for fd in dead:
+                poll.unregister(fd)
+                self._report(watched.pop(fd))
+            monitor.note_progress()
+
+    def _report(self, handle: WorkerHandle) -> None:
+        if not (self._monitor.is_closing or handle.is_reaped):
+            status = self._monitor.status(handle)
+            _log.warning("%s has ended while %s: the next call on the sampler will report it", status, status.doing)
+
+
+_running: weakref.WeakSet[Lookout] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def lookouts_stopped() -> Iterator[None]:
+    """No lookout of this process runs inside this block: for a fork, which is not safe beside threads."""
+    # In a fork of the process that started it, a lookout has no thread.
+    stopped = [lookout for lookout in _running if lookout._thread is not None and lookout._thread.is_alive()]
+    for lookout in stopped:
+        lookout.stop()
+    try:
+        yield
+    finally:
+        for lookout in stopped:
+            lookout.start(lookout._handles)

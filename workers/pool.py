@@ -19,12 +19,11 @@ from penstock.workers import sigint
 from penstock.workers.affinity import avoid_cpus
 from penstock.workers.control import URGENT, Command, Phase, StopCollecting
 from penstock.workers.failures import Restarts, WorkerFailure, WorkerStatus, add_killed, examine_exits, make_error
-from penstock.workers.gates import Gate, GateWakers, notify
+from penstock.workers.gates import Gate, notify
 from penstock.workers.handle import WorkerHandle
 from penstock.workers.in_place import InPlaceWorker
 from penstock.workers.launcher import Launcher, post_programs
-from penstock.workers.lookout import Lookout
-from penstock.workers.monitor import POLL_SECONDS, Monitor
+from penstock.workers.monitor import POLL_SECONDS, Lookout, Monitor
 from penstock.workers.plan import PoolOptions, WorkerPlan
 from penstock.workers.process import worker_main
 from penstock.workers.program import RequestServer, SharedMemory, WorkerProcessArgs, WorkerProgram
@@ -178,7 +177,7 @@ class WorkerPool:
         """Start a worker. It takes the place of an earlier worker of this rank, if there was one."""
         rank = plan.worker_rank
         program, data = self._parts[rank]
-        wakers = GateWakers([handle.gate for handle in self.handles]) if plan.server_name else None
+        wakers = [handle.gate.go.writer for handle in self.handles] if plan.server_name else None
         args = WorkerProcessArgs(
             plan=plan,
             mailbox=self._mailbox,

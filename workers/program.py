@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.object_pipe import ObjectMessage, ObjectPipe
 from penstock.buffers.reports import ReportBoard
 from penstock.errors import SamplerBrokenError
 from penstock.workers.control import Command, ControlBlock, Progress
-from penstock.workers.gates import Gate, GateWakers
+from penstock.workers.gates import Gate
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.stacks import StackFile
 
@@ -103,7 +104,7 @@ class WorkerContext:
     #: Sends a request to the inference server and waits for the reply; None without a server.
     request: Callable[[int], None] | None = None
     gate: Gate | None = None  #: None where the program runs in the main process
-    wakers: GateWakers | None = None  #: for the inference server
+    wakers: Sequence[InheritedFd] | None = None  #: for the inference server: `notify` wakes the worker of this rank
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class WorkerProcessArgs:
     reports: ReportBoard
     pipe: ObjectPipe
     stacks: StackFile
-    wakers: GateWakers | None = None  #: only for the inference server
+    wakers: Sequence[InheritedFd] | None = None  #: only for the inference server
 
     def load(self, part: slice) -> Any:
         """Unpickle one part of the mailbox. For the program, this imports the user's modules."""

@@ -138,20 +138,14 @@ _LAYOUT = (
 try:
     from penstock.workers import _native
 
+    _functions = {name: getattr(_native, name) for name in PYTHON}
     if _native.LAYOUT != _LAYOUT:
         raise ImportError("the compiled part was built for another layout of progress rows: build it again")
-except ImportError:  # no C compiler, an older build, or a checkout that was never built
-    spin_for_word, spin_for_arrivals, spin_for_requests, must_wake, look = PYTHON.values()
-    COMPILED = False
-else:
-    spin_for_word, spin_for_arrivals, spin_for_requests = (
-        _native.spin_for_word,
-        _native.spin_for_arrivals,
-        _native.spin_for_requests,
-    )
-    must_wake, look = _native.must_wake, _native.look
-    #: Whether the compiled functions are in use.
-    COMPILED = True
+except (ImportError, AttributeError):  # no C compiler, an older build, or a checkout that was never built
+    _functions = PYTHON
+spin_for_word, spin_for_arrivals, spin_for_requests, must_wake, look = _functions.values()
+#: Whether the compiled functions are in use.
+COMPILED = _functions is not PYTHON
 
 
 #: The longest time. A wake-up takes some microseconds or some tens, and much longer where other programs run.

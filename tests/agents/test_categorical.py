@@ -18,26 +18,18 @@ from torch import nn
 from penstock import SerialSampler
 from penstock.agents import CategoricalPgAgent
 from penstock.agents.model_outputs import output_array
-from penstock.envs import ColumnStreams, Purpose
 from penstock.errors import SpaceError
+
+from ..models import LogitsAndFirst, acting
 
 quick = settings(max_examples=60, deadline=None)
 
 
-class Echo(nn.Module):
-    """The observation is the logits, its first number the value."""
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return observation, observation[:, 0]
-
-
 def agent_for(
-    n: int, columns: range = range(2), *, start: int = 0, model: Any = Echo, seed: int = 0, **options: Any
+    n: int, columns: range = range(2), *, start: int = 0, model: Any = LogitsAndFirst, seed: int = 0, **options: Any
 ) -> CategoricalPgAgent:
-    """A worker's copy of an agent, ready to step `columns`."""
     agent = CategoricalPgAgent(model, **options)
-    agent.initialize(spaces.Box(-np.inf, np.inf, (n,)), spaces.Discrete(n, start=start))
-    return agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(seed, columns).rngs(Purpose.ACTION))
+    return acting(agent, spaces.Box(-np.inf, np.inf, (n,)), spaces.Discrete(n, start=start), columns, seed)
 
 
 def act(agent: CategoricalPgAgent, logits: Any) -> Any:
@@ -257,7 +249,7 @@ def test_other_than_discrete_actions_are_refused_with_a_way_out(space: Any) -> N
     with pytest.raises(
         SpaceError, match=r"needs a Discrete or MultiDiscrete action space, the environment has .*use an"
     ):
-        CategoricalPgAgent(Echo).initialize(spaces.Box(0, 1, (2,)), space)
+        CategoricalPgAgent(LogitsAndFirst).initialize(spaces.Box(0, 1, (2,)), space)
 
 
 class Softmax(nn.Module):

@@ -27,25 +27,11 @@ from penstock.agents import (
 from penstock.envs import NestedEnv
 from penstock.testing import check_agent
 
+from ..models import Net
+
 pytestmark = pytest.mark.slow
 
 CARTPOLE, PENDULUM = partial(gym.make, "CartPole-v1"), partial(gym.make, "Pendulum-v1")
-
-
-class Net(nn.Module):
-    """`n` outputs of a hidden layer, in pieces of the given sizes; a size of 0 is a value `[B]`."""
-
-    def __init__(self, sizes: tuple[int, ...], n_inputs: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(n_inputs, 8), nn.Tanh())
-        self.heads = nn.ModuleList(nn.Linear(8, max(size, 1)) for size in sizes)
-        self.sizes = sizes
-        self.double()
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        features = self.body(observation)
-        out = [head(features) if n else head(features)[:, 0] for n, head in zip(self.sizes, self.heads, strict=True)]
-        return tuple(out) if len(out) > 1 else out[0]
 
 
 class Gru(nn.Module):
@@ -71,16 +57,16 @@ def move(observation: Any, rngs: Any) -> Any:
 
 
 AGENTS: dict[str, tuple[Callable[[], Agent], Any]] = {
-    "categorical": (lambda: CategoricalPgAgent(lambda: Net((2, 0), 4)), CARTPOLE),
-    "gaussian": (lambda: GaussianPgAgent(lambda: Net((1, 0), 3)), PENDULUM),
-    "gaussian, log_std": (lambda: GaussianPgAgent(lambda: Net((1, 1, 0), 3), initial_log_std=None), PENDULUM),
+    "categorical": (lambda: CategoricalPgAgent(lambda: Net(4, 2, 0)), CARTPOLE),
+    "gaussian": (lambda: GaussianPgAgent(lambda: Net(3, 1, 0)), PENDULUM),
+    "gaussian, log_std": (lambda: GaussianPgAgent(lambda: Net(3, 1, 1, 0), initial_log_std=None), PENDULUM),
     "epsilon-greedy": (
-        lambda: EpsilonGreedyAgent(lambda: Net((2,), 4), epsilon=LinearSchedule(0.5, 0.1, 9), spread=3),
+        lambda: EpsilonGreedyAgent(lambda: Net(4, 2), epsilon=LinearSchedule(0.5, 0.1, 9), spread=3),
         CARTPOLE,
     ),
-    "deterministic": (lambda: DeterministicPgAgent(lambda: Net((1,), 3), squash=True), PENDULUM),
-    "deterministic, ou": (lambda: DeterministicPgAgent(lambda: Net((1,), 3), noise="ou"), PENDULUM),
-    "squashed": (lambda: SquashedGaussianAgent(lambda: Net((1, 1), 3)), PENDULUM),
+    "deterministic": (lambda: DeterministicPgAgent(lambda: Net(3, 1), squash=True), PENDULUM),
+    "deterministic, ou": (lambda: DeterministicPgAgent(lambda: Net(3, 1), noise="ou"), PENDULUM),
+    "squashed": (lambda: SquashedGaussianAgent(lambda: Net(3, 1, 1)), PENDULUM),
     "recurrent categorical": (lambda: RecurrentCategoricalPgAgent(lambda: Gru(4, 2)), CARTPOLE),
     "recurrent gaussian": (lambda: RecurrentGaussianPgAgent(lambda: Gru(3, 1)), PENDULUM),
     "function": (lambda: FunctionAgent(move), NestedEnv),

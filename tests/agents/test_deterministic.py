@@ -10,37 +10,25 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from torch import nn
 
 from penstock.agents import DeterministicPgAgent, LinearSchedule, RandomAgent
-from penstock.envs import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SpaceError
+
+from .. import models
+from ..models import Echo, acting, of_columns
 
 WIDE = spaces.Box(-1000, 1000, (2,), np.float64)
 UNBOUNDED = spaces.Box(-np.inf, np.inf, (2,), np.float64)
 
 
-class Echo(nn.Module):
-    """The observation is the action."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return observation
-
-
-def agent_for(space: Any, columns: range = range(2), model: Any = Echo, itr: int = 0, **options: Any) -> Any:
-    agent = DeterministicPgAgent(model, **options)
-    agent.initialize(spaces.Box(-np.inf, np.inf, space.shape), space)
-    twin = agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
+def agent_for(space: Any, columns: range = range(2), itr: int = 0, **options: Any) -> Any:
+    twin = acting(DeterministicPgAgent(Echo, **options), spaces.Box(-np.inf, np.inf, space.shape), space, columns)
     twin.sample_mode(itr)
     return twin
 
 
 def act(agent: Any, observation: Any) -> Any:
-    step = agent.step(np.asarray(observation, np.float64), None, np.zeros(len(observation), np.float32))
+    step = models.act(agent, observation)
     assert len(step.agent_info) == 0
     return step.action
 
@@ -134,7 +122,7 @@ def test_ornstein_uhlenbeck_noise_is_correlated_until_its_column_is_reset() -> N
 def test_reset_forgets_the_noise_of_all_columns_and_copies_have_their_own() -> None:
     agent = agent_for(UNBOUNDED, range(2), noise="ou", ou_theta=0.0, sigma=1.0)
     before = rows(agent, 10, 2)[-1]
-    other = agent.runtime.column_copy(ColumnStreams(1, range(2)).rngs(Purpose.ACTION))
+    other = of_columns(agent, range(2), seed=1)
     other.sample_mode(0)
     rows(other, 5, 2)
     agent.reset()
@@ -150,7 +138,7 @@ def test_warming_up_is_random() -> None:
     agent = agent_for(space, range(64), sigma=0.0, warmup_random_itrs=2)
     random = RandomAgent()
     random.initialize(space, space)
-    random = random.runtime.column_copy(ColumnStreams(0, range(64)).rngs(Purpose.ACTION))
+    random = of_columns(random, range(64))
     for itr in (0, 1):
         agent.sample_mode(itr)
         actions = rows(agent, 50)

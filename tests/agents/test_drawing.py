@@ -11,22 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.agents import draw
-from penstock.buffers import NamedArrays
 from penstock.envs import action_splitter
 from penstock.errors import SpaceError
 
 from ..envs.space_strategies import any_space, at, children, discrete, leaf_paths, path_name
 from ..scale import scaled
+from ..support import leaves
 
 pytestmark = pytest.mark.slow
 
 quick = settings(max_examples=scaled(80, 40), deadline=None)
 seeds = st.integers(0, 2**32)
 counts = st.integers(0, 20)
-
-
-def leaves(drawn: Any) -> list[Any]:
-    return [leaf for _, leaf in drawn.leaves()] if isinstance(drawn, NamedArrays) else [drawn]
 
 
 def drawn_from(space: Any, n: int, seed: int = 0) -> Any:

@@ -12,25 +12,14 @@ from gymnasium import spaces
 from torch import nn
 
 from penstock.agents import EpsilonGreedyAgent, LinearSchedule
-from penstock.envs import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SpaceError
 
-
-class Echo(nn.Module):
-    """The observation is q."""
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return observation
+from ..models import Echo, act, acting
 
 
 def agent_for(n: int, columns: range = range(2), start: int = 0, model: Any = Echo, **options: Any) -> Any:
     agent = EpsilonGreedyAgent(model, **options)
-    agent.initialize(spaces.Box(-np.inf, np.inf, (n,)), spaces.Discrete(n, start=start))
-    return agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
-
-
-def act(agent: Any, q: Any) -> Any:
-    return agent.step(np.asarray(q, np.float32), None, np.zeros(len(q), np.float32))
+    return acting(agent, spaces.Box(-np.inf, np.inf, (n,)), spaces.Discrete(n, start=start), columns)
 
 
 def test_without_exploration_the_first_of_the_best_is_taken() -> None:

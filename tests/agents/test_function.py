@@ -23,21 +23,21 @@ from penstock import (
 )
 from penstock.agents import AgentStep
 from penstock.buffers import NamedArrays
-from penstock.envs import ColumnStreams, CountingEnv, NestedEnv, Purpose
+from penstock.envs import CountingEnv, NestedEnv
+
+from .. import models
+from ..models import acting
 
 PAIR = spaces.Tuple((spaces.Discrete(2), spaces.Discrete(3)))
 
 
-def agent_for(fn: Any, columns: range = range(2), action_space: Any = None) -> FunctionAgent:
-    agent = FunctionAgent(fn)
-    agent.initialize(spaces.Box(-1, 1, (3,)), action_space or spaces.Discrete(3))
-    return agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
+def agent_for(fn: Any, columns: range = range(2), action_space: Any = None) -> Any:
+    return acting(FunctionAgent(fn), spaces.Box(-1, 1, (3,)), action_space or spaces.Discrete(3), columns)
 
 
-def act(agent: FunctionAgent, observation: Any = None) -> AgentStep:
-    return agent.step(
-        np.ones((2, 3), np.float32) if observation is None else observation, None, np.zeros(2, np.float32)
-    )
+def act(agent: FunctionAgent) -> AgentStep:
+    step: AgentStep = models.act(agent, np.ones((2, 3)), np.float32)
+    return step
 
 
 def test_the_function_gets_the_observation_and_gives_the_action() -> None:

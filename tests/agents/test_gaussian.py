@@ -14,18 +14,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.agents import GaussianPgAgent
-from penstock.envs import ColumnStreams, Purpose
 from penstock.errors import SpaceError
+
+from ..models import Echo, act, acting, of_columns
 
 UNBOUNDED = spaces.Box(-np.inf, np.inf, (2,))
 
 
-class Echo(nn.Module):
+class MeanAndSum(Echo):
     """The observation is the mean, its sum the value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
 
     def forward(self, observation: torch.Tensor) -> Any:
         return observation, observation.reshape(len(observation), -1).sum(1)
@@ -47,14 +44,9 @@ class Outputs(nn.Module):
         return self.outputs
 
 
-def agent_for(space: Any, columns: range = range(2), model: Any = Echo, seed: int = 0, **options: Any) -> Any:
+def agent_for(space: Any, columns: range = range(2), model: Any = MeanAndSum, seed: int = 0, **options: Any) -> Any:
     agent = GaussianPgAgent(model, **options)
-    agent.initialize(spaces.Box(-np.inf, np.inf, space.shape), space)
-    return agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(seed, columns).rngs(Purpose.ACTION))
-
-
-def act(agent: Any, observation: Any) -> Any:
-    return agent.step(np.asarray(observation, np.float64), None, np.zeros(len(observation), np.float32))
+    return acting(agent, spaces.Box(-np.inf, np.inf, space.shape), space, columns, seed)
 
 
 SPACES = [
@@ -68,13 +60,13 @@ SPACES = [
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-@pytest.mark.parametrize("model", [Echo, WithDeviation])
+@pytest.mark.parametrize("model", [MeanAndSum, WithDeviation])
 def test_what_is_recorded_fits_the_space_and_torchs_normal(space: Any, model: Any) -> None:
     rng = np.random.default_rng(0)
     agent = agent_for(space, range(4), model, initial_log_std=-0.5)
     for _ in range(20):
         mean, log_std = rng.normal(size=(4, *space.shape)), rng.normal(size=(4, *space.shape))
-        observation = mean if model is Echo else np.stack([mean, log_std], axis=1)
+        observation = mean if model is MeanAndSum else np.stack([mean, log_std], axis=1)
         step = act(agent, observation)
         info = step.agent_info
         assert [*info.keys()] == ["raw_action", "mean", "log_std", "log_prob", "value"]
@@ -83,7 +75,7 @@ def test_what_is_recorded_fits_the_space_and_torchs_normal(space: Any, model: An
         assert info.raw_action.dtype == np.promote_types(space.dtype, np.float32)
         np.testing.assert_array_equal(np.clip(info.raw_action.astype(space.dtype), space.low, space.high), step.action)
         np.testing.assert_array_equal(info.mean, mean)
-        np.testing.assert_array_equal(info.log_std, np.full_like(mean, -0.5) if model is Echo else log_std)
+        np.testing.assert_array_equal(info.log_std, np.full_like(mean, -0.5) if model is MeanAndSum else log_std)
         normal = torch.distributions.Normal(torch.from_numpy(info.mean), torch.from_numpy(info.log_std.copy()).exp())
         expected = normal.log_prob(torch.from_numpy(info.raw_action).double()).reshape(4, -1).sum(1)
         assert (info.log_prob.shape, info.log_prob.dtype) == ((4,), np.float32)
@@ -142,14 +134,14 @@ def test_greedy_eval_takes_the_mean_in_evaluation_alone() -> None:
 
 
 def test_the_agents_deviation_is_a_parameter_of_the_model_that_trains_and_travels() -> None:
-    learner = GaussianPgAgent(Echo, initial_log_std=-1.0)
+    learner = GaussianPgAgent(MeanAndSum, initial_log_std=-1.0)
     learner.initialize(UNBOUNDED, UNBOUNDED)
     assert "log_std" in dict(learner.model.named_parameters())
     assert learner.model.log_std.tolist() == [-1, -1]
     assert learner.model.log_std.dtype == torch.float64, "like the model's own"
     subscriber, worker = learner.runtime.share_memory(shared=False), learner.runtime.worker_copy()
     worker.runtime.attach(subscriber)
-    worker = worker.runtime.column_copy(ColumnStreams(0, range(1)).rngs(Purpose.ACTION))
+    worker = of_columns(worker, range(1))
     with torch.no_grad():
         learner.model.log_std += 3
     assert act(worker, np.zeros((1, 2))).agent_info.log_std.tolist() == [[-1, -1]]
@@ -160,7 +152,7 @@ def test_the_agents_deviation_is_a_parameter_of_the_model_that_trains_and_travel
 
 
 def test_a_deviation_that_the_model_has_is_used() -> None:
-    class Own(Echo):
+    class Own(MeanAndSum):
         def __init__(self) -> None:
             super().__init__()
             self.log_std = nn.Parameter(torch.tensor([0.25, 0.5]))
@@ -170,7 +162,7 @@ def test_a_deviation_that_the_model_has_is_used() -> None:
 
 
 def test_the_model_may_return_its_own_parameter() -> None:
-    class Returning(Echo):
+    class Returning(MeanAndSum):
         def __init__(self) -> None:
             super().__init__()
             self.deviation = nn.Parameter(torch.tensor([0.25, 0.5]))
@@ -225,4 +217,4 @@ def test_a_mean_that_is_not_finite_is_an_error(mean: float) -> None:
 @pytest.mark.parametrize("space", [spaces.Discrete(2), spaces.Box(0, 3, (2,), np.int64)], ids=str)
 def test_other_spaces_are_refused(space: Any) -> None:
     with pytest.raises(SpaceError, match="GaussianPgAgent needs a Box action space of a floating-point type"):
-        GaussianPgAgent(Echo).initialize(UNBOUNDED, space)
+        GaussianPgAgent(MeanAndSum).initialize(UNBOUNDED, space)

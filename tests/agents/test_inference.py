@@ -25,11 +25,11 @@ from penstock.agents import (
     SquashedGaussianAgent,
 )
 from penstock.agents.inference import TracedModel
-from penstock.agents.numpy_model import NumpyModel
-from penstock.agents.numpy_operations import TILE
+from penstock.agents.numpy_model import TILE, NumpyModel
 from penstock.buffers import NamedArrays
-from penstock.envs import ColumnStreams, Purpose
 from penstock.errors import ConfigError
+
+from ..models import CartPoleNet, acting, of_columns
 
 FAST = ("traced", "numpy")
 ACTIVATIONS: dict[str, Callable[[int], nn.Module]] = {
@@ -211,19 +211,6 @@ def test_many_numbers_of_rows_can_be_asked_for() -> None:
     assert len(fast._programs) <= 32
 
 
-class CartPole(nn.Module):
-    """As large as the field's CartPole examples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
-        self.policy, self.value = nn.Linear(64, 2), nn.Linear(64, 1)
-
-    def forward(self, observation: Any) -> Any:
-        features = self.body(observation)
-        return self.policy(features), self.value(features).squeeze(-1)
-
-
 def rounds_alike(*sizes: tuple[int, int]) -> bool:
     """Whether this BLAS computes every row of a product of TILE rows in the same way."""
     rng = np.random.default_rng(0)
@@ -238,7 +225,7 @@ def rounds_alike(*sizes: tuple[int, int]) -> bool:
 def test_a_row_has_the_same_bits_among_any_number_of_rows() -> None:
     if not rounds_alike((4, 64), (64, 64), (64, 3)):
         pytest.skip("this BLAS rounds the rows of one product in different ways")
-    fast, rows = NumpyModel(CartPole()), observations(64, 4)
+    fast, rows = NumpyModel(CartPoleNet()), observations(64, 4)
     whole = fast(64, rows)
     for n in (*range(1, 34), 63):
         for first in (0, 1):
@@ -254,8 +241,8 @@ OBSERVATIONS, ACTIONS = spaces.Box(-1, 1, (3,)), spaces.Discrete(5)
 
 def worker_copy(agent: Any) -> Any:
     if not hasattr(agent, "observation_space"):
-        agent.initialize(OBSERVATIONS, ACTIONS, seed=0)
-    return agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(0, range(4)).rngs(Purpose.ACTION))
+        return acting(agent, OBSERVATIONS, ACTIONS, range(4))
+    return of_columns(agent.runtime.worker_copy(), range(4))
 
 
 def inputs(seed: int = 0) -> tuple[Any, Any, Any]:

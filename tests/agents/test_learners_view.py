@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 from torch import distributions as D
@@ -20,23 +19,13 @@ from penstock import (
     RecurrentCategoricalPgAgent,
     SquashedGaussianAgent,
 )
-from penstock.envs import NestedEnv
+
+from ..models import Modes
 
 pytestmark = pytest.mark.slow
 
 CARTPOLE = partial(gym.make, "CartPole-v1", max_episode_steps=25)
 PENDULUM = partial(gym.make, "Pendulum-v1", max_episode_steps=12)
-
-
-class Modes(gym.ActionWrapper[Any, Any, Any]):
-    """A NestedEnv of which the mode alone is chosen."""
-
-    def __init__(self) -> None:
-        super().__init__(NestedEnv())
-        self.action_space = self.env.action_space["mode"]
-
-    def action(self, action: Any) -> Any:
-        return {"move": np.float32([action[0], action[1], 1]) / 3, "mode": action}
 
 
 class Net(nn.Module):

@@ -11,28 +11,16 @@ import torch
 from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from penstock.agents import CategoricalPgAgent
-from penstock.envs import ColumnStreams, Purpose
 from penstock.errors import SpaceError
 
-
-class Echo(nn.Module):
-    """The observation is the logits, its first number the value."""
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return observation, observation[:, 0]
+from ..models import LogitsAndFirst, act, acting
 
 
-def agent_for(space: spaces.MultiDiscrete, columns: range, model: Any = Echo, **options: Any) -> CategoricalPgAgent:
-    agent = CategoricalPgAgent(model, **options)
-    agent.initialize(spaces.Box(-np.inf, np.inf, (int(space.nvec.sum()),)), space)
-    return agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
-
-
-def act(agent: CategoricalPgAgent, logits: Any) -> Any:
-    return agent.step(np.asarray(logits, np.float64), None, np.zeros(len(logits), np.float32))
+def agent_for(space: spaces.MultiDiscrete, columns: range, **options: Any) -> Any:
+    logits = spaces.Box(-np.inf, np.inf, (int(space.nvec.sum()),))
+    return acting(CategoricalPgAgent(LogitsAndFirst, **options), logits, space, columns)
 
 
 def components(space: spaces.MultiDiscrete, logits: Any, action: Any) -> list[tuple[Any, Any]]:

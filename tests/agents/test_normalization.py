@@ -103,16 +103,9 @@ def test_the_returns_are_those_of_gymnasium() -> None:
 def train(cls: Any, n: int = 3, **options: Any) -> tuple[nn.Module, list[Any]]:
     """Sample `n` batches, each with the statistics of those before. Returns the model and what was sampled."""
     agent, found = CategoricalPgAgent(Model, inference="numpy"), []
-    with cls(
-        CountingEnv,
-        env_kwargs=[{"length": 3 + b, "reward_scale": 0.1 + b} for b in range(6)],
-        batch_T=20,
-        batch_B=6,
-        eval_n_envs=2,
-        eval_env_kwargs={"length": 4},
-        eval_max_steps=20,
-        **options,
-    ) as sampler:
+    env_kwargs = [{"length": 3 + b, "reward_scale": 0.1 + b} for b in range(6)]
+    evaluation = {"eval_n_envs": 2, "eval_env_kwargs": {"length": 4}, "eval_max_steps": 20}
+    with cls(CountingEnv, env_kwargs=env_kwargs, batch_T=20, batch_B=6, **evaluation, **options) as sampler:
         sampler.initialize(agent, seed=0)
         if isinstance(sampler, AsyncSampler):
             sampler.start()

@@ -12,27 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.agents import RandomAgent
-from penstock.buffers import NamedArrays
-from penstock.envs import ColumnStreams, NestedEnv, Purpose, action_splitter
+from penstock.envs import NestedEnv, action_splitter
 
+from .. import models
 from ..envs.space_strategies import any_space
+from ..models import acting
+from ..support import leaves
 
 OBSERVATIONS = spaces.Box(0, 1, (2,))
 
 
-def agent_for(space: Any, columns: range, seed: int = 0) -> RandomAgent:
-    agent = RandomAgent()
-    agent.initialize(OBSERVATIONS, space)
-    return agent.runtime.column_copy(ColumnStreams(seed, columns).rngs(Purpose.ACTION))
+def agent_for(space: Any, columns: range, seed: int = 0) -> Any:
+    return acting(RandomAgent(), OBSERVATIONS, space, columns, seed)
 
 
-def act(agent: RandomAgent, columns: range) -> Any:
-    n = len(columns)
-    return agent.step(np.zeros((n, 2), np.float32), None, np.zeros(n, np.float32)).action
-
-
-def leaves(action: Any) -> list[Any]:
-    return [leaf for _, leaf in action.leaves()] if isinstance(action, NamedArrays) else [action]
+def act(agent: Any, columns: range) -> Any:
+    return models.act(agent, np.zeros((len(columns), 2)), np.float32).action
 
 
 def trajectory(space: Any, columns: range, n_steps: int, seed: int = 0) -> list[Any]:

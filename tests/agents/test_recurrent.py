@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +14,11 @@ from torch import nn
 from penstock.agents import CategoricalPgAgent, RecurrentCategoricalPgAgent, RecurrentGaussianPgAgent
 from penstock.agents.recurrent_state import RecurrentState
 from penstock.buffers import NamedArrays
-from penstock.envs import ColumnStreams, Purpose
+from penstock.envs import ColumnStreams, CountingEnv, Purpose
 from penstock.errors import ConfigError, SpaceError
+from penstock.samplers import SerialSampler
+
+from ..models import acting, of_columns
 
 OBSERVATIONS, DISCRETE, BOX = (
     spaces.Box(-9, 9, (2,), np.float64),
@@ -63,9 +67,7 @@ class Lstm(nn.Module):
 
 def agent_for(model: Any, columns: range = range(3), space: Any = DISCRETE, **options: Any) -> Any:
     cls = RecurrentCategoricalPgAgent if space is DISCRETE else RecurrentGaussianPgAgent
-    agent = cls(model, **options)
-    agent.initialize(OBSERVATIONS, space, seed=0)
-    twin = agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
+    twin = acting(cls(model, **options), OBSERVATIONS, space, columns)
     twin.sample_mode(0)
     return twin
 
@@ -175,7 +177,7 @@ def test_actions_are_those_of_the_agent_without_recurrence() -> None:
 
     plain = CategoricalPgAgent(Plain)
     plain.initialize(OBSERVATIONS, DISCRETE, seed=0)
-    plain = plain.runtime.column_copy(ColumnStreams(0, range(3)).rngs(Purpose.ACTION))
+    plain = of_columns(plain, range(3))
     recurrent = agent_for(WithState)
     for t in range(150):
         one, other = plain.step(*inputs(t=t)), recurrent.step(*inputs(t=t))
@@ -221,12 +223,35 @@ def test_the_state_with_which_each_step_was_begun_is_recorded() -> None:
 
 
 def test_once_a_batch_means_in_its_first_row() -> None:
-    agent, rows = agent_for(Counting, record_state="batch"), []
+    agent, rows, has_state = agent_for(Counting, record_state="batch"), [], []
     for t in range(6):
         if t % 3 == 0:
             agent.sample_mode(t // 3)
-        rows.append(agent.step(*inputs()).agent_info.prev_rnn_state[:, 0].tolist())
+        info = agent.step(*inputs()).agent_info
+        rows.append(info.prev_rnn_state[:, 0].tolist())
+        has_state.append(info.has_rnn_state.tolist())
     assert rows == [[0] * 3, [0] * 3, [0] * 3, [3] * 3, [0] * 3, [0] * 3]
+    assert has_state == [[t % 3 == 0] * 3 for t in range(6)]
+
+
+def test_a_state_that_stays_zero_is_recorded_all_the_same() -> None:
+    """Only the agent knows whether zeros are a state. `"batch"` has one in row 0."""
+
+    class Still(Counting):
+        def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
+            *outputs, _ = super().forward(observation, prev_action, prev_reward, state)
+            return *outputs, state
+
+    for record_state in ("step", "batch"):
+        agent = RecurrentCategoricalPgAgent(Still, record_state=record_state)  # type: ignore[arg-type]
+        with SerialSampler(partial(CountingEnv, length=50), batch_T=8, batch_B=2) as sampler:
+            sampler.initialize(agent, seed=0)
+            samples, _ = sampler.obtain_samples(0)
+            if record_state == "step":
+                assert not samples.sequences(4).initial_state.any()
+            else:
+                with pytest.raises(ConfigError, match="only row 0 has it"):
+                    samples.sequences(4)
 
 
 def test_nothing_is_recorded_on_request() -> None:

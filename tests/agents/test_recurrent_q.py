@@ -11,8 +11,9 @@ from gymnasium import spaces
 from torch import nn
 
 from penstock.agents import EpsilonGreedyAgent, RecurrentEpsilonGreedyAgent
-from penstock.envs import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SpaceError
+
+from ..models import acting
 
 OBSERVATIONS, DISCRETE = spaces.Box(-9, 9, (2,), np.float64), spaces.Discrete(3)
 
@@ -54,9 +55,7 @@ class Three(FirstQAndState):
 
 def epsilon_greedy(model: Any, columns: range = range(3), **options: Any) -> Any:
     cls = EpsilonGreedyAgent if model is FirstQ else RecurrentEpsilonGreedyAgent
-    agent = cls(model, **options)
-    agent.initialize(OBSERVATIONS, DISCRETE, seed=0)
-    twin = agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
+    twin = acting(cls(model, **options), OBSERVATIONS, DISCRETE, columns)
     twin.sample_mode(0)
     return twin
 

@@ -13,8 +13,10 @@ from torch import distributions as D
 from torch import nn
 
 from penstock.agents import SquashedGaussianAgent
-from penstock.envs import ColumnStreams, Purpose
 from penstock.errors import SpaceError
+
+from .. import models
+from ..models import Echo, acting
 
 SPACES = [
     spaces.Box(-1, 1, (2,)),
@@ -24,26 +26,20 @@ SPACES = [
 ]
 
 
-class Echo(nn.Module):
+class MeanAndLogStd(Echo):
     """The observation is `[B, 2, ...]`: mean and log_std."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
 
     def forward(self, observation: torch.Tensor) -> Any:
         return observation[:, 0], observation[:, 1]
 
 
-def agent_for(space: Any, columns: range = range(2), model: Any = Echo, **options: Any) -> Any:
-    agent = SquashedGaussianAgent(model, **options)
-    agent.initialize(spaces.Box(-np.inf, np.inf, (2, *space.shape)), space)
-    return agent.runtime.worker_copy().runtime.column_copy(ColumnStreams(0, columns).rngs(Purpose.ACTION))
+def agent_for(space: Any, columns: range = range(2), model: Any = MeanAndLogStd, **options: Any) -> Any:
+    observations = spaces.Box(-np.inf, np.inf, (2, *space.shape))
+    return acting(SquashedGaussianAgent(model, **options), observations, space, columns)
 
 
 def act(agent: Any, mean: Any, log_std: Any) -> Any:
-    observation = np.stack([np.asarray(mean, np.float64), np.asarray(log_std, np.float64)], axis=1)
-    return agent.step(observation, None, np.zeros(len(observation), np.float32))
+    return models.act(agent, np.stack([mean, log_std], axis=1))
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)

@@ -120,6 +120,19 @@ def test_vector_env(folder: Path) -> None:
         assert all(len(values) == 2 and min(values) > 0 for values in figures.values())
 
 
+def test_seats_vector(folder: Path) -> None:
+    for name in ("supersuit", "mpe2"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs {name}")
+    printed, content = run_program(folder, "seats_vector", "--repeats", 2, "--seconds", 0.01)
+    assert "times faster" in printed
+    assert content["results"].keys() == {"idle3", "idle20", "spread"}
+    for by_clock in content["results"].values():
+        for figures in by_clock.values():
+            assert figures.keys() == {f"{name}, {n}" for name in ("SuperSuit", "ShmVectorEnv") for n in (1, 2)}
+            assert all(len(values) == 2 and min(values) > 0 for values in figures.values())
+
+
 def test_startup(folder: Path) -> None:
     options = ["--workers", 1, "--methods", "forkserver", "--samplers", "GpuSampler, server", "--repeats", 1]
     printed, ((row),) = run_program(folder, "startup", *options)
@@ -162,7 +175,7 @@ def test_native(folder: Path) -> None:
     assert "saved" in printed
     assert content["results"].keys() == set(cases)
     for figures in content["results"].values():
-        assert figures.keys() == {"nothing", *PYTHON, "everything"} - {"flat_step"}
+        assert figures.keys() == {"nothing", *PYTHON, "everything"}
         assert all(len(pairs) == 2 and np.min(pairs) > 0 for pairs in figures.values())
 
 

@@ -14,8 +14,6 @@ from hypothesis.extra import numpy as hnp
 
 from penstock.buffers import native
 from penstock.buffers.native import COMPILED, put_cell, put_row
-from penstock.buffers.object_pipe import RECORD
-from penstock.collectors import TrajInfo
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
 
@@ -340,40 +338,6 @@ def test_an_error_in_comparing_names_comes_through() -> None:
     ):
         with pytest.raises(RuntimeError, match="compared"):
             call()
-
-
-@given(st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=9), min_size=1, max_size=3))
-def test_infos_are_made_of_records(keys: list[list[tuple[int, int]]]) -> None:
-    keys = [[(t, 10 * env_rank + i) for t, env_rank in own] for i, own in enumerate(keys)]
-    memories, records = [], []
-    for own in keys:
-        array = np.zeros(len(own) + 2, RECORD)
-        array[1:-1] = [(t, env_rank, i, 0.1 * i, -i, 1 / (i + 1)) for i, (t, env_rank) in enumerate(own)]
-        memories.append(memoryview(array.view(np.uint8)))
-        records += array[1:-1].tolist()
-    infos = native.infos_of_records(TrajInfo, memories, [1] * len(keys), [len(own) for own in keys])
-    assert infos is not None
-    found = [(*sorted(key for own in keys for key in own)[i], *vars(info).values()) for i, info in enumerate(infos)]
-    assert sorted(found) == sorted(records)
-    assert {type(info) for info in infos} <= {TrajInfo}
-
-
-def test_records_that_do_not_exist_are_refused() -> None:
-    memory = memoryview(np.zeros(3, RECORD).view(np.uint8))
-    for start, count in ((0, 4), (3, 1), (-1, 1), (2**62, 1)):
-        with pytest.raises(IndexError):
-            native.infos_of_records(TrajInfo, [memory], [start], [count])
-    with pytest.raises(ValueError, match="impossible number"):
-        native.infos_of_records(TrajInfo, [memory], [0], [-1])
-    with pytest.raises(ValueError, match="differ in length"):
-        native.infos_of_records(TrajInfo, [memory], [0, 0], [1])
-    with pytest.raises(BufferError):
-        native.infos_of_records(TrajInfo, [memory[::2]], [0], [1])
-    for arguments in (["x", [memory], [0], [1]], [TrajInfo, (memory,), [0], [1]], [TrajInfo, [memory], [0]]):
-        with pytest.raises(TypeError):
-            native.infos_of_records(*arguments)  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        native.infos_of_records(TrajInfo, [memory], ["0"], [1])  # type: ignore[list-item]
 
 
 def loaded(**changed: Any) -> Any:

@@ -21,9 +21,19 @@ STATE = NamedArrays(h=np.zeros(2, np.float32), c=np.zeros(2, np.float32))
 both = pytest.mark.parametrize("kind", ["numpy", "torch"])
 
 
-def batch(kind: str, *, ends: Any = (), invalid: Any = (), final_obs: bool = True, state: bool = False) -> Samples:
+def batch(
+    kind: str,
+    *,
+    ends: Any = (),
+    invalid: Any = (),
+    final_obs: bool = True,
+    state: bool = False,
+    row_0_only: bool = False,
+) -> Samples:
     """A batch in which everything says where it is: 100 t + b. The observation after the last row says 100 T + b."""
     info = NamedArrays(value=np.zeros((), np.float32), **({"prev_rnn_state": STATE} if state else {}))
+    if row_0_only:
+        info = NamedArrays({**dict(info.items()), "has_rnn_state": np.zeros((), np.bool_)})
     spec = SampleSpec(OBSERVATION, np.zeros((), np.int64), info, bootstrap_value=True, final_obs=final_obs)
     buffer = SamplesBuffer(spec, T, B, shared=False)
     (arrays,) = buffer.slots
@@ -34,6 +44,8 @@ def batch(kind: str, *, ends: Any = (), invalid: Any = (), final_obs: bool = Tru
         arrays[name][1:] = where[:-1]
     for _, leaf in arrays.agent_info.leaves():
         leaf[...] = where[:-1].reshape(T, B, *(1,) * (leaf.ndim - 2)) + 1
+    if row_0_only:
+        arrays.agent_info.has_rnn_state[1:] = False
     arrays.policy_version[...] = np.arange(B)
     arrays.bootstrap_value[...] = 7
     for t, b, flag in ends:
@@ -188,13 +200,21 @@ def test_sequences_without_a_valid_step_are_left_out(kind: str) -> None:
 
 @both
 def test_sequences_need_the_state_where_they_start(kind: str) -> None:
-    samples = batch(kind, state=True)
-    map_leaves(lambda leaf: leaf[1:].__setitem__(..., 0), samples.agent.agent_info.prev_rnn_state)
+    samples = batch(kind, state=True, row_0_only=True)
     assert samples.sequences(T).initial_state.h.shape == (B, 2)
     with pytest.raises(ConfigError, match=r'only row 0 has it: make the agent with record_state="step"'):
         samples.sequences(2)
+    with pytest.raises(ConfigError, match=r"only row 0 has it"):
+        samples.select("env", "agent.agent_info.prev_rnn_state").sequences(2)
     with pytest.raises(ConfigError, match=r"no recurrent state was recorded"):
         _ = batch(kind).initial_state
+
+
+@both
+def test_recorded_states_may_all_be_zero(kind: str) -> None:
+    samples = batch(kind, state=True)
+    map_leaves(lambda leaf: leaf.__setitem__(..., 0), samples.agent.agent_info.prev_rnn_state)
+    assert (as_array(samples.sequences(2).initial_state.h) == 0).all()
 
 
 @pytest.mark.parametrize("length", [0, 4, 7, 3.0])

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from penstock.cluster import wire as wires
 from penstock.cluster.wire import Header, Wire
 from penstock.cluster.wire_local import LocalHub
+
+from ..support import until
 
 #: The wires as parameters of a test.
 MAKES = ("local", "zmq", pytest.param("ray", marks=pytest.mark.ray))
@@ -35,11 +36,7 @@ def need(make: str, request: pytest.FixtureRequest) -> None:
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
-    """Fail if `condition` does not become true in time."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "this has not happened in time"
-        time.sleep(0.005)
+    until(condition, seconds=timeout)
 
 
 class FaultyHub(LocalHub):
@@ -90,11 +87,12 @@ class Wires:
     """Makes wires of one kind, and closes them."""
 
     def __init__(self, make: str) -> None:
-        self.make, self._open = make, list[Wire]()
+        self.make, self.opened = make, list[Wire]()
         self.hub = FaultyHub() if make == "faulty" else LocalHub()
-        self._probes = wires._FIRST_PROBE, wires._LAST_PROBE
+        self._patch = pytest.MonkeyPatch()
         if make == "faulty":  # so many packets are lost that the usual times would take minutes
-            wires._FIRST_PROBE = wires._LAST_PROBE = 0.05
+            for name in ("_FIRST_PROBE", "_LAST_PROBE"):
+                self._patch.setattr(f"penstock.cluster.wire.{name}", 0.05)
         if make == "zmq":
             from penstock.cluster.keys import Connection
 
@@ -111,12 +109,12 @@ class Wires:
             wire = RayConnection("test/trial").wire()
         else:
             wire = self.hub.wire()
-        self._open.append(wire)
+        self.opened.append(wire)
         return wire
 
     def close(self) -> None:
-        wires._FIRST_PROBE, wires._LAST_PROBE = self._probes
-        for wire in self._open:
+        self._patch.undo()
+        for wire in self.opened:
             wire.close()
         if isinstance(self.hub, FaultyHub):
             self.hub.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from penstock.cluster import ControlPanel, PollResult, Status, Worker
 
 from ..process.support import is_running
 from ..scale import scaled
+from ..support import PROGRAMS
 from .ray_support import our_processes, wait_for_none
 from .support import MAKES, need, note, wait_until
 
@@ -269,43 +271,17 @@ def test_a_worker_on_ray_has_the_resources_that_it_asks_for(ray_cluster: Any) ->
             panel.connect(timeout=0.5)
 
 
-PANEL = """
-import subprocess, sys, time
-from penstock.cluster import ControlPanel, Worker
-class Sleeper(Worker):
-    def _configure(self, has_children=False):
-        if has_children:
-            from penstock.vector import ShmVectorEnv
-            self.envs = ShmVectorEnv(["CartPole-v1"] * 2, n_workers=2)
-            self.child = subprocess.Popen(["sleep", "600"])
-    def _poll(self):
-        time.sleep(60)
-if __name__ == "__main__":
-    panel = ControlPanel("test", wire=sys.argv[1])
-    names = panel.launch(Sleeper, 2)
-    panel.connect(timeout=60)
-    configured = panel.group_request("configure", kwargs=[{"has_children": sys.argv[1] == "zmq"}, {}])
-    assert all(response.is_ok for response in configured), configured
-    panel.group_request("start")
-    print(*map(panel.pid, names), flush=True)
-    sys.stdin.read()
-"""
-
-
 @pytest.mark.parametrize(("make", "limit"), [("zmq", 2.0), pytest.param("ray", 2.0, marks=pytest.mark.ray)])
 def test_launched_workers_end_with_a_panel_that_is_killed(
-    make: str, limit: float, tmp_path: Path, request: pytest.FixtureRequest
+    make: str, limit: float, request: pytest.FixtureRequest
 ) -> None:
     need(make, request)
     environ = dict(os.environ)
     if make == "ray":
         environ["RAY_ADDRESS"] = request.getfixturevalue("ray_cluster").address
-    script = tmp_path / "panel.py"
-    script.write_text(PANEL)
     before = our_processes()
-    with subprocess.Popen(
-        [sys.executable, script, make], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    command = [sys.executable, PROGRAMS / "panel.py", make]
+    with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = [int(pid) for pid in next(line for line in process.stdout if line[0].isdigit()).split()]
         assert len(pids) == 2
@@ -320,7 +296,7 @@ def test_launched_workers_end_with_a_panel_that_is_killed(
 
 @needs_zmq
 def test_a_worker_and_a_panel_from_the_command_line(tmp_path: Path) -> None:
-    (tmp_path / "sleepers.py").write_text(PANEL)
+    shutil.copy(PROGRAMS / "panel.py", tmp_path / "sleepers.py")
     file = tmp_path / "trial.json"
     run = [sys.executable, "-m", "penstock"]
     with ControlPanel("test", wire="zmq", file=file) as panel:
@@ -342,7 +318,7 @@ def test_a_worker_and_a_panel_from_the_command_line(tmp_path: Path) -> None:
 
 @needs_zmq
 def test_a_worker_that_was_not_launched_here_is_lost_when_its_lease_has_run_out(tmp_path: Path) -> None:
-    (tmp_path / "sleepers.py").write_text(PANEL)
+    shutil.copy(PROGRAMS / "panel.py", tmp_path / "sleepers.py")
     file = tmp_path / "trial.json"
     command = [sys.executable, "-m", "penstock", "worker", "sleepers:Sleeper", "--join", file]
     with (

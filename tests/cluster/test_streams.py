@@ -30,14 +30,14 @@ class Trial:
     def __init__(self, make: str) -> None:
         self.wires = Wires(make)
         self._host = NameHost(self.wires())
-        self.address = self.wires._open[0].address
+        self.address = self.wires.opened[0].address
 
     def join(self) -> tuple[Wire, NameClient]:
         wire = self.wires()
         return wire, NameClient(wire, self.address)
 
     def close(self) -> None:
-        for wire in self.wires._open[1:]:
+        for wire in self.wires.opened[1:]:
             wire.close()
         self._host.close()
         self.wires.close()

@@ -25,6 +25,8 @@ from penstock.collectors.acting import AgentInfoWriter
 from penstock.envs import CountingEnv
 from penstock.testing import check_agent
 
+from ..support import sampler_of
+
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 
 
@@ -105,9 +107,8 @@ BAD_LATER: dict[str, tuple[Callable[[int], Any], str]] = {
 }
 
 
-def make(cls: type[Sampler] = SerialSampler, **kwargs: Any) -> Sampler:
-    kwargs = {"batch_T": 4, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0, **kwargs}
-    return cls(CountingEnv, **kwargs)
+def make(cls: type[Sampler] = SerialSampler, **kwargs: Any) -> Any:
+    return sampler_of(cls, **{"batch_T": 4, **kwargs})
 
 
 def later(cls: type[Sampler], returned: Callable[[int], Any], message: str, **kwargs: Any) -> None:

@@ -26,6 +26,8 @@ from penstock import (
 )
 from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv, SameStep
 
+from ..support import assert_same, run
+
 pytestmark = pytest.mark.slow
 
 
@@ -46,34 +48,15 @@ class Values(nn.Module):
 
 
 def collect(env_fn: Any, collector_cls: Any, n_workers: int | None = None, agent: Any = None, **kwargs: Any) -> Any:
-    """Three batches, with infos."""
-    sampler_cls = SerialSampler if n_workers is None else ParallelSampler
-    workers = {} if n_workers is None else {"n_workers": n_workers}
-    kept = []
-    with sampler_cls(
-        env_fn,
-        batch_T=40,
-        batch_B=6,
-        max_decorrelation_steps=0,
-        collector_cls=collector_cls,
-        eval_n_envs=2,
-        eval_max_steps=80,
-        **workers,
-        **kwargs,
-    ) as sampler:
-        sampler.initialize(agent or RandomAgent(), seed=3, bootstrap_value=True)
-        for itr in range(3):
-            samples, infos = sampler.obtain_samples(itr)
-            kept.append((samples.numpy().copy(), [vars(info) for info in infos + sampler.evaluate_agent(itr)]))
-    return kept
+    """Three batches, with the infos of the evaluations that follow them."""
+    cls, workers = (SerialSampler, {}) if n_workers is None else (ParallelSampler, {"n_workers": n_workers})
+    sizes = {"batch_T": 40, "batch_B": 6, "max_decorrelation_steps": 0, "eval_n_envs": 2, "eval_max_steps": 80}
+    kept = run(cls, env_fn, agent, 3, range(3), collector_cls=collector_cls, **sizes, **workers, **kwargs)
+    return [(batch, infos + more) for (batch, infos), (_, more) in zip(kept[::2], kept[1::2], strict=True)]
 
 
-def assert_same(some: Any, others: Any, **close: float) -> None:
-    for (a, infos_a), (b, infos_b) in zip(some, others, strict=True):
-        assert infos_a == infos_b
-        for (name, x), (_, y) in zip(a.leaves(), b.leaves(), strict=True):
-            assert x.dtype == y.dtype, name
-            np.testing.assert_allclose(x, y, err_msg=name, **(close or {"rtol": 0}))
+#: numpy's sine over an array may differ from that of a number in the last bit, depending on the processor.
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5, "rough": ""}
 
 
 # ---- Gymnasium's CartPole ----------------------------------------------------------------------
@@ -83,9 +66,8 @@ def assert_same(some: Any, others: Any, **close: float) -> None:
 def test_batched_cartpole_goes_the_way_of_single_ones(agent_cls: Any) -> None:
     single = collect(partial(gym.make, "CartPole-v1", max_episode_steps=25), ResetCollector, agent=agent_cls())
     batched = partial(BatchedCartPole, max_episode_steps=25)
-    # numpy's sine over an array may differ from that of a number in the last bit, depending on the processor.
-    assert_same(single, collect(batched, VectorEnvCollector, agent=agent_cls()), rtol=1e-4, atol=1e-5)
-    assert_same(single, collect(batched, VectorEnvCollector, 2, agent=agent_cls()), rtol=1e-4, atol=1e-5)
+    assert_same(single, collect(batched, VectorEnvCollector, agent=agent_cls()), **CLOSE)
+    assert_same(single, collect(batched, VectorEnvCollector, 2, agent=agent_cls()), **CLOSE)
 
 
 def test_the_workers_number_does_not_matter_to_batched_cartpole() -> None:

@@ -25,6 +25,7 @@ from penstock.envs import CountingEnv
 from penstock.errors import brief
 
 from ..scale import mostly_first, scaled
+from ..support import sampler_of
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 NAN, INF = float("nan"), float("inf")
@@ -218,9 +219,8 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-def make(cls: type[Sampler], env_kwargs: Any, **options: Any) -> Sampler:
-    size = {"batch_T": 2, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0}
-    return cls(Spoilt, env_kwargs=env_kwargs, **{**size, **options})
+def make(cls: type[Sampler], env_kwargs: Any, **options: Any) -> Any:
+    return sampler_of(cls, Spoilt, env_kwargs=env_kwargs, **{"batch_T": 2, **options})
 
 
 def check_named(error: pytest.ExceptionInfo[WorkerError], message: str) -> None:

@@ -53,6 +53,9 @@ def reference(evaluation: int, b: int) -> list[tuple[int, int, int, float]]:
     return finished
 
 
+SIZES = {"batch_T": 20, "batch_B": 3, "eval_n_envs": N_ENVS, "eval_max_steps": MAX_T * N_ENVS}
+
+
 class Own(TrajInfo):
     """Goes the other way to the main process: object by object."""
 
@@ -60,15 +63,7 @@ class Own(TrajInfo):
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 @pytest.mark.parametrize("traj_info_cls", [TrajInfo, Own])
 def test_every_evaluation_equals_a_plain_loop(cls: Any, traj_info_cls: type[TrajInfo]) -> None:
-    with cls(
-        Paying,
-        batch_T=20,
-        batch_B=3,
-        eval_n_envs=N_ENVS,
-        eval_max_steps=MAX_T * N_ENVS,
-        n_workers=2,
-        traj_info_cls=traj_info_cls,
-    ) as sampler:
+    with cls(Paying, n_workers=2, traj_info_cls=traj_info_cls, **SIZES) as sampler:
         sampler.initialize(Attentive(), seed=SEED)
         for evaluation in range(3):
             sampler.obtain_samples(evaluation)  # leaves rewards and actions behind that must not be seen
@@ -83,16 +78,7 @@ def test_every_evaluation_equals_a_plain_loop(cls: Any, traj_info_cls: type[Traj
 def test_exactly_so_many_episodes_each_environment_its_share(
     cls: Any, n_workers: int, traj_info_cls: type[TrajInfo], episodes: int
 ) -> None:
-    with cls(
-        Paying,
-        batch_T=20,
-        batch_B=3,
-        eval_n_envs=N_ENVS,
-        eval_max_steps=MAX_T * N_ENVS,
-        eval_episodes=episodes,
-        n_workers=n_workers,
-        traj_info_cls=traj_info_cls,
-    ) as sampler:
+    with cls(Paying, eval_episodes=episodes, n_workers=n_workers, traj_info_cls=traj_info_cls, **SIZES) as sampler:
         sampler.initialize(Attentive(), seed=SEED)
         shares = [episodes // N_ENVS + (b < episodes % N_ENVS) for b in range(N_ENVS)]
         for evaluation in range(3):

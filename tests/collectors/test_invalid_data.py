@@ -11,6 +11,7 @@ from penstock import ParallelSampler, RandomAgent, Sampler, SerialSampler, Space
 from penstock.envs import CountingEnv
 
 from ..scale import mostly_first, scaled
+from ..support import sampler_of
 
 pytestmark = pytest.mark.slow
 
@@ -51,9 +52,8 @@ def nested(grid: Any, *goal: Any, **more: Any) -> dict[str, Any]:
     return {"observation": {"grid": grid, "goal": goal, **more}, "nested": True}
 
 
-def make(cls: type[Sampler], env_kwargs: Any, **options: Any) -> Sampler:
-    size = {"batch_T": 2, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0}
-    return cls(Spoilt, env_kwargs=env_kwargs, **{**size, **options})
+def make(cls: type[Sampler], env_kwargs: Any, **options: Any) -> Any:
+    return sampler_of(cls, Spoilt, env_kwargs=env_kwargs, **{"batch_T": 2, **options})
 
 
 KEYS = r"observation of env_rank 3 must have the entries \['goal', 'grid'\], got "

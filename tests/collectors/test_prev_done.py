@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from penstock import Collector, ParallelSampler, RandomAgent, ResetCollector, Sampler, SerialSampler, WaitResetCollector
-from penstock.envs import CountingEnv
+
+from ..support import sampler_of
 
 
 @pytest.mark.parametrize("max_decorrelation_steps", [0, 12])
@@ -15,15 +16,9 @@ from penstock.envs import CountingEnv
 def test_an_episode_begins_where_prev_done_says(
     sampler_cls: type[Sampler], collector_cls: type[Collector], max_decorrelation_steps: int
 ) -> None:
-    with sampler_cls(
-        CountingEnv,
-        env_kwargs=[{"length": 3 + b} for b in range(6)],
-        batch_T=8,
-        batch_B=6,
-        n_workers=2,
-        collector_cls=collector_cls,
-        max_decorrelation_steps=max_decorrelation_steps,
-    ) as sampler:
+    how = {"collector_cls": collector_cls, "max_decorrelation_steps": max_decorrelation_steps}
+    env_kwargs = [{"length": 3 + b} for b in range(6)]
+    with sampler_of(sampler_cls, batch_B=6, env_kwargs=env_kwargs, **how) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
         for itr in range(6):
             env = sampler.obtain_samples(itr)[0].env.numpy()

@@ -22,6 +22,8 @@ from penstock.collectors.tracking import snapshot
 from penstock.testing import check_traj_info
 from penstock.testing.environments import ReusingEnv
 
+from ..support import sampler_of
+
 
 class Plain(gym.Env[Any, Any]):
     """Observes its count of steps, in a dict; episodes of five."""
@@ -76,17 +78,9 @@ class Counting(RandomAgent):
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 @pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
 def test_what_a_trajectory_info_keeps_is_what_was_there(cls: type[Sampler], collector_cls: Any) -> None:
-    with cls(
-        lambda: ReusingEnv(Plain()),
-        batch_T=4,
-        batch_B=2,
-        n_workers=2,
-        traj_info_cls=Diary,
-        collector_cls=collector_cls,
-        max_decorrelation_steps=0,
-        eval_n_envs=2,
-        eval_max_steps=20,
-    ) as sampler:
+    sizes = {"batch_T": 4, "batch_B": 2, "eval_n_envs": 2, "eval_max_steps": 20}
+    how = {"traj_info_cls": Diary, "collector_cls": collector_cls}
+    with sampler_of(cls, lambda: ReusingEnv(Plain()), **sizes, **how) as sampler:
         sampler.initialize(Counting(), seed=0)
         first = sampler.samples_np
         sampler.obtain_samples(0)

@@ -23,6 +23,8 @@ from penstock import (
 )
 from penstock.envs import CountingEnv, NestedEnv
 
+from ..support import Batch, assert_same, run
+
 pytestmark = pytest.mark.slow
 
 MODES = [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
@@ -44,33 +46,9 @@ def batched(env_fn: Any, mode: AutoresetMode, num_envs: int) -> Any:
     return SyncVectorEnv([env_fn] * num_envs, autoreset_mode=mode)
 
 
-def batches(cls: type[Sampler], env_fn: Any, collector_cls: Any, **kwargs: Any) -> Any:
-    kept: list[Any] = []
-    sampler = cls(
-        env_fn,
-        batch_T=30,
-        batch_B=5,
-        max_decorrelation_steps=0,
-        eval_n_envs=3,
-        eval_max_steps=300,
-        collector_cls=collector_cls,
-        **kwargs,
-    )
-    with sampler:
-        sampler.initialize(RandomAgent(), seed=6, bootstrap_value=True)
-        for itr in range(4):
-            samples, infos = sampler.obtain_samples(itr)
-            kept.append((samples.numpy().copy(), [vars(info) for info in infos]))
-            kept.append((None, [vars(info) for info in sampler.evaluate_agent(itr)]))
-    return kept
-
-
-def assert_same(some: Any, others: Any) -> None:
-    for (a, infos_a), (b, infos_b) in zip(some, others, strict=True):
-        assert infos_a == infos_b
-        if a is not None:
-            for (name, x), (_, y) in zip(a.leaves(), b.leaves(), strict=True):
-                np.testing.assert_array_equal(x, y, name)
+def batches(cls: type[Sampler], env_fn: Any, collector_cls: Any, **kwargs: Any) -> list[Batch]:
+    sizes = {"batch_T": 30, "batch_B": 5, "max_decorrelation_steps": 0, "eval_n_envs": 3, "eval_max_steps": 300}
+    return run(cls, env_fn, None, 4, range(4), collector_cls=collector_cls, **sizes, **kwargs)
 
 
 single = {

@@ -34,6 +34,7 @@ from penstock.testing import (
 
 from ..scale import FULL, scaled
 from ..starter import Program, run
+from ..support import sampler_of
 
 pytestmark = pytest.mark.slow
 
@@ -234,18 +235,9 @@ def test_the_trajectory_info() -> None:
 @pytest.mark.parametrize("traj_info", ["TrajInfo", "PushesTrajInfo"])
 def test_the_evaluation_of_one_episode_each(traj_info: str) -> None:
     names = definitions("docs/extending.md")
-    cls = names["FirstEpisodeEval"]
-    env_kwargs = [{"length": n} for n in (2, 9, 4)]
-    with ParallelSampler(
-        CountingEnv,
-        batch_T=2,
-        batch_B=2,
-        eval_n_envs=3,
-        eval_env_kwargs=env_kwargs,
-        eval_max_steps=90,
-        eval_collector_cls=cls,
-        traj_info_cls=names[traj_info],
-    ) as sampler:
+    how = {"eval_collector_cls": names["FirstEpisodeEval"], "traj_info_cls": names[traj_info]}
+    sizes = {"eval_n_envs": 3, "eval_env_kwargs": [{"length": n} for n in (2, 9, 4)], "eval_max_steps": 90}
+    with sampler_of(ParallelSampler, **sizes, **how) as sampler:
         sampler.initialize(RandomAgent())
         for itr in range(2):
             assert sorted(info.Length for info in sampler.evaluate_agent(itr)) == [2, 4, 9]
@@ -356,6 +348,7 @@ def test_the_replay_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_vector_page_runs_as_written() -> None:
+    pytest.importorskip("mpe2")
     names = definitions("docs/vector_env.md")
     assert names["envs"].closed
     assert len(names["ids"]) >= 2

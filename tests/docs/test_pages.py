@@ -25,6 +25,7 @@ NEEDS = {
     "migration/rllib.md": "ray.rllib.algorithms.ppo",
     "migration/sb3.md": "stable_baselines3",
     "migration/skrl.md": "skrl",
+    "migration/supersuit.md": "supersuit",
     "migration/tianshou.md": "tianshou",
     "migration/torchrl.md": "torchrl",
     "recipes/atari.md": "ale_py",

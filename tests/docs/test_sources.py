@@ -64,7 +64,7 @@ def test_the_figures_of_peers_are_the_same_everywhere() -> None:
     assert sorted(shown["peers"]) == sorted(rates)
     assert set(shown["peers_short"]) <= set(rates)
     quoted = re.findall(r"^\|[^|]+\| \**([\d,]{4,})\** \|", readme, re.MULTILINE)
-    assert len(quoted) == 7
+    assert len(quoted) == 8
     assert set(quoted) <= set(shown["peers_short"])
 
 

@@ -11,6 +11,8 @@ from gymnasium.vector import AutoresetMode
 from penstock.envs import BatchedCartPole, BatchedEnvPool
 from penstock.errors import ConfigError
 
+from ..support import assert_same
+
 pytestmark = pytest.mark.slow
 
 
@@ -23,11 +25,6 @@ def run(env: Any, n: int, seed: Any, columns: Any = slice(None), width: int = 4)
         final = np.where((terminated | truncated)[:, None], infos.get("final_obs", observation), 0)
         seen.append(np.column_stack([observation, reward, terminated, truncated, final]))
     return seen
-
-
-def assert_same(some: list[Any], others: list[Any]) -> None:
-    for a, b in zip(some, others, strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def cartpole(n: int) -> Any:

@@ -15,13 +15,10 @@ from penstock.buffers import NamedArrays
 from penstock.envs import example_of, observation_example
 from penstock.errors import SpaceError
 
+from ..support import leaves
 from .space_strategies import any_space, children, leaf_paths
 
 quick = settings(max_examples=60, deadline=None)
-
-
-def leaves(example: Any) -> list[Any]:
-    return [leaf for _, leaf in example.leaves()] if isinstance(example, NamedArrays) else [example]
 
 
 @quick

@@ -18,15 +18,12 @@ from penstock.envs.rows import write_cell
 from penstock.errors import SpaceError
 
 from ..scale import scaled
+from ..support import leaves
 from .space_strategies import any_space, at, empty_row, leaf_paths, nested_spaces, nodes, path_name, replaced, sample
 
 quick = settings(max_examples=scaled(80, 30), deadline=None)
 seeds = st.integers(0, 2**31 - 1)
 counts = st.integers(1, 5)
-
-
-def leaves(row: Any) -> list[Any]:
-    return [leaf for _, leaf in row.leaves()] if isinstance(row, NamedArrays) else [row]
 
 
 def assert_recorded(space: Any, row: Any, values: list[Any]) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import re
 import runpy
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -33,15 +34,26 @@ def test_the_minimal_example_is_short_and_learns() -> None:
 @pytest.mark.slow
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    for out, n_batches in (("stopped", 2), ("stopped", 4), ("straight", 4)):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    checkpoint, earlier = tmp_path / "stopped/checkpoint.pt", tmp_path / "earlier.pt"
+    for out, n_batches in (("stopped", 1), ("stopped", 2), ("stopped", 4), ("straight", 4)):
         done = run("examples/ppo_resume.py", "--out", tmp_path / out, "--n-batches", n_batches)
         assert done.returncode == 0, done.stderr
+        if out == "stopped" and n_batches == 1:
+            shutil.copy(checkpoint, earlier)
+        elif n_batches == 2:
+            shutil.copy(earlier, checkpoint)  # as if it was killed after it had logged batch 1, before it saved it
     stopped, straight = (torch.load(tmp_path / out / "checkpoint.pt") for out in ("stopped", "straight"))
     assert stopped["n_batches"] == straight["n_batches"] == 4
     for name, tensor in straight["agent"].items():
         assert torch.equal(stopped["agent"][name], tensor), name
     logs = list((tmp_path / "stopped").glob("events.out.tfevents.*"))
-    assert len(logs) == 2, "one for each start"
+    assert len(logs) == 3, "one for each start"
+    shown = EventAccumulator(str(tmp_path / "stopped"))
+    shown.Reload()
+    steps = [event.step for event in shown.Scalars("train/Return_mean")]
+    assert steps == [2048 * n for n in range(1, 5)], "each point once"
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from penstock.errors import PortLeaseError
 from penstock.ports import PortLeases, leases
 from penstock.workers.claims import remove_stale
 
-from .support import BOUND, until
+from ..support import BOUND, until
 
 # Forks start fast, and they inherit what a test has set up or patched.
 _FORK = multiprocessing.get_context("fork")

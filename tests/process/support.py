@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import statistics
@@ -24,12 +25,12 @@ from penstock.testing import Fault
 
 from ..scale import FULL
 from ..starter import Program
+from ..support import BOUND, PROGRAMS
 
 #: What a loaded machine may take of a promised time. The full scale is run on a quiet one.
 SLACK = 1.0 if FULL else 2.0
 #: From a worker's failure to the error in the main process.
 ERROR_SECONDS = 1.0 * SLACK
-BOUND = 30.0  # for what must happen at some time
 
 #: What was measured, in seconds (or the unit that the name says), and what it must not exceed.
 FIGURES: dict[str, list[float]] = defaultdict(list)
@@ -47,15 +48,6 @@ def summary() -> Iterator[str]:
     for name, values in sorted(FIGURES.items()):
         median, most = statistics.median(values), max(values)
         yield f"{name:<58} n={len(values):<6} median {median:9.4f}  max {most:9.4f}  limit {LIMITS[name]:g}"
-
-
-def until(condition: Callable[[], Any], what: str = "it", seconds: float = BOUND) -> Any:
-    """Poll for a fact; returns it."""
-    deadline = time.monotonic() + seconds
-    while not (fact := condition()):
-        assert time.monotonic() < deadline, f"{what} has not come about in {seconds:g} s"
-        time.sleep(0.001)
-    return fact
 
 
 def pause(seconds: float) -> None:
@@ -125,45 +117,6 @@ class Notebook:
 
 # ---- killers -------------------------------------------------------------------------------
 
-_KILLER = """
-import os, sys, time
-
-def parents():
-    found = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat") as file:
-                    found[int(name)] = int(file.read().rpartition(")")[2].split()[1])
-            except OSError:
-                pass
-    return found
-
-def newborn(root, nth, known):
-    while True:
-        tree, found = parents(), []
-        for pid, parent in tree.items():
-            while parent != root and parent in tree:
-                parent = tree[parent]
-            if parent == root and pid not in known:
-                found.append(pid)
-        if len(found) >= nth:
-            return sorted(found)[nth - 1]
-
-for line in sys.stdin:
-    delay, sig, root, nth, *pids = map(float, line.split())
-    pids = list(map(int, pids))
-    if nth:
-        pids = [newborn(int(root), int(nth), set(pids) | {os.getpid()})]
-    time.sleep(delay)
-    print(time.monotonic(), *pids, flush=True)
-    for pid in pids:
-        try:
-            os.kill(pid, int(sig))
-        except ProcessLookupError:
-            pass
-"""
-
 
 class Killer:
     """A process that kills others at moments that the main process does not know.
@@ -202,7 +155,7 @@ class Killer:
 @contextmanager
 def killer() -> Iterator[Killer]:
     process = subprocess.Popen(
-        [sys.executable, "-S", "-c", _KILLER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-S", PROGRAMS / "killer.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     with process:
         try:
@@ -232,6 +185,8 @@ def say(*words):
 class Script:
     """A script in a session of its own, run as users run theirs: from a file, without a __main__ guard.
 
+    body: Its text, which begins with `variables` and `HEAD`; or the path of a program, whose argument is a dict of the
+        `variables`, as JSON.
     new: In a new interpreter, else in a fork of `starter`.
     before: Is called in the new process first. The interpreter is new then.
     """
@@ -239,20 +194,23 @@ class Script:
     def __init__(
         self,
         folder: Path,
-        body: str,
+        body: str | Path,
         *,
         new: bool = False,
         before: Callable[[], None] | None = None,
         **variables: Any,
     ) -> None:
-        path = folder / "script.py"
-        settings = "".join(f"{name} = {value!r}\n" for name, value in variables.items())
-        path.write_text(f"{settings}{HEAD}{textwrap.dedent(body)}")
+        if isinstance(body, Path):
+            command = [str(body), json.dumps(variables)]
+        else:
+            command = [str(folder / "script.py")]
+            settings = "".join(f"{name} = {value!r}\n" for name, value in variables.items())
+            Path(command[0]).write_text(f"{settings}{HEAD}{textwrap.dedent(body)}")
         if before is None and not new:
-            self.process = Program([path], cwd=folder, strict=True, light=True)
+            self.process = Program(command, cwd=folder, strict=True, light=True)
             return
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", str(path)],
+            [sys.executable, "-W", "error", *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -29,20 +29,8 @@ from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import InjectedFault, faulty_env
 
 from ..scale import FULL, pairs, scaled
-from .support import (
-    BOUND,
-    ERROR_SECONDS,
-    SLACK,
-    Notebook,
-    Script,
-    check_counting,
-    generator,
-    gone_after,
-    killer,
-    note,
-    pause,
-    until,
-)
+from ..support import BOUND, until
+from .support import ERROR_SECONDS, SLACK, Notebook, Script, check_counting, generator, gone_after, killer, note, pause
 
 N_WORKERS, B, T = 3, 6, 16
 LOG_SECONDS = 0.2 * SLACK

@@ -26,9 +26,11 @@ from penstock import (
 from penstock.envs import CountingEnv
 from penstock.testing import Fault, FaultyAgent, InjectedFault, faulty_collector, faulty_env, faulty_eval_collector
 
+from .. import support
 from ..scale import FULL, methods, pairs, scaled
+from ..support import until
 from . import crashes
-from .support import ERROR_SECONDS, SLACK, Notebook, check_counting, is_running, killer, note, until
+from .support import ERROR_SECONDS, SLACK, Notebook, check_counting, is_running, killer, note
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 60)), pytest.mark.slow]
 
@@ -61,9 +63,8 @@ def combinations() -> list[Any]:
 
 def sampler_of(mode: str, env_fn: Any = CountingEnv, start_method: str = "forkserver", **kwargs: Any) -> GpuSampler:
     cls, options = MODES[mode]
-    arguments: dict[str, Any] = {"batch_T": 8, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0}
-    arguments.update(eval_n_envs=2, eval_max_steps=2 * 12, start_method=start_method, **options)
-    return cls(env_fn, **{**arguments, **kwargs})
+    sizes = {"eval_n_envs": 2, "eval_max_steps": 2 * 12}
+    return support.sampler_of(cls, env_fn, start_method=start_method, **{**sizes, **options, **kwargs})
 
 
 def make(mode: str, where: str, fault: Fault, start_method: str, **kwargs: Any) -> GpuSampler:

@@ -1,5 +1,6 @@
 """shutdown: never raises, bounded, harmless again, from anywhere, after anything, and nothing accumulates."""
 
+import functools
 import gc
 import threading
 import time
@@ -24,17 +25,16 @@ from penstock import (
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import Fault, faulty_env
 
+from .. import support
 from ..scale import START_METHODS, methods, pairs, scaled
-from .support import SLACK, Notebook, Script, note, until
+from ..support import PROGRAMS, until
+from .support import SLACK, Notebook, Script, note
 
 CLOSE_SECONDS = 2.5 * SLACK
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
-
-def sampler_of(env_fn: Any = CountingEnv, start_method: str = "forkserver", **kwargs: Any) -> ParallelSampler:
-    arguments = {"batch_T": 8, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0, **kwargs}
-    return ParallelSampler(env_fn, start_method=start_method, **arguments)
+sampler_of = functools.partial(support.sampler_of, ParallelSampler)
 
 
 def close(sampler: ParallelSampler, kind: str) -> list[str]:
@@ -69,7 +69,7 @@ def test_before_initialize_and_after_half_of_it() -> None:
 
 
 def test_from_another_thread_while_a_call_waits(start_method: str) -> None:
-    sampler = sampler_of(SlowEnv, start_method, env_kwargs={"seconds": 0.01}, batch_T=1000)
+    sampler = sampler_of(SlowEnv, start_method=start_method, env_kwargs={"seconds": 0.01}, batch_T=1000)
     sampler.initialize(RandomAgent())
     complaints: list[list[str]] = []
     closer = threading.Thread(target=lambda: complaints.append(close(sampler, "from another thread")))
@@ -104,7 +104,7 @@ def test_from_many_threads_at_once() -> None:
 
 
 def test_with_a_batch_outstanding(start_method: str) -> None:
-    sampler = sampler_of(SlowEnv, start_method, env_kwargs={"seconds": 0.01}, batch_T=1000)
+    sampler = sampler_of(SlowEnv, start_method=start_method, env_kwargs={"seconds": 0.01}, batch_T=1000)
     sampler.initialize(RandomAgent())
     sampler.start_samples(0)
     assert close(sampler, "with a batch outstanding") == []
@@ -188,36 +188,11 @@ def test_a_stopped_worker_does_not_keep_it() -> None:
 # ---- again and again -----------------------------------------------------------------------
 
 
-CYCLES = """
-import gc, psutil
-class Told(TrajInfo):
-    pass
-def once(traj_info_cls):
-    with ParallelSampler(
-        "CartPole-v1", batch_T=20, batch_B=4, n_workers=2, eval_n_envs=2, eval_max_steps=20, start_method=METHOD,
-        traj_info_cls=traj_info_cls,
-    ) as sampler:
-        sampler.initialize(RandomAgent())
-        sampler.obtain_samples(0)
-        sampler.evaluate_agent(0)
-process = psutil.Process()
-for _ in range(WARM):
-    once(TrajInfo), once(Told)
-gc.collect()
-before = process.memory_full_info().uss, process.num_fds(), process.num_threads(), len(process.children(recursive=True))
-for i in range(N):
-    once((TrajInfo, Told)[i % 2])
-gc.collect()
-after = process.memory_full_info().uss, process.num_fds(), process.num_threads(), len(process.children(recursive=True))
-say(*(b - a for a, b in zip(before, after)))
-"""
-
-
 @methods("fork", "forkserver")
 def test_nothing_accumulates(tmp_path: Path, start_method: str) -> None:
     """Under -W error, in a process of its own, so that nothing else is in the figures."""
     n = scaled(500, 15)
-    with Script(tmp_path, CYCLES, METHOD=start_method, N=n, WARM=scaled(10, 2)) as script:
+    with Script(tmp_path, PROGRAMS / "cycles.py", start_method=start_method, n=n, n_before=scaled(10, 2)) as script:
         growth, *others = map(int, script.line())
         _, stderr = script.end()
     assert stderr == ""

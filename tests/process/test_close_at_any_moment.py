@@ -26,7 +26,8 @@ from penstock.workers import pool as pool_module
 from penstock.workers.monitor import Monitor
 
 from ..scale import scaled
-from .support import BOUND, SLACK, until
+from ..support import BOUND, until
+from .support import SLACK
 
 CLOSE_SECONDS = 2.5 * SLACK
 KINDS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {

@@ -17,7 +17,8 @@ from penstock import ConfigError, ParallelSampler, RandomAgent, WorkerDiedError
 from penstock.envs import CountingEnv
 
 from ..scale import methods, scaled
-from .support import BOUND, SLACK, Script, describe, gone_after, python_path
+from ..support import BOUND
+from .support import SLACK, Script, describe, gone_after, python_path
 
 LEFT_SECONDS = 2.0 * SLACK  # until nothing is left of a main process that was killed
 

@@ -29,6 +29,7 @@ from penstock.testing import (
 )
 
 from ..scale import FULL
+from ..support import sampler_of
 from .crashes import HOWS, PLACES
 from .support import ERROR_SECONDS, Notebook, NotedFault, killer, note
 
@@ -67,17 +68,8 @@ def make(where: str, fault: NotedFault, start_method: str, **kwargs: Any) -> tup
         arguments["eval_collector_cls"] = faulty_eval_collector(EvalCollector, fault)
     else:
         arguments["traj_info_cls"] = faulty_traj_info(TrajInfo, fault, where)
-    arguments.update(
-        batch_T=8,
-        batch_B=4,
-        n_workers=2,
-        eval_n_envs=2,
-        eval_max_steps=2 * 12,
-        max_decorrelation_steps=0,
-        start_method=start_method,
-        **kwargs,
-    )
-    return ParallelSampler(**arguments), agent
+    arguments |= {"eval_n_envs": 2, "eval_max_steps": 2 * 12, "start_method": start_method, **kwargs}
+    return sampler_of(ParallelSampler, **arguments), agent
 
 
 def run(sampler: Sampler, agent: Any) -> None:

@@ -15,7 +15,8 @@ from penstock import ParallelSampler, RandomAgent, SamplerState
 from penstock.envs import CountingEnv, SlowEnv
 
 from ..scale import FULL, methods, scaled, with_start_methods
-from .support import BOUND, SLACK, Script, check_counting, generator, gone_after, note, pause, until
+from ..support import BOUND, PROGRAMS, assert_same, until
+from .support import SLACK, Script, check_counting, generator, gone_after, note, pause
 
 LEFT_SECONDS = 2.0 * SLACK  # until nothing is left of a main process that was killed
 
@@ -24,36 +25,10 @@ TOLD = {signal.SIGTERM: "forkserver", signal.SIGHUP: "fork"}
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
-# Two workers, whose environments have started a process each: two for training, two for evaluation.
-WORKING = """
-class Game(CountingEnv):
-    def __init__(self, main):
-        super().__init__()
-        if os.getpid() != main:
-            self.game = os.posix_spawnp("sleep", ["sleep", "600"], os.environ)  # a Popen would warn that it was left
-    def step(self, action):
-        time.sleep(0.001)
-        return super().step(action)
-env_fns = [Game, Game]
-if STUCK:
-    env_fns = [Game, faulty_env(Game, Fault("hold the gil", at=60))]
-sampler = ParallelSampler(
-    env_fns, env_kwargs={"main": os.getpid()}, batch_T=20, batch_B=2, n_workers=2, start_method=METHOD,
-    eval_n_envs=2, eval_max_steps=40, max_decorrelation_steps=0,
-)
-sampler.initialize(RandomAgent())
-say(*sampler.worker_pids)
-for itr in range(1000000):
-    sampler.obtain_samples(itr)
-    if itr % 3 == 0:
-        sampler.evaluate_agent(itr)
-    say(itr)
-"""
-
 
 def end_by(sig: int, folder: Path, start_method: str, delay: float, *, stuck: bool) -> str:
     """Run the script, signal it `delay` seconds after it has started to work; returns its stderr."""
-    with Script(folder, WORKING, METHOD=start_method, STUCK=stuck) as script:
+    with Script(folder, PROGRAMS / "working.py", start_method=start_method, stuck=stuck) as script:
         workers = script.pids()
         if stuck:
             # The 60th step of its environment is the last of batch 2.
@@ -97,7 +72,7 @@ def test_a_main_process_that_is_told_to_end(sig: signal.Signals, tmp_path: Path,
 def test_ctrl_c_in_the_terminal(tmp_path: Path, start_method: str) -> None:
     rng = generator("ctrl-c", start_method)
     for _ in range(scaled(50, 1)):
-        with Script(tmp_path, WORKING, METHOD=start_method, STUCK=False) as script:
+        with Script(tmp_path, PROGRAMS / "working.py", start_method=start_method, stuck=False) as script:
             script.pids()
             pause(rng.uniform(0, 0.1))
             everyone = script.descendants()
@@ -177,9 +152,7 @@ def test_an_interrupted_call_changes_nothing_that_follows(where: str, start_meth
                 kept.append(sampler.samples_np.copy())
         return kept
 
-    for ours, theirs in zip(batches(True), batches(False), strict=True):
-        for (name, a), (_, b) in zip(ours.leaves(), theirs.leaves(), strict=True):
-            assert a.tobytes() == b.tobytes(), name
+    assert_same(batches(True), batches(False))
 
 
 @methods("forkserver")

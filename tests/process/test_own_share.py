@@ -23,6 +23,7 @@ from penstock.envs import CountingEnv
 from penstock.testing import Fault, InjectedFault, faulty_env
 from penstock.workers.monitor import Monitor
 
+from .. import support
 from ..scale import pairs, scaled
 from .support import check_counting
 
@@ -33,9 +34,8 @@ LIMIT = scaled(2.0, 0.5)
 
 def sampler_of(env_fn: Any = CountingEnv, **kwargs: Any) -> GpuSampler:
     """Six environments: two workers step two each, and the serving process steps the last two."""
-    arguments: dict[str, Any] = {"batch_T": 8, "batch_B": 6, "n_workers": 2, "serve_envs": 2}
-    arguments.update(eval_n_envs=3, eval_max_steps=3 * 12, max_decorrelation_steps=0, eval_env_kwargs={})
-    return GpuSampler(env_fn, **{**arguments, **kwargs})
+    sizes = {"batch_B": 6, "serve_envs": 2, "eval_n_envs": 3, "eval_max_steps": 3 * 12, "eval_env_kwargs": {}}
+    return support.sampler_of(GpuSampler, env_fn, **{**sizes, **kwargs})
 
 
 def last_one(faulty: Any) -> list[Any]:

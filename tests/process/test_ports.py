@@ -23,8 +23,9 @@ from penstock.workers import claims
 from penstock.workers.claims import lock_folder
 
 from ..scale import scaled
+from ..support import BOUND, until
 from .peers import Peer, all_at_once, bind, free_stretch, peers, server_at
-from .support import BOUND, SLACK, note, pause, until
+from .support import SLACK, note, pause
 
 FOLDER_VARIABLE = "PENSTOCK_PORT_FOLDER"
 FREE_SECONDS = 1.0 * SLACK  # after the owner is killed, until its port can be leased

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,10 +18,10 @@ from penstock import AsyncSampler, RandomAgent, SamplerState, WorkerDiedError
 from penstock.buffers import descriptors
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.replays import Ratio, Replay
-from penstock.replays.ring import PARTIAL, VALID
 
 from ..scale import pairs, scaled
-from .support import BOUND, ERROR_SECONDS, SLACK, Script, generator, gone_after, killer, note, pause
+from ..support import BOUND
+from .support import ERROR_SECONDS, SLACK, Script, generator, gone_after, killer, note, pause
 
 N_WORKERS, B, T, LENGTH, N_STEP = 3, 6, 8, 5, 2
 
@@ -100,12 +99,10 @@ def test_a_replacement_goes_on_in_the_same_columns(server: Any, truncate: bool) 
 
 def check_columns(replay: Replay) -> None:
     """All rows of the ring continue the row before, or begin an episode with a new environment."""
-    ring = replay._storage.ring  # type: ignore[union-attr]
-    rows = np.arange(ring.first, ring.end) % ring.T
-    observation, reward = ring.arrays.observation[rows], ring.arrays.reward[rows]
-    flags = ring.arrays.flags[rows]
-    assert ((flags & VALID) != 0).all()
-    assert ((flags & PARTIAL) == 0).all()
+    rows = replay.contents.rows()
+    observation, reward = rows.observation, rows.reward
+    assert rows.valid.all()
+    assert not rows.is_partial.any()
     assert (reward == observation[..., 1] + 1).all()
     continues = observation[1:, :, 1] > 0
     assert (observation[1:] - observation[:-1])[continues].tolist() == [[0, 1]] * int(continues.sum())

@@ -16,6 +16,7 @@ from penstock import ConfigError, ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
 
 from ..scale import methods, scaled
+from ..support import PROGRAMS
 from .support import HEAD, Script, note, python_path
 
 SURROUNDINGS: dict[str, Any] = {"cwd": "/", "timeout": 50, "env": {**os.environ, "PYTHONPATH": python_path()}}
@@ -24,65 +25,9 @@ pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
 # ---- descriptors and processes -------------------------------------------------------------
 
-# Under each limit there is either one ConfigError with both numbers, or a batch: nothing between.
-DESCRIPTORS = """
-import gc, re, resource
-hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-def attempt(limit):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
-        with ParallelSampler(CountingEnv, batch_T=5, batch_B=3, n_workers=3, start_method=METHOD) as sampler:
-            sampler.initialize(RandomAgent())
-            sampler.obtain_samples(0)
-        return "fine"
-    except ConfigError as error:
-        found = re.fullmatch(
-            r"3 workers need about (\\d+) file descriptors and this process may open only (\\d+) more: .*ulimit -n.*",
-            str(error),
-        )
-        assert found and int(found[1]) > int(found[2]), error
-        return "refused"
-attempt(1000)
-results = [attempt(limit) for limit in LIMITS]
-say(*results)
-"""
-
-
-NO_DESCRIPTORS = """
-import resource
-from penstock import SerialSampler
-from penstock.vector import ShmVectorEnv
-def attempt(make, n_free):
-    taken = []
-    try:
-        while True:
-            taken.append(os.open("/dev/null", os.O_RDONLY))
-    except OSError:
-        for fd in taken[len(taken) - n_free:]:
-            os.close(fd)
-        del taken[len(taken) - n_free:]
-    try:
-        make()
-        return "fine"
-    except ConfigError as error:
-        return str(error)
-    finally:
-        for fd in taken:
-            os.close(fd)
-def initialize(cls):
-    cls(CountingEnv, batch_T=5, batch_B=1).initialize(RandomAgent())
-resource.setrlimit(resource.RLIMIT_NOFILE, (80, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-import torch
-initialize(SerialSampler)  # imports what is imported late
-for n_free in 0, 1, 2:
-    say(attempt(lambda: initialize(SerialSampler), n_free))
-    say(attempt(lambda: initialize(ParallelSampler), n_free))
-    say(attempt(lambda: ShmVectorEnv([CountingEnv]), n_free))
-"""
-
 
 def test_no_descriptor_at_all(tmp_path: Path) -> None:
-    with Script(tmp_path, NO_DESCRIPTORS) as script:
+    with Script(tmp_path, PROGRAMS / "no_descriptors.py") as script:
         output, errors = script.end(60)
     lines = output.splitlines()
     assert len(lines) == 9, errors
@@ -96,7 +41,7 @@ def test_no_descriptor_at_all(tmp_path: Path) -> None:
 @methods("fork", "forkserver")
 def test_few_descriptors(tmp_path: Path, start_method: str) -> None:
     limits = [*range(20, 120, scaled(1, 12)), 64]
-    with Script(tmp_path, DESCRIPTORS, METHOD=start_method, LIMITS=limits) as script:
+    with Script(tmp_path, PROGRAMS / "few_descriptors.py", start_method=start_method, limits=limits) as script:
         results = dict(zip(limits, script.line(), strict=True))
         _, stderr = script.end()
     assert stderr == ""
@@ -227,54 +172,28 @@ SHM = {
     """,
 }
 
-# 200 MB of samples, far more than the 64 MB.
-LARGE = """
-class Wide(CountingEnv):
-    step_into = None
-    def __init__(self):
-        super().__init__()
-        import numpy
-        from gymnasium import spaces
-        self.observation_space = spaces.Box(0, 2**20, (50_000,), numpy.float32)
-    def _observation(self):
-        import numpy
-        return numpy.full(50_000, self.count, numpy.float32)
-with ParallelSampler(
-    Wide, batch_T=250, batch_B=4, n_workers=2, start_method=METHOD, max_decorrelation_steps=0, record_final_obs=False
-) as sampler:
-    sampler.initialize(RandomAgent())
-    samples, infos = sampler.obtain_samples(0)
-    assert samples.env.observation.nbytes == 200_000_000
-    assert len(infos) == 200
-    assert float(samples.env.observation[249].max()) == 4
-say("fine")
-"""
 
-
-def in_a_room_of_its_own(setup: str, script: Path) -> "subprocess.CompletedProcess[str]":
-    commands = f"set -e\n{textwrap.dedent(setup)}\nexec {sys.executable} -W error {script}"
+def in_a_room_of_its_own(setup: str, program: str) -> "subprocess.CompletedProcess[str]":
+    commands = f"set -e\n{textwrap.dedent(setup)}\nexec {sys.executable} -W error {program}"
     return subprocess.run(
         ["unshare", "-rm", "sh", "-c", commands],
         capture_output=True,
         text=True,
         timeout=60,
-        cwd=script.parent,
+        cwd="/",
         env={**os.environ, "PYTHONPATH": python_path()},
     )
 
 
 @methods("fork")
 @pytest.mark.parametrize("shm", SHM)
-def test_whatever_dev_shm_is(shm: str, tmp_path: Path, start_method: str) -> None:
+def test_whatever_dev_shm_is(shm: str, start_method: str) -> None:
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare here")
-    script = tmp_path / "script.py"
-    script.write_text('print("here")')
-    tried = in_a_room_of_its_own(SHM[shm], script)
+    tried = in_a_room_of_its_own(SHM[shm], "-c 1")
     if tried.returncode:
         pytest.skip(f"this system does not let /dev/shm be replaced: {tried.stderr.strip()}")
-    script.write_text(f"METHOD = {start_method!r}\n{HEAD}\n{LARGE}")
-    done = in_a_room_of_its_own(SHM[shm], script)
+    done = in_a_room_of_its_own(SHM[shm], f"{PROGRAMS / 'large_samples.py'} {start_method}")
     assert (done.stdout, done.stderr, done.returncode) == ("fine\n", "", 0)
 
 

@@ -27,7 +27,8 @@ from penstock.envs import CountingEnv
 from penstock.testing import Fault, FaultyAgent, faulty_collector, faulty_env
 
 from ..scale import FULL, methods, scaled
-from .support import ERROR_SECONDS, Notebook, check_counting, generator, is_running, killer, note, until
+from ..support import assert_same, until
+from .support import ERROR_SECONDS, Notebook, check_counting, generator, is_running, killer, note
 
 N_WORKERS, B, T = 3, 6, 24
 ENDLESS: dict[str, Any] = {"on_worker_failure": "restart", "max_restarts": 1_000_000}
@@ -104,8 +105,7 @@ def test_kills_at_random_moments_change_no_other_column(
         assert f"it is being replaced, {stats.lost_trajectories} trajectories are lost" in record
         others = [b for b in range(B) if b not in range(B)[columns(rank)]]
         for ours, theirs in zip(batches, reference, strict=False):
-            for (name, a), (_, b) in zip(ours[:, others].leaves(), theirs[:, others].leaves(), strict=True):
-                assert a.tobytes() == b.tobytes(), name
+            assert_same(ours[:, others], theirs[:, others])
 
 
 def test_the_column_that_was_hit_is_complete_and_valid(start_method: str) -> None:
@@ -187,9 +187,7 @@ def test_the_same_failure_gives_the_same_batches(tmp_path: Path, start_method: s
         with sampler:
             runs.append(run(sampler, agent))
             assert [worker.restarts for worker in sampler.stats().workers] == [0, 1, 0]
-    for first, second in zip(*runs, strict=True):
-        for (name, a), (_, b) in zip(first.leaves(), second.leaves(), strict=True):
-            assert a.tobytes() == b.tobytes(), name
+    assert_same(*runs)
     with sampler_of("CartPole-v1") as sampler:
         reference = run(sampler, RandomAgent())
     hit, ours, theirs = columns(1), runs[0][-1].env.observation, reference[-1].env.observation

@@ -12,37 +12,10 @@ import torch
 from penstock import RandomAgent, SerialSampler
 
 from ..scale import scaled
+from ..support import PROGRAMS
 from .support import Script, generator, pause
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
-
-BODY = """
-import hashlib, torch
-from penstock import CategoricalPgAgent, GpuSampler, SerialSampler
-
-def digest(sampler, infos):
-    words = hashlib.sha256(repr([vars(info) for info in infos]).encode())
-    for name, leaf in sampler.samples_np.leaves():
-        words.update(leaf.tobytes())
-    return words.hexdigest()
-
-cls = {"serial": SerialSampler, "parallel": ParallelSampler}[kind]
-with cls(env_id, n_workers=n_workers, **settings) as sampler:
-    sampler.initialize(RandomAgent(), seed=7)
-    digests = []
-    if os.path.exists(path):
-        checkpoint = torch.load(path)
-        report = sampler.load_state_dict(checkpoint["sampler"])
-        assert not report.reseeded, report
-        digests = checkpoint["digests"]
-    say("began", len(digests))
-    while len(digests) < n_batches:
-        _, infos = sampler.obtain_samples(len(digests))
-        digests.append(digest(sampler, infos))
-        torch.save({"sampler": sampler.state_dict(env_state="require"), "digests": digests}, path + ".new")
-        os.replace(path + ".new", path)
-        say("batch", len(digests))
-"""
 
 
 def straight(env_id: str, n_batches: int, options: dict[str, Any]) -> list[str]:
@@ -67,7 +40,7 @@ def test_a_run_that_is_killed_continues_as_if_nothing_had_happened(env_id: str, 
     variables = {"env_id": env_id, "path": str(path), "n_batches": n_batches, "settings": options}
     for i in range(n_kills + 1):
         kind, n_workers = rng.choice([("serial", 1), ("parallel", 1), ("parallel", 2), ("parallel", 3)])
-        with Script(tmp_path, BODY, kind=kind, n_workers=n_workers, **variables) as script:
+        with Script(tmp_path, PROGRAMS / "resumed.py", kind=kind, n_workers=n_workers, **variables) as script:
             _, began = script.line()
             if i == n_kills:
                 _, errors = script.end()

@@ -11,7 +11,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch import nn
 
 from penstock import (
     AgentStep,
@@ -28,20 +27,11 @@ from penstock import (
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import FaultyAgent, InjectedFault, faulty_env
 
+from .. import support
+from ..models import Constant
 from ..scale import FULL, START_METHODS, methods, pairs, scaled
-from .support import (
-    ERROR_SECONDS,
-    SLACK,
-    Notebook,
-    Script,
-    check_counting,
-    gone_after,
-    is_running,
-    killer,
-    note,
-    pause,
-    until,
-)
+from ..support import Held, assert_same, until
+from .support import ERROR_SECONDS, SLACK, Notebook, Script, check_counting, gone_after, is_running, killer, note, pause
 from .test_main_process import Interrupts
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 60)), pytest.mark.slow]
@@ -50,8 +40,7 @@ SERVER_RANK = 2
 
 
 def sampler_of(env_fn: Any = CountingEnv, cls: type[GpuSampler] = GpuSampler, **kwargs: Any) -> GpuSampler:
-    arguments: dict[str, Any] = {"batch_T": 8, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0}
-    return cls(env_fn, server="process", **{**arguments, **kwargs})
+    return support.sampler_of(cls, env_fn, server="process", **kwargs)
 
 
 def server_pid(sampler: GpuSampler) -> int:
@@ -305,20 +294,7 @@ def test_ctrl_c_leaves_the_batch_to_wait_samples() -> None:
                     assert sampler.state is SamplerState.READY
         return found
 
-    for ours, theirs in zip(batches(True), batches(False), strict=True):
-        for (name, a), (_, b) in zip(ours.leaves(), theirs.leaves(), strict=True):
-            assert a.tobytes() == b.tobytes(), name
-
-
-class Constant(nn.Module):
-    """Its value shows which parameters acted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        return torch.zeros(len(observation), 3), self.weight.expand(len(observation))
+    assert_same(batches(True), batches(False))
 
 
 def test_policy_version_is_that_which_acted_whenever_the_learner_publishes() -> None:
@@ -345,18 +321,6 @@ def test_policy_version_is_that_which_acted_whenever_the_learner_publishes() -> 
             if itr % 8 == 0:
                 sampler.evaluate_agent(itr)
                 assert sampler.policy_version == 1 + value, "an evaluation is no batch"
-
-
-class Held(CountingEnv):
-    """Reads a pipe for leave to step."""
-
-    def __init__(self, gate: int) -> None:
-        super().__init__()
-        self.gate = gate
-
-    def step(self, action: Any) -> Any:
-        os.read(self.gate, 1)
-        return super().step(action)
 
 
 @pytest.mark.parametrize("spin_seconds", [None, 0.001])

@@ -24,46 +24,16 @@ from penstock.vector import ShmVectorEnv
 from penstock.workers import launcher as launch
 
 from ..scale import scaled
-from .support import BOUND, SLACK, Script, gone_after, note
+from ..support import BOUND, PROGRAMS
+from .support import SLACK, Script, gone_after, note
 
 pytestmark = pytest.mark.timeout(scaled(600, 90))
-
-KILLED = """
-import psutil
-from functools import partial
-from penstock.vector import ShmVectorEnv
-class Game(CountingEnv):
-    def __init__(self, main):
-        super().__init__()
-        if os.getpid() != main:
-            self.game = os.posix_spawnp("sleep", ["sleep", "600"], os.environ)
-    def reset(self, **kwargs):
-        observation, info = super().reset(**kwargs)
-        return observation, {**info, "game": getattr(self, "game", 0)}
-def make():
-    return ShmVectorEnv([partial(Game, os.getpid())] * 2)
-with make() as first, make() as second:
-    games = [int(game) for envs in (first, second) for game in envs.reset()[1]["game"]]
-    workers = [*first.worker_pids, *second.worker_pids]
-    say(*workers, *games)
-    os.kill(psutil.Process(workers[0]).ppid(), signal.SIGKILL)
-    for envs in (first, second):
-        try:
-            while True:
-                envs.step([0, 0])
-        except WorkerDiedError as error:
-            say(str(error).splitlines()[0])
-with make() as third:
-    third.reset()
-    third.step([0, 0])
-    say("next start")
-"""
 
 
 @pytest.mark.slow
 def test_all_workers_end_with_the_process_that_starts_them_and_the_error_says_so(tmp_path: Path) -> None:
     """So does what their environments have started. The next start makes another such process."""
-    with Script(tmp_path, KILLED) as script:
+    with Script(tmp_path, PROGRAMS / "supervisor_killed.py") as script:
         pids, began = script.pids(), time.monotonic()
         seconds = gone_after(pids if COMPILED else pids[:4], began, 2.0 * SLACK)
         note("starting process killed to no worker left, s", seconds, 2.0 * SLACK)
@@ -75,50 +45,13 @@ def test_all_workers_end_with_the_process_that_starts_them_and_the_error_says_so
     assert "Traceback" not in errors
 
 
-VOLLEYS = """
-import psutil
-from penstock.vector import ShmVectorEnv
-def n_processes():
-    return len([child for child in psutil.Process().children(recursive=True) if child.status() != "zombie"])
-with ShmVectorEnv([CountingEnv] * 2) as other:
-    other.reset()
-    before, n, is_ready = n_processes(), 0, False
-    def on_interrupt(*_):
-        global n
-        n += 1
-        if is_ready and n < N:
-            raise KeyboardInterrupt
-    signal.signal(signal.SIGINT, on_interrupt)
-    say("ready")
-    def starts():
-        while n < N:
-            try:
-                ShmVectorEnv([CountingEnv] * 2, context=METHOD).close()
-            except KeyboardInterrupt:
-                pass
-    while n < N:
-        try:
-            is_ready = True
-            starts()
-        except KeyboardInterrupt:
-            pass
-    deadline = time.monotonic() + 20
-    while n_processes() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    say("left", n_processes() - before)
-    other.step([0, 0])
-with ShmVectorEnv([CountingEnv] * 2) as envs:
-    envs.reset()
-say("end")
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 def test_volleys_of_ctrl_c_while_workers_start(tmp_path: Path, start_method: str) -> None:
     """Four in a row, as from an impatient user. No process is left, other samplers go on, and the next start works."""
     rng = random.Random(4)
-    with Script(tmp_path, VOLLEYS, N=scaled(200, 40), METHOD=start_method) as script:
+    program = PROGRAMS / "starts_interrupted.py"
+    with Script(tmp_path, program, n=scaled(200, 40), start_method=start_method) as script:
         assert script.line() == ["ready"]
         began = time.monotonic()
         while script.process.poll() is None and time.monotonic() < began + BOUND:

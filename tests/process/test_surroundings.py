@@ -17,7 +17,8 @@ from penstock import ParallelSampler, RandomAgent, WorkerDiedError
 from penstock.envs import CountingEnv
 
 from ..scale import methods, scaled
-from .support import BOUND, Script, is_running, pause, refusing, until
+from ..support import BOUND, until
+from .support import Script, is_running, pause, refusing
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 

@@ -21,8 +21,9 @@ from penstock.testing import Fault, InjectedFault, faulty_env
 from penstock.vector import ShmVectorEnv
 
 from ..scale import methods, pairs, scaled
+from ..support import until
 from .crashes import HOWS
-from .support import ERROR_SECONDS, note, until
+from .support import ERROR_SECONDS, note
 
 pytestmark = [pytest.mark.timeout(scaled(600, 60)), pytest.mark.slow]
 

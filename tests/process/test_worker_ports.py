@@ -15,7 +15,8 @@ from penstock.testing import Fault, faulty_env
 from penstock.workers.claims import lock_folder, remove_stale
 
 from ..scale import methods, scaled
-from .support import SLACK, Script, gone_after, note, until
+from ..support import PROGRAMS, sampler_of, until
+from .support import SLACK, Script, gone_after, note
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.xdist_group("ports"), pytest.mark.slow]
 
@@ -55,18 +56,10 @@ def test_a_workers_leases_end_with_it(start_method: str, tidy: bool, tmp_path: P
     fault = Fault("kill", at=30, marker=str(tmp_path / "struck"), spare_pid=os.getpid())
     keep: list[PortLease] = [lease_port()]  # a lease of the main process, which a fork does not inherit
     env_fn = [Leasing, faulty_env(Leasing, fault), Leasing, Leasing]
+    how = {"on_worker_failure": "restart", "start_method": start_method}
     with (
         keep[0],
-        ParallelSampler(
-            env_fn,
-            env_kwargs={"tidy": tidy},
-            batch_T=20,
-            batch_B=4,
-            n_workers=2,
-            max_decorrelation_steps=0,
-            on_worker_failure="restart",
-            start_method=start_method,
-        ) as sampler,
+        sampler_of(ParallelSampler, env_fn, env_kwargs={"tidy": tidy}, batch_T=20, **how) as sampler,
     ):
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)
@@ -99,31 +92,13 @@ def is_free(port: int) -> bool:
     return not is_leased(port)
 
 
-MAIN = """
-from penstock.ports import lease_port
-class Leasing(CountingEnv):
-    def __init__(self):
-        super().__init__()
-        self.lease = lease_port()
-    @property
-    def port(self):
-        return self.lease.port
-sampler = ParallelSampler(Leasing, batch_T=20, batch_B=4, n_workers=2, start_method=METHOD)
-sampler.initialize(RandomAgent())
-say(*sampler.get_attr("port"))
-say(*sampler.worker_pids)
-for itr in range(1000000):
-    sampler.obtain_samples(itr)
-"""
-
-
 @methods("fork", "forkserver", "spawn")
 def test_a_killed_main_process_leaves_no_lock(
     start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_PORT_FOLDER", str(tmp_path / "locks"))
     for _ in range(scaled(30, 1)):
-        with Script(tmp_path, MAIN, METHOD=start_method) as script:
+        with Script(tmp_path, PROGRAMS / "leasing.py", start_method=start_method) as script:
             ports, workers = [int(word) for word in script.line()], script.pids()
             assert all(is_leased(port) for port in ports)
             began = time.monotonic()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import numpy as np
 import pytest
 
 import penstock
 from penstock import Agent, ParallelSampler, RandomAgent, Sampler, SerialSampler
 
 from ..samplers.test_agents_determinism import CASES
+from ..support import Batch, assert_same, run
 from .environments import ENVIRONMENTS, agent_maker, env_fns
 
 pytestmark = pytest.mark.slow
@@ -26,30 +26,19 @@ def test_every_stock_agent_is_among_those_that_are_compared() -> None:
     assert agents == {RandomAgent, *(type(make_agent()) for _, make_agent in CASES.values())}
 
 
-def batches(cls: type[Sampler], name: str, recurrent: bool, **kwargs: Any) -> tuple[list[Any], list[Any]]:
+def batches(cls: type[Sampler], name: str, recurrent: bool, **kwargs: Any) -> list[Batch]:
     fns = env_fns(name, LIMITS)
     env = fns[0]()
     make_agent = agent_maker(env.observation_space, env.action_space, recurrent)
     env.close()
-    found, infos = [], []
-    with cls(fns, batch_T=10, batch_B=len(fns), **kwargs) as sampler:
-        sampler.initialize(make_agent(), seed=7, bootstrap_value=True)
-        for itr in range(5):
-            _, finished = sampler.obtain_samples(itr)
-            found.append(sampler.samples_np.copy())
-            infos.append([vars(info) for info in finished])
-    return found, infos
+    return run(cls, fns, make_agent(), batch_T=10, batch_B=len(fns), **kwargs)
 
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(("name", "recurrent"), [("Taxi", False), ("Acrobot", True), ("MuJoCo", True)])
 def test_any_number_of_workers_gives_the_same(name: str, recurrent: bool) -> None:
     pytest.importorskip(ENVIRONMENTS[name].needs)
-    reference, infos = batches(SerialSampler, name, recurrent)
-    assert any(batch.env.done.any() for batch in reference)
+    reference = batches(SerialSampler, name, recurrent)
+    assert any(batch.env.done.any() for batch, _ in reference)
     for n_workers in (1, 2, 3):
-        found, found_infos = batches(ParallelSampler, name, recurrent, n_workers=n_workers)
-        assert found_infos == infos
-        for itr, (x, y) in enumerate(zip(reference, found, strict=True)):
-            for (field, left), (_, right) in zip(x.leaves(), y.leaves(), strict=True):
-                np.testing.assert_array_equal(left, right, f"{field}, itr {itr}, {n_workers} workers")
+        assert_same(batches(ParallelSampler, name, recurrent, n_workers=n_workers), reference)

@@ -117,5 +117,5 @@ def test_a_gap_is_noticed_wherever_episodes_end() -> None:
         samples = stream.batch(3, lost=k % 2 == 1)
         if k % 2 == 0:  # every second batch is lost
             replay.append(samples)
-    assert replay._storage is not None
-    assert (replay._storage.ring.arrays.flags[: 3 * 40 : 3] & BEGINS).all()
+    assert replay.contents.steps == range(3 * 40)
+    assert replay.contents.rows(0).begins[::3].all()

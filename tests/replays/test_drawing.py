@@ -12,6 +12,7 @@ import torch
 from penstock import ConfigError, SamplerStateError
 from penstock.replays import Replay
 
+from ..support import assert_same
 from .streams import DISCOUNT, Stream
 
 
@@ -30,9 +31,7 @@ def test_draws_are_uniform_over_the_eligible_positions(seed: int, n_batches: int
     replay = Replay(300, 3, DISCOUNT, max_truncations=300, seed=seed)
     for _ in range(n_batches):
         replay.append(stream.batch(7))
-    storage = replay._storage
-    assert storage is not None
-    eligible = storage.places.all_eligible(*storage.places.bounds())
+    eligible = replay.contents.index
     drawn = torch.cat([replay.sample(1000).index for _ in range(60)]).numpy()
     found, counts = np.unique(drawn, return_counts=True)
     assert found.tolist() == eligible.tolist()
@@ -80,9 +79,7 @@ def test_only_newer_versions_are_drawn_if_asked() -> None:
     for version in range(30):
         # Column 1 is one version behind.
         replay.append(stream.batch(10), policy_version=np.array([version + 1, version]))
-    storage = replay._storage
-    assert storage is not None
-    eligible = storage.places.all_eligible(*storage.places.bounds())
+    eligible = replay.contents.index
     for newer_than in (0, 15, 20, 28):
         index = replay.sample(4000, newer_than=newer_than).index.numpy()
         version = index // 2 // 10 + 1 - index % 2
@@ -106,8 +103,7 @@ def test_a_batch_can_reuse_the_memory_of_another() -> None:
     address = first.observation.x.data_ptr()
     again, wanted = replay.sample(8, out=first), twin.sample(8)
     assert again.observation.x.data_ptr() == address
-    for (_, a), (_, b) in zip(again.leaves(), wanted.leaves(), strict=True):
-        assert torch.equal(a, b)
+    assert_same(again, wanted)
 
 
 def test_a_batch_is_not_overwritten() -> None:
@@ -118,8 +114,7 @@ def test_a_batch_is_not_overwritten() -> None:
     for _ in range(10):
         replay.append(stream.batch(7))
         replay.sample(8)
-    for (_, a), (_, b) in zip(batch.leaves(), kept.leaves(), strict=True):
-        assert torch.equal(a, b)
+    assert_same(batch, kept)
 
 
 def test_too_early_calls_name_the_one_that_is_missing() -> None:

@@ -33,18 +33,12 @@ def draw_of(replay: Replay) -> PriorityDraw:
     return draw
 
 
-def eligible(replay: Replay) -> Any:
-    storage = replay._storage
-    assert storage is not None
-    return storage.places.all_eligible(*storage.places.bounds())
-
-
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_draws_are_in_proportion_to_the_power_of_the_priority(seed: int) -> None:
     stream, replay = make(seed, alpha=0.7)
     for _ in range(30):
         replay.append(stream.batch(7))
-    index = eligible(replay)
+    index = replay.contents.index
     priority = np.random.default_rng(seed).exponential(size=len(index))
     replay.update(index, priority)
     drawn = torch.cat([replay.sample(1000).index for _ in range(60)]).numpy()
@@ -60,7 +54,7 @@ def test_an_alpha_that_is_set_later_counts_for_all_steps(alphas: tuple[float, ..
     stream, replay = make(alpha=0.7)
     for _ in range(30):
         replay.append(stream.batch(7))
-    index = eligible(replay)
+    index = replay.contents.index
     priority = np.random.default_rng(0).exponential(size=len(index)) + 0.01
     replay.update(index, priority)
     for alpha in alphas:
@@ -83,7 +77,7 @@ def test_an_alpha_of_zero_forgets_the_priorities() -> None:
     stream, replay = make(alpha=0.7)
     replay.alpha = 0.5  # there are no steps yet
     replay.append(stream.batch(40))
-    index, draw = eligible(replay), draw_of(replay)
+    index, draw = replay.contents.index, draw_of(replay)
     replay.update(index, np.arange(1.0, len(index) + 1))
     with pytest.raises(ConfigError, match=r"with alpha=1000.0, some priorities .* choose a smaller alpha"):
         replay.alpha = 1000
@@ -101,7 +95,7 @@ def test_an_alpha_of_zero_forgets_the_priorities() -> None:
 def test_weights_follow_the_formula() -> None:
     stream, replay = make(alpha=0.7, beta=0.4)
     replay.append(stream.batch(50))
-    index = eligible(replay)
+    index = replay.contents.index
     priority = np.random.default_rng(0).exponential(size=len(index)) + 0.1
     replay.update(torch.from_numpy(index), torch.from_numpy(priority))
     for beta in (0.4, 1.0):
@@ -120,7 +114,7 @@ def test_every_eligible_step_and_no_other_has_a_leaf() -> None:
         replay.append(stream.batch(int(rng.integers(1, 20))))
         draw = draw_of(replay)
         draw.catch_up()
-        index = eligible(replay)
+        index = replay.contents.index
         leaves = draw.tree.leaves
         assert sorted(np.flatnonzero(leaves)) == sorted(index % len(leaves))
         if len(index):
@@ -148,7 +142,7 @@ def test_rows_may_be_written_while_the_bounds_are_read(name: str, monkeypatch: p
         replay.update(np.arange(draw.low, draw.high), np.ones(draw.high - draw.low))
     draw.catch_up()
     leaves = draw.tree.leaves
-    assert sorted(np.flatnonzero(leaves)) == sorted(eligible(replay) % len(leaves))
+    assert sorted(np.flatnonzero(leaves)) == sorted(replay.contents.index % len(leaves))
 
 
 def test_new_steps_get_the_largest_live_priority_which_sinks() -> None:
@@ -195,7 +189,7 @@ def test_the_whole_ring_may_be_overwritten_between_two_samples() -> None:
     replay.sample(4)
     for _ in range(9):
         replay.append(stream.batch(13))
-    assert set(replay.sample(4000).index.tolist()) == set(eligible(replay).tolist())
+    assert set(replay.sample(4000).index.tolist()) == set(replay.contents.index.tolist())
 
 
 @pytest.mark.parametrize("other", [1.0, 0.0])
@@ -209,7 +203,7 @@ def test_of_equal_indices_the_largest_priority_counts(other: float) -> None:
 def test_a_step_with_an_error_of_zero_is_drawn_again() -> None:
     stream, replay = make(T=40, p_end=0.0)
     replay.append(stream.batch(30))
-    index = eligible(replay)
+    index = replay.contents.index
     replay.update(index, np.zeros(len(index)))
     assert set(replay.sample(4000).index.tolist()) == set(index.tolist())
     replay.update(index[1:], np.full(len(index) - 1, 1e-3))
@@ -221,7 +215,7 @@ def test_a_step_with_an_error_of_zero_is_drawn_again() -> None:
 def test_with_a_least_priority_of_zero_a_priority_of_zero_is_not_drawn_and_can_be_raised_again() -> None:
     stream, replay = make(T=40, p_end=0.0, min_priority=0.0)
     replay.append(stream.batch(30))
-    index = eligible(replay)
+    index = replay.contents.index
     replay.update(index, np.zeros(len(index)))
     with pytest.raises(SamplerStateError, match="all priorities are 0"):
         replay.sample(1)
@@ -236,7 +230,7 @@ def test_lost_final_observations_are_not_drawn() -> None:
     with pytest.warns(RuntimeWarning, match="max_truncations"):
         replay.append(stream.batch(60))
     for _ in range(20):
-        assert set(replay.sample(64).index.tolist()) <= set(eligible(replay).tolist())
+        assert set(replay.sample(64).index.tolist()) <= set(replay.contents.index.tolist())
 
 
 @pytest.mark.parametrize(
@@ -319,7 +313,7 @@ def test_places_that_were_overwritten_or_are_not_eligible_are_drawn_again(priori
     storage = replay._storage
     assert storage is not None
     low, high = storage.places.bounds()
-    found, rng = eligible(replay), np.random.default_rng(0)
+    found, rng = replay.contents.index, np.random.default_rng(0)
     bad = np.setdiff1d(np.arange(low - 100, high), found)
     assert (bad >= low).any()
     places = np.concatenate([found, np.resize(bad, 4000)])
@@ -357,17 +351,17 @@ def test_a_writer_may_overwrite_rows_while_others_are_drawn_again(monkeypatch: p
     # Place 78 has no next step yet. While it is drawn again, places 2 and 4 are overwritten by steps 41 and 42.
     found = draw.redraw(np.array([2, 78, 4]), np.random.default_rng(0), None)
     assert (found >= draw.low).all()
-    assert sorted(np.flatnonzero(draw.tree.leaves)) == sorted(eligible(replay) % 80)
+    assert sorted(np.flatnonzero(draw.tree.leaves)) == sorted(replay.contents.index % 80)
 
 
 @pytest.mark.parametrize("n_at_once", [1, 7, 30])
 def test_many_places_are_examined_in_parts(n_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stream, replay = make(T=23)
     replay.append(stream.batch(23))
-    whole = eligible(replay).tolist()
+    whole = replay.contents.index.tolist()
     for module in (drawing, priorities):
         monkeypatch.setattr(module, "AT_ONCE", n_at_once)
-    assert eligible(replay).tolist() == whole
+    assert replay.contents.index.tolist() == whole
     draw_of(replay).catch_up()
     assert np.flatnonzero(draw_of(replay).tree.leaves).tolist() == whole
 
@@ -376,7 +370,7 @@ def test_priorities_move_to_the_workers_of_a_sampler() -> None:
     stream, replay = make()
     for _ in range(10):
         replay.append(stream.batch(7))
-    index = eligible(replay)
+    index = replay.contents.index
     replay.update(index, np.random.default_rng(0).exponential(size=len(index)))
     before = draw_of(replay)
     replay._feed_from(replay._storage, stream.batch(7), [range(1), range(1, 2)], rows_ahead=0)  # type: ignore[arg-type]

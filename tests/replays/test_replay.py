@@ -25,8 +25,8 @@ from penstock import (
 from penstock.envs import CountingEnv
 from penstock.replays import Frames, Prioritized, Replay, Sequences
 from penstock.replays import ring as ring_module
-from penstock.replays.ring import PARTIAL
 
+from ..support import assert_same
 from .streams import Stream
 
 
@@ -100,15 +100,8 @@ def test_frames_of_gymnasium_are_built_again(padding: str) -> None:
                 replay.append(samples)
             if itr < 2:
                 continue
-            storage, reference = frames._storage, whole._storage
-            assert storage is not None
-            assert reference is not None
-            positions = storage.places.all_eligible(*storage.places.bounds())
-            found, wanted = storage.reader.read(positions), reference.reader.read(positions)
-            assert found is not None
-            assert wanted is not None
-            for name, field in wanted.items():
-                np.testing.assert_array_equal(found[name], field, err_msg=name)
+            index = frames.contents.index
+            assert_same(frames.contents.read(index), whole.contents.read(index))
     assert frames.nbytes < whole.nbytes / 2.2
 
 
@@ -329,19 +322,19 @@ def test_final_observations_must_be_stacks_too(ending: str) -> None:
 
 def test_at_the_begin_of_an_episode_previous_actions_and_rewards_may_be_others() -> None:
     stream, replay = Stream(0, 4, p_end=0.5), Replay(400, max_truncations=99)
-    flags: list[Any] = []
+    is_partial: list[Any] = []
     for _ in range(9):
         samples = stream.batch(9)
         begins = samples.env.prev_done[0]
         samples.env.prev_reward[0, begins] = samples.agent.prev_action[0, begins] = 77
         replay.append(samples)
-        flags.append(replay._storage.ring.arrays.flags[stream.end - 9])  # type: ignore[union-attr]
-    assert (np.array(flags[1:]) & PARTIAL == 0).all()
+        is_partial.append(replay.contents.rows().is_partial[-9])
+    assert not np.any(is_partial[1:])
     samples = stream.batch(9)
     column = int(np.flatnonzero(~samples.env.prev_done[0])[0])
     samples.env.prev_reward[0, column] += 1
     replay.append(samples)
-    assert replay._storage.ring.arrays.flags[stream.end - 9, column] & PARTIAL  # type: ignore[union-attr]
+    assert replay.contents.rows(column).is_partial[-9]
 
 
 def test_versions_may_stay_the_same_and_begin_anywhere() -> None:
@@ -350,5 +343,5 @@ def test_versions_may_stay_the_same_and_begin_anywhere() -> None:
         replay.append(stream.batch(3), policy_version=np.array(version))
     with pytest.raises(ConfigError, match="must not fall"):
         replay.append(stream.batch(3), policy_version=np.array([3, 1]))
-    versions = replay._storage.ring.arrays.policy_version  # type: ignore[union-attr]
-    assert versions[:12:3].tolist() == [[-5, -5], [1, 1], [2, 1], [2, 2]]
+    versions = replay.contents.rows().policy_version
+    assert versions[::3].tolist() == [[-5, -5], [1, 1], [2, 1], [2, 2]]

@@ -22,12 +22,9 @@ pytestmark = pytest.mark.slow
 
 def check_all(replay: Replay, stream: Stream, n: int) -> int:
     """Compare every position that was ever appended. Returns how many sequences there are."""
-    storage, sequences = replay._storage, replay.sequences
-    assert storage is not None
+    sequences = replay.sequences
     assert sequences is not None
-    T, B, length = storage.ring.T, stream.B, sequences.length
-    low, high = storage.places.bounds()
-    found = storage.places.positions(storage.places.all_eligible(low, high))
+    (T, B), length, found = replay.contents.shape, sequences.length, replay.contents.index
     steps = range(max(stream.end - T, 0), stream.end)
     wanted = [
         s * B + b
@@ -37,8 +34,7 @@ def check_all(replay: Replay, stream: Stream, n: int) -> int:
     assert found.tolist() == wanted
     if not wanted:
         return 0
-    fields = storage.reader.read(found)
-    assert fields is not None
+    fields = replay.contents.read(found).numpy()
     rows = np.empty((len(wanted), length + n), object)
     prev_reward = np.zeros(rows.shape)
     mask, return_, discount = (np.zeros((len(wanted), length)) for _ in range(3))
@@ -142,10 +138,7 @@ def test_sequences_are_drawn_uniformly_or_by_priority(prioritized: Prioritized |
     replay = Replay(160, 2, DISCOUNT, prioritized, Sequences(6, 2, 4), max_truncations=99, seed=0)
     for _ in range(20):
         replay.append(stream.batch(10))
-    storage = replay._storage
-    assert storage is not None
-    places = storage.places
-    index = places.positions(places.all_eligible(*places.bounds()))
+    index = replay.contents.index
     priority = np.random.default_rng(0).exponential(size=len(index)) if prioritized else np.ones(len(index))
     if prioritized:
         replay.update(index, priority)
@@ -155,6 +148,7 @@ def test_sequences_are_drawn_uniformly_or_by_priority(prioritized: Prioritized |
     found, counts = np.unique(drawn, return_counts=True)
     assert found.tolist() == index.tolist()
     expected = priority**0.5 / (priority**0.5).sum()
+    np.testing.assert_allclose(replay.contents.probability, expected)
     assert p_value(counts, expected * 20_000) > 1e-3
 
 
@@ -183,11 +177,28 @@ def test_agents_without_a_state_have_none_in_the_batch() -> None:
     assert "state" not in replay.sample(3)
 
 
+def marked(samples: Any, *, row_0_only: bool) -> Any:
+    """The same samples, of an agent with `record_state="batch"`; or with recorded states that are all zero."""
+    info = dict(samples.agent.agent_info.items())
+    state = info["prev_rnn_state"]
+    state[1 if row_0_only else 0 :] = 0
+    if row_0_only:
+        info["has_rnn_state"] = np.broadcast_to(np.arange(len(state))[:, None] == 0, state.shape[:2])
+    agent = {**dict(samples.agent.items()), "agent_info": NamedArrays(info)}
+    return type(samples)(env=samples.env, agent=type(samples.agent)(agent))
+
+
+def test_recorded_states_may_all_be_zero() -> None:
+    stream = Stream(0, 2, p_end=0.0)
+    replay = Replay(160, sequences=Sequences(6, state_every=4), max_truncations=99)
+    for _ in range(5):
+        replay.append(marked(stream.batch(8), row_0_only=False))
+    assert (replay.sample(5).state == 0).all()
+
+
 def test_states_that_are_recorded_once_per_batch_are_refused_in_between() -> None:
     def batch(stream: Stream) -> object:
-        samples = stream.batch(8)
-        samples.agent.agent_info.prev_rnn_state[1:] = 0
-        return samples
+        return marked(stream.batch(8), row_0_only=True)
 
     with pytest.raises(ConfigError, match="state_every=batch_T"):
         Replay(160, sequences=Sequences(6, state_every=4)).append(batch(Stream(0, 2, p_end=0.0)))

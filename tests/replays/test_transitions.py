@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from penstock.replays.ring import BEGINS, TERMINATED, TRUNCATED, VALID
 from penstock.replays.windows import PYTHON, read_windows
 
 from ..scale import scaled
+from ..support import assert_same
 from .streams import DISCOUNT, Stream, wanted_transition
 
 FULL = os.environ.get("PENSTOCK_FAULTS") == "full"  # see tests/process/support.py
@@ -26,38 +26,23 @@ pytestmark = [pytest.mark.timeout(3600 if FULL else 120), pytest.mark.slow]
 
 def check_all(replay: Replay, stream: Stream, n: int, max_finals: int = 10**9) -> int:
     """Compare every position that was ever appended. Returns how many may be drawn."""
-    storage = replay._storage
-    assert storage is not None
-    T, B = storage.ring.T, stream.B
-    low, high = storage.places.bounds()
+    T, B = replay.contents.shape
     wanted = {}
     for step, b in itertools.product(range(max(stream.end - T, 0), stream.end), range(B)):
         found = wanted_transition(stream, step, b, T=T, n=n, max_finals=max_finals)
         if found is not None:
             wanted[step * B + b] = found
-    assert storage.places.all_eligible(low, high).tolist() == list(wanted)
+    assert replay.contents.index.tolist() == list(wanted)
     if not wanted:
         return 0
-    positions = np.array(list(wanted))
-    fields = storage.reader.read(positions)
-    assert fields is not None
+    fields = replay.contents.read(list(wanted)).numpy()
     rows = list(wanted.values())
-    same(fields["observation"], stream.observation(np.array([row.stack for row in rows])))
-    same(fields["next_observation"], stream.observation(np.array([row.next_stack for row in rows])))
-    same(fields["action"], np.array([row.number for row in rows]))
+    assert_same(fields["observation"], stream.observation(np.array([row.stack for row in rows])))
+    assert_same(fields["next_observation"], stream.observation(np.array([row.next_stack for row in rows])))
+    assert_same(fields["action"], np.array([row.number for row in rows]))
     np.testing.assert_allclose(fields["return_"], [row.return_ for row in rows], rtol=1e-6, atol=1e-6)
-    same(fields["discount"], np.array([row.discount for row in rows], np.float32))
+    assert_same(fields["discount"], np.array([row.discount for row in rows], np.float32))
     return len(wanted)
-
-
-def same(found: Any, expected: Any) -> None:
-    if hasattr(found, "leaves"):
-        assert [path for path, _ in found.leaves()] == [path for path, _ in expected.leaves()]
-        for (_, a), (_, b) in zip(found.leaves(), expected.leaves(), strict=True):
-            np.testing.assert_array_equal(a, b)
-    else:
-        np.testing.assert_array_equal(found, expected)
-        assert found.dtype == expected.dtype
 
 
 FRAMES = [None, Frames(2), Frames(3, padding="zero"), Frames(4)]
@@ -214,8 +199,4 @@ def test_returns_ignore_rewards_after_the_end() -> None:
     samples.env.prev_done[5] = True
     samples.env.reward[5:] = np.nan
     replay.append(samples)
-    storage = replay._storage
-    assert storage is not None
-    fields = storage.reader.read(np.array([2, 3, 4]))
-    assert fields is not None
-    assert np.isfinite(fields["return_"]).all()
+    assert torch.isfinite(replay.contents.read([2, 3, 4]).return_).all()

@@ -30,43 +30,14 @@ from penstock import (
 )
 from penstock.envs import CountingEnv, NestedEnv
 
+from ..models import Modes, Net
+from ..support import Batch, assert_same, batches_of, run
+
 pytestmark = pytest.mark.slow
 
 CARTPOLE = partial(gym.make, "CartPole-v1", max_episode_steps=25)
 PENDULUM = partial(gym.make, "Pendulum-v1", max_episode_steps=12)
 COUNTING = partial(CountingEnv, truncate=True)
-
-
-class Modes(gym.ActionWrapper[Any, Any, Any]):
-    """A NestedEnv of which the mode alone is chosen."""
-
-    def __init__(self) -> None:
-        super().__init__(NestedEnv())
-        self.action_space = self.env.action_space["mode"]
-
-    def action(self, action: Any) -> Any:
-        return {"move": np.float32([action[0], action[1], 1]) / 3, "mode": action}
-
-
-def features(observation: Any) -> Any:
-    return observation if isinstance(observation, torch.Tensor) else observation.position
-
-
-class Net(nn.Module):
-    """Linear outputs of a hidden layer; a size of 0 is a value `[B]`. In float64, so that the last bit, in which matrix
-    products of other batch shapes may differ, decides nothing."""
-
-    def __init__(self, n_inputs: int, *sizes: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(n_inputs, 16), nn.Tanh())
-        self.heads = nn.ModuleList(nn.Linear(16, max(size, 1)) for size in sizes)
-        self.sizes = sizes
-        self.double()
-
-    def forward(self, observation: Any) -> Any:
-        hidden = self.body(features(observation))
-        out = [head(hidden) if n else head(hidden)[:, 0] for n, head in zip(self.sizes, self.heads, strict=True)]
-        return tuple(out) if len(out) > 1 else out[0]
 
 
 class Lstm(nn.Module):
@@ -112,37 +83,24 @@ CASES: dict[str, tuple[Any, Callable[[], Agent]]] = {
 }
 
 
-def batches(cls: type[Sampler], case: str, **kwargs: Any) -> list[Any]:
-    """Five batches, as copies, with an evaluation between them."""
+def batches(cls: type[Sampler], case: str, **kwargs: Any) -> list[Batch]:
+    """Five batches, with an evaluation between them."""
     env_fn, make_agent = CASES[case]
-    found = []
-    with cls(env_fn, batch_T=20, batch_B=5, eval_n_envs=2, eval_max_steps=60, **kwargs) as sampler:
-        has_value = case not in ("deterministic", "squashed", "function")
-        sampler.initialize(make_agent(), seed=7, bootstrap_value=has_value)
-        for itr in range(5):
-            if itr == 3:
-                sampler.evaluate_agent(itr)
-            sampler.obtain_samples(itr)
-            found.append(sampler.samples_np.copy())
-    return found
+    sizes = {"batch_T": 20, "batch_B": 5, "eval_n_envs": 2, "eval_max_steps": 60}
+    how = {"bootstrap_value": case not in ("deterministic", "squashed", "function")}
+    return run(cls, env_fn, make_agent(), 5, (2,), how, **sizes, **kwargs)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_any_number_of_workers_gives_the_same(case: str) -> None:
     reference = batches(SerialSampler, case)
-    assert any(batch.env.done.any() for batch in reference)
+    assert any(batch is not None and batch.env.done.any() for batch, _ in reference)
     for n_workers in (1, 2, 3):
-        for itr, (x, y) in enumerate(zip(reference, batches(ParallelSampler, case, n_workers=n_workers), strict=True)):
-            for (name, left), (_, right) in zip(x.leaves(), y.leaves(), strict=True):
-                where = f"{name}, itr {itr}, {n_workers} workers"
-                if name.startswith(("agent.agent_info", "agent.bootstrap_value", "agent.final_value")):
-                    np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-9, err_msg=where)
-                else:
-                    np.testing.assert_array_equal(left, right, err_msg=where)
+        assert_same(batches(ParallelSampler, case, n_workers=n_workers), reference, rtol=1e-6, atol=1e-9)
 
 
 def test_the_state_of_a_recurrent_agent_goes_on_across_batches_and_ends_with_the_episode() -> None:
-    found = batches(SerialSampler, "recurrent categorical")
+    found = batches_of(batches(SerialSampler, "recurrent categorical"))
     state = np.concatenate([batch.agent.agent_info.prev_rnn_state._0 for batch in found])
     done = np.concatenate([batch.env.done for batch in found])
     begins = np.vstack([np.ones((1, 5), bool), done[:-1]])
@@ -151,7 +109,7 @@ def test_the_state_of_a_recurrent_agent_goes_on_across_batches_and_ends_with_the
 
 
 def test_a_state_recorded_once_a_batch_is_that_of_its_first_row() -> None:
-    found = batches(SerialSampler, "recurrent gaussian")
+    found = batches_of(batches(SerialSampler, "recurrent gaussian"))
     for itr, batch in enumerate(found):
         for leaf in batch.agent.agent_info.prev_rnn_state:
             assert (leaf[1:] == 0).all()

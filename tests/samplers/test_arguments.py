@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
@@ -46,6 +47,13 @@ every = pytest.mark.parametrize("cls", SAMPLERS)
 def test_a_misspelt_argument_is_named_with_the_nearest(cls: Any, name: str, near: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{cls.__name__} has no argument '{name}': did you mean '{near}'\?$"):
         cls(CountingEnv, **{"batch_T": 1, "batch_B": 2, name: 3})
+
+
+@every
+def test_the_name_that_rlpyt_has_for_env_fn_is_explained(cls: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{cls.__name__} has no argument 'EnvCls': did you mean 'env_fn'\?$"):
+        cls(EnvCls=CountingEnv, batch_T=1, batch_B=2)
+    assert next(iter(inspect.signature(cls).parameters)) == "env_fn"
 
 
 @every

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from penstock import Agent, AgentStep, AlternatingSampler, GpuSampler, RandomAgent, Sampler, SerialSampler
 from penstock.envs import CountingEnv, NestedEnv
 
+from .. import support
 from ..scale import pairs, scaled, with_start_methods
+from ..support import Batch, run
 from . import test_agents_determinism as stock
 
 cloudpickle.register_pickle_by_value(sys.modules[stock.__name__])  # Modes, which workers cannot import
@@ -74,35 +76,21 @@ SAMPLERS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
 }
 
 
-def batches(cls: type[Sampler], case: str, **kwargs: Any) -> list[tuple[Any, Any]]:
+def batches(cls: type[Sampler], case: str, **kwargs: Any) -> list[Batch]:
     """Five batches with their trajectories, and two evaluations between them."""
     env_fn, make_agent = CASES[case]
-    found: list[tuple[Any, Any]] = []
-    arguments: dict[str, Any] = {"batch_T": 20, "batch_B": 5, "eval_n_envs": 2, "eval_max_steps": 60, **kwargs}
-    with cls(env_fn, **arguments) as sampler:
-        sampler.initialize(make_agent(), seed=7, bootstrap_value=case not in NO_VALUE)
-        for itr in range(5):
-            _, infos = sampler.obtain_samples(itr)
-            found.append((sampler.samples_np.copy(), [vars(info) for info in infos]))
-            if itr in (1, 3):
-                found.append((None, [vars(info) for info in sampler.evaluate_agent(itr)]))
-    return found
+    sizes: dict[str, Any] = {"batch_T": 20, "batch_B": 5, "eval_n_envs": 2, "eval_max_steps": 60}
+    how = {"bootstrap_value": case not in NO_VALUE}
+    return run(cls, env_fn, make_agent(), 5, (1, 3), how, **{**sizes, **kwargs})
 
 
 @functools.cache
-def reference(case: str) -> list[tuple[Any, Any]]:
+def reference(case: str) -> list[Batch]:
     return batches(SerialSampler, case)
 
 
-def assert_same(case: str, wanted: list[tuple[Any, Any]], found: list[tuple[Any, Any]]) -> None:
-    for i, ((x, infos), (y, others)) in enumerate(zip(wanted, found, strict=True)):
-        assert infos == others, i
-        for (name, left), (_, right) in zip(x.leaves(), y.leaves(), strict=True) if x is not None else ():
-            loose = name.startswith(("agent.agent_info", "agent.bootstrap_value", "agent.final_value"))
-            if loose and case not in EXACT:  # the last bit of a matrix product may hang on the number of rows
-                np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-9, err_msg=f"{name}, {i}")
-            else:
-                np.testing.assert_array_equal(left, right, err_msg=f"{name}, {i}")
+def assert_same(case: str, wanted: list[Batch], found: list[Batch]) -> None:
+    support.assert_same(found, wanted, **({} if case in EXACT else {"rtol": 1e-6, "atol": 1e-9}))
 
 
 #: Of the ways that differ in timing only, the agents that differ in kind.
@@ -150,14 +138,6 @@ def test_any_lengths_of_episodes_and_any_number_of_workers(
         cls, kwargs = AlternatingSampler, {"overlap": data.draw(st.booleans())}
     env_kwargs = [{"length": n, "truncate": n % 2 == 0} for n in lengths]
 
-    def run(cls: type[Sampler], **kwargs: Any) -> list[tuple[Any, Any]]:
-        sizes: dict[str, Any] = {"batch_T": T, "batch_B": len(lengths), "n_workers": n_workers}
-        found = []
-        with cls(CountingEnv, env_kwargs=env_kwargs, start_method="fork", **sizes, **kwargs) as sampler:
-            sampler.initialize(RandomAgent(), seed=0, bootstrap_value=True)
-            for itr in range(3):
-                _, infos = sampler.obtain_samples(itr)
-                found.append((sampler.samples_np.copy(), [vars(info) for info in infos]))
-        return found
-
-    assert_same("random", run(SerialSampler), run(cls, **kwargs))
+    sizes: dict[str, Any] = {"batch_T": T, "batch_B": len(lengths), "n_workers": n_workers, "start_method": "fork"}
+    wanted = run(SerialSampler, CountingEnv, None, 3, env_kwargs=env_kwargs, **sizes)
+    assert_same("random", wanted, run(cls, CountingEnv, None, 3, env_kwargs=env_kwargs, **sizes, **kwargs))

@@ -18,11 +18,12 @@ from penstock import (
     SerialSampler,
     WorkerError,
 )
-from penstock.agents.device import DeviceLink
+from penstock.agents.torch_agent import DeviceLink
 from penstock.buffers import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.envs import CountingEnv
 
+from ..models import Gru
 from ..scale import pairs
 
 pytestmark = pytest.mark.slow
@@ -42,20 +43,6 @@ class Net(nn.Module):
     def forward(self, observation: torch.Tensor) -> Any:
         out = self.out(torch.tanh(self.body(observation)))
         return out, out[:, 0] + 1000 * torch.compiler.is_compiling()
-
-
-class Gru(nn.Module):
-    state_shape = (8,)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.out = nn.GRUCell(2, 8), nn.Linear(8, 4)
-        self.double()
-
-    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
-        state = self.cell(observation, state)
-        out = self.out(state)
-        return out[:, :3], out[:, 3], state
 
 
 def batches(sampler: Any, agent: Any) -> list[Any]:
@@ -201,7 +188,7 @@ def test_memory_that_cannot_be_locked_is_sent_all_the_same(monkeypatch: pytest.M
 def test_a_gpu_acts_as_the_cpu_does(recurrent: bool, kwargs: Any, server: Any) -> None:
     def make(device: str) -> Any:
         torch.manual_seed(0)
-        model = (Gru if recurrent else Net)().to(device)
+        model = (Gru(2, 3) if recurrent else Net()).to(device)
         return (RecurrentCategoricalPgAgent if recurrent else CategoricalPgAgent)(model)
 
     found = batches(GpuSampler(CountingEnv, n_workers=2, server=server, **SIZES, **kwargs), make("cuda"))

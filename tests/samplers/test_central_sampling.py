@@ -31,7 +31,9 @@ from penstock.workers.control import ControlBlock
 from penstock.workers.monitor import Monitor
 from penstock.workers.plan import PoolOptions
 
+from .. import support
 from ..scale import pairs
+from ..support import Batch, assert_same, kept
 
 pytestmark = [pytest.mark.usefixtures("no_idle_cpu"), pytest.mark.slow]  # for "no workers"
 
@@ -44,6 +46,7 @@ HOW: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     "no workers": (GpuSampler, {"serve_envs": "auto"}),
     "own process": (GpuSampler, {"n_workers": 3, "min_ready": 1, "server": "process"}),
 }
+HOW_TO_START: dict[str, Any] = {"seed": 5, "bootstrap_value": True, "traj_info_kwargs": {"discount": 0.9}}
 each = pytest.mark.parametrize("how", HOW)
 
 
@@ -106,24 +109,10 @@ class Own(TrajInfo):
         self.final = final_observation.copy()
 
 
-def run(cls: type[Sampler], agent: Agent, env_fn: Any, n: int = 4, **kwargs: Any) -> list[Any]:
+def run(cls: type[Sampler], agent: Agent, env_fn: Any, n: int = 4, **kwargs: Any) -> list[Batch]:
     arguments: dict[str, Any] = {"batch_T": 13, "batch_B": 5, "eval_n_envs": 3, "eval_max_steps": 3 * 40, **kwargs}
-    found: list[Any] = []
-    with cls(env_fn, **arguments) as sampler:
-        sampler.initialize(agent, seed=5, bootstrap_value=True, traj_info_kwargs={"discount": 0.9})
-        for itr in range(n):
-            _, infos = sampler.obtain_samples(itr)
-            found.append((sampler.samples_np.copy(), list(map(vars, infos))))
-            if sampler.config.eval_n_envs:
-                found.append((None, list(map(vars, sampler.evaluate_agent(itr)))))
-    return found
-
-
-def assert_same(one: list[Any], other: list[Any]) -> None:
-    for (batch, infos), (again, others) in zip(one, other, strict=True):
-        np.testing.assert_equal(others, infos)
-        for (name, a), (_, b) in zip(batch.leaves(), again.leaves(), strict=True) if batch is not None else ():
-            np.testing.assert_array_equal(a, b, err_msg=name)
+    evaluate = range(n) if arguments["eval_n_envs"] else ()
+    return support.run(cls, env_fn, agent, n, evaluate, HOW_TO_START, **arguments)
 
 
 class Halting(ResetCollector):
@@ -353,11 +342,11 @@ def test_start_and_wait_are_the_two_halves_of_obtain(how: str) -> None:
     wanted = run(SerialSampler, Attentive(), CountingEnv, eval_n_envs=0)
     found = []
     with cls(CountingEnv, batch_T=13, batch_B=5, **kwargs) as sampler:
-        sampler.initialize(Attentive(), seed=5, bootstrap_value=True, traj_info_kwargs={"discount": 0.9})
+        sampler.initialize(Attentive(), **HOW_TO_START)
         for itr in range(4):
             sampler.start_samples(itr)
             _, infos = sampler.wait_samples()
-            found.append((sampler.samples_np.copy(), list(map(vars, infos))))
+            found.append(kept(sampler, infos))
         sampler.start_samples(9)  # and shutdown with a batch outstanding
     assert_same(found, wanted)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from penstock import (
     AlternatingSampler,
@@ -26,47 +25,20 @@ from penstock import (
 )
 from penstock.envs import CountingEnv
 
+from ..models import Constant
+from ..support import PROGRAMS, Held
+
 pytestmark = pytest.mark.slow
 
 every = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler])
-
-SCRIPT = """
-import sys
-import torch
-from torch import nn
-from penstock import CategoricalPgAgent, GpuSampler
-from penstock.envs import CountingEnv
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(2, 4)
-    def forward(self, observation):
-        out = self.head(observation)
-        return out[:, :3], out[:, 3]
-
-class Looking(CountingEnv):
-    def step(self, action):
-        observation, _, *rest = super().step(action)
-        return observation, float("torch" in sys.modules), *rest
-
-with GpuSampler(Looking, batch_T=3, batch_B=2, n_workers=2, start_method=sys.argv[1],
-                eval_n_envs=2, eval_max_steps=20) as sampler:
-    sampler.initialize(CategoricalPgAgent(Model), seed=0, bootstrap_value=True)
-    samples, _ = sampler.obtain_samples(0)
-    infos = sampler.evaluate_agent(0)
-    print(float(samples.env.reward.sum()), sum(info.Return for info in infos), len(infos))
-"""
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_workers_do_not_import_torch(tmp_path: Path, start_method: str) -> None:
     """In a process of its own: this one's supervisor has torch."""
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
     paths = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(path), start_method],
+        [sys.executable, "-W", "error", PROGRAMS / "without_torch.py", start_method],
         capture_output=True,
         text=True,
         timeout=60,
@@ -79,18 +51,6 @@ def test_workers_do_not_import_torch(tmp_path: Path, start_method: str) -> None:
 def test_the_default_workers_of_halves_leave_a_cpu_for_the_process_that_acts() -> None:
     sampler = AlternatingSampler("CartPole-v1", batch_T=1, batch_B=20)
     assert [sampler._count_workers(range(n)) for n in (1, 2, 8, 64)] == [2, 2, 14, 20]
-
-
-class Held(CountingEnv):
-    """Reads a pipe for leave to step."""
-
-    def __init__(self, gate: int) -> None:
-        super().__init__()
-        self.gate = gate
-
-    def step(self, action: Any) -> Any:
-        os.read(self.gate, 1)
-        return super().step(action)
 
 
 @pytest.mark.parametrize(
@@ -124,17 +84,6 @@ def test_waiting_takes_no_cpu(cls: type[GpuSampler], kwargs: dict[str, Any]) -> 
     assert took >= seconds * 0.9
     assert used < 0.25 * took, "it would be all of it if anything were looked at again and again"
     assert waiting > 0.5 * seconds
-
-
-class Constant(nn.Module):
-    """Its value shows which parameters acted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        return torch.zeros(len(observation), 3), self.weight.expand(len(observation))
 
 
 def publish(agent: CategoricalPgAgent, value: float) -> None:

@@ -7,86 +7,56 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from penstock import CategoricalPgAgent, ConfigError, ParallelSampler, RandomAgent, Sampler, SerialSampler, TrajInfo
 from penstock.envs import NestedEnv
 
+from .. import support
+from ..models import CartPoleNet
 from ..scale import pairs
+from ..support import assert_same
 
 CARTPOLE = partial(gym.make, "CartPole-v1")
 PENDULUM = partial(gym.make, "Pendulum-v1", max_episode_steps=30)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 32), nn.Tanh())
-        self.policy, self.critic = nn.Linear(32, 2), nn.Linear(32, 1)
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        features = self.body(observation)
-        return self.policy(features), self.critic(features)
-
-
-def run(
-    cls: type[Sampler], env_fn: Any, make_agent: Any, *, iterations: int = 5, evaluate: bool = False, **kwargs: Any
-) -> tuple[list[Any], list[list[dict[str, Any]]]]:
-    """The batches (as copies) and the trajectory infos of some iterations."""
-    batches, infos = [], []
-    with cls(env_fn, batch_T=40, batch_B=7, eval_n_envs=3, eval_max_steps=150, **kwargs) as sampler:
-        sampler.initialize(make_agent(), seed=11, bootstrap_value=True)
-        for itr in range(iterations):
-            if evaluate and itr % 2:
-                assert sampler.evaluate_agent(itr)
-            _, traj_infos = sampler.obtain_samples(itr)
-            batches.append(sampler.samples_np.copy())
-            infos.append([vars(info) for info in traj_infos])
-    return batches, infos
-
-
-def assert_same(a: tuple[list[Any], Any], b: tuple[list[Any], Any]) -> None:
-    for itr, (x, y) in enumerate(zip(a[0], b[0], strict=True)):
-        for (name, left), (_, right) in zip(x.leaves(), y.leaves(), strict=True):
-            np.testing.assert_array_equal(left, right, err_msg=f"{name}, itr {itr}")
-    assert a[1] == b[1]
+def run(cls: type[Sampler], env_fn: Any, make_agent: Any, n: int = 5, evaluate: bool = False, **kwargs: Any) -> Any:
+    """Batches with their infos. `evaluate`: there are evaluations between them."""
+    sizes = {"batch_T": 40, "batch_B": 7, "eval_n_envs": 3, "eval_max_steps": 150}
+    found = support.run(cls, env_fn, make_agent(), n, (0, 2) if evaluate else (), {"seed": 11}, **sizes, **kwargs)
+    assert all(infos for batch, infos in found if batch is None)
+    return [(batch, infos) for batch, infos in found if batch is not None]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("env_fn", "evaluate"), pairs([CARTPOLE, PENDULUM, NestedEnv], [False, True]))
 def test_the_random_agent_gives_bit_identical_batches_with_any_number_of_workers(env_fn: Any, evaluate: bool) -> None:
     reference = run(SerialSampler, env_fn, RandomAgent)
-    assert any(batch.env.done.any() for batch in reference[0])
+    assert any(batch.env.done.any() for batch, _ in reference)
     for n_workers in (1, 2, 3, 5):
         assert_same(reference, run(ParallelSampler, env_fn, RandomAgent, n_workers=n_workers, evaluate=evaluate))
 
 
 def test_every_start_method_gives_the_same(start_method: str) -> None:
-    reference = run(SerialSampler, CARTPOLE, RandomAgent, iterations=2)
-    assert_same(
-        reference, run(ParallelSampler, CARTPOLE, RandomAgent, iterations=2, n_workers=2, start_method=start_method)
-    )
+    reference = run(SerialSampler, CARTPOLE, RandomAgent, n=2)
+    assert_same(reference, run(ParallelSampler, CARTPOLE, RandomAgent, 2, n_workers=2, start_method=start_method))
 
 
 def test_two_runs_of_one_configuration_with_a_policy_are_identical() -> None:
-    first = run(ParallelSampler, CARTPOLE, lambda: CategoricalPgAgent(Model), n_workers=2)
-    second = run(ParallelSampler, CARTPOLE, lambda: CategoricalPgAgent(Model), n_workers=2, evaluate=True)
+    first = run(ParallelSampler, CARTPOLE, lambda: CategoricalPgAgent(CartPoleNet), n_workers=2)
+    second = run(ParallelSampler, CARTPOLE, lambda: CategoricalPgAgent(CartPoleNet), n_workers=2, evaluate=True)
     assert_same(first, second)
 
 
 def test_a_policy_acts_alike_in_serial_and_in_parallel() -> None:
     # In float64 the last bit, in which matrix products of other batch shapes may differ, decides nothing.
     def agent() -> CategoricalPgAgent:
-        return CategoricalPgAgent(lambda: Model().double())
+        return CategoricalPgAgent(lambda: CartPoleNet(32).double())
 
     serial = run(SerialSampler, CARTPOLE, agent)
     for n_workers in (1, 2, 3):
         parallel = run(ParallelSampler, CARTPOLE, agent, n_workers=n_workers)
-        for x, y in zip(serial[0], parallel[0], strict=True):
-            np.testing.assert_array_equal(x.agent.action, y.agent.action)
-            np.testing.assert_array_equal(x.env.observation, y.env.observation)
-            np.testing.assert_allclose(x.agent.agent_info.value, y.agent.agent_info.value, rtol=1e-6)
-        assert serial[1] == parallel[1]
+        assert_same(parallel, serial, rtol=1e-6)
 
 
 def test_evaluations_are_the_same_with_any_number_of_workers() -> None:
@@ -145,13 +115,13 @@ def test_machines_of_one_run_share_no_stream() -> None:
 
 def test_the_unsynchronized_learner_does_not_show_in_either_sampler() -> None:
     for cls in (SerialSampler, ParallelSampler):
-        agent = CategoricalPgAgent(Model)
+        agent = CategoricalPgAgent(CartPoleNet)
         with cls(CARTPOLE, batch_T=10, batch_B=2) as sampler:
             sampler.initialize(agent, seed=0)
             sampler.obtain_samples(0)
             before = sampler.samples_np.agent.agent_info.value.copy()
             with torch.no_grad():
-                agent.model.critic.bias += 100.0
+                agent.model.value.bias += 100.0
             sampler.obtain_samples(1)
             assert sampler.samples_np.agent.agent_info.value.max() < before.max() + 50
             agent.sync_shared_memory()
@@ -163,8 +133,8 @@ def test_trajectory_infos_come_in_a_fixed_order() -> None:
     class Where(TrajInfo):
         pass
 
-    stock = run(ParallelSampler, CARTPOLE, RandomAgent, n_workers=3, iterations=3)[1]
-    own = run(ParallelSampler, CARTPOLE, RandomAgent, n_workers=2, iterations=3, traj_info_cls=Where)[1]
+    stock = [infos for _, infos in run(ParallelSampler, CARTPOLE, RandomAgent, 3, n_workers=3)]
+    own = [infos for _, infos in run(ParallelSampler, CARTPOLE, RandomAgent, 3, n_workers=2, traj_info_cls=Where)]
     public = [[{k: v for k, v in info.items() if not k.startswith("_")} for info in infos] for infos in own]
     assert public == stock
 
@@ -189,8 +159,7 @@ def test_samplers_of_unequal_size_give_the_columns_of_one_large_one() -> None:
                 n_eval_envs=3,
             )
             part, _ = sampler.obtain_samples(0)
-            for (name, left), (_, right) in zip(whole[:, first : first + n].leaves(), part.leaves(), strict=True):
-                np.testing.assert_array_equal(left, right, err_msg=name)
+            assert_same(part, whole[:, first : first + n])
             returns += [info.Return for info in sampler.evaluate_agent(0)]
             first += n
     assert sorted(returns) == evaluated

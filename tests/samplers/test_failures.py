@@ -26,6 +26,7 @@ from penstock import (
 from penstock.envs import CountingEnv, CrashingEnv
 
 from ..scale import with_start_methods
+from ..support import sampler_of
 
 pytestmark = pytest.mark.slow
 
@@ -37,15 +38,8 @@ def crashing(cls: type[Sampler] = ParallelSampler, start_method: str = "forkserv
     """Four environments in two workers, of which env_rank 3 (in worker 1) fails."""
     crash = {"spare_pid": os.getpid(), **kwargs}
     env_kwargs = [{"where": "never"}] * 3 + [crash]
-    return cls(
-        CrashingEnv,
-        env_kwargs=env_kwargs,
-        batch_T=8,
-        batch_B=4,
-        n_workers=2,
-        max_decorrelation_steps=0,
-        start_method=start_method,
-    )
+    sampler: Sampler = sampler_of(cls, CrashingEnv, env_kwargs=env_kwargs, start_method=start_method)
+    return sampler
 
 
 @with_start_methods("where", ["init", "reset", "step"])
@@ -165,15 +159,8 @@ def test_agents_collectors_and_strange_exceptions_are_reported_too(
 
 
 def test_evaluation_failures_say_so() -> None:
-    with ParallelSampler(
-        CrashingEnv,
-        env_kwargs={"where": "never"},
-        batch_T=2,
-        batch_B=2,
-        eval_n_envs=2,
-        eval_max_steps=100,
-        eval_env_kwargs={"where": "step", "at": 7},
-    ) as sampler:
+    evaluation = {"eval_n_envs": 2, "eval_max_steps": 100, "eval_env_kwargs": {"where": "step", "at": 7}}
+    with sampler_of(ParallelSampler, CrashingEnv, env_kwargs={"where": "never"}, **evaluation) as sampler:
         sampler.initialize(RandomAgent())
         sampler.obtain_samples(0)
         with pytest.raises(WorkerError, match=r"stepping env_rank \d, t=6 \(evaluation, itr=1\): "):
@@ -210,9 +197,7 @@ def test_the_serial_sampler_gives_the_same_kind_of_error() -> None:
 
 def test_a_worker_without_progress_times_out_if_asked_to() -> None:
     hanging = {"env_kwargs": [{"where": "never"}, {"where": "step", "how": "hang", "at": 2}]}
-    with ParallelSampler(
-        CrashingEnv, batch_T=4, batch_B=2, n_workers=2, max_decorrelation_steps=0, step_timeout=0.5, **hanging
-    ) as sampler:
+    with sampler_of(ParallelSampler, CrashingEnv, batch_B=2, step_timeout=0.5, **hanging) as sampler:
         sampler.initialize(RandomAgent())
         with pytest.raises(WorkerTimeoutError) as caught:
             sampler.obtain_samples(0)

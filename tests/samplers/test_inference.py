@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,7 +21,9 @@ from penstock import (
 )
 from penstock.testing import DelegatingAgent
 
+from ..models import CartPoleNet as Net
 from ..scale import with_start_methods
+from ..support import Batch, assert_same, run
 
 pytestmark = pytest.mark.slow
 
@@ -38,19 +38,6 @@ SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "central, in a process": (GpuSampler, {"n_workers": 2, "server": "process"}),
     "alternating": (AlternatingSampler, {"n_workers": 2}),
 }
-
-
-class Net(nn.Module):
-    """Two heads, as large as the field's CartPole examples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
-        self.policy, self.value = nn.Linear(64, 2), nn.Linear(64, 1)
-
-    def forward(self, observation: Any) -> Any:
-        features = self.body(observation)
-        return self.policy(features), self.value(features).squeeze(-1)
 
 
 def set_weights(agent: CategoricalPgAgent, action: int, value: float) -> None:
@@ -102,42 +89,28 @@ def test_an_agent_around_it_follows_publications(kind: str) -> None:
 # ---- one seed, one batch -----------------------------------------------------------------------
 
 
-def batches(cls: Any, kind: str, model: Any = Net, **options: Any) -> Iterator[Any]:
-    with cls(CARTPOLE, batch_T=30, batch_B=6, **options) as sampler:
-        sampler.initialize(CategoricalPgAgent(model, inference=kind), seed=4, bootstrap_value=True)  # type: ignore[arg-type]
-        for itr in range(3):
-            sampler.obtain_samples(itr)
-            yield sampler.samples_np.copy()
-
-
-def assert_same(left: Any, right: Any, tolerance: float) -> None:
-    for (name, ours), (_, others) in zip(left.leaves(), right.leaves(), strict=True):
-        if name.startswith(("agent.agent_info", "agent.bootstrap_value", "agent.final_value")):
-            np.testing.assert_allclose(ours, others, rtol=tolerance, atol=tolerance, err_msg=name)
-        else:
-            np.testing.assert_array_equal(ours, others, err_msg=name)
+def batches(cls: Any, kind: Any, **options: Any) -> list[Batch]:
+    sizes = {"batch_T": 30, "batch_B": 6}
+    return run(cls, CARTPOLE, CategoricalPgAgent(Net, inference=kind), 3, initialize={"seed": 4}, **sizes, **options)
 
 
 @pytest.mark.parametrize("kind", ["torch", *FAST])
 def test_the_number_of_workers_changes_no_more_than_the_last_bits(kind: str) -> None:
     """As for torch's models: the rows of a matrix product may be rounded in another way if there are more of them."""
-    reference = list(batches(SerialSampler, kind))
-    assert any(batch.env.done.any() for batch in reference)
+    reference = batches(SerialSampler, kind)
+    assert any(batch.env.done.any() for batch, _ in reference)
     for cls, options in ((ParallelSampler, {"n_workers": 2}), (ParallelSampler, {"n_workers": 4}), SAMPLERS["central"]):
-        for left, right in zip(reference, batches(cls, kind, **options), strict=True):
-            assert_same(left, right, 1e-5)
+        assert_same(batches(cls, kind, **options), reference, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", FAST)
 def test_the_same_sampler_gives_the_same_bits_again(kind: str) -> None:
-    for left, right in zip(*(batches(ParallelSampler, kind, n_workers=2) for _ in range(2)), strict=True):
-        assert_same(left, right, 0)
+    assert_same(*(batches(ParallelSampler, kind, n_workers=2) for _ in range(2)))
 
 
 @pytest.mark.parametrize("kind", FAST)
 def test_the_actions_are_those_of_torch(kind: str) -> None:
-    for left, right in zip(batches(SerialSampler, kind), batches(SerialSampler, "torch"), strict=True):
-        assert_same(left, right, 1e-5)
+    assert_same(batches(SerialSampler, kind), batches(SerialSampler, "torch"), rtol=1e-5, atol=1e-5)
 
 
 # ---- the check at the start --------------------------------------------------------------------

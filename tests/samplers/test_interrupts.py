@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from penstock import ParallelSampler, RandomAgent, SamplerState, SamplerStateError
-from penstock.envs import CountingEnv
 from penstock.workers import pool as pool_module
 from penstock.workers import sigint
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.monitor import Monitor
+
+from .. import support
 
 
 def ctrl_c() -> None:
@@ -87,8 +88,8 @@ def test_another_thread_holds_nothing_back() -> None:
 # ---- samplers at their worst moments -----------------------------------------------------------
 
 
-def sampler_of(**kwargs: Any) -> ParallelSampler:
-    return ParallelSampler(CountingEnv, batch_T=4, batch_B=4, n_workers=2, max_decorrelation_steps=0, **kwargs)
+def sampler_of(**kwargs: Any) -> Any:
+    return support.sampler_of(ParallelSampler, batch_T=4, **kwargs)
 
 
 def test_between_two_gates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,8 @@ def test_the_statistics_are_printed_as_a_table() -> None:
         sampler.obtain_samples(0)
         stats = sampler.stats()
     assert repr(stats) == str(stats), "a notebook shows the table too"
-    heading, line, total = str(stats).splitlines()
+    units, heading, line, total = str(stats).splitlines()
+    assert units.startswith("times in seconds")
     assert heading.split() == ["worker", "envs", "steps", "acting", "stepping", "resetting", "waiting", "idle"]
     assert line.split()[:5] == ["0", "0", "to", "2", "12"]
     assert total.endswith("MiB shared")

@@ -15,11 +15,13 @@ from penstock import CategoricalPgAgent, RandomAgent, SerialSampler
 from penstock.buffers import native
 from penstock.envs import NestedEnv
 
+from ..support import Batch, assert_same, run
+
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="was built without a C compiler")
 
 DRAWING = {"shift_rows", "draw_rows"}
 FUNCTIONS = set(native.PYTHON) - DRAWING
-LOOPS = {"step_ordinary", "sum_episodes", "infos_of_records"}
+LOOPS = {"step_ordinary", "sum_episodes"}
 ALWAYS = {"put_row", *LOOPS}
 
 
@@ -42,7 +44,7 @@ def calls_of_native(*, compiled: bool) -> Iterator[list[str]]:
             result = function(*arguments)
             has_done = {
                 "step_ordinary": result is None,
-                **dict.fromkeys(("flat_step", "infos_of_records", *DRAWING), result is not None),
+                **dict.fromkeys(DRAWING, result is not None),
                 "sum_episodes": isinstance(result, int) and result != -1,
             }
             if has_done.get(name, result is True):
@@ -62,15 +64,10 @@ def calls_of_native(*, compiled: bool) -> Iterator[list[str]]:
         yield done
 
 
-def sample(env_fn: Any, make_agent: Any, **kwargs: Any) -> tuple[list[Any], list[Any]]:
-    batches, infos = [], []
-    with SerialSampler(env_fn, batch_T=30, batch_B=5, eval_n_envs=2, eval_max_steps=100, **kwargs) as sampler:
-        sampler.initialize(make_agent(), seed=3, bootstrap_value=True, traj_info_kwargs={"discount": 0.9})
-        for itr in range(4):
-            _, finished = sampler.obtain_samples(itr)
-            batches.append(sampler.samples_np.copy())
-            infos += [vars(info) for info in [*finished, *sampler.evaluate_agent(itr)]]
-    return batches, infos
+def sample(env_fn: Any, make_agent: Any, **kwargs: Any) -> list[Batch]:
+    how = {"seed": 3, "traj_info_kwargs": {"discount": 0.9}}
+    sizes = {"batch_T": 30, "batch_B": 5, "eval_n_envs": 2, "eval_max_steps": 100}
+    return run(SerialSampler, env_fn, make_agent(), 4, range(4), how, **sizes, **kwargs)
 
 
 CASES: list[tuple[Any, Any, dict[str, Any], set[str]]] = [
@@ -79,7 +76,7 @@ CASES: list[tuple[Any, Any, dict[str, Any], set[str]]] = [
     (partial(gym.make, "Pendulum-v1", max_episode_steps=20), RandomAgent, {}, FUNCTIONS),
     (partial(gym.make, "MountainCarContinuous-v0", max_episode_steps=9), RandomAgent, {}, ALWAYS),
     (partial(gym.make, "Acrobot-v1", max_episode_steps=9), RandomAgent, {"record_final_obs": False}, ALWAYS),
-    (NestedEnv, RandomAgent, {}, FUNCTIONS - {"flat_step"}),
+    (NestedEnv, RandomAgent, {}, FUNCTIONS),
     ("FrozenLake-v1", RandomAgent, {}, ALWAYS),
 ]
 
@@ -87,11 +84,9 @@ CASES: list[tuple[Any, Any, dict[str, Any], set[str]]] = [
 @pytest.mark.parametrize(("env_fn", "make_agent", "kwargs", "used"), CASES)
 def test_batches_are_the_same_bit_for_bit(env_fn: Any, make_agent: Any, kwargs: Any, used: set[str]) -> None:
     with calls_of_native(compiled=True) as done:
-        batches, infos = sample(env_fn, make_agent, **kwargs)
+        found = sample(env_fn, make_agent, **kwargs)
     assert used <= set(done)
     with calls_of_native(compiled=False):
-        plain_batches, plain_infos = sample(env_fn, make_agent, **kwargs)
-    for batch, plain in zip(batches, plain_batches, strict=True):
-        for (name, left), (_, right) in zip(batch.leaves(), plain.leaves(), strict=True):
-            assert left.tobytes() == right.tobytes(), name
-    assert repr(infos) == repr(plain_infos)  # to the last bit
+        plain = sample(env_fn, make_agent, **kwargs)
+    assert_same(found, plain)
+    assert repr([infos for _, infos in found]) == repr([infos for _, infos in plain])  # to the last bit

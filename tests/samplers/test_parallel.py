@@ -32,6 +32,8 @@ from penstock import (
 from penstock.envs import CountingEnv
 from penstock.workers.affinity import usable_cpus
 
+from ..support import sampler_of
+
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 
 
@@ -58,9 +60,8 @@ class OwnTrajInfo(TrajInfo):
 @pytest.mark.parametrize("traj_info_cls", [TrajInfo, OwnTrajInfo])
 def test_every_one_step_episode_is_delivered_in_its_batch(cls: type[Sampler], traj_info_cls: type[TrajInfo]) -> None:
     T, B = 2000, 3
-    with cls(
-        CountingEnv, env_kwargs={"length": 1}, batch_T=T, batch_B=B, n_workers=2, traj_info_cls=traj_info_cls
-    ) as sampler:
+    how = {"env_kwargs": {"length": 1}, "traj_info_cls": traj_info_cls}
+    with cls(CountingEnv, batch_T=T, batch_B=B, n_workers=2, **how) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         for itr in range(3):
             samples, infos = sampler.obtain_samples(itr)
@@ -72,16 +73,8 @@ def test_every_one_step_episode_is_delivered_in_its_batch(cls: type[Sampler], tr
 @settings(max_examples=8, deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), T=st.integers(1, 30), n_workers=st.integers(1, 4))
 def test_as_many_infos_as_dones_with_any_episode_lengths(lengths: list[int], T: int, n_workers: int) -> None:
-    env_kwargs = [{"length": n} for n in lengths]
-    with ParallelSampler(
-        CountingEnv,
-        env_kwargs=env_kwargs,
-        batch_T=T,
-        batch_B=len(lengths),
-        n_workers=n_workers,
-        start_method="fork",
-        max_decorrelation_steps=5,
-    ) as sampler:
+    how = {"env_kwargs": [{"length": n} for n in lengths], "start_method": "fork", "max_decorrelation_steps": 5}
+    with ParallelSampler(CountingEnv, batch_T=T, batch_B=len(lengths), n_workers=n_workers, **how) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         for itr in range(4):
             samples, infos = sampler.obtain_samples(itr)
@@ -92,15 +85,8 @@ def test_as_many_infos_as_dones_with_any_episode_lengths(lengths: list[int], T: 
 
 
 def test_a_subclass_keeps_constants_attributes_and_class(start_method: str) -> None:
-    with ParallelSampler(
-        CountingEnv,
-        batch_T=10,
-        batch_B=3,
-        n_workers=2,
-        start_method=start_method,
-        max_decorrelation_steps=0,
-        traj_info_cls=OwnTrajInfo,
-    ) as sampler:
+    how = {"start_method": start_method, "traj_info_cls": OwnTrajInfo}
+    with sampler_of(ParallelSampler, batch_T=10, batch_B=3, **how) as sampler:
         sampler.initialize(RandomAgent(), seed=0, traj_info_kwargs={"discount": 0.5, "bonus": 2.5, "payload": 300_000})
         samples, infos = sampler.obtain_samples(0)
         assert len(infos) == 6

@@ -29,6 +29,8 @@ from penstock.buffers import episode_log
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
 from penstock.testing import Fault, FaultyAgent, faulty_env
 
+from ..support import assert_same, collect
+
 T, B = 12, 4
 
 
@@ -94,14 +96,9 @@ def test_the_seeds_of_the_episodes_depend_on_env_rank_and_episode_only() -> None
     for cls, kwargs in ((SerialSampler, {}), (ParallelSampler, {"n_workers": 3}), (GpuSampler, {"n_workers": 2})):
         with make(Walk, cls, **kwargs) as sampler:
             sampler.initialize(RandomAgent(), seed=4)
-            batches.append([])
-            for itr in range(4):
-                sampler.obtain_samples(itr)
-                batches[-1].append(sampler.samples_np.copy())
+            batches.append(collect(sampler, 4))
     for other in batches[1:]:
-        for ours, theirs in zip(batches[0], other, strict=True):
-            for (name, a), (_, b) in zip(ours.leaves(), theirs.leaves(), strict=True):
-                assert a.tobytes() == b.tobytes(), name
+        assert_same(other, batches[0])
 
 
 def test_only_later_episodes_differ_from_a_run_without_the_option() -> None:

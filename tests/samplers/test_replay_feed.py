@@ -28,6 +28,7 @@ from penstock.envs import CountingEnv, SlowEnv
 from penstock.replays import Frames, Prioritized, Ratio, Replay, Sequences
 from penstock.samplers import asynchronous
 
+from ..support import assert_same
 from .async_support import VersionAgent
 
 T, B = 4, 5
@@ -86,12 +87,22 @@ def test_the_replay_holds_what_the_environments_did(server: Any, truncates: bool
     assert replay.n_steps > B * 80, "the ring has wrapped"
 
 
-def everything(replay: Replay) -> dict[str, Any]:
+def everything(replay: Replay) -> Any:
     """All transitions that can be drawn."""
-    storage = replay._storage
-    assert storage is not None
-    positions = storage.places.positions(storage.places.all_eligible(*storage.places.bounds()))
-    return {"index": positions, **(storage.reader.read(positions) or {})}
+    return replay.contents.read(replay.contents.index)
+
+
+def test_contents_can_be_read_while_workers_write() -> None:
+    replay = Replay(B * 80, seed=0)
+    with started(replay, ratio=Ratio(1, min_steps=B * 20)) as sampler:
+        for _ in range(20):
+            replay.sample(8)
+            rows = replay.contents.rows()
+            assert rows.valid.all()
+            assert (rows.reward == rows.observation[..., 1] + 1).all()
+            newest = replay.contents.index[-9:]
+            assert replay.contents.read(newest).index.tolist() == newest.tolist()
+            assert sampler.state is SamplerState.RUNNING
 
 
 def test_the_same_steps_as_with_append() -> None:
@@ -103,10 +114,8 @@ def test_the_same_steps_as_with_append() -> None:
         serial.initialize(RandomAgent(), seed=1)
         while other.n_steps < replay.n_steps:
             other.append(serial.obtain_samples(0)[0])
-    a, b = everything(replay), everything(other)
-    assert len(a["index"]) > 50
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name])
+    assert len(replay.contents.index) > 50
+    assert_same(everything(replay), everything(other))
 
 
 def test_sequences_with_stored_states() -> None:
@@ -171,12 +180,11 @@ def test_policy_versions_and_newer_than() -> None:
             if itr >= 40 and sampler.stats().lag.max > 0:  # type: ignore[union-attr]
                 break
         sampler.pause()
-    ring = replay._storage.ring  # type: ignore[union-attr]
-    versions = ring.arrays.policy_version[np.arange(ring.first, ring.end) % ring.T]
+    versions = replay.contents.rows().policy_version
     assert (np.diff(versions, axis=0) >= 0).all()
     newest = int(versions[:-1].max())  # of the last row, no window is complete
     batch = replay.sample(50, newer_than=newest - 1)
-    assert (ring.policy_version[batch.index % ring.size] == newest).all()
+    assert (versions.reshape(-1)[batch.index - B * replay.contents.steps.start] == newest).all()
     assert (batch.action == (newest - 1) % 3).all()  # version v acts with the number v - 1
 
 

@@ -38,7 +38,9 @@ from penstock import (
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
 from penstock.testing import Fault, faulty_env
 
+from .. import support
 from ..scale import pairs
+from ..support import Batch, assert_same
 
 pytestmark = pytest.mark.slow
 
@@ -109,30 +111,15 @@ def make(env_fn: Any = "CartPole-v1", cls: type[Sampler] = SerialSampler, **kwar
     return cls(env_fn, **{**arguments, **kwargs})
 
 
-Batch = tuple[Any, list[dict[str, Any]]]
-
-
 def collect(sampler: Sampler, first: int, last: int) -> list[Batch]:
-    """Batches and their infos; after every second batch an evaluation, if there are environments for it."""
-    found: list[Batch] = []
-    for itr in range(first, last):
-        _, infos = sampler.obtain_samples(itr)
-        found.append((sampler.samples_np.copy(), [vars(info) for info in infos]))
-        if sampler.config.eval_n_envs and itr % 2:
-            found.append((None, [vars(info) for info in sampler.evaluate_agent(itr)]))
-    return found
+    """After every second batch an evaluation, if there are environments for it."""
+    evaluate = range(1, last, 2) if sampler.config.eval_n_envs else ()
+    return support.collect(sampler, range(first, last), evaluate)
 
 
 def started(sampler: Sampler, agent: Agent) -> Sampler:
     sampler.initialize(agent, seed=3, bootstrap_value=isinstance(agent, RandomAgent | CategoricalPgAgent))
     return sampler
-
-
-def check_same(ours: list[Batch], theirs: list[Batch]) -> None:
-    for (one, infos), (other, other_infos) in zip(ours, theirs, strict=True):
-        assert infos == other_infos
-        for (name, a), (_, b) in zip(*(() if each is None else each.leaves() for each in (one, other)), strict=True):
-            assert a.tobytes() == b.tobytes(), name
 
 
 def through_a_file(state: Any) -> Any:
@@ -150,13 +137,13 @@ def resumed(make_agent: Any, cls: type[Sampler], other_cls: type[Sampler], **kwa
     with started(make(cls=cls, **kwargs), make_agent()) as sampler:
         found = collect(sampler, 0, N)
         state = through_a_file(sampler.state_dict())
-        check_same(collect(sampler, N, 2 * N), expected[len(found) :])  # saving changes nothing
+        assert_same(collect(sampler, N, 2 * N), expected[len(found) :])  # saving changes nothing
     with started(make(cls=other_cls, **{**kwargs, "n_workers": 3}), make_agent()) as sampler:
         report = sampler.load_state_dict(state)
         found += collect(sampler, N, 2 * N)
         assert sampler.samples_np is not None
         assert sampler.obtain_samples(2 * N)[0].batch == 2 * N
-    check_same(found, expected)
+    assert_same(found, expected)
     return report
 
 
@@ -239,7 +226,7 @@ def test_new_episodes_never_repeat_old_ones(seed_episodes: bool) -> None:
     kwargs = {"batch_T": 80, "max_decorrelation_steps": 0, "env_state": "never", "seed_episodes": seed_episodes}
     state, batches = saved(**kwargs)
     again, other = (saved(state=state, **kwargs) for _ in range(2))
-    check_same(again[1], other[1])  # what begins again depends on nothing but the state
+    assert_same(again[1], other[1])  # what begins again depends on nothing but the state
     third = saved(state=again[0], **kwargs)
     parts = [first_observations(each) for each in (batches, again[1], third[1])]
     assert all(len(part) > 20 for part in parts)
@@ -263,7 +250,7 @@ def test_exact_and_reseeded_environments_side_by_side(cls: type[Sampler]) -> Non
     assert report.exact == (0, 2)
     assert list(report.reseeded) == [1, 3, 4]
     assert "2 environments continue exactly, 3 began new episodes: env_rank 1, 3, 4: Rebuilt is an Ez" in str(report)
-    check_same(*runs)
+    assert_same(*runs)
     for (ours, _), (theirs, _) in zip(runs[0], expected[2:], strict=True):
         for name in ("observation", "reward", "prev_done"):
             a, b = ours.env[name], theirs.env[name]
@@ -418,10 +405,10 @@ def test_a_run_that_is_saved_before_its_first_batch() -> None:
     with started(make(), RandomAgent()) as sampler:
         sampler.load_state_dict(state)
         again = sampler.state_dict()  # loading and saving at once
-        check_same(collect(sampler, 0, 3), expected)
+        assert_same(collect(sampler, 0, 3), expected)
     with started(make(), RandomAgent()) as sampler:
         sampler.load_state_dict(again)
-        check_same(collect(sampler, 0, 3), expected)
+        assert_same(collect(sampler, 0, 3), expected)
 
 
 def test_the_version_of_the_parameters_continues() -> None:

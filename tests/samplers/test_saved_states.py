@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from penstock import ConfigError, ParallelSampler, RandomAgent, Sampler, SamplerBrokenError, SerialSampler
-from penstock.envs import CountingEnv
 from penstock.samplers.restoring import checksum
+
+from ..support import sampler_of
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 
 
-def make(cls: type[Sampler] = SerialSampler, **options: Any) -> Sampler:
-    sampler = cls(CountingEnv, batch_T=4, batch_B=4, n_workers=2, max_decorrelation_steps=0, **options)
+def make(cls: type[Sampler] = SerialSampler, **options: Any) -> Any:
+    sampler = sampler_of(cls, batch_T=4, **options)
     sampler.initialize(RandomAgent(), seed=1)
     return sampler
 

@@ -17,6 +17,8 @@ from penstock import (
 from penstock.buffers.object_pipe import ObjectPipe
 from penstock.envs import CountingEnv
 
+from ..support import sampler_of
+
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -32,10 +34,8 @@ class KeepsErrors(TrajInfo):
         self.Error = NeedsTwo(1, 2)
 
 
-def make(cls: type[TrajInfo]) -> ParallelSampler:
-    return ParallelSampler(
-        CountingEnv, batch_T=12, batch_B=4, n_workers=2, traj_info_cls=cls, max_decorrelation_steps=0
-    )
+def make(cls: type[TrajInfo]) -> Any:
+    return sampler_of(ParallelSampler, batch_T=12, traj_info_cls=cls)
 
 
 def test_an_attribute_that_cannot_be_unpickled_is_named_in_that_batch_and_no_other() -> None:

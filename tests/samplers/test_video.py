@@ -212,14 +212,8 @@ def test_what_cannot_be_recorded_is_named_and_the_sampler_stays_usable(
     not all(map(importlib.util.find_spec, ("moviepy", "pygame"))), reason="needs moviepy and pygame to make a film"
 )
 def test_a_film_of_cartpole(tmp_path: Path) -> None:
-    with ParallelSampler(
-        "CartPole-v1",
-        batch_T=4,
-        batch_B=1,
-        eval_n_envs=1,
-        eval_episodes=1,
-        eval_env_kwargs={"render_mode": "rgb_array"},
-    ) as sampler:
+    evaluation = {"eval_n_envs": 1, "eval_episodes": 1, "eval_env_kwargs": {"render_mode": "rgb_array"}}
+    with ParallelSampler("CartPole-v1", batch_T=4, batch_B=1, **evaluation) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         (info,) = sampler.evaluate_agent(0, video=tmp_path)
     from moviepy import VideoFileClip

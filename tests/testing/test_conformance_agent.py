@@ -9,7 +9,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from torch import nn
 
 from penstock import Agent, AgentStep, CategoricalPgAgent, ConfigError, RandomAgent, ResetCollector
@@ -25,6 +24,8 @@ from penstock.testing import (
     check_collector,
 )
 
+from ..models import CartPoleNet
+
 pytestmark = pytest.mark.slow
 
 CARTPOLE = functools.partial(gym.make, "CartPole-v1")
@@ -33,30 +34,19 @@ CARTPOLE = functools.partial(gym.make, "CartPole-v1")
 # ---- what passes ---------------------------------------------------------------------------
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 16), nn.Tanh())
-        self.policy, self.critic = nn.Linear(16, 2), nn.Linear(16, 1)
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        features = self.body(observation)
-        return self.policy(features), self.critic(features)
-
-
 @pytest.mark.parametrize("env_fn", [CountingEnv, NestedEnv, CARTPOLE, "Pendulum-v1"])
 def test_the_random_agent_keeps_all_rules(env_fn: Any) -> None:
     check_agent(RandomAgent, env_fn)
     check_agent(lambda: DelegatingAgent(RandomAgent()), env_fn)
 
 
-@pytest.mark.parametrize("make", [lambda: CategoricalPgAgent(Model), lambda: CategoricalPgAgent(Model())])
+@pytest.mark.parametrize("make", [lambda: CategoricalPgAgent(CartPoleNet), lambda: CategoricalPgAgent(CartPoleNet(16))])
 def test_the_categorical_agent_keeps_all_rules(make: Callable[[], Agent]) -> None:
     check_agent(make, CARTPOLE)
 
 
 def test_an_agent_with_a_fault_that_never_fires_keeps_all_rules() -> None:
-    check_agent(lambda: FaultyAgent(CategoricalPgAgent(Model), Fault("raise", at=10_000)), CARTPOLE)
+    check_agent(lambda: FaultyAgent(CategoricalPgAgent(CartPoleNet), Fault("raise", at=10_000)), CARTPOLE)
 
 
 class Recurrent(Agent):

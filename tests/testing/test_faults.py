@@ -19,6 +19,8 @@ import pytest
 from penstock import ConfigError
 from penstock.testing import HOWS, Fault, InjectedFault, Trigger, UnpicklableFault, UnprintableFault
 
+from ..support import until
+
 CONTINUED = 7  # the exit code of a child that did not fail
 BOUND = 20.0  # seconds that a wait may take before the test fails
 
@@ -58,13 +60,6 @@ def exit_code_of(body: Callable[[], object]) -> int:
     """The exit code of a child that runs `body`, or minus its signal."""
     with forked(body) as pid:
         return exit_code(pid)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + BOUND
-    while not condition():
-        assert time.monotonic() < deadline
-        os.sched_yield()
 
 
 @contextmanager
@@ -192,19 +187,19 @@ def test_delay_continues_after_its_time() -> None:
 def test_hang_does_not_stop_other_threads() -> None:
     with echoing(Fault("hang")) as (pid, answers):
         assert all(answers(BOUND) for _ in range(20))
-        until(lambda: psutil.Process(pid).status() == psutil.STATUS_SLEEPING)
+        until(lambda: psutil.Process(pid).status() == psutil.STATUS_SLEEPING, seconds=BOUND)
         assert psutil.Process(pid).cpu_times().user < 1
 
 
 def test_spin_uses_cpu_time() -> None:
     with echoing(Fault("spin")) as (pid, answers):
-        until(lambda: psutil.Process(pid).cpu_times().user >= 0.05)
+        until(lambda: psutil.Process(pid).cpu_times().user >= 0.05, seconds=BOUND)
         assert answers(BOUND), "other threads get the interpreter lock"
 
 
 def test_hold_the_gil_stops_all_threads() -> None:
     with echoing(Fault("hold the gil")) as (pid, answers):
-        until(lambda: not answers(0.3))
+        until(lambda: not answers(0.3), seconds=BOUND)
         assert psutil.Process(pid).status() == psutil.STATUS_SLEEPING
         assert not answers(0.1)
 

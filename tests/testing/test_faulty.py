@@ -36,6 +36,7 @@ from penstock.testing import (
 )
 
 from ..scale import pairs, scaled
+from ..support import assert_same, sampler_of
 
 pytestmark = pytest.mark.slow
 
@@ -64,16 +65,8 @@ PLACES: dict[str, tuple[Place, str]] = {
 
 def run(cls: type[Sampler], env_fn: Any = CountingEnv, agent: Any = None, batches: int = 1, **arguments: Any) -> Any:
     """One worker with two environments; a batch in which an episode ends, and an evaluation."""
-    with cls(
-        env_fn,
-        batch_T=6,
-        batch_B=2,
-        n_workers=1,
-        max_decorrelation_steps=0,
-        eval_n_envs=1,
-        eval_max_steps=12,
-        **arguments,
-    ) as sampler:
+    sizes = {"batch_T": 6, "batch_B": 2, "n_workers": 1, "eval_n_envs": 1, "eval_max_steps": 12}
+    with sampler_of(cls, env_fn, **sizes, **arguments) as sampler:
         sampler.initialize(agent or RandomAgent(), seed=0, bootstrap_value=True)
         for itr in range(batches):
             sampler.obtain_samples(itr)
@@ -120,8 +113,7 @@ def test_a_fault_that_never_fires_changes_nothing(cls: type[Sampler], where: str
         late = Fault("delay", seconds=0)
     samples, infos = run(cls, **PLACES[where][0](late))
     plain, plain_infos = run(SerialSampler)
-    for (name, left), (_, right) in zip(samples.leaves(), plain.leaves(), strict=True):
-        np.testing.assert_array_equal(left, right, name)
+    assert_same(samples, plain)
     assert [info.Length for info in infos] == [info.Length for info in plain_infos]
 
 

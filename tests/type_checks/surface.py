@@ -109,6 +109,8 @@ def replays(samples: Samples) -> None:
     assert_type(batch, ReplayBatch)
     assert_type(batch.weight, Tensor)
     assert_type(Replay(1000, sequences=Sequences(8)).sample(3), SequenceBatch)
+    assert_type(replay.contents.read([3]), ReplayBatch)
+    assert_type(Replay(1000, sequences=Sequences(8)).contents.read(batch.index), SequenceBatch)
     batch.retrun_  # type: ignore[attr-defined]
     replay.append(3)  # type: ignore[arg-type]
     replay.update("x", batch.weight)  # type: ignore[arg-type]

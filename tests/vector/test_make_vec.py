@@ -12,7 +12,7 @@ from gymnasium.wrappers import TimeAwareObservation, TransformReward
 from penstock import ConfigError
 from penstock.vector import ShmVectorEnv, make_vec
 
-from .vector_support import assert_same
+from ..support import assert_same
 
 
 def test_arguments_go_where_they_belong() -> None:

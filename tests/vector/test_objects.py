@@ -19,7 +19,7 @@ from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
 
 from ..scale import pairs
-from .vector_support import assert_same
+from ..support import assert_same
 
 pytestmark = pytest.mark.slow
 

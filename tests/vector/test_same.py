@@ -19,7 +19,8 @@ from penstock.vector import ShmVectorEnv
 
 from ..envs.space_strategies import any_space
 from ..scale import pairs, scaled
-from .vector_support import assert_same, talkative
+from ..support import assert_same
+from .vector_support import talkative
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ sb3 = pytest.importorskip("stable_baselines3")
 from stable_baselines3.common.monitor import Monitor  # noqa: E402
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor  # noqa: E402
 
-from .vector_support import assert_same  # noqa: E402
+from ..support import assert_same  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

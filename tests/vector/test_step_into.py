@@ -15,7 +15,7 @@ from penstock import WorkerError
 from penstock.envs import NestedEnv
 from penstock.vector import ShmVectorEnv
 
-from .vector_support import assert_same
+from ..support import assert_same
 
 modes = pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,28 +15,6 @@ from gymnasium import spaces
 from ..envs.space_strategies import sample
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
-
-
-def assert_same(got: Any, wanted: Any, where: str = "") -> None:
-    """Structure, dtypes, shapes and values."""
-    if isinstance(wanted, Mapping):
-        assert isinstance(got, Mapping), where
-        assert set(got) == set(wanted), where
-        for key in wanted:
-            assert_same(got[key], wanted[key], f"{where}[{key!r}]")
-    elif isinstance(wanted, tuple | list):
-        assert type(got) is type(wanted), where
-        assert len(got) == len(wanted), where
-        for k, part in enumerate(wanted):
-            assert_same(got[k], part, f"{where}[{k}]")
-    elif isinstance(wanted, np.ndarray) and wanted.dtype == object:
-        assert_same(got.tolist(), wanted.tolist(), where)
-    elif isinstance(wanted, np.ndarray):
-        assert got.dtype == wanted.dtype, where
-        np.testing.assert_array_equal(got, wanted, err_msg=where)
-    else:  # a number may be of numpy's kind here and of Python's there
-        assert np.asarray(got).dtype.kind == np.asarray(wanted).dtype.kind, where
-        assert got == wanted, where
 
 
 def talkative(observation_space: Any, action_space: Any) -> partial[Talkative]:

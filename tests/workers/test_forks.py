@@ -14,8 +14,9 @@ from penstock.envs import CountingEnv
 from penstock.samplers.config import SamplerOptions
 from penstock.vector import ShmVectorEnv
 
-from ..process.support import is_running, until
+from ..process.support import is_running
 from ..samplers.async_support import VersionAgent
+from ..support import assert_same, run, until
 
 T, B, AT = 6, 4, 15  # episodes have 5 steps; step 15 ends one
 WRONG = -100.0
@@ -71,17 +72,14 @@ def child_of(folder: Path) -> int:
 
 
 def expected(agent: Any, n_batches: int) -> list[Any]:
-    with SerialSampler(CountingEnv, **SIZE) as sampler:
-        sampler.initialize(agent, seed=0)
-        return [sampler.obtain_samples(itr)[0].copy().numpy() for itr in range(n_batches)]
+    how = {"seed": 0, "bootstrap_value": False}
+    return [batch for batch, _ in run(SerialSampler, CountingEnv, agent, n_batches, (), how, **SIZE)]
 
 
 def check(sampler: Any, folder: Path, agent: Any, n_batches: int = 12) -> None:
     for itr, wanted in enumerate(expected(agent, n_batches)):
         samples, infos = sampler.obtain_samples(itr)
-        for found, right in zip(samples.numpy().leaves(), wanted.leaves(), strict=True):
-            assert found[0] == right[0]
-            np.testing.assert_array_equal(found[1], right[1], err_msg=f"{found[0]} of batch {itr}")
+        assert_same(samples.numpy(), wanted)
         assert len(infos) == wanted.env.done.sum()
     until(lambda: not is_running(child_of(folder)), "the end of the child")
     assert not (folder / "closed").exists()

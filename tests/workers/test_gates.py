@@ -25,13 +25,13 @@ def _is_readable(fd: int) -> bool:
 
 def test_a_wake_up_is_readable_until_it_is_cleared(wake_up_kind: str) -> None:
     wake_up = WakeUp()
-    gates.clear(wake_up.fileno())  # nothing there: no harm, no wait
-    assert not _is_readable(wake_up.fileno())
+    gates.clear(wake_up.reader.fd)  # nothing there: no harm, no wait
+    assert not _is_readable(wake_up.reader.fd)
     for _ in range(100_000 if wake_up_kind == "pipe" else 3):  # a full pipe must not block
         gates.notify(wake_up.writer.fd)
-    assert _is_readable(wake_up.fileno())
-    gates.clear(wake_up.fileno())
-    assert not _is_readable(wake_up.fileno())
+    assert _is_readable(wake_up.reader.fd)
+    gates.clear(wake_up.reader.fd)
+    assert not _is_readable(wake_up.reader.fd)
     wake_up.close()
 
 
@@ -55,8 +55,8 @@ def test_every_opening_is_answered_once(wake_up_kind: str, spin: bool) -> None:
         control.main_asleep[0] = FOR_ANY if itr % 2 else 1
         full_fence()
         while not control.has_arrived(0):
-            assert select.select([gate.fileno()], [], [], 10)[0], "the worker wakes a main process that sleeps"
-            gates.clear(gate.fileno())
+            assert select.select([gate.done.reader.fd], [], [], 10)[0], "the worker wakes a main process that sleeps"
+            gates.clear(gate.done.reader.fd)
         control.main_asleep[0] = AWAKE
     thread.join(10)
     assert work == list(range(200))
@@ -89,7 +89,7 @@ def test_where_no_fence_orders_a_load_behind_a_store_everybody_is_woken(monkeypa
     gate.open()
     gate.wait_in(control.progress(0))
     gate.arrive(control.progress(0))
-    assert woken == [gate.go.writer.fd, gate._done.writer.fd]
+    assert woken == [gate.go.writer.fd, gate.done.writer.fd]
     gate.close()
 
 

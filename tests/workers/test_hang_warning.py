@@ -17,8 +17,8 @@ from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 from penstock.workers import monitor
 
-from ..process.support import until
 from ..samplers.async_support import VersionAgent
+from ..support import until
 
 SECONDS = 0.4
 SIZE: dict[str, Any] = {"batch_T": 4, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0}

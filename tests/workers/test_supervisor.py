@@ -27,8 +27,9 @@ from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.native import COMPILED
 from penstock.workers.supervisor import SUPERVISOR_ENDED, SupervisedProcess, Supervisor
 
-from ..process.support import BOUND, SLACK, gone_after, is_running, until
+from ..process.support import SLACK, gone_after, is_running
 from ..scale import scaled
+from ..support import BOUND, until
 from . import supervised
 from .supervised import sleep, sleep_with_child, sleep_with_children, start
 

@@ -1,0 +1,483 @@
+"""Several policies in one environment: who plays whom, whose columns are whose, and what each of them sees."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import (
+    AlternatingSampler,
+    AsyncSampler,
+    ConfigError,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SerialSampler,
+    SpaceError,
+    TrajInfo,
+)
+from penstock.buffers import PolicySamples
+from penstock.envs.toy import CountingEnv, ScriptedGame
+from penstock.targets import Steps, gae
+
+from ..seats_support import Book, Numbered, Published, Roles, Valued, assert_same, batches_of, check_rules, serial
+
+MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
+
+
+def odd_or_even(agent_id: str) -> str:
+    return "odd" if int(agent_id[1:]) % 2 else "even"
+
+
+def by_env(agent_id: str, env_rank: int) -> str:
+    """The first agent is another policy's in every second environment."""
+    return "odd" if env_rank % 2 and agent_id == "a0" else "even"
+
+
+POLICY_OF = {"by agent": odd_or_even, "by environment": by_env}
+
+
+def two(cls: type[Any] = Book) -> dict[str, Any]:
+    return {"even": cls(), "odd": cls()}
+
+
+# ---- one seed, one batch -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POLICY_OF)
+def test_any_number_of_workers_gives_the_same_batches(name: str) -> None:
+    options = {"policy_of": POLICY_OF[name], "env_kwargs": MIXED, "evaluate": True}
+    wanted = serial(ScriptedGame, two(), **options)
+    for n_workers in (2, 5):
+        assert_same(wanted, batches_of(ParallelSampler, ScriptedGame, two(), n_workers=n_workers, **options))
+    assert_same(wanted, serial(ScriptedGame, two(), n_slots=3, debug=True, **options))
+
+
+def test_an_asynchronous_sampler_of_policies_without_parameters_gives_the_same() -> None:
+    options = {"policy_of": odd_or_even, "env_kwargs": MIXED}
+    wanted = serial(ScriptedGame, two(), **options)
+    assert_same(wanted, batches_of(AsyncSampler, ScriptedGame, two(), n_workers=2, **options))
+
+
+def test_each_policy_plays_as_the_shared_one_does() -> None:
+    """Who plays an agent changes neither its random numbers nor its cells."""
+    # The random steps before the first batch are drawn policy by policy, so there are none.
+    shared = serial(ScriptedGame, Book(), env_kwargs=MIXED, max_decorrelation_steps=0)
+    with SerialSampler(ScriptedGame, env_kwargs=MIXED, batch_T=9, batch_B=5, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(two(), policy_of=odd_or_even, seed=7, bootstrap_value=True)
+        seats = sampler.seats()
+        everyone = [(e, f"a{i}") for e, kwargs in enumerate(MIXED) for i in range(kwargs["k"])]
+        assert sorted(seats["odd"] + seats["even"]) == everyone
+        for itr, (wanted, infos) in enumerate(shared):
+            _, found = sampler.obtain_samples(itr)
+            for policy, own in sampler.samples_np.items():
+                columns = [everyone.index(seat) for seat in seats[policy]]
+                for (name, left), (_, right) in zip(wanted[:, columns].leaves(), own.leaves(), strict=True):
+                    np.testing.assert_array_equal(left, right, err_msg=f"{policy}, {name}")
+                check_rules(own)
+            assert len(found) == len(infos)
+            for info, other in zip(found, infos, strict=True):
+                policy = None if info.agent_id is None else odd_or_even(info.agent_id)
+                assert {**vars(info), "policy": None} == {**other, "policy": None}
+                assert info.policy == policy
+
+
+# ---- the batch ---------------------------------------------------------------------------------
+
+
+def test_a_batch_has_the_samples_of_each_policy() -> None:
+    with SerialSampler(ScriptedGame, batch_T=6, batch_B=3) as sampler:
+        example = sampler.initialize(two(Valued), policy_of=odd_or_even, seed=0, bootstrap_value=True)
+        assert set(example.keys()) == {"even", "odd"}
+        assert example.even.env.observation.shape == (4,)
+        assert set(sampler.observation_space) == set(sampler.action_space) == {"even", "odd"}
+        assert sampler.seats() == {
+            "even": [(rank, agent) for rank in range(3) for agent in ("a0", "a2")],
+            "odd": [(rank, "a1") for rank in range(3)],
+        }
+        for itr in range(3):
+            samples, _ = sampler.obtain_samples(itr)
+            assert isinstance(samples, PolicySamples)
+            assert (samples.batch, samples.is_current, samples.valid_until) == (itr, True, itr + 1)
+            assert samples.even.env.reward.shape == (6, 6)
+            assert samples.odd.env.reward.shape == (6, 3)
+            for own in samples.values():
+                advantage, _ = gae(Steps.of(own), 0.99, 0.95)
+                assert not advantage[~own.env.valid].any()
+                assert len(own.flatten().env.reward) == int(own.env.valid.sum())
+        kept = samples
+        sampler.obtain_samples(3)
+        assert not kept.is_current
+
+
+def test_the_columns_of_an_environment_can_be_seen_together() -> None:
+    with ParallelSampler(ScriptedGame, env_kwargs={"k": 5}, batch_T=6, batch_B=3, n_workers=2) as sampler:
+        sampler.initialize(two(Valued), policy_of=odd_or_even, seed=0, bootstrap_value=True)
+        samples, _ = sampler.obtain_samples(0)
+        even, odd = samples.even.by_env(), samples.odd.by_env()
+        assert even.env.reward.shape == (6, 3, 3)
+        assert odd.env.reward.shape == (6, 3, 2)
+        assert even.agent.bootstrap_value.shape == (3, 3)
+        for column, (rank, agent_id) in enumerate(sampler.seats()["even"]):
+            seat = ("a0", "a2", "a4").index(agent_id)
+            assert (even.env.observation[:, rank, seat] == samples.even.env.observation[:, column]).all()
+        even.env.reward[2, 1, 0] = 77
+        assert samples.even.env.reward[2, 3] == 77  # the same memory
+    with SerialSampler(ScriptedGame, env_kwargs=MIXED, batch_T=6, batch_B=5) as sampler:
+        sampler.initialize(two(Valued), policy_of=odd_or_even, seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        with pytest.raises(ConfigError, match=r"the same number of agents in each environment.* it differs between"):
+            samples.even.by_env()
+
+
+def test_policies_may_have_unlike_spaces() -> None:
+    agents = {"leader": RandomAgent(), "others": RandomAgent()}
+
+    def leads(agent_id: str) -> str:
+        return "leader" if agent_id == "a0" else "others"
+
+    wanted = serial(Roles, agents, policy_of=leads, bootstrap_value=False)
+    agents = {"leader": RandomAgent(), "others": RandomAgent()}
+    found = batches_of(ParallelSampler, Roles, agents, policy_of=leads, bootstrap_value=False, n_workers=3)
+    assert_same(wanted, found)
+    for batch, _ in wanted:
+        assert batch.leader.env.observation.shape[-1] == 5
+        assert batch.others.env.observation.shape[-1] == 4
+        assert (batch.leader.env.observation[..., 4] == 7 * batch.leader.env.valid).all()
+    assert max(batch.leader.agent.action.max() for batch, _ in wanted) == 3
+
+
+def test_ids_are_the_names_by_default() -> None:
+    agents = {name: RandomAgent() for name in ("a0", "a1", "a2")}
+    with SerialSampler(ScriptedGame, batch_T=4, batch_B=2) as sampler:
+        sampler.initialize(agents, seed=0)
+        assert sampler.seats() == {name: [(0, name), (1, name)] for name in agents}
+        samples, _ = sampler.obtain_samples(0)
+        assert samples.a1.env.valid.shape == (4, 2)
+
+
+def test_a_worker_may_have_no_seat_of_a_policy() -> None:
+    def alone(agent_id: str, env_rank: int) -> str:
+        return "odd" if (agent_id, env_rank) == ("a1", 4) else "even"
+
+    wanted = serial(ScriptedGame, two(), policy_of=alone, env_kwargs=MIXED)
+    assert wanted[0][0].odd.env.reward.shape == (9, 1)
+    for n_workers in (2, 5):
+        found = batches_of(ParallelSampler, ScriptedGame, two(), policy_of=alone, env_kwargs=MIXED, n_workers=n_workers)
+        assert_same(wanted, found)
+
+
+def test_env_rank_is_that_of_all_machines() -> None:
+    seen: list[int] = []
+
+    def note(agent_id: str, env_rank: int) -> str:
+        seen.append(env_rank)
+        return by_env(agent_id, env_rank)
+
+    with SerialSampler(ScriptedGame, batch_T=4, batch_B=3) as sampler:
+        sampler.initialize(two(), policy_of=note, seed=0, rank=1, world_size=2)
+        assert set(seen) == {3, 4, 5}
+        assert sampler.seats()["odd"] == [(3, "a0"), (5, "a0")]
+        _, infos = sampler.obtain_samples(0)
+        assert {info.env_rank for info in infos} <= {3, 4, 5}
+
+
+# ---- parameters --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_a_frozen_opponent_stays_as_it_is(cls: type[Sampler]) -> None:
+    agents = {"learner": Published(), "frozen": Published()}
+    agents["frozen"].number = np.array(2)
+
+    def plays(agent_id: str) -> str:
+        return "learner" if agent_id == "a0" else "frozen"
+
+    with cls(ScriptedGame, batch_T=2, batch_B=2) as sampler:
+        sampler.initialize(agents, policy_of=plays, seed=0)
+        for itr in range(100):
+            samples, _ = sampler.obtain_samples(itr)
+            assert sampler.policy_version == {"learner": itr + 1, "frozen": 1}
+            assert set(samples.learner.agent.policy_version.ravel().tolist()) == {itr + 1}
+            assert set(samples.frozen.agent.policy_version.ravel().tolist()) == {1}
+            for name, number in (("learner", itr), ("frozen", 2)):
+                own = samples[name]
+                assert (own.agent.agent_info.number[own.env.valid] == number).all()
+                assert (own.agent.action[own.env.valid] == number % 3).all()
+            agents["learner"].publish()
+
+
+# ---- trajectories and figures ------------------------------------------------------------------
+
+
+def test_figures_are_told_apart_by_policy() -> None:
+    with SerialSampler(ScriptedGame, batch_T=40, batch_B=3, eval_n_envs=2, eval_episodes=10) as sampler:
+        sampler.initialize(two(), policy_of=odd_or_even, seed=0)
+        before = sampler.metrics()
+        infos, n_cells = [], 0
+        for itr in range(2):
+            infos += sampler.obtain_samples(itr)[1]
+            n_cells += sum(int(own.env.valid.sum()) for own in sampler.samples_np.values())
+        evaluated = sampler.evaluate_agent(2)
+        figures = sampler.metrics()
+        assert figures.keys() == before.keys()
+        assert all(isinstance(value, float) for value in figures.values())
+        assert figures["sampler/env_steps"] == 2 * 40 * 3
+        assert figures["sampler/agent_steps"] == n_cells
+        assert (figures["sampler/policy_version/even"], figures["sampler/policy_version/odd"]) == (1, 1)
+        for group, own in (("train", infos), ("eval", evaluated)):
+            for name, chosen in (
+                ("", [info for info in own if info.agent_id is None]),
+                ("even/", [info for info in own if info.policy == "even"]),
+                ("odd/", [info for info in own if info.policy == "odd"]),
+            ):
+                newest = chosen[-100:]
+                returns = [info.Return for info in newest]
+                assert figures[f"{group}/{name}trajectories"] == len(newest) > 3
+                assert figures[f"{group}/{name}Return_mean"] == pytest.approx(sum(returns) / len(returns))
+                assert figures[f"{group}/{name}Return_max"] == max(returns)
+
+
+def test_one_policy_has_figures_of_its_own_too() -> None:
+    with SerialSampler(ScriptedGame, batch_T=40, batch_B=3) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        _, infos = sampler.obtain_samples(0)
+        figures = sampler.metrics()
+        assert figures["train/agent/trajectories"] == sum(info.agent_id is not None for info in infos)
+        assert figures["train/trajectories"] == sum(info.agent_id is None for info in infos)
+        assert figures["sampler/policy_version"] == 1
+        assert figures["sampler/agent_steps"] == sampler.samples_np.env.valid.sum()
+
+
+# ---- evaluation --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_workers", [1, 3])
+def test_evaluations_count_games(n_workers: int) -> None:
+    found = []
+    for limits in ({"eval_episodes": 50}, {"eval_max_trajectories": 50}):
+        with ParallelSampler(
+            ScriptedGame, batch_T=5, batch_B=3, eval_n_envs=3, eval_max_steps=5000, n_workers=n_workers, **limits
+        ) as sampler:
+            sampler.initialize(two(), policy_of=odd_or_even, seed=0)
+            for itr in range(2):
+                infos = sampler.evaluate_agent(itr)
+                games = [info for info in infos if info.agent_id is None]
+                agents = [info for info in infos if info.agent_id is not None]
+                if "eval_episodes" in limits:
+                    assert len(games) == 50
+                    assert sorted(sum(info.env_rank == e for info in games) for e in range(3)) == [16, 17, 17]
+                    found.append([vars(info) for info in infos])
+                else:
+                    assert 50 <= len(games) < 500
+                # Each agent of each of these games, and of none else.
+                ended = {(info.env_rank, info.episode) for info in games}
+                assert len(ended) == len(games)
+                if "eval_episodes" in limits:
+                    assert {(info.env_rank, info.episode) for info in agents} == ended
+                    for game in games[:10]:
+                        own = [i for i in agents if (i.env_rank, i.episode) == (game.env_rank, game.episode)]
+                        late = game.Return - sum(info.Return for info in own)
+                        assert late >= 0
+                        assert (2 * late) % 1 == 0
+                        assert max(info.Length for info in own) <= game.Length
+                assert all(info.policy == odd_or_even(info.agent_id) for info in agents)
+    assert found[0] != found[1], "each evaluation has streams of its own"
+
+
+def test_evaluations_do_not_show_in_batches() -> None:
+    plain = serial(ScriptedGame, two(), policy_of=odd_or_even, env_kwargs=MIXED)
+    between = serial(ScriptedGame, two(), policy_of=odd_or_even, env_kwargs=MIXED, evaluate=True)
+    assert_same(plain, [each for each in between if each[0] is not None])
+
+
+@pytest.mark.parametrize("kind", ["agents", "one"])
+def test_evaluations_are_alike_in_any_number_of_workers(kind: str) -> None:
+    agents, policy_of = (two, odd_or_even) if kind == "agents" else (Book, None)
+
+    def evaluated(n_workers: int) -> Any:
+        with ParallelSampler(
+            ScriptedGame, batch_T=7, batch_B=4, eval_n_envs=4, eval_episodes=11, n_workers=n_workers
+        ) as sampler:
+            sampler.initialize(agents(), policy_of=policy_of, seed=4)
+            return [[vars(info) for info in sampler.evaluate_agent(itr)] for itr in range(2)]
+
+    wanted = evaluated(1)
+    assert evaluated(3) == wanted
+    assert evaluated(4) == wanted
+
+
+def test_an_agent_sees_its_rewards_in_an_evaluation_too() -> None:
+    class Rewards(TrajInfo):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[float] = []
+            self.own: list[float] = []
+
+        def step(self, observation: Any, action: Any, reward: Any, *rest: Any) -> None:
+            super().step(observation, action, reward, *rest)
+            self.seen.append(float(rest[2].prev_reward))
+            self.own.append(float(reward))
+
+    with SerialSampler(
+        ScriptedGame, batch_T=4, batch_B=1, eval_n_envs=2, eval_episodes=30, traj_info_cls=Rewards
+    ) as sampler:
+        sampler.initialize(Book(), seed=0)
+        infos = [info for info in sampler.evaluate_agent(0) if info.agent_id is not None]
+        assert sum(len(info.own) for info in infos) > 100
+        for info in infos:
+            assert info.seen == [0, *info.own[:-1]]
+
+
+def test_evaluation_may_have_other_agents() -> None:
+    with SerialSampler(
+        ScriptedGame,
+        env_kwargs={"k": 3},
+        eval_env_kwargs={"k": 1},
+        batch_T=8,
+        batch_B=2,
+        eval_n_envs=2,
+        eval_episodes=6,
+    ) as sampler:
+        sampler.initialize(two(), policy_of=odd_or_even, seed=0)
+        infos = sampler.evaluate_agent(0)
+        assert {info.policy for info in infos} == {"even", None}
+        sampler.obtain_samples(0)
+        assert sampler.samples_np.odd.env.valid.any()
+
+
+def test_an_evaluation_that_is_too_short_says_how_many_games_are_missing() -> None:
+    with SerialSampler(
+        ScriptedGame, batch_T=4, batch_B=1, eval_n_envs=2, eval_episodes=20, eval_max_steps=60
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.warns(RuntimeWarning, match=r"of 20") as told:
+            infos = sampler.evaluate_agent(0)
+        n_games = sum(info.agent_id is None for info in infos)
+        assert 0 < n_games < 20
+        assert str(n_games) in str(told[0].message) or str(20 - n_games) in str(told[0].message)
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("agents", "policy_of", "message"),
+    [
+        ({}, None, "the dict of agents is empty"),
+        (
+            {"a0": RandomAgent()},
+            None,
+            r"policy_of returned 'a1' for env_rank 0, agent 'a1', .*\['a0'\]: give policy_of",
+        ),
+        (two(RandomAgent), lambda agent: "both", r"policy_of returned 'both' for env_rank 0, agent 'a0', but the "),
+        (two(RandomAgent), lambda agent: 1 / 0, "policy_of raised ZeroDivisionError: .* for env_rank 0, agent 'a0'"),
+        (two(RandomAgent), lambda agent, rng: "odd", "policy_of asks for rng, but a seat keeps its policy"),
+        (two(RandomAgent), lambda agent, episode, rng: "odd", "policy_of asks for episode and rng, but a seat keeps"),
+        (two(RandomAgent), "odd", "policy_of must be a function of agent_id, got 'odd'"),
+        (two(RandomAgent), lambda agent: "odd", "no agent of the training environments has the policy 'even'"),
+        (RandomAgent(), odd_or_even, "policy_of needs a dict of agents"),
+        ({"a b": RandomAgent()}, None, "a policy cannot be called 'a b'"),
+        ({"_a": RandomAgent()}, None, "a policy cannot be called '_a'"),
+        ({"class": RandomAgent()}, None, "a policy cannot be called 'class'"),
+        ({"keys": RandomAgent()}, None, "a policy cannot be called 'keys'"),
+        ({"batch": RandomAgent()}, None, "a policy cannot be called 'batch'"),
+        ({3: RandomAgent()}, None, "a policy cannot be called 3"),
+        (dict.fromkeys(("odd", "even"), RandomAgent()), odd_or_even, "two policies have the same agent"),
+        ({"odd": RandomAgent(), "even": 3}, odd_or_even, "agent must be a penstock Agent, got int"),
+    ],
+)
+def test_wrong_policies_are_refused(agents: Any, policy_of: Any, message: str) -> None:
+    with SerialSampler(ScriptedGame, batch_T=2, batch_B=2) as sampler, pytest.raises(ConfigError, match=message):
+        sampler.initialize(agents, policy_of=policy_of, seed=0)
+
+
+def test_a_policy_of_evaluation_alone_is_refused() -> None:
+    with (
+        SerialSampler(
+            ScriptedGame, env_kwargs={"k": 1}, eval_env_kwargs={"k": 2}, batch_T=2, batch_B=1, eval_n_envs=1
+        ) as sampler,
+        pytest.raises(ConfigError, match="no agent of the training environments has the policy 'a1'"),
+    ):
+        sampler.initialize({"a0": RandomAgent(), "a1": RandomAgent()}, seed=0)
+
+
+def test_one_policy_for_unlike_spaces_names_both_agents() -> None:
+    with (
+        SerialSampler(Roles, batch_T=2, batch_B=2) as sampler,
+        pytest.raises(
+            SpaceError, match=r"env_rank 0, agent 'a0' and env_rank 0, agent 'a1' have the same policy"
+        ) as told,
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
+    assert "(5,)" in str(told.value)
+    assert "(4,)" in str(told.value)
+    assert "policy_of" in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs", "message"),
+    [
+        (GpuSampler, {}, "an inference server acts with one agent"),
+        (AlternatingSampler, {"n_workers": 2}, "an inference server acts with one agent"),
+        (AsyncSampler, {"server": "process"}, "an inference server acts with one agent"),
+        (AsyncSampler, {"lag": 1}, "lag=1 is for one policy, and this sampler has several: leave lag out"),
+    ],
+)
+def test_several_policies_are_refused_by(cls: type[Any], kwargs: dict[str, Any], message: str) -> None:
+    with cls(ScriptedGame, batch_T=2, batch_B=2, **kwargs) as sampler, pytest.raises(ConfigError, match=message):
+        sampler.initialize(two(), policy_of=odd_or_even, seed=0)
+
+
+def test_what_is_for_several_agents_is_refused_for_one() -> None:
+    for agents, kwargs, options, name in (
+        ({"one": RandomAgent()}, {}, {}, "a dict of agents"),
+        (RandomAgent(), {"policy_of": odd_or_even}, {}, "policy_of"),
+        (RandomAgent(), {}, {"global_state": True}, "global_state=True"),
+    ):
+        with (
+            SerialSampler(CountingEnv, batch_T=2, batch_B=2, **options) as sampler,
+            pytest.raises(ConfigError, match=f"^{name} is for environments of several agents"),
+        ):
+            sampler.initialize(agents, **kwargs)
+    with SerialSampler(CountingEnv, batch_T=2, batch_B=2) as sampler:
+        sampler.initialize(RandomAgent())
+        with pytest.raises(ConfigError, match="seats is for environments of several agents"):
+            sampler.seats()
+        samples, _ = sampler.obtain_samples(0)
+        with pytest.raises(ConfigError, match="by_env needs the same number of agents"):
+            samples.by_env()
+
+
+def test_late_rewards_are_counted_for_all_policies(caplog: pytest.LogCaptureFixture) -> None:
+    script = [{"a0": "die"}, {"a0": "late"}, {"a0": "late", "a1": "late"}]
+    env_fn = partial(ScriptedGame, 2, script)
+    with SerialSampler(env_fn, batch_T=6, batch_B=1, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(two(), policy_of=odd_or_even, seed=0)
+        with caplog.at_level(logging.WARNING, logger="penstock"):
+            _, infos = sampler.obtain_samples(0)
+        assert sampler.stats().late_rewards == 4  # a1 is there: its event does nothing
+        games = [info for info in infos if info.agent_id is None]
+        agents = [info for info in infos if info.agent_id is not None]
+        assert sum(info.Return for info in games) == sum(info.Return for info in agents) + 4 * 0.5
+
+
+def test_integers_need_a_policy_of() -> None:
+    with (
+        SerialSampler(Numbered, batch_T=2, batch_B=2) as sampler,
+        pytest.raises(ConfigError, match=r"policy_of returned '7' for env_rank 0, agent 7, but .*: give policy_of"),
+    ):
+        sampler.initialize({"odd": RandomAgent()})
+    with SerialSampler(Numbered, batch_T=3, batch_B=2) as sampler:
+        sampler.initialize(
+            {"odd": RandomAgent(), "even": RandomAgent()}, policy_of=lambda i: "odd" if i % 2 else "even"
+        )
+        assert sampler.seats() == {"odd": [(0, 7), (0, 1), (1, 7), (1, 1)], "even": [(0, 4), (1, 4)]}
+        samples, _ = sampler.obtain_samples(0)
+        who = samples.odd.env.observation.who.numpy()
+        assert (who == np.where(samples.odd.env.valid, [7, 1, 7, 1], 0)).all()

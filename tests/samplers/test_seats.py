@@ -1,0 +1,616 @@
+"""Environments of several agents: a column is a seat, in every sampler, with any number of workers."""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock import (
+    AlternatingSampler,
+    AsyncSampler,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SerialSampler,
+    TrajInfo,
+)
+from penstock.envs.toy import ScriptedGame
+from penstock.replays import Replay
+from penstock.targets import Steps, gae
+
+from ..scale import pairs, scaled, with_start_methods
+from ..seats_support import (
+    OPENING,
+    STORY,
+    Book,
+    Follower,
+    Numbered,
+    Odd,
+    Valued,
+    assert_same,
+    batches_of,
+    check_rules,
+    serial,
+)
+
+AGENTS = {"random": RandomAgent, "book": Book, "valued": Valued}
+#: Environments with 4, 2, 5, 3 and 4 agents in one sampler.
+MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
+
+SAMPLERS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
+    **{f"parallel {n}": (ParallelSampler, {"n_workers": n}) for n in (1, 2, 3, 5)},
+    "central": (GpuSampler, {"n_workers": 2}),
+    "central, process": (GpuSampler, {"n_workers": 3, "server": "process"}),
+    "central, first-ready": (GpuSampler, {"n_workers": 3, "min_ready": 1}),
+    "central, own share": (GpuSampler, {"n_workers": 1, "serve_envs": 2}),
+    "alternating": (AlternatingSampler, {"n_workers": 3}),
+    "serial, debug": (SerialSampler, {"debug": True}),
+    "serial, slots": (SerialSampler, {"n_slots": 3}),
+    "parallel, slots": (ParallelSampler, {"n_workers": 2, "n_slots": 3, "debug": True}),
+}
+
+
+def options_of(name: str) -> dict[str, Any]:
+    return {"bootstrap_value": name != "random", "env_kwargs": MIXED}
+
+
+@functools.cache
+def reference(name: str) -> list[tuple[Any, Any]]:
+    return serial(ScriptedGame, AGENTS[name](), evaluate=True, **options_of(name))
+
+
+# ---- one seed, one batch -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "how"), scaled(list(product(AGENTS, SAMPLERS)), pairs(AGENTS, SAMPLERS)))
+def test_every_sampler_gives_the_same_batches(name: str, how: str) -> None:
+    wanted = reference(name)
+    assert any(batch is not None and not batch.env.valid.all() for batch, _ in wanted)
+    cls, kwargs = SAMPLERS[how]
+    assert_same(wanted, batches_of(cls, ScriptedGame, AGENTS[name](), evaluate=True, **options_of(name), **kwargs))
+
+
+@with_start_methods("how", ["parallel 3", "central, process"])
+def test_every_start_method_gives_the_same(how: str, start_method: str) -> None:
+    cls, kwargs = SAMPLERS[how]
+    found = batches_of(cls, ScriptedGame, Book(), evaluate=True, start_method=start_method, **options_of(""), **kwargs)
+    assert_same(reference("book"), found)
+
+
+@pytest.mark.parametrize("n_workers", [2, 3])
+def test_an_asynchronous_sampler_with_lag_gives_the_same(n_workers: int) -> None:
+    found = batches_of(AsyncSampler, ScriptedGame, Book(), lag=1, n_workers=n_workers, env_kwargs=MIXED)
+    assert_same([each for each in reference("book") if each[0] is not None], found)
+
+
+def test_rewards_are_added_up_alike_in_any_number_of_workers() -> None:
+    class Fractions(ScriptedGame):
+        def step(self, actions: dict[str, Any]) -> Any:
+            observations, rewards, *rest = super().step(actions)
+            return observations, {a: r + self.np_random.normal() * 10**5 for a, r in rewards.items()}, *rest
+
+    wanted = serial(Fractions, RandomAgent(), env_kwargs={"k": 37}, bootstrap_value=False, batch_T=30)
+    assert sum(len(infos) for _, infos in wanted) > 100
+    for n_workers in (2, 5):
+        found = batches_of(
+            ParallelSampler,
+            Fractions,
+            RandomAgent(),
+            env_kwargs={"k": 37},
+            bootstrap_value=False,
+            batch_T=30,
+            n_workers=n_workers,
+        )
+        assert_same(wanted, found)
+
+
+# ---- what is in the cells ----------------------------------------------------------------------
+
+
+class Ones(RandomAgent):
+    """Always takes action 1."""
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        step = super().step(observation, prev_action, prev_reward)
+        return step._replace(action=np.ones_like(step.action))
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        return 100 + observation[:, 1] + prev_reward / 16
+
+
+def test_the_cells_of_a_scripted_game() -> None:
+    # a0 dies at 2, a1 is cut off at 4, a2 joins at 1, the game is over at 5.
+    with SerialSampler(
+        partial(ScriptedGame, 3, STORY, OPENING), batch_T=7, batch_B=1, max_decorrelation_steps=0
+    ) as sampler:
+        sampler.initialize(Ones(), seed=0, bootstrap_value=True)
+        samples, infos = sampler.obtain_samples(0)
+        env, agent = samples.numpy().env, samples.numpy().agent
+        idle = 0
+        assert env.valid.T.tolist() == [[1, 1, 0, 0, 0, 1, 1], [1, 1, 1, 1, 0, 1, 1], [0, 1, 1, 1, 1, 0, 1]]
+        assert env.reward.T.tolist() == [
+            [2, 3, idle, idle, idle, 2, 3],
+            [2, 3, 4, 5, idle, 2, 3],
+            [idle, 3, 4, 5, 6, idle, 3],
+        ]
+        assert env.observation[..., 1].T.tolist() == [  # the step of the game
+            [0, 1, idle, idle, idle, 0, 1],
+            [0, 1, 2, 3, idle, 0, 1],
+            [idle, 1, 2, 3, 4, idle, 1],
+        ]
+        assert env.observation[..., 2].T.tolist() == [  # own steps
+            [0, 1, idle, idle, idle, 0, 1],
+            [0, 1, 2, 3, idle, 0, 1],
+            [idle, 0, 1, 2, 3, idle, 0],
+        ]
+        assert env.terminated.T.tolist() == [[0, 1, 0, 0, 0, 0, 1], [0] * 7, [0] * 7]
+        assert env.truncated.T.tolist() == [[0] * 7, [0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 1, 0, 0]]
+        assert env.done.T.tolist() == [[0, 1, 0, 0, 0, 0, 1], [0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 1, 0, 0]]
+        assert env.prev_done.T.tolist() == [[1, 0, 0, 0, 0, 1, 0], [1, 0, 0, 0, 0, 1, 0], [0, 1, 0, 0, 0, 0, 1]]
+        assert agent.action.T.tolist() == env.valid.T.astype(int).tolist()
+        assert env.final_obs[..., 1].T.tolist() == [[0, 2, 0, 0, 0, 0, 2], [0, 0, 0, 4, 0, 0, 0], [0, 0, 0, 0, 5, 0, 0]]
+        final = 100 + 4 + 5 / 16, 100 + 5 + 6 / 16
+        assert agent.final_value.T.tolist() == [[0] * 7, [0, 0, 0, final[0], 0, 0, 0], [0, 0, 0, 0, final[1], 0, 0]]
+        assert env.bootstrap_obs[:, :3].tolist() == [[0, 0, 0], [2, 2, 2], [3, 2, 1]]
+        assert agent.bootstrap_value.tolist() == [0, 100 + 2 + 3 / 16, 100 + 2 + 3 / 16]
+        assert [(i.env_rank, i.agent_id, i.policy, i.episode, i.Length, i.Return) for i in infos] == [
+            (0, "a0", "agent", 0, 2, 5),
+            (0, "a1", "agent", 0, 4, 14),
+            (0, "a2", "agent", 0, 4, 18),
+            (0, None, None, 0, 5, 37),
+            (0, "a0", "agent", 1, 2, 5),
+        ]
+
+
+@pytest.mark.parametrize("env_fn", [ScriptedGame, Odd])
+def test_the_rules_hold_in_random_games(env_fn: Any) -> None:
+    for n_workers, T in ((1, 13), (2, 4)):
+        with ParallelSampler(env_fn, env_kwargs=MIXED, batch_T=T, batch_B=5, n_workers=n_workers) as sampler:
+            sampler.initialize(Book(), seed=n_workers, bootstrap_value=True)
+            n_ends = 0
+            for itr in range(scaled(500, 12)):
+                sampler.obtain_samples(itr)
+                check_rules(sampler.samples_np)
+                n_ends += int(sampler.samples_np.env.done.sum())
+            assert n_ends > 50
+
+
+@pytest.mark.parametrize("env_fn", [ScriptedGame, Odd])
+def test_every_reward_is_in_one_cell_or_is_late(env_fn: Any) -> None:
+    n_games = scaled(10**5, 400)
+    with SerialSampler(env_fn, env_kwargs=MIXED, batch_T=50, batch_B=5, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=2)
+        (seats,) = sampler.seats().values()
+        follower, found, games, late = Follower(seats), [], 0.0, 0
+        itr = n_ended = 0
+        while n_ended < n_games:
+            _, infos = sampler.obtain_samples(itr)
+            itr += 1
+            follower.follow(sampler.samples_np)
+            found += [(i.env_rank, i.agent_id, i.Length, i.Return) for i in infos if i.agent_id is not None]
+            ended = [info for info in infos if info.agent_id is None]
+            games += sum(info.Return for info in ended)
+            n_ended += len(ended)
+            late = sampler.stats().late_rewards
+        assert found == follower.finished  # valid rows, compressed, are the trajectories
+        emitted = sum(sampler.get_attr("ledger"))
+        assert late > 0
+        assert follower.total + 0.5 * late == emitted
+        # What the games have returned so far contains the late rewards too, of all games but those that run.
+        assert 0 <= emitted - games < 5 * 5 * 25 * 28
+
+
+def test_every_step_may_be_taken_the_careful_way() -> None:
+    """`debug=True` lets no step pass as an ordinary one."""
+
+    class Plain(TrajInfo):
+        """Needs every step too."""
+
+    for env_fn in (ScriptedGame, Odd):
+        fast, careful = (
+            serial(env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 10), batch_T=30, **kwargs)
+            for kwargs in ({}, {"debug": True})
+        )
+        assert_same(fast, careful)
+        watched = serial(env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 10), batch_T=30, traj_info_cls=Plain)
+        assert_same([(batch, 0) for batch, _ in fast], [(batch, 0) for batch, _ in watched])
+
+
+def test_an_environment_that_reuses_its_memory_gives_the_batches_of_one_that_does_not() -> None:
+    kwargs = [{**each, "shuffle": False} for each in MIXED]
+    plain = serial(ScriptedGame, Book(), env_kwargs=MIXED, batch_T=40)
+    assert_same(plain, serial(Odd, Book(), env_kwargs=kwargs, batch_T=40))
+    copies = [{**each, "reuse": False} for each in MIXED]
+    shuffled = serial(Odd, Book(), env_kwargs=copies, batch_T=40)
+    assert_same(shuffled, serial(Odd, Book(), env_kwargs=MIXED, batch_T=40))
+
+
+# ---- values and advantages ---------------------------------------------------------------------
+
+
+def test_values_stand_where_learners_need_them() -> None:
+    agent = Valued()
+    with ParallelSampler(ScriptedGame, env_kwargs=MIXED, batch_T=11, batch_B=5, n_workers=2) as sampler:
+        sampler.initialize(agent, seed=4, bootstrap_value=True)
+        n_cut = n_idle = 0
+        for itr in range(8):
+            sampler.obtain_samples(itr)
+            env, own = sampler.samples_np.env, sampler.samples_np.agent
+            at = env.truncated & ~env.terminated
+            assert (own.final_value != 0).tolist() == at.tolist()
+            np.testing.assert_array_equal(own.final_value[at], agent.value(env.final_obs[at], None, None))
+            is_alive = env.bootstrap_obs[:, 0] != 0  # an agent's number + 1
+            assert (own.bootstrap_value != 0).tolist() == is_alive.tolist()
+            np.testing.assert_array_equal(
+                own.bootstrap_value[is_alive], agent.value(env.bootstrap_obs[is_alive], None, None)
+            )
+            n_cut, n_idle = n_cut + int(at.sum()), n_idle + int((~is_alive).sum())
+        assert n_cut > 10
+        assert n_idle > 10
+
+
+@pytest.mark.parametrize("record_final_obs", [True, False])
+def test_advantages_along_columns_are_those_of_whole_trajectories(record_final_obs: bool) -> None:
+    gamma, lam, T = 0.97, 0.9, 8
+    agent = Valued()
+    with SerialSampler(
+        ScriptedGame, env_kwargs=MIXED, batch_T=T, batch_B=5, record_final_obs=record_final_obs
+    ) as sampler:
+        sampler.initialize(agent, seed=1, bootstrap_value=True)
+        n_compared = 0
+        for itr in range(12):
+            sampler.obtain_samples(itr)
+            samples = sampler.samples_np
+            advantage, returns = gae(Steps.of(samples), gamma, lam)
+            n_compared += _compare_with_trajectories(samples, advantage, returns, gamma, lam)
+        assert n_compared > 500
+
+
+def _compare_with_trajectories(samples: Any, advantage: Any, returns: Any, gamma: float, lam: float) -> int:
+    env, agent, n = samples.env, samples.agent, 0
+    value = agent.agent_info.value
+    for b in range(env.valid.shape[1]):
+        rows: list[int] = []
+        for t in range(len(env.valid)):
+            if not env.valid[t, b]:
+                assert not rows
+                continue
+            rows.append(t)
+            is_last = t == len(env.valid) - 1
+            if not (env.done[t, b] or is_last):
+                continue
+            if env.terminated[t, b]:
+                after = 0.0
+            elif env.done[t, b]:
+                after = float(agent.final_value[t, b])
+            else:
+                after = float(agent.bootstrap_value[b])
+            running = 0.0
+            for row in reversed(rows):
+                following = after if row == t else float(value[row + 1, b])
+                running = float(env.reward[row, b]) + gamma * following - float(value[row, b]) + gamma * lam * running
+                assert advantage[row, b] == pytest.approx(running, rel=1e-4, abs=1e-4)
+                assert returns[row, b] == pytest.approx(running + float(value[row, b]), rel=1e-4, abs=1e-4)
+                n += 1
+            rows.clear()
+    return n
+
+
+# ---- trajectories ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_workers", [1, 3])
+def test_there_is_one_record_for_each_end_and_each_game_in_order(n_workers: int) -> None:
+    n_steps = scaled(10**6, 10**4)
+    with ParallelSampler(ScriptedGame, env_kwargs=MIXED, batch_T=100, batch_B=5, n_workers=n_workers) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        (seats,) = sampler.seats().values()
+        games, n_seen, itr = [0] * 5, 0, 0
+        steps = [0] * 5
+        while n_seen < n_steps:
+            _, infos = sampler.obtain_samples(itr)
+            itr += 1
+            env = sampler.samples_np.env
+            n_seen += int(env.valid.sum())
+            # Nobody is left after row t where the environment's seats are all ended or idle.
+            expected: list[tuple[int, Any, int]] = []
+            firsts = np.cumsum([0, 4, 2, 5, 3])
+            lives = env.valid & ~env.done
+            for t in range(100):
+                for e, (first, k) in enumerate(zip(firsts, (4, 2, 5, 3, 4), strict=True)):
+                    ended = [b for b in range(first, first + k) if env.done[t, b]]
+                    expected += [(e, seats[b][1], games[e]) for b in ended]
+                    joins = env.valid[t + 1, first : first + k] if t < 99 else env.bootstrap_obs[first : first + k, 0]
+                    starts = env.observation[t + 1] if t < 99 else env.bootstrap_obs
+                    is_new = bool(np.any(joins)) and (starts[first : first + k, 1][np.asarray(joins) != 0] == 0).all()
+                    steps[e] += 1
+                    if is_new:  # the game began again at step 0
+                        assert not lives[t, first : first + k].any()
+                        expected.append((e, None, games[e]))
+                        games[e] += 1
+            assert [(info.env_rank, info.agent_id, info.episode) for info in infos] == expected
+            assert all(info.policy == (None if info.agent_id is None else "agent") for info in infos)
+
+
+def test_a_game_s_record_has_the_rewards_of_all_agents_and_the_late_ones() -> None:
+    script = [{}, {"a0": "die"}, {"a0": "late"}, {"a0": "late", "a1": "die"}]
+    env_fn = partial(ScriptedGame, 2, script)
+    with SerialSampler(env_fn, batch_T=6, batch_B=1, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(Ones(), seed=0, traj_info_kwargs={"discount": 0.5})
+        _, infos = sampler.obtain_samples(0)
+        first = [(i.agent_id, i.Length, i.Return, i.NonzeroRewards, i.DiscountedReturn) for i in infos[:3]]
+        assert first == [
+            ("a0", 2, 5, 2, 2 + 3 / 2),
+            ("a1", 4, 14, 4, 2 + 3 / 2 + 4 / 4 + 5 / 8),
+            (None, 4, 20, 4, 4 + 6 / 2 + 4.5 / 4 + 5.5 / 8),
+        ]
+        assert sampler.stats().late_rewards == 2
+        assert sampler.metrics()["sampler/late_rewards"] == 2
+
+
+def test_late_rewards_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    script = [{"a0": "die"}, {"a0": "late"}]
+    with SerialSampler(partial(ScriptedGame, 2, script), batch_T=4, batch_B=2) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with caplog.at_level("WARNING", logger="penstock"):
+            for itr in range(3):
+                sampler.obtain_samples(itr)
+    told = [text for record in caplog.records if "had ended" in (text := record.getMessage())]
+    assert len(told) == 1
+    assert "stats().late_rewards" in told[0]
+
+
+class Diary(TrajInfo):
+    """Keeps every argument of its calls."""
+
+    def __init__(self, discount: float = 1.0) -> None:
+        super().__init__(discount)
+        self.steps: list[Any] = []
+        self.end: Any = None
+
+    def step(self, observation: Any, action: Any, reward: Any, *rest: Any) -> None:
+        super().step(observation, action, reward, *rest)
+        terminated, truncated, agent_info, info = rest
+        self.steps.append(
+            (observation.tolist(), action, reward, terminated, truncated, int(agent_info.own), dict(info))
+        )
+
+    def terminate(self, final_observation: Any) -> None:
+        self.end = final_observation.tolist()
+
+
+@pytest.mark.parametrize("env_fn", [ScriptedGame, Odd])
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_a_traj_info_of_one_s_own_follows_each_agent(env_fn: Any, n_workers: int) -> None:
+    options: dict[str, Any] = {"env_kwargs": MIXED, "batch_T": 20, "batch_B": 5, "max_decorrelation_steps": 0}
+    with ParallelSampler(env_fn, traj_info_cls=Diary, n_workers=n_workers, **options) as sampler:
+        sampler.initialize(Book(), seed=5)
+        (seats,) = sampler.seats().values()
+        open_steps: dict[Any, list[Any]] = {seat: [] for seat in seats}
+        n_agents = n_games = 0
+        for itr in range(5):
+            _, infos = sampler.obtain_samples(itr)
+            env, agent = sampler.samples_np.env, sampler.samples_np.agent
+            finished = []
+            for t in range(20):
+                for b in np.flatnonzero(env.valid[t]):
+                    flags = bool(env.terminated[t, b]), bool(env.truncated[t, b])
+                    own = int(agent.agent_info.own[t, b])
+                    step = (env.observation[t, b].tolist(), int(agent.action[t, b]), float(env.reward[t, b]), *flags)
+                    open_steps[seats[b]].append((*step, own, {}))
+                    if env.done[t, b]:
+                        finished.append((*seats[b], open_steps[seats[b]], env.final_obs[t, b].tolist()))
+                        open_steps[seats[b]] = []
+            found = [(i.env_rank, i.agent_id, i.steps, i.end) for i in infos if i.agent_id is not None]
+            assert found == finished
+            games = [info for info in infos if info.agent_id is None]
+            assert all(info.steps == [] and info.end is None and info.Length > 0 for info in games)
+            n_agents, n_games = n_agents + len(finished), n_games + len(games)
+        assert n_agents > 50
+        assert n_games > 20
+
+
+def test_a_traj_info_of_one_s_own_has_the_figures_of_the_stock_one() -> None:
+    class Own(TrajInfo):
+        """Nothing is added."""
+
+    kwargs: dict[str, Any] = {
+        "env_kwargs": MIXED,
+        "traj_info_kwargs": {"discount": 0.9},
+        "batch_T": 25,
+        "evaluate": True,
+    }
+    stock, own = serial(ScriptedGame, Book(), **kwargs), serial(ScriptedGame, Book(), traj_info_cls=Own, **kwargs)
+    assert sum(len(infos) for _, infos in stock) > 100
+    for (_, infos), (_, others) in zip(stock, own, strict=True):
+        assert infos == others
+
+
+# ---- what policies remember --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["parallel 2", "central, first-ready", "central, process", "alternating"])
+def test_a_seat_s_state_counts_its_own_steps(how: str) -> None:
+    cls, kwargs = SAMPLERS[how]
+    before: Any = None
+    with cls(ScriptedGame, env_kwargs=MIXED, batch_T=15, batch_B=5, max_decorrelation_steps=0, **kwargs) as sampler:
+        sampler.initialize(Book(), seed=5, bootstrap_value=True)
+        n_returns = 0
+        for itr in range(6):
+            sampler.obtain_samples(itr)
+            env, agent = sampler.samples_np.env, sampler.samples_np.agent
+            info, valid = agent.agent_info, env.valid
+            np.testing.assert_array_equal(info.own[valid], env.observation[..., 2][valid])
+            starts, within = env.prev_done, valid & ~env.prev_done
+            # At a start nothing is left of before, neither of an earlier game nor of idle rows.
+            assert not info.prev_action[starts].any()
+            assert not info.prev_reward[starts].any()
+            np.testing.assert_array_equal(info.prev_action[within], agent.prev_action[within])
+            np.testing.assert_array_equal(info.prev_reward[within], env.prev_reward[within])
+            at = env.truncated & ~env.terminated
+            last = env.final_obs[at]
+            np.testing.assert_allclose(agent.final_value[at], last[:, 1] + last[:, 3] + 10 * last[:, 2] + 1)
+            after = env.bootstrap_obs
+            is_alive = after[:, 0] != 0
+            wanted = after[:, 1] + after[:, 3] + 10 * after[:, 2] + 1
+            np.testing.assert_allclose(agent.bootstrap_value, np.where(is_alive, wanted, 0))
+            n_returns += int((starts[1:] & ~valid[:-1]).sum())
+            if before is not None:  # the row after the last batch is this one's first
+                np.testing.assert_array_equal(before, env.observation[0])
+            before = after.copy()
+        assert n_returns > 20
+
+
+def test_the_first_row_after_random_steps_continues_the_trajectory() -> None:
+    options: dict[str, Any] = {"env_kwargs": MIXED, "batch_T": 1, "batch_B": 5, "max_decorrelation_steps": 40}
+    n_within = 0
+    for seed in range(scaled(200, 10)):
+        with SerialSampler(ScriptedGame, **options) as sampler:
+            sampler.initialize(Book(), seed=seed)
+            sampler.obtain_samples(0)
+            env, agent = sampler.samples_np.env, sampler.samples_np.agent
+            info, starts, count = agent.agent_info, env.prev_done[0], env.observation[0, :, 2]
+            assert (starts == (env.valid[0] & (count == 0))).all()
+            within = env.valid[0] & (count > 0)
+            # The reward of a step is its number in the game plus the action.
+            reward = env.observation[0, :, 1] + agent.prev_action[0]
+            np.testing.assert_array_equal(env.prev_reward[0], np.where(within, reward, 0))
+            np.testing.assert_array_equal(info.prev_reward[0][within], reward[within])
+            np.testing.assert_array_equal(info.prev_action[0][within], agent.prev_action[0][within])
+            assert not info.prev_action[0][starts].any()
+            assert not info.prev_reward[0][starts].any()
+            n_within += int(within.sum())
+    assert n_within > 50
+
+
+def test_the_length_of_a_trajectory_contains_its_random_steps() -> None:
+    env_fn = partial(ScriptedGame, 2, [{}] * 30)
+    with SerialSampler(env_fn, batch_T=60, batch_B=6, max_decorrelation_steps=29) as sampler:
+        sampler.initialize(RandomAgent(), seed=1)
+        _, infos = sampler.obtain_samples(0)
+        assert len({int(row) for row in sampler.samples_np.env.observation[0, :, 1]}) > 3
+        assert {info.Length for info in infos} == {30}
+        for rank in range(6):
+            own = [info for info in infos if info.env_rank == rank][:3]
+            assert [info.agent_id for info in own] == ["a0", "a1", None]
+            assert own[2].Return == own[0].Return + own[1].Return
+
+
+# ---- other kinds of environments ---------------------------------------------------------------
+
+
+def test_ids_may_be_integers_and_actions_dicts() -> None:
+    wanted = serial(Numbered, RandomAgent(), bootstrap_value=False, evaluate=True)
+    assert_same(
+        wanted, batches_of(ParallelSampler, Numbered, RandomAgent(), bootstrap_value=False, evaluate=True, n_workers=3)
+    )
+    with SerialSampler(Numbered, batch_T=12, batch_B=2, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        _, infos = sampler.obtain_samples(0)
+        assert sampler.seats() == {"agent": [(rank, agent) for rank in range(2) for agent in (7, 1, 4)]}
+        env, agent = sampler.samples_np.env, sampler.samples_np.agent
+        assert env.valid[:, 1].tolist() == [True] * 3 + [False] * 2 + [True] * 3 + [False] * 2 + [True] * 2
+        assert (env.observation.who == np.where(env.valid, [7, 1, 4] * 2, 0)).all()
+        np.testing.assert_allclose(env.reward, agent.action.push.sum(-1) + 10 * agent.action.mode, rtol=1e-6)
+        goes_on = env.valid[:-1] & ~env.done[:-1]
+        np.testing.assert_allclose(env.observation.was[1:][goes_on], 2 * agent.action.push[:-1][goes_on], rtol=1e-6)
+        assert not agent.action.push[~env.valid].any()
+        assert [(i.env_rank, i.agent_id, i.Length) for i in infos[:2]] == [(0, 1, 3), (1, 1, 3)]
+
+
+def test_batches_can_be_taken_apart_with_idle_cells() -> None:
+    with SerialSampler(ScriptedGame, env_kwargs=MIXED, batch_T=12, batch_B=5) as sampler:
+        sampler.initialize(Valued(), seed=0, bootstrap_value=True)
+        for itr in range(3):
+            samples, _ = sampler.obtain_samples(itr)
+            env, valid = samples.env, samples.env.valid
+            n = int(valid.sum())
+            assert n < valid.numel()
+            flat = samples.flatten()
+            assert flat.env.valid.all()
+            torch.testing.assert_close(flat.env.reward, env.reward[valid])
+            steps = samples.transitions(0.9)
+            assert len(steps.reward) == n
+            following = torch.zeros_like(env.observation)
+            following[:-1], following[-1] = env.observation[1:], env.bootstrap_obs
+            following[env.done] = env.final_obs[env.done]
+            torch.testing.assert_close(steps.next_observation, following[valid])
+            torch.testing.assert_close(steps.discount, torch.where(env.terminated, 0.0, 0.9)[valid])
+            parts = list(samples.minibatches(4, np.random.default_rng(0)))
+            assert sum(len(part.env.reward) for part in parts) == n
+            assert sorted(torch.cat([part.env.reward for part in parts]).tolist()) == sorted(flat.env.reward.tolist())
+            cut = samples.sequences(4)
+            assert cut.env.valid.any(0).all()
+            assert int(cut.env.valid.sum()) == n
+
+
+def test_a_replay_never_draws_an_idle_cell() -> None:
+    replay = Replay(capacity=40_000, n_step=1, discount=0.9)
+    with SerialSampler(ScriptedGame, env_kwargs=MIXED, batch_T=20, batch_B=5) as sampler:
+        sampler.initialize(Valued(), seed=0)
+        seen = set()
+        for itr in range(6):
+            sampler.obtain_samples(itr)
+            env = sampler.samples_np.env
+            seen |= {tuple(row) for row in env.observation[env.valid].tolist()}
+            replay.append(sampler.samples_np)
+        drawn = replay.sample(4000)
+        rows = {tuple(row) for row in np.asarray(drawn.observation).tolist()}
+        assert rows <= seen
+        assert len(rows) > len(seen) // 2
+        ends = np.asarray(drawn.discount) == 0
+        assert ends.any()
+        after, before = np.asarray(drawn.next_observation), np.asarray(drawn.observation)
+        assert (after[:, 2] == before[:, 2] + 1)[~ends].all()
+
+
+@pytest.mark.parametrize("record_final_obs", [True, False])
+def test_extra_checks_accept_idle_seats(record_final_obs: bool) -> None:
+    options = {"env_kwargs": MIXED, "record_final_obs": record_final_obs}
+    plain = serial(ScriptedGame, Book(), **options)
+    assert any(not batch.env.valid.all() for batch, _ in plain)
+    checked = serial(ScriptedGame, Book(), debug=True, check_finite=True, **options)
+    assert_same(plain, checked)
+
+
+def test_env_info_is_recorded_for_each_seat() -> None:
+    class Telling(ScriptedGame):
+        def _infos(self) -> Any:
+            return {agent: {"own": own, "who": float(agent[1:])} for agent, own in self._own.items()}
+
+    for env_fn in (Telling, partial(Telling, start=["a1"])):
+        with SerialSampler(
+            env_fn, batch_T=30, batch_B=3, env_info=["own", "who"], max_decorrelation_steps=0
+        ) as sampler:
+            sampler.initialize(RandomAgent(), seed=0)
+            for itr in range(3):
+                sampler.obtain_samples(itr)
+                env = sampler.samples_np.env
+                info, valid = env.env_info, env.valid
+                np.testing.assert_array_equal(info.own, np.where(valid, env.observation[..., 2] + 1, 0))
+                np.testing.assert_array_equal(info.who[valid], env.observation[..., 0][valid] - 1)
+                assert (info._own == valid).all()
+
+
+def test_slots_keep_batches_readable() -> None:
+    wanted = [batch for batch, _ in reference("book") if batch is not None]
+    with SerialSampler(
+        ScriptedGame, env_kwargs=MIXED, batch_T=9, batch_B=5, max_decorrelation_steps=12, n_slots=3, debug=True
+    ) as sampler:
+        sampler.initialize(Book(), seed=7, bootstrap_value=True)
+        held = []
+        for itr in range(5):
+            samples, _ = sampler.obtain_samples(itr)
+            held.append(samples)
+            for back in range(min(3, itr + 1)):
+                for (name, left), (_, right) in zip(
+                    wanted[itr - back].leaves(), held[itr - back].numpy().leaves(), strict=True
+                ):
+                    np.testing.assert_array_equal(left, right, err_msg=f"{name}, batch {itr - back} at {itr}")

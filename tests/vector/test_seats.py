@@ -1,0 +1,587 @@
+"""ShmVectorEnv on environments of several agents: who sits where, ends, idle stretches, late rewards, failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import ConfigError, SamplerStateError, SpaceError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from penstock.envs import CountingEnv, ScriptedGame
+from penstock.vector import ShmVectorEnv
+
+from ..scale import FULL, methods, scaled
+
+FIELDS = ("observation", "reward", "terminated", "truncated", "final_obs", "valid", "alive", "late_reward")
+DIES = [{}, {"a0": "die"}, {"a0": "late"}, {"a0": "join", "a1": "cut"}, {}]
+
+
+def row_of_zeros(k: int) -> dict[str, Any]:
+    row: dict[str, Any] = {name: np.zeros(k) for name in ("reward", "late_reward")}
+    row |= {name: np.zeros(k, bool) for name in ("terminated", "truncated", "valid", "alive")}
+    return row | {name: np.zeros((k, 4), np.float32) for name in ("observation", "final_obs")}
+
+
+class Plain:
+    """What the seats of one ScriptedGame must show, step by step, in plain Python."""
+
+    def __init__(self, game: Any) -> None:
+        self.game, self.seats = game, game.possible_agents
+
+    def reset(self, seed: int | None = None) -> dict[str, Any]:
+        row = row_of_zeros(len(self.seats))
+        self._begin(row, seed)
+        return row
+
+    def _begin(self, row: dict[str, Any], seed: int | None = None) -> None:
+        observations, _ = self.game.reset(seed=seed)
+        self._show(row, observations)
+
+    def _show(self, row: dict[str, Any], observations: Any) -> None:
+        for i, agent in enumerate(self.seats):
+            row["alive"][i] = agent in self.game.agents
+            row["observation"][i] = observations[agent] if row["alive"][i] else 0
+
+    def step(self, actions: Any) -> dict[str, Any]:
+        row, acting = row_of_zeros(len(self.seats)), list(self.game.agents)
+        given = {agent: int(action) for agent, action in zip(self.seats, actions, strict=True) if agent in acting}
+        observations, rewards, terminated, truncated, _ = self.game.step(given)
+        for i, agent in enumerate(self.seats):
+            row["valid"][i] = agent in acting
+            row["reward" if agent in acting else "late_reward"][i] = rewards.get(agent, 0.0)
+            row["terminated"][i] = agent in acting and terminated[agent]
+            row["truncated"][i] = agent in acting and truncated[agent]
+            if row["terminated"][i] or row["truncated"][i]:
+                row["final_obs"][i] = observations[agent]
+        if self.game.agents:
+            self._show(row, observations)
+        else:
+            self._begin(row)
+        row["truncated"] |= ~row["valid"] & row["alive"]  # an idle stretch ends
+        return row
+
+
+def joined(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: np.concatenate([row[name] for row in rows]) for name in FIELDS}
+
+
+def shown(envs: ShmVectorEnv, results: Any) -> dict[str, Any]:
+    observation, reward, terminated, truncated, infos = results
+    final_obs = np.zeros_like(observation)
+    for i in np.flatnonzero(infos.get("_final_obs", ())):
+        final_obs[i] = infos["final_obs"][i]
+    assert np.array_equal(infos.get("_final_obs", np.zeros(envs.num_envs, bool)), terminated | truncated)
+    states = [infos[name] for name in FIELDS[5:]]
+    values = (observation, reward, terminated, truncated, final_obs, *states)
+    return dict(zip(FIELDS, values, strict=True))
+
+
+def assert_rows(got: dict[str, Any], wanted: dict[str, Any], t: int) -> None:
+    for name in FIELDS:
+        assert got[name].dtype == wanted[name].dtype, name
+        np.testing.assert_array_equal(got[name], wanted[name], err_msg=f"{name} of step {t}")
+
+
+def run_beside_plain(games: list[Any], n_steps: int, seed: int = 3, **kwargs: Any) -> dict[str, Any]:
+    """All steps equal those of `Plain`. Returns the sums of the rewards in cells and late, and of the ledgers."""
+    plain, rng = [Plain(game()) for game in games], np.random.default_rng(seed)
+    sums = {"cells": 0.0, "late": 0.0}
+    with ShmVectorEnv(games, **kwargs) as envs:
+        observation, infos = envs.reset(seed=seed)
+        wanted = joined([one.reset(seed + e) for e, one in enumerate(plain)])
+        np.testing.assert_array_equal(observation, wanted["observation"])
+        np.testing.assert_array_equal(infos["alive"], wanted["alive"])
+        assert not infos["valid"].any()
+        first = np.cumsum([0, *(len(one.seats) for one in plain)])
+        for t in range(n_steps):
+            actions = rng.integers(0, 3, envs.num_envs)
+            got = shown(envs, envs.step(actions))
+            own = [actions[first[e] : first[e + 1]] for e in range(len(plain))]
+            assert_rows(got, joined([one.step(part) for one, part in zip(plain, own, strict=True)]), t)
+            assert not got["reward"][~got["valid"]].any()
+            sums["cells"] += got["reward"].sum()
+            sums["late"] += got["late_reward"].sum()
+        sums["ledger"] = sum(envs.get_attr("ledger"))
+    return sums
+
+
+# ---- rows ------------------------------------------------------------------------------------
+
+
+def test_a_game_with_a_death_a_late_reward_and_a_return() -> None:
+    with ShmVectorEnv([partial(ScriptedGame, 2, DIES)], n_workers=1) as envs:
+        assert envs.seats == [(0, "a0"), (0, "a1")]
+        assert (envs.num_envs, envs.autoreset_mode) == (2, AutoresetMode.SAME_STEP)
+        assert envs.observation_space.shape == (2, 4)
+        envs.reset(seed=0)
+        rows = [shown(envs, envs.step(np.array([1, 2]))) for _ in range(5)]
+    column = {name: [row[name][0].tolist() for row in rows] for name in FIELDS}
+    assert column["reward"] == [2, 3, 0, 0, 6]
+    assert column["terminated"] == [False, True, False, False, False]
+    assert column["truncated"] == [False, False, False, True, True]  # it joins in step 3; the game is over in step 4
+    assert column["valid"] == [True, True, False, False, True]
+    assert column["alive"] == [True, False, False, True, True]
+    assert column["late_reward"] == [0, 0, 0.5, 0, 0]
+    assert column["observation"][1] == column["observation"][2] == [0, 0, 0, 0]
+    assert column["final_obs"][1][:3] == [1, 2, 2]
+    assert column["final_obs"][3] == [0, 0, 0, 0]
+    assert column["final_obs"][4][:3] == [1, 5, 1]
+    assert [row["truncated"][1] for row in rows] == [False, False, False, True, True]
+    # a1 was idle until the reset in the last step, which returned its first observation
+    assert [row["valid"][1] for row in rows] == [True, True, True, True, False]
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(0, 2**31), st.sampled_from([1, 2, 3, 5]))
+@settings(max_examples=scaled(60, 6), deadline=None)
+def test_random_games_equal_a_plain_loop_and_lose_no_reward(ks: list[int], seed: int, n_workers: int) -> None:
+    makers = {k: partial(ScriptedGame, k) for k in ks}
+    sums = run_beside_plain([makers[k] for k in ks], 150, seed, n_workers=n_workers)
+    assert sums["cells"] + sums["late"] == pytest.approx(sums["ledger"], abs=0)
+    assert sums["cells"] > 0
+
+
+@pytest.mark.slow
+@methods("fork", "forkserver")
+def test_every_start_method_and_number_of_workers(start_method: Any) -> None:
+    for n_workers in (1, 2, 3, 5) if start_method == "forkserver" or FULL else (2,):
+        games = [partial(ScriptedGame, 3)] * 3 + [partial(ScriptedGame, 5)] * 2
+        sums = run_beside_plain(games, 300, n_workers=n_workers, context=start_method)
+        assert sums["late"] > 0
+
+
+@pytest.mark.slow
+def test_spawned_workers() -> None:
+    run_beside_plain([partial(ScriptedGame, 2)] * 2, 50, context="spawn", n_workers=2)
+
+
+def test_views_instead_of_copies() -> None:
+    with ShmVectorEnv([partial(ScriptedGame, 2)] * 2, copy=False) as envs:
+        before, _ = envs.reset(seed=0)
+        after = envs.step(np.zeros(4, int))[0]
+        assert np.shares_memory(before, after)
+
+
+# ---- whole environments ------------------------------------------------------------------------
+
+
+def test_send_and_recv_name_environments() -> None:
+    games = [partial(ScriptedGame, 2), partial(ScriptedGame, 3), partial(ScriptedGame, 1)]
+    plain = [Plain(game()) for game in games]
+    with ShmVectorEnv(games, n_workers=2) as envs:
+        envs.reset(seed=4)
+        for e, one in enumerate(plain):
+            one.reset(4 + e)
+        first = [0, 2, 5, 6]
+        for t in range(60):
+            chosen = [2, 0] if t % 2 else [1]
+            actions = np.arange(sum(first[e + 1] - first[e] for e in chosen)) % 3
+            envs.send(actions, chosen)
+            *results, infos = envs.recv(min_ready=len(chosen))
+            order = infos["env_id"].tolist()
+            assert order == sorted(chosen)
+            assert infos["seat_id"].tolist() == [row for e in order for row in range(first[e], first[e + 1])]
+            parts, at = {}, 0
+            for e in chosen:
+                parts[e], at = actions[at : at + first[e + 1] - first[e]], at + first[e + 1] - first[e]
+            wanted = joined([plain[e].step(parts[e]) for e in order])
+            for name, value in zip(FIELDS, results, strict=False):
+                np.testing.assert_array_equal(value, wanted[name], err_msg=f"{name} of step {t}")
+            for name in FIELDS[5:]:
+                np.testing.assert_array_equal(infos[name], wanted[name], err_msg=f"{name} of step {t}")
+        envs.send(np.zeros(2, int), [0])
+        with pytest.raises(SamplerStateError, match=r"environments \[0\] have not been received yet"):
+            envs.send(np.zeros(2, int), [0])
+        with pytest.raises(ConfigError, match="env_ids must be different indices from 0 to 2"):
+            envs.send(np.zeros(1, int), [3])
+
+
+def test_resets_of_some_environments_and_their_seeds() -> None:
+    with ShmVectorEnv([partial(ScriptedGame, 2, [{}] * 9)] * 3, n_workers=2) as envs:
+        first = envs.reset(seed=[7, 8, 7])[0]
+        assert np.array_equal(first[:2], first[4:])
+        assert not np.array_equal(first[:2], first[2:4])
+        assert np.array_equal(envs.reset(seed=7)[0][:4], first[:4])
+        with pytest.raises(ConfigError, match="seed must be a list of 3 seeds, one for each environment, got 6"):
+            envs.reset(seed=[1] * 6)
+        envs.step(np.zeros(6, int))
+        observation, infos = envs.reset(options={"reset_mask": np.array([False, True, False])})
+        assert observation[:, 1].tolist() == [1, 1, 0, 0, 1, 1]
+        assert infos["alive"].all()
+        with pytest.raises(ConfigError, match="must be a numpy array of 3 bools"):
+            envs.reset(options={"reset_mask": np.ones(6, bool)})
+
+
+class Quiet(ScriptedGame):
+    """Has attributes and a picture."""
+
+    render_mode = "rgb_array"
+    level = 1
+
+    def render(self) -> Any:
+        return np.full((2, 3, 3), self.level, np.uint8)
+
+    def twice(self, x: int) -> int:
+        return 2 * x * self.level
+
+
+def test_calls_go_to_environments() -> None:
+    with ShmVectorEnv([partial(Quiet, 3)] * 2) as envs:
+        envs.reset(seed=0)
+        assert envs.call("twice", 4) == (8, 8)
+        envs.set_attr("level", [1, 5])
+        assert envs.get_attr("level") == (1, 5)
+        assert envs.call_some([1], "twice", 4) == (40,)
+        envs.broadcast({"level": 7}, [0])
+        assert envs.apply(lambda game: (type(game).__name__, game.level)) == (("Quiet", 7), ("Quiet", 5))
+        assert envs.render_mode == "rgb_array"
+        # One for each row, as Gymnasium's RecordVideo asserts.
+        assert [int(frame.max()) for frame in envs.render() or ()] == [7] * 3 + [5] * 3
+        assert envs.render_tiled().shape == (2, 6, 3)
+        with pytest.raises(ConfigError, match="set_attr needs one value, or 2 of them"):
+            envs.set_attr("level", [1] * 6)
+
+
+def test_wrappers_of_gymnasium() -> None:
+    envs: Any = ShmVectorEnv([partial(Quiet, 2, DIES)] * 2, n_workers=1)
+    envs = DictInfoToList(RecordEpisodeStatistics(envs))
+    envs.reset(seed=0)
+    listed = [envs.step(np.zeros(4, int))[-1] for _ in DIES]
+    envs.close()
+    assert listed[1][0]["final_obs"][:3].tolist() == [1, 2, 2]
+    assert listed[1][0]["episode"]["l"] == 2
+    assert [infos[0]["valid"] for infos in listed] == [True, True, False, False, True]
+    assert [infos[0]["alive"] for infos in listed] == [True, False, False, True, True]
+    assert "episode" not in listed[2][0]
+    assert listed[3][0]["episode"]["r"] == 0  # the idle stretch
+
+
+class Telling(ScriptedGame):
+    """Infos of every kind, in dicts that are used again."""
+
+    def _infos(self) -> Any:
+        shared: dict[str, Any] = {}
+        for agent in self._own:
+            shared[agent] = {"t": self.t} if agent != "a1" else {}
+        shared["nobody"] = {"t": -1}
+        return shared
+
+
+def test_infos_of_ordinary_steps_ends_and_resets() -> None:
+    with ShmVectorEnv([partial(Telling, 3, [{}, {"a0": "die"}, {}])] * 2, n_workers=1) as envs:
+        _, infos = envs.reset(seed=0)
+        assert infos["t"].tolist() == [0, 0, 0] * 2
+        assert infos["_t"].tolist() == [True, False, True] * 2
+        infos = envs.step(np.zeros(6, int))[-1]
+        assert infos["_t"].tolist() == [True, False, True] * 2
+        infos = envs.step(np.zeros(6, int))[-1]
+        assert infos["final_info"]["_t"].tolist() == [True, False, False] * 2
+        assert infos["_t"].tolist() == [False, False, True] * 2
+        infos = envs.step(np.zeros(6, int))[-1]
+        assert infos["final_info"]["_t"].tolist() == [False, False, True] * 2
+        assert infos["final_info"]["t"].tolist()[2] == 3
+        assert infos["_t"].tolist() == [True, False, True] * 2  # of the reset
+        assert infos["t"].tolist() == [0] * 6
+
+
+class Doubles(ScriptedGame):
+    """Its space says float32, and it returns float64."""
+
+    def _observations(self) -> Any:
+        return {agent: value.astype(np.float64) for agent, value in super()._observations().items()}
+
+
+def test_a_last_observation_keeps_its_type() -> None:
+    with ShmVectorEnv([partial(Doubles, 1, [{}])]) as envs:
+        observation, _ = envs.reset(seed=0)
+        infos = envs.step([0])[-1]
+        assert observation.dtype == np.float32
+        assert infos["final_obs"][0].dtype == np.float64
+        assert infos["final_obs"][0][:3].tolist() == [1, 1, 1]
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+class Unlike(ScriptedGame):
+    """Two agents with different spaces."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(2)
+        self.kind = kind
+
+    def observation_space(self, agent: str) -> Any:
+        return spaces.Box(-1, 1, (3 + (self.kind == "observation") * int(agent[1:]),))
+
+    def action_space(self, agent: str) -> Any:
+        return spaces.Discrete(3 + (self.kind == "action") * int(agent[1:]))
+
+
+@pytest.mark.parametrize("kind", ["observation", "action"])
+def test_unequal_spaces_name_both_agents(kind: str) -> None:
+    with pytest.raises(SpaceError, match=rf"the {kind}_space of agent 'a1' is .*, that of agent 'a0' is .*pad"):
+        ShmVectorEnv([partial(Unlike, kind)] * 2)
+
+
+def test_environments_with_other_spaces() -> None:
+    with pytest.raises(WorkerError, match=r"the observation_space of env_rank 1 is .*must have the same spaces"):
+        ShmVectorEnv([partial(ScriptedGame, 2), partial(Unlike, "neither")])
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", AutoresetMode.DISABLED])
+def test_other_modes_are_refused_with_what_to_write(mode: Any) -> None:
+    with pytest.raises(ConfigError, match=r'must be "SAME_STEP", which is their default: .*nobody is left'):
+        ShmVectorEnv([ScriptedGame], autoreset_mode=mode)
+
+
+def test_mixed_lists_and_spaces() -> None:
+    with pytest.raises(ConfigError, match=r"env_fns\[1\] returns CountingEnv, an environment of one agent"):
+        ShmVectorEnv([ScriptedGame, CountingEnv])  # type: ignore[list-item]
+    one = CountingEnv()
+    with pytest.raises(WorkerError, match=r"ScriptedGame has several agents, but env_fns\[0\] returns an environment"):
+        ShmVectorEnv([CountingEnv, ScriptedGame])  # type: ignore[list-item]
+    with pytest.raises(WorkerError, match="leave `spaces` out"):
+        ShmVectorEnv([ScriptedGame], spaces=(one.observation_space, one.action_space))
+
+
+class Texts(ScriptedGame):
+    def observation_space(self, agent: str) -> Any:
+        return spaces.Text(4)
+
+
+def test_spaces_without_a_fixed_shape() -> None:
+    with pytest.raises(SpaceError, match="observation has a Text space"):
+        ShmVectorEnv([Texts])
+
+
+class Turns(ScriptedGame):
+    def agent_iter(self) -> None:
+        """As AECEnv has it."""
+
+
+def test_turns_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"is played in turns .*: give a ParallelEnv"):
+        ShmVectorEnv([Turns])
+
+
+class Varying(ScriptedGame):
+    """As many agents as its environment's number, plus one."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(1 + context.env_rank)
+
+
+def test_a_function_that_returns_other_agents_each_time() -> None:
+    with pytest.raises(WorkerError, match=r"possible_agents of env_rank 1 are .*different functions"):
+        ShmVectorEnv([Varying] * 2)
+
+
+def test_a_step_before_reset_is_refused() -> None:
+    with ShmVectorEnv([ScriptedGame]) as envs, pytest.raises(SamplerStateError, match="reset"):
+        envs.step(np.zeros(3, int))
+
+
+# ---- bad data --------------------------------------------------------------------------------
+
+
+class Bad(ScriptedGame):
+    """Returns something wrong in its second step."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(3, [{}] * 6)
+        self.fault = fault
+
+    def step(self, actions: Any) -> Any:
+        result = super().step(actions)
+        return FAULTS[self.fault](self, *result) if self.t == 2 else result
+
+
+def wrong(change: Any) -> Any:
+    """A fault that changes parts of the result."""
+
+    def apply(game: Any, *result: Any) -> Any:
+        change(game, *result)
+        return result
+
+    return apply
+
+
+def no_last(game: Any, observations: Any, rewards: Any, terminated: Any, truncated: Any, infos: Any) -> None:
+    truncated["a1"] = True
+    del observations["a1"]
+    game.agents.remove("a1")
+
+
+def put(which: int, agent: str, value: Any) -> Any:
+    return wrong(lambda game, *result: result[which].update({agent: value}))
+
+
+def lose_a_piece(*_: Any) -> None:
+    raise KeyError("a lost piece")
+
+
+FAULTS = {
+    "unknown": put(0, "stranger", np.zeros(4, np.float32)),
+    "vanishes": wrong(lambda game, *_: game.agents.remove("a1")),
+    "no last": wrong(no_last),
+    "shape": put(0, "a2", np.zeros(3, np.float32)),
+    "reward": put(1, "a2", "much"),
+    "nan": put(1, "a2", float("nan")),
+    "nan observation": put(0, "a1", np.full(4, np.nan, np.float32)),
+    "infos": lambda game, *result: (*result[:4], []),
+    "info": put(4, "a1", "words"),
+    "four": lambda game, *result: result[:4],
+    "raises": wrong(lose_a_piece),
+}
+BAD = {
+    "unknown": "env_rank 1, agent 'stranger' is not one of possible_agents",
+    "vanishes": "env_rank 1, agent 'a1' is not in env.agents any more, but neither terminated nor truncated",
+    "no last": "env_rank 1, agent 'a1' was truncated, but env.step returned no observation",
+    "shape": r"observation of env_rank 1, agent 'a2' must have shape \(4,\), got \(3,\)",
+    "reward": "the reward of env_rank 1, agent 'a2' must be a single number, got 'much'",
+    "infos": "the info that env.step of env_rank 1 returned must be a dict",
+    "info": "the info that env.step of env_rank 1, agent 'a1' returned must be a dict",
+    "four": "env.step of env_rank 1 must return five values",
+    "raises": "raised KeyError.*while stepping env_rank 1",
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_bad_data_name_environment_and_agent(fault: str, one_by_one: bool) -> None:
+    with ShmVectorEnv([partial(ScriptedGame, 3, [{}] * 6), partial(Bad, fault)], n_workers=1) as envs:
+        envs.reset(seed=0)
+        envs.step(np.zeros(6, int))
+        with pytest.raises(WorkerError, match=BAD[fault]):
+            if one_by_one:
+                envs.send(np.zeros(3, int), [1])
+                envs.recv()
+            else:
+                envs.step(np.zeros(6, int))
+
+
+@pytest.mark.parametrize(("fault", "name"), [("nan", "reward"), ("nan observation", "observation")])
+def test_check_finite_names_the_agent(fault: str, name: str) -> None:
+    agent = "a2" if fault == "nan" else "a1"
+    with ShmVectorEnv([partial(ScriptedGame, 3, [{}] * 6), partial(Bad, fault)], check_finite=True) as envs:
+        envs.reset(seed=0)
+        envs.step(np.zeros(6, int))
+        with pytest.raises(SpaceError, match=rf"{name} of env_rank 1, agent '{agent}' must be finite"):
+            envs.step(np.zeros(6, int))
+        with pytest.raises(SpaceError, match="action must have shape"):
+            envs.step(np.zeros(5, int))
+
+
+# ---- failures --------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_raises() -> None:
+    with ShmVectorEnv([partial(ScriptedGame, 3)] * 2, n_workers=2) as envs:
+        envs.reset(seed=0)
+        os.kill(envs.worker_pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="worker 1"):
+            envs.step(np.zeros(6, int))
+
+
+def test_a_killed_worker_is_replaced_and_its_seats_are_cut_off() -> None:
+    games = [partial(ScriptedGame, 3, DIES)] * 2
+    with ShmVectorEnv(games, n_workers=2, on_worker_failure="restart") as envs:
+        envs.reset(seed=0)
+        for _ in range(2):
+            before = envs.step(np.zeros(6, int))[0]
+        os.kill(envs.worker_pids[1], signal.SIGKILL)
+        observation, reward, terminated, truncated, infos = envs.step(np.zeros(6, int))
+        assert envs.n_restarts == 1
+        assert truncated.tolist() == [False] * 3 + [True] * 3
+        assert not terminated.any()
+        assert reward[3:].tolist() == [0, 0, 0]
+        assert infos["valid"].tolist() == [False, True, True] + [False] * 3
+        assert infos["alive"].tolist() == [False, True, True] + [True] * 3
+        assert infos["final_info"]["worker_restarted"].tolist() == [False] * 3 + [True] * 3
+        for row in range(3, 6):
+            assert np.array_equal(infos["final_obs"][row], before[row])  # zeros for the seat that was idle
+        assert observation[3:, 1].tolist() == [0, 0, 0]  # a new episode
+        again = envs.step(np.zeros(6, int))
+        assert again[1][3:].tolist() == [1, 1, 1]
+        assert again[-1]["valid"][3:].all()
+        assert not again[3][3:].any()
+
+
+def test_a_reset_after_a_replacement_begins_a_game() -> None:
+    with ShmVectorEnv([partial(ScriptedGame, 2, [{}] * 5)], on_worker_failure="restart") as envs:
+        first = envs.reset(seed=3)[0]
+        os.kill(envs.worker_pids[0], signal.SIGKILL)
+        assert np.array_equal(envs.reset(seed=3)[0], first)
+        results = envs.step([0, 0])
+        assert results[1].tolist() == [1, 1]
+        assert not results[3].any()
+
+
+class Hanging(ScriptedGame):
+    def step(self, actions: Any) -> Any:
+        signal.pause()
+
+
+def test_a_worker_that_hangs() -> None:
+    with ShmVectorEnv([Hanging], step_timeout=0.5) as envs:
+        envs.reset()
+        with pytest.raises(WorkerTimeoutError, match="env_rank 0"):
+            envs.step(np.zeros(3, int))
+
+
+class Interrupting(ScriptedGame):
+    """In its second step it interrupts the main process, and goes on when that has noticed."""
+
+    def __init__(self, main_process: int, noticed: Path) -> None:
+        super().__init__(2, [{}] * 5)
+        self.main_process, self.noticed = main_process, noticed
+
+    def step(self, actions: Any) -> Any:
+        if self.t == 1:
+            os.kill(self.main_process, signal.SIGINT)
+            while not self.noticed.exists():
+                os.sched_yield()
+        return super().step(actions)
+
+
+def test_ctrl_c_in_a_step_loses_nothing(tmp_path: Path) -> None:
+    with ShmVectorEnv([partial(Interrupting, os.getpid(), tmp_path / "noticed")]) as envs:
+        envs.reset(seed=0)
+        envs.step([0, 0])
+        with pytest.raises(KeyboardInterrupt):
+            envs.step([1, 1])
+        (tmp_path / "noticed").touch()
+        _, reward, _, _, infos = envs.step_wait()
+        assert reward.tolist() == [3, 3]
+        assert infos["valid"].all()
+
+
+def test_registered_ids_of_pettingzoo() -> None:
+    pettingzoo = pytest.importorskip("pettingzoo")
+    mpe2 = pytest.importorskip("mpe2.simple_spread_v3", exc_type=ImportError)
+    if not hasattr(pettingzoo, "register"):
+        pytest.skip("this PettingZoo has no registry")
+    pettingzoo.register("parallel", "tests/Spread-v0", entry_point=mpe2.parallel_env)
+    with ShmVectorEnv(["tests/Spread-v0"] * 2) as envs:
+        assert envs.seats == [(e, f"agent_{i}") for e in range(2) for i in range(3)]
+        assert envs.reset(seed=0)[0].shape == (6, 18)
+
+
+def test_attributes_behind_the_wrapper_of_turns() -> None:
+    mpe2 = pytest.importorskip("mpe2.simple_spread_v3", exc_type=ImportError)
+    with ShmVectorEnv([partial(mpe2.parallel_env, render_mode="rgb_array")] * 2) as envs:
+        envs.reset(seed=0)
+        assert envs.render_mode == "rgb_array"
+        assert envs.get_attr("local_ratio") == (0.5, 0.5)
+        envs.set_attr("local_ratio", [0.1, 0.2])
+        assert envs.apply(lambda game: game.unwrapped.local_ratio) == (0.1, 0.2)
+        assert envs.render_tiled().ndim == 3

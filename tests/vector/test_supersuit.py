@@ -1,0 +1,325 @@
+"""Without deaths, seats give what SuperSuit's vector environments give, and learners become the same, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from penstock import ConfigError
+from penstock.envs import ScriptedGame
+from penstock.vector import ShmVectorEnv, concat_vec_envs
+
+from .vector_support import assert_same
+
+# SuperSuit, PettingZoo and Gymnasium warn of each other.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+STATES = ("valid", "alive", "late_reward")
+GOES_ON = [{}] * 7
+
+
+class Telling(ScriptedGame):
+    """Has infos, and a seed of its own that no reset changes: Stable-Baselines3 gives SuperSuit none."""
+
+    def __init__(self, k: int = 3, script: Any = GOES_ON) -> None:
+        super().__init__(k, script, mask=True)
+
+    @property
+    def unwrapped(self) -> Any:
+        return self
+
+
+class Ending(Telling):
+    """All agents end in the last step."""
+
+    def __init__(self) -> None:
+        super().__init__(3, [*GOES_ON, dict.fromkeys(("a0", "a1", "a2"), "die")])
+
+
+def spread() -> Any:
+    mpe2 = pytest.importorskip("mpe2.simple_spread_v3", exc_type=ImportError)
+    return mpe2.parallel_env(max_cycles=20)
+
+
+def supersuit() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("supersuit")
+
+
+def theirs(env: Any, n: int, **kwargs: Any) -> Any:
+    """SuperSuit's, for any `ParallelEnv`: its own function takes subclasses of PettingZoo's class only."""
+    return supersuit().concat_vec_envs_v1(supersuit().vector.MarkovVectorEnv(env), n, **kwargs)
+
+
+def without_states(infos: Any) -> Any:
+    return [{key: value for key, value in info.items() if key not in STATES} for info in infos]
+
+
+def compare(mine: Any, other: Any, n_steps: int, n_actions: int) -> int:
+    """All that `reset` and `step` return, the infos too. Returns the number of ends."""
+    n_ends, rng = 0, np.random.default_rng(0)
+    got, wanted = mine.reset(seed=5), other.reset(seed=5)
+    assert_same(got[0], wanted[0], "reset")
+    assert_same(without_states(got[1]), wanted[1], "reset")
+    for t in range(n_steps):
+        actions = rng.integers(0, n_actions, mine.num_envs)
+        (*got, infos), (*wanted, expected) = mine.step(actions), other.step(actions)
+        wanted[2:] = [flags.astype(bool) for flags in wanted[2:]]  # uint8 in one process, bool in several
+        assert_same(got, wanted, f"step {t}")
+        assert_same(without_states(infos), expected, f"step {t}")
+        assert all(info["valid"] and info["alive"] and info["late_reward"] == 0 for info in infos)
+        n_ends += int((got[2] | got[3]).sum())
+    return n_ends
+
+
+@pytest.mark.parametrize(("make", "n_actions"), [(spread, 5), (Telling, 3), (partial(Telling, 6), 3)])
+@pytest.mark.parametrize("n_workers", [1, 3])
+def test_the_swap_returns_what_supersuit_returns(make: Any, n_actions: int, n_workers: int) -> None:
+    other = theirs(make(), 3)
+    mine = concat_vec_envs(make(), 3, num_cpus=n_workers)
+    assert mine.num_envs == other.num_envs
+    assert (mine.observation_space, mine.action_space) == (other.observation_space, other.action_space)
+    assert compare(mine, other, 300, n_actions) > 0
+    mine.close()
+    other.close()
+
+
+def test_the_vector_environment_returns_the_same_arrays() -> None:
+    other = theirs(spread(), 3)
+    with ShmVectorEnv([spread] * 3, n_workers=2) as mine:
+        rng = np.random.default_rng(0)
+        assert_same(mine.reset(seed=1)[0], other.reset(seed=1)[0])
+        for _ in range(300):
+            actions = rng.integers(0, 5, 9)
+            observation, reward, terminated, truncated, infos = mine.step(actions)
+            wanted = other.step(actions)
+            assert_same(observation, wanted[0])
+            assert_same(reward.astype(np.float32), wanted[1])
+            assert_same(terminated.astype(np.uint8), wanted[2])
+            assert_same(truncated.astype(np.uint8), wanted[3])
+            assert infos["valid"].all()
+    other.close()
+
+
+def test_what_the_swap_takes() -> None:
+    wrapped = supersuit().vector.MarkovVectorEnv(Telling())
+    for given in (Telling(), Telling, partial(Telling, 3), wrapped):
+        envs = concat_vec_envs(given, 2, num_cpus=0)
+        assert (envs.num_envs, len(envs.envs.worker_pids)) == (6, 1)
+        observation, infos = envs.reset(seed=0)
+        assert (observation.shape, len(infos)) == ((6, 4), 6)
+        envs.close()
+    envs = concat_vec_envs(Telling, 2)
+    assert len(envs.envs.worker_pids) == min(2, len(os.sched_getaffinity(0)))
+    envs.close()
+    with pytest.raises(ConfigError, match="base_class must be one of gymnasium, gym, stable_baselines3"):
+        concat_vec_envs(Telling, 2, base_class="stable_baselines")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"cannot be pickled, .*Give a function that builds it"):
+        game: Any = Telling()
+        game.lock = threading.Lock()
+        concat_vec_envs(game, 2)
+
+
+class Pictures(Telling):
+    def render(self) -> Any:
+        return np.full((2, 2, 3), 9, np.uint8)
+
+
+class RecordEpisodeStatistics:
+    """What Gymnasium's wrapper of this name did when the script was written: it reads `num_envs`, and adds entries to
+    infos in a list."""
+
+    def __init__(self, env: Any) -> None:
+        self.env, self.num_envs = env, getattr(env, "num_envs", 1)
+        self.is_vector_env = getattr(env, "is_vector_env", False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.returns, self.lengths = np.zeros(self.num_envs, np.float32), np.zeros(self.num_envs, np.int32)
+        return self.env.reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        observations, rewards, terminated, truncated, infos = self.env.step(action)
+        self.returns += rewards
+        self.lengths += 1
+        infos = list(infos)
+        for i in np.flatnonzero(np.logical_or(terminated, truncated)):
+            infos[i] = {**infos[i], "episode": {"r": self.returns[i], "l": self.lengths[i]}}
+            self.returns[i] = self.lengths[i] = 0
+        return observations, rewards, terminated, truncated, infos
+
+
+def test_what_the_script_does_with_its_environments() -> None:
+    envs = concat_vec_envs(Pictures(2), 2, num_cpus=0, base_class="gym")
+    envs.single_observation_space = envs.observation_space
+    envs.single_action_space = envs.action_space
+    envs.is_vector_env = True
+    assert envs.render().max() == 9
+    wrapped = RecordEpisodeStatistics(envs)
+    assert isinstance(wrapped.single_action_space, spaces.Discrete)
+    assert wrapped.single_observation_space.shape == (4,)
+    wrapped.reset(seed=0)
+    for _ in GOES_ON:
+        *_, infos = wrapped.step(np.zeros(4, int))
+    assert [item["episode"]["l"] for item in infos] == [7] * 4
+    assert all("terminal_observation" in item for item in infos)
+    wrapped.close()
+
+
+def test_a_death_in_the_swap() -> None:
+    envs = concat_vec_envs(ScriptedGame(2, [{}, {"a0": "die"}, {"a0": "late"}]), 1)
+    envs.reset(seed=0)
+    infos = [envs.step(np.zeros(2, int))[-1] for _ in range(3)]
+    assert [info[0]["valid"] for info in infos] == [True, True, False]
+    assert [info[0]["alive"] for info in infos] == [True, False, True]
+    assert infos[1][0]["terminal_observation"][:3].tolist() == [1, 2, 2]
+    assert "terminal_observation" not in infos[1][1]
+    assert infos[2][0]["late_reward"] == 0.5
+    envs.close()
+
+
+# ---- learners ----------------------------------------------------------------------------------
+
+
+def train(envs: Any, n_updates: int = 4, n_steps: int = 16) -> Any:
+    """PPO as CleanRL's ppo_pettingzoo_ma_atari.py does it, small: one network for all agents. Returns its weights."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(1)
+    n, size = envs.num_envs, int(np.prod(envs.single_observation_space.shape))
+    hidden = torch.nn.Sequential(torch.nn.Linear(size, 32), torch.nn.Tanh())
+    actor, critic = torch.nn.Linear(32, envs.single_action_space.n), torch.nn.Linear(32, 1)
+    parameters = [*hidden.parameters(), *actor.parameters(), *critic.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=1e-2)
+    obs, rewards, dones, values = (torch.zeros((n_steps, n, *shape)) for shape in ((size,), (), (), ()))
+    actions, logprobs = torch.zeros((n_steps, n), dtype=torch.int64), torch.zeros((n_steps, n))
+    next_obs, _ = envs.reset(seed=1)
+    next_obs, next_done, returns = torch.Tensor(next_obs), torch.zeros(n), []
+    for _ in range(n_updates):
+        for step in range(n_steps):
+            obs[step], dones[step] = next_obs, next_done
+            with torch.no_grad():
+                features = hidden(next_obs)
+                policy, values[step] = (
+                    torch.distributions.Categorical(logits=actor(features)),
+                    critic(features).flatten(),
+                )
+                actions[step] = policy.sample()
+                logprobs[step] = policy.log_prob(actions[step])
+            next_obs, reward, terminations, truncations, info = envs.step(actions[step].numpy())
+            rewards[step], next_obs = torch.tensor(reward), torch.Tensor(next_obs)
+            next_done = torch.Tensor(np.logical_or(terminations, truncations).astype(np.float32))
+            returns += [float(item["episode"]["r"]) for item in info if "episode" in item]
+        with torch.no_grad():
+            next_value, last, advantages = critic(hidden(next_obs)).flatten(), 0, torch.zeros_like(rewards)
+            for t in reversed(range(n_steps)):
+                goes_on = 1.0 - (next_done if t == n_steps - 1 else dones[t + 1])
+                following = next_value if t == n_steps - 1 else values[t + 1]
+                last = rewards[t] + 0.99 * following * goes_on - values[t] + 0.99 * 0.95 * goes_on * last
+                advantages[t] = last
+        features = hidden(obs)
+        policy = torch.distributions.Categorical(logits=actor(features))
+        ratio = (policy.log_prob(actions) - logprobs).exp()
+        losses = torch.max(-advantages * ratio, -advantages * torch.clamp(ratio, 0.8, 1.2))
+        value_loss = 0.5 * ((critic(features).squeeze(-1) - (advantages + values)) ** 2).mean()
+        loss = losses.mean() - 0.01 * policy.entropy().mean() + 0.5 * value_loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        optimizer.step()
+    envs.close()
+    return [parameter.detach().numpy().copy() for parameter in parameters], returns
+
+
+@pytest.mark.parametrize("make", [spread, Telling])
+def test_a_ppo_in_the_style_of_cleanrl_becomes_the_same(make: Any) -> None:
+    def wrapped(envs: Any) -> Any:
+        envs.single_observation_space, envs.single_action_space = envs.observation_space, envs.action_space
+        return RecordEpisodeStatistics(envs)
+
+    weights, returns = train(wrapped(theirs(make(), 4)))
+    mine, own_returns = train(wrapped(concat_vec_envs(make(), 4, num_cpus=2)))
+    assert_same(mine, weights)
+    assert own_returns == returns
+    assert returns
+    other, _ = train(wrapped(concat_vec_envs(make(), 4, num_cpus=2)), n_updates=3)
+    assert not np.array_equal(other[0], weights[0])  # the weights do change
+
+
+def test_stable_baselines3_learns_the_same() -> None:
+    sb3, torch = pytest.importorskip("stable_baselines3"), pytest.importorskip("torch")
+
+    def learn(envs: Any) -> Any:
+        torch.manual_seed(2)
+        model = sb3.PPO("MlpPolicy", envs, n_steps=16, batch_size=32, n_epochs=2, device="cpu")
+        torch.manual_seed(3)
+        np.random.seed(3)
+        model.learn(16 * 6 * 4)
+        envs.close()
+        return [parameter.detach().numpy().copy() for parameter in model.policy.parameters()]
+
+    # Episodes that are cut off are no test: SuperSuit does not tell Stable-Baselines3 that they are.
+    wanted = learn(theirs(Ending(), 2, base_class="stable_baselines3"))
+    assert_same(learn(ShmVectorEnv([Ending] * 2, n_workers=2).to_sb3()), wanted)
+    assert_same(learn(concat_vec_envs(Ending(), 2, num_cpus=2, base_class="stable_baselines3")), wanted)
+    assert not np.array_equal(learn(ShmVectorEnv([Telling] * 2, n_workers=2).to_sb3())[0], wanted[0])
+
+
+def test_stable_baselines3_sees_who_is_idle() -> None:
+    pytest.importorskip("stable_baselines3")
+    games = [partial(ScriptedGame, 2, [{}, {"a0": "die"}, {"a0": "late"}, {}]), partial(Pictures, 3)]
+    envs = ShmVectorEnv(games, n_workers=2).to_sb3()  # type: ignore[arg-type]
+    envs.seed(4)
+    first = envs.reset()
+    infos = []
+    for _ in range(3):
+        observations, rewards, dones, step_infos = envs.step(np.zeros(5, int))
+        infos.append(step_infos)
+    assert observations.shape == (5, 4)
+    assert rewards.dtype == np.float32
+    assert not dones.any()
+    assert [info[0]["valid"] for info in infos] == [True, True, False]
+    assert [info[0]["alive"] for info in infos] == [True, False, False]
+    assert infos[2][0]["late_reward"] == 0.5
+    assert infos[1][0]["terminal_observation"][:3].tolist() == [1, 2, 2]
+    assert infos[1][0]["TimeLimit.truncated"] is False
+    envs.step(np.zeros(5, int))
+    assert envs.get_attr("possible_agents", indices=[0, 2, 4]) == [["a0", "a1"], *[["a0", "a1", "a2"]] * 2]
+    assert [frame is None or frame.max() for frame in envs.get_images()] == [True, 9]
+    envs.seed(4)
+    assert np.array_equal(envs.reset(), first)
+    envs.set_attr("level", 3, indices=[3])
+    assert envs.get_attr("level", [4]) == [3]
+    assert envs.env_method("render", indices=[4])[0].max() == 9
+    envs.close()
+
+
+def test_a_game_with_deaths_of_pettingzoo() -> None:
+    zombies = pytest.importorskip("pettingzoo.butterfly.knights_archers_zombies_v11", exc_type=ImportError)
+    make = partial(zombies.parallel_env, max_cycles=400, spawn_delay=4)
+    rows: dict[int, Any] = {}
+    for n_workers in (1, 2):
+        rng = np.random.default_rng(0)
+        with ShmVectorEnv([make] * 2, n_workers=n_workers) as envs:
+            envs.reset(seed=0)
+            results = [envs.step(rng.integers(0, 6, envs.num_envs)) for _ in range(150)]
+        rows[n_workers] = [np.stack([result[field] for result in results]) for field in range(4)]
+        states = [np.stack([result[4][name] for result in results]) for name in STATES]
+        rows[n_workers] += states
+        valid, alive, _ = states
+        assert not valid.all()  # somebody died while others played on
+        assert np.array_equal(valid[1:], alive[:-1])
+        ended = rows[n_workers][2] | rows[n_workers][3]
+        came_back = ~valid & alive
+        assert np.array_equal(ended[~valid], came_back[~valid])
+        assert not rows[n_workers][0][~alive].any()
+    assert_same(rows[1], rows[2])
