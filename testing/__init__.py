@@ -1,7 +1,13 @@
 """For your tests: make workers fail, and check your own collectors, agents, evaluation collectors and `TrajInfo`s."""
 
 from penstock.envs import check_env_state
-from penstock.testing.conformance import check_agent, check_collector, check_eval_collector, check_traj_info
+from penstock.testing.conformance import (
+    check_agent,
+    check_collector,
+    check_eval_collector,
+    check_parallel_env,
+    check_traj_info,
+)
 from penstock.testing.delegation import DelegatingAgent
 from penstock.testing.faults import HOWS, Fault, InjectedFault, Trigger, UnpicklableFault, UnprintableFault
 from penstock.testing.faulty import (
@@ -29,6 +35,7 @@ __all__ = [
     "check_collector",
     "check_env_state",
     "check_eval_collector",
+    "check_parallel_env",
     "check_traj_info",
     "faulty_collector",
     "faulty_env",

@@ -6,6 +6,7 @@ The inputs of an agent are recorded on a tape (`agent_setup.py`).
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -84,9 +85,11 @@ def actions_have_the_spaces_shape(setup: AgentSetup) -> None:
         seen = f"actions with the fields {list(given)}; the space has {list(wanted)}"
         raise Violation(seen, "return the fields of the space")
     for name, leaf in given.items():
-        shape = (setup.batch_B, *wanted[name].shape)
+        shape = (setup.batch_B, *setup.lead, *wanted[name].shape)
         if leaf.shape[1:] != shape:
             remedy = "return actions [B, ...]: one for each column, in the shape of the space"
+            if setup.lead:
+                remedy = "return actions [environments, agents, ...], since the agent is joint"
             raise Violation(f"{name} has shape {list(leaf.shape[1:])}; it must be {list(shape)}", remedy)
         if not np.can_cast(leaf.dtype, wanted[name].dtype, "same_kind"):
             remedy = "convert it in step, to a dtype of the space"
@@ -98,12 +101,14 @@ def actions_lie_in_the_space(setup: AgentSetup) -> None:
     space = setup.agent.action_space
     actions, example = setup.reference(), example_of(space, "action")
     for t in range(setup.batch_T):
-        row = map_leaves(lambda leaf: np.zeros((setup.batch_B, *leaf.shape), leaf.dtype), example)
+        n = math.prod((setup.batch_B, *setup.lead))
+        row = map_leaves(lambda leaf: np.zeros((n, *leaf.shape), leaf.dtype), example)  # noqa: B023
         for name, target in tree_leaves(row, "action"):
-            target[...] = actions[name][t]  # as a collector records it
+            target[...] = actions[name][t].reshape(target.shape)  # as a collector records it
         for b, action in enumerate(action_splitter(space)(row)):
             if not space.contains(action):
-                seen = f"the action at t={t}, env_rank={b} is {action}; the space is {space}"
+                where = f"t={t}, env_rank={b * setup.batch_B // n}"
+                seen = f"the action at {where} is {action}; the space is {space}"
                 raise Violation(seen, "clip it in step")
 
 
@@ -144,9 +149,10 @@ def inputs_are_not_kept(setup: AgentSetup) -> None:
 
 
 def value_gives_one_number_per_column(setup: AgentSetup) -> None:
-    """agent.value, if the agent has it, returns floating-point numbers [B]."""
+    """agent.value, if the agent has it, returns floating-point numbers [B], or [environments, agents] if it is
+    joint."""
     value = _value(setup.copy(), setup.tape.row(0))
-    if value is not None and (value.shape != (setup.batch_B,) or value.dtype.kind != "f"):
+    if value is not None and (value.shape != (setup.batch_B, *setup.lead) or value.dtype.kind != "f"):
         seen = f"{list(value.shape)} {value.dtype} for B={setup.batch_B}"
         raise Violation(seen, "return one floating-point number per column")
 

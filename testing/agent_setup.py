@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from penstock.buffers.named import map_leaves
 from penstock.buffers.tree import tree_leaves
 from penstock.collectors.acting import as_agent_step
 from penstock.envs import ColumnStreams, MaskInObservation, Purpose, build_example_env, env_factories
+from penstock.envs.seats import ParallelView
 from penstock.errors import ConfigError
 from penstock.samplers import Sampler, SerialSampler
 from penstock.testing.environments import Setup
@@ -54,11 +55,34 @@ class AgentSetup(Setup):
             mask_key = getattr(self.make_agent(), "mask_key", None)
             sampler.initialize(RandomAgent(mask_key=mask_key), seed=self.seed)
             sampler.obtain_samples(0)
-            env, agent = sampler.samples_np.env.copy(), sampler.samples_np.agent.copy()
-        first = np.vstack([np.ones((1, self.batch_B), bool), env.done[:-1]])
+            samples = sampler.samples_np.copy()
+        if self.lead:
+            samples = samples.by_env(*self.lead)
+        env, agent = samples[:, : self.batch_B].env, samples[:, : self.batch_B].agent
+        first = np.concatenate([np.ones_like(env.done[:1]), env.prev_done[1:]])
         for _, leaf in (*tree_leaves(agent.prev_action, ""), *tree_leaves(env.prev_reward, "")):
             leaf[first] = 0
-        return Tape(env.observation, agent.prev_action, env.prev_reward, env.done)
+        done = env.done
+        if self.lead:  # the game is over where all its agents begin in the next row
+            done = np.zeros(done.shape[:2], np.bool_)
+            done[:-1] = first[1:].all(axis=2)
+        return Tape(env.observation, agent.prev_action, env.prev_reward, done)
+
+    @cached_property
+    def lead(self) -> tuple[int, ...]:
+        """The dimensions between the columns and an action: the agents of an environment, if the agent is joint."""
+        return (len(self._example(self.agent).possible_agents),) if self.agent.joint else ()
+
+    def _example(self, agent: Agent) -> Any:
+        """An example environment, which is closed: only its spaces are used."""
+        key = info_key(agent.mask_key)
+        factory = env_factories(self.env_fn, self.env_kwargs, 1)[0]
+        with marked:
+            env = build_example_env(replace(factory, as_seats=partial(ParallelView, mask_key=key)))
+        env.close()
+        if agent.joint and not isinstance(env, ParallelView):
+            raise ConfigError("the agent is joint, so env_fn must return an environment of several agents")
+        return env if key is None or isinstance(env, ParallelView) else MaskInObservation(env, key)
 
     @cached_property
     def other_tape(self) -> Tape:
@@ -81,13 +105,10 @@ class AgentSetup(Setup):
         agent = self.make_agent()
         if not isinstance(agent, Agent):
             raise ConfigError(f"make_agent must return a penstock Agent, got {type(agent).__name__}")
-        with marked:
-            env = build_example_env(env_factories(self.env_fn, self.env_kwargs, 1)[0])
-        if (key := info_key(agent.mask_key)) is not None:
-            env = MaskInObservation(env, key)
-        observation_space, action_space = env.observation_space, env.action_space
-        env.close()
-        agent.runtime.ensure_initialized(observation_space, action_space, seed)
+        env = self._example(agent)
+        is_one = not isinstance(env, ParallelView)
+        spaces = (env.observation_space, env.action_space) if is_one else env.spaces[env.possible_agents[0]]
+        agent.runtime.ensure_initialized(spaces[0], spaces[1], seed)
         return agent
 
     def copy(self, agent: Agent | None = None, columns: range | None = None, seed: int = 0) -> Agent:

@@ -7,12 +7,13 @@ from typing import Any
 
 from penstock.agents import Agent
 from penstock.collectors import BaseEvalCollector, Collector, TrajInfo
-from penstock.envs import EnvFn
+from penstock.envs import EnvFn, env_factories
 from penstock.errors import ConfigError
 from penstock.testing import agent_rules, collector_rules, run_rules
 from penstock.testing.agent_setup import AgentSetup
 from penstock.testing.evaluation_rules import EVALUATION_RULES, EvaluationSetup
 from penstock.testing.rules import apply
+from penstock.testing.seat_rules import GAME_RULES, GameSetup
 from penstock.testing.traces import CollectorSetup, record
 from penstock.testing.traj_info_rules import TRAJ_INFO_RULES, TrajInfoSetup
 from penstock.workers.launcher import StartMethod
@@ -99,7 +100,7 @@ def check_agent(
     Args:
         make_agent: returns a new agent; called without arguments. Its parameters may differ each time.
         env_fn, env_kwargs: the environment that gives the spaces and the observations: one callable or id, and one
-            dict.
+            dict. For a joint agent it has several agents, with equal spaces.
         batch_T, batch_B, start_method: as for a sampler.
         batch_invariant: False if an action may depend on the number of columns (with batch normalization,
             or if rounding decides between two actions). The rules of central inference are then not checked either.
@@ -118,6 +119,26 @@ def check_agent(
         rules += agent_rules.BATCH_SIZE_RULES + (agent_rules.CENTRAL_RULES if central else ())
     for rule in rules:
         apply(rule, type(setup.agent).__name__, setup)
+
+
+def check_parallel_env(
+    env_fn: EnvFn,
+    *,
+    env_kwargs: Mapping[str, Any] | None = None,
+    mask_key: str | None = None,
+    n_steps: int = 200,
+    seed: int = 0,
+) -> None:
+    """Check an environment of several agents, a PettingZoo `ParallelEnv`, against every rule.
+
+    Random agents make `n_steps` steps in it, as a sampler does. `mask_key` names the mask of legal actions, as for an
+    agent. Raises `ConformanceError` for the first broken rule, or `ConfigError` if `env_fn` returns something else.
+    """
+    factory = env_factories(env_fn, env_kwargs, 1)[0]
+    setup = GameSetup(factory, mask_key, int(n_steps), seed)
+    name = setup.name()
+    for rule in GAME_RULES:
+        apply(rule, name, setup)
 
 
 def check_eval_collector(

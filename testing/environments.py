@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 
 from penstock.envs import EnvFn, env_factories
+from penstock.envs.seats import is_parallel
 from penstock.samplers import Sampler
 from penstock.workers.launcher import StartMethod
 
@@ -60,9 +61,11 @@ class Setup:
         **arguments: Any,
     ) -> Sampler:
         """A sampler of `BoundedEnv`s, numbered from `first_column`. With `reused`, they write observations and infos
-        into the same memory at every step."""
+        into the same memory at every step. Environments of several agents stay as they are."""
 
         def wrap(env: gym.Env[Any, Any], column: int) -> gym.Env[Any, Any]:
+            if is_parallel(env):
+                return env
             env = BoundedEnv(env, column, log)
             return ReusingEnv(env) if reused else env
 

@@ -28,6 +28,7 @@ from penstock.testing import (
     collector_rules,
     evaluation_rules,
     run_rules,
+    seat_rules,
     traj_info_rules,
 )
 
@@ -249,6 +250,10 @@ def test_the_testing_page_runs_as_written(capsys: pytest.CaptureFixture[str]) ->
     assert shown is not None
     assert re.fullmatch(re.escape(shown[1]).replace(r"\.\.\.", r"\d+"), capsys.readouterr().out)
     names["test_my_agent"]()
+    names["test_my_environment"]()
+    shown = re.search(r"```\n(Forgetful breaks .*?)```", TESTING, re.DOTALL)
+    assert shown is not None
+    assert re.fullmatch(re.escape(shown[1]).replace(r"\.\.\.", r"[^\n]+"), capsys.readouterr().out)
     names["test_my_program_when_a_worker_is_killed"]()
 
 
@@ -279,7 +284,7 @@ def test_the_testing_page_lists_every_rule() -> None:
     rules += [rule for rule in own if not rule.__name__.startswith("_")]
     rules += [*agent_rules.ACTING_RULES, *agent_rules.PARAMETER_RULES]
     rules += [*agent_rules.BATCH_SIZE_RULES, *agent_rules.CENTRAL_RULES]
-    rules += [*evaluation_rules.EVALUATION_RULES, *traj_info_rules.TRAJ_INFO_RULES]
+    rules += [*evaluation_rules.EVALUATION_RULES, *traj_info_rules.TRAJ_INFO_RULES, *seat_rules.GAME_RULES]
     listed = re.findall(r"`(\w+)`", TESTING.split("## The rules")[1].split("##")[0])
     assert sorted(listed) == sorted(["TrajInfo", *(rule.__name__ for rule in rules)])
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 NEEDS = {
+    "many_agents.md": "mpe2.simple_spread_v3",
     "slow.md": "matplotlib",
     "migration/rllib.md": "ray.rllib.algorithms.ppo",
     "migration/sb3.md": "stable_baselines3",

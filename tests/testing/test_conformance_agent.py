@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock import Agent, AgentStep, CategoricalPgAgent, ConfigError, RandomAgent, ResetCollector
 from penstock.agents.agent import AgentRuntime
-from penstock.envs import CountingEnv, NestedEnv
+from penstock.envs import CountingEnv, NestedEnv, ScriptedGame
 from penstock.testing import (
     ConformanceError,
     DelegatingAgent,
@@ -441,3 +441,84 @@ def test_wrong_arguments_are_refused() -> None:
         check_agent(lambda: nn.Linear(1, 1), CountingEnv)  # type: ignore[arg-type, return-value]
     with pytest.raises(ConfigError, match="4 or more"):
         check_agent(RandomAgent, CountingEnv, batch_T=3)
+
+
+# ---- joint agents --------------------------------------------------------------------------
+
+
+class FollowTheLeader(Agent):
+    """The first agent of an environment moves at random, the others do the same. It counts its steps."""
+
+    joint = True
+
+    def seed_columns(self, rngs: Any) -> None:
+        self.rngs, self.counts = list(rngs), np.zeros(len(rngs), np.int64)
+
+    def reseed_columns(self, columns: Any, rngs: Any) -> None:
+        for b, rng in zip(columns, rngs, strict=True):
+            self.rngs[b], self.counts[b] = rng, 0
+
+    def reset(self) -> None:
+        self.counts[:] = 0
+
+    def reset_one(self, column: int) -> None:
+        self.counts[column] = 0
+
+    def _selected(self) -> Any:
+        return range(len(self.rngs)) if self.selected is None else self.selected
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        k = prev_reward.shape[1]
+        columns = list(self._selected())
+        leaders = [self.rngs[b].integers(int(self.action_space.n)) for b in columns]  # type: ignore[attr-defined]
+        action = np.repeat(np.array(leaders)[:, None], k, axis=1)
+        self.counts[columns] += 1
+        return AgentStep(action, {"count": np.repeat(self.counts[columns][:, None], k, axis=1)})
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        return np.zeros(prev_reward.shape, np.float32)
+
+
+class LosesTheAgents(FollowTheLeader):
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        step = super().step(observation, prev_action, prev_reward)
+        return AgentStep(step.action[:, 0])
+
+
+class OneValuePerGame(FollowTheLeader):
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        return np.zeros(len(prev_reward), np.float32)
+
+
+class LeavesTheSpace(FollowTheLeader):
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        step = super().step(observation, prev_action, prev_reward)
+        return AgentStep(step.action + 3)
+
+
+GAME = {"k": 3, "script": [{}, {"a1": "die"}, {}, {"a1": "join"}, {}]}
+
+
+def test_agents_of_several_seats_keep_all_rules() -> None:
+    check_agent(FollowTheLeader, ScriptedGame, env_kwargs=GAME)
+    check_agent(RandomAgent, ScriptedGame, env_kwargs=GAME)
+    check_agent(lambda: RandomAgent(mask_key="info.action_mask"), ScriptedGame, env_kwargs={"mask": True})
+
+
+@pytest.mark.parametrize(
+    ("make", "rule", "seen"),
+    [
+        (LosesTheAgents, "actions_have_the_spaces_shape", r"shape \[4\]; it must be \[4, 3\]"),
+        (OneValuePerGame, "value_gives_one_number_per_column", r"\[4\] float32"),
+        (LeavesTheSpace, "actions_lie_in_the_space", "env_rank=0 is"),
+    ],
+)
+def test_a_joint_agent_that_breaks_a_rule(make: Any, rule: str, seen: str) -> None:
+    with pytest.raises(ConformanceError, match=seen) as caught:
+        check_agent(make, ScriptedGame, env_kwargs=GAME)
+    assert caught.value.rule == rule
+
+
+def test_a_joint_agent_needs_an_environment_of_several_agents() -> None:
+    with pytest.raises(ConfigError, match="joint, so env_fn must return"):
+        check_agent(FollowTheLeader, CARTPOLE)

@@ -1,0 +1,138 @@
+"""The rules of an environment of several agents (PettingZoo's `ParallelEnv`), and the random games that show them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from penstock.agents.action_masks import ActionMask, info_key
+from penstock.agents.space_draws import draw
+from penstock.collectors.action_checks import NO_CHECKS, Checks
+from penstock.collectors.games import Games, SeatColumns
+from penstock.envs import EnvFactory
+from penstock.envs.seats import ParallelView, SeatRank
+from penstock.envs.state import is_same
+from penstock.errors import ConfigError, SpaceError, brief
+from penstock.testing.rules import Violation
+from penstock.workers.control import ControlBlock, UntimedProgress
+
+
+class Recorded:
+    """The environment. `log` has what each call has returned, and a copy of that and of `agents`."""
+
+    def __init__(self, env: Any) -> None:
+        self.env, self.log = env, list[tuple[Any, Any]]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+    def reset(self, **arguments: Any) -> Any:
+        """As the environment."""
+        return self._noted(self.env.reset(**arguments))
+
+    def step(self, actions: Any) -> Any:
+        """As the environment."""
+        return self._noted(self.env.step(actions))
+
+    def _noted(self, result: Any) -> Any:
+        self.log.append((result, copy.deepcopy((result, self.env.agents))))
+        return result
+
+
+@dataclass(frozen=True)
+class GameSetup:
+    """The environment to check, and how long random agents play in it."""
+
+    factory: EnvFactory
+    mask_key: str | None
+    n_steps: int
+    seed: int
+
+    def build(self) -> Recorded:
+        """A new environment. Raises `ConfigError` if it has one agent, or is played in turns."""
+        env = replace(self.factory, as_seats=Recorded)()
+        if not isinstance(env, Recorded):
+            raise ConfigError(f"check_parallel_env is for a ParallelEnv of PettingZoo, and env_fn returns {brief(env)}")
+        return env
+
+    def name(self) -> str:
+        """The name of the environment's class."""
+        env = self.build()
+        env.close()
+        return type(getattr(env, "unwrapped", env.env)).__name__
+
+    def play(self, checks: Checks = NO_CHECKS) -> Recorded:
+        """Play as a sampler does. Raises `Violation` where a sampler raises an error."""
+        env, rng = self.build(), np.random.default_rng(self.seed)
+        try:
+            view = ParallelView(env, mask_key=info_key(self.mask_key))
+            progress = UntimedProgress(ControlBlock(1, 1, shared=False), 0)
+            seats = {
+                agent: SeatColumns([view], [SeatRank(0, agent)], spaces, progress, checks)
+                for agent, spaces in view.spaces.items()
+            }
+            games = Games([view], [{agent: (own, 0) for agent, own in seats.items()}], [0])
+            games.reset(0, self.seed)
+            for _ in range(self.n_steps):
+                for own in seats.values():
+                    self._act(own, rng)
+                games.step()
+                for own in seats.values():
+                    own.write_rewards(np.zeros(1, np.float32))
+                    own.zero_idle_rewards()
+        except (SpaceError, ConfigError) as error:
+            remedy = "return flag, reward and last observation of each agent that acted, in the spaces of this agent"
+            raise Violation(str(error), remedy) from None
+        finally:
+            env.close()
+        return env
+
+    def _act(self, own: SeatColumns, rng: np.random.Generator) -> None:
+        row, observation = draw(own.action_space, rng, 1), own.observations[0]
+        own.on_end = lambda column, last, *_: own.check_final(column, last)
+        if not own.parked:
+            own.check_observation(0)
+            if self.mask_key is not None:
+                mask = ActionMask(self.mask_key, own.observation_space, own.action_space)
+                row = mask.draw(mask.legal(observation), rng.random((1, mask.n_components)))
+        own.actions = own.split_actions(row)
+
+
+def games_say_who_plays_and_who_ends(setup: GameSetup) -> None:
+    """env.reset leaves in env.agents those who act first. Who leaves it later is terminated or truncated in that step.
+    Who stays or is truncated has an observation, and all ids are in possible_agents."""
+    setup.play()
+
+
+def observations_lie_in_their_spaces(setup: GameSetup) -> None:
+    """Every observation, the last ones too, is an element of observation_space(agent), and rewards are finite."""
+    setup.play(Checks(check_finite=True, debug=True))
+
+
+def returned_dicts_do_not_change(setup: GameSetup) -> None:
+    """Later steps do not change the observations, rewards and flags that env.reset and env.step have returned."""
+    for i, (result, (kept, _)) in enumerate(setup.play().log):
+        for now, before in zip(result[:-1], kept[:-1], strict=True):  # infos are often the same dicts
+            if not is_same(now, before):
+                seen = f"call {i} after reset returned {brief(before)}, which is {brief(now)} after later steps"
+                raise Violation(seen, "return new dicts and arrays in each step: wrappers and loops keep them")
+
+
+def one_seed_gives_one_game(setup: GameSetup) -> None:
+    """Two environments that are reset with the same seed, and get the same actions, return the same."""
+    logs = [setup.play().log for _ in range(2)]
+    for i, ((_, left), (_, right)) in enumerate(zip(*logs, strict=True)):
+        if not is_same(left, right):
+            seen = f"call {i} after reset returned {brief(left)} and {brief(right)}"
+            raise Violation(seen, "draw all random numbers from a generator that reset(seed=...) seeds")
+
+
+GAME_RULES = (
+    games_say_who_plays_and_who_ends,
+    observations_lie_in_their_spaces,
+    returned_dicts_do_not_change,
+    one_seed_gives_one_game,
+)
