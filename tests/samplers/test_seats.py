@@ -22,7 +22,7 @@ from penstock import (
     TrajInfo,
 )
 from penstock.envs.toy import ScriptedGame
-from penstock.replays import Replay
+from penstock.replays import Ratio, Replay, Sequences
 from penstock.targets import Steps, gae
 
 from ..scale import pairs, scaled, with_start_methods
@@ -551,8 +551,24 @@ def test_batches_can_be_taken_apart_with_idle_cells() -> None:
             assert int(cut.env.valid.sum()) == n
 
 
-def test_a_replay_never_draws_an_idle_cell() -> None:
-    replay = Replay(capacity=40_000, n_step=1, discount=0.9)
+def check_drawn(drawn: Any, n_step: int, discount: float) -> None:
+    """Transitions of a `ScriptedGame`, whose reward is the step of the game plus the action."""
+    before, after, factor = (np.asarray(each) for each in (drawn.observation, drawn.next_observation, drawn.discount))
+    assert (before[:, 0] > 0).all()  # an agent's number + 1: of no idle cell
+    goes_on = factor > 0
+    assert goes_on.any()
+    assert not goes_on.all()
+    n = np.rint(np.log(factor[goes_on]) / np.log(discount))
+    np.testing.assert_array_equal(after[goes_on][:, 2], before[goes_on][:, 2] + n)  # own steps
+    np.testing.assert_array_equal(after[goes_on][:, 0], before[goes_on][:, 0])
+    assert ((n >= 1) & (n <= n_step)).all()
+    if n_step == 1:
+        np.testing.assert_allclose(drawn.return_, before[:, 1] + 1 + np.asarray(drawn.action))
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_a_replay_draws_no_idle_cell(n_step: int) -> None:
+    replay = Replay(capacity=40_000, n_step=n_step, discount=0.9, seed=0)
     with SerialSampler(ScriptedGame, env_kwargs=MIXED, batch_T=20, batch_B=5) as sampler:
         sampler.initialize(Valued(), seed=0)
         seen = set()
@@ -562,13 +578,45 @@ def test_a_replay_never_draws_an_idle_cell() -> None:
             seen |= {tuple(row) for row in env.observation[env.valid].tolist()}
             replay.append(sampler.samples_np)
         drawn = replay.sample(4000)
+        check_drawn(drawn, n_step, 0.9)
         rows = {tuple(row) for row in np.asarray(drawn.observation).tolist()}
         assert rows <= seen
         assert len(rows) > len(seen) // 2
-        ends = np.asarray(drawn.discount) == 0
-        assert ends.any()
-        after, before = np.asarray(drawn.next_observation), np.asarray(drawn.observation)
-        assert (after[:, 2] == before[:, 2] + 1)[~ends].all()
+
+
+def test_a_replay_draws_sequences_across_idle_cells() -> None:
+    replay = Replay(capacity=40_000, discount=0.9, sequences=Sequences(length=5), seed=0)
+    with SerialSampler(ScriptedGame, env_kwargs=MIXED, batch_T=20, batch_B=5) as sampler:
+        sampler.initialize(Book(), seed=0)
+        for itr in range(6):
+            sampler.obtain_samples(itr)
+            replay.append(sampler.samples_np)
+        drawn = replay.sample(2000)
+        row, starts, mask = (np.asarray(each) for each in (drawn.observation, drawn.prev_done, drawn.mask))
+        assert (row[: len(mask)][mask > 0][:, 0] > 0).all()
+        both = (mask[:-1] > 0) & (mask[1:] > 0)
+        begins = starts[1 : len(mask)][both]
+        own, following = row[: len(mask) - 1][both][:, 2], row[1 : len(mask)][both][:, 2]
+        np.testing.assert_array_equal(following, np.where(begins, 0, own + 1))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"ratio": Ratio(2.0)}, {"server": "process"}, {"lag": 1, "ratio": Ratio(2.0)}])
+def test_workers_write_the_cells_of_their_seats_into_a_replay(kwargs: dict[str, Any]) -> None:
+    replay = Replay(capacity=20_000, discount=0.9, seed=0)
+    with AsyncSampler(
+        ScriptedGame, env_kwargs=MIXED, batch_T=10, batch_B=5, n_workers=3, replay=replay, **kwargs
+    ) as sampler:
+        sampler.initialize(Valued(), seed=1)
+        sampler.start()
+        infos = []
+        while len(infos) < 200:
+            drawn = replay.sample(64)
+            infos += sampler.take_traj_infos()
+        check_drawn(drawn, 1, 0.9)
+        assert {info.env_rank for info in infos} == set(range(5))
+        for rank in range(5):
+            games = [info.episode for info in infos if info.env_rank == rank and info.agent_id is None]
+            assert games == list(range(len(games)))
 
 
 @pytest.mark.parametrize("record_final_obs", [True, False])
