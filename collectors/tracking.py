@@ -157,6 +157,8 @@ class BatchTracker(Tracker):
         that is not valid. `bincount` adds up each segment in order.
         """
         n_rows = len(reward)
+        if not n_rows:  # an evaluation of several agents has ended with its last rows
+            return np.empty(0, RECORD)
         rewards, is_done = reward.T.astype(np.float64).ravel(), done.T.ravel()
         is_idle = np.zeros_like(is_done) if valid is None else ~valid.T.ravel()
         is_end = is_done | is_idle

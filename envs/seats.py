@@ -34,6 +34,9 @@ class SeatRank(int):
         new.agent_id = agent_id
         return new
 
+    def __getnewargs__(self) -> tuple[int, AgentId]:  # for copies and pickles
+        return int(self), self.agent_id
+
     def __str__(self) -> str:
         return f"{int(self)}, agent {self.agent_id!r}"
 

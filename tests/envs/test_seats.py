@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from functools import partial
@@ -45,6 +47,8 @@ def test_the_rank_of_a_seat_is_a_number_that_names_the_agent() -> None:
     assert f"{rank}" == str(rank) == repr(rank) == f"{rank:>3}" == "7, agent 'adversary_2'"
     assert np.asarray([rank], np.int64).tolist() == [7]
     assert str(SeatRank(0, 3)) == "0, agent 3"
+    for same in (copy.copy(rank), copy.deepcopy(rank), pickle.loads(pickle.dumps(rank))):
+        assert (same, same.agent_id) == (7, "adversary_2")
 
 
 def test_a_view_has_the_agents_and_their_spaces() -> None:

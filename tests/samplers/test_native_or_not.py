@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock import CategoricalPgAgent, RandomAgent, SerialSampler
 from penstock.buffers import native
-from penstock.envs import NestedEnv
+from penstock.envs import NestedEnv, ScriptedGame
 
 from ..support import Batch, assert_same, run
 
@@ -90,3 +90,30 @@ def test_batches_are_the_same_bit_for_bit(env_fn: Any, make_agent: Any, kwargs: 
         plain = sample(env_fn, make_agent, **kwargs)
     assert_same(found, plain)
     assert repr([infos for _, infos in found]) == repr([infos for _, infos in plain])  # to the last bit
+
+
+@pytest.mark.parametrize("limits", [{"eval_max_steps": 100}, {"eval_episodes": 4, "eval_max_steps": 3000}])
+@pytest.mark.parametrize("script", [None, [{}] * 128])  # 128 rows are one chunk of an evaluation
+def test_batches_of_several_agents_are_the_same_bit_for_bit(limits: dict[str, Any], script: Any) -> None:
+    env_kwargs = [{"k": k, "script": script} for k in (3, 1, 4, 2, 3)]
+
+    def sample_games() -> tuple[list[Any], list[str]]:
+        batches, infos = [], []
+        options = {"batch_T": 30, "batch_B": 5, "eval_n_envs": 2, "env_kwargs": env_kwargs, **limits}
+        with SerialSampler(ScriptedGame, **options) as sampler:
+            sampler.initialize(RandomAgent(), seed=3, traj_info_kwargs={"discount": 0.9})
+            for itr in range(5):
+                _, finished = sampler.obtain_samples(itr)
+                batches.append(sampler.samples_np.copy())
+                infos += [repr(info) for info in [*finished, *sampler.evaluate_agent(itr)]]
+        return batches, infos
+
+    with calls_of_native(compiled=True) as done:
+        batches, infos = sample_games()
+    assert {"put_row", "put_cell", "sum_episodes"} <= set(done)
+    with calls_of_native(compiled=False):
+        plain_batches, plain_infos = sample_games()
+    for batch, plain in zip(batches, plain_batches, strict=True):
+        for (name, left), (_, right) in zip(batch.leaves(), plain.leaves(), strict=True):
+            assert left.tobytes() == right.tobytes(), name
+    assert infos == plain_infos

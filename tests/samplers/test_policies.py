@@ -19,6 +19,7 @@ from penstock import (
     Sampler,
     SerialSampler,
     SpaceError,
+    StaleSamplesError,
     TrajInfo,
 )
 from penstock.buffers import PolicySamples
@@ -113,6 +114,29 @@ def test_a_batch_has_the_samples_of_each_policy() -> None:
         kept = samples
         sampler.obtain_samples(3)
         assert not kept.is_current
+
+
+def test_samples_that_were_given_back_say_so() -> None:
+    with SerialSampler(ScriptedGame, batch_T=6, batch_B=3, debug=True) as sampler:
+        sampler.initialize(two(Valued), policy_of=odd_or_even, seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        copied = samples.copy()
+        sampler.obtain_samples(1)
+        for name in ("even", "odd"):
+            with pytest.raises(StaleSamplesError, match="batch 0 was used after its memory was given back"):
+                _ = samples[name].env.reward
+        assert (copied.batch, copied.is_current) == (None, True)
+        assert copied.odd.env.valid.any()
+
+
+def test_there_is_one_timeline_for_all_policies() -> None:
+    with ParallelSampler(ScriptedGame, batch_T=6, batch_B=3, n_workers=2) as sampler:
+        sampler.initialize(two(Valued), policy_of=odd_or_even, seed=0)
+        sampler.obtain_samples(0)
+        times = sampler.timeline()
+        assert times.shape == (2, 13)
+        assert (np.diff(times) >= 0).all()
+        assert [worker.steps for worker in sampler.stats().workers] == [12, 6]
 
 
 def test_the_columns_of_an_environment_can_be_seen_together() -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import time
 from functools import partial
 from itertools import product
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 from penstock import (
     AlternatingSampler,
     AsyncSampler,
+    ConfigError,
     GpuSampler,
     ParallelSampler,
     RandomAgent,
@@ -22,7 +27,7 @@ from penstock import (
     TrajInfo,
 )
 from penstock.envs.toy import ScriptedGame
-from penstock.replays import Replay
+from penstock.replays import Ratio, Replay, Sequences
 from penstock.targets import Steps, gae
 
 from ..scale import pairs, scaled, with_start_methods
@@ -525,6 +530,125 @@ def test_ids_may_be_integers_and_actions_dicts() -> None:
         assert [(i.env_rank, i.agent_id, i.Length) for i in infos[:2]] == [(0, 1, 3), (1, 1, 3)]
 
 
+class Nested(ScriptedGame):
+    """Observations and actions of many parts. Neither 0 nor a tuple of zeros is in their spaces."""
+
+    def observation_space(self, agent: str) -> gym.Space[Any]:
+        parts = spaces.MultiBinary(3), spaces.MultiDiscrete([3, 4]), spaces.Box(-9, 9, (), np.float32)
+        return spaces.Dict(
+            place=spaces.Box(-99, 99, (4,), np.float64), number=spaces.Discrete(5, start=1), rest=spaces.Tuple(parts)
+        )
+
+    def action_space(self, agent: str) -> gym.Space[Any]:
+        return spaces.Tuple((spaces.Discrete(3, start=1), spaces.Box(-1, 1, (), np.float32)))
+
+    def _observations(self) -> Any:
+        return {
+            agent: {
+                "place": row.astype(np.float64) / 3,
+                "number": 1 + int(row[2]) % 5,
+                "rest": (np.array([1, 0, 1], np.int8), np.array([1, 2]), np.array(0.5, np.float32)),
+            }
+            for agent, row in super()._observations().items()
+        }
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        assert all(1 <= number <= 3 and push.shape == () for number, push in actions.values())
+        return super().step({agent: number for agent, (number, _) in actions.items()})
+
+
+@pytest.mark.parametrize("dtype", [None, np.float32])
+def test_observations_and_actions_may_have_many_parts(dtype: Any) -> None:
+    options: dict[str, Any] = {"bootstrap_value": False, "evaluate": True, "observation_dtype": dtype}
+    wanted = serial(Nested, RandomAgent(), **options)
+    for cls, kwargs in (
+        (SerialSampler, {"debug": True, "check_finite": True}),
+        (ParallelSampler, {"n_workers": 3}),
+        (GpuSampler, {"n_workers": 3, "min_ready": 1}),
+    ):
+        assert_same(wanted, batches_of(cls, Nested, RandomAgent(), **options, **kwargs))
+    for batch, _ in wanted:
+        if batch is None:
+            continue
+        valid = batch.env.valid
+        assert batch.env.observation.place.dtype == (dtype or np.float64)
+        assert batch.env.observation.number[valid].min() >= 1
+        for fields in (batch.env.observation, batch.agent.action):
+            for path, leaf in fields.leaves():
+                assert not leaf[~valid].any(), path
+
+
+def test_a_trajectory_may_have_several_episodes() -> None:
+    class Three(TrajInfo):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n = 0
+
+        def traj_done(self, terminated: bool, truncated: bool, env_info: Any) -> bool:
+            self.n += 1
+            return self.n == 3
+
+    script = [{"a0": "die"}, {}, {}, {}]
+    with SerialSampler(
+        partial(ScriptedGame, 2, script), batch_T=24, batch_B=1, traj_info_cls=Three, max_decorrelation_steps=0
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        _, infos = sampler.obtain_samples(0)
+        assert [(info.agent_id, info.Length) for info in infos if info.agent_id == "a0"] == [("a0", 3)] * 2
+        assert [(info.agent_id, info.Length) for info in infos if info.agent_id == "a1"] == [("a1", 12)] * 2
+        assert [info.Length for info in infos if info.agent_id is None] == [4] * 6
+
+
+def test_every_environment_is_closed(tmp_path: Any) -> None:
+    class Noted(ScriptedGame):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self._file = tmp_path / str(time.monotonic_ns())
+            self._file.touch()
+
+        def close(self) -> None:
+            self._file.unlink()
+
+    options: dict[str, Any] = {"env_kwargs": [{"k": 1}, {"k": 2}], "batch_T": 3, "batch_B": 2}
+    for cls in (SerialSampler, ParallelSampler):
+        with cls(Noted, eval_n_envs=2, env_info=True, **options) as sampler:
+            sampler.initialize(Valued(), seed=0, bootstrap_value=True)
+            sampler.obtain_samples(0)
+            assert len(list(tmp_path.iterdir())) == 4
+        assert not list(tmp_path.iterdir())
+    for agents, policy_of in (({"x": Valued()}, lambda agent: 1 / 0), (RandomAgent(mask_key="observation.x"), None)):
+        with SerialSampler(Noted, **options) as sampler, pytest.raises(ConfigError):
+            sampler.initialize(agents, policy_of=policy_of)
+        assert not list(tmp_path.iterdir())
+
+
+def test_an_agent_may_copy_itself_in_a_worker() -> None:
+    class Copying(Valued):
+        def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+            assert list(copy.deepcopy(self).env_ranks or []) == list(self.env_ranks or [])
+            return super().step(observation, prev_action, prev_reward)
+
+    assert_same(serial(ScriptedGame, Valued(), n=2), serial(ScriptedGame, Copying(), n=2))
+
+
+def test_hundreds_of_agents() -> None:
+    with SerialSampler(ScriptedGame, env_kwargs={"k": 600}, batch_T=6, batch_B=2) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        samples, infos = sampler.obtain_samples(0)
+        assert samples.env.reward.shape == (6, 1200)
+        check_rules(sampler.samples_np)
+        assert sum(info.agent_id is not None for info in infos) == int(samples.env.done.sum()) > 100
+
+
+def test_seats_have_random_numbers_of_their_own() -> None:
+    with SerialSampler(ScriptedGame, env_kwargs=MIXED, batch_T=30, batch_B=5) as sampler:
+        sampler.initialize(Book(), seed=0)
+        sampler.obtain_samples(0)
+        noise = sampler.samples_np.agent.agent_info.noise
+        drawn = noise[noise != 0]
+        assert len(np.unique(drawn)) == len(drawn) > 200
+
+
 def test_batches_can_be_taken_apart_with_idle_cells() -> None:
     with SerialSampler(ScriptedGame, env_kwargs=MIXED, batch_T=12, batch_B=5) as sampler:
         sampler.initialize(Valued(), seed=0, bootstrap_value=True)
@@ -551,8 +675,24 @@ def test_batches_can_be_taken_apart_with_idle_cells() -> None:
             assert int(cut.env.valid.sum()) == n
 
 
-def test_a_replay_never_draws_an_idle_cell() -> None:
-    replay = Replay(capacity=40_000, n_step=1, discount=0.9)
+def check_drawn(drawn: Any, n_step: int, discount: float) -> None:
+    """Transitions of a `ScriptedGame`, whose reward is the step of the game plus the action."""
+    before, after, factor = (np.asarray(each) for each in (drawn.observation, drawn.next_observation, drawn.discount))
+    assert (before[:, 0] > 0).all()  # an agent's number + 1: of no idle cell
+    goes_on = factor > 0
+    assert goes_on.any()
+    assert not goes_on.all()
+    n = np.rint(np.log(factor[goes_on]) / np.log(discount))
+    np.testing.assert_array_equal(after[goes_on][:, 2], before[goes_on][:, 2] + n)  # own steps
+    np.testing.assert_array_equal(after[goes_on][:, 0], before[goes_on][:, 0])
+    assert ((n >= 1) & (n <= n_step)).all()
+    if n_step == 1:
+        np.testing.assert_allclose(drawn.return_, before[:, 1] + 1 + np.asarray(drawn.action))
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_a_replay_draws_no_idle_cell(n_step: int) -> None:
+    replay = Replay(capacity=40_000, n_step=n_step, discount=0.9, seed=0)
     with SerialSampler(ScriptedGame, env_kwargs=MIXED, batch_T=20, batch_B=5) as sampler:
         sampler.initialize(Valued(), seed=0)
         seen = set()
@@ -562,13 +702,45 @@ def test_a_replay_never_draws_an_idle_cell() -> None:
             seen |= {tuple(row) for row in env.observation[env.valid].tolist()}
             replay.append(sampler.samples_np)
         drawn = replay.sample(4000)
+        check_drawn(drawn, n_step, 0.9)
         rows = {tuple(row) for row in np.asarray(drawn.observation).tolist()}
         assert rows <= seen
         assert len(rows) > len(seen) // 2
-        ends = np.asarray(drawn.discount) == 0
-        assert ends.any()
-        after, before = np.asarray(drawn.next_observation), np.asarray(drawn.observation)
-        assert (after[:, 2] == before[:, 2] + 1)[~ends].all()
+
+
+def test_a_replay_draws_sequences_across_idle_cells() -> None:
+    replay = Replay(capacity=40_000, discount=0.9, sequences=Sequences(length=5), seed=0)
+    with SerialSampler(ScriptedGame, env_kwargs=MIXED, batch_T=20, batch_B=5) as sampler:
+        sampler.initialize(Book(), seed=0)
+        for itr in range(6):
+            sampler.obtain_samples(itr)
+            replay.append(sampler.samples_np)
+        drawn = replay.sample(2000)
+        row, starts, mask = (np.asarray(each) for each in (drawn.observation, drawn.prev_done, drawn.mask))
+        assert (row[: len(mask)][mask > 0][:, 0] > 0).all()
+        both = (mask[:-1] > 0) & (mask[1:] > 0)
+        begins = starts[1 : len(mask)][both]
+        own, following = row[: len(mask) - 1][both][:, 2], row[1 : len(mask)][both][:, 2]
+        np.testing.assert_array_equal(following, np.where(begins, 0, own + 1))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"ratio": Ratio(2.0)}, {"server": "process"}, {"lag": 1, "ratio": Ratio(2.0)}])
+def test_workers_write_the_cells_of_their_seats_into_a_replay(kwargs: dict[str, Any]) -> None:
+    replay = Replay(capacity=20_000, discount=0.9, seed=0)
+    with AsyncSampler(
+        ScriptedGame, env_kwargs=MIXED, batch_T=10, batch_B=5, n_workers=3, replay=replay, **kwargs
+    ) as sampler:
+        sampler.initialize(Valued(), seed=1)
+        sampler.start()
+        infos = []
+        while len(infos) < 200:
+            drawn = replay.sample(64)
+            infos += sampler.take_traj_infos()
+        check_drawn(drawn, 1, 0.9)
+        assert {info.env_rank for info in infos} == set(range(5))
+        for rank in range(5):
+            games = [info.episode for info in infos if info.env_rank == rank and info.agent_id is None]
+            assert games == list(range(len(games)))
 
 
 @pytest.mark.parametrize("record_final_obs", [True, False])

@@ -1,0 +1,253 @@
+"""Workers with environments of several agents die, hang or raise: what the error says, and what a restart loses."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import (
+    AgentStep,
+    AsyncSampler,
+    GpuSampler,
+    ParallelSampler,
+    SamplerBrokenError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+)
+from penstock.envs.toy import ScriptedGame
+from penstock.testing import Fault
+from penstock.testing.faults import Trigger
+
+from ..scale import scaled, with_start_methods
+from ..seats_support import Book, Follower, Valued, check_rules
+from .support import ERROR_SECONDS, generator, killer, note
+
+pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
+
+N_WORKERS, B, T, K = 3, 6, 12, 3
+LONG: Any = [{}] * 400
+
+
+class FaultyGame(ScriptedGame):
+    """Has a fault at one call of `where`."""
+
+    def __init__(self, fault: Fault | None = None, where: str = "step", **kwargs: Any) -> None:
+        super().__init__(k=K, **kwargs)
+        self._trigger, self._where = None if fault is None else Trigger(fault), where
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        if self._trigger is not None and self._where == "step":
+            self._trigger.call()
+        return super().step(actions)
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        if self._trigger is not None and self._where == "reset":
+            self._trigger.call()
+        return super().reset(seed, options)
+
+
+class FaultyPolicy(Valued):
+    def __init__(self, fault: Fault, where: str = "step") -> None:
+        super().__init__()
+        self._trigger, self._where, self._is_acting = Trigger(fault), where, False
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        if self._where == "step":
+            self._trigger.call()
+        self._is_acting = True
+        try:
+            return super().step(observation, prev_action, prev_reward)
+        finally:
+            self._is_acting = False
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        if self._where == "value" and not self._is_acting:
+            self._trigger.call()
+        return super().value(observation, prev_action, prev_reward)
+
+
+HOWS: dict[str, tuple[type[SamplerBrokenError], str]] = {
+    "raise": (WorkerError, "raised .*InjectedFault"),
+    "kill": (WorkerDiedError, r"was killed by SIGKILL"),
+    "exit": (WorkerDiedError, "exited with code 0"),
+    "hang": (WorkerTimeoutError, r"no progress"),
+}
+
+
+def fault(how: str, at: int = 3, marker: Path | None = None) -> Fault:
+    return Fault(how, at, marker=None if marker is None else str(marker), spare_pid=os.getpid())
+
+
+def kinds(agent_id: str) -> str:
+    return "one" if agent_id == "a0" else "two"
+
+
+def sampler_of(env_fns: Any, cls: Any = ParallelSampler, **kwargs: Any) -> Any:
+    arguments = {"batch_T": T, "batch_B": B, "n_workers": N_WORKERS, "max_decorrelation_steps": 0, **kwargs}
+    return cls(env_fns, **arguments)
+
+
+@with_start_methods("how", HOWS)
+@pytest.mark.parametrize("where", ["step", "reset"])
+def test_the_environment_that_was_stepped_is_named(how: str, where: str, start_method: str) -> None:
+    script = LONG if where == "step" else [{}] * 3
+    env_fns = [partial(FaultyGame, script=script)] * B
+    env_fns[3] = partial(FaultyGame, fault(how, 3 if where == "step" else 2), where, script=script)
+    error, message = HOWS[how]
+    limit = {"step_timeout": 1.0} if how == "hang" else {}
+    with sampler_of(env_fns, start_method=start_method, **limit) as sampler:
+        sampler.initialize(Valued(), seed=0)
+        began = time.monotonic()
+        with pytest.raises(error, match=message) as told:
+            sampler.obtain_samples(0)
+        took = time.monotonic() - began
+        doing = "stepping" if where == "step" else "resetting"
+        assert f"{doing} env_rank 3, t=2" in str(told.value)
+        note(f"seats, {how}", took - limit.get("step_timeout", 0), 2 * ERROR_SECONDS)
+
+
+@with_start_methods("how", HOWS)
+@pytest.mark.parametrize("where", ["step", "value"])
+def test_the_policy_that_was_acting_is_named(how: str, where: str, start_method: str) -> None:
+    error, message = HOWS[how]
+    limit = {"step_timeout": 1.0} if how == "hang" else {}
+    agents = {"one": Valued(), "two": FaultyPolicy(fault(how, 4 if where == "step" else 2), where)}
+    with sampler_of(ScriptedGame, start_method=start_method, **limit) as sampler:
+        sampler.initialize(agents, policy_of=kinds, seed=0, bootstrap_value=True)
+        with pytest.raises(error, match=message) as told:
+            for itr in range(3):
+                sampler.obtain_samples(itr)
+        assert "acting by the policy 'two'" in str(told.value)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("cls", [GpuSampler, AsyncSampler])
+def test_other_samplers_name_the_environment_too(cls: Any, how: str) -> None:
+    env_fns = [partial(FaultyGame, script=LONG)] * B
+    env_fns[4] = partial(FaultyGame, fault(how), script=LONG)
+    error, message = HOWS[how]
+    limit = {"step_timeout": 1.0} if how == "hang" else {}
+    with sampler_of(env_fns, cls, **limit) as sampler:
+        sampler.initialize(Valued(), seed=0)
+        if cls is AsyncSampler:
+            sampler.start()
+        with pytest.raises(error, match=message) as told:
+            sampler.obtain_samples(0)
+        assert "stepping env_rank 4" in str(told.value)
+
+
+# ---- restarts ----------------------------------------------------------------------------------
+
+
+def parts(samples: Any) -> dict[str, Any]:
+    return {"agent": samples} if hasattr(samples, "env") else dict(samples.items())
+
+
+def run(env_fns: Any, n: int, *, several: bool, **kwargs: Any) -> tuple[list[dict[str, Any]], Any, int]:
+    """Copies of `n` batches by policy, the seats, and how often a worker was replaced."""
+    agents: Any = {"one": Book(), "two": Book()} if several else Book()
+    with sampler_of(env_fns, on_worker_failure="restart", max_restarts=1000, **kwargs) as sampler:
+        sampler.initialize(agents, policy_of=kinds if several else None, seed=4, bootstrap_value=True)
+        found = []
+        for itr in range(n):
+            _, infos = sampler.obtain_samples(itr)
+            own = parts(sampler.samples_np)
+            found.append({name: part.copy() for name, part in own.items()})
+            for part in own.values():
+                check_rules(part)
+            assert sum(info.agent_id is not None for info in infos) == sum(int(p.env.done.sum()) for p in own.values())
+        return found, sampler.seats(), sampler.stats().restarts
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("how", ["kill", "raise", "hang"])
+def test_a_restart_touches_only_the_columns_of_its_worker(how: str, several: bool, tmp_path: Path) -> None:
+    wanted, seats, restarts = run(FaultyGame, 5, several=several)
+    assert restarts == 0
+    env_fns = [FaultyGame] * B
+    env_fns[3] = partial(FaultyGame, fault(how, T * 2 + 5, tmp_path / "marker"))
+    limit = {"step_timeout": 1.0} if how == "hang" else {}
+    found, _, restarts = run(env_fns, 5, several=several, **limit)
+    assert restarts == 1
+    lost = (2, 3)  # the environments of worker 1
+    differs = set()
+    for itr, (one, other) in enumerate(zip(wanted, found, strict=True)):
+        for policy, part in one.items():
+            for (name, left), (_, right) in zip(part.leaves(), other[policy].leaves(), strict=True):
+                at = int(not name.split(".")[1].startswith("bootstrap"))  # the dimension of the columns
+                for b, (rank, _) in enumerate(seats[policy]):
+                    if not np.array_equal(np.take(left, b, at), np.take(right, b, at)):
+                        assert rank in lost, f"{name} of {rank}, batch {itr}"
+                        assert itr >= 2
+                        differs.add((itr, policy, rank))
+    assert {rank for _, _, rank in differs} == {2, 3}
+    assert {policy for _, policy, _ in differs} == set(wanted[0])
+    for policy, part in found[2].items():  # new games, from the first row on
+        columns = [b for b, (rank, _) in enumerate(seats[policy]) if rank in lost]
+        starts, valid = part.env.prev_done[0, columns], part.env.valid[0, columns]
+        assert (starts == valid).all()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_workers_may_be_killed_at_any_moment(several: bool) -> None:
+    agents: Any = {"one": Book(), "two": Book()} if several else Book()
+    rng = generator("seats", several)
+    n_batches = scaled(400, 30)
+    with (
+        killer() as kill,
+        sampler_of(
+            ScriptedGame,
+            env_kwargs=[{"k": k} for k in (4, 2, 5, 3, 4, 2)],
+            on_worker_failure="restart",
+            max_restarts=10**6,
+        ) as sampler,
+    ):
+        sampler.initialize(agents, policy_of=kinds if several else None, seed=4, bootstrap_value=True)
+        seats = sampler.seats()
+        ended = 0
+        for itr in range(n_batches):
+            is_hit = itr % 3 == 1
+            if is_hit:
+                kill.kill([rng.choice(sampler.worker_pids)], rng.random() * 0.004)
+            _, infos = sampler.obtain_samples(itr)
+            if is_hit:
+                kill.when()
+            own = parts(sampler.samples_np)
+            expected = []
+            for name, part in own.items():
+                check_rules(part)
+                expected += [(int(t), *seats[name][b]) for t, b in np.argwhere(part.env.done)]
+            told = [(info.env_rank, info.agent_id) for info in infos if info.agent_id is not None]
+            assert told == [(rank, agent_id) for _, rank, agent_id in sorted(expected)]
+            ended += len(told)
+        assert sampler.stats().restarts >= 5
+        assert ended > 100
+
+
+def test_lengths_are_right_after_restarts(tmp_path: Path) -> None:
+    """A trajectory that a restart cuts is not reported, and none contains parts of two."""
+    env_fns = [FaultyGame] * B
+    env_fns[0] = partial(FaultyGame, fault("kill", T + 5, tmp_path / "marker"))
+    with sampler_of(env_fns, on_worker_failure="restart") as sampler:
+        sampler.initialize(Book(), seed=4)
+        follower = Follower(sampler.seats()["agent"])
+        for itr in range(6):
+            _, infos = sampler.obtain_samples(itr)
+            found = follower.follow(sampler.samples_np)
+            assert [(i.env_rank, i.agent_id, i.Length, i.Return) for i in infos if i.agent_id is not None] == found
+        assert sampler.stats().restarts == 1
+
+
+def test_an_evaluation_that_fails_is_told(tmp_path: Path) -> None:
+    eval_fn = partial(FaultyGame, fault("kill", 6), script=LONG)
+    with sampler_of(ScriptedGame, eval_env_fn=eval_fn, eval_n_envs=2, eval_episodes=4) as sampler:
+        sampler.initialize(Valued(), seed=0)
+        with pytest.raises(WorkerDiedError, match=r"stepping env_rank \d, t=\d \(evaluation, itr=3\)"):
+            sampler.evaluate_agent(3)
