@@ -25,7 +25,7 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy tests/type_checks/surface.py
+	$(BIN)/mypy tests/type_checks/surface.py tests/programs
 	@if [ -x $(BIN)/pyright ]; then $(BIN)/pyright --pythonpath $(BIN)/python tests/type_checks/surface.py; fi
 	$(BIN)/lint-imports
 

@@ -256,11 +256,11 @@ class SamplerProgram:
             view = self._builder.build_view(factory, EnvContext(rank, self._plan.worker_rank, seed, purpose))
             expected = {agent: spaces[p] for agent, p in zip(side.agents[b], side.policy[b], strict=True)}
             for agent in {**view.spaces, **expected}:
-                own, of_example = view.spaces.get(agent), expected.get(agent)
+                own, of_example = view.spaces.get(agent, "none"), expected.get(agent, "none")
                 if own != of_example:
                     raise SpaceError(
                         f"env_rank {SeatRank(rank, agent)} has the spaces {own}, in the example environment of the "
-                        f"main process it has {of_example}: all must have the same agents and spaces"
+                        f"main process it has {of_example}: possible_agents and their spaces must be the same"
                     )
             views.append(view)
         return views

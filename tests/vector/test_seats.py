@@ -448,7 +448,7 @@ BAD = {
     "no last": "env_rank 1, agent 'a1' was truncated, but env.step returned no observation",
     "shape": r"observation of env_rank 1, agent 'a2' must have shape \(4,\), got \(3,\)",
     "reward": "the reward of env_rank 1, agent 'a2' must be a single number, got 'much'",
-    "infos": "the info that env.step of env_rank 1 returned must be a dict",
+    "infos": "env.step of env_rank 1 must return five dicts by agent",
     "info": "the info that env.step of env_rank 1, agent 'a1' returned must be a dict",
     "four": "env.step of env_rank 1 must return five values",
     "raises": "raised KeyError.*while stepping env_rank 1",

@@ -16,7 +16,7 @@ from penstock import ConfigError
 from penstock.envs import ScriptedGame
 from penstock.vector import ShmVectorEnv, concat_vec_envs
 
-from .vector_support import assert_same
+from ..support import assert_same
 
 # SuperSuit, PettingZoo and Gymnasium warn of each other.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
