@@ -67,7 +67,7 @@ class DelegatingAgent(Agent):
         if not isinstance(agent, Agent):
             raise ConfigError(f"agent must be a penstock Agent, got {type(agent).__name__}")
         self.agent = agent
-        self.recurrent, self.mask_key = agent.recurrent, agent.mask_key
+        self.recurrent, self.mask_key, self.joint = agent.recurrent, agent.mask_key, agent.joint
 
     # ---- setup -----------------------------------------------------------------------------
 

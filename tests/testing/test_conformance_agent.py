@@ -501,6 +501,7 @@ GAME = {"k": 3, "script": [{}, {"a1": "die"}, {}, {"a1": "join"}, {}]}
 
 def test_agents_of_several_seats_keep_all_rules() -> None:
     check_agent(FollowTheLeader, ScriptedGame, env_kwargs=GAME)
+    check_agent(lambda: DelegatingAgent(FollowTheLeader()), ScriptedGame, env_kwargs=GAME)
     check_agent(RandomAgent, ScriptedGame, env_kwargs=GAME)
     check_agent(lambda: RandomAgent(mask_key="info.action_mask"), ScriptedGame, env_kwargs={"mask": True})
 
