@@ -45,6 +45,8 @@ from ..seats_support import (
     serial,
 )
 
+pytestmark = pytest.mark.timeout(scaled(3600, 120))
+
 AGENTS = {"random": RandomAgent, "book": Book, "valued": Valued}
 #: Environments with 4, 2, 5, 3 and 4 agents in one sampler.
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
