@@ -463,7 +463,7 @@ class SamplesBuffer:
         if isinstance(spec, SampleSpec):
             assert isinstance(batch_B, int)
             fields = _slot_specs(spec, batch_T, batch_B)
-            n_seats: int | None | Mapping[str, int | None] = spec.n_seats
+            n_seats: int | Mapping[str, int | None] | None = spec.n_seats
         else:
             assert isinstance(batch_B, Mapping)
             fields = NamedArrays({name: _slot_specs(own, batch_T, batch_B[name]) for name, own in spec.items()})
@@ -482,7 +482,7 @@ class SamplesBuffer:
 
 
 def batch_view(
-    arrays: NamedArrays, batch_T: int, n_seats: int | None | Mapping[str, int | None] = None
+    arrays: NamedArrays, batch_T: int, n_seats: int | Mapping[str, int | None] | None = None
 ) -> Samples | PolicySamples:
     """The batch as the user sees it, from the arrays of one slot; with several policies, the batch of each."""
     if not isinstance(n_seats, Mapping):

@@ -28,7 +28,8 @@ class EnvBuilder:
         if isinstance(env, ParallelView):
             raise SpaceError(
                 f"env_fn returned an environment of several agents for env_rank {context.env_rank}, but the example "
-                "environment, or the argument `spaces`, is of one agent: leave `spaces` out, or use a sampler for each kind"
+                "environment, or the argument `spaces`, is of one agent: leave `spaces` out, or use a sampler for each "
+                "kind"
             )
         self._check_spaces(env, context)
         return env
