@@ -305,7 +305,7 @@ class Games:
 
 
 def _flag_of(flags: Mapping[Any, Any], agent: AgentId) -> Any:
-    """The agent's flag. One that is missing is False. In the ordinary step 0.0 equals False: so floats are flags."""
+    """The agent's flag. A missing one is False. The ordinary step takes 0.0 for False, so 0.0 and 1.0 are flags."""
     flag = flags.get(agent, False)
     return bool(flag) if flag.__class__ is float and flag in (0.0, 1.0) else flag
 

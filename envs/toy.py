@@ -177,19 +177,19 @@ class ScriptedGame:
         self.ledger = 0.0
 
     def observation_space(self, agent: str) -> gym.Space[Any]:
-        """Of any agent: a Box `(4,)`."""
+        """Four numbers."""
         return spaces.Box(-np.inf, np.inf, (4,), np.float32)
 
     def action_space(self, agent: str) -> gym.Space[Any]:
-        """Of any agent: Discrete(3)."""
+        """Three actions, which only the reward shows."""
         return spaces.Discrete(3)
 
     def state(self) -> npt.NDArray[Any]:
-        """Step, and number of agents that are there `[2]`."""
+        """The step, and how many agents are there."""
         return np.array([self.t, len(self.agents)], np.float32)
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
-        """Begin an episode: the observations and infos of who is there."""
+        """Begin a game; with a seed, the draws of all later games begin again."""
         if seed is not None:
             self.np_random = np.random.default_rng(seed)
         self.t, start = 0, self.start
@@ -218,7 +218,7 @@ class ScriptedGame:
         return {agent: {"action_mask": np.ones(3, np.int8)} if self.mask else {} for agent in self._own}
 
     def step(self, actions: dict[str, Any]) -> tuple[Any, Any, Any, Any, Any]:
-        """One step of all agents that are there: five dicts by agent."""
+        """One step of all agents. Raises `ValueError` unless there is one action for each agent that is there."""
         if set(actions) != set(self.agents):
             raise ValueError(f"actions for {sorted(actions)}, but {sorted(self.agents)} act")
         assert self._events is not None

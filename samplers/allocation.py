@@ -287,8 +287,10 @@ def _allocate_memory(
     server: dict[str, Any] = {}
     if setup.central:
         numbers = [cells[0].stop for cells in (plans[-1].cells, plans[-1].eval_cells)]
+        slot = buffer.slots[0]
+        own = slot if "valid" in slot else slot.values()[0]  # of the only policy
         for name, n in zip(("steps", "eval_steps"), numbers, strict=True):
-            server[name] = StepBuffer(buffer.slots[0], n, shared=shared) if n else None
+            server[name] = StepBuffer(own, n, shared=shared) if n else None
         server["totals"] = ServerTotals(max(numbers), shared=shared)
     return SamplerMemory(
         # The inference server has the last progress row.

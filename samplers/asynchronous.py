@@ -119,7 +119,8 @@ class AsyncSampler(ParallelSampler):
             batch = allocation.batches[0]
             if not isinstance(batch, Samples):
                 raise ConfigError(
-                    "a replay is for one policy, and this sampler has several: append batch.NAME yourself"
+                    "a replay is for one policy, and here is a dict of agents: give one agent, or append batch.NAME "
+                    "to a replay of each policy yourself"
                 )
             appender = self._feed.connect(batch, [plan.cells[0] for plan in self._plans], self.config.n_slots)
             memory = replace(allocation.memory, appender=appender)

@@ -99,7 +99,8 @@ class InferenceServer:
         if options.compile_options is not None:
             agent.runtime.compile_model(options.compile_options)
         self._train = _inference_batch(agent, options, memory.steps, Purpose.ACTION)
-        self._last_rows = [slot.observation[-1] for slot in memory.slots]  # by slot of the samples buffer
+        slots = [slot if "valid" in slot else slot.values()[0] for slot in memory.slots]  # those of the only policy
+        self._last_rows = [slot.observation[-1] for slot in slots]  # by slot of the samples buffer
         self._eval = None
         if memory.eval_steps is not None:
             self._eval = _inference_batch(agent, options, memory.eval_steps, Purpose.EVAL_ACTION)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from penstock import (
     AlternatingSampler,
@@ -24,6 +25,7 @@ from penstock import (
 )
 from penstock.buffers import PolicySamples
 from penstock.envs.toy import CountingEnv, ScriptedGame
+from penstock.replays import Replay
 from penstock.targets import Steps, gae
 
 from ..seats_support import Book, Numbered, Published, Roles, Valued, assert_same, batches_of, check_rules, serial
@@ -174,6 +176,50 @@ def test_policies_may_have_unlike_spaces() -> None:
         assert batch.others.env.observation.shape[-1] == 4
         assert (batch.leader.env.observation[..., 4] == 7 * batch.leader.env.valid).all()
     assert max(batch.leader.agent.action.max() for batch, _ in wanted) == 3
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs"),
+    [
+        (SerialSampler, {}),
+        (GpuSampler, {"n_workers": 2}),
+        (GpuSampler, {"n_workers": 2, "server": "process"}),
+        (AlternatingSampler, {"n_workers": 3}),
+        (AsyncSampler, {"n_workers": 2, "lag": 1}),
+    ],
+)
+def test_a_dict_may_have_one_policy(cls: type[Any], kwargs: dict[str, Any]) -> None:
+    wanted = serial(ScriptedGame, Book(), env_kwargs=MIXED)
+    found = batches_of(cls, ScriptedGame, {"main": Book()}, policy_of=lambda agent: "main", env_kwargs=MIXED, **kwargs)
+    for (batch, infos), (own, others) in zip(wanted, found, strict=True):
+        assert list(own.keys()) == ["main"]
+        assert_same([(batch, 0)], [(own.main, 0)])
+        for info, other in zip(infos, others, strict=True):
+            assert {**other, "policy": None} == {**info, "policy": None}
+            assert other.get("policy") == (None if other.get("agent_id") is None else "main")
+
+
+def test_a_replay_needs_one_agent() -> None:
+    with (
+        AsyncSampler(ScriptedGame, batch_T=4, batch_B=2, replay=Replay(100)) as sampler,
+        pytest.raises(ConfigError, match="a replay is for one policy, and here is a dict of agents"),
+    ):
+        sampler.initialize(two(RandomAgent), policy_of=odd_or_even)
+
+
+def test_an_asynchronous_sampler_notes_the_version_of_each_policy() -> None:
+    agents = {"even": Published(), "odd": Published()}
+    with AsyncSampler(ScriptedGame, batch_T=5, batch_B=4, n_workers=2) as sampler:
+        sampler.initialize(agents, policy_of=odd_or_even, seed=0)
+        sampler.start()
+        for itr in range(20):
+            samples, _ = sampler.obtain_samples(itr)
+            assert (samples.odd.agent.policy_version == 1).all()
+            version, number = samples.even.agent.policy_version, samples.even.agent.agent_info.number
+            assert (number == torch.where(samples.even.env.valid, version - 1, 0)).all()
+            assert sampler.policy_version["odd"] == 1
+            agents["even"].publish()
+        assert version.min() > 10
 
 
 def test_ids_are_the_names_by_default() -> None:

@@ -45,6 +45,8 @@ from ..seats_support import (
     serial,
 )
 
+pytestmark = pytest.mark.timeout(scaled(3600, 120))
+
 AGENTS = {"random": RandomAgent, "book": Book, "valued": Valued}
 #: Environments with 4, 2, 5, 3 and 4 agents in one sampler.
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
@@ -495,13 +497,14 @@ def test_the_first_row_after_random_steps_continues_the_trajectory() -> None:
     assert n_within > 50
 
 
-def test_the_length_of_a_trajectory_contains_its_random_steps() -> None:
-    env_fn = partial(ScriptedGame, 2, [{}] * 30)
+@pytest.mark.parametrize("length", [5, 30])  # random steps end some games, or none
+def test_the_length_of_a_trajectory_contains_its_random_steps(length: int) -> None:
+    env_fn = partial(ScriptedGame, 2, [{}] * length)
     with SerialSampler(env_fn, batch_T=60, batch_B=6, max_decorrelation_steps=29) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
         _, infos = sampler.obtain_samples(0)
         assert len({int(row) for row in sampler.samples_np.env.observation[0, :, 1]}) > 3
-        assert {info.Length for info in infos} == {30}
+        assert {info.Length for info in infos} == {length}
         for rank in range(6):
             own = [info for info in infos if info.env_rank == rank][:3]
             assert [info.agent_id for info in own] == ["a0", "a1", None]
