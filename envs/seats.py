@@ -34,8 +34,8 @@ class SeatRank(int):
         new.agent_id = agent_id
         return new
 
-    def __getnewargs__(self) -> tuple[int, AgentId]:  # for copies and pickles
-        return int(self), self.agent_id
+    def __reduce__(self) -> tuple[Any, ...]:  # for copies and pickles
+        return SeatRank, (int(self), self.agent_id)
 
     def __str__(self) -> str:
         return f"{int(self)}, agent {self.agent_id!r}"
