@@ -232,6 +232,7 @@ def test_a_function_that_grows_too_much_is_refused() -> None:
 def test_a_worker_keeps_its_function_while_the_bytes_are_the_same() -> None:
     """So a function with a state, such as a controller, is not reset by every sync_shared_memory."""
     agent = FunctionAgent(Constant())
+    agent.copy_for_worker()  # to load the class in this process once may change how it is pickled
     copied = agent.copy_for_worker()
     before = copied._fn
     copied.write_parameters(agent.read_parameters())
