@@ -6,6 +6,7 @@ yet. `SeatColumns` has the seats of one policy. `Games` steps the environments, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -83,6 +84,11 @@ class SeatColumns(ListedColumns):
         except ColumnError as error:
             raise self.with_env_rank(error.column, error) from None
 
+    def check_late(self, column: int, reward: float) -> None:
+        """With `check_finite`, raise `SpaceError` for a late reward that is NaN or inf."""
+        if self.checks.check_finite and not math.isfinite(reward):
+            raise self._not_finite(column, reward)
+
     def check_action(self, column: int) -> None:
         """Raise `SpaceError` unless the action of this column is in its space."""
         if not self.action_space.contains(action := self.actions[column]):
@@ -147,7 +153,7 @@ class Games:
             )
         observations, infos = result
         self.infos[e] = infos
-        agents = list(env.agents)
+        agents = self._listed(e)
         if not agents:
             raise SpaceError(f"env.reset of env_rank {env_rank} must leave at least one agent in env.agents")
         self._require_known(e, [*agents, *observations])
@@ -257,8 +263,8 @@ class Games:
         infos: Mapping[Any, Any],
     ) -> None:
         """Any step: someone may have joined or ended, or the dicts are in another order."""
-        env, _, _, places, _, _ = self._bound[e]
-        agents = list(env.agents)  # a copy: environments change this list in place
+        places = self.places[e]
+        agents = self._listed(e)
         self._require_known(e, [*agents, *observations, *rewards])
         listed, acted, stay = set(agents), self.living[e], list[AgentId]()
         ghosts = self._ghosts[e] = self._ghosts[e] & listed
@@ -283,6 +289,7 @@ class Games:
         for agent in [agent for agent in rewards if agent not in acted]:
             columns, column = places[agent]
             if number := require_number(rewards[agent], columns.env_ranks[column]):
+                columns.check_late(column, number)
                 self.late.append((e, number))
                 columns.on_late(column, number)
         self.living[e] = stay
@@ -294,6 +301,12 @@ class Games:
                 self._words[Progress.PHASE] = Progress.IS_STEPPING
         elif set(self.living[e]) == listed:
             self.living[e] = agents  # the order in which the environment will return them
+
+    def _listed(self, e: int) -> list[AgentId]:
+        """A copy of `env.agents`: environments change this list in place."""
+        if isinstance(agents := self.envs[e].agents, Iterable):
+            return list(agents)
+        raise SpaceError(f"env.agents of env_rank {self.env_ranks[e]} must be a list of agents, got {brief(agents)}")
 
     def _require_known(self, e: int, agents: Sequence[AgentId]) -> None:
         for agent in agents:

@@ -96,10 +96,12 @@ class ParallelView:
         self.env = env
         self.metadata = getattr(env, "metadata", {})
         self.possible_agents: list[AgentId] = list(getattr(env, "possible_agents", ()))
-        if not self.possible_agents or len(set(self.possible_agents)) < len(self.possible_agents):
+        ids = set(self.possible_agents)
+        if not ids or len(ids) < len(self.possible_agents) or None in ids:  # None stands for the whole game
             raise ConfigError(
-                f"possible_agents of {type(env).__name__} must name each agent once, since each gets columns of the "
-                f"batch, got {brief(self.possible_agents)}: give the environment a fixed list of possible_agents"
+                f"possible_agents of {type(env).__name__} must name each agent once, and none of them None, since each "
+                f"gets columns of the batch, got {brief(self.possible_agents)}: give the environment a fixed list of "
+                "possible_agents"
             )
         self._state_space = self._find_state_space() if global_state else None
         self._masks = {}

@@ -88,7 +88,7 @@ class Seating:
         """The plan with its columns of the samples buffers."""
         n = range(len(self.policies))
         train = tuple(self.train.cells(p, plan.columns) for p in n)
-        evaluation = tuple(self.evaluation.cells(p, plan.eval_columns) if plan.eval_columns else range(0) for p in n)
+        evaluation = tuple(self.evaluation.cells(p, plan.eval_columns) for p in n)
         return replace(
             plan,
             cells=train,

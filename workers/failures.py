@@ -60,7 +60,8 @@ class WorkerStatus:
     def doing(self) -> str:
         """Its phase in words, with environment and time step."""
         text = _PHASE_TEXT[self.progress.phase].format(rank=self.progress.env_rank)
-        text += self.plan.who_text(self.progress.who)
+        if self.progress.phase in _IN_BATCH:
+            text += self.plan.who_text(self.progress.who)
         return f"{text}, t={self.progress.t}" if self.progress.phase in _IN_BATCH and self.progress.t >= 0 else text
 
     @property

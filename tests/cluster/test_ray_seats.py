@@ -48,6 +48,9 @@ def test_pieces_of_a_stream_have_the_seats_of_their_shard() -> None:
 def test_what_shards_cannot_do_is_refused(wrong: str) -> None:
     agents: Any = RandomAgent() if wrong == "trajectories" else {f"a{i}": RandomAgent() for i in range(3)}
     limits = {"eval_n_envs": 1, "eval_max_trajectories": 2} if wrong == "trajectories" else {}
-    with RaySampler(ScriptedGame, batch_T=5, batch_B=2, n_shards=2, n_workers=1, **limits) as sampler:
-        with pytest.raises(ConfigError, match="takes one agent for all of them, and counts the games of an evaluation"):
-            sampler.initialize(agents, seed=0)
+    refusal = "takes one agent for all of them, and counts the games of an evaluation"
+    with (
+        RaySampler(ScriptedGame, batch_T=5, batch_B=2, n_shards=2, n_workers=1, **limits) as sampler,
+        pytest.raises(ConfigError, match=refusal),
+    ):
+        sampler.initialize(agents, seed=0)

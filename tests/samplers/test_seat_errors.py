@@ -636,3 +636,61 @@ def test_an_error_comes_at_once() -> None:
         with pytest.raises(WorkerError):
             sampler.obtain_samples(0)
         assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_check_finite_sees_late_rewards(value: float) -> None:
+    def spoil(game: Any, results: list[Any]) -> None:
+        results[1]["a2"] = value
+
+    game = partial(Spoiled, spoil, start=["a0", "a1"])
+    with SerialSampler(game, batch_T=8, batch_B=2, max_decorrelation_steps=0, check_finite=True) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(WorkerError, match="the reward of env_rank 0, agent 'a2' must be finite"):
+            sampler.obtain_samples(0)
+
+
+def test_a_list_of_agents_that_is_none_is_named() -> None:
+    def spoil(game: Any, results: list[Any]) -> None:
+        game.agents = None
+
+    with SerialSampler(partial(Spoiled, spoil), batch_T=8, batch_B=2, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(WorkerError, match=r"env\.agents of env_rank 0 must be a list of agents, got None"):
+            sampler.obtain_samples(0)
+
+
+def test_an_agent_is_not_called_none() -> None:
+    class Nameless(ScriptedGame):
+        def __init__(self) -> None:
+            super().__init__()
+            self.possible_agents = ["a0", None]  # type: ignore[list-item]
+
+    with (
+        SerialSampler(Nameless, batch_T=2, batch_B=1) as sampler,
+        pytest.raises(ConfigError, match="none of them None"),
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
+
+
+def test_who_waits_is_not_said_to_be_a_policy() -> None:
+    agents = {"x": RandomAgent(), "y": RandomAgent()}
+    with SerialSampler(ScriptedGame, batch_T=2, batch_B=1) as sampler:
+        sampler.initialize(agents, policy_of=lambda agent: "x" if agent == "a0" else "y", seed=0)
+        sampler.obtain_samples(0)
+        assert "by the policy" not in repr(sampler)
+
+
+@pytest.mark.parametrize(("n_workers", "n_evals"), [(2, 1), (3, 2), (3, 4)])
+@pytest.mark.parametrize("options", [{}, {"serve_envs": 1}, {"server": "process"}], ids=str)
+def test_a_worker_of_a_central_sampler_may_have_no_game_to_evaluate(
+    n_workers: int, n_evals: int, options: dict[str, Any]
+) -> None:
+    found = []
+    evaluation: dict[str, Any] = {"eval_n_envs": n_evals, "eval_episodes": 5, "eval_max_steps": 2000}
+    central: dict[str, Any] = {"n_workers": n_workers, **options}
+    for cls, own in ((SerialSampler, {}), (GpuSampler, central)):
+        with cls(ScriptedGame, batch_T=4, batch_B=6, **evaluation, **own) as sampler:
+            sampler.initialize(RandomAgent(), seed=2)
+            found.append([repr(info) for info in sampler.evaluate_agent(0)])
+    assert found[0] == found[1]
