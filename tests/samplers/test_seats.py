@@ -97,6 +97,7 @@ def test_an_asynchronous_sampler_with_lag_gives_the_same(n_workers: int) -> None
     assert_same([each for each in reference("book") if each[0] is not None], found)
 
 
+@pytest.mark.slow
 def test_rewards_are_added_up_alike_in_any_number_of_workers() -> None:
     class Fractions(ScriptedGame):
         def step(self, actions: dict[str, Any]) -> Any:
@@ -560,7 +561,7 @@ class Nested(ScriptedGame):
         return super().step({agent: number for agent, (number, _) in actions.items()})
 
 
-@pytest.mark.parametrize("dtype", [None, np.float32])
+@pytest.mark.parametrize("dtype", [None, pytest.param(np.float32, marks=pytest.mark.slow)])
 def test_observations_and_actions_may_have_many_parts(dtype: Any) -> None:
     options: dict[str, Any] = {"bootstrap_value": False, "evaluate": True, "observation_dtype": dtype}
     wanted = serial(Nested, RandomAgent(), **options)
@@ -602,6 +603,7 @@ def test_a_trajectory_may_have_several_episodes() -> None:
         assert [info.Length for info in infos if info.agent_id is None] == [4] * 6
 
 
+@pytest.mark.slow
 def test_every_environment_is_closed(tmp_path: Any) -> None:
     class Noted(ScriptedGame):
         def __init__(self, **kwargs: Any) -> None:
@@ -634,8 +636,11 @@ def test_an_agent_may_copy_itself_in_a_worker() -> None:
     assert_same(serial(ScriptedGame, Valued(), n=2), serial(ScriptedGame, Copying(), n=2))
 
 
+@pytest.mark.slow
 def test_hundreds_of_agents() -> None:
-    with SerialSampler(ScriptedGame, env_kwargs={"k": 600}, batch_T=6, batch_B=2) as sampler:
+    with SerialSampler(
+        ScriptedGame, env_kwargs={"k": 600}, batch_T=6, batch_B=2, max_decorrelation_steps=10
+    ) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         samples, infos = sampler.obtain_samples(0)
         assert samples.env.reward.shape == (6, 1200)
