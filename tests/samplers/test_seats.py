@@ -26,6 +26,7 @@ from penstock import (
     SerialSampler,
     TrajInfo,
 )
+from penstock.envs import ColumnStreams, Purpose
 from penstock.envs.toy import ScriptedGame
 from penstock.replays import Ratio, Replay, Sequences
 from penstock.targets import Steps, gae
@@ -646,6 +647,33 @@ def test_hundreds_of_agents() -> None:
         assert samples.env.reward.shape == (6, 1200)
         check_rules(sampler.samples_np)
         assert sum(info.agent_id is not None for info in infos) == int(samples.env.done.sum()) > 100
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_each_environment_is_seeded_once_by_its_env_rank(n_workers: int) -> None:
+    class Seeded(ScriptedGame):
+        def __init__(self) -> None:
+            super().__init__(2, [{}] * 3)
+            self.seeds: list[int | None] = []
+
+        def reset(self, seed: int | None = None, options: Any = None) -> Any:
+            self.seeds.append(seed)
+            return super().reset(seed, options)
+
+    with ParallelSampler(
+        Seeded, batch_T=9, batch_B=3, eval_n_envs=2, eval_max_steps=24, n_workers=n_workers
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=5)
+        sampler.obtain_samples(0)
+        streams, found = ColumnStreams(5, range(3)), sampler.get_attr("seeds")
+        assert [seeds[0] for seeds in found] == streams.env_seeds(Purpose.TRAIN)
+        assert all(seeds[1:] == [None] * (len(seeds) - 1) and len(seeds) > 3 for seeds in found)
+        for itr in range(2):
+            sampler.evaluate_agent(itr)
+        streams = ColumnStreams(5, range(2))
+        wanted = [list(own) for own in zip(*(streams.env_seeds(Purpose.EVAL, key) for key in range(2)), strict=True)]
+        found = sampler.get_attr("seeds", evaluation=True)
+        assert [[seed for seed in seeds if seed is not None] for seeds in found] == wanted
 
 
 def test_seats_have_random_numbers_of_their_own() -> None:
