@@ -165,6 +165,7 @@ def test_a_wrong_step_is_named(name: str) -> None:
             assert len(text.splitlines()[0]) < 700
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPOILS)
 @pytest.mark.parametrize("options", [{"global_state": True}, {"debug": True}])
 def test_a_wrong_step_is_named_with_more_options(name: str, options: dict[str, Any]) -> None:
@@ -302,7 +303,7 @@ RESETS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", RESETS)
 @pytest.mark.parametrize("at", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"global_state": True}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"global_state": True}, marks=pytest.mark.slow)])
 def test_a_wrong_reset_is_named(name: str, at: int, options: dict[str, Any]) -> None:
     spoil, message = RESETS[name]
     env_fns = [Resets, partial(Resets, spoil, at)]

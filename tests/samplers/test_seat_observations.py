@@ -271,7 +271,7 @@ def legal_of(samples: Any) -> Any:
 
 
 @pytest.mark.parametrize("where", ["observation", "info"])
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", ["random", *(pytest.param(name, marks=pytest.mark.slow) for name in [*MASKED][1:])])
 def test_no_illegal_action_is_taken(name: str, where: str) -> None:
     make = partial(MASKED[name], mask_key=f"{where}.rules.legal")
     env_fn = partial(Ruled, where)

@@ -26,6 +26,7 @@ from penstock import (
     SerialSampler,
     TrajInfo,
 )
+from penstock.envs import ColumnStreams, Purpose
 from penstock.envs.toy import ScriptedGame
 from penstock.replays import Ratio, Replay, Sequences
 from penstock.targets import Steps, gae
@@ -97,6 +98,7 @@ def test_an_asynchronous_sampler_with_lag_gives_the_same(n_workers: int) -> None
     assert_same([each for each in reference("book") if each[0] is not None], found)
 
 
+@pytest.mark.slow
 def test_rewards_are_added_up_alike_in_any_number_of_workers() -> None:
     class Fractions(ScriptedGame):
         def step(self, actions: dict[str, Any]) -> Any:
@@ -560,7 +562,7 @@ class Nested(ScriptedGame):
         return super().step({agent: number for agent, (number, _) in actions.items()})
 
 
-@pytest.mark.parametrize("dtype", [None, np.float32])
+@pytest.mark.parametrize("dtype", [None, pytest.param(np.float32, marks=pytest.mark.slow)])
 def test_observations_and_actions_may_have_many_parts(dtype: Any) -> None:
     options: dict[str, Any] = {"bootstrap_value": False, "evaluate": True, "observation_dtype": dtype}
     wanted = serial(Nested, RandomAgent(), **options)
@@ -602,6 +604,7 @@ def test_a_trajectory_may_have_several_episodes() -> None:
         assert [info.Length for info in infos if info.agent_id is None] == [4] * 6
 
 
+@pytest.mark.slow
 def test_every_environment_is_closed(tmp_path: Any) -> None:
     class Noted(ScriptedGame):
         def __init__(self, **kwargs: Any) -> None:
@@ -634,13 +637,43 @@ def test_an_agent_may_copy_itself_in_a_worker() -> None:
     assert_same(serial(ScriptedGame, Valued(), n=2), serial(ScriptedGame, Copying(), n=2))
 
 
+@pytest.mark.slow
 def test_hundreds_of_agents() -> None:
-    with SerialSampler(ScriptedGame, env_kwargs={"k": 600}, batch_T=6, batch_B=2) as sampler:
+    with SerialSampler(
+        ScriptedGame, env_kwargs={"k": 600}, batch_T=6, batch_B=2, max_decorrelation_steps=10
+    ) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         samples, infos = sampler.obtain_samples(0)
         assert samples.env.reward.shape == (6, 1200)
         check_rules(sampler.samples_np)
         assert sum(info.agent_id is not None for info in infos) == int(samples.env.done.sum()) > 100
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_each_environment_is_seeded_once_by_its_env_rank(n_workers: int) -> None:
+    class Seeded(ScriptedGame):
+        def __init__(self) -> None:
+            super().__init__(2, [{}] * 3)
+            self.seeds: list[int | None] = []
+
+        def reset(self, seed: int | None = None, options: Any = None) -> Any:
+            self.seeds.append(seed)
+            return super().reset(seed, options)
+
+    with ParallelSampler(
+        Seeded, batch_T=9, batch_B=3, eval_n_envs=2, eval_max_steps=24, n_workers=n_workers
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=5)
+        sampler.obtain_samples(0)
+        streams, found = ColumnStreams(5, range(3)), sampler.get_attr("seeds")
+        assert [seeds[0] for seeds in found] == streams.env_seeds(Purpose.TRAIN)
+        assert all(seeds[1:] == [None] * (len(seeds) - 1) and len(seeds) > 3 for seeds in found)
+        for itr in range(2):
+            sampler.evaluate_agent(itr)
+        streams = ColumnStreams(5, range(2))
+        wanted = [list(own) for own in zip(*(streams.env_seeds(Purpose.EVAL, key) for key in range(2)), strict=True)]
+        found = sampler.get_attr("seeds", evaluation=True)
+        assert [[seed for seed in seeds if seed is not None] for seeds in found] == wanted
 
 
 def test_seats_have_random_numbers_of_their_own() -> None:
