@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         SquashedGaussianAgent,
         TorchAgent,
     )
-    from penstock.buffers import NamedArrays, Samples
+    from penstock.buffers import NamedArrays, PolicySamples, Samples
     from penstock.collectors import (
         BaseEvalCollector,
         Collector,
@@ -111,6 +111,7 @@ __all__ = [
     "ParallelSampler",
     "PeerLostError",
     "PenstockError",
+    "PolicySamples",
     "PortLeaseError",
     "RandomAgent",
     "RecordedEpisode",
