@@ -97,7 +97,7 @@ Place = tuple[SeatColumns, int]
 
 class Games:
     """One worker's environments of several agents. `places[e]` says where the seats of environment e are: the columns,
-    and the index in them, by agent id, in the order of `possible_agents`.
+    and the index in them, by agent id, in the order of `possible_agents`. Columns have their `on_step` from the start.
 
     After `reset` and `step`: `infos` has the infos that each environment returned last, by agent and unchecked.
     After `step`: `late` has the rewards of the step that belong to no decision, as pairs (e, reward): the agent had
@@ -120,15 +120,10 @@ class Games:
         self.late: list[tuple[int, float]] = []
         self.over: list[int] = []
         self.may_reset: Callable[[int], bool] = lambda e: True
-        self.seed_of: Callable[[int], int | None] = lambda e: None  # the seed of a reset that `step` makes
         self._bound = [
             (env, env.env, rank, own, list(own), _span(own))
             for env, rank, own in zip(envs, env_ranks, places, strict=True)
         ]
-        self._is_watched = False
-
-    def watch(self) -> None:
-        """Call this when the hooks and the checks of the columns are set."""
         self._is_watched = any(own.on_step or own.keep_infos or own.checks.debug for own in self.columns)
 
     # ---- resets ----------------------------------------------------------------------------
@@ -290,7 +285,7 @@ class Games:
         if not self.living[e]:
             self.over.append(e)
             if self.may_reset(e):
-                self.reset(e, self.seed_of(e))
+                self.reset(e)
                 self._words[Progress.PHASE] = Progress.IS_STEPPING
         elif set(self.living[e]) == listed:
             self.living[e] = agents  # the order in which the environment will return them

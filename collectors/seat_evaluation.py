@@ -50,8 +50,6 @@ class SeatEvalCollector:
         self._left: list[float] = []
         self._n_evaluations = self._n_games = 0
         collector.games.may_reset = self._may_reset
-        for desk in collector.desks:
-            desk.enter_mode_of_evaluation()
 
     def pull(self) -> int:
         """The agents get the newest parameters."""

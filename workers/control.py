@@ -349,10 +349,6 @@ class ControlBlock:
     def quit(self, value: bool) -> None:
         self._words[QUIT] = value
 
-    def add_late_rewards(self, n: int) -> None:
-        """Count rewards for agents that did not act."""
-        self._n_results[LATE] += n
-
     @property
     def stop_eval(self) -> bool:
         """True ends the running evaluation at its next step."""

@@ -47,7 +47,6 @@ class Table:
             {agent: own[agent] for agent in view.possible_agents} for view, own in zip(views, places, strict=True)
         ]
         self.games = Games(views, ordered, [10 + e for e in range(len(views))])
-        self.games.watch()
         self.log: list[Any] = []
         for e in range(len(views)):
             self.games.reset(e, 5 + e)
