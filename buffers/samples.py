@@ -429,6 +429,13 @@ def parts_of(samples: Samples | PolicySamples) -> Sequence[Samples]:
     return [samples] if isinstance(samples, Samples) else samples.values()
 
 
+def for_each_policy(make: Callable[[Samples], Samples], samples: Samples | PolicySamples) -> Any:
+    """What `make` returns for the samples of each policy."""
+    if isinstance(samples, Samples):
+        return make(samples)
+    return PolicySamples({name: make(own) for name, own in samples.items()})
+
+
 @dataclass(frozen=True)
 class SampleSpec:
     """Examples of one environment's data at one step. The buffer has their shapes and dtypes."""

@@ -35,8 +35,7 @@ class Desk(Collector):
     def __init__(self, parts: CollectorParts, who: int = 0, *, evaluates: bool = False) -> None:
         """`who` is the policy's index + 1 where there are several, else 0."""
         super().__init__(parts)
-        if evaluates:
-            self._enter_mode = self.agent.eval_mode
+        self._evaluates = evaluates
         self.n = len(self.envs)
         self._who = who << WHO_BITS
         self.envs.on_join, self.envs.on_end, self.envs.on_step = self._join, self._end, self.on_step
@@ -52,6 +51,9 @@ class Desk(Collector):
     def begin_batch(self, itr: int) -> None:
         super().begin_batch(itr)
         self.samples.valid[...] = self.is_alive
+
+    def _enter_mode(self, itr: int) -> None:
+        (self.agent.eval_mode if self._evaluates else self.agent.sample_mode)(itr)
 
     def act(self, t: int) -> None:
         """First part of step t: act for all seats, and give the actions to the environments."""

@@ -31,14 +31,14 @@ from penstock.collectors.traj_info import TrajInfo
 from penstock.collectors.vector import VectorColumns, VectorEnvCollector
 from penstock.envs.calls import EnvCall, perform
 from penstock.envs.factory import EnvContext, EnvFactory
-from penstock.envs.seats import ParallelView, SeatRank
+from penstock.envs.seats import ParallelView, SeatRank, Seats
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import SpaceError
 from penstock.samplers.column_states import StateMessage, WorkerParts
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, episodes_per_env
-from penstock.samplers.seating import Seating, Side, column_streams, keys_of
+from penstock.samplers.seating import Seating, column_streams, keys_of
 from penstock.workers.control import Command, Phase, UntimedProgress
 from penstock.workers.program import WorkerContext
 
@@ -203,8 +203,7 @@ class SamplerProgram:
         side, own_envs = (seating.evaluation, plan.eval_columns) if is_eval else (seating.train, plan.columns)
         streams = column_streams(None, plan, self.seed, evaluation=is_eval)
         envs = self._build_views(side, own_envs, factories, streams, purpose)
-        desks, places = list[Desk](), {b: dict.fromkeys(side.agents[b]) for b in own_envs}
-        untimed = UntimedProgress(self._memory.control, plan.worker_rank)
+        desks, untimed = list[Desk](), UntimedProgress(self._memory.control, plan.worker_rank)
         layouts, checks = [layouts_of(slot) for slot in self._memory.slots], Checks(config.check_finite, config.debug)
         for p, cells in enumerate(plan.eval_cells if is_eval else plan.cells):
             if not cells:
@@ -218,8 +217,6 @@ class SamplerProgram:
             progress = untimed if is_eval or desks else self._progress
             spaces = agent.observation_space, agent.action_space
             own = SeatColumns(envs, cast(Any, seats.env_ranks), spaces, progress, checks)
-            for column, (b, _, agent_id) in enumerate(side.seats(p, own_envs)):
-                places[b][agent_id] = own, column
             parts = CollectorParts(
                 envs=own,
                 agent=self._build_agent(p, seats, Purpose.EVAL_ACTION if is_eval else Purpose.ACTION),
@@ -231,12 +228,12 @@ class SamplerProgram:
                 max_decorrelation_steps=config.max_decorrelation_steps,
             )
             desks.append(Desk(parts, who=p + 1 if len(seating.policies) > 1 else 0, evaluates=is_eval))
-        games = Games(envs, cast(Any, list(places.values())), streams.env_ranks)
+        games = Games(envs, [desk.envs for desk in desks], streams.env_ranks)
         tracker = self._build_tracker(keys_of(seating, streams), of_games=True)
         return LockStepCollector(games, desks, tracker, streams)
 
     def _build_views(
-        self, side: Side, envs: range, factories: Sequence[EnvFactory], streams: ColumnStreams, purpose: Purpose
+        self, side: Seats, envs: range, factories: Sequence[EnvFactory], streams: ColumnStreams, purpose: Purpose
     ) -> list[ParallelView]:
         """The environments. Raises `SpaceError` if one has other agents or other spaces than its example."""
         spaces = [(agent.observation_space, agent.action_space) for agent in self.agents]
