@@ -256,8 +256,6 @@ class OneSeat(gym.Env[Any, Any]):
     Its episode begins when the agent is there, and ends when it is not there any more.
     """
 
-    _most_steps = 1000  # in which an agent must join
-
     def __init__(self, agent: AgentId, view: ParallelView) -> None:
         self._agent, self._view = agent, view
         self.observation_space, self.action_space = view.spaces[agent]
@@ -268,7 +266,7 @@ class OneSeat(gym.Env[Any, Any]):
         for i, (_, space) in enumerate(self._view.spaces.values()):
             space.seed(None if seed is None else seed + i)
         observations, infos = self._view.reset(seed=seed)
-        for _ in range(self._most_steps):
+        for _ in range(1000):  # steps in which the agent must join
             if self._agent in self._view.agents:
                 break
             if self._view.agents:

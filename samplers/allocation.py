@@ -132,7 +132,7 @@ def allocate(
                 copied = JointSeats(copied, _seats_of_joint(agent, seating, p, config, setup))
             spec = replace(_try_agent(copied, example, config, setup), env_info=env_info, extra=extra)
         copies.append(copied)
-        specs.append(spec if seating is None else replace(spec, n_seats=seating.n_seats(p)))
+        specs.append(replace(spec, n_seats=None if seating is None else seating.n_seats(p)))
         differences.append(copied.runtime.inference_difference(partial(_real_inputs, copied, example, config)))
     difference = max((own for own in differences if own is not None), default=None)
     program = SamplerProgram(

@@ -60,9 +60,9 @@ class Seating:
 
     def by_policy(self) -> dict[str, list[tuple[int, AgentId]]]:
         """See `Sampler.seats`."""
-        side, envs = self.train, range(len(self.train.agents))
+        envs = range(len(self.train.agents))
         return {
-            name: [(side.first_env_rank + b, agent) for b, _, agent in side.seats(p, envs)]
+            name: [(int(rank), rank.agent_id) for rank in self.train.ranks(p, envs)]
             for p, name in enumerate(self.policies)
         }
 
