@@ -32,11 +32,11 @@ class SeatColumns(ListedColumns):
     `parked` are the idle ones. Their observations are zero, and so are their rewards after the row in which they ended.
     """
 
+    envs: Sequence[Any] = ()  # `Games` has them: a seat has no environment of its own
     env_ranks: Sequence[SeatRank]
 
     def __init__(
         self,
-        envs: Sequence[ParallelView],
         env_ranks: Sequence[SeatRank],
         spaces: tuple[gym.Space[Any], gym.Space[Any]],
         progress: Progress,
@@ -44,7 +44,6 @@ class SeatColumns(ListedColumns):
     ) -> None:
         observation_space, self.action_space = spaces
         super().__init__(env_ranks, observation_space, progress, checks)
-        self.envs = envs
         self.split_actions = action_splitter(self.action_space)
         #: The actions of all columns for the next step, as the environments get them.
         self.actions: Sequence[Any] = ()

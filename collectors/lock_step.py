@@ -36,10 +36,8 @@ class Desk(Collector):
         """`who` is the policy's index + 1 where there are several, else 0."""
         super().__init__(parts)
         self._evaluates = evaluates
-        self.n = len(self.envs)
         self._who = who << WHO_BITS
         self.envs.on_join, self.envs.on_end, self.envs.on_step = self._join, self._end, self.on_step
-        self.is_alive = np.zeros(self.n, np.bool_)
         self._t = -1  # the row that is stepped; -1 outside a batch
         self._changed: list[int] = []  # columns that have joined or ended in this row
 
@@ -50,7 +48,8 @@ class Desk(Collector):
 
     def begin_batch(self, itr: int) -> None:
         super().begin_batch(itr)
-        self.samples.valid[...] = self.is_alive
+        self.samples.valid[...] = True
+        self.samples.valid[:, self.envs.parked] = False
 
     def _enter_mode(self, itr: int) -> None:
         (self.agent.eval_mode if self._evaluates else self.agent.sample_mode)(itr)
@@ -81,7 +80,6 @@ class Desk(Collector):
             envs.zero_idle_rewards()
 
     def _join(self, column: int) -> None:
-        self.is_alive[column] = True
         if self._t >= 0:
             self.samples.valid[self._t + 1 :, column] = True
             self._changed.append(column)
@@ -90,7 +88,6 @@ class Desk(Collector):
         self.prev_action[column] = 0
 
     def _end(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> None:
-        self.is_alive[column] = False
         self.prev_action[column] = 0
         if self._t < 0:
             self.envs.check_final(column, observation)
@@ -129,7 +126,7 @@ class Desk(Collector):
             self.progress.enter(Phase.ACTING)
         self._write_values()
         if samples.bootstrap_value is not None:
-            samples.bootstrap_value[~self.is_alive] = 0
+            samples.bootstrap_value[self.envs.parked] = 0
         rows = slice(None, n_rows)
         return self.tracker.end_rows(samples.reward[1:][rows], samples.done[rows], first_t, samples.valid[rows])
 
@@ -137,7 +134,6 @@ class Desk(Collector):
 
     def start_afresh(self) -> None:
         """Nobody is there, and no episode has begun: the environments are reset next."""
-        self.is_alive[...] = False
         self.prev_action[...], self.prev_reward[...], self._episode_start[...] = 0, 0, True
         self._first_action, self._first_reward = self.prev_action, self.prev_reward
         self._is_first_batch = True
@@ -147,7 +143,7 @@ class Desk(Collector):
         """A random action for each of these columns, for a step before the first batch. Legal ones, if there is a
         mask."""
         envs, mask = self.envs, self._mask
-        actions: list[Any] = [None] * self.n
+        actions: list[Any] = [None] * len(envs)
         for column in columns:
             if mask is None:
                 row = draw(envs.action_space, rng, 1)

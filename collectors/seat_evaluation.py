@@ -37,11 +37,7 @@ class SeatEvalCollector:
     """
 
     def __init__(
-        self,
-        collector: LockStepCollector,
-        max_T: int,
-        max_games: int | None,
-        shares: Sequence[int] | None,
+        self, collector: LockStepCollector, max_T: int, max_games: int | None, shares: Sequence[int] | None
     ) -> None:
         self._collector, self.streams, self._max_T = collector, collector.streams, max_T
         self.envs, self.progress = collector.games, collector.progress

@@ -216,7 +216,7 @@ class SamplerProgram:
             # The first desk writes the timeline of training.
             progress = untimed if is_eval or desks else self._progress
             spaces = agent.observation_space, agent.action_space
-            own = SeatColumns(envs, cast(Any, seats.env_ranks), spaces, progress, checks)
+            own = SeatColumns(cast(Any, seats.env_ranks), spaces, progress, checks)
             parts = CollectorParts(
                 envs=own,
                 agent=self._build_agent(p, seats, Purpose.EVAL_ACTION if is_eval else Purpose.ACTION),

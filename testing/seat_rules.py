@@ -71,8 +71,7 @@ class GameSetup:
             view = ParallelView(env, mask_key=info_key(self.mask_key))
             progress = UntimedProgress(ControlBlock(1, 1, shared=False), 0)
             seats = [
-                SeatColumns([view], [SeatRank(0, agent)], spaces, progress, checks)
-                for agent, spaces in view.spaces.items()
+                SeatColumns([SeatRank(0, agent)], spaces, progress, checks) for agent, spaces in view.spaces.items()
             ]
             games = Games([view], seats, [0])
             games.reset(0, self.seed)

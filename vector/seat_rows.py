@@ -109,8 +109,7 @@ class SeatProgram(VectorProgram):
         self._action, self._split = rows.action, action_splitter(self.action_space)
         spaces = self.observation_space, self.action_space
         self._ranks = seats.ranks(0, plan.columns)
-        make: Any = SeatColumns  # what only collectors call is not defined there
-        self._columns = columns = make(self._envs, self._ranks, spaces, self._progress)
+        self._columns = columns = SeatColumns(self._ranks, spaces, self._progress)
         self._env_of = [int(rank) - plan.columns.start for rank in self._ranks]
         own = [seats.cells(0, range(e, e + 1)) for e in plan.columns]
         self._spans = [slice(each.start - cells.start, each.stop - cells.start) for each in own]

@@ -36,7 +36,7 @@ class Table:
         for own in filter(None, parts):
             e, agent = own[0]
             ranks = [SeatRank(10 + e, agent) for e, agent in own]
-            columns = SeatColumns(views, ranks, views[e].spaces[agent], progress, Checks(debug=debug))
+            columns = SeatColumns(ranks, views[e].spaces[agent], progress, Checks(debug=debug))
             columns.on_join = partial(self._note, "join", columns)
             columns.on_end = partial(self._note, "end", columns)
             columns.on_late = partial(self._note, "late", columns)
