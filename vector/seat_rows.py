@@ -262,7 +262,7 @@ class SeatExchange(Exchange):
         super().__init__(memory, program, check_finite=check_finite)
         rows, seats, everywhere = memory.rows.arrays, program.seats, range(len(self.all))
         self._late = rows.late_reward
-        self._states = ("valid", rows.valid), ("alive", rows.alive), ("late_reward", self._late)
+        self._states = [(name, "_" + name, rows[name]) for name in ("valid", "alive", "late_reward")]
         self.ranks = seats.ranks(0, everywhere)
         self._rows_of = [np.array(seats.cells(0, range(e, e + 1))) for e in everywhere]
         self._row_of = {(int(rank), rank.agent_id): row for row, rank in enumerate(self.ranks)}
@@ -276,9 +276,10 @@ class SeatExchange(Exchange):
         return np.concatenate([self._rows_of[e] for e in which.tolist()] or [which])
 
     def states(self, rows: Ids | slice = slice(None)) -> dict[str, npt.NDArray[Any]]:
-        everywhere, states = self._everywhere[rows], dict[str, npt.NDArray[Any]]()
-        for name, values in self._states:
-            states[name], states["_" + name] = values[rows].copy(), everywhere
+        everywhere = self._everywhere[rows]
+        states: dict[str, npt.NDArray[Any]] = {}
+        for name, mask_name, values in self._states:
+            states[name], states[mask_name] = values[rows].copy(), everywhere
         return states
 
     def _require_finite(self, rows: Ids) -> None:
