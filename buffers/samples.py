@@ -429,6 +429,13 @@ def parts_of(samples: Samples | PolicySamples) -> Sequence[Samples]:
     return [samples] if isinstance(samples, Samples) else samples.values()
 
 
+def for_each_policy(make: Callable[[Samples], Samples], samples: Samples | PolicySamples) -> Any:
+    """What `make` returns for the samples of each policy."""
+    if isinstance(samples, Samples):
+        return make(samples)
+    return PolicySamples({name: make(own) for name, own in samples.items()})
+
+
 @dataclass(frozen=True)
 class SampleSpec:
     """Examples of one environment's data at one step. The buffer has their shapes and dtypes."""
@@ -465,11 +472,10 @@ class SamplesBuffer:
         if isinstance(spec, SampleSpec):
             assert isinstance(batch_B, int)
             fields = _slot_specs(spec, batch_T, batch_B)
-            n_seats: int | Mapping[str, int | None] | None = spec.n_seats
         else:
             assert isinstance(batch_B, Mapping)
             fields = NamedArrays({name: _slot_specs(own, batch_T, batch_B[name]) for name, own in spec.items()})
-            n_seats, batch_B = {name: own.n_seats for name, own in spec.items()}, sum(batch_B.values())
+            batch_B = sum(batch_B.values())
         size = f"batch_T={batch_T}, batch_B={batch_B}" + (f", n_slots={n_slots}" if n_slots > 1 else "")
         self.memory = NamedMemory(
             NamedArrays({f"slot_{i}": fields for i in range(n_slots)}),
@@ -479,7 +485,7 @@ class SamplesBuffer:
         self.slots: tuple[NamedArrays, ...] = self.memory.arrays.values()
         for own in (own for arrays in self.slots for own in layouts_of(arrays)):
             own.valid[...] = True
-        self.batches = tuple(batch_view(arrays, batch_T, n_seats) for arrays in self.slots)
+        self.batches = tuple(_batch_view(arrays, batch_T, spec) for arrays in self.slots)
 
 
 def layouts_of(arrays: NamedArrays) -> Sequence[NamedArrays]:
@@ -487,13 +493,13 @@ def layouts_of(arrays: NamedArrays) -> Sequence[NamedArrays]:
     return [arrays] if "valid" in arrays else arrays.values()
 
 
-def batch_view(
-    arrays: NamedArrays, batch_T: int, n_seats: int | Mapping[str, int | None] | None = None
+def _batch_view(
+    arrays: NamedArrays, batch_T: int, spec: SampleSpec | Mapping[str, SampleSpec]
 ) -> Samples | PolicySamples:
     """The batch as the user sees it, from the arrays of one slot; with several policies, the batch of each."""
-    if not isinstance(n_seats, Mapping):
-        return public_view(arrays, batch_T, n_seats)
-    return PolicySamples({name: public_view(arrays[name], batch_T, own) for name, own in n_seats.items()})
+    if isinstance(spec, SampleSpec):
+        return public_view(arrays, batch_T, spec.n_seats)
+    return PolicySamples({name: public_view(arrays[name], batch_T, own.n_seats) for name, own in spec.items()})
 
 
 def _slot_specs(spec: SampleSpec, batch_T: int, batch_B: int) -> NamedArrays:

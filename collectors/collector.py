@@ -84,7 +84,6 @@ class Collector(ABC):
         self._max_decorrelation_steps = parts.max_decorrelation_steps
         self._mask = mask_of(parts.agent)
         self._agent_has_state = type(parts.agent).reset_one is not Agent.reset_one
-        self._enter_mode = parts.agent.sample_mode
         # What depends on the slot is made once for each slot.
         self._slots = [self._writers(slot) for slot in parts.slots or [samples]]
         vars(self).update(self._slots[0])
@@ -221,6 +220,9 @@ class Collector(ABC):
         if self._episodes is not None:
             self._episodes.begin_batch()
         self._enter_mode(itr)
+
+    def _enter_mode(self, itr: int) -> None:
+        self.agent.sample_mode(itr)
 
     def act(self, t: int) -> None:
         """First part of step t: call `agent.step` with `observation[t]`, and record its action and agent_info.

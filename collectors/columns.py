@@ -100,8 +100,7 @@ class ListedColumns(EnvBatch):
 class EnvColumns(ListedColumns):
     """The single environments of some columns, with their current observations and the rewards of their last step.
 
-    `step` advances all of them by one time step, and calls an `EpisodeEndHook` where an episode ends. Raises
-    `SpaceError`, with the field and the env_rank, for data that do not fit their space or have a wrong type.
+    `step` advances all of them by one time step, and calls an `EpisodeEndHook` where an episode ends.
 
     With `flatten_wrappers`, the wrappers that `gym.make` adds are stepped without their Python functions.
     `episodes`, if there is one, gives every reset its seed.

@@ -19,7 +19,7 @@ from penstock.collectors.tracking import StepHook, snapshot
 from penstock.envs.checks import episode_flags, require_info, require_number, step_values
 from penstock.envs.examples import example_of
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
-from penstock.envs.seats import AgentId, ParallelView, SeatRank
+from penstock.envs.seats import AgentId, ParallelView, SeatRank, are_by_agent
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import Phase, Progress
 
@@ -33,9 +33,11 @@ class SeatColumns(ListedColumns):
     `parked` are the idle ones. Their observations are zero, and so are their rewards after the row in which they ended.
     """
 
+    envs: Sequence[Any] = ()  # `Games` has them: a seat has no environment of its own
+    env_ranks: Sequence[SeatRank]
+
     def __init__(
         self,
-        envs: Sequence[ParallelView],
         env_ranks: Sequence[SeatRank],
         spaces: tuple[gym.Space[Any], gym.Space[Any]],
         progress: Progress,
@@ -43,7 +45,6 @@ class SeatColumns(ListedColumns):
     ) -> None:
         observation_space, self.action_space = spaces
         super().__init__(env_ranks, observation_space, progress, checks)
-        self.envs = envs
         self.split_actions = action_splitter(self.action_space)
         #: The actions of all columns for the next step, as the environments get them.
         self.actions: Sequence[Any] = ()
@@ -102,8 +103,10 @@ Place = tuple[SeatColumns, int]
 
 
 class Games:
-    """One worker's environments of several agents. `places[e]` says where the seats of environment e are: the columns,
-    and the index in them, by agent id, in the order of `possible_agents`.
+    """One worker's environments of several agents, whose seats are in `columns`. These have their `on_step` already.
+
+    `places[e]` says where the seats of environment e are: the columns, and the index in them, by agent id, in the order
+    of `possible_agents`.
 
     After `reset` and `step`: `infos` has the infos that each environment returned last, by agent and unchecked.
     After `step`: `late` has the rewards of the step that belong to no decision, as pairs (e, reward): the agent had
@@ -113,12 +116,13 @@ class Games:
     Raises `SpaceError`, with the env_rank and the agent, for data that do not fit.
     """
 
-    def __init__(
-        self, envs: Sequence[ParallelView], places: Sequence[Mapping[AgentId, Place]], env_ranks: Sequence[int]
-    ) -> None:
-        self.envs, self.env_ranks, self.places = envs, env_ranks, places
-        self.columns = list(dict.fromkeys(columns for own in places for columns, _ in own.values()))
-        self.progress = progress = self.columns[0].progress
+    def __init__(self, envs: Sequence[ParallelView], columns: Sequence[SeatColumns], env_ranks: Sequence[int]) -> None:
+        self.envs, self.env_ranks = envs, env_ranks
+        seats = {(int(rank), rank.agent_id): (own, i) for own in columns for i, rank in enumerate(own.env_ranks)}
+        self.places: list[dict[AgentId, Place]] = [
+            {agent: seats[e, agent] for agent in env.possible_agents} for e, env in zip(env_ranks, envs, strict=True)
+        ]
+        self.progress = progress = columns[0].progress
         self._words, self._rank_word = progress.words, progress.loop_words
         self.living: list[list[AgentId]] = [[] for _ in envs]  # who acts next, in the order of `env.agents`
         self._ghosts: list[set[AgentId]] = [set() for _ in envs]  # who has ended, but is in `env.agents` still
@@ -126,16 +130,11 @@ class Games:
         self.late: list[tuple[int, float]] = []
         self.over: list[int] = []
         self.may_reset: Callable[[int], bool] = lambda e: True
-        self.seed_of: Callable[[int], int | None] = lambda e: None  # the seed of a reset that `step` makes
         self._bound = [
             (env, env.env, rank, own, list(own), _span(own))
-            for env, rank, own in zip(envs, env_ranks, places, strict=True)
+            for env, rank, own in zip(envs, env_ranks, self.places, strict=True)
         ]
-        self._is_watched = False
-
-    def watch(self) -> None:
-        """Call this when the hooks and the checks of the columns are set."""
-        self._is_watched = any(own.on_step or own.keep_infos or own.checks.debug for own in self.columns)
+        self._is_watched = any(own.on_step or own.keep_infos or own.checks.debug for own in columns)
 
     # ---- resets ----------------------------------------------------------------------------
 
@@ -146,7 +145,7 @@ class Games:
         began = self.progress.enter(Phase.RESETTING)
         result = env.reset(seed=seed, options=options)
         self.progress.add_resetting_since(began)
-        if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Mapping) for part in result)):
+        if not are_by_agent(result, 2):
             raise SpaceError(
                 f"env.reset of env_rank {env_rank} must return a tuple of two dicts, observations and infos by agent, "
                 f"got {brief(result)}"
@@ -208,8 +207,11 @@ class Games:
             result = step_values(result, env_rank)
         observations, rewards, terminated, truncated, infos = result
         are_dicts = observations.__class__ is rewards.__class__ is infos.__class__ is dict
-        if not (are_dicts and terminated.__class__ is truncated.__class__ is dict):
-            self._require_mappings(env_rank, result)
+        if not ((are_dicts and terminated.__class__ is truncated.__class__ is dict) or are_by_agent(result, 5)):
+            raise SpaceError(
+                f"env.step of env_rank {env_rank} must return five dicts by agent (observations, rewards, "
+                f"terminations, truncations, infos), got {brief(result)}"
+            )
         self.infos[e] = infos
         flags = [*terminated.values(), *truncated.values()]
         try:
@@ -232,14 +234,6 @@ class Games:
                     columns.observations[column], columns.rewards[column] = observations[agent], rewards[agent]
             return
         self._settle(e, before, *result)
-
-    def _require_mappings(self, env_rank: int, result: Iterable[object]) -> None:
-        for part in result:
-            if not isinstance(part, Mapping):
-                raise SpaceError(
-                    f"env.step of env_rank {env_rank} must return five dicts by agent (observations, rewards, "
-                    f"terminations, truncations, infos), got {brief(result)}"
-                )
 
     def _before(self, e: int, given: Mapping[AgentId, Any]) -> dict[AgentId, tuple[Any, Any]]:
         """For the hooks, copies of what each agent acts on, and of its action. `debug=True` checks the actions here."""
@@ -297,7 +291,7 @@ class Games:
         if not self.living[e]:
             self.over.append(e)
             if self.may_reset(e):
-                self.reset(e, self.seed_of(e))
+                self.reset(e)
                 self._words[Progress.PHASE] = Progress.IS_STEPPING
         elif set(self.living[e]) == listed:
             self.living[e] = agents  # the order in which the environment will return them

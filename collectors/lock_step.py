@@ -16,11 +16,11 @@ from penstock.agents.space_draws import draw
 from penstock.buffers.named import map_leaves
 from penstock.collectors.collector import Collector, CollectorParts
 from penstock.collectors.env_batch import no_legal_action
-from penstock.collectors.games import Games, SeatColumns
+from penstock.collectors.games import Games, Place, SeatColumns
 from penstock.collectors.tracking import Tracker
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError
-from penstock.workers.control import WHO_BITS, Phase, Progress, UntimedProgress
+from penstock.workers.control import WHO_BITS, Phase, UntimedProgress
 
 
 class Desk(Collector):
@@ -32,30 +32,27 @@ class Desk(Collector):
 
     envs: SeatColumns
 
-    def __init__(self, parts: CollectorParts, who: int = 0) -> None:
+    def __init__(self, parts: CollectorParts, who: int = 0, *, evaluates: bool = False) -> None:
         """`who` is the policy's index + 1 where there are several, else 0."""
         super().__init__(parts)
-        self.n = len(self.envs)
+        self._evaluates = evaluates
         self._who = who << WHO_BITS
         self.envs.on_join, self.envs.on_end, self.envs.on_step = self._join, self._end, self.on_step
-        self.is_alive = np.zeros(self.n, np.bool_)
         self._t = -1  # the row that is stepped; -1 outside a batch
         self._changed: list[int] = []  # columns that have joined or ended in this row
-        #: Outside a batch: the rewards of each seat's episode so far.
-        self.rewards: list[list[float]] = [[] for _ in range(self.n)]
 
     def collect_batch(self, itr: int) -> None:
         raise ConfigError("a Desk is one part of a LockStepCollector, which collects the batch")
-
-    def enter_mode_of_evaluation(self) -> None:
-        """The agent is in `eval_mode` from the next batch on."""
-        self._enter_mode = self.agent.eval_mode
 
     # ---- a time step -----------------------------------------------------------------------
 
     def begin_batch(self, itr: int) -> None:
         super().begin_batch(itr)
-        self.samples.valid[...] = self.is_alive
+        self.samples.valid[...] = True
+        self.samples.valid[:, self.envs.parked] = False
+
+    def _enter_mode(self, itr: int) -> None:
+        (self.agent.eval_mode if self._evaluates else self.agent.sample_mode)(itr)
 
     def act(self, t: int) -> None:
         """First part of step t: act for all seats, and give the actions to the environments."""
@@ -82,29 +79,21 @@ class Desk(Collector):
             self._changed.clear()
             envs.zero_idle_rewards()
 
-    def forget_changes(self) -> None:
-        """Who has joined or ended before the first row has done so in no row."""
-        self._changed.clear()
-
     def _join(self, column: int) -> None:
-        self.is_alive[column] = True
         if self._t >= 0:
             self.samples.valid[self._t + 1 :, column] = True
+            self._changed.append(column)
         if self._agent_has_state:
             self.agent.reset_one(column)
         self.prev_action[column] = 0
-        self._changed.append(column)
-        self.rewards[column].clear()
 
     def _end(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> None:
-        self.is_alive[column] = False
         self.prev_action[column] = 0
-        self._changed.append(column)
         if self._t < 0:
             self.envs.check_final(column, observation)
             self.tracker.drop(column)
-            self.rewards[column].clear()
             return
+        self._changed.append(column)
         if self._who:  # the policy's value may be computed here
             self.progress.at_env(self._who | int(self.envs.env_ranks[column]))
         self.record_episode_end(self._t, column, observation, reward, terminated, truncated)
@@ -137,7 +126,7 @@ class Desk(Collector):
             self.progress.enter(Phase.ACTING)
         self._write_values()
         if samples.bootstrap_value is not None:
-            samples.bootstrap_value[~self.is_alive] = 0
+            samples.bootstrap_value[self.envs.parked] = 0
         rows = slice(None, n_rows)
         return self.tracker.end_rows(samples.reward[1:][rows], samples.done[rows], first_t, samples.valid[rows])
 
@@ -145,20 +134,16 @@ class Desk(Collector):
 
     def start_afresh(self) -> None:
         """Nobody is there, and no episode has begun: the environments are reset next."""
-        self.is_alive[...] = False
         self.prev_action[...], self.prev_reward[...], self._episode_start[...] = 0, 0, True
         self._first_action, self._first_reward = self.prev_action, self.prev_reward
-        self._is_first_batch, self._t = True, -1
-        self._changed.clear()
-        for rewards in self.rewards:
-            rewards.clear()
+        self._is_first_batch = True
         self.tracker.restart()
 
     def draw_actions(self, rng: np.random.Generator, columns: Sequence[int]) -> None:
         """A random action for each of these columns, for a step before the first batch. Legal ones, if there is a
         mask."""
         envs, mask = self.envs, self._mask
-        actions: list[Any] = [None] * self.n
+        actions: list[Any] = [None] * len(envs)
         for column in columns:
             if mask is None:
                 row = draw(envs.action_space, rng, 1)
@@ -171,15 +156,12 @@ class Desk(Collector):
             self.prev_action[column] = 0 if column in envs.parked else row[0]
         envs.actions = actions
 
-    def end_random_steps(self, columns: Sequence[int]) -> None:
-        """The random steps are made: the first batch continues the trajectories of these columns."""
-        for column in columns:
-            rewards = self.rewards[column]
-            self.tracker.preload(column, rewards)
-            self._episode_start[column] = not rewards
-            self.prev_reward[column] = rewards[-1] if rewards else 0
-            self.envs.rewards[column] = 0.0
-        self._changed.clear()
+    def end_random_steps(self, column: int, rewards: Sequence[float]) -> None:
+        """The random steps are made: the first batch continues the column's episode, which had these rewards so far."""
+        self.tracker.preload(column, rewards)
+        self._episode_start[column] = not rewards
+        self.prev_reward[column] = rewards[-1] if rewards else 0
+        self.envs.rewards[column] = 0.0
 
 
 class LockStepCollector:
@@ -188,24 +170,19 @@ class LockStepCollector:
     `desks` have one policy each. `tracker` follows the games: the environments' own sums of all rewards.
     """
 
-    def __init__(
-        self,
-        games: Games,
-        desks: Sequence[Desk],
-        tracker: Tracker,
-        progress: Progress,
-        streams: ColumnStreams,
-        max_decorrelation_steps: int,
-    ) -> None:
-        self.games, self.desks, self.tracker, self.progress, self.streams = games, desks, tracker, progress, streams
-        self.envs, self._is_training = games, not isinstance(progress, UntimedProgress)
-        self._max_steps, self.batch_T = max_decorrelation_steps, desks[0].batch_T
+    def __init__(self, games: Games, desks: Sequence[Desk], tracker: Tracker, streams: ColumnStreams) -> None:
+        self.games, self.desks, self.tracker, self.streams = games, desks, tracker, streams
+        self.envs, self.progress, self.batch_T = games, games.progress, desks[0].batch_T
+        self._is_training = not isinstance(self.progress, UntimedProgress)
+        self._max_steps = desks[0]._max_decorrelation_steps
         n = len(games.envs)
         self._late, self._over = np.zeros((self.batch_T, n), np.float32), np.zeros((self.batch_T, n), np.bool_)
-        # For each desk: its environments, and the first column of each.
-        self._spans = [_spans(games, desk.envs) for desk in desks]
-        self._columns = [[_columns_of(games, desk.envs, e) for desk in desks] for e in range(n)]
-        games.watch()
+        # For each desk: the columns of each environment that has some; they are neighbours.
+        self._columns: list[dict[int, list[int]]] = [{} for _ in desks]
+        for e, places in enumerate(games.places):
+            for desk, by_env in zip(desks, self._columns, strict=True):
+                if own := [column for columns, column in places.values() if columns is desk.envs]:
+                    by_env[e] = own
 
     # ---- what a worker calls ---------------------------------------------------------------
 
@@ -288,8 +265,9 @@ class LockStepCollector:
         if not n_rows:
             return n_sent
         rewards = self._late[:n_rows]
-        for desk, (envs, firsts) in zip(self.desks, self._spans, strict=True):
-            rewards[:, envs] += np.add.reduceat(desk.samples.reward[1 : n_rows + 1], firsts, axis=1)
+        for desk, by_env in zip(self.desks, self._columns, strict=True):
+            firsts = [columns[0] for columns in by_env.values()]
+            rewards[:, list(by_env)] += np.add.reduceat(desk.samples.reward[1 : n_rows + 1], firsts, axis=1)
         self.progress.enter(Phase.SENDING)
         return n_sent + self.tracker.end_rows(rewards, self._over[:n_rows], first_t)
 
@@ -307,33 +285,33 @@ class LockStepCollector:
                 self._check_observations(e)
 
     def _check_observations(self, e: int) -> None:
-        for desk, columns in zip(self.desks, self._columns[e], strict=True):
-            for column in columns:
-                if column not in desk.envs.parked:
-                    desk.envs.check_observation(column)
+        for columns, column in self.games.acting(e):
+            columns.check_observation(column)
 
     def _make_random_steps(self, e: int, rng: np.random.Generator) -> None:
         """Step environment e by 0 to `max_decorrelation_steps` random joint actions."""
-        games, totals = self.games, list[float]()
+        games, totals, rewards = self.games, list[float](), dict[Place, list[float]]()
         for _ in range(int(rng.integers(0, self._max_steps + 1))):
             self.progress.at_env(games.env_ranks[e])
             self.progress.enter(Phase.DECORRELATING)
-            for desk, columns in zip(self.desks, self._columns[e], strict=True):
-                desk.draw_actions(rng, columns)
+            for desk, by_env in zip(self.desks, self._columns, strict=True):
+                desk.draw_actions(rng, by_env.get(e, ()))
             acted = games.acting(e)
             games.late, games.over = [], []
             games.step_env(e)
-            totals.append(sum(own.rewards[column] for own, column in acted) + sum(value for _, value in games.late))
-            for desk in self.desks:
-                for own, column in acted:
-                    if own is desk.envs and desk.is_alive[column] and not games.over:
-                        desk.rewards[column].append(own.rewards[column])
-                desk.envs.zero_idle_rewards()
+            for columns, column in acted:
+                rewards.setdefault((columns, column), []).append(columns.rewards[column])
+            late = sum(reward for _, reward in games.late)
+            totals.append(sum(columns.rewards[column] for columns, column in acted) + late)
             if games.over:
-                totals.clear()
+                totals, rewards = [], {}
+            rewards = {place: rewards[place] for place in games.acting(e) if place in rewards}  # who stays
+            for desk in self.desks:
+                desk.envs.zero_idle_rewards()
             self._check_observations(e)
-        for desk, columns in zip(self.desks, self._columns[e], strict=True):
-            desk.end_random_steps(columns)
+        for desk, by_env in zip(self.desks, self._columns, strict=True):
+            for column in by_env.get(e, ()):
+                desk.end_random_steps(column, rewards.get((desk.envs, column), []))
         self.tracker.preload(e, totals)
 
     def begin_evaluation(self, seeds: Sequence[int], key: int, is_used: Callable[[int], bool]) -> None:
@@ -342,14 +320,3 @@ class LockStepCollector:
         for desk in self.desks:
             desk.agent.seed_columns(desk.streams.rngs(Purpose.EVAL_ACTION, key))
             desk.agent.reset()
-            desk.forget_changes()
-
-
-def _columns_of(games: Games, columns: SeatColumns, e: int) -> list[int]:
-    return [column for own, column in games.places[e].values() if own is columns]
-
-
-def _spans(games: Games, columns: SeatColumns) -> tuple[list[int], list[int]]:
-    """The environments with a seat in `columns`, and the first column of each: their seats are neighbours."""
-    firsts = {e: own[0] for e in range(len(games.envs)) if (own := _columns_of(games, columns, e))}
-    return list(firsts), list(firsts.values())

@@ -37,11 +37,7 @@ class SeatEvalCollector:
     """
 
     def __init__(
-        self,
-        collector: LockStepCollector,
-        max_T: int,
-        max_games: int | None,
-        shares: Sequence[int] | None,
+        self, collector: LockStepCollector, max_T: int, max_games: int | None, shares: Sequence[int] | None
     ) -> None:
         self._collector, self.streams, self._max_T = collector, collector.streams, max_T
         self.envs, self.progress = collector.games, collector.progress
@@ -50,8 +46,6 @@ class SeatEvalCollector:
         self._left: list[float] = []
         self._n_evaluations = self._n_games = 0
         collector.games.may_reset = self._may_reset
-        for desk in collector.desks:
-            desk.enter_mode_of_evaluation()
 
     def pull(self) -> int:
         """The agents get the newest parameters."""

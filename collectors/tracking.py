@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 #: Called for column b after each environment step: (b, observation acted on, action, reward,
 #: terminated, truncated, info). Observation and action are copies made before the step.
 StepHook = Callable[[int, Any, Any, Any, bool, bool, dict[str, Any]], None]
+Rows = npt.NDArray[Any]  # [n, B]
 
 
 def snapshot(value: object) -> Any:
@@ -48,13 +49,7 @@ class Tracker(ABC):
         return True
 
     @abstractmethod
-    def end_rows(
-        self,
-        reward: npt.NDArray[Any],
-        done: npt.NDArray[Any],
-        first_t: int = 0,
-        valid: npt.NDArray[Any] | None = None,
-    ) -> int:
+    def end_rows(self, reward: Rows, done: Rows, first_t: int = 0, valid: Rows | None = None) -> int:
         """Rows `[n, B]` are complete: send the trajectories that finished in them. Returns how many. Cells that are not
         `valid` `[n, B]` belong to no trajectory; None: all are."""
 
@@ -130,13 +125,7 @@ class BatchTracker(Tracker):
     def load_column_state(self, column: int, state: Any) -> None:
         self._running[column] = state
 
-    def end_rows(
-        self,
-        reward: npt.NDArray[Any],
-        done: npt.NDArray[Any],
-        first_t: int = 0,
-        valid: npt.NDArray[Any] | None = None,
-    ) -> int:
+    def end_rows(self, reward: Rows, done: Rows, first_t: int = 0, valid: Rows | None = None) -> int:
         if len(self._records) < reward.size:  # a trajectory may finish in every cell
             self._records = np.empty(reward.size, RECORD)
             self._output = self._records.view(np.uint8)[np.newaxis]
@@ -148,9 +137,7 @@ class BatchTracker(Tracker):
             self._put(records)
         return len(records)
 
-    def _sum_episodes(
-        self, reward: npt.NDArray[Any], done: npt.NDArray[Any], first_t: int, valid: npt.NDArray[Any] | None
-    ) -> npt.NDArray[Any]:
+    def _sum_episodes(self, reward: Rows, done: Rows, first_t: int, valid: Rows | None) -> npt.NDArray[Any]:
         """As the compiled `sum_episodes`, with numpy.
 
         The columns are joined to one array and cut into segments: one per episode and column, and one for each cell
@@ -262,13 +249,7 @@ class ObjectTracker(Tracker):
         self._running[column] = self._cls(**self._kwargs)
         return True
 
-    def end_rows(
-        self,
-        reward: npt.NDArray[Any],
-        done: npt.NDArray[Any],
-        first_t: int = 0,
-        valid: npt.NDArray[Any] | None = None,
-    ) -> int:
+    def end_rows(self, reward: Rows, done: Rows, first_t: int = 0, valid: Rows | None = None) -> int:
         finished, self._finished = self._finished, []
         if finished:
             self._put(finished)

@@ -7,8 +7,11 @@ are recognized by what they have, so PettingZoo need not be installed.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Hashable, Mapping
-from functools import partial
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import gymnasium as gym
@@ -46,11 +49,48 @@ class SeatRank(int):
         return str(self)
 
 
+@dataclass(frozen=True)
+class Seats:
+    """Which agents some environments have, and which policy plays each. Each policy has a column for each of its seats,
+    environment by environment, in the order of `possible_agents`."""
+
+    agents: Sequence[Sequence[AgentId]]  #: by environment
+    policy: Sequence[Sequence[int]]  #: the index of the policy of each of them
+    first_env_rank: int = 0
+
+    @cached_property
+    def _by_policy(self) -> dict[int, list[tuple[int, int, AgentId]]]:
+        found = defaultdict(list)
+        for b, own in enumerate(zip(self.agents, self.policy, strict=True)):
+            for seat, (agent, p) in enumerate(zip(*own, strict=True)):
+                found[p].append((b, seat, agent))
+        return found
+
+    def cells(self, p: int, envs: range) -> range:
+        """The columns of policy p that these environments have."""
+        own = self._by_policy.get(p, [])
+        return range(bisect_left(own, (envs.start,)), bisect_left(own, (envs.stop,)))
+
+    def seats(self, p: int, envs: range) -> list[tuple[int, int, AgentId]]:
+        """The same columns: the index of each one's environment, that of its seat there, and its agent."""
+        cells = self.cells(p, envs)
+        return self._by_policy[p][cells.start : cells.stop] if cells else []
+
+    def ranks(self, p: int, envs: range) -> list[SeatRank]:
+        """The same columns: env_rank and agent of each."""
+        return [SeatRank(self.first_env_rank + b, agent) for b, _, agent in self.seats(p, envs)]
+
+
 def is_parallel(env: object) -> bool:
     """Whether `env` is a PettingZoo `ParallelEnv`, or is like one."""
     spaces_are_calls = all(callable(getattr(env, f"{kind}_space", None)) for kind in ("observation", "action"))
     has_turns = hasattr(env, "agent_iter")
     return spaces_are_calls and hasattr(env, "step") and not has_turns and not isinstance(env, gym.Env)
+
+
+def are_by_agent(result: object, n: int) -> bool:
+    """Whether `result` is a tuple of `n` dicts by agent, as `reset` and `step` must return it."""
+    return isinstance(result, tuple) and len(result) == n and all(isinstance(part, Mapping) for part in result)
 
 
 def registered(env_id: str) -> Callable[..., Any] | None:
@@ -147,36 +187,28 @@ class ParallelView:
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         """As `env.reset`, with what observations get."""
         result = self.env.reset(seed=seed) if options is None else self.env.reset(seed=seed, options=options)
-        if self._is_plain or not (
-            isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Mapping) for part in result)
-        ):
+        if self._is_plain or not are_by_agent(result, 2):
             return result  # if it is wrong, the caller refuses it
         observations, infos = result
-        return self._completed(observations, infos, is_first=True), infos
+        return self._completed(observations, infos, None), infos
 
     def _step(self, actions: dict[Any, Any]) -> Result:
         result: Result = self.env.step(actions)
-        if not (isinstance(result, tuple) and len(result) == 5 and all(isinstance(part, Mapping) for part in result)):
+        if not are_by_agent(result, 5):
             return result  # which the caller refuses
         observations, rewards, terminated, truncated, infos = result
         last = {agent for agent in observations if _is_set(terminated.get(agent)) or _is_set(truncated.get(agent))}
         return self._completed(observations, infos, last), rewards, terminated, truncated, infos
 
-    def _completed(
-        self,
-        observations: Mapping[Any, Any],
-        infos: Mapping[Any, Any],
-        last: Collection[Any] = (),
-        *,
-        is_first: bool = False,
-    ) -> dict[Any, Any]:
-        """The observations with what they get. `last`: the agents that have ended, whose info may have no mask."""
+    def _completed(self, observations: Mapping[Any, Any], infos: Any, last: Collection[Any] | None) -> dict[Any, Any]:
+        """The observations with what they get. `last`: the agents that have ended, whose info may have no mask; None
+        after a reset."""
         completed = dict(observations)
         for agent, mask in self._masks.items():
             if agent in observations:
-                info, is_last = infos.get(agent, {}), agent in last
+                info, is_last = infos.get(agent, {}), agent in (last or ())
                 try:
-                    completed[agent] = mask.joined(observations[agent], info, is_first=is_first, is_last=is_last)
+                    completed[agent] = mask.joined(observations[agent], info, is_first=last is None, is_last=is_last)
                 except SpaceError as error:
                     raise SpaceError(f"agent {agent!r}: {error}") from None
         if self._state_space is not None:
@@ -229,13 +261,6 @@ class OneSeat(gym.Env[Any, Any]):
     Its episode begins when the agent is there, and ends when it is not there any more.
     """
 
-    _most_steps = 1000  # in which an agent must join
-
-    @classmethod
-    def of(cls, agent: AgentId, as_view: Callable[[Any], ParallelView], env: Any) -> OneSeat:
-        """That agent of `env`, a `ParallelEnv`."""
-        return cls(agent, as_view(env))
-
     def __init__(self, agent: AgentId, view: ParallelView) -> None:
         self._agent, self._view = agent, view
         self.observation_space, self.action_space = view.spaces[agent]
@@ -246,7 +271,7 @@ class OneSeat(gym.Env[Any, Any]):
         for i, (_, space) in enumerate(self._view.spaces.values()):
             space.seed(None if seed is None else seed + i)
         observations, infos = self._view.reset(seed=seed)
-        for _ in range(self._most_steps):
+        for _ in range(1000):  # steps in which the agent must join
             if self._agent in self._view.agents:
                 break
             if self._view.agents:
@@ -262,11 +287,10 @@ class OneSeat(gym.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         actions = {**self._sampled(), self._agent: action}
         observations, rewards, terminated, truncated, infos = self._view.step(actions)
-        agent, has_gone = self._agent, self._agent not in self._view.agents
+        agent = self._agent
         self._last = observations.get(agent, self._last)  # who has died may have none
-        ended = bool(terminated.get(agent)) or has_gone
-        reward, is_cut = float(rewards.get(agent, 0.0)), bool(truncated.get(agent))
-        return self._last, reward, ended, is_cut, infos.get(agent, {})
+        ended = bool(terminated.get(agent)) or agent not in self._view.agents
+        return self._last, float(rewards.get(agent, 0.0)), ended, bool(truncated.get(agent)), infos.get(agent, {})
 
     def close(self) -> None:
         self._view.close()

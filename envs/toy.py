@@ -192,21 +192,17 @@ class ScriptedGame:
         """Begin a game; with a seed, the draws of all later games begin again."""
         if seed is not None:
             self.np_random = np.random.default_rng(seed)
-        self.t, start = 0, self.start
-        self._events, everyone = self.script, self.possible_agents
+        self.t, self._events, start = 0, self.script, self.start
         if self._events is None:
-            self._events, drawn = self._draw_script()
+            rng, everyone = self.np_random, self.possible_agents
+            drawn = [agent for agent in everyone if rng.random() < 0.7] or everyone[:1]
+            kinds, p = ["die", "join", "late", "cut", ""], [0.08, 0.1, 0.03, 0.04, 0.75]
+            rows = rng.choice(kinds, (int(rng.integers(3, 25)), len(everyone)), p=p).tolist()
+            self._events = [dict(zip(everyone, row, strict=True)) for row in rows]
             start = drawn if start is None else start
-        self.agents = [agent for agent in everyone if start is None or agent in start]
+        self.agents = [agent for agent in self.possible_agents if start is None or agent in start]
         self._own = dict.fromkeys(self.agents, 0)
         return self._observations(), self._infos()
-
-    def _draw_script(self) -> tuple[Sequence[dict[str, str]], list[str]]:
-        rng, everyone = self.np_random, self.possible_agents
-        start = [agent for agent in everyone if rng.random() < 0.7] or everyone[:1]
-        kinds = ["die", "join", "late", "cut", ""]
-        drawn = rng.choice(kinds, (int(rng.integers(3, 25)), len(everyone)), p=[0.08, 0.1, 0.03, 0.04, 0.75])
-        return [dict(zip(everyone, row.tolist(), strict=True)) for row in drawn], start
 
     def _observations(self) -> dict[str, Any]:
         return {
@@ -222,18 +218,18 @@ class ScriptedGame:
         if set(actions) != set(self.agents):
             raise ValueError(f"actions for {sorted(actions)}, but {sorted(self.agents)} act")
         assert self._events is not None
-        events = self._events[self.t]
-        self.t, acted, is_over = self.t + 1, self.agents, self.t + 1 == len(self._events)
-        self._own = {agent: self._own[agent] + 1 for agent in acted}
-        rewards = {agent: float(self.t + actions[agent]) for agent in acted}
-        terminated = {agent: events.get(agent) == "die" for agent in acted}
-        truncated = {agent: not terminated[agent] and (is_over or events.get(agent) == "cut") for agent in acted}
+        event_of, acted = self._events[self.t].get, self.agents
+        self.t += 1
+        is_over = self.t == len(self._events)
         absent = [agent for agent in self.possible_agents if agent not in acted]
-        rewards |= dict.fromkeys([agent for agent in absent if events.get(agent) == "late"], 0.5)
-        joiners = [] if is_over else [agent for agent in absent if events.get(agent) == "join"]
-        self._own |= dict.fromkeys(joiners, 0)
+        rewards = {agent: float(self.t + actions[agent]) for agent in acted}
+        rewards |= {agent: 0.5 for agent in absent if event_of(agent) == "late"}
+        terminated = {agent: event_of(agent) == "die" for agent in acted}
+        truncated = {agent: not terminated[agent] and (is_over or event_of(agent) == "cut") for agent in acted}
+        self._own = {agent: self._own[agent] + 1 for agent in acted}
+        self._own |= {agent: 0 for agent in absent if event_of(agent) == "join" and not is_over}
         observations, infos = self._observations(), self._infos()
-        stay = [agent for agent in self._own if not (terminated.get(agent) or truncated.get(agent))]
+        stay = {agent for agent in self._own if not (terminated.get(agent) or truncated.get(agent))}
         self.agents = [agent for agent in self.possible_agents if agent in stay]
         self._own = {agent: self._own[agent] for agent in self.agents}
         self.ledger += sum(rewards.values())

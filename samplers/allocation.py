@@ -132,7 +132,7 @@ def allocate(
                 copied = JointSeats(copied, _seats_of_joint(agent, seating, p, config, setup))
             spec = replace(_try_agent(copied, example, config, setup), env_info=env_info, extra=extra)
         copies.append(copied)
-        specs.append(spec if seating is None else replace(spec, n_seats=seating.n_seats(p)))
+        specs.append(replace(spec, n_seats=None if seating is None else seating.n_seats(p)))
         differences.append(copied.runtime.inference_difference(partial(_real_inputs, copied, example, config)))
     difference = max((own for own in differences if own is not None), default=None)
     program = SamplerProgram(
@@ -199,8 +199,8 @@ def _prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory]
 
 
 def _of_one_seat(factory: EnvFactory, agent_id: AgentId) -> EnvFactory:
-    assert factory.as_seats is not None
-    return replace(factory, as_seats=partial(OneSeat.of, agent_id, factory.as_seats))
+    as_view: Any = factory.as_seats
+    return replace(factory, as_seats=lambda env: OneSeat(agent_id, as_view(env)))
 
 
 def _refuse_for_one_agent(config: SamplerConfig, agents: object, policy_of: object, built: Any) -> None:
@@ -209,13 +209,12 @@ def _refuse_for_one_agent(config: SamplerConfig, agents: object, policy_of: obje
         "policy_of": policy_of is not None,
         "global_state=True": config.global_state,
     }
-    for name, is_given in given.items():
-        if is_given:
-            close_example_env(built)
-            raise ConfigError(
-                f"{name} is for environments of several agents (PettingZoo's ParallelEnv), and env_fn returns "
-                f"{type(built).__name__}, an environment of one: leave it out"
-            )
+    if wrong := [name for name, is_given in given.items() if is_given]:
+        close_example_env(built)
+        raise ConfigError(
+            f"{wrong[0]} is for environments of several agents (PettingZoo's ParallelEnv), and env_fn returns "
+            f"{type(built).__name__}, an environment of one: leave it out"
+        )
 
 
 def _seats_of_joint(agent: Agent, seating: Seating | None, p: int, config: SamplerConfig, setup: InitArguments) -> int:
@@ -236,21 +235,17 @@ def _seats_of_joint(agent: Agent, seating: Seating | None, p: int, config: Sampl
 
 def _refuse_with_seats(config: SamplerConfig, setup: InitArguments, seating: Seating) -> None:
     """What environments of several agents cannot have."""
-    several = len(seating.policies) > 1
-    refusals = {
-        "collector_cls": (config.collector_cls is not ResetCollector, "has its own collector: leave collector_cls out"),
-        "eval_collector_cls": (
-            config.eval_collector_cls is not EvalCollector,
-            "has its own collectors: leave eval_collector_cls out",
-        ),
-        "seed_episodes": (config.seed_episodes, "cannot repeat an episode yet: leave seed_episodes out"),
-        "central": (
-            setup.central and several,
+    refusals = (
+        (config.collector_cls is not ResetCollector, "has its own collector: leave collector_cls out"),
+        (config.eval_collector_cls is not EvalCollector, "has its own collectors: leave eval_collector_cls out"),
+        (config.seed_episodes, "cannot repeat an episode yet: leave seed_episodes out"),
+        (
+            setup.central and len(seating.policies) > 1,
             "needs a ParallelSampler, a SerialSampler or an AsyncSampler without server for more than one policy: an "
             "inference server acts with one agent",
         ),
-    }
-    for is_given, text in refusals.values():
+    )
+    for is_given, text in refusals:
         if is_given:
             raise ConfigError(f"a sampler of environments with several agents {text}")
 
@@ -263,11 +258,12 @@ def _samples_buffer(
     seating: Seating | None,
 ) -> SamplesBuffer:
     shared, n_slots, T = setup.shared, config.memory_slots, config.batch_T
-    numbers = [plans[-1].cells[p].stop - plans[0].cells[p].start for p in range(len(specs))]
+    numbers = [last.stop - first.start for first, last in zip(plans[0].cells, plans[-1].cells, strict=True)]
     if seating is None or seating.is_shared:
         return SamplesBuffer(specs[0], T, numbers[0], shared=shared, n_slots=n_slots)
-    by_name = dict(zip(seating.policies, specs, strict=True)), dict(zip(seating.policies, numbers, strict=True))
-    return SamplesBuffer(by_name[0], T, by_name[1], shared=shared, n_slots=n_slots)
+    by_name = dict(zip(seating.policies, specs, strict=True))
+    batch_B = dict(zip(seating.policies, numbers, strict=True))
+    return SamplesBuffer(by_name, T, batch_B, shared=shared, n_slots=n_slots)
 
 
 def _allocate_memory(

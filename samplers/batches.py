@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers import PolicySamples, Samples
-from penstock.buffers.samples import BatchStatus, parts_of, with_status
+from penstock.buffers.samples import BatchStatus, for_each_policy, parts_of, with_status
 from penstock.errors import StaleSamplesError
 
 Batch = Samples | PolicySamples
@@ -27,26 +27,21 @@ class Batches:
         self.views, self.n_slots, self._debug = views, len(views), debug
         self._tell_torch = _increment_versions()
         self._tensors = [view.torch() for view in views]
-        self._n_seats = [None if own.status is None else own.status.n_seats for own in parts_of(views[0])]
         self._leaves = [[leaf for _, leaf in tensors.leaves()] for tensors in self._tensors]
         self.held: deque[Batch] = deque()
 
     def hand_out(self, batch: int, valid_until: int | None) -> Any:
         """The tensors of this batch, as a new object. `valid_until`: see `Samples`."""
-        tensors = self._tensors[batch % self.n_slots]
-        if isinstance(tensors, Samples):
-            samples: Batch = self._handed_out(tensors, BatchStatus(batch, valid_until, n_seats=self._n_seats[0]))
-        else:
-            statuses = [BatchStatus(batch, valid_until, n_seats=n) for n in self._n_seats]
-            parts = zip(tensors.items(), statuses, strict=True)
-            samples = PolicySamples({name: self._handed_out(own, status) for (name, own), status in parts})
+
+        def handed_out(own: Samples) -> Samples:
+            n_seats = None if own.status is None else own.status.n_seats
+            if self._debug:  # these objects will be made unusable, so each batch needs its own
+                own = Samples(env=copy.copy(own.env), agent=copy.copy(own.agent))
+            return with_status(own, BatchStatus(batch, valid_until, n_seats=n_seats))
+
+        samples = for_each_policy(handed_out, self._tensors[batch % self.n_slots])
         self.held.append(samples)
         return samples
-
-    def _handed_out(self, tensors: Samples, status: BatchStatus) -> Samples:
-        if self._debug:  # these objects will be made unusable, so each batch needs its own
-            tensors = Samples(env=copy.copy(tensors.env), agent=copy.copy(tensors.agent))
-        return with_status(tensors, status)
 
     def give_back(self, newer: int, *, keep_last_row: bool = False) -> None:
         """End the validity of the oldest batch that the user holds, because batch `newer` begins. With

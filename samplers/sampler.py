@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from penstock.agents import Agent
 from penstock.arguments import integer, one_of, true_or_false
-from penstock.buffers import PolicySamples, Samples
+from penstock.buffers import Samples
 from penstock.buffers.object_pipe import ObjectMessage
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.samples import parts_of
+from penstock.buffers.samples import for_each_policy, parts_of
 from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn, fresh_seed
 from penstock.envs.calls import EnvCall, pickled, results, single_results
@@ -255,17 +255,9 @@ class Sampler(TakesEnvFn, ABC):
                 self._cpu_claims = CpuClaims()
                 resources.callback(self._cpu_claims.close)
                 self._plans = plans = self._make_plans(affinity, env_range, resources)
-                shared, central = self._shared_memory, self._central
+                shared, central, width = self._shared_memory, self._central, self._seat_width
                 setup = InitArguments(
-                    plans,
-                    seed,
-                    env_range,
-                    bootstrap_value,
-                    traj_info_kwargs,
-                    shared,
-                    central,
-                    policy_of,
-                    self._seat_width,
+                    plans, seed, env_range, bootstrap_value, traj_info_kwargs, shared, central, policy_of, width
                 )
                 # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest.
                 with sigint.allowed(), marked:
@@ -274,9 +266,7 @@ class Sampler(TakesEnvFn, ABC):
                 self._pool = self._make_pool(allocation, resources)
             self._guard.start(self, self._pool)
             self._guard.state = SamplerState.READY
-            if isinstance(self.samples_np, PolicySamples):
-                return PolicySamples({name: own[0, 0].copy() for name, own in self.samples_np.items()})
-            return self.samples_np[0, 0].copy()
+            return for_each_policy(lambda own: own[0, 0].copy(), self.samples_np)
 
     def _keep(self, allocation: Allocation, env_range: EnvRange) -> None:
         """Keep what was allocated, and begin to count."""
@@ -284,10 +274,10 @@ class Sampler(TakesEnvFn, ABC):
         self._memory.control.raise_generation(env_range.generation)
         self._guard.announce(self._memory.control)
         self._inference_difference, self._episodes = allocation.inference_difference, allocation.episodes
-        spaces = {name: (agent.observation_space, agent.action_space) for name, agent in self._agents.items()}
+        each = self._agents
         #: The spaces of the agent. With a dict of agents, a dict of the spaces of each.
-        self.observation_space: Any = self._by_policy({name: own for name, (own, _) in spaces.items()})
-        self.action_space: Any = self._by_policy({name: own for name, (_, own) in spaces.items()})
+        self.observation_space: Any = self._by_policy({name: own.observation_space for name, own in each.items()})
+        self.action_space: Any = self._by_policy({name: own.action_space for name, own in each.items()})
         is_shared = self._seating is None or self._seating.is_shared
         self._version_word = self._memory.parameters[0].version_word if is_shared else None
         self._games: Counter[int] = Counter()  # with several agents: how many games have ended, by env_rank

@@ -31,15 +31,15 @@ from penstock.collectors.traj_info import TrajInfo
 from penstock.collectors.vector import VectorColumns, VectorEnvCollector
 from penstock.envs.calls import EnvCall, perform
 from penstock.envs.factory import EnvContext, EnvFactory
-from penstock.envs.seats import ParallelView, SeatRank
+from penstock.envs.seats import ParallelView, SeatRank, Seats
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import SpaceError
 from penstock.samplers.column_states import StateMessage, WorkerParts
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, episodes_per_env
-from penstock.samplers.seating import Seating, Side, column_streams, keys_of
-from penstock.workers.control import Command, Phase, Progress, UntimedProgress
+from penstock.samplers.seating import Seating, column_streams, keys_of
+from penstock.workers.control import Command, Phase, UntimedProgress
 from penstock.workers.program import WorkerContext
 
 if TYPE_CHECKING:
@@ -176,78 +176,64 @@ class SamplerProgram:
         agent.runtime.set_columns(streams.env_ranks, self.env_range.n_eval_envs if is_eval else self.env_range.n_envs)
         return agent
 
-    def _build_tracker(self, env_ranks: Sequence[int]) -> Tracker:
+    def _build_tracker(self, env_ranks: Sequence[int], *, of_games: bool = False) -> Tracker:
+        """The tracker of these columns; or that of whole games, which follows the rewards of all their agents."""
         put_records = partial(self._memory.records.put, self._plan.worker_rank)
-        cls, put_messages = self.config.traj_info_cls, self._context.put
-        return make_tracker(cls, self.traj_info_kwargs, env_ranks, put_records, put_messages)
+        cls, kwargs, put_messages = self.config.traj_info_cls, self.traj_info_kwargs, self._context.put
+        if of_games and cls is not TrajInfo:  # its `step` is for the steps of one agent
+            return BatchTracker(env_ranks, partial(put_as_objects, cls, kwargs, put_messages), cls(**kwargs)._discount)
+        return make_tracker(cls, kwargs, env_ranks, put_records, put_messages)
 
     # ---- building, where several agents share an environment ---------------------------------
 
     def _build_lock_step(
         self, seating: Seating, factories: Sequence[EnvFactory], eval_factories: Sequence[EnvFactory]
     ) -> None:
-        plan, slots = self._plan, [layouts_of(slot) for slot in self._memory.slots]
-        columns = [
-            [BatchColumns(slot[p], _slice(cells), is_poisoned=self.config.debug) for slot in slots]
-            for p, cells in enumerate(plan.cells)
-        ]
-        self._collector = self._lock_step(seating, factories, columns, self._progress, Purpose.TRAIN)
+        config = self.config
+        self._collector = self._lock_step(seating, factories, Purpose.TRAIN)
         self._collector.start()
-        if not eval_factories:
-            return
-        columns = [
-            [eval_columns(own, self.config.batch_T, len(cells))]
-            for own, cells in zip(slots[0], plan.eval_cells, strict=True)
-        ]
-        untimed = UntimedProgress(self._memory.control, plan.worker_rank)
-        self._eval_collector = SeatEvalCollector(
-            self._lock_step(seating, eval_factories, columns, untimed, Purpose.EVAL),
-            self.eval_max_T,
-            self.config.eval_max_trajectories,
-            episodes_per_env(self.config.eval_episodes, self.config.eval_n_envs, plan.eval_columns),
-        )
+        if eval_factories:
+            shares = episodes_per_env(config.eval_episodes, config.eval_n_envs, self._plan.eval_columns)
+            collector = self._lock_step(seating, eval_factories, Purpose.EVAL)
+            self._eval_collector = SeatEvalCollector(collector, self.eval_max_T, config.eval_max_trajectories, shares)
 
-    def _lock_step(
-        self,
-        seating: Seating,
-        factories: Sequence[EnvFactory],
-        columns: Sequence[Sequence[BatchColumns]],
-        progress: Progress,
-        purpose: Purpose,
-    ) -> LockStepCollector:
-        """The collector of these environments, with a desk for each policy that has seats in them. `columns` are where
-        each policy writes, by slot."""
+    def _lock_step(self, seating: Seating, factories: Sequence[EnvFactory], purpose: Purpose) -> LockStepCollector:
+        """The collector of these environments, with a desk for each policy that has seats in them."""
         plan, config, is_eval = self._plan, self.config, purpose is Purpose.EVAL
         side, own_envs = (seating.evaluation, plan.eval_columns) if is_eval else (seating.train, plan.columns)
         streams = column_streams(None, plan, self.seed, evaluation=is_eval)
         envs = self._build_views(side, own_envs, factories, streams, purpose)
-        desks, places = list[Desk](), {b: dict.fromkeys(side.agents[b]) for b in own_envs}
-        for p, slots in enumerate(columns):
-            if not slots[0].n_columns:
+        desks, untimed = list[Desk](), UntimedProgress(self._memory.control, plan.worker_rank)
+        layouts, checks = [layouts_of(slot) for slot in self._memory.slots], Checks(config.check_finite, config.debug)
+        for p, cells in enumerate(plan.eval_cells if is_eval else plan.cells):
+            if not cells:
                 continue
+            if is_eval:
+                slots = [eval_columns(layouts[0][p], config.batch_T, len(cells))]
+            else:
+                slots = [BatchColumns(slot[p], _slice(cells), is_poisoned=config.debug) for slot in layouts]
             agent, seats = self.agents[p], column_streams(seating, plan, self.seed, p, evaluation=is_eval)
-            spaces, checks = (agent.observation_space, agent.action_space), Checks(config.check_finite, config.debug)
-            own = SeatColumns(envs, cast(Any, seats.env_ranks), spaces, progress, checks)
-            for column, (b, _, agent_id) in enumerate(side.seats(p, own_envs)):
-                places[b][agent_id] = own, column
+            # The first desk writes the timeline of training.
+            progress = untimed if is_eval or desks else self._progress
+            spaces = agent.observation_space, agent.action_space
+            own = SeatColumns(cast(Any, seats.env_ranks), spaces, progress, checks)
             parts = CollectorParts(
                 envs=own,
                 agent=self._build_agent(p, seats, Purpose.EVAL_ACTION if is_eval else Purpose.ACTION),
                 samples=slots[0],
                 slots=slots,
                 tracker=self._build_tracker(keys_of(seating, seats)),
-                # The first desk writes the timeline.
-                progress=UntimedProgress(self._memory.control, plan.worker_rank) if desks else progress,
+                progress=progress,
                 streams=seats,
                 max_decorrelation_steps=config.max_decorrelation_steps,
             )
-            desks.append(Desk(parts, who=p + 1 if len(seating.policies) > 1 else 0))
-        games = Games(envs, cast(Any, list(places.values())), streams.env_ranks)
-        tracker = self._build_game_tracker(keys_of(seating, streams))
-        return LockStepCollector(games, desks, tracker, progress, streams, config.max_decorrelation_steps)
+            desks.append(Desk(parts, who=p + 1 if len(seating.policies) > 1 else 0, evaluates=is_eval))
+        games = Games(envs, [desk.envs for desk in desks], streams.env_ranks)
+        tracker = self._build_tracker(keys_of(seating, streams), of_games=True)
+        return LockStepCollector(games, desks, tracker, streams)
 
     def _build_views(
-        self, side: Side, envs: range, factories: Sequence[EnvFactory], streams: ColumnStreams, purpose: Purpose
+        self, side: Seats, envs: range, factories: Sequence[EnvFactory], streams: ColumnStreams, purpose: Purpose
     ) -> list[ParallelView]:
         """The environments. Raises `SpaceError` if one has other agents or other spaces than its example."""
         spaces = [(agent.observation_space, agent.action_space) for agent in self.agents]
@@ -264,14 +250,6 @@ class SamplerProgram:
                     )
             views.append(view)
         return views
-
-    def _build_game_tracker(self, keys: Sequence[int]) -> Tracker:
-        """What follows whole games: the rewards of all their agents."""
-        cls, kwargs = self.config.traj_info_cls, self.traj_info_kwargs
-        if cls is TrajInfo:
-            return self._build_tracker(keys)
-        put = partial(put_as_objects, cls, kwargs, self._context.put)
-        return BatchTracker(keys, put, cls(**kwargs)._discount)
 
     # ---- commands --------------------------------------------------------------------------
 

@@ -6,8 +6,6 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
 from keyword import iskeyword
 from typing import Any
 
@@ -15,7 +13,7 @@ from penstock.buffers import NamedArrays
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
 from penstock.envs import ColumnStreams, EnvFactory, build_example_env, close_example_env
-from penstock.envs.seats import AgentId, ParallelView, SeatRank
+from penstock.envs.seats import AgentId, ParallelView, Seats
 from penstock.errors import ConfigError, SpaceError, brief
 from penstock.samplers.sampler_plan import SamplerPlan
 
@@ -27,51 +25,13 @@ PolicyOf = Callable[..., str]
 
 
 @dataclass(frozen=True)
-class Side:
-    """The seats of the training environments, or of those of evaluation."""
-
-    agents: Sequence[Sequence[AgentId]]  #: by environment, in the order of `possible_agents`
-    policy: Sequence[Sequence[int]]  #: the index of the policy of each of them
-    first_env_rank: int
-
-    @cached_property
-    def _ends(self) -> dict[int, list[int]]:
-        """By policy: how many of its seats the first n environments have."""
-        n_policies = 1 + max((policy for own in self.policy for policy in own), default=0)
-        counts = {p: [own.count(p) for own in map(list, self.policy)] for p in range(n_policies)}
-        return {p: [0, *accumulate(own)] for p, own in counts.items()}
-
-    def cells(self, p: int, envs: range) -> range:
-        """The columns of policy p that these environments have."""
-        if p not in self._ends:
-            return range(0)  # this side has no seat of the last policies
-        ends = self._ends[p]
-        return range(ends[envs.start], ends[envs.stop])
-
-    def seats(self, p: int, envs: range) -> list[tuple[int, int, AgentId]]:
-        """The same columns: the index of each one's environment, that of its seat there, and its agent."""
-        return [
-            (b, seat, agent)
-            for b in envs
-            for seat, (agent, policy) in enumerate(zip(self.agents[b], self.policy[b], strict=True))
-            if policy == p
-        ]
-
-    def streams(self, p: int, envs: range, seed: int, generation: int) -> ColumnStreams:
-        """The random streams of these columns."""
-        seats = self.seats(p, envs)
-        ranks = [SeatRank(self.first_env_rank + b, agent) for b, _, agent in seats]
-        return ColumnStreams(seed, ranks, generation, tuple(seat for _, seat, _ in seats))
-
-
-@dataclass(frozen=True)
 class Seating:
     """Who sits where. `train.policy` and `evaluation.policy` are indices in `policies`."""
 
     policies: tuple[str, ...]
     is_shared: bool  #: whether one agent was given, and not a dict of agents
-    train: Side
-    evaluation: Side
+    train: Seats
+    evaluation: Seats
     width: int  #: the largest number of seats in an environment, plus one for the environment itself
 
     def key(self, env_rank: int, seat: int | None) -> int:
@@ -100,9 +60,9 @@ class Seating:
 
     def by_policy(self) -> dict[str, list[tuple[int, AgentId]]]:
         """See `Sampler.seats`."""
-        side, envs = self.train, range(len(self.train.agents))
+        envs = range(len(self.train.agents))
         return {
-            name: [(side.first_env_rank + b, agent) for b, _, agent in side.seats(p, envs)]
+            name: [(int(rank), rank.agent_id) for rank in self.train.ranks(p, envs)]
             for p, name in enumerate(self.policies)
         }
 
@@ -138,7 +98,7 @@ def find_seating(
     policies, is_shared = _names(agents), not isinstance(agents, Mapping)
     choose = _chooser(policy_of, policies, is_shared=is_shared)
     train, evaluation = (
-        Side(
+        Seats(
             [view.possible_agents for view in own],
             [[choose(agent, first + b) for agent in view.possible_agents] for b, view in enumerate(own)],
             first,
@@ -199,7 +159,10 @@ def _chooser(
         raise ConfigError("policy_of needs a dict of agents: initialize({'NAME': agent, ...}, policy_of=...)")
     elif not callable(policy_of):
         raise ConfigError(f"policy_of must be a function of agent_id, got {brief(policy_of)}")
-    names = _parameters(policy_of)
+    try:
+        names = set(inspect.signature(policy_of).parameters)
+    except (TypeError, ValueError):  # a class or a function written in C
+        names = set()
     if unknown := {"episode", "rng"} & names:
         raise ConfigError(
             f"policy_of asks for {' and '.join(sorted(unknown))}, but a seat keeps its policy for the whole run: let "
@@ -225,18 +188,12 @@ def _chooser(
     return choose
 
 
-def _parameters(policy_of: PolicyOf) -> set[str]:
-    try:
-        return set(inspect.signature(policy_of).parameters)
-    except (TypeError, ValueError):  # a class or a function written in C
-        return set()
-
-
 def _examples(
     seating: Seating, views: Sequence[Sequence[ParallelView]], factories: Sequence[Sequence[EnvFactory]]
 ) -> list[tuple[EnvFactory, AgentId]]:
     """For each policy, its first seat. Raises `SpaceError` if another one has other spaces."""
     examples: dict[int, tuple[EnvFactory, AgentId, Any, str]] = {}
+    text = "observations {}, actions {}".format
     for side, own_views, own in zip((seating.train, seating.evaluation), views, factories, strict=True):
         for b, (view, factory) in enumerate(zip(own_views, own, strict=True)):
             for agent, p in zip(side.agents[b], side.policy[b], strict=True):
@@ -245,7 +202,7 @@ def _examples(
                 if first[2] != view.spaces[agent]:
                     raise SpaceError(
                         f"{first[3]} and {where} have the same policy, {seating.policies[p]!r}, but different spaces: "
-                        f"{_text(first[2])}; {_text(view.spaces[agent])}. Give them different policies (policy_of), or "
+                        f"{text(*first[2])}; {text(*view.spaces[agent])}. Give them different policies (policy_of), or "
                         "wrap the environment so that their spaces are equal"
                     )
     in_training = {p for own in seating.train.policy for p in own}
@@ -257,10 +214,6 @@ def _examples(
     return [examples[p][:2] for p in range(len(seating.policies))]
 
 
-def _text(spaces: tuple[Any, Any]) -> str:
-    return f"observations {spaces[0]}, actions {spaces[1]}"
-
-
 def column_streams(
     seating: Seating | None, plan: SamplerPlan, seed: int, p: int = 0, *, evaluation: bool = False
 ) -> ColumnStreams:
@@ -268,7 +221,8 @@ def column_streams(
     if seating is None:
         return ColumnStreams(seed, plan.eval_env_ranks if evaluation else plan.env_ranks, plan.generation)
     side, envs = (seating.evaluation, plan.eval_columns) if evaluation else (seating.train, plan.columns)
-    return side.streams(p, envs, seed, plan.generation)
+    numbers = tuple(seat for _, seat, _ in side.seats(p, envs))
+    return ColumnStreams(seed, side.ranks(p, envs), plan.generation, numbers)
 
 
 def keys_of(seating: Seating, streams: ColumnStreams) -> Sequence[int]:

@@ -70,17 +70,16 @@ class GameSetup:
         try:
             view = ParallelView(env, mask_key=info_key(self.mask_key))
             progress = UntimedProgress(ControlBlock(1, 1, shared=False), 0)
-            seats = {
-                agent: SeatColumns([view], [SeatRank(0, agent)], spaces, progress, checks)
-                for agent, spaces in view.spaces.items()
-            }
-            games = Games([view], [{agent: (own, 0) for agent, own in seats.items()}], [0])
+            seats = [
+                SeatColumns([SeatRank(0, agent)], spaces, progress, checks) for agent, spaces in view.spaces.items()
+            ]
+            games = Games([view], seats, [0])
             games.reset(0, self.seed)
             for _ in range(self.n_steps):
-                for own in seats.values():
+                for own in seats:
                     self._act(own, rng)
                 games.step()
-                for own in seats.values():
+                for own in seats:
                     own.write_rewards(np.zeros(1, np.float32))
                     own.zero_idle_rewards()
         except (SpaceError, ConfigError) as error:

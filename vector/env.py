@@ -18,11 +18,12 @@ from penstock.arguments import integer, true_or_false
 from penstock.envs.calls import EnvCall
 from penstock.envs.examples import checked_spaces
 from penstock.envs.factory import EnvFactory, build_example_env, close_example_env
+from penstock.envs.seats import Seats
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.vector.exchange import Ids, batch_infos
 from penstock.vector.remote_calls import CallsOnEnvs
-from penstock.vector.seat_rows import Seating, SeatProgram, SharedSpaces, read_seating, refuse_seats
+from penstock.vector.seat_rows import SeatProgram, SharedSpaces, read_seats, refuse_seats
 from penstock.vector.step_program import ResetMessage, VectorProgram
 from penstock.vector.vector_arguments import (
     EnvFns,
@@ -139,10 +140,10 @@ class ShmVectorEnv(CallsOnEnvs):
         check_finite = true_or_false("check_finite", check_finite)
         options = as_options(context, step_timeout, start_timeout, on_worker_failure, max_restarts, restart_window)
         with marked:
-            seating = self._read_spaces(factories, checked_spaces(spaces), autoreset_mode)
-        if seating is None:
+            seats = self._read_spaces(factories, checked_spaces(spaces), autoreset_mode)
+        if seats is None:
             factories = tuple(replace(factory, as_seats=refuse_seats) for factory in factories)
-        make = VectorProgram if seating is None else partial(SeatProgram, seating=seating)
+        make = VectorProgram if seats is None else partial(SeatProgram, seats=seats)
         program = make(
             build_seeds=ColumnStreams(fresh_seed(), range(self._n_envs)).env_seeds(Purpose.TRAIN),
             observation_space=self.single_observation_space,
@@ -166,7 +167,7 @@ class ShmVectorEnv(CallsOnEnvs):
         factories: Sequence[EnvFactory],
         spaces: tuple[gym.Space[Any], gym.Space[Any]] | None,
         autoreset_mode: ModeName | AutoresetMode | None,
-    ) -> Seating | None:
+    ) -> Seats | None:
         """Read spaces, metadata and spec from an example environment. Returns who sits where if it has several agents,
         else None."""
         env = build_example_env(factories[0].as_example(spaces))
@@ -178,12 +179,12 @@ class ShmVectorEnv(CallsOnEnvs):
             self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
         finally:
             close_example_env(env)
-        seating = read_seating(factories, env) if has_seats else None
-        self.seats = None if seating is None else [(int(rank), rank.agent_id) for rank in seating.ranks]
+        seats = read_seats(factories, env) if has_seats else None
+        self.seats = None if seats is None else [(e, agent) for e, _, agent in seats.seats(0, range(self._n_envs))]
         self.num_envs = self._n_envs if self.seats is None else len(self.seats)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-        return seating
+        return seats
 
     # ---- Gymnasium's interface -------------------------------------------------------------
 

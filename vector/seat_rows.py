@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NoReturn
 
 import gymnasium as gym
@@ -21,7 +20,7 @@ from penstock.envs.calls import EnvCall
 from penstock.envs.checks import require_info, require_number
 from penstock.envs.factory import EnvFactory, build_example_env, close_example_env
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
-from penstock.envs.seats import AgentId, ParallelView, SeatRank
+from penstock.envs.seats import AgentId, ParallelView, SeatRank, Seats
 from penstock.errors import ConfigError, SpaceError, brief
 from penstock.vector.exchange import Exchange, Flags, Ids, require_finite
 from penstock.vector.step_memory import VectorMemory, copy_rows
@@ -69,26 +68,9 @@ def refuse_seats(env: object) -> NoReturn:
     )
 
 
-@dataclass(frozen=True)
-class Seating:
-    """Who sits where: the agents of each environment, in the order of their rows."""
-
-    agents: tuple[tuple[AgentId, ...], ...]
-
-    @property
-    def first_rows(self) -> list[int]:
-        """The first row of each environment, and the number of all rows."""
-        return [0, *accumulate(map(len, self.agents))]
-
-    @property
-    def ranks(self) -> list[SeatRank]:
-        """Environment and agent of each row."""
-        return [SeatRank(e, agent) for e, own in enumerate(self.agents) for agent in own]
-
-
-def read_seating(factories: Sequence[EnvFactory], first: SharedSpaces) -> Seating:
+def read_seats(factories: Sequence[EnvFactory], first: SharedSpaces) -> Seats:
     """Builds an example environment for each different factory. `first` is that of the first."""
-    found = {id(factories[0]): tuple(first.possible_agents)}
+    found = {id(factories[0]): first.possible_agents}
     for i, factory in enumerate(factories):
         if id(factory) not in found:
             env = build_example_env(factory)
@@ -98,43 +80,40 @@ def read_seating(factories: Sequence[EnvFactory], first: SharedSpaces) -> Seatin
                     f"env_fns[{i}] returns {type(env).__name__}, an environment of one agent, but env_fns[0] one of "
                     "several: let all functions return a ParallelEnv"
                 )
-            found[id(factory)] = tuple(env.possible_agents)
-    return Seating(tuple(found[id(factory)] for factory in factories))
+            found[id(factory)] = env.possible_agents
+    agents = [found[id(factory)] for factory in factories]
+    return Seats(agents, [[0] * len(own) for own in agents])
 
 
 @dataclass
 class SeatProgram(VectorProgram):
     """The `VectorProgram` of environments of several agents."""
 
-    seating: Seating
+    seats: Seats
 
     def _bind(self, memory: VectorMemory) -> None:
-        plan, first = self._plan, self.seating.first_rows
-        start, stop = first[plan.columns.start], first[plan.columns.stop]
-        rows = memory.rows.arrays[start:stop]
-        self._seats, self._alive, self._valid, self._late = rows, rows.alive, rows.valid, rows.late_reward
+        plan, seats = self._plan, self.seats
+        for i, e in enumerate(plan.columns):
+            if (own := self._envs[i].possible_agents) != (wanted := seats.agents[e]):
+                raise SpaceError(
+                    f"possible_agents of env_rank {e} are {brief(own)}, those of its example environment "
+                    f"{brief(wanted)}: each call of a function must return the same; give different functions for "
+                    "different agents"
+                )
+        cells = seats.cells(0, plan.columns)
+        self._seat_rows = rows = memory.rows.arrays[cells.start : cells.stop]
         self._reward, self._terminated, self._truncated = rows.reward, rows.terminated, rows.truncated
+        self._alive, self._valid, self._late = rows.alive, rows.valid, rows.late_reward
         self._observation = arrays_like(self.observation_space, rows.observation[np.newaxis])
         self._final = arrays_like(self.observation_space, rows.final_observation[np.newaxis])
         self._action, self._split = rows.action, action_splitter(self.action_space)
         spaces = self.observation_space, self.action_space
-        self._ranks = self.seating.ranks[start:stop]
-        make: Any = SeatColumns  # what only collectors call is not defined there
-        self._columns = columns = make(self._envs, self._ranks, spaces, self._progress)
-        self._spans = [slice(first[e] - start, first[e + 1] - start) for e in plan.columns]
-        self._env_of = [i for i, span in enumerate(self._spans) for _ in range(span.start, span.stop)]
-        for i, e in enumerate(plan.columns):
-            if self._envs[i].possible_agents != list(self.seating.agents[e]):
-                raise SpaceError(
-                    f"possible_agents of env_rank {e} are {brief(self._envs[i].possible_agents)}, those of its "
-                    f"example environment {brief(list(self.seating.agents[e]))}: each call of a function must return "
-                    "the same; give different functions for different agents"
-                )
-        self._places = [
-            {agent: (columns, span.start + k) for k, agent in enumerate(env.possible_agents)}
-            for env, span in zip(self._envs, self._spans, strict=True)
-        ]
-        self._games = Games(self._envs, self._places, plan.env_ranks)
+        self._ranks = seats.ranks(0, plan.columns)
+        self._columns = columns = SeatColumns(self._ranks, spaces, self._progress)
+        self._env_of = [int(rank) - plan.columns.start for rank in self._ranks]
+        own = [seats.cells(0, range(e, e + 1)) for e in plan.columns]
+        self._spans = [slice(each.start - cells.start, each.stop - cells.start) for each in own]
+        self._games = Games(self._envs, [columns], plan.env_ranks)
         self._games.may_reset = lambda e: False  # `_step_env` does it, when it has read the infos
         columns.on_join, columns.on_end, columns.on_late = self._join, self._end, self._come_late
         self._lost = set(self._unseeded)  # environments whose next step is truncated
@@ -209,18 +188,20 @@ class SeatProgram(VectorProgram):
             self._send_infos(i)
         if not games.living[i]:
             games.over.clear()
-            self._reset_env(i, None, None)
-            self._send_infos(i)
-            self._progress.enter(Phase.STEPPING)
+            self._begin_game(i)
 
     def _cut(self, i: int) -> None:
         """The first step after a replacement. Who was idle is not known, so all seats are cut off."""
         span = self._spans[i]
         self._valid[span] = False
-        self._reset_env(i, None, None)
+        self._begin_game(i)
         self._truncated[span] = True
-        self._seats.final_observation[span] = self._seats.observation[span]
+        self._seat_rows.final_observation[span] = self._seat_rows.observation[span]
         self._record_info(i, "final_info", {rank.agent_id: {RESTARTED: True} for rank in self._ranks[span]})
+
+    def _begin_game(self, i: int) -> None:
+        """Reset environment i within a step."""
+        self._reset_env(i, None, None)
         self._send_infos(i)
         self._progress.enter(Phase.STEPPING)
 
@@ -231,7 +212,7 @@ class SeatProgram(VectorProgram):
         if self._kept:
             self._record_info(i, "final_obs", self._kept)
             self._kept = {}
-        if given := {agent: info for agent, info in infos.items() if info and agent in self._places[i]}:
+        if given := {agent: info for agent, info in infos.items() if info and agent in self._games.places[i]}:
             ended = {self._ranks[column].agent_id for column in self._ended}
             for agent, info in given.items():
                 require_info(info, SeatRank(env_rank, agent))
@@ -279,9 +260,11 @@ class SeatExchange(Exchange):
 
     def __init__(self, memory: VectorMemory, program: SeatProgram, *, check_finite: bool) -> None:
         super().__init__(memory, program, check_finite=check_finite)
-        rows, self._first = memory.rows.arrays, program.seating.first_rows
-        self._alive, self._valid, self._late = rows.alive, rows.valid, rows.late_reward
-        self.ranks = program.seating.ranks
+        rows, seats, everywhere = memory.rows.arrays, program.seats, range(len(self.all))
+        self._late = rows.late_reward
+        self._states = [(name, "_" + name, rows[name]) for name in ("valid", "alive", "late_reward")]
+        self.ranks = seats.ranks(0, everywhere)
+        self._rows_of = [np.array(seats.cells(0, range(e, e + 1))) for e in everywhere]
         self._row_of = {(int(rank), rank.agent_id): row for row, rank in enumerate(self.ranks)}
         self._env_of = np.array(self.ranks, np.intp)
         self._everywhere = np.ones(len(self.ranks), np.bool_)
@@ -290,18 +273,14 @@ class SeatExchange(Exchange):
     def rows_of(self, which: Ids) -> Ids:
         if which is self.all:
             return self._everywhere.nonzero()[0]
-        return np.concatenate([np.arange(*self._first[e : e + 2]) for e in which.tolist()] or [which])
+        return np.concatenate([self._rows_of[e] for e in which.tolist()] or [which])
 
     def states(self, rows: Ids | slice = slice(None)) -> dict[str, npt.NDArray[Any]]:
         everywhere = self._everywhere[rows]
-        return {
-            "valid": self._valid[rows].copy(),
-            "_valid": everywhere,
-            "alive": self._alive[rows].copy(),
-            "_alive": everywhere,
-            "late_reward": self._late[rows].copy(),
-            "_late_reward": everywhere,
-        }
+        states: dict[str, npt.NDArray[Any]] = {}
+        for name, mask_name, values in self._states:
+            states[name], states[mask_name] = values[rows].copy(), everywhere
+        return states
 
     def _require_finite(self, rows: Ids) -> None:
         super()._require_finite(rows)

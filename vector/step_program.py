@@ -318,13 +318,11 @@ class VectorProgram:
 
     def _seed_of(self, i: int, given: int | None) -> int | None:
         """The seed of this reset. After a replacement, the first has another than before, but a reproducible one."""
-        if i not in self._unseeded:
-            return given
-        self._unseeded.remove(i)
-        if given is not None:
-            return given
-        seed = int(self._rows.seed[i])
-        return None if seed < 0 else int(np.random.SeedSequence([seed, self._plan.generation]).generate_state(1)[0])
+        if i in self._unseeded:
+            self._unseeded.remove(i)
+            if given is None and (seed := int(self._rows.seed[i])) >= 0:
+                return int(np.random.SeedSequence([seed, self._plan.generation]).generate_state(1)[0])
+        return given
 
     def _call(self, call: EnvCall, envs: Sequence[Any] | None = None) -> None:
         self._progress.enter(Phase.CALLING)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 import cloudpickle
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import VectorWrapper
 
 from penstock.arguments import MOST_ENVS, integer, one_of
 from penstock.buffers.reports import in_one_line
@@ -55,7 +55,7 @@ def concat_vec_envs(
     return envs.to_sb3() if base_class == "stable_baselines3" else SeatVecEnv(envs)
 
 
-class SeatVecEnv(VectorEnv[Any, Any, Any]):
+class SeatVecEnv(VectorWrapper):
     """A `ShmVectorEnv` with the interface of SuperSuit's vector environments: the spaces are those of one row, rewards
     are float32, and infos are a list with a dict for each row.
 
@@ -63,10 +63,9 @@ class SeatVecEnv(VectorEnv[Any, Any, Any]):
     """
 
     def __init__(self, envs: ShmVectorEnv) -> None:
-        self.envs, self.num_envs = envs, envs.num_envs
-        self.metadata, self.render_mode = envs.metadata, envs.render_mode
-        self.observation_space = self.single_observation_space = envs.single_observation_space
-        self.action_space = self.single_action_space = envs.single_action_space
+        super().__init__(envs)
+        self.envs = envs
+        self.observation_space, self.action_space = envs.single_observation_space, envs.single_action_space
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         """Reset all environments; environment i gets `seed + i`. Returns observations `[n, ...]` and `n` infos."""
@@ -98,7 +97,3 @@ class SeatVecEnv(VectorEnv[Any, Any, Any]):
     def render(self) -> Any:
         """The frame of the first environment."""
         return self.envs.call_some([0], "render")[0]
-
-    def close_extras(self, **kwargs: Any) -> None:
-        """End the workers."""
-        self.envs.close()

@@ -26,14 +26,7 @@ from penstock.workers.plan import Affinity, PoolOptions, WorkerPlan, split
 class ParallelEnvLike(Protocol):
     """What type checkers know of PettingZoo's `ParallelEnv`, which need not be installed."""
 
-    agents: Any
     possible_agents: Any
-
-    def observation_space(self, agent: Any) -> Any:
-        """The space of one agent."""
-
-    def action_space(self, agent: Any) -> Any:
-        """The space of one agent."""
 
     def step(self, actions: Any) -> Any:
         """A step of all agents."""
@@ -110,22 +103,17 @@ def as_mode(mode: ModeName | AutoresetMode | None, *, has_seats: bool) -> Autore
     """An autoreset mode, or the one of that name (`"SameStep"` or `"SAME_STEP"`), or the default."""
     if mode is None:
         return AutoresetMode.SAME_STEP if has_seats else AutoresetMode.NEXT_STEP
-    found = _named_mode(mode)
+    try:
+        found = AutoresetMode.__members__.get(str(mode)) or AutoresetMode(mode)
+    except ValueError:
+        names = ", ".join(AutoresetMode.__members__)
+        raise ConfigError(f"autoreset_mode must be one of {names}, got {mode!r}") from None
     if has_seats and found is not AutoresetMode.SAME_STEP:
         raise ConfigError(
             'autoreset_mode of environments of several agents must be "SAME_STEP", which is their default: each is '
             f"reset in the step in which nobody is left, got {mode!r}"
         )
     return found
-
-
-def _named_mode(mode: ModeName | AutoresetMode) -> AutoresetMode:
-    try:
-        named = AutoresetMode.__members__.get(str(mode))
-        return AutoresetMode(mode) if named is None else named
-    except ValueError:
-        names = ", ".join(AutoresetMode.__members__)
-        raise ConfigError(f"autoreset_mode must be one of {names}, got {mode!r}") from None
 
 
 def as_plans(

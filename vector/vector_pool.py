@@ -99,7 +99,7 @@ class VectorPool(WorkerPool):
         check_finite: bool,
     ) -> None:
         n_envs = sum(len(plan.columns) for plan in plans)
-        n_seats = len(program.seating.ranks) if isinstance(program, SeatProgram) else None
+        n_seats = len(program.seats.cells(0, range(n_envs))) if isinstance(program, SeatProgram) else None
         spaces = program.observation_space, program.action_space
         memory = VectorMemory.allocate(*spaces, n_envs, len(plans), n_seats)
         resources.callback(memory.close)

@@ -349,10 +349,6 @@ class ControlBlock:
     def quit(self, value: bool) -> None:
         self._words[QUIT] = value
 
-    def add_late_rewards(self, n: int) -> None:
-        """Count rewards for agents that did not act."""
-        self._n_results[LATE] += n
-
     @property
     def stop_eval(self) -> bool:
         """True ends the running evaluation at its next step."""
@@ -547,20 +543,10 @@ class ControlBlock:
         """A readable copy of one progress row."""
         row = self.memory.arrays.progress[worker_rank].tolist()
         stepping, acting, resetting, waiting = (row[word] * 1e-9 for word in (STEPPING, ACTING, RESETTING, WAITING))
-        return ProgressSnapshot(
-            Phase(row[PHASE]),
-            row[T],
-            row[ENV_RANK] & (1 << WHO_BITS) - 1,
-            row[HEARTBEAT] * 1e-9,
-            row[BATCHES],
-            row[STEPS],
-            stepping,
-            acting,
-            resetting,
-            waiting,
-            row[ENV_RANK] >> WHO_BITS,
-            self._n_results[worker_rank, LATE],
-        )
+        env_rank, who = row[ENV_RANK] & (1 << WHO_BITS) - 1, row[ENV_RANK] >> WHO_BITS
+        words = row[T], env_rank, row[HEARTBEAT] * 1e-9, row[BATCHES], row[STEPS]
+        n_late = self._n_results[worker_rank, LATE]
+        return ProgressSnapshot(Phase(row[PHASE]), *words, stepping, acting, resetting, waiting, who, n_late)
 
     def timeline(self, worker_rank: int) -> npt.NDArray[np.float64]:
         """Times of the worker's last batch, `[2 T + 1]`, in seconds of `time.monotonic`. In row t, the worker began to

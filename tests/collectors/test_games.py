@@ -32,22 +32,16 @@ class Table:
         for e, view in enumerate(views):
             for i, agent in enumerate(view.possible_agents):
                 parts[split and i % 2].append((e, agent))
-        self.columns, places = [], [dict[Any, Any]() for _ in views]
+        self.columns = []
         for own in filter(None, parts):
             e, agent = own[0]
             ranks = [SeatRank(10 + e, agent) for e, agent in own]
-            columns = SeatColumns(views, ranks, views[e].spaces[agent], progress, Checks(debug=debug))
-            for column, (e, agent) in enumerate(own):
-                places[e][agent] = columns, column
+            columns = SeatColumns(ranks, views[e].spaces[agent], progress, Checks(debug=debug))
             columns.on_join = partial(self._note, "join", columns)
             columns.on_end = partial(self._note, "end", columns)
             columns.on_late = partial(self._note, "late", columns)
             self.columns.append(columns)
-        ordered = [
-            {agent: own[agent] for agent in view.possible_agents} for view, own in zip(views, places, strict=True)
-        ]
-        self.games = Games(views, ordered, [10 + e for e in range(len(views))])
-        self.games.watch()
+        self.games = Games(views, self.columns, [10 + e for e in range(len(views))])
         self.log: list[Any] = []
         for e in range(len(views)):
             self.games.reset(e, 5 + e)
