@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
@@ -31,6 +31,20 @@ if TYPE_CHECKING:
     from penstock.buffers.named import ArrayTree, NamedArrays
 
 _log = logging.getLogger("penstock")
+
+
+def _small(seeds: Sequence[int | None]) -> Any:
+    """An int64 array of values below 2^31: engines in C often keep a seed in 32 bits with a sign."""
+    return np.array(seeds, np.int64) % 2**31
+
+
+SeedForm = Callable[[Sequence[int | None]], Any]
+#: How `reset` may take one seed per column. The list is Gymnasium's form, and the only one that an `AsyncVectorEnv`
+#: survives: it ends at a refusal.
+_PER_COLUMN: tuple[SeedForm, ...] = (list, _small, lambda seeds: _small(seeds).tolist())
+#: How it may take one number for all columns.
+_FOR_ALL: tuple[SeedForm, ...] = (lambda seeds: int(_small(seeds)[0]),)
+_REFUSALS = (TypeError, ValueError, OverflowError, AssertionError, gym.error.Error)
 
 
 class VectorEnvCollector(ResetCollector):
@@ -80,8 +94,9 @@ class VectorEnvCollector(ResetCollector):
 class VectorColumns(EnvBatch):
     """One batched environment, with its current observations and the rewards of its last step.
 
-    `reset` gets a list of seeds, one per column. An environment that accepts only one number gets the first seed. A
-    parked column is stepped with the others, and its results are ignored.
+    `reset` gets one seed per column: a list, or what the environment accepts in its place, an int64 array or a list of
+    values below 2^31. An environment that accepts only one number gets the first seed. A parked column is stepped with
+    the others, and its results are ignored.
     """
 
     def __init__(
@@ -93,7 +108,7 @@ class VectorColumns(EnvBatch):
         self.observation_space, self._action_space = env.single_observation_space, env.single_action_space
         self._resets_itself = _mode_of(env) is AutoresetMode.SAME_STEP
         self._step_into = step_into_of(env, env_ranks[0])
-        self._takes_seeds: bool | None = None  # whether `reset` takes a list of seeds; None before the first reset
+        self._as_taken: SeedForm | None = None  # one of _PER_COLUMN or _FOR_ALL, when it is known
         # Final observations are written into this row `[1, B, ...]`, which checks and casts them.
         row = map_leaves(
             lambda leaf: np.empty((1, len(env_ranks), *leaf.shape), leaf.dtype), example_of(self.observation_space)
@@ -112,42 +127,54 @@ class VectorColumns(EnvBatch):
 
     def reset_all(self, seeds: Sequence[int | None]) -> None:
         began = self.enter(Phase.RESETTING, 0)
-        if self._takes_seeds is None:
-            self._takes_seeds, result = self._first_reset(list(seeds))
+        if self._as_taken is None:
+            form, result = self._first_reset(seeds)
+            # A list of small values says nothing about large ones.
+            is_sure = form is not list or any((seed or 0) >= 2**31 for seed in seeds)
+            self._as_taken = form if is_sure else None
         else:
-            result = self._reset(list(seeds) if self._takes_seeds else seeds[0])
+            result = self._reset(self._as_taken(seeds))
         self.observations = result[0]
         self.progress.add_resetting_since(began)
 
     def _reset(self, seed: Any) -> Any:
         return self.env.reset(seed=seed)
 
-    def _first_reset(self, seeds: list[int | None]) -> tuple[bool, Any]:
-        """Reset the environment. Returns whether it takes a list of seeds, and the result.
+    def _first_reset(self, seeds: Sequence[int | None]) -> tuple[SeedForm, Any]:
+        """Reset the environment. Returns in which form it takes seeds, and the result.
 
-        It does not take lists if it raises for the list, works with one number, and raises for the list again. Any
+        It does not take lists if it raises for the list, works with another form, and raises for the list again. Any
         other exception is raised.
         """
         try:
-            return True, self._reset(seeds)
-        except (TypeError, ValueError, gym.error.Error) as error:
+            return list, self._reset(list(seeds))
+        except _REFUSALS as error:
             refusal = error
-        try:
-            self._reset(seeds[0])
-        except Exception:
+        as_taken = self._other_form(seeds)
+        if as_taken is None:
             raise refusal from None
         try:
-            self._reset(seeds)
+            self._reset(list(seeds))
         except type(refusal):
-            _log.warning(
-                "the batched environment %s does not take a list of seeds (%s: %s). It gets the first seed of its "
-                "columns, so its data depend on the number of workers",
-                self.env,
-                type(refusal).__name__,
-                refusal,
-            )
-            return False, self._reset(seeds[0])
+            if as_taken in _FOR_ALL:
+                _log.warning(
+                    "the batched environment %s does not take a list of seeds (%s: %s), nor an array. It gets the "
+                    "first seed of its columns, so its data depend on the number of workers",
+                    self.env,
+                    type(refusal).__name__,
+                    refusal,
+                )
+            return as_taken, self._reset(as_taken(seeds))
         raise refusal
+
+    def _other_form(self, seeds: Sequence[int | None]) -> SeedForm | None:
+        for form in (*_PER_COLUMN[1:], *_FOR_ALL):
+            try:
+                self._reset(form(seeds))
+            except Exception:
+                continue
+            return form
+        return None
 
     def reset_one(self, column: int, seed: int | None = None) -> Any:
         self.reset_columns([column])

@@ -1,0 +1,37 @@
+"""ALE's `AtariVectorEnv` in workers: one batch per seed whatever the workers, and the final observations of a loop."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import ParallelSampler, SerialSampler, VectorEnvCollector
+
+from ..support import assert_same, run
+
+pytest.importorskip("ale_py")
+pytestmark = pytest.mark.slow
+
+
+def pong(num_envs: int, mode: str) -> Any:
+    from ale_py.vector_env import AtariVectorEnv
+
+    small = {"img_height": 21, "img_width": 21, "num_threads": 1, "max_num_frames_per_episode": 60, "noop_max": 8}
+    return AtariVectorEnv("pong", num_envs, autoreset_mode=mode, **small)
+
+
+def batches(cls: Any, mode: str, **kwargs: Any) -> Any:
+    sizes = {"batch_T": 30, "batch_B": 4, "eval_n_envs": 3, "eval_max_steps": 120, "collector_cls": VectorEnvCollector}
+    return run(cls, partial(pong, mode=mode), None, 2, range(2), **sizes, **kwargs)
+
+
+@pytest.mark.parametrize("mode", ["SameStep"])
+def test_one_batch_per_seed_whatever_the_workers(mode: str) -> None:
+    found = batches(SerialSampler, mode)
+    for n_workers in (1, 2, 3):
+        assert_same(found, batches(ParallelSampler, mode, n_workers=n_workers))
+    assert all(samples.env.done.any() for samples, _ in found if samples is not None)
+    assert all(np.unique(samples.env.observation[0], axis=0).shape[0] > 1 for samples, _ in found[:1])
