@@ -313,12 +313,16 @@ class Collector(ABC):
     def end_batch(self) -> None:
         """All rows are written: compute the missing values, and send the finished trajectories."""
         samples, progress = self.samples, self.progress
-        progress.end_batch(self.batch_T, int(np.count_nonzero(samples.valid)))
+        n_valid = int(np.count_nonzero(samples.valid))
+        progress.end_batch(self.batch_T, n_valid)
+        if samples.has_gaps:
+            samples.mark_starts()
         self._write_values()
         progress.enter(Phase.SENDING)
         if self._episodes is not None:  # after the last phase in which an environment may fail
             self._episodes.end_batch(samples.action[1:], samples.reward[1:])
-        progress.n_results = self.tracker.end_rows(samples.reward[1:], samples.done)
+        valid = None if n_valid == samples.valid.size else samples.valid
+        progress.n_results = self.tracker.end_rows(samples.reward[1:], samples.done, valid=valid)
 
     def _write_values(self) -> None:
         samples = self.samples

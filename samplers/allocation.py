@@ -475,4 +475,7 @@ def _dry_run(agent: Agent, observation: ArrayTree, config: SamplerConfig, setup:
     if value is not None and value.shape != (n,):
         raise SpaceError(f"agent.value must return one value per column: shape [B], got {list(value.shape)} for B={n}")
     agent_info = agent_info_example(step.agent_info, n).map(lambda leaf: leaf[0])
-    return SampleSpec(observation[0], action, agent_info, setup.bootstrap_value, config.record_final_obs)
+    has_gaps = config.collector_cls.batched  # an environment that resets itself late takes a step for it
+    return SampleSpec(
+        observation[0], action, agent_info, setup.bootstrap_value, config.record_final_obs, has_gaps=has_gaps
+    )

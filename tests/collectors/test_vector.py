@@ -94,14 +94,6 @@ def test_env_info_is_recorded_from_the_batch() -> None:
         assert (samples.env.env_info.count == samples.env.reward).all(), "that of the step, at an end too"
 
 
-def test_the_default_mode_is_refused_with_the_remedy() -> None:
-    with (
-        of_batches(partial(batched, CountingEnv, AutoresetMode.NEXT_STEP)) as sampler,
-        pytest.raises(WorkerError, match=r"AutoresetMode\.SAME_STEP"),
-    ):
-        sampler.initialize(RandomAgent())
-
-
 @pytest.mark.parametrize(
     ("spoil", "error"),
     [
