@@ -15,6 +15,7 @@ from torch import nn
 
 from penstock import (
     CategoricalPgAgent,
+    ConfigError,
     GpuSampler,
     ParallelSampler,
     RandomAgent,
@@ -226,6 +227,20 @@ def test_an_environment_that_writes_in_place_gives_the_same() -> None:
         return Into([cartpole] * num_envs)
 
     assert_same(batches(partial(synced, cartpole)), batches(env_fn))
+
+
+def test_an_environment_id_means_its_batched_environment() -> None:
+    """It has one random stream, so only runs with the same number of workers are equal."""
+    kwargs: dict[str, Any] = {"env_kwargs": {"max_episode_steps": 25}}
+    found = batches("CartPole-v1", **kwargs)
+    assert_same(found, batches("CartPole-v1", ParallelSampler, n_workers=1, **kwargs))
+    env: Any = gym.make_vec("CartPole-v1", 5, "vector_entry_point", max_episode_steps=25)
+    assert assert_as_plain_loop(env, env_seeds(5)[0], batches_of(found)) > 10
+
+
+def test_an_id_without_a_batched_environment_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"FrozenLake-v1 has no batched environment .*leave collector_cls out"):
+        batches("FrozenLake-v1")
 
 
 def test_an_environment_that_does_not_tell_its_mode_is_refused() -> None:

@@ -24,6 +24,19 @@ def pong(num_envs: int, mode: str) -> Any:
     return AtariVectorEnv("pong", num_envs, autoreset_mode=mode, **small)
 
 
+def test_an_environment_id_means_the_batched_environment() -> None:
+    import ale_py
+    import gymnasium as gym
+
+    gym.register_envs(ale_py)
+    small = {"img_height": 21, "img_width": 21, "max_num_frames_per_episode": 60, "repeat_action_probability": 0.0}
+    kwargs: dict[str, Any] = {"batch_T": 30, "batch_B": 4, "collector_cls": VectorEnvCollector}
+    kwargs["env_kwargs"] = {**small, "num_threads": 1, "noop_max": 8}
+    found = run(SerialSampler, "ALE/Pong-v5", None, 2, **kwargs)
+    assert_same(found, run(ParallelSampler, "ALE/Pong-v5", None, 2, n_workers=2, **kwargs))
+    assert assert_as_plain_loop(pong(4, "NextStep"), np.array(env_seeds(4)), batches_of(found)) > 4
+
+
 def batches(cls: Any, mode: str, **kwargs: Any) -> Any:
     sizes = {"batch_T": 30, "batch_B": 4, "eval_n_envs": 3, "eval_max_steps": 120, "collector_cls": VectorEnvCollector}
     return run(cls, partial(pong, mode=mode), None, 2, range(2), **sizes, **kwargs)
