@@ -70,6 +70,10 @@ class Collector(ABC):
     #: Whether a worker builds one batched environment, `env_fn(num_envs=n)`, in place of n single ones.
     batched = False
 
+    #: How many columns of a batched environment belong together, such as the players of one game. A worker gets all of
+    #: them, so `batch_B`, `eval_n_envs` and `num_envs` are multiples of this number.
+    rows_per_env: ClassVar[int] = 1
+
     #: Fields of a subclass, for each step of each environment: a Gymnasium space by name, or an example of the value (a
     #: number, an array). The collector writes them with `record_extra`, and the learner reads `samples.env.extra.NAME`
     #: `[T, B, ...]`. They are zero where nothing was written. A `Replay` keeps them. A subclass that adds fields

@@ -92,7 +92,8 @@ class EnvFactory:
         if not isinstance(env, VectorEnv) or env.num_envs != num_envs:
             raise ConfigError(
                 f"env_fn(num_envs={num_envs}) must return a gymnasium.vector.VectorEnv of {num_envs} environments, "
-                f"got {_describe(env)}"
+                f"got {_describe(env)}. Where its columns belong together in groups of k, give a collector_cls with "
+                "rows_per_env = k"
             )
         return env
 
@@ -207,14 +208,14 @@ def _of_id(env_id: str, prefix: str) -> Callable[..., Any]:
         raise ConfigError(f"{prefix}env_fn={env_id!r} is not a registered environment id: {error}") from error
 
 
-def build_example_env(factory: EnvFactory, *, batched: bool = False) -> Any:
+def build_example_env(factory: EnvFactory, *, batched: int = 0) -> Any:
     """Build the example environment, from which the main process reads the spaces.
 
-    With `batched`, it is a `VectorEnv` of one environment. Raises `ConfigError`, with the factory's exception as
+    With `batched`, it is a `VectorEnv` of so many environments. Raises `ConfigError`, with the factory's exception as
     its cause.
     """
     try:
-        env = factory.batched(1) if batched else factory()
+        env = factory.batched(batched) if batched else factory()
     except ConfigError:
         raise
     except Exception as error:
