@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import nn
 
 from penstock import (
+    AsyncSampler,
     CategoricalPgAgent,
     ConfigError,
     GpuSampler,
@@ -199,6 +200,48 @@ def test_transitions_and_replays_leave_the_resets_out() -> None:
     starts, mask = sequence.observation[:5, :, 1] == 1, sequence.mask
     assert (sequence.prev_done[:5][mask] == starts[mask]).all()
     assert starts[mask].any()
+
+
+def test_workers_that_write_into_a_replay_leave_the_resets_out() -> None:
+    replay = Replay(500, discount=1.0, max_truncations=500, seed=0)
+    env_fn = partial(synced, partial(TwoActions, length=4))
+    sizes: dict[str, Any] = {"batch_T": 9, "batch_B": 4, "n_workers": 2, "collector_cls": VectorEnvCollector}
+    with AsyncSampler(env_fn, replay=replay, **sizes) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.start()
+        for _ in range(3):
+            batch = replay.sample(300)
+            torch.testing.assert_close(batch.next_observation[:, 1], batch.observation[:, 1] + 1)
+            torch.testing.assert_close(batch.next_observation[:, 0], batch.observation[:, 0])
+
+
+class Masked(gym.Env[Any, Any]):
+    """One action is legal at each step, and none after the last."""
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Dict({"at": spaces.Discrete(6), "mask": spaces.MultiBinary(3)})
+        self.action_space = spaces.Discrete(3)
+
+    def _observe(self) -> Any:
+        return {"at": self.at, "mask": np.array([self.at < 5 and self.at % 3 == i for i in range(3)], np.int8)}
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.at = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        self.at += 1
+        return self._observe(), 1.0, self.at == 5, False, {}
+
+
+def test_an_observation_that_allows_no_action_may_end_an_episode() -> None:
+    agent = RandomAgent(mask_key="observation.mask")
+    for samples, infos in batches(partial(synced, Masked), agent=agent):
+        assert all(info["Length"] == 5 for info in infos)
+        if samples is not None:
+            valid = samples.env.valid
+            assert not valid.all()
+            assert (samples.agent.action[valid] == samples.env.observation.at[valid] % 3).all()
 
 
 @pytest.mark.parametrize("n_workers", [1, 2])
