@@ -59,10 +59,11 @@ def test_every_mode_records_what_a_plain_loop_sees(mode: AutoresetMode) -> None:
     assert assert_as_plain_loop(synced(cartpole, 5, mode), env_seeds(5, small=False), found) > 10
 
 
-@pytest.mark.parametrize("name", ["cartpole", "nested"])
-@pytest.mark.parametrize("debug", [False, True])
-def test_the_number_of_workers_changes_nothing(name: str, debug: bool) -> None:
-    env_fn = partial(synced, {"cartpole": cartpole, "nested": NestedEnv}[name])
+@pytest.mark.parametrize(
+    ("env_fn", "mode", "debug"), [*((cartpole, mode, False) for mode in MODES), (NestedEnv, NEXT, True)]
+)
+def test_the_number_of_workers_changes_nothing(env_fn: Any, mode: AutoresetMode, debug: bool) -> None:
+    env_fn = partial(synced, env_fn, mode=mode)
     found = batches(env_fn, debug=debug)
     for n_workers in (1, 2, 3):
         assert_same(found, batches(env_fn, ParallelSampler, n_workers=n_workers, debug=debug))
