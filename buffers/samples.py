@@ -86,8 +86,10 @@ class EnvSamples(_StepFields):
     terminated: Tensor  #: bool, Gymnasium's
     truncated: Tensor  #: bool, Gymnasium's
     done: Tensor  #: bool, terminated or truncated
-    prev_done: Tensor  #: bool, `done` one step earlier; in row 0, True where an episode starts
-    valid: Tensor  #: bool, False where the environment waited for a reset (`WaitResetCollector`), or a seat was idle
+    prev_done: Tensor  #: bool, `done` one valid step earlier; in row 0, True where an episode starts
+    #: bool, False where the environment waited for a reset (`WaitResetCollector`) or was only reset (a batched one in
+    #: the mode NEXT_STEP), or a seat was idle
+    valid: Tensor
     env_info: NamedArrays  #: the chosen entries of `info`; field `_name` is True where the environment returned `name`
     extra: NamedArrays  #: what the collector has written: the fields that its class declares in `extra_fields`
     final_obs: Any  #: the true last observation where `done`, zero elsewhere
@@ -448,6 +450,7 @@ class SampleSpec:
     env_info: NamedArrays | None = None
     extra: NamedArrays | None = None
     n_seats: int | None = None  #: agents in each environment if there may be several; 0: their numbers differ
+    has_gaps: bool = False  #: steps that are not valid may stand between valid ones, as with several agents
 
 
 class SamplesBuffer:
@@ -522,7 +525,7 @@ def _slot_specs(spec: SampleSpec, batch_T: int, batch_B: int) -> NamedArrays:
     for name in ("env_info", "extra"):
         if (example := getattr(spec, name)) is not None:
             fields[name] = rows(batch_T, example)
-    if spec.n_seats is not None:
+    if spec.n_seats is not None or spec.has_gaps:
         fields["prev_done"] = flags
     if spec.final_obs:
         fields["final_obs"] = rows(batch_T, spec.observation)
@@ -555,8 +558,8 @@ class BatchColumns:
     `observation`, `action` and `reward` have `batch_T + 1` rows (see `SamplesBuffer`). At step t the collector reads
     `observation[t]`, and writes `action[t + 1]`, `reward[t + 1]` and `observation[t + 1]`. All other fields are written
     at `[t]`. `extra` has the fields that the collector declares, and is zero when a batch begins. `episode_start`
-    `[B]`, True where an episode starts in row 0, is the row of `done` before the first. With several agents,
-    `prev_done` `[T, B]` has memory of its own: see `mark_starts`. `observation_rows[t]`, `action_rows[t]` and
+    `[B]`, True where an episode starts in row 0, is the row of `done` before the first. If `has_gaps`, `prev_done`
+    `[T, B]` has memory of its own: see `mark_starts`. `observation_rows[t]`, `action_rows[t]` and
     `reward_rows[t]` are views of row t, made once.
     """
 
@@ -573,6 +576,7 @@ class BatchColumns:
         self.done, self.episode_start = done[1:], done[0]
         self.agent_info, self.env_info = own("agent_info"), own("env_info")
         self.extra, self._prev_done = own("extra") or NamedArrays(), own("prev_done")
+        self.has_gaps = self._prev_done is not None
         self.final_obs, self.final_value = own("final_obs"), own("final_value")
         self.bootstrap_value = arrays.bootstrap_value[columns] if "bootstrap_value" in arrays else None
         self.policy_version, self._is_poisoned = arrays.policy_version[columns], is_poisoned
@@ -610,9 +614,9 @@ class BatchColumns:
             flags[...] = 0
 
     def mark_starts(self) -> None:
-        """With several agents, when all rows are written: `prev_done` is True where a seat's episode starts.
+        """If `has_gaps`, when all rows are written: `prev_done` is True where an episode starts.
 
-        It is not `done` one row up: while a seat is idle, the rows above its first one have no `done`."""
+        It is not `done` one row up: while a column is idle, the rows above its first one have no `done`."""
         prev_done, valid = self._prev_done, self.valid
         np.logical_and(self.episode_start, valid[0], out=prev_done[0])
         np.less_equal(valid[:-1], self.done[:-1], out=prev_done[1:])  # idle before, or an end

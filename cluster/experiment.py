@@ -166,7 +166,7 @@ class Experiment:
         batched = config.collector_cls.batched
         factory = env_factories(config.env_fn, config.env_kwargs, config.batch_B)[0].as_example(config.spaces)
         with marked:
-            env = build_example_env(factory, batched=batched)
+            env = build_example_env(factory, batched=config.example_size)
         try:
             prefix = "single_" if batched else ""
             spaces = [getattr(env, f"{prefix}{kind}_space") for kind in ("observation", "action")]

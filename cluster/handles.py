@@ -81,10 +81,10 @@ class Shard:
         return f"{self.plan.name} ({', '.join([node, self.plan.env_text])})"
 
 
-def no_figures(plan: ShardPlan, n_workers: int) -> tuple[WorkerStats, ...]:
+def no_figures(plan: ShardPlan, n_workers: int, unit: int = 1) -> tuple[WorkerStats, ...]:
     """The figures of a shard that has never answered."""
     first, zeros = plan.env_ranks.start, dict.fromkeys(_COUNTED, 0)
-    parts = enumerate(split(len(plan.env_ranks), n_workers))
+    parts = enumerate(split(len(plan.env_ranks), n_workers, unit))
     return tuple(WorkerStats(i, range(first + own.start, first + own.stop), (), **zeros) for i, own in parts)
 
 

@@ -138,7 +138,7 @@ class RaySampler(Sampler):
         super().__init__(env_fn, **options)
         if self.config.seed_episodes:
             raise ConfigError("RaySampler cannot replay episodes: leave out seed_episodes and crash_dir")
-        self._n_shards = None if n_shards is None else integer("n_shards", n_shards, 1, self.batch_B)
+        self._n_shards = None if n_shards is None else integer("n_shards", n_shards, 1, self.config.n_built)
         is_one = isinstance(sampler_cls, type) and issubclass(sampler_cls, Sampler)
         if not is_one or issubclass(sampler_cls, AsyncSampler | RaySampler):
             raise ConfigError(
@@ -163,15 +163,15 @@ class RaySampler(Sampler):
         n_cpus = (self._n_shards or 1) * (self.config.n_workers or 1)
         resources.callback(connect(self._address, n_cpus, dashboard=self._dashboard))
         n_nodes, n_cpus = cluster_cpus()
-        n_shards = self._n_shards or max(1, min(n_nodes, self.batch_B))
+        n_shards = self._n_shards or max(1, min(n_nodes, self.config.n_built))
         for name, number in (("min_shards", self._min_shards), ("min_ready", self._min_ready)):
             if number is not None and number > n_shards:
                 raise ConfigError(f"{name} must be at most n_shards={n_shards}, got {number}")
         n_workers = self.config.n_workers or max(1, n_cpus // n_shards)
-        self._workers_per_shard = min(n_workers, math.ceil(self.batch_B / n_shards))
+        self._workers_per_shard = min(n_workers, math.ceil(self.config.n_built / n_shards))
         self._affinity, self._env_range = affinity, env_range
-        first, first_eval = env_range.first_env_rank, env_range.first_eval_env_rank
-        columns = zip(split(self.batch_B, n_shards), split(self.config.eval_n_envs, n_shards), strict=True)
+        first, first_eval, unit = env_range.first_env_rank, env_range.first_eval_env_rank, self.config.rows_per_env
+        columns = zip(split(self.batch_B, n_shards, unit), split(self.config.eval_n_envs, n_shards, unit), strict=True)
         return tuple(
             ShardPlan(
                 worker_rank=i,
@@ -312,8 +312,9 @@ class RaySampler(Sampler):
         workers: list[WorkerStats] = []
         for shard, found in zip(pool.shards, answers_of(pool.shards, "stats", _ANSWER_SECONDS), strict=True):
             shard.figures = shard.figures if found is None else found.workers
-            n_workers = min(self._workers_per_shard, len(shard.plan.columns))
-            own = shard.totals() or no_figures(shard.plan, n_workers)
+            unit = self.config.rows_per_env
+            n_workers = min(self._workers_per_shard, len(shard.plan.columns) // unit)
+            own = shard.totals() or no_figures(shard.plan, n_workers, unit)
             workers += [replace(worker, worker_rank=len(workers) + i) for i, worker in enumerate(own)]
         shards = tuple(
             ShardStats(

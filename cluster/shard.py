@@ -67,7 +67,8 @@ class ShardSpec:
         """The arguments of the sampler of one shard."""
         config, n_evals = self.config, len(plan.eval_columns)
         own = {field.name: getattr(config, field.name) for field in fields(config)}
-        own |= {"batch_B": len(plan.columns), "n_workers": min(self.n_workers, len(plan.columns)), "n_slots": 1}
+        n_built = len(plan.columns) // config.rows_per_env
+        own |= {"batch_B": len(plan.columns), "n_workers": min(self.n_workers, n_built), "n_slots": 1}
         own |= {"env_fn": _part(config.env_fn, plan.columns), "env_kwargs": _part(config.env_kwargs, plan.columns)}
         own |= {"eval_n_envs": n_evals, "eval_env_fn": None, "eval_env_kwargs": None, "eval_episodes": None}
         if n_evals:

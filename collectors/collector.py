@@ -70,6 +70,10 @@ class Collector(ABC):
     #: Whether a worker builds one batched environment, `env_fn(num_envs=n)`, in place of n single ones.
     batched = False
 
+    #: How many columns of a batched environment belong together, such as the players of one game. A worker gets all of
+    #: them, so `batch_B`, `eval_n_envs` and `num_envs` are multiples of this number.
+    rows_per_env: ClassVar[int] = 1
+
     #: Fields of a subclass, for each step of each environment: a Gymnasium space by name, or an example of the value (a
     #: number, an array). The collector writes them with `record_extra`, and the learner reads `samples.env.extra.NAME`
     #: `[T, B, ...]`. They are zero where nothing was written. A `Replay` keeps them. A subclass that adds fields
@@ -315,12 +319,16 @@ class Collector(ABC):
     def end_batch(self) -> None:
         """All rows are written: compute the missing values, and send the finished trajectories."""
         samples, progress = self.samples, self.progress
-        progress.end_batch(self.batch_T, int(np.count_nonzero(samples.valid)))
+        n_valid = int(np.count_nonzero(samples.valid))
+        progress.end_batch(self.batch_T, n_valid)
+        if samples.has_gaps:
+            samples.mark_starts()
         self._write_values()
         progress.enter(Phase.SENDING)
         if self._episodes is not None:  # after the last phase in which an environment may fail
             self._episodes.end_batch(samples.action[1:], samples.reward[1:])
-        progress.n_results = self.tracker.end_rows(samples.reward[1:], samples.done)
+        valid = None if n_valid == samples.valid.size else samples.valid
+        progress.n_results = self.tracker.end_rows(samples.reward[1:], samples.done, valid=valid)
 
     def _write_values(self) -> None:
         samples = self.samples

@@ -33,6 +33,7 @@ class EnvBatch(Protocol):
     observation_space: gym.Space[Any]  #: the observation space of one environment
     checks: Checks  #: the optional checks to make
     parked: list[int]  #: the columns that `step` ignores, ascending
+    resetting: Sequence[int] = ()  #: those of them that the next `step` only resets, in `AutoresetMode.NEXT_STEP`
     keep_infos: bool  #: whether `step` leaves its infos in `infos`
     observations: Any  #: the current observations: a list of elements, or a batch
     rewards: Any  #: the rewards of the last step `[B]`: a list or an array

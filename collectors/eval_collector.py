@@ -91,7 +91,7 @@ class EvalCollector(BaseEvalCollector):
     def __init__(self, parts: EvalCollectorParts) -> None:
         super().__init__(parts)
         self._reward = np.zeros((_CHUNK, len(parts.envs)), np.float32)
-        self._done = np.zeros((_CHUNK, len(parts.envs)), np.bool_)
+        self._done, self._valid = np.zeros((2, _CHUNK, len(parts.envs)), np.bool_)
         rows = map_leaves(lambda leaf: leaf[np.newaxis], self.observation)
         self._observations = arrays_like(parts.envs.observation_space, rows)
         self._agent_info_writer = AgentInfoWriter(map_leaves(lambda leaf: leaf[np.newaxis], self.agent_info))
@@ -103,10 +103,10 @@ class EvalCollector(BaseEvalCollector):
         n_sent = 0
         for first_t in range(0, self.max_T, _CHUNK):
             wanted = min(_CHUNK, self.max_T - first_t)
-            self._done[...] = False
+            self._done[...], self._valid[...] = False, True
             n = self._run_rows(first_t, wanted)
             if n:
-                n_sent += self.tracker.end_rows(self._reward[:n], self._done[:n], first_t)
+                n_sent += self.tracker.end_rows(self._reward[:n], self._done[:n], first_t, self._valid[:n])
             if n < wanted:
                 break
         self.progress.enter(Phase.SENDING)
@@ -132,10 +132,14 @@ class EvalCollector(BaseEvalCollector):
             except ColumnError as error:
                 raise envs.with_env_rank(error.column, error) from None
             progress.enter(Phase.STEPPING)
+            resetting = envs.resetting
             envs.step(prev_action, self._on_episode_end, tracker.on_step)
             envs.write_step(self._observations, self._reward[row : row + 1], 0)
             prev_reward[...] = self._reward[row]
             prev_reward[self._done[row]] = 0
+            for column in resetting:  # the episode begins only now
+                self._valid[row, column] = False
+                self._begin_episode(column)
         return n_rows
 
     def _on_episode_end(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
@@ -33,12 +33,27 @@ if TYPE_CHECKING:
 _log = logging.getLogger("penstock")
 
 
+def _small(seeds: Sequence[int | None]) -> Any:
+    """An int64 array of values below 2^31: engines in C often keep a seed in 32 bits with a sign."""
+    return np.array(seeds, np.int64) % 2**31
+
+
+SeedForm = Callable[[Sequence[int | None]], Any]
+#: How `reset` may take one seed per column. The list is Gymnasium's form, and the only one that an `AsyncVectorEnv`
+#: survives: it ends at a refusal.
+_PER_COLUMN: tuple[SeedForm, ...] = (list, _small, lambda seeds: _small(seeds).tolist())
+#: How it may take one number for all columns.
+_FOR_ALL: tuple[SeedForm, ...] = (lambda seeds: int(_small(seeds)[0]),)
+_REFUSALS = (TypeError, ValueError, OverflowError, AssertionError, gym.error.Error)
+
+
 class VectorEnvCollector(ResetCollector):
     """A `ResetCollector` for batched environments: `env_fn(num_envs=n)` returns a `gymnasium.vector.VectorEnv`.
 
-    The environment must reset a column in the step that ends its episode (`AutoresetMode.SAME_STEP`) or leave the reset
-    to the caller (`AutoresetMode.DISABLED`). Gymnasium's default mode, NEXT_STEP, is not supported: there, the step
-    after an episode's end ignores its action. `penstock.envs.SameStep` helps to write an environment in the right mode.
+    The environment may reset a column in the step that ends its episode (`AutoresetMode.SAME_STEP`), leave the reset to
+    the caller (`DISABLED`), or reset it in the step after, which ignores its action (`NEXT_STEP`, Gymnasium's default).
+    Then this step is not `valid`: its fields are zero, and it belongs to no trajectory. Raises `ConfigError` for an
+    environment whose `metadata` has no `autoreset_mode`.
 
     Rows are recorded as a whole. Single columns are handled one by one only for an agent with state and for a subclass
     of `TrajInfo`.
@@ -47,9 +62,14 @@ class VectorEnvCollector(ResetCollector):
     batched = True
     envs: VectorColumns
 
+    def begin_batch(self, itr: int) -> None:
+        super().begin_batch(itr)
+        if self.envs.resets_late:
+            self.samples.valid[...] = True
+
     def step_envs(self, t: int) -> None:
         self.progress.begin_stepping(t)
-        envs = self.envs
+        envs, resetting = self.envs, self.envs.resetting
         ends = envs.step_rows(self.prev_action, self.on_step, (self._observations, t + 1))
         if envs.keep_infos:
             self.record_env_info(t)
@@ -60,6 +80,27 @@ class VectorEnvCollector(ResetCollector):
         if ends is not None:
             self.prev_reward[ends.columns] = 0
             self.prev_action[ends.columns] = 0
+            if envs.resets_late:  # row t + 1 is a reset, in which the agent sees zeros
+                self.samples.observation_rows[t + 1][ends.columns] = 0
+        if resetting:
+            self._end_resets(t, resetting)
+
+    def _end_resets(self, t: int, columns: list[int]) -> None:
+        """Step t was only a reset in these columns: clear what was recorded, and begin their episodes."""
+        samples = self.samples
+        samples.valid[t, columns] = False
+        samples.action_rows[t + 1][columns], self.prev_action[columns] = 0, 0
+        for field in (samples.agent_info, samples.env_info):
+            if field is not None:
+                field[t, columns] = 0
+        if self._agent_has_state:
+            for column in columns:
+                self.agent.reset_one(column)
+
+    def end_batch(self) -> None:
+        super().end_batch()
+        if self.envs.resetting and self.samples.bootstrap_value is not None:
+            self.samples.bootstrap_value[self.envs.resetting] = 0
 
     def _record_ends(self, t: int, ends: EpisodeEnds) -> None:
         """`record_episode_end` for all columns whose episodes ended, and the agent's part of `reset_column`."""
@@ -69,7 +110,7 @@ class VectorEnvCollector(ResetCollector):
         if self.on_step is not None:
             for column, observation in zip(columns.tolist(), ends.each(), strict=True):
                 self.tracker.on_episode_end(t, column, observation)
-        if self._agent_has_state:
+        if self._agent_has_state and not self.envs.resets_late:
             for column in columns.tolist():
                 self.agent.reset_one(column)
 
@@ -80,8 +121,9 @@ class VectorEnvCollector(ResetCollector):
 class VectorColumns(EnvBatch):
     """One batched environment, with its current observations and the rewards of its last step.
 
-    `reset` gets a list of seeds, one per column. An environment that accepts only one number gets the first seed. A
-    parked column is stepped with the others, and its results are ignored.
+    `reset` gets one seed per column: a list, or what the environment accepts in its place, an int64 array or a list of
+    values below 2^31. An environment that accepts only one number gets the first seed. A parked column is stepped with
+    the others, and its results are ignored.
     """
 
     def __init__(
@@ -91,9 +133,10 @@ class VectorColumns(EnvBatch):
         self.checks = checks
         self.envs = [env]
         self.observation_space, self._action_space = env.single_observation_space, env.single_action_space
-        self._resets_itself = _mode_of(env) is AutoresetMode.SAME_STEP
+        mode = _mode_of(env)
+        self._resets_at_once, self.resets_late = mode is AutoresetMode.SAME_STEP, mode is AutoresetMode.NEXT_STEP
         self._step_into = step_into_of(env, env_ranks[0])
-        self._takes_seeds: bool | None = None  # whether `reset` takes a list of seeds; None before the first reset
+        self._as_taken: SeedForm | None = None  # one of _PER_COLUMN or _FOR_ALL, when it is known
         # Final observations are written into this row `[1, B, ...]`, which checks and casts them.
         row = map_leaves(
             lambda leaf: np.empty((1, len(env_ranks), *leaf.shape), leaf.dtype), example_of(self.observation_space)
@@ -104,6 +147,8 @@ class VectorColumns(EnvBatch):
         self.infos: Mapping[str, Any] = {}  #: as Gymnasium batches them
         self.keep_infos = False
         self.parked: list[int] = []
+        self.resetting: list[int] = []
+        self._kept_parked: list[int] = []  # those of `parked` that a step does not end
 
     def __getitem__(self, column: int) -> Any:
         raise ConfigError("a batched environment has no single environments: self.envs.env is all of them")
@@ -112,42 +157,55 @@ class VectorColumns(EnvBatch):
 
     def reset_all(self, seeds: Sequence[int | None]) -> None:
         began = self.enter(Phase.RESETTING, 0)
-        if self._takes_seeds is None:
-            self._takes_seeds, result = self._first_reset(list(seeds))
+        if self._as_taken is None:
+            form, result = self._first_reset(seeds)
+            # A list of small values says nothing about large ones.
+            is_sure = form is not list or any((seed or 0) >= 2**31 for seed in seeds)
+            self._as_taken = form if is_sure else None
         else:
-            result = self._reset(list(seeds) if self._takes_seeds else seeds[0])
+            result = self._reset(self._as_taken(seeds))
         self.observations = result[0]
+        self._note_resetting([])
         self.progress.add_resetting_since(began)
 
     def _reset(self, seed: Any) -> Any:
         return self.env.reset(seed=seed)
 
-    def _first_reset(self, seeds: list[int | None]) -> tuple[bool, Any]:
-        """Reset the environment. Returns whether it takes a list of seeds, and the result.
+    def _first_reset(self, seeds: Sequence[int | None]) -> tuple[SeedForm, Any]:
+        """Reset the environment. Returns in which form it takes seeds, and the result.
 
-        It does not take lists if it raises for the list, works with one number, and raises for the list again. Any
+        It does not take lists if it raises for the list, works with another form, and raises for the list again. Any
         other exception is raised.
         """
         try:
-            return True, self._reset(seeds)
-        except (TypeError, ValueError, gym.error.Error) as error:
+            return list, self._reset(list(seeds))
+        except _REFUSALS as error:
             refusal = error
-        try:
-            self._reset(seeds[0])
-        except Exception:
+        as_taken = self._other_form(seeds)
+        if as_taken is None:
             raise refusal from None
         try:
-            self._reset(seeds)
+            self._reset(list(seeds))
         except type(refusal):
-            _log.warning(
-                "the batched environment %s does not take a list of seeds (%s: %s). It gets the first seed of its "
-                "columns, so its data depend on the number of workers",
-                self.env,
-                type(refusal).__name__,
-                refusal,
-            )
-            return False, self._reset(seeds[0])
+            if as_taken in _FOR_ALL:
+                _log.warning(
+                    "the batched environment %s does not take a list of seeds (%s: %s), nor an array. It gets the "
+                    "first seed of its columns, so its data depend on the number of workers",
+                    self.env,
+                    type(refusal).__name__,
+                    refusal,
+                )
+            return as_taken, self._reset(as_taken(seeds))
         raise refusal
+
+    def _other_form(self, seeds: Sequence[int | None]) -> SeedForm | None:
+        for form in (*_PER_COLUMN[1:], *_FOR_ALL):
+            try:
+                self._reset(form(seeds))
+            except Exception:
+                continue
+            return form
+        return None
 
     def reset_one(self, column: int, seed: int | None = None) -> Any:
         self.reset_columns([column])
@@ -155,7 +213,7 @@ class VectorColumns(EnvBatch):
 
     def reset_columns(self, columns: Sequence[int] | npt.NDArray[Any]) -> None:
         """Start the next episodes of `columns` with one call, unless the environment resets itself."""
-        if self._resets_itself:
+        if self._resets_at_once or self.resets_late:
             return
         began = self.enter(Phase.RESETTING, columns[0])
         mask = np.zeros(len(self), np.bool_)
@@ -164,11 +222,16 @@ class VectorColumns(EnvBatch):
         self.progress.add_resetting_since(began)
 
     def park(self, column: int) -> None:
-        self.parked = sorted([*self.parked, column])
+        self._kept_parked.append(column)
+        self._note_resetting(self.resetting)
         self.reset_one(column)  # it is stepped with the others, so it must not stay at an episode's end
 
     def unpark_all(self) -> None:
-        self.parked = []
+        self._kept_parked = []
+        self._note_resetting(self.resetting)
+
+    def _note_resetting(self, columns: list[int]) -> None:
+        self.resetting, self.parked = columns, sorted({*self._kept_parked, *columns})
 
     # ---- steps -----------------------------------------------------------------------------
 
@@ -209,12 +272,15 @@ class VectorColumns(EnvBatch):
         done, ended_parked = np.logical_or(terminated, truncated), []
         if self.parked:  # their results are ignored
             ended_parked = [b for b in self.parked if done[b]]
+            self.rewards = np.array(self.rewards)  # a copy, since the array is the environment's
             self.rewards[self.parked], done[self.parked] = 0, False
         if on_step is not None and before is not None:
             self._call_on_step(on_step, *before, terminated, truncated)
         ends = self._ends(done, terminated, truncated) if done.any() else None
         if ended_parked:
             self.reset_columns(ended_parked)
+        if self.resets_late and (ends is not None or self.resetting):
+            self._note_resetting([] if ends is None else ends.columns.tolist())
         return ends
 
     def _call_on_step(
@@ -234,7 +300,7 @@ class VectorColumns(EnvBatch):
 
     def _ends(self, done: npt.NDArray[Any], terminated: npt.NDArray[Any], truncated: npt.NDArray[Any]) -> EpisodeEnds:
         columns = done.nonzero()[0]
-        final = self.infos.get("final_obs") if self._resets_itself else self.observations
+        final = self.infos.get("final_obs") if self._resets_at_once else self.observations
         rows = self._final_rows(columns, final)
         return EpisodeEnds(done, terminated, truncated, columns, np.asarray(self.rewards)[columns], rows, final)
 
@@ -304,12 +370,11 @@ class VectorColumns(EnvBatch):
 
 
 def _mode_of(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
-    mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
-    if mode is AutoresetMode.NEXT_STEP:
+    mode = env.metadata.get("autoreset_mode")
+    if mode is None:
         raise ConfigError(
-            f"{env} resets an environment in the step after its episode's end (AutoresetMode.NEXT_STEP): build it with "
-            "autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP (make_vec: in vector_kwargs). For an environment "
-            "without that mode, penstock.envs has SameStep to subclass, BatchedCartPole and BatchedEnvPool"
+            f"{env} does not say when it resets an environment whose episode has ended: set metadata['autoreset_mode'] "
+            "in its class, to a gymnasium.vector.AutoresetMode"
         )
     return AutoresetMode(mode)
 

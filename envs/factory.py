@@ -78,9 +78,9 @@ class EnvFactory:
         return env if self.wrapper is None else self.wrapper(env)
 
     def batched(self, num_envs: int, context: EnvContext = _EXAMPLE) -> VectorEnv[Any, Any, Any]:
-        """Build one batched environment: `fn(num_envs=num_envs, **kwargs)`."""
+        """Build one batched environment: `fn(num_envs=num_envs, **kwargs)`, or that of an environment id."""
         try:
-            env: Any = self._call(context, num_envs=num_envs)
+            env: Any = (_with_make_vec(self) or self)._call(context, num_envs=num_envs)
         except TypeError as error:
             if "num_envs" not in str(error):
                 raise
@@ -92,7 +92,8 @@ class EnvFactory:
         if not isinstance(env, VectorEnv) or env.num_envs != num_envs:
             raise ConfigError(
                 f"env_fn(num_envs={num_envs}) must return a gymnasium.vector.VectorEnv of {num_envs} environments, "
-                f"got {_describe(env)}"
+                f"got {_describe(env)}. Where its columns belong together in groups of k, give a collector_cls with "
+                "rows_per_env = k"
             )
         return env
 
@@ -118,6 +119,21 @@ class EnvFactory:
             parameter = None
         by_name = parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         return {**self.kwargs, "context": context} if by_name else {**self.kwargs}
+
+
+def _with_make_vec(factory: EnvFactory) -> EnvFactory | None:
+    """The factory of batched environments if `factory` was given an environment id, else None."""
+    fn = factory.fn
+    if not (isinstance(fn, partial) and fn.func is gym.make and not fn.keywords):
+        return None
+    spec = gym.spec(fn.args[0]) if isinstance(fn.args[0], str) else fn.args[0]
+    if spec.vector_entry_point is None:
+        raise ConfigError(
+            f"{spec.id} has no batched environment (the vector_entry_point of its registration): for single "
+            "environments, leave collector_cls out"
+        )
+    make: Any = partial(gym.make_vec, spec, vectorization_mode="vector_entry_point")
+    return replace(factory, fn=make)
 
 
 def _with_spaces(spaces: tuple[gym.Space[Any], gym.Space[Any]], num_envs: int | None = None) -> Any:
@@ -192,14 +208,14 @@ def _of_id(env_id: str, prefix: str) -> Callable[..., Any]:
         raise ConfigError(f"{prefix}env_fn={env_id!r} is not a registered environment id: {error}") from error
 
 
-def build_example_env(factory: EnvFactory, *, batched: bool = False) -> Any:
+def build_example_env(factory: EnvFactory, *, batched: int = 0) -> Any:
     """Build the example environment, from which the main process reads the spaces.
 
-    With `batched`, it is a `VectorEnv` of one environment. Raises `ConfigError`, with the factory's exception as
+    With `batched`, it is a `VectorEnv` of so many environments. Raises `ConfigError`, with the factory's exception as
     its cause.
     """
     try:
-        env = factory.batched(1) if batched else factory()
+        env = factory.batched(batched) if batched else factory()
     except ConfigError:
         raise
     except Exception as error:

@@ -111,7 +111,7 @@ def allocate(
     evals = env_factories(eval_fn(config), eval_kwargs(config), n_evals, "eval_") if n_evals else ()
     train, evals = (_prepared_factories(each, factories, config) for factories in (train, evals))
     examples, plans, seating = [train[0].as_example(config.spaces)], setup.plans, None
-    built = build_example_env(examples[0], batched=config.collector_cls.batched)
+    built = build_example_env(examples[0], batched=config.example_size)
     if isinstance(built, ParallelView):
         close_example_env(built)
         sides = (train, env_range.first_env_rank), (evals, env_range.first_eval_env_rank)
@@ -424,7 +424,7 @@ def _real_inputs(agent: Agent, factory: EnvFactory, config: SamplerConfig) -> tu
 def _real_observations(factory: EnvFactory, config: SamplerConfig, n: int) -> list[Any]:
     """Up to `n` observations of the example environment with random actions; fewer if it raises."""
     batched = config.collector_cls.batched
-    env, found = build_example_env(factory, batched=batched), []
+    env, found = build_example_env(factory, batched=config.example_size), []
     try:
         env.action_space.seed(0)
         observation, _ = env.reset(seed=0)
@@ -473,4 +473,7 @@ def _dry_run(agent: Agent, observation: ArrayTree, config: SamplerConfig, setup:
     if value is not None and value.shape != (n,):
         raise SpaceError(f"agent.value must return one value per column: shape [B], got {list(value.shape)} for B={n}")
     agent_info = agent_info_example(step.agent_info, n).map(lambda leaf: leaf[0])
-    return SampleSpec(observation[0], action, agent_info, setup.bootstrap_value, config.record_final_obs)
+    has_gaps = config.collector_cls.batched  # an environment that resets itself late takes a step for it
+    return SampleSpec(
+        observation[0], action, agent_info, setup.bootstrap_value, config.record_final_obs, has_gaps=has_gaps
+    )

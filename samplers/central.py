@@ -105,10 +105,12 @@ class GpuSampler(ParallelSampler):
         self._spin_seconds = SPIN_SECONDS if spin_seconds is None else _checked_spin_seconds(spin_seconds)
         is_auto = isinstance(serve_envs, str) and serve_envs == "auto"
         is_count = isinstance(serve_envs, int | np.integer) and not isinstance(serve_envs, bool)
-        if not is_auto and not (is_count and 0 <= int(serve_envs) < self.batch_B):
+        unit = self.config.rows_per_env
+        if not is_auto and not (is_count and 0 <= int(serve_envs) < self.batch_B and serve_envs % unit == 0):
+            belonging = f", a multiple of the {unit} rows_per_env" if unit > 1 else ""
             raise ConfigError(
                 'serve_envs must be "auto" or a number of environments from 0 to '
-                f"batch_B - 1 = {self.batch_B - 1}, got {serve_envs!r}"
+                f"batch_B - 1 = {self.batch_B - 1}{belonging}, got {serve_envs!r}"
             )
         if server not in ("caller", "process"):
             raise ConfigError(f'server must be "caller" or "process", got {server!r}')
@@ -141,14 +143,15 @@ class GpuSampler(ParallelSampler):
 
     @property
     def _steps_locally(self) -> bool:
-        return self._serve_envs != 0 and self.batch_B > 1
+        return self._serve_envs != 0 and self.config.n_built > 1
 
     @property
     def _most_workers(self) -> int:
         """The largest number of workers that leaves each an environment."""
         if not self._steps_locally:
-            return self.batch_B
-        return self.batch_B - (1 if self._serve_envs == "auto" else int(self._serve_envs))
+            return self.config.n_built
+        unit = self.config.rows_per_env
+        return self.config.n_built - (1 if self._serve_envs == "auto" else int(self._serve_envs) // unit)
 
     def _count_workers(self, mask: Sequence[int]) -> int:
         if self._steps_locally and self.config.n_workers is None:
@@ -158,8 +161,9 @@ class GpuSampler(ParallelSampler):
     def _count_local_envs(self, n_workers: int) -> tuple[int, int]:
         if not self._steps_locally:
             return 0, 0
-        n_envs = self.batch_B // (n_workers + 1) if self._serve_envs == "auto" else int(self._serve_envs)
-        return n_envs, self.config.eval_n_envs * n_envs // self.batch_B
+        unit, is_auto = self.config.rows_per_env, self._serve_envs == "auto"
+        n_envs = self.config.n_built // (n_workers + 1) * unit if is_auto else int(self._serve_envs)
+        return n_envs, self.config.eval_n_envs // unit * n_envs // self.batch_B * unit
 
     def _make_plans(self, affinity: Affinity, env_range: EnvRange, resources: ExitStack) -> tuple[SamplerPlan, ...]:
         if self._may_have_no_workers and self._serve_envs == "auto" and not self._asks_for_workers(affinity):

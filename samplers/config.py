@@ -193,6 +193,21 @@ class SamplerConfig:
         return self.batch_B, self.eval_n_envs
 
     @property
+    def rows_per_env(self) -> int:
+        """How many columns belong together."""
+        return self.collector_cls.rows_per_env
+
+    @property
+    def n_built(self) -> int:
+        """How many parts the training environments can be divided into."""
+        return self.batch_B // self.rows_per_env
+
+    @property
+    def example_size(self) -> int:
+        """How many environments the batched example environment has; 0: it is a single one."""
+        return self.rows_per_env if self.collector_cls.batched else 0
+
+    @property
     def memory_slots(self) -> int:
         """How many batches there is memory for. With `debug`, one more, which stays poisoned for a while."""
         return self.n_slots + self.debug
@@ -236,6 +251,7 @@ class SamplerConfig:
             cls = getattr(self, name)
             if not (isinstance(cls, type) and issubclass(cls, base)):
                 raise ConfigError(f"{name} must be a subclass of {base.__name__} (the class itself), got {cls!r}")
+        self._check_rows_per_env()
 
         wanted = self.env_info
         is_names = isinstance(wanted, Collection) and not isinstance(wanted, str)
@@ -247,6 +263,15 @@ class SamplerConfig:
                 f"with spaces, no example environment is stepped for env_info={wanted!r}: give examples of the values, "
                 "env_info={'name': 0.0}"
             )
+
+    def _check_rows_per_env(self) -> None:
+        cls = self.collector_cls
+        k = integer(f"rows_per_env of {cls.__name__}", cls.rows_per_env, 1)
+        if k > 1 and not cls.batched:
+            raise ConfigError(f"rows_per_env of {cls.__name__} is for batched environments: set batched = True, too")
+        for name, n in (("batch_B", self.batch_B), ("eval_n_envs", self.eval_n_envs)):
+            if n % k:
+                raise ConfigError(f"{name} must be a multiple of {k}, the rows_per_env of {cls.__name__}, got {n}")
 
     def _put(self, name: str, value: object) -> None:
         """Replace an argument by its checked value."""

@@ -42,6 +42,7 @@ class ParallelSampler(Sampler):
             env_range,
             torch_threads=affinity.torch_threads,
             n_local=self._count_local_envs(n_workers),
+            unit=self.config.rows_per_env,
         )
 
     def _count_local_envs(self, n_workers: int) -> tuple[int, int]:
@@ -50,7 +51,7 @@ class ParallelSampler(Sampler):
 
     def _count_workers(self, mask: Sequence[int]) -> int:
         """The number of workers: as asked, else as many as the CPUs can run, and never more than environments."""
-        return min(self.config.n_workers or cpus_to_fill(mask), self.batch_B)
+        return min(self.config.n_workers or cpus_to_fill(mask), self.config.n_built)
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
         programs, options = [allocation.program] * len(self._plans), pool_options(self.config, allocation)

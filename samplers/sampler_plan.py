@@ -102,14 +102,15 @@ def make_plans(
     *,
     torch_threads: int = 1,
     n_local: tuple[int, int] = (0, 0),
+    unit: int = 1,
 ) -> tuple[SamplerPlan, ...]:
     """One plan per entry of `cpus`. `env_range` are this sampler's environments among all.
 
     If the main process steps environments itself, one more plan comes last, for the last `n_local[0]` training and the
-    last `n_local[1]` evaluation environments.
+    last `n_local[1]` evaluation environments. A plan has a multiple of `unit` environments.
     """
     train, evals = (
-        [*split(n - local, len(cpus)), *([range(n - local, n)] if any(n_local) else [])]
+        [*split(n - local, len(cpus), unit), *([range(n - local, n)] if any(n_local) else [])]
         for n, local in zip((batch_B, eval_n_envs), n_local, strict=True)
     )
     first, first_eval = env_range.first_env_rank, env_range.first_eval_env_rank

@@ -76,10 +76,10 @@ def span(ranks: range) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
 
 
-def split(n: int, parts: int) -> list[range]:
-    """`range(n)` in `parts` consecutive ranges whose lengths differ by at most one, longest first."""
-    size, longer = divmod(n, parts)
-    bounds = [i * size + min(i, longer) for i in range(parts + 1)]
+def split(n: int, parts: int, unit: int = 1) -> list[range]:
+    """`range(n)` in `parts` consecutive ranges whose lengths differ by at most one `unit`, longest first."""
+    size, longer = divmod(n // unit, parts)
+    bounds = [unit * (i * size + min(i, longer)) for i in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(bounds)]
 
 

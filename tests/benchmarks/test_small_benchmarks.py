@@ -76,6 +76,20 @@ def test_batched(folder: Path) -> None:
     assert all(len(result["steps_per_s"]) == 1 and min(result["steps_per_s"]) > 0 for result in content["results"])
 
 
+def test_batched_copies(folder: Path) -> None:
+    done = starter.run("benchmarks/batched_copies.py", "--batch-T", 8, "--batch-B", 4, "--repeats", 2, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "copies in each step" in done.stdout
+
+
+def test_batched_atari(folder: Path) -> None:
+    pytest.importorskip("ale_py")
+    sizes = ["--batch-T", 4, "--batch-B", 2, "--repeats", 1, "--seconds", 0.02]
+    done = starter.run("benchmarks/batched_atari.py", *sizes, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "NextStep" in done.stdout
+
+
 def test_spaces(folder: Path) -> None:
     options = ["--batch-B", 4, "--batch-T", 8, "--seconds", 0.02, "--repeats", 2]
     printed, content = run(folder, "spaces", *options)

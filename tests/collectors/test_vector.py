@@ -21,7 +21,7 @@ from penstock import (
     VectorEnvCollector,
     WorkerError,
 )
-from penstock.envs import CountingEnv, NestedEnv
+from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
 
 from ..support import Batch, assert_same, run
 
@@ -92,14 +92,6 @@ def test_env_info_is_recorded_from_the_batch() -> None:
         sampler.initialize(RandomAgent(), seed=0)
         samples, _ = sampler.obtain_samples(0)
         assert (samples.env.env_info.count == samples.env.reward).all(), "that of the step, at an end too"
-
-
-def test_the_default_mode_is_refused_with_the_remedy() -> None:
-    with (
-        of_batches(partial(batched, CountingEnv, AutoresetMode.NEXT_STEP)) as sampler,
-        pytest.raises(WorkerError, match=r"AutoresetMode\.SAME_STEP"),
-    ):
-        sampler.initialize(RandomAgent())
 
 
 @pytest.mark.parametrize(
@@ -173,19 +165,47 @@ def test_an_environment_that_takes_a_list_of_seeds_is_reset_once() -> None:
     assert [len(seed) for seed in Seeded.seeds] == [2] * 3
 
 
+def is_per_column(seed: Any) -> bool:
+    return isinstance(seed, list | np.ndarray)
+
+
 @pytest.mark.usefixtures("_fails")
 @pytest.mark.parametrize("error", [TypeError("list"), ValueError("list"), gym.error.Error("list")], ids=repr)
 def test_an_environment_that_takes_one_seed_gets_the_first_and_a_warning(error: Exception, caplog: Any) -> None:
-    with of_seeded(lambda n, seed: error if isinstance(seed, list) else None, eval_n_envs=2) as sampler:
+    with of_seeded(lambda n, seed: error if is_per_column(seed) else None, eval_n_envs=2) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         assert "does not take a list of seeds" in caplog.text
-        (first,) = {seed[0] if isinstance(seed, list) else seed for seed in Seeded.seeds}
-        assert Seeded.seeds[-1] == first
+        assert Seeded.seeds[-1] == Seeded.seeds[0][0] % 2**31
         sampler.obtain_samples(0)
         sampler.evaluate_agent(0)
         n = len(Seeded.seeds)
         sampler.evaluate_agent(0)
         assert [type(seed) for seed in Seeded.seeds[n:]] == [int]
+
+
+class Picky(BatchedCartPole):
+    """Takes seeds as `accepts` says, as engines in C do."""
+
+    def __init__(self, num_envs: int, accepts: str) -> None:
+        super().__init__(num_envs, max_episode_steps=20)
+        self.accepts = accepts
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        array, most = np.asarray(seed), 2**31 if "small" in self.accepts else 2**32
+        if not isinstance(seed, np.ndarray if "array" in self.accepts else list):
+            raise TypeError("Unsupported seed type")
+        if array.dtype != np.int64 or (array >= most).any():
+            raise OverflowError("too large")
+        return super().reset(seed=array.tolist())
+
+
+@pytest.mark.parametrize("accepts", ["list", "array", "small array", "small list"])
+def test_one_seed_per_column_gives_one_batch_whatever_the_workers(accepts: str, caplog: Any) -> None:
+    env_fn = partial(Picky, accepts=accepts)
+    found = batches(SerialSampler, env_fn, VectorEnvCollector)
+    for n_workers in (1, 2, 3):
+        assert_same(found, batches(ParallelSampler, env_fn, VectorEnvCollector, n_workers=n_workers))
+    assert "depend on the number of workers" not in caplog.text
 
 
 @pytest.mark.usefixtures("_fails")

@@ -1,0 +1,66 @@
+"""Pong in ALE's `AtariVectorEnv`, in both of its autoreset modes, beside single Pongs with Gymnasium's wrappers.
+
+Samplers with 2 workers and random actions take turns in one run. A row that only resets is not counted. `--frames`
+ends episodes early, so that there are more resets.
+
+    python benchmarks/batched_atari.py --frames 2000
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import Any
+
+import ale_py
+import gymnasium as gym
+import numpy as np
+from ale_py.vector_env import AtariVectorEnv
+from turns import show, take_turns
+
+from penstock import ParallelSampler, RandomAgent, ResetCollector, VectorEnvCollector
+
+
+def single(frames: int) -> Any:
+    """One Pong as most scripts build it."""
+    gym.register_envs(ale_py)
+    env: Any = gym.make("ALE/Pong-v5", frameskip=1, repeat_action_probability=0.0, max_num_frames_per_episode=frames)
+    env = gym.wrappers.TransformReward(gym.wrappers.AtariPreprocessing(env), np.sign)
+    return gym.wrappers.FrameStackObservation(env, 4)
+
+
+class Sampling:
+    """A sampler with random actions, as a contestant."""
+
+    def __init__(self, env_fn: Any, collector_cls: Any, batch_B: int, batch_T: int) -> None:
+        sizes = {"batch_T": batch_T, "batch_B": batch_B, "n_workers": 2, "max_decorrelation_steps": 0}
+        self.sampler = ParallelSampler(env_fn, collector_cls=collector_cls, record_final_obs=False, **sizes)
+        self.sampler.initialize(RandomAgent(), seed=0)
+
+    def batch(self) -> int:
+        samples, _ = self.sampler.obtain_samples(0)
+        return int(samples.env.valid.sum())
+
+    def close(self) -> None:
+        self.sampler.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--frames", type=int, default=108_000, help="the longest episode")
+    parser.add_argument("--batch-B", type=int, default=8)
+    parser.add_argument("--batch-T", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=0.3)
+    args = parser.parse_args()
+    pongs = partial(AtariVectorEnv, "pong", num_threads=1, max_num_frames_per_episode=args.frames)
+    sizes = args.batch_B, args.batch_T
+    contestants = {"single": Sampling(partial(single, args.frames), ResetCollector, *sizes)}
+    for mode in ("SameStep", "NextStep"):
+        contestants[mode] = Sampling(partial(pongs, autoreset_mode=mode), VectorEnvCollector, *sizes)
+    figures = take_turns(contestants, args.repeats, args.seconds)
+    show(f"Pong, B = {args.batch_B}, episodes of at most {args.frames:,} frames", figures, "single")
+
+
+if __name__ == "__main__":
+    main()

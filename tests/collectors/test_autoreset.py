@@ -1,0 +1,312 @@
+"""Batched environments that reset in the next step: what is recorded, what learners compute from it, evaluations."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from torch import nn
+
+from penstock import (
+    AsyncSampler,
+    CategoricalPgAgent,
+    ConfigError,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    RecurrentCategoricalPgAgent,
+    ResetCollector,
+    SerialSampler,
+    TrajInfo,
+    VectorEnvCollector,
+    WorkerError,
+)
+from penstock.envs import CountingEnv, NestedEnv
+from penstock.replays import Replay, Sequences
+from penstock.targets import gae
+
+from ..batched_support import assert_as_plain_loop, env_seeds
+from ..support import assert_same, batches_of, run
+
+pytestmark = pytest.mark.slow
+
+MODES = list(AutoresetMode)
+NEXT = AutoresetMode.NEXT_STEP
+DISCOUNT, LAMBDA = 0.9, 0.8
+
+
+def synced(env_fn: Any, num_envs: int, mode: AutoresetMode = NEXT) -> Any:
+    return SyncVectorEnv([env_fn] * num_envs, autoreset_mode=mode)
+
+
+cartpole = partial(gym.make, "CartPole-v1", max_episode_steps=25)
+
+
+def batches(env_fn: Any, cls: Any = SerialSampler, agent: Any = None, **kwargs: Any) -> Any:
+    sizes = {"batch_T": 30, "batch_B": 5, "eval_n_envs": 3, "eval_max_steps": 300, "collector_cls": VectorEnvCollector}
+    return run(cls, env_fn, agent, 4, range(4), **{**sizes, **kwargs})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_records_what_a_plain_loop_sees(mode: AutoresetMode) -> None:
+    found = batches_of(batches(partial(synced, cartpole, mode=mode)))
+    assert assert_as_plain_loop(synced(cartpole, 5, mode), env_seeds(5, small=False), found) > 10
+
+
+@pytest.mark.parametrize(
+    ("env_fn", "mode", "debug"), [*((cartpole, mode, False) for mode in MODES), (NestedEnv, NEXT, True)]
+)
+def test_the_number_of_workers_changes_nothing(env_fn: Any, mode: AutoresetMode, debug: bool) -> None:
+    env_fn = partial(synced, env_fn, mode=mode)
+    found = batches(env_fn, debug=debug)
+    for n_workers in (1, 2, 3):
+        assert_same(found, batches(env_fn, ParallelSampler, n_workers=n_workers, debug=debug))
+
+
+class Own(TrajInfo):
+    """Is called at each step."""
+
+
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Own])
+def test_a_reset_belongs_to_no_trajectory(traj_info_cls: Any) -> None:
+    found = batches(partial(synced, partial(CountingEnv, length=4)), traj_info_cls=traj_info_cls, eval_episodes=7)
+    for samples, infos in found:
+        assert infos
+        assert all((info["Length"], info["Return"]) == (4, 10) for info in infos)
+        assert samples is not None or len(infos) == 7
+
+
+def test_a_reset_row_is_zero() -> None:
+    class Told(TwoActions):
+        def reset(self, **kwargs: Any) -> Any:
+            return super().reset(**kwargs)[0], {"count": 77}
+
+    found = batches(partial(synced, Told), agent=CategoricalPgAgent(Values), env_info={"count": 0})
+    n_resets = 0
+    for samples in batches_of(found):
+        idle = ~samples.env.valid
+        n_resets += int(idle.sum())
+        for field in (samples.env.observation, samples.env.reward, samples.agent.action, samples.env.done):
+            assert (field[idle] == 0).all()
+        for info in (samples.agent.agent_info, samples.env.env_info):
+            assert all((leaf[idle] == 0).all() for _, leaf in info.leaves())
+        is_end = samples.env.done[-1]
+        assert (samples.agent.bootstrap_value[is_end] == 0).all()
+        assert (samples.agent.bootstrap_value[~is_end] != 0).all()
+    assert n_resets > 50
+
+
+class TwoActions(CountingEnv):
+    """Observations from 1 on, so that a zero is no observation."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"truncate": True, **kwargs})
+        self.action_space = spaces.Discrete(2)
+
+    def _observation(self) -> Any:
+        return super()._observation() + 1
+
+    step_into = None  # type: ignore[assignment]
+
+
+class Values(nn.Module):
+    def __init__(self, action_space: Any = None) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, observation: Any) -> Any:
+        return self.scale * observation[:, :2] / 10, observation.sum(dim=1)
+
+
+class Memory(nn.Module):
+    """Values and logits depend on the number of steps in the episode, and on all inputs."""
+
+    state_shape = (1,)
+
+    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
+        state = state + 1
+        value = state[:, 0] + observation.sum(dim=1) + 10 * prev_action + prev_reward
+        return torch.stack([state[:, 0], -observation[:, 0]], dim=1) / 9, value, state
+
+
+def advantages(samples: Any, b: int) -> Any:
+    """GAE of one column, by hand, from its valid steps."""
+    column, found, advantage = samples[:, b], np.zeros(len(samples.env.done), np.float32), 0.0
+    following = samples.agent.bootstrap_value[b]
+    for t in np.flatnonzero(column.env.valid)[::-1]:
+        value = column.agent.agent_info.value[t]
+        if column.env.done[t]:
+            advantage, following = 0.0, column.agent.final_value[t]
+        advantage = column.env.reward[t] + DISCOUNT * following - value + DISCOUNT * LAMBDA * advantage
+        found[t], following = advantage, value
+    return found
+
+
+@pytest.mark.parametrize(
+    "agent_cls", [partial(CategoricalPgAgent, Values), partial(RecurrentCategoricalPgAgent, Memory)]
+)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("record_final_obs", [True, False])
+def test_advantages_and_final_values_are_right(agent_cls: Any, mode: AutoresetMode, record_final_obs: bool) -> None:
+    env_fn = partial(synced, partial(TwoActions, length=7), mode=mode)
+    n_values = 0
+    with SerialSampler(
+        env_fn, batch_T=20, batch_B=3, collector_cls=VectorEnvCollector, record_final_obs=record_final_obs
+    ) as sampler:
+        agent = agent_cls()
+        sampler.initialize(agent, seed=0, bootstrap_value=True)
+        for itr in range(6):
+            samples, _ = sampler.obtain_samples(itr)
+            advantage, _ = gae(samples, DISCOUNT, LAMBDA)
+            now = agent.evaluate(samples.sequences(20))
+            kept, valid = sampler.samples_np, samples.env.valid
+            n_values += int((kept.agent.final_value != 0).sum())
+            assert ((kept.agent.final_value != 0) == kept.env.truncated).all()
+            torch.testing.assert_close(now.value.reshape(20, 3)[valid], samples.agent.agent_info.value[valid])
+            torch.testing.assert_close(now.log_prob.reshape(20, 3)[valid], samples.agent.agent_info.log_prob[valid])
+            for b in range(3):
+                np.testing.assert_allclose(
+                    advantage[:, b][valid[:, b]], advantages(kept, b)[kept.env.valid[:, b]], 1e-4
+                )
+    assert n_values > 20
+
+
+def test_transitions_and_replays_leave_the_resets_out() -> None:
+    replay = Replay(500, n_step=2, discount=1.0, max_truncations=500, seed=0)
+    pieces = Replay(500, sequences=Sequences(5), max_truncations=500, seed=0)
+    with SerialSampler(
+        partial(synced, partial(TwoActions, length=4)), batch_T=9, batch_B=3, collector_cls=VectorEnvCollector
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(8):
+            samples, _ = sampler.obtain_samples(itr)
+            steps = samples.transitions()
+            assert len(steps.reward) == int(samples.env.valid.sum())
+            torch.testing.assert_close(steps.next_observation[:, 1], steps.observation[:, 1] + 1)
+            torch.testing.assert_close(steps.next_observation[:, 0], steps.observation[:, 0])
+            replay.append(samples)
+            pieces.append(samples)
+    batch = replay.sample(300)
+    count = batch.observation[:, 1] - 1  # steps before this one, of 4
+    taken = torch.minimum(torch.full_like(count, 2), 4 - count)
+    torch.testing.assert_close(batch.next_observation[:, 1] - 1, count + taken)
+    torch.testing.assert_close(batch.return_, torch.where(taken == 2, 2 * count + 3, count + 1))
+    sequence = pieces.sample(100)
+    starts, mask = sequence.observation[:5, :, 1] == 1, sequence.mask
+    assert (sequence.prev_done[:5][mask] == starts[mask]).all()
+    assert starts[mask].any()
+
+
+def test_workers_that_write_into_a_replay_leave_the_resets_out() -> None:
+    replay = Replay(500, discount=1.0, max_truncations=500, seed=0)
+    env_fn = partial(synced, partial(TwoActions, length=4))
+    sizes: dict[str, Any] = {"batch_T": 9, "batch_B": 4, "n_workers": 2, "collector_cls": VectorEnvCollector}
+    with AsyncSampler(env_fn, replay=replay, **sizes) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.start()
+        for _ in range(3):
+            batch = replay.sample(300)
+            torch.testing.assert_close(batch.next_observation[:, 1], batch.observation[:, 1] + 1)
+            torch.testing.assert_close(batch.next_observation[:, 0], batch.observation[:, 0])
+
+
+class Masked(gym.Env[Any, Any]):
+    """One action is legal at each step, and none after the last."""
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Dict({"at": spaces.Discrete(6), "mask": spaces.MultiBinary(3)})
+        self.action_space = spaces.Discrete(3)
+
+    def _observe(self) -> Any:
+        return {"at": self.at, "mask": np.array([self.at < 5 and self.at % 3 == i for i in range(3)], np.int8)}
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.at = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        self.at += 1
+        return self._observe(), 1.0, self.at == 5, False, {}
+
+
+def test_an_observation_that_allows_no_action_may_end_an_episode() -> None:
+    agent = RandomAgent(mask_key="observation.mask")
+    for samples, infos in batches(partial(synced, Masked), agent=agent):
+        assert all(info["Length"] == 5 for info in infos)
+        if samples is not None:
+            valid = samples.env.valid
+            assert not valid.all()
+            assert (samples.agent.action[valid] == samples.env.observation.at[valid] % 3).all()
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_a_central_server_gives_the_same(n_workers: int) -> None:
+    env_fn = partial(synced, partial(TwoActions, length=4))
+    kwargs: dict[str, Any] = {"agent": RecurrentCategoricalPgAgent(Memory), "eval_n_envs": 0}
+    sizes = {"batch_T": 30, "batch_B": 4, "collector_cls": VectorEnvCollector}
+    found = run(SerialSampler, env_fn, kwargs["agent"], 3, **sizes)
+    other = run(GpuSampler, env_fn, RecurrentCategoricalPgAgent(Memory), 3, n_workers=n_workers, **sizes)
+    assert_same(batches_of(found), batches_of(other), rtol=1e-5, atol=1e-5)
+
+
+class Into(SyncVectorEnv):
+    """Writes in place."""
+
+    def step(self, actions: Any) -> Any:
+        return super().step(actions)
+
+    def step_into(self, out: Any, actions: Any) -> Any:
+        out[...], *rest = super().step(actions)
+        return tuple(rest)
+
+
+def test_an_environment_that_writes_in_place_gives_the_same() -> None:
+    def env_fn(num_envs: int) -> Any:
+        return Into([cartpole] * num_envs)
+
+    assert_same(batches(partial(synced, cartpole)), batches(env_fn))
+
+
+def test_an_environment_id_means_its_batched_environment() -> None:
+    """It has one random stream, so only runs with the same number of workers are equal."""
+    kwargs: dict[str, Any] = {"env_kwargs": {"max_episode_steps": 25}}
+    found = batches("CartPole-v1", **kwargs)
+    assert_same(found, batches("CartPole-v1", ParallelSampler, n_workers=1, **kwargs))
+    env: Any = gym.make_vec("CartPole-v1", 5, "vector_entry_point", max_episode_steps=25)
+    assert assert_as_plain_loop(env, env_seeds(5)[0], batches_of(found)) > 10
+
+
+def test_an_id_without_a_batched_environment_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"FrozenLake-v1 has no batched environment .*leave collector_cls out"):
+        batches("FrozenLake-v1")
+
+
+def test_an_environment_that_does_not_tell_its_mode_is_refused() -> None:
+    def silent(num_envs: int) -> Any:
+        env = synced(CountingEnv, num_envs)
+        del env.metadata["autoreset_mode"]
+        return env
+
+    with (
+        SerialSampler(silent, batch_T=2, batch_B=2, collector_cls=VectorEnvCollector) as sampler,
+        pytest.raises(WorkerError, match=r"set metadata\['autoreset_mode'\]"),
+    ):
+        sampler.initialize(RandomAgent())
+
+
+def test_single_environments_waste_no_step() -> None:
+    """The valid steps are those of single environments."""
+    found = batches_of(batches(partial(synced, partial(CountingEnv, length=4))))
+    single = batches_of(
+        batches(partial(CountingEnv, length=4), collector_cls=ResetCollector, max_decorrelation_steps=0)
+    )
+    for b in range(5):
+        ours = np.concatenate([samples.env.observation[:, b][samples.env.valid[:, b]] for samples in found])
+        theirs = np.concatenate([samples.env.observation[:, b] for samples in single])
+        np.testing.assert_array_equal(ours, theirs[: len(ours)])

@@ -1,0 +1,130 @@
+"""Columns of a batched environment that belong together, such as the players of one game."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
+
+from penstock import (
+    AlternatingSampler,
+    ConfigError,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    ResetCollector,
+    SerialSampler,
+    VectorEnvCollector,
+)
+from penstock.envs import SameStep
+
+from ..support import assert_same, run
+
+pytestmark = pytest.mark.slow
+
+
+class Games(SameStep):
+    """Games of three players. Everybody sees all actions and the place in the game, and all play to the same end."""
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs, self.games = num_envs - num_envs % 3 or 3, num_envs // 3
+        self.single_observation_space = spaces.Box(0, 99, (4,), np.float32)
+        self.single_action_space = spaces.Discrete(5)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.rngs = [np.random.default_rng(each) for each in seed[::3]]
+        self.left = np.array([rng.integers(3, 9) for rng in self.rngs])
+        return self._observe(np.zeros(self.num_envs)), {}
+
+    def _observe(self, actions: Any) -> Any:
+        shared = np.repeat(np.reshape(actions, (-1, 3)), 3, axis=0)
+        return np.column_stack([shared, np.arange(self.num_envs) % 3]).astype(np.float32)
+
+    def advance(self, actions: Any) -> Any:
+        self.left -= 1
+        done = np.repeat(self.left == 0, 3)
+        return self._observe(actions), actions.astype(np.float64), done, np.zeros_like(done), {}
+
+    def reset_rows(self, rows: Any) -> Any:
+        games = np.unique(rows // 3)
+        assert len(rows) == 3 * len(games)
+        for game in games:
+            self.left[game] = self.rngs[game].integers(3, 9)
+        return self._observe(np.zeros(self.num_envs))[rows], {}
+
+
+class Threes(VectorEnvCollector):
+    rows_per_env = 3
+
+
+SIZES: dict[str, Any] = {"batch_T": 25, "batch_B": 12, "eval_n_envs": 6, "eval_max_steps": 240}
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs"),
+    [
+        (ParallelSampler, {"n_workers": 1}),
+        (ParallelSampler, {"n_workers": 2}),
+        (ParallelSampler, {"n_workers": 3}),
+        (ParallelSampler, {"n_workers": 4}),
+        (GpuSampler, {"n_workers": 3}),
+        (GpuSampler, {"n_workers": 2, "serve_envs": 3}),
+        (GpuSampler, {"n_workers": 2, "serve_envs": "auto"}),
+        (AlternatingSampler, {"n_workers": 2}),
+    ],
+)
+def test_rows_that_belong_together_are_never_cut(cls: Any, kwargs: Any) -> None:
+    found = run(SerialSampler, Games, None, 3, range(3), collector_cls=Threes, **SIZES)
+    assert_same(found, run(cls, Games, None, 3, range(3), collector_cls=Threes, **SIZES, **kwargs))
+    for samples, infos in found:
+        assert infos
+        if samples is not None:
+            assert (samples.env.observation[1:, :, :3].reshape(24, 4, 3, 3).std(axis=2) == 0).all()
+            assert (samples.env.done.reshape(25, 4, 3).std(axis=2) == 0).all()
+
+
+def test_there_are_no_more_workers_than_games(caplog: Any) -> None:
+    with ParallelSampler(Games, batch_T=2, batch_B=6, n_workers=3, collector_cls=Threes) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        assert [len(worker.env_ranks) for worker in sampler.stats().workers] == [3, 3]
+    assert "2 are enough" in caplog.text
+
+
+class Cut(ResetCollector):
+    rows_per_env = 3
+
+
+class Wrong(VectorEnvCollector):
+    rows_per_env = 0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"batch_B": 8}, "batch_B must be a multiple of 3, the rows_per_env of Threes, got 8"),
+        ({"eval_n_envs": 4}, "eval_n_envs must be a multiple of 3, the rows_per_env of Threes, got 4"),
+        ({"collector_cls": Cut}, "rows_per_env of Cut is for batched environments"),
+        ({"collector_cls": Wrong}, "rows_per_env of Wrong must be"),
+    ],
+)
+def test_other_sizes_are_refused(kwargs: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SerialSampler(Games, **{**SIZES, "collector_cls": Threes, **kwargs})
+
+
+def test_the_main_process_steps_whole_games() -> None:
+    with pytest.raises(ConfigError, match="a multiple of the 3 rows_per_env, got 4"):
+        GpuSampler(Games, **SIZES, collector_cls=Threes, serve_envs=4)
+
+
+def test_without_it_the_error_says_what_to_do() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"got Games.*rows_per_env"),
+        SerialSampler(Games, batch_T=2, batch_B=6, collector_cls=VectorEnvCollector) as sampler,
+    ):
+        sampler.initialize(RandomAgent())

@@ -1,0 +1,32 @@
+"""EnvPool in workers: one batch per seed whatever the workers, and what a plain loop sees."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from penstock import ParallelSampler, SerialSampler, VectorEnvCollector
+from penstock.envs import BatchedEnvPool
+
+from ..batched_support import assert_as_plain_loop, env_seeds
+from ..support import assert_same, batches_of, run
+
+pytest.importorskip("envpool")
+pytestmark = pytest.mark.slow
+
+TASKS: dict[str, dict[str, Any]] = {
+    "CartPole-v1": {"max_episode_steps": 20},
+    "Pong-v5": {"img_height": 21, "img_width": 21, "max_episode_steps": 12},
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_one_batch_per_seed_whatever_the_workers(task: str) -> None:
+    env_fn = partial(BatchedEnvPool, task, **TASKS[task])
+    sizes = {"batch_T": 30, "batch_B": 4, "eval_n_envs": 3, "eval_max_steps": 120, "collector_cls": VectorEnvCollector}
+    found = run(SerialSampler, env_fn, None, 2, range(2), **sizes)
+    for n_workers in (1, 2, 3):
+        assert_same(found, run(ParallelSampler, env_fn, None, 2, range(2), n_workers=n_workers, **sizes))
+    assert assert_as_plain_loop(env_fn(4), env_seeds(4, small=False), batches_of(found)) > 8
