@@ -563,7 +563,7 @@ def test_given_spaces_are_refused(cls: type[Sampler]) -> None:
     given = game.observation_space("a0"), game.action_space("a0")
     with (
         cls(ScriptedGame, batch_T=2, batch_B=2, spaces=given) as sampler,
-        pytest.raises(WorkerError, match=r"of several agents for env_rank 0, but .*: leave `spaces` out"),
+        pytest.raises(WorkerError, match=r"of several agents for env_rank [01], but .*: leave `spaces` out"),
     ):
         sampler.initialize(RandomAgent(), seed=0)
 
