@@ -211,7 +211,7 @@ def test_squashed_actions_have_the_recorded_log_prob(kind: str, is_dict: bool, w
             found, recorded = agent.evaluate(part), part.agent.agent_info.log_prob
             assert found.log_prob.shape == recorded.shape == found.entropy.shape
             error = (found.log_prob - recorded).abs() / recorded.abs().clamp(min=1)
-            assert not (error[part.env.valid] > 1e-6).any()
+            assert not (error[part.env.valid] > 3e-6).any()  # 25 roundings of float32
         with pytest.raises(ConfigError, match=r"returns no value: use your critics"):
             _ = found.value
     (found.log_prob.sum() + found.entropy.sum()).backward()
