@@ -70,6 +70,12 @@ class Shard:
     figures: tuple[WorkerStats, ...] = ()  #: of this actor's workers, when it was last asked
     earlier: tuple[WorkerStats, ...] = ()  #: of the workers of the actors before it
 
+    @property
+    def columns(self) -> slice:
+        """Its columns of the samples buffer."""
+        cells = self.plan.cells[0]  # all shards have one policy
+        return slice(cells.start, cells.stop)
+
     def totals(self) -> tuple[WorkerStats, ...]:
         """The figures of the workers of all its actors. Empty while no actor has answered."""
         if len(self.figures) != len(self.earlier):

@@ -298,7 +298,7 @@ class ShardPool:
         return self._leaves[self._current.command.batch % len(self._leaves)]
 
     def _store(self, shard: Shard, reply: Reply) -> None:
-        columns, slot = slice(shard.plan.cells[0].start, shard.plan.cells[0].stop), self._slot
+        columns, slot = shard.columns, self._slot
         for path, array in reply.arrays.items():
             slot[path][place_of(path, columns)] = array
 
@@ -309,9 +309,8 @@ class ShardPool:
         missing = [shard for shard in self.shards if shard not in self._current.answered]
         for shard in missing:
             shard.missing += 1
-            columns = slice(shard.plan.cells[0].start, shard.plan.cells[0].stop)
             for path, target in self._slot.items():
-                target[place_of(path, columns)] = 0
+                target[place_of(path, shard.columns)] = 0
         _log.info("%s: without %s", during, ", ".join(map(str, missing)))
 
     @property

@@ -24,6 +24,8 @@ EpisodeEndHook = Callable[[int, Any, Any, bool, bool], Any]
 class EnvBatch(Protocol):
     """What `EnvColumns` (single environments) and `VectorColumns` (one batched environment) have in common.
 
+    `SeatColumns` only records: `Games` resets and steps its environments. So the methods for that have a body here.
+
     Raises `SpaceError`, with the field and the env_rank, for data that do not fit. `arrays` are arrays `[T, B, ...]`,
     nested as `arrays_like` returns them.
     """
@@ -33,7 +35,7 @@ class EnvBatch(Protocol):
     observation_space: gym.Space[Any]  #: the observation space of one environment
     checks: Checks  #: the optional checks to make
     parked: list[int]  #: the columns that `step` ignores, ascending
-    resetting: Sequence[int] = ()  #: those of them that the next `step` only resets, in `AutoresetMode.NEXT_STEP`
+    resetting: Sequence[int] = ()  #: the parked columns that the next `step` resets (`AutoresetMode.NEXT_STEP`)
     keep_infos: bool  #: whether `step` leaves its infos in `infos`
     observations: Any  #: the current observations: a list of elements, or a batch
     rewards: Any  #: the rewards of the last step `[B]`: a list or an array

@@ -7,18 +7,18 @@ yet. `SeatColumns` has the seats of one policy. `Games` steps the environments, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
 
 from penstock.buffers.tree import map_tree
-from penstock.collectors.action_checks import NO_CHECKS, Checks, check_row
+from penstock.collectors.action_checks import NO_CHECKS, Checks
 from penstock.collectors.columns import ListedColumns
 from penstock.collectors.tracking import StepHook, snapshot
 from penstock.envs.checks import episode_flags, require_info, require_number, step_values
 from penstock.envs.examples import example_of
-from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
+from penstock.envs.rows import action_splitter, arrays_like
 from penstock.envs.seats import AgentId, ParallelView, SeatRank, are_by_agent
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import Phase, Progress
@@ -33,7 +33,7 @@ class SeatColumns(ListedColumns):
     `parked` are the idle ones. Their observations are zero, and so are their rewards after the row in which they ended.
     """
 
-    envs: Sequence[Any] = ()  # `Games` has them: a seat has no environment of its own
+    envs: Sequence[Any] = ()  # `Games` has the environments
     env_ranks: Sequence[SeatRank]
 
     def __init__(
@@ -78,12 +78,8 @@ class SeatColumns(ListedColumns):
         for column in self.parked:
             self.rewards[column], self.infos[column] = 0.0, {}
 
-    def _write_row(self, arrays: object, t: int) -> None:
-        try:
-            write_row(arrays, t, self.observations)
-            check_row(self.checks, self.observation_space, arrays, t, self.observations, skip=self.parked)
-        except ColumnError as error:
-            raise self.with_env_rank(error.column, error) from None
+    def _write_row(self, arrays: object, t: int, skip: Collection[int] = ()) -> None:
+        super()._write_row(arrays, t, self.parked)
 
     def check_late(self, column: int, reward: float) -> None:
         """With `check_finite`, raise `SpaceError` for a late reward that is NaN or inf."""

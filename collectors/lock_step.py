@@ -26,8 +26,8 @@ from penstock.workers.control import WHO_BITS, Phase, UntimedProgress
 class Desk(Collector):
     """Acts for the seats of one policy, and records them.
 
-    The agent acts for idle seats too, and what it does for them is then set to zero. So the random numbers and the
-    shapes do not depend on who is there. A seat's state is reset when its agent joins.
+    The agent acts for idle seats too, and their actions and `agent_info` are then set to zero. So the random numbers
+    and the shapes do not depend on which seats are idle. A seat's state is reset when its agent joins.
     """
 
     envs: SeatColumns
@@ -215,7 +215,7 @@ class LockStepCollector:
             desk.agent.reset()
 
     def restart(self, streams: ColumnStreams) -> None:
-        """Before the first batch: start again with other streams, those of a saved run that is continued."""
+        """Before the first batch: start again with other streams, because a saved run is continued."""
         self.streams = streams
         for desk in self.desks:
             desk.streams = ColumnStreams(streams.seed, desk.streams.env_ranks, streams.generation, desk.streams.seats)
@@ -274,7 +274,7 @@ class LockStepCollector:
     # ---- before the first row --------------------------------------------------------------
 
     def _reset(self, seeds: Sequence[int | None], is_used: Callable[[int], bool] = lambda e: True) -> None:
-        """Reset the environments that are used; in the others nobody is there."""
+        """Reset the environments that are used. All seats of the others are idle."""
         for desk in self.desks:
             desk.start_afresh()
         self.tracker.restart()

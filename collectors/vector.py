@@ -50,10 +50,10 @@ _REFUSALS = (TypeError, ValueError, OverflowError, AssertionError, gym.error.Err
 class VectorEnvCollector(ResetCollector):
     """A `ResetCollector` for batched environments: `env_fn(num_envs=n)` returns a `gymnasium.vector.VectorEnv`.
 
-    The environment may reset a column in the step that ends its episode (`AutoresetMode.SAME_STEP`), leave the reset to
-    the caller (`DISABLED`), or reset it in the step after, which ignores its action (`NEXT_STEP`, Gymnasium's default).
-    Then this step is not `valid`: its fields are zero, and it belongs to no trajectory. Raises `ConfigError` for an
-    environment whose `metadata` has no `autoreset_mode`.
+    The environment may reset a column in the step that ends its episode (`AutoresetMode.SAME_STEP`), or leave the reset
+    to the caller (`DISABLED`). In the mode `NEXT_STEP`, Gymnasium's default, it resets the column in the next step and
+    ignores its action. This step is not `valid`: its fields are zero, and it belongs to no trajectory. Raises
+    `ConfigError` for an environment whose `metadata` has no `autoreset_mode`.
 
     Rows are recorded as a whole. Single columns are handled one by one only for an agent with state and for a subclass
     of `TrajInfo`.
@@ -148,7 +148,7 @@ class VectorColumns(EnvBatch):
         self.keep_infos = False
         self.parked: list[int] = []
         self.resetting: list[int] = []
-        self._kept_parked: list[int] = []  # those of `parked` that a step does not end
+        self._kept_parked: list[int] = []  # the columns that stay parked until `unpark_all`
 
     def __getitem__(self, column: int) -> Any:
         raise ConfigError("a batched environment has no single environments: self.envs.env is all of them")

@@ -13,7 +13,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
 from penstock.buffers.reports import in_one_line
-from penstock.envs.seats import ParallelView, is_parallel, registered
+from penstock.envs.seats import PLAYED_IN_TURNS, ParallelView, is_parallel, registered
 from penstock.envs.seeding import Purpose
 from penstock.errors import ConfigError, brief
 
@@ -63,10 +63,7 @@ class EnvFactory:
         if not isinstance(env, gym.Env):
             remedy = ""
             if hasattr(env, "agent_iter"):
-                remedy = (
-                    ". This environment is played in turns (PettingZoo's AECEnv), and penstock samples environments in "
-                    "which all agents act at the same time: give a ParallelEnv"
-                )
+                remedy = f". This environment {PLAYED_IN_TURNS}"
             elif is_parallel(env):
                 remedy = ". Environments of several agents are for samplers and for ShmVectorEnv"
             elif hasattr(env, "step"):

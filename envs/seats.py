@@ -23,6 +23,12 @@ from penstock.errors import ConfigError, SpaceError, brief
 
 GLOBAL_STATE = "global_state"  # the name of the state of the whole environment in an observation
 
+#: The end of an error for PettingZoo's other kind of environment.
+PLAYED_IN_TURNS = (
+    "is played in turns (PettingZoo's AECEnv), and penstock samples environments in which all agents act at the same "
+    "time: give a ParallelEnv"
+)
+
 AgentId = Hashable  # usually a text; integers are fine
 Result = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]
 
@@ -112,10 +118,7 @@ def registered(env_id: str) -> Callable[..., Any] | None:
         pettingzoo.spec("aec", env_id)
     except unknown:
         return None
-    raise ConfigError(
-        f"env_fn={env_id!r} is played in turns (PettingZoo's AECEnv), and penstock samples environments in which all "
-        "agents act at the same time: give a ParallelEnv"
-    )
+    raise ConfigError(f"env_fn={env_id!r} {PLAYED_IN_TURNS}")
 
 
 class ParallelView:

@@ -21,6 +21,7 @@ from penstock.buffers.episode_log import EpisodeLog
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import map_leaves
 from penstock.buffers.reports import in_one_line
+from penstock.buffers.samples import layouts_of
 from penstock.collectors import (
     BaseEvalCollector,
     Collector,
@@ -115,7 +116,7 @@ def allocate(
     if isinstance(built, ParallelView):
         close_example_env(built)
         sides = (train, env_range.first_env_rank), (evals, env_range.first_eval_env_rank)
-        seating, seats = find_seating(sides, agents, setup.policy_of, setup.seat_width)
+        seating, seats = find_seating(sides, agents, setup.policy_of, setup.seat_width, (train[0], built))
         _refuse_with_seats(config, setup, seating)
         plans = tuple(seating.with_cells(plan) for plan in plans)
         examples = [_of_one_seat(factory, agent_id) for factory, agent_id in seats]
@@ -283,8 +284,7 @@ def _allocate_memory(
     server: dict[str, Any] = {}
     if setup.central:
         numbers = [cells[0].stop for cells in (plans[-1].cells, plans[-1].eval_cells)]
-        slot = buffer.slots[0]
-        own = slot if "valid" in slot else slot.values()[0]  # of the only policy
+        own = layouts_of(buffer.slots[0])[0]  # of the only policy
         for name, n in zip(("steps", "eval_steps"), numbers, strict=True):
             server[name] = StepBuffer(own, n, shared=shared) if n else None
         server["totals"] = ServerTotals(max(numbers), shared=shared)

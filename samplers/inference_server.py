@@ -17,6 +17,7 @@ from penstock.agents.agent import Agent
 from penstock.agents.joint import JointSeats
 from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
+from penstock.buffers.samples import layouts_of
 from penstock.envs.examples import example_of
 from penstock.envs.seeding import Purpose
 from penstock.errors import ConfigError, SamplerBrokenError, WorkerError
@@ -99,8 +100,8 @@ class InferenceServer:
         if options.compile_options is not None:
             agent.runtime.compile_model(options.compile_options)
         self._train = _inference_batch(agent, options, memory.steps, Purpose.ACTION)
-        slots = [slot if "valid" in slot else slot.values()[0] for slot in memory.slots]  # those of the only policy
-        self._last_rows = [slot.observation[-1] for slot in slots]  # by slot of the samples buffer
+        # By slot of the samples buffer; there is only one policy.
+        self._last_rows = [layouts_of(slot)[0].observation[-1] for slot in memory.slots]
         self._eval = None
         if memory.eval_steps is not None:
             self._eval = _inference_batch(agent, options, memory.eval_steps, Purpose.EVAL_ACTION)

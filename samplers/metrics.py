@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,13 +84,14 @@ class SamplerMetrics:
         if self._policies:
             figures["sampler/agent_steps"] = self.agent_steps
             figures["sampler/late_rewards"] = stats.late_rewards
-        for group, infos in (("train", self.training), ("eval", self.evaluation)):
+        for group, infos, most in (("train", self.training, _NEWEST), ("eval", self.evaluation, sys.maxsize)):
             if infos is not None:
                 # With several agents, those of a policy and whole games are told apart.
                 games = [info for info in infos if info.agent_id is None] if self._policies else infos
-                figures.update(self._summary(group, games))
+                figures.update(self._summary(group, games, most))
                 for name in self._policies:
-                    figures.update(self._summary(f"{group}/{name}", [info for info in infos if info.policy == name]))
+                    own = [info for info in infos if info.policy == name]
+                    figures.update(self._summary(f"{group}/{name}", own, most))
         return {name: float(value) for name, value in figures.items()}
 
     def _shares(self, group: str, seconds: tuple[float, ...]) -> dict[str, float]:
@@ -102,8 +104,9 @@ class SamplerMetrics:
             f"{group}/{kind}_share": part / total if total else 0.0 for kind, part in zip(_KINDS, spent, strict=False)
         }
 
-    def _summary(self, group: str, infos: Iterable[TrajInfo]) -> dict[str, float]:
-        infos = list(infos)[-_NEWEST:] if group.startswith("train") else list(infos)
+    def _summary(self, group: str, infos: Iterable[TrajInfo], most: int) -> dict[str, float]:
+        """The means of the newest trajectories, `most` at the most."""
+        infos = list(infos)[-most:]
         figures: dict[str, float] = {f"{group}/trajectories": len(infos)}
         for name in self._names:
             found = [getattr(info, name, None) for info in infos]

@@ -278,8 +278,7 @@ class Sampler(TakesEnvFn, ABC):
         #: The spaces of the agent. With a dict of agents, a dict of the spaces of each.
         self.observation_space: Any = self._by_policy({name: own.observation_space for name, own in each.items()})
         self.action_space: Any = self._by_policy({name: own.action_space for name, own in each.items()})
-        is_shared = self._seating is None or self._seating.is_shared
-        self._version_word = self._memory.parameters[0].version_word if is_shared else None
+        self._version_word = self._memory.parameters[0].version_word if self._is_shared else None
         self._games: Counter[int] = Counter()  # with several agents: how many games have ended, by env_rank
         self._warned_of_late_rewards = False
         #: The last batch as `Samples` of numpy arrays. The tensors of `obtain_samples` use the same memory.
@@ -299,12 +298,16 @@ class Sampler(TakesEnvFn, ABC):
         """The agent, or that of the first policy."""
         return next(iter(self._agents.values()))
 
+    @property
+    def _is_shared(self) -> bool:
+        """Whether one agent was given, and not a dict of agents."""
+        return self._seating is None or self._seating.is_shared
+
     def _by_policy(self, values: dict[str, Any]) -> Any:
         """`values` by policy; the only one, where one agent was given."""
-        is_shared = self._seating is None or self._seating.is_shared
-        return next(iter(values.values())) if is_shared else values
+        return next(iter(values.values())) if self._is_shared else values
 
-    def _newest_versions(self) -> Any:
+    def _newest_versions(self) -> dict[str, int]:
         """The versions of the newest parameters of a dict of agents."""
         parameters = self._memory.parameters
         return {name: own.version for name, own in zip(self._agents, parameters, strict=True)}
@@ -379,8 +382,10 @@ class Sampler(TakesEnvFn, ABC):
     def _count_agents(self, samples: Any) -> None:
         """With several agents: count their steps for `metrics`, and log once if rewards came late."""
         self._metrics.agent_steps += sum(int(np.count_nonzero(own.env.valid)) for own in parts_of(samples))
+        if self._warned_of_late_rewards:
+            return
         n = sum(self._memory.control.snapshot(plan.worker_rank).late_rewards for plan in self._plans)
-        if n and not self._warned_of_late_rewards:
+        if n:
             self._warned_of_late_rewards = True
             _log.warning(
                 "%d rewards have come for agents that had ended or had not joined yet. They are in no cell of the "

@@ -64,13 +64,9 @@ class SamplerPlan(WorkerPlan):
 
     def __post_init__(self) -> None:
         if not self.cells:  # one agent in each environment
-            own = {"cells": (self.columns,), "n_records": len(self.columns)}
-            for name, value in {
-                **own,
-                "eval_cells": (self.eval_columns,),
-                "n_eval_records": len(self.eval_columns),
-            }.items():
-                object.__setattr__(self, name, value)
+            for prefix, columns in (("", self.columns), ("eval_", self.eval_columns)):
+                object.__setattr__(self, f"{prefix}cells", (columns,))
+                object.__setattr__(self, f"n_{prefix}records", len(columns))
 
     @property
     def env_text(self) -> str:

@@ -85,25 +85,30 @@ class Seating:
 
 
 def find_seating(
-    sides: Sequence[tuple[Sequence[EnvFactory], int]], agents: Any, policy_of: PolicyOf | None, width: int
+    sides: Sequence[tuple[Sequence[EnvFactory], int]],
+    agents: Any,
+    policy_of: PolicyOf | None,
+    width: int,
+    first: tuple[EnvFactory, ParallelView],
 ) -> tuple[Seating, Sequence[tuple[EnvFactory, AgentId]]]:
     """Who sits where, and for each policy a factory and an agent that stand for its seats.
 
     `sides`: the factories of the training environments and the env_rank of the first, and those of evaluation. An
-    example of each kind of environment is built. Raises `ConfigError`, or `SpaceError` if two seats of a policy have
-    different spaces. `width` is the least one: that of all shards together, in a shard.
+    example of each kind of environment is built, except of the `first`, which comes with its factory. Raises
+    `ConfigError`, or `SpaceError` if two seats of a policy have different spaces. `width` is the least one: that of all
+    shards together, in a shard.
     """
-    seen: list[tuple[EnvFactory, ParallelView]] = []
+    seen = [first]
     views = [[_seen_as(factory, seen) for factory in factories] for factories, _ in sides]
     policies, is_shared = _names(agents), not isinstance(agents, Mapping)
     choose = _chooser(policy_of, policies, is_shared=is_shared)
     train, evaluation = (
         Seats(
             [view.possible_agents for view in own],
-            [[choose(agent, first + b) for agent in view.possible_agents] for b, view in enumerate(own)],
-            first,
+            [[choose(agent, first_rank + b) for agent in view.possible_agents] for b, view in enumerate(own)],
+            first_rank,
         )
-        for own, (_, first) in zip(views, sides, strict=True)
+        for own, (_, first_rank) in zip(views, sides, strict=True)
     )
     width = max(width, 1 + max(len(view.possible_agents) for own in views for view in own))
     seating = Seating(policies, is_shared, train, evaluation, width)
