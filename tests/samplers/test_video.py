@@ -4,6 +4,8 @@ import contextlib
 import importlib.util
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +59,7 @@ class Painted(CountingEnv):
 
 
 @pytest.fixture
-def moviepy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def moviepy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A stub of moviepy, also for workers."""
     folder = tmp_path / "stub/moviepy/video/io"
     folder.mkdir(parents=True)
@@ -65,8 +67,15 @@ def moviepy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (package / "__init__.py").touch()
     (folder / "ImageSequenceClip.py").write_text(STUB)
     monkeypatch.syspath_prepend(tmp_path / "stub")
-    for name in [name for name in os.sys.modules if name.split(".")[0] == "moviepy"]:  # type: ignore[attr-defined]
-        monkeypatch.delitem(os.sys.modules, name)  # type: ignore[attr-defined]
+    for name in _imported_moviepy():
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in _imported_moviepy():  # other tests must not find the stub
+        del sys.modules[name]
+
+
+def _imported_moviepy() -> list[str]:
+    return [name for name in sys.modules if name.split(".")[0] == "moviepy"]
 
 
 EVAL: dict[str, Any] = {
