@@ -152,6 +152,8 @@ def nothing_left(_servers: None) -> Iterator[None]:
     gc.collect()  # slow, so only if something is left that garbage may hold
     left = [psutil.Process(pid) for pid in _children() - before[0] if psutil.pid_exists(pid)]
     psutil.wait_procs(left, timeout=2)
+    for thread in set(threading.enumerate()) - before[3]:
+        thread.join(2)  # it may be about to end, on a busy machine
     names, deadline = _shm_names() - before[2], time.monotonic() + 30
     while names and time.monotonic() < deadline:
         time.sleep(0.01)  # tests in other processes have names there too, while they run

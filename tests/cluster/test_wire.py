@@ -50,6 +50,10 @@ class Echo:
             else:
                 letter.reply(letter.message)
 
+    def close(self) -> None:
+        self.inbox.close()
+        self._thread.join(10)
+
 
 @pytest.fixture
 def server(wires: Wires) -> Wire:
@@ -62,8 +66,10 @@ def inbox(server: Wire) -> Inbox:
 
 
 @pytest.fixture
-def echo(inbox: Inbox) -> Echo:
-    return Echo(inbox)
+def echo(inbox: Inbox) -> Iterator[Echo]:
+    made = Echo(inbox)
+    yield made
+    made.close()
 
 
 @pytest.fixture
