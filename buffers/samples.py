@@ -368,7 +368,8 @@ class Samples(FixedFields):
     @property
     def batch(self) -> int | None:
         """The number of the batch, counted from 0; None for a copy."""
-        return None if self.status is None else self.status.batch
+        status = self.status
+        return None if status is None else status.batch
 
     @property
     def is_current(self) -> bool:
@@ -665,8 +666,7 @@ def with_status(samples: Samples, status: BatchStatus | None) -> Samples:
     """A new object with the same arrays and this status."""
     new: Samples = object.__new__(type(samples))
     object.__setattr__(new, "_values", samples._values)
-    if status is not None:
-        object.__setattr__(new, "_status", status)
+    object.__setattr__(new, "_status", status)  # also None: a slot that is not set takes 2 us to read
     return new
 
 

@@ -34,7 +34,8 @@ class Batches:
         """The tensors of this batch, as a new object. `valid_until`: see `Samples`."""
 
         def handed_out(own: Samples) -> Samples:
-            n_seats = None if own.status is None else own.status.n_seats
+            status = own.status
+            n_seats = None if status is None else status.n_seats
             if self._debug:  # these objects will be made unusable, so each batch needs its own
                 own = Samples(env=copy.copy(own.env), agent=copy.copy(own.agent))
             return with_status(own, BatchStatus(batch, valid_until, n_seats=n_seats))
@@ -50,8 +51,9 @@ class Batches:
         batch = samples.batch
         assert batch is not None
         for own in parts_of(samples):
-            assert own.status is not None
-            own.status.is_current = False
+            status = own.status
+            assert status is not None
+            status.is_current = False
         # Torch does not see what workers write. Without this, a backward pass through a graph on this batch would give
         # a wrong gradient. With it, the backward pass raises an error.
         self._tell_torch(self._leaves[batch % self.n_slots])

@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -85,28 +84,45 @@ class deferred:
     __del__ = __exit__
 
 
-@contextmanager
-def nested() -> Iterator[None]:
-    """Defer Ctrl-C inside an `allowed()` block of a `deferred()` one. Cheap: nothing is installed."""
-    _state.depth += 1
-    try:
-        yield
-    finally:
+class _Nested:
+    """A class, as `deferred` is: the inference server uses it at every time step."""
+
+    def __enter__(self) -> None:
+        _state.depth += 1
+
+    def __exit__(self, *exception: object) -> None:
         _state.depth -= 1
         if not _state.depth:
             _handle_pending()
 
 
-@contextmanager
-def allowed() -> Iterator[None]:
-    """Let Ctrl-C through: the work here can stop at any moment. One that is pending comes first."""
-    depth = _state.depth
-    try:
-        _state.depth = 0
-        _handle_pending()
-        yield
-    finally:
-        _state.depth = depth
+_nested = _Nested()
+
+
+def nested() -> _Nested:
+    """Defer Ctrl-C inside an `allowed()` block of a `deferred()` one. Cheap: nothing is installed."""
+    return _nested
+
+
+class allowed:
+    """Let Ctrl-C through: the work here can stop at any moment. One that is pending comes first.
+
+    A class, as `deferred` is.
+    """
+
+    _depth = 0
+
+    def __enter__(self) -> None:
+        self._depth, _state.depth = _state.depth, 0
+        if _state.is_pending:
+            try:
+                _handle_pending()
+            except BaseException:
+                self.__exit__()
+                raise
+
+    def __exit__(self, *exception: object) -> None:
+        _state.depth = self._depth
 
 
 def _on_sigint(number: int, frame: FrameType | None) -> None:
