@@ -22,9 +22,9 @@ from penstock.samplers.central import pool_with_server
 from penstock.samplers.config import SamplerState
 from penstock.samplers.inference_server import ServerOptions
 from penstock.samplers.parallel import ParallelSampler, pool_options
-from penstock.samplers.readiness import LockStep
+from penstock.samplers.readiness import first_ready
 from penstock.samplers.sampler_plan import EnvRange
-from penstock.samplers.stats import Lags, SamplerStats
+from penstock.samplers.stats import Lags, SamplerStats, ServerStats
 from penstock.workers.control import RING, Command
 from penstock.workers.pool import WorkerPool
 from penstock.workers.spinning import SPIN_SECONDS
@@ -66,6 +66,9 @@ class AsyncSampler(ParallelSampler):
             soon as a slot is free, with the parameters that are the newest then. With a replay, 1 needs a `ratio`.
         server: None: each worker acts, with its own copy of the agent. "process": a separate process, the
             inference server, acts for all of them, as in `GpuSampler(server="process")`.
+        min_ready, max_wait: as in `GpuSampler`, with `server="process"`. Without `lag`, the server then acts for
+            environments in different batches together, so that no batch ends with a wait for the slowest. The later
+            steps of a batch may have newer parameters than `samples.agent.policy_version`, with which it began.
         replay: a `penstock.replays.Replay` that the workers write into. `replay.sample` draws from it, and
             `take_traj_infos` returns the trajectories. There are no batches to obtain then.
         ratio: how many positions are drawn for each step: `replay.sample` waits for the workers, and they wait for it.
@@ -81,6 +84,8 @@ class AsyncSampler(ParallelSampler):
         *,
         lag: Literal[1] | None = None,
         server: Literal["process"] | None = None,
+        min_ready: int | float | None = None,
+        max_wait: float | None = None,
         replay: Replay | None = None,
         ratio: Ratio | None = None,
         **options: Unpack[SamplerOptions],
@@ -93,6 +98,9 @@ class AsyncSampler(ParallelSampler):
             raise ConfigError(f"lag must be 1 (reproducible) or None, got {lag!r}")
         if server not in (None, "process"):
             raise ConfigError(f'server must be "process" or None, got {server!r}')
+        self._make_readiness = first_ready(min_ready, max_wait, self.batch_B)
+        if server is None and not (min_ready is None and max_wait is None):
+            raise ConfigError('min_ready and max_wait are for a process that acts for all: give server="process" too')
         if replay is None and ratio is not None:
             raise ConfigError("ratio needs a replay: give replay too, or leave ratio out")
         self._feed = None if replay is None else ReplayFeed(self, replay, ratio, is_pinned=lag is not None)
@@ -131,8 +139,9 @@ class AsyncSampler(ParallelSampler):
         if not self._central:
             programs = [allocation.program] * len(self._plans)
             return WorkerPool(self._plans, programs, allocation.worker_data, allocation.memory, options, resources)
+        readiness = self._make_readiness([len(plan.columns) for plan in self._plans].__getitem__)
         server = ServerOptions.of(
-            self._agent, self._plans, allocation.program, LockStep(), SPIN_SECONDS, len(self._plans) + 1
+            self._agent, self._plans, allocation.program, readiness, SPIN_SECONDS, len(self._plans) + 1
         )
         return pool_with_server(self._agent, self._plans, allocation, options, resources, server)
 
@@ -243,6 +252,11 @@ class AsyncSampler(ParallelSampler):
         n_dropped = 0 if self._feed is None else self._feed.n_dropped
         own = {"lag": self._lags.stats, "skipped_batches": self._n_skipped, "dropped_trajectories": n_dropped}
         return replace(super().stats(), **own)  # type: ignore[arg-type]
+
+    @property
+    def server_stats(self) -> ServerStats:
+        """As in `GpuSampler`. Raises `ConfigError` without `server="process"`."""
+        return self._server_stats()
 
     # ---- with a replay -----------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.inference_server import InferenceServer, ServerOptions, ServerProgram
 from penstock.samplers.parallel import ParallelSampler, pool_options
-from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
+from penstock.samplers.readiness import Alternating, Readiness, first_ready
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, make_plans
 from penstock.samplers.stats import ServerStats
 from penstock.workers.affinity import cpus_to_fill, idle_cpus, threads_here, usable_cpus
@@ -59,6 +59,8 @@ class GpuSampler(ParallelSampler):
         min_ready: how many environments must wait before the agent acts for them: an integer, or a float up to 1.0 as a
             fraction of all. Slow steps of some then do not delay the others. Each environment still makes
             `batch_T` steps in a batch. None: the agent acts for all of them together.
+        max_wait: seconds. When the first of the environments that wait has waited so long, the agent acts for all that
+            wait, even if they are fewer than `min_ready`. None: no limit. The samples do not depend on it.
         serve_envs: the number of environments that the caller's process steps itself, beside acting for all. Where CPUs
             are few, this saves wake-ups, each of which costs as much as several steps. "auto" takes an equal share, and
             one worker less by default. If fewer than 1.5 of the CPUs that this process may use are idle during
@@ -94,6 +96,7 @@ class GpuSampler(ParallelSampler):
         env_fn: EnvFn,
         *,
         min_ready: int | float | None = None,
+        max_wait: float | None = None,
         serve_envs: int | Literal["auto"] = 0,
         server: Literal["caller", "process"] = "caller",
         compile_model: bool | Mapping[str, Any] = False,
@@ -101,7 +104,7 @@ class GpuSampler(ParallelSampler):
         **options: Unpack[SamplerOptions],
     ) -> None:
         super().__init__(env_fn, **options)
-        self._min_columns = None if min_ready is None else columns_wanted(min_ready, self.batch_B)
+        self._make_readiness = first_ready(min_ready, max_wait, self.batch_B)
         self._spin_seconds = SPIN_SECONDS if spin_seconds is None else _checked_spin_seconds(spin_seconds)
         is_auto = isinstance(serve_envs, str) and serve_envs == "auto"
         is_count = isinstance(serve_envs, int | np.integer) and not isinstance(serve_envs, bool)
@@ -127,11 +130,9 @@ class GpuSampler(ParallelSampler):
 
     @property
     def server_stats(self) -> ServerStats:
-        """How many environments the agent acted for at once, and where its time went."""
-        self._require_pool("server_stats")
-        totals = self._memory.totals
-        assert totals is not None
-        return totals.stats
+        """How many environments the agent acted for at once, and where its time and that of the workers went. `print`
+        says what most of the time is, and what to change."""
+        return self._server_stats()
 
     def _finish(self) -> tuple[Samples, list[TrajInfo]]:
         batch = super()._finish()
@@ -198,9 +199,7 @@ class GpuSampler(ParallelSampler):
     # ---- the pool --------------------------------------------------------------------------
 
     def _readiness(self) -> Readiness:
-        if self._min_columns is None:
-            return LockStep()
-        return FirstReady(self._min_columns, [len(plan.columns) for plan in self._plans].__getitem__)
+        return self._make_readiness([len(plan.columns) for plan in self._plans].__getitem__)
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
         plans, memory, agent = self._plans, allocation.memory, self._agent
@@ -269,7 +268,7 @@ class AlternatingSampler(GpuSampler):
     By default there are two workers per CPU, one of each half, and one CPU is left for the process that acts: it acts
     nearly all the time. Within a half, the agent acts for all environments together.
 
-    It has the arguments of `GpuSampler` except `min_ready`, and always starts workers. It also has:
+    It has the arguments of `GpuSampler` except `min_ready` and `max_wait`, and always starts workers. It also has:
 
     Args:
         overlap: a half continues as soon as its actions are computed. False: only one half steps at a time, so that it
@@ -289,8 +288,8 @@ class AlternatingSampler(GpuSampler):
         spin_seconds: float | None = None,
         **options: Unpack[SamplerOptions],
     ) -> None:
-        if "min_ready" in options:
-            raise ConfigError("AlternatingSampler serves halves in turn: min_ready is for GpuSampler")
+        if given := [name for name in ("min_ready", "max_wait") if name in options]:
+            raise ConfigError(f"AlternatingSampler serves halves in turn: {given[0]} is for GpuSampler")
         super().__init__(
             env_fn,
             serve_envs=serve_envs,

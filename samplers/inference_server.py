@@ -35,6 +35,7 @@ from penstock.workers.gates import notify
 from penstock.workers.program import WorkerContext
 from penstock.workers.spinning import SpinTime, is_crowded, look, spin_for_requests
 
+_SLEEP_SECONDS = 1e-3  # the unit of a sleep: a shorter wait spins
 _SERVE_SECONDS = 0.1  # how long `serve` runs at most: its caller notices deaths, and other processes its heartbeat
 
 
@@ -112,6 +113,7 @@ class InferenceServer:
         self._command, self._batch, self._rule = Command(), self._train, self._readiness
         self._number = 1  # the opening of the workers' gates for this command; the first is start-up
         self._numbers: Sequence[int] = ()  # by rank: the number of the last request that was seen
+        self._begun = [0] * len(self._plans)  # by rank: the last opening for which the version is noted
         self._n_replaced = 0  # how many workers have been replaced, as far as noticed
         self._are_all_at_gate, self._seen = False, 0  # what the last look has found
         self._held: list[int] = []  # workers whose actions are ready, but which may not have them yet
@@ -153,6 +155,7 @@ class InferenceServer:
                 self._begin_evaluation(self._batch.agent, command.itr)
             else:
                 self._pull(self._batch.agent, command.version)
+                self._note_begun([rank for rank in range(len(self._plans)) if self._control.arrived(rank) < number])
                 self._batch.agent.sample_mode(command.itr)
         except Exception as error:
             self._error = self._worker_error(error, "beginning", range(len(self._plans)))
@@ -188,6 +191,16 @@ class InferenceServer:
         while not version and found != self._parameters.version:  # others may be published meanwhile
             found = agent.runtime.pull_shared_memory()
         self.progress.note_version(found)
+
+    def _note_begun(self, ranks: Sequence[int]) -> None:
+        """Workers of these ranks get the first actions of a batch, or have them already: note the parameters' version
+        for those that do not."""
+        control, version = self._control, self._control.version(-1)
+        for rank in ranks:
+            number = control.arrived(rank) + 1
+            if self._begun[rank] < number:
+                self._begun[rank] = number
+                control.note_acting(rank, version)
 
     def _rngs(self, plan: SamplerPlan, purpose: Purpose, *key: int) -> list[np.random.Generator]:
         """The random streams of one worker's columns."""
@@ -241,6 +254,11 @@ class InferenceServer:
     def _spin(self) -> bool:
         """Spin for a short time. Returns whether there may be something to do."""
         began, seconds = time.monotonic(), self._spin_time.seconds
+        left = self._rule.due - began
+        if left < max(seconds, _SLEEP_SECONDS):
+            self._has_news(max(left, 0.0))
+            self._fingerprint = None  # news or not, the rule must choose again
+            return not self._control.quit
         if self._has_news(seconds) and not self._control.quit:
             self._spin_time.note(time.monotonic() - began, False)
             return True
@@ -259,6 +277,11 @@ class InferenceServer:
     def has_work(self) -> bool:
         """Whether `serve` must be called. Look at this once more before you sleep."""
         return self._has_news(0.0)
+
+    @property
+    def sleep_seconds(self) -> float:
+        """How long this process may sleep before it must call `serve`, although nothing has come."""
+        return max(0.0, (self._rule.due - time.monotonic()) // _SLEEP_SECONDS * _SLEEP_SECONDS)
 
     @property
     def wake_for_any(self) -> bool:
@@ -341,10 +364,14 @@ class InferenceServer:
         control = self._control
         while True:
             values, steps, working, self._numbers, self._seen = look(*control.block, len(self._plans))
-            # If gates are opened ahead, a worker that has completed the command may have sent its first request of the
-            # next batch already. That waits until this server begins the next batch.
+            # If gates are opened ahead, a worker that has completed the command may have requests of the next batch
+            # already. They wait until this server begins that batch, except with `FirstReady`: it mixes batches, but
+            # not if each has its own version of the parameters.
             if control.opened[0] > self._number:
                 ahead = [rank for rank in range(len(self._plans)) if control.arrived(rank) >= self._number]
+                if not (self._rule.needs_all_idle or self._command.version):
+                    self._note_begun([rank for rank in steps if rank in ahead])
+                    ahead = []
                 values, steps, working = ([r for r in ranks if r not in ahead] for ranks in (values, steps, working))
             # After the requests: a new worker's generation is written before its first request.
             fence()
@@ -432,7 +459,8 @@ class ServerProgram:
                     raise (error.__cause__ or error) from None
                 progress.enter(Phase.SERVING)  # a heartbeat: a server without requests does not hang
                 wake_for = FOR_ANY if server.wake_for_any else len(self.options.plans)
-                self._gate.sleep(lambda: server.has_work or server.all_have_arrived, self._poll_ms, wake_for)
+                most_ms = min(self._poll_ms, server.sleep_seconds * 1000)
+                self._gate.sleep(lambda: server.has_work or server.all_have_arrived, most_ms, wake_for)
 
     def close(self) -> None:
         """Close the server."""

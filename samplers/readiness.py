@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import numbers
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from penstock.arguments import seconds
 from penstock.errors import ConfigError
 
 
@@ -14,6 +16,7 @@ class Readiness(Protocol):
     """Chooses the workers that the inference server acts for. Workers are given by rank."""
 
     needs_all_idle: bool = False  #: whether it chooses workers only if none is working
+    due: float = math.inf  #: when to call `choose` again even if nothing has come, by `time.monotonic`
 
     def choose(self, requesting: Sequence[int], working: Sequence[int]) -> Sequence[int]:
         """The workers to act for now, out of the workers that are `requesting` actions. The others that run the command
@@ -34,17 +37,26 @@ class LockStep(Readiness):
 
 
 class FirstReady(Readiness):
-    """The workers with a request, as soon as they have `min_columns` columns together, or no other worker is working.
+    """The workers with a request, as soon as they have `min_columns` columns together, or no other worker is working,
+    or the first of these requests was seen `max_wait` seconds ago.
 
     All workers with a request are served together, so none has to wait while another is served twice.
     """
 
-    def __init__(self, min_columns: int, n_columns: Callable[[int], int]) -> None:
+    def __init__(self, min_columns: int, n_columns: Callable[[int], int], max_wait: float | None = None) -> None:
         self._min_columns, self._n_columns = min_columns, n_columns
+        self._max_wait = math.inf if max_wait is None else max_wait
 
     def choose(self, requesting: Sequence[int], working: Sequence[int]) -> Sequence[int]:
         is_enough = sum(map(self._n_columns, requesting)) >= self._min_columns
-        return requesting if is_enough or not working else ()
+        if requesting and working and not is_enough and self._max_wait < math.inf:
+            now = time.monotonic()
+            self.due = min(self.due, now + self._max_wait)
+            is_enough = now >= self.due
+        if is_enough or not (requesting and working):
+            self.due = math.inf
+            return requesting
+        return ()
 
 
 class Alternating(Readiness):
@@ -69,6 +81,19 @@ class Alternating(Readiness):
 
     def may_reply(self, working: Sequence[int]) -> bool:
         return self._overlap or not working
+
+
+def first_ready(min_ready: Any, max_wait: Any, batch_B: int) -> Callable[[Callable[[int], int]], Readiness]:
+    """What makes the rule for these two arguments of a sampler, from the number of columns of each worker.
+
+    Raises `ConfigError` if one of them is not valid.
+    """
+    if max_wait is not None:
+        max_wait = seconds("max_wait", max_wait)
+    if min_ready is None and max_wait is None:
+        return lambda n_columns: LockStep()
+    wanted = batch_B if min_ready is None else columns_wanted(min_ready, batch_B)
+    return lambda n_columns: FirstReady(wanted, n_columns, max_wait)
 
 
 def columns_wanted(min_ready: Any, batch_B: int) -> int:

@@ -48,7 +48,7 @@ from penstock.samplers.results import (
 )
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
 from penstock.samplers.seating import SHARED, PolicyOf, Seating
-from penstock.samplers.stats import SamplerStats, describe, worker_stats
+from penstock.samplers.stats import SamplerStats, ServerStats, describe, worker_stats
 from penstock.workers import sigint
 from penstock.workers.call_guard import CallGuard
 from penstock.workers.control import Command
@@ -673,6 +673,13 @@ class Sampler(TakesEnvFn, ABC):
         restarts, control = self._require_pool("stats").restarts, self._memory.control
         workers = tuple(worker_stats(plan, control, self._n_trajectories, restarts) for plan in self._plans)
         return SamplerStats(workers, self._memory.nbytes, self._inference_difference)
+
+    def _server_stats(self) -> ServerStats:
+        self._require_pool("server_stats")
+        totals = self._memory.totals
+        if totals is None:
+            raise ConfigError('server_stats needs an inference server: make the sampler with server="process"')
+        return totals.with_workers(self.stats().workers)
 
     def metrics(self) -> dict[str, float]:
         """The figures of the run as a flat dict of floats, for TensorBoard, W&B or a CSV file; always the same keys.

@@ -301,7 +301,7 @@ class SamplerProgram:
         if self._offering_agent is not None and isinstance(collector, Collector):
             self._offering_agent.offer(collector.prev_action, collector.prev_reward)
         # With central inference, the server has noted the version before its first reply.
-        collector.note_version(version if self._memory.steps is None else control.version(-1))
+        collector.note_version(version if self._memory.steps is None else control.began_with(self._plan.worker_rank))
 
     def _answer(self, message: EnvCall | StateMessage) -> None:
         if isinstance(message, EnvCall):

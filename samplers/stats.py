@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -120,14 +120,48 @@ def worker_stats(
     return WorkerStats(rank, plan.env_ranks, plan.cpus, row.batches, row.steps, *times, *counts)
 
 
+Bound = Literal["environments", "inference", "waiting", "learner"]
+
+_ADVICE: dict[Bound, str] = {
+    "environments": "the steps of the environments: more CPUs and workers help, or faster environments",
+    "inference": 'the agent: a GPU, compile_model, inference="numpy" or more environments for each step help',
+    "waiting": "waiting for other environments (with min_ready or max_wait, the agent acts for those that are ready), "
+    "or for a CPU (fewer workers may help)",
+    "learner": 'what comes between batches, the learner or the slowest worker: an AsyncSampler(server="process") '
+    "samples meanwhile",
+}
+
+
 @dataclass(frozen=True)
 class ServerStats:
-    """What the inference server has done since the sampler was initialized: `served[n]` counts its steps for n
-    environments at once; `acting` and `waiting` are seconds."""
+    """What the inference server has done since the sampler was initialized.
+
+    `served[n]` counts its steps for n environments at once; `acting` and `waiting` are its seconds. `shares` says where
+    the time of a worker went, on average: "environments" (their steps), "inference" (the agent acted), "waiting" (for
+    actions, while the agent did not act), and "learner" (at barrier_in, between batches). `print` shows all of it.
+    """
 
     served: dict[int, int]
     acting: float
     waiting: float
+    shares: dict[Bound, float] = field(default_factory=dict)
+
+    @property
+    def bound_by(self) -> Bound:
+        """The largest of the `shares`: what to change first."""
+        return max(self.shares, key=self.shares.__getitem__)
+
+    def __repr__(self) -> str:
+        n_acts, n_steps = sum(self.served.values()), sum(n * times for n, times in self.served.items())
+        spent = self.acting + self.waiting
+        lines = [
+            f"{n_acts:,} steps of the agent, for {n_steps / max(n_acts, 1):.1f} environments on average; it acted for "
+            f"{self.acting / spent if spent else 0:.0%} of its time"
+        ]
+        if any(self.shares.values()):
+            shares = ", ".join(f"{name} {share:.0%}" for name, share in self.shares.items())
+            lines += [f"time of the workers: {shares}", f"most of it is {_ADVICE[self.bound_by]}"]
+        return "\n".join(lines)
 
 
 class ServerTotals:
@@ -154,10 +188,21 @@ class ServerTotals:
     @property
     def stats(self) -> ServerStats:
         """The counts and times so far."""
+        return self.with_workers(())
+
+    def with_workers(self, workers: Sequence[WorkerStats]) -> ServerStats:
+        """The counts and times so far, and the shares of the time of these workers."""
         arrays = self.memory.arrays
         served = {n: times for n, times in enumerate(arrays.served.tolist()) if times}
         acting, waiting = arrays.seconds.tolist()
-        return ServerStats(served, acting, waiting)
+        n = max(len(workers), 1)
+        stepping, requesting, idle = (
+            sum(getattr(own, name) for own in workers) / n for name in ("stepping", "acting", "waiting")
+        )
+        inference, whole = min(acting, requesting), (stepping + requesting + idle) or 1.0
+        seconds: dict[Bound, float] = {"environments": stepping, "inference": inference}
+        seconds |= {"waiting": requesting - inference, "learner": idle}
+        return ServerStats(served, acting, waiting, {name: own / whole for name, own in seconds.items()})
 
 
 class Lags:

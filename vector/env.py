@@ -14,7 +14,7 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from penstock.arguments import integer, true_or_false
+from penstock.arguments import integer, seconds, true_or_false
 from penstock.envs.calls import EnvCall
 from penstock.envs.examples import checked_spaces
 from penstock.envs.factory import EnvFactory, build_example_env, close_example_env
@@ -355,9 +355,10 @@ class ShmVectorEnv(CallsOnEnvs):
             self._workers.step(actions, which)
             self._guard.state = State.SENT
 
-    def recv(self, min_ready: int = 1) -> Step[_Batched]:
+    def recv(self, min_ready: int = 1, *, max_wait: float | None = None) -> Step[_Batched]:
         """Wait until `min_ready` of the environments with sent actions have finished their step, and return the results
-        of all that have finished. If fewer environments have actions, wait for all of them.
+        of all that have finished. If fewer environments have actions, wait for all of them. With `max_wait`, wait at
+        most so many seconds after the first has finished.
 
         Returns observations `[k, ...]`, rewards, terminations and truncations `[k]`, and infos batched for the `k`,
         with their indices in `infos["env_id"]`.
@@ -365,7 +366,10 @@ class ShmVectorEnv(CallsOnEnvs):
         with self._guard.call("recv", State.SENT):
             exchange = self._exchange
             wanted = min(integer("min_ready", min_ready, 1), len(exchange.outstanding))
-            self._workers.wait_steps(until=lambda: len(exchange.ready) >= wanted)
+            if max_wait is None:
+                self._workers.wait_steps(until=lambda: len(exchange.ready) >= wanted)
+            else:
+                self._workers.wait_ready(wanted, seconds("max_wait", max_wait))
             which = exchange.ready
             rows = exchange.rows_of(which)
             reward, terminated, truncated = (

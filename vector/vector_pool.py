@@ -128,6 +128,17 @@ class VectorPool(WorkerPool):
         else:
             self.wait("step", until)
 
+    def wait_ready(self, wanted: int, max_wait: float) -> None:
+        """Wait until `wanted` results are ready, at most `max_wait` seconds after the first one."""
+        exchange = self.exchange
+        self.wait_steps(until=lambda: len(exchange.ready) > 0)
+        deadline = time.monotonic() + max_wait
+        self.wait(
+            "step",
+            until=lambda: len(exchange.ready) >= wanted or time.monotonic() >= deadline,
+            poll_interval=min(max_wait, _TIMEOUT_POLL_SECONDS),
+        )
+
     def wait_at_most(self, timeout: float, name: str) -> None:
         """Wait until all requests have replies. Raises `WaitTimeoutError` after `timeout` seconds; its text begins with
         `name`. The workers continue."""

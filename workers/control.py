@@ -62,8 +62,9 @@ KIND_BITS = 2  # number and kind of a request are in one word, so that one store
 URGENT = 2  # the kind of requests that are answered at once
 
 # Words that the inference server writes for each worker. REPLIED: the number of the last request that has its reply.
-# ACTED: the last opening of the gate before which the server wrote the actions of the first time step.
-REPLIED, ACTED = range(2)
+# ACTED: the last opening of the gate before which the server wrote the actions of the first time step. BEGAN_WITH: the
+# version of the parameters at the first time step of the worker's batch.
+REPLIED, ACTED, BEGAN_WITH = range(3)
 
 # Words that the main process writes for all workers. It has its own ASLEEP.
 QUIT, STOP_EVAL, MAIN_ASLEEP = range(3)
@@ -295,8 +296,8 @@ class ControlBlock:
     """Flags, commands and gate counts for `n_workers` workers, one progress row each, and the times of the last batch.
 
     The main process writes `quit`, `stop_eval`, the commands, `opened` and `generation`. Each worker writes its
-    progress row and its row of `n_results`. `replied`, with its words REPLIED and ACTED for each worker, belongs to the
-    inference server, in whichever process that runs.
+    progress row and its row of `n_results`. `replied`, with some words for each worker, belongs to the inference
+    server, in whichever process that runs.
     """
 
     def __init__(self, n_workers: int, batch_T: int, *, shared: bool) -> None:
@@ -494,6 +495,14 @@ class ControlBlock:
         fence()
         for rank in worker_ranks:
             self._replied[rank, ACTED] = number
+
+    def note_acting(self, worker_rank: int, version: int) -> None:
+        """Inference server: the batch of this worker begins with this version of the parameters."""
+        self._replied[worker_rank, BEGAN_WITH] = version
+
+    def began_with(self, worker_rank: int) -> int:
+        """The version of the parameters with which the batch of this worker began; later steps may have newer ones."""
+        return self._replied[worker_rank, BEGAN_WITH]  # type: ignore[no-any-return]
 
     def version(self, worker_rank: int) -> int:
         """The version of the parameters with which this worker or inference server acts, or last acted. The server has

@@ -169,7 +169,7 @@ class Gate:
         fence()
         spin_time.note(time.monotonic() - began, must_sleep)
 
-    def sleep(self, is_due: Callable[[], Any], milliseconds: int = _POLL_MS, wake_for: int = FOR_ANY) -> None:
+    def sleep(self, is_due: Callable[[], Any], milliseconds: float = _POLL_MS, wake_for: int = FOR_ANY) -> None:
         """Sleep until something wakes this worker, at most for `milliseconds`; not at all if `is_due()` is already
         True. `wake_for` says what must wake it (control.py)."""
         side = self._side

@@ -108,7 +108,8 @@ class Monitor:
 
         has_spun = server is None and self._spin(until)
         while not has_spun:
-            dead = self._sleep(wake_for, is_over, min(poll_interval, self._check_seconds), interruptible)
+            seconds = min(poll_interval, self._check_seconds, math.inf if server is None else server.sleep_seconds)
+            dead = self._sleep(wake_for, is_over, seconds, interruptible)
             if self.is_closing:
                 break
             if dead or time.monotonic() >= self._next_check:

@@ -62,6 +62,10 @@ class RequestServer(Protocol):
         """Whether `serve` must be called now."""
 
     @property
+    def sleep_seconds(self) -> float:
+        """How long this process may sleep before it must call `serve`, although nothing has come."""
+
+    @property
     def wake_for_any(self) -> bool:
         """Whether each request must wake this process."""
 

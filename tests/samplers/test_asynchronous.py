@@ -27,6 +27,7 @@ from penstock import (
 from penstock.envs import CountingEnv
 from penstock.samplers.inference_server import ServerOptions
 
+from ..support import until
 from .async_support import (
     B,
     Delayed,
@@ -175,6 +176,55 @@ def test_columns_are_unbroken_and_versions_true_and_infos_complete(server: Any, 
     assert 0 <= stats.lag.min <= stats.lag.mean <= stats.lag.max <= 2 * 3
 
 
+class Held(CountingEnv):
+    """Its steps wait until a file exists."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        super().__init__()
+        self.path = path
+
+    def step(self, action: Any) -> Any:
+        while self.path is not None and not self.path.exists():
+            time.sleep(0.001)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("kwargs", [{"min_ready": 1}, {"max_wait": 1e-3}], ids=str)
+def test_a_server_acts_for_environments_in_different_batches(kwargs: dict[str, Any], tmp_path: Path) -> None:
+    agent, path = VersionAgent(), tmp_path / "go"
+    options: dict[str, Any] = {
+        "env_kwargs": [{"path": path}, {}, {}],
+        "batch_B": 3,
+        "n_workers": 3,
+        "max_decorrelation_steps": 0,
+    }
+    options |= {"eval_n_envs": 3, "eval_max_steps": 30, "eval_env_kwargs": {}}
+    with started(Held, agent, server="process", **options, **kwargs) as sampler:
+        until(lambda: [worker.batches for worker in sampler.stats().workers] == [0, 3, 3])
+        path.touch()
+        before, batches = np.zeros(3, np.int64), list[Any]()
+        for itr in range(20):
+            samples, infos = sampler.obtain_samples(itr)
+            assert len(infos) == int(samples.env.done.sum())
+            versions, number = samples.agent.policy_version.numpy(), samples.agent.agent_info.number.numpy()
+            assert (number[0] == versions[0] - 1).all()
+            assert (np.diff(number, axis=0) >= 0).all(), "later steps may have newer parameters"
+            assert (versions >= before).all()
+            before, batches = versions.copy(), [*batches[-1:], samples.copy()]
+            check_streams(batches)
+            agent.publish()
+        assert set(sampler.server_stats.served) <= {1, 2, 3}
+        assert sampler.server_stats.shares.keys() == {"environments", "inference", "waiting", "learner"}
+        assert [info.Length for info in sampler.evaluate_agent(0)] == [5] * 6
+
+
+def test_lag_1_with_a_server_that_waits_for_nobody() -> None:
+    """Each batch has its own version of the parameters, so batches are not mixed."""
+    expected = one_batch_late(partial(CountingEnv, length=4), TabularAgent(), 12)
+    with make(Slow, n_workers=3, lag=1, server="process", max_wait=1e-4) as sampler:
+        assert sample(sampler, TabularAgent(), 12) == expected
+
+
 @pytest.mark.parametrize("n_slots", [2, 3, 8])
 def test_a_batch_is_at_most_as_many_batches_old_as_there_are_slots(n_slots: int) -> None:
     agent = VersionAgent()
@@ -320,6 +370,9 @@ def started_at(itr: int, agent: Any) -> AsyncSampler:
         ({"n_slots": 9}, "n_slots of AsyncSampler must be from 2 to 8, got 9"),
         ({"lag": 2}, r"lag must be 1 \(reproducible\) or None, got 2"),
         ({"lag": True}, r"lag must be 1 \(reproducible\) or None, got True"),
+        ({"min_ready": 1}, 'min_ready and max_wait are for a process that acts for all: give server="process" too'),
+        ({"max_wait": 0.1}, 'min_ready and max_wait are for a process that acts for all: give server="process" too'),
+        ({"max_wait": 0, "server": "process"}, "max_wait must be a positive number of seconds, got 0"),
         ({"server": "caller"}, "server must be \"process\" or None, got 'caller'"),
     ],
 )

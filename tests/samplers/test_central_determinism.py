@@ -65,6 +65,7 @@ SAMPLERS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
     "lock-step, 3 workers": (GpuSampler, {"n_workers": 3}),
     "first-ready, 1 of 5": (GpuSampler, {"n_workers": 3, "min_ready": 1}),
     "first-ready, half": (GpuSampler, {"n_workers": 3, "min_ready": 0.5}),
+    "first-ready, at most 0.1 ms": (GpuSampler, {"n_workers": 3, "max_wait": 1e-4}),
     "alternating": (AlternatingSampler, {"n_workers": 3}),
     "alternating, no overlap": (AlternatingSampler, {"n_workers": 2, "overlap": False}),
     "own share": (GpuSampler, {"n_workers": 2, "serve_envs": 2}),
@@ -72,6 +73,7 @@ SAMPLERS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
     "no workers": (GpuSampler, {"serve_envs": "auto"}),
     "own process": (GpuSampler, {"n_workers": 2, "server": "process"}),
     "own process, first-ready": (GpuSampler, {"n_workers": 3, "min_ready": 1, "server": "process"}),
+    "own process, at most 2 ms": (GpuSampler, {"n_workers": 3, "max_wait": 2e-3, "server": "process"}),
     "own process, no overlap": (AlternatingSampler, {"n_workers": 3, "overlap": False, "server": "process"}),
 }
 

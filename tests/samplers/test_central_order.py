@@ -105,8 +105,10 @@ def sampler_of(cls: type[GpuSampler], env_kwargs: list[dict[str, Any]], **kwargs
 # ---- first ready ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("min_ready", [1, 0.3])
-def test_a_slow_environment_holds_up_nobody(min_ready: Any) -> None:
+@pytest.mark.parametrize(
+    "kwargs", [{"min_ready": 1}, {"min_ready": 0.3}, {"max_wait": 1e-4}, {"max_wait": 0.01}], ids=str
+)
+def test_a_slow_environment_holds_up_nobody(kwargs: dict[str, Any]) -> None:
     """Environment 0 is let go when the others have made all their steps."""
     with gates(1) as gate:
 
@@ -116,7 +118,7 @@ def test_a_slow_environment_holds_up_nobody(min_ready: Any) -> None:
                 gate.let(0, T)
 
         itr = 0
-        with sampler_of(GpuSampler, [{"gate": gate.pipes[0][0]}, {}, {}], min_ready=min_ready) as sampler:
+        with sampler_of(GpuSampler, [{"gate": gate.pipes[0][0]}, {}, {}], **kwargs) as sampler:
             agent = begin(sampler, let_the_slow_one_go)
             for itr in range(3):
                 before = len(agent.log)

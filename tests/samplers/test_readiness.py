@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from penstock import AlternatingSampler, ConfigError, GpuSampler
 from penstock.envs import CountingEnv
+from penstock.samplers import readiness
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
+from penstock.samplers.stats import ServerTotals, WorkerStats
 
 
 class WorkerPool:
@@ -81,6 +84,37 @@ def test_first_ready_serves_whoever_waits_once_they_are_enough(sizes: list[int],
     Checked(FirstReady(least, sizes.__getitem__), len(sizes), T, data).run()
 
 
+@given(times=st.lists(st.tuples(st.floats(0, 2), st.integers(0, 4)), max_size=20), max_wait=st.floats(0.1, 3))
+def test_nobody_waits_longer_than_max_wait(times: list[tuple[float, int]], max_wait: float) -> None:
+    """Of five workers one never asks. The server looks after each pause, and when the rule says that it is due."""
+    rule, now, asking = FirstReady(5, lambda rank: 1, max_wait), 0.0, dict[int, float]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readiness.time, "monotonic", lambda: now)
+
+        def look() -> None:
+            working = [rank for rank in range(5) if rank not in asking]
+            chosen = rule.choose(sorted(asking), working)
+            is_due = bool(asking) and now >= min(asking.values()) + max_wait
+            assert sorted(chosen) == (sorted(asking) if is_due else [])
+            if chosen:
+                asking.clear()
+            assert rule.due == (min(asking.values()) + max_wait if asking else math.inf)
+
+        for pause, rank in times:
+            then = now + pause
+            while rule.due <= then:
+                now = rule.due
+                look()
+            now = then
+            if rank < 4:
+                asking.setdefault(rank, now)
+            look()
+
+
+def test_without_others_nobody_waits() -> None:
+    assert FirstReady(5, lambda rank: 1, 1.0).choose([0], []) == [0]
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @given(n=st.integers(2, 6), T=st.integers(1, 6), data=st.data())
 def test_alternating_serves_whole_halves(overlap: bool, n: int, T: int, data: Any) -> None:
@@ -143,6 +177,7 @@ def test_a_fraction_is_at_least_that_many(fraction: float, batch_B: int) -> None
 
 BAD = {
     "min_ready": (0, -1, 9, 0.0, -0.5, 1.5, 2.0, True, False, np.True_, float("nan"), float("inf"), "2", [1], 1j),
+    "max_wait": (0, -1, 0.0, float("nan"), True, "1", [1], 1j),
     "spin_seconds": (-1, -1e-9, float("nan"), float("inf"), True, np.True_, "0", [0], 1j),
     "overlap": (0, 1, None, "no", 0.5),
     "n_workers": (0, -1, 1.5, True, "2", float("nan")),
@@ -166,6 +201,7 @@ def test_halves_need_two_of_everything() -> None:
         ({"batch_B": 4, "n_workers": 1}, "at least two workers"),
         ({"batch_B": 4, "n_workers": np.int64(1)}, "at least two workers"),
         ({"batch_B": 4, "min_ready": 1}, "min_ready is for GpuSampler"),
+        ({"batch_B": 4, "max_wait": 0.1}, "max_wait is for GpuSampler"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
             AlternatingSampler(CountingEnv, batch_T=2, **kwargs)
@@ -176,3 +212,39 @@ def test_halves_need_two_of_everything() -> None:
 def test_numbers_of_every_kind_are_seconds(spin_seconds: Any) -> None:
     GpuSampler(CountingEnv, batch_T=2, batch_B=8, spin_seconds=spin_seconds)
     AlternatingSampler(CountingEnv, batch_T=2, batch_B=8, spin_seconds=spin_seconds, overlap=np.False_)
+
+
+# ---- what the server says ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("acting", "stepping", "requesting", "idle", "bound_by", "remedy"),
+    [
+        (1.0, 8.0, 1.5, 0.5, "environments", "faster environments"),
+        (6.0, 3.0, 7.0, 0.0, "inference", "compile_model"),
+        (1.0, 3.0, 7.0, 0.0, "waiting", "max_wait"),
+        (1.0, 3.0, 1.0, 6.0, "learner", "AsyncSampler"),
+    ],
+)
+def test_server_stats_say_where_the_time_went(
+    acting: float, stepping: float, requesting: float, idle: float, bound_by: str, remedy: str
+) -> None:
+    totals = ServerTotals(4, shared=False)
+    totals.add_seconds(acting=acting, waiting=2.0)
+    for n in (4, 4, 1):
+        totals.count_step(n)
+    times = {"stepping": stepping, "acting": requesting, "resetting": 0.0, "waiting": idle}
+    workers = [
+        WorkerStats(rank, range(2), (), 1, 1, **times, trajectories=0, restarts=0, lost_trajectories=0)
+        for rank in (0, 1)
+    ]
+    stats = totals.with_workers(workers)
+    assert stats.bound_by == bound_by
+    assert sum(stats.shares.values()) == pytest.approx(1)
+    assert remedy in repr(stats).splitlines()[2]
+    assert "3 steps of the agent, for 3.0 environments on average" in repr(stats)
+    assert f"inference {acting / (stepping + requesting + idle):.0%}" in repr(stats)
+
+
+def test_server_stats_before_the_first_step() -> None:
+    assert repr(ServerTotals(4, shared=False).stats).startswith("0 steps of the agent, for 0.0 environments")

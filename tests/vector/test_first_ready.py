@@ -67,6 +67,26 @@ def test_a_slow_environment_keeps_nobody_waiting(pipes: list[Path]) -> None:
         assert envs.step(np.zeros(4, int))[1].tolist() == [7, 2, 7, 7]
 
 
+@pytest.mark.parametrize("max_wait", [1e-4, 0.02])
+def test_with_max_wait_a_slow_environment_does_not_delay_those_that_have_finished(
+    pipes: list[Path], max_wait: float
+) -> None:
+    with ShmVectorEnv([partial(Waiting, pipe) for pipe in pipes]) as envs:
+        envs.reset()
+        envs.send([0, 2, 0, 0])
+        seen: list[int] = []
+        while len(seen) < 3:
+            seen += envs.recv(min_ready=4, max_wait=max_wait)[4]["env_id"].tolist()
+        assert sorted(seen) == [0, 2, 3]
+        let_go(pipes[1])
+        assert envs.recv(min_ready=4, max_wait=max_wait)[4]["env_id"].tolist() == [1]
+        envs.send([0] * 4)
+        assert envs.recv(min_ready=4, max_wait=60.0)[1].tolist() == [2] * 4
+        envs.send([0] * 4)
+        with pytest.raises(ConfigError, match="max_wait must be a positive number of seconds, got 0"):
+            envs.recv(max_wait=0)
+
+
 def test_in_one_process_too_each_is_told_of_at_once(pipes: list[Path]) -> None:
     with ShmVectorEnv([partial(Waiting, pipe) for pipe in pipes], n_workers=1) as envs:
         envs.reset()
