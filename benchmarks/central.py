@@ -1,10 +1,11 @@
-"""Central inference, in four measurements. Contestants take turns in one run. A ratio is computed for each turn.
+"""Central inference, in five measurements. Contestants take turns in one run. A ratio is computed for each turn.
 
-    python benchmarks/central.py vector uneven alternating sync
+    python benchmarks/central.py vector uneven deadline alternating sync
 
 `vector`: the 64-64 MLP acts for all CartPole-v1 in one process, and the same fields are recorded. The contestants
 differ in the processes that step the environments.
 `uneven`: environments that sleep for 1 ms in a step, and sometimes for 10 ms.
+`deadline`: the same with short batches and the MLP, and with batches that overlap.
 `alternating`: a policy that takes as long as the environments, on another CPU than theirs.
 `sync`: the time of a step of environments that do nothing. For comparison: two processes that wake each other by
 semaphores.
@@ -30,6 +31,7 @@ from workloads import ENV, ActorCritic
 from penstock import (
     AgentStep,
     AlternatingSampler,
+    AsyncSampler,
     CategoricalPgAgent,
     GpuSampler,
     ParallelSampler,
@@ -206,6 +208,55 @@ def uneven(repeats: int, seconds: float, batch_T: int = 1024) -> Figures:
     return figures
 
 
+class Ahead(Sampling):
+    """An `AsyncSampler`, from an empty start to the end of all that it has begun."""
+
+    def batch(self) -> int:
+        """Collect 32 batches, and those that the workers have begun meanwhile; returns their environment steps."""
+        sampler: Any = self._sampler
+        n_steps = 0
+        if sampler.state.name == "PAUSED":
+            sampler.resume()
+        else:
+            sampler.start()
+        for _ in range(32):
+            n_steps += super().batch()
+        sampler.pause()
+        for _ in range(2):  # the slots that are not in the user's hands
+            n_steps += super().batch()
+        return n_steps
+
+
+def deadline(repeats: int, seconds: float, batch_T: int = 32) -> Figures:
+    """8 environments in 8 workers, as in `uneven`. The bounds: one step per worker in the mean step time, as measured
+    here, and `ParallelSampler`, which also waits for the slowest worker at the end of each batch."""
+    torch.set_num_threads(1)
+    env = partial(SleepingEnv, 0.001, 0.010, 0.05)
+    agent = partial(CategoricalPgAgent, ActorCritic)
+    size: dict[str, Any] = {"batch_T": batch_T, "batch_B": 8, "n_workers": 8, "max_decorrelation_steps": 0}
+    independent = ParallelSampler(env, **size)
+
+    def async_sampling(**kwargs: Any) -> Ahead:
+        return Ahead(AsyncSampler(env, **size, **kwargs), agent())
+
+    contestants = {
+        "lock-step": Sampling(GpuSampler(env, **size), agent()),
+        "min_ready=0.5": Sampling(GpuSampler(env, min_ready=0.5, **size), agent()),
+        "max_wait=0.1 ms": Sampling(GpuSampler(env, max_wait=1e-4, **size), agent()),
+        'server="process", max_wait=0.1 ms': Sampling(
+            GpuSampler(env, max_wait=1e-4, server="process", **size), agent()
+        ),
+        'AsyncSampler(server="process")': async_sampling(server="process"),
+        'AsyncSampler(server="process", max_wait=0.1 ms)': async_sampling(server="process", max_wait=1e-4),
+        "AsyncSampler": async_sampling(),
+        "ParallelSampler": Sampling(independent, agent()),
+    }
+    figures = take_turns(contestants, repeats, seconds)
+    workers = independent.stats().workers
+    mean = sum(worker.stepping for worker in workers) / sum(worker.steps for worker in workers)
+    return {**figures, "bound": [len(workers) / mean] * repeats}
+
+
 def alternating(repeats: int, seconds: float, batch_T: int = 64) -> Figures:
     """16 environments that need 50 µs a step on one CPU, and a policy that needs 50 µs for each on another CPU."""
     cpu = usable_cpus()[0]
@@ -261,9 +312,9 @@ def sync(repeats: int, seconds: float, batch_T: int = 512) -> Figures:
     return {**figures, "semaphores, there and back": [semaphore_round_trip(n) for _ in range(repeats)]}
 
 
-MEASUREMENTS = {"vector": vector, "uneven": uneven, "alternating": alternating, "sync": sync}
+MEASUREMENTS = {"vector": vector, "uneven": uneven, "deadline": deadline, "alternating": alternating, "sync": sync}
 #: In measurements of steps per second: ratios are to the figures of this contestant.
-YARDSTICKS = {"vector": "GpuSampler", "uneven": "lock-step", "alternating": "GpuSampler"}
+YARDSTICKS = {"vector": "GpuSampler", "uneven": "lock-step", "deadline": "lock-step", "alternating": "GpuSampler"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

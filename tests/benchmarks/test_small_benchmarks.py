@@ -112,16 +112,20 @@ def central(folder: Path) -> dict[str, dict[str, list[float]]]:
     _, content = run(folder, "central", "uneven", "alternating", "--repeats", 2, *sizes)
     if not FULL:
         return content["results"]
-    _, other = run(folder, "central", "vector", "sync", "--repeats", 1, *sizes)  # which start processes with torch
+    _, other = run(
+        folder, "central", "vector", "deadline", "sync", "--repeats", 1, *sizes
+    )  # which start processes with torch
     return {**content["results"], **other["results"]}
 
 
 @pytest.mark.xdist_group("central")
-@pytest.mark.parametrize("what", scaled(["uneven", "alternating", "vector", "sync"], ["uneven", "alternating"]))
+@pytest.mark.parametrize(
+    "what", scaled(["uneven", "deadline", "alternating", "vector", "sync"], ["uneven", "alternating"])
+)
 def test_central(central: Any, what: str) -> None:
     figures = central[what]
     assert {"GpuSampler", "AlternatingSampler", "lock-step", "1 worker"} & figures.keys()
-    assert all(len(values) == (1 if what in ("vector", "sync") else 2) for values in figures.values())
+    assert all(len(values) == (1 if what in ("vector", "deadline", "sync") else 2) for values in figures.values())
     assert what == "sync" or all(min(values) > 0 for values in figures.values())
 
 
