@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers import PolicySamples, Samples
-from penstock.buffers.samples import BatchStatus, for_each_policy, parts_of, with_status
+from penstock.buffers.samples import BatchStatus, parts_of, with_status
 from penstock.errors import StaleSamplesError
 
 Batch = Samples | PolicySamples
@@ -26,34 +26,33 @@ class Batches:
         that were given back raise `StaleSamplesError`."""
         self.views, self.n_slots, self._debug = views, len(views), debug
         self._tell_torch = _increment_versions()
-        self._tensors = [view.torch() for view in views]
-        self._leaves = [[leaf for _, leaf in tensors.leaves()] for tensors in self._tensors]
-        self.held: deque[Batch] = deque()
+        tensors = [view.torch() for view in views]
+        self._leaves = [[leaf for _, leaf in slot.leaves()] for slot in tensors]
+        # By slot: the tensors of each policy, with their status, which knows how many agents each environment has.
+        self._parts = [[(own, own.status) for own in parts_of(slot)] for slot in tensors]
+        self._names = None if isinstance(views[0], Samples) else views[0].keys()
+        self.held: deque[tuple[Batch, list[BatchStatus]]] = deque()
 
     def hand_out(self, batch: int, valid_until: int | None) -> Any:
         """The tensors of this batch, as a new object. `valid_until`: see `Samples`."""
 
-        def handed_out(own: Samples) -> Samples:
-            status = own.status
-            n_seats = None if status is None else status.n_seats
-            if self._debug:  # these objects will be made unusable, so each batch needs its own
-                own = Samples(env=copy.copy(own.env), agent=copy.copy(own.agent))
-            return with_status(own, BatchStatus(batch, valid_until, n_seats=n_seats))
-
-        samples = for_each_policy(handed_out, self._tensors[batch % self.n_slots])
-        self.held.append(samples)
+        parts, statuses = list[Samples](), list[BatchStatus]()
+        for tensors, known in self._parts[batch % self.n_slots]:
+            # With `debug`, these objects will be made unusable, so each batch needs its own.
+            own = Samples(env=copy.copy(tensors.env), agent=copy.copy(tensors.agent)) if self._debug else tensors
+            statuses.append(BatchStatus(batch, valid_until, n_seats=None if known is None else known.n_seats))
+            parts.append(with_status(own, statuses[-1]))
+        samples = parts[0] if self._names is None else PolicySamples(dict(zip(self._names, parts, strict=True)))
+        self.held.append((samples, statuses))
         return samples
 
     def give_back(self, newer: int, *, keep_last_row: bool = False) -> None:
         """End the validity of the oldest batch that the user holds, because batch `newer` begins. With
         `keep_last_row`, workers still read its last row: only the other rows are poisoned."""
-        samples = self.held.popleft()
-        batch = samples.batch
-        assert batch is not None
-        for own in parts_of(samples):
-            status = own.status
-            assert status is not None
+        samples, statuses = self.held.popleft()
+        for status in statuses:
             status.is_current = False
+        batch: Any = statuses[0].batch
         # Torch does not see what workers write. Without this, a backward pass through a graph on this batch would give
         # a wrong gradient. With it, the backward pass raises an error.
         self._tell_torch(self._leaves[batch % self.n_slots])
@@ -70,9 +69,8 @@ class Batches:
 
     def set_valid_until(self, batch: int | None) -> None:
         """What `valid_until` of all batches in the user's hands says from now on."""
-        for own in [own for samples in self.held for own in parts_of(samples)]:
-            if own.status is not None:
-                own.status.valid_until = batch
+        for status in [status for _, statuses in self.held for status in statuses]:
+            status.valid_until = batch
 
     def poison(self, batch: int, *, keep_last_row: bool = False) -> None:
         """Write NaN, False, or the smallest integer (the largest, if unsigned) into the memory of this batch."""

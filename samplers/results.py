@@ -24,13 +24,8 @@ if TYPE_CHECKING:
 Trajectories = list[Any]
 
 
-def as_traj_infos(cls: type[TrajInfo], found: Trajectories) -> list[TrajInfo]:
-    """The trajectory infos of `found`, ordered by time step, then env_rank. Records are in this order."""
-    return TrajInfo.from_records(found) if cls is TrajInfo else infos_from_messages(cls, found)
-
-
 def keys_of_trajectories(found: Trajectories) -> list[int]:
-    """The env_rank of each, in the order of `as_traj_infos`; with several agents, see `Seating.key`."""
+    """The env_rank of each, in the order of the trajectory infos; with several agents, see `Seating.key`."""
     if found and isinstance(found[0], ObjectMessage):
         return [message.env_rank for message in sorted(found, key=lambda message: message[1:3])]
     return [record[1] for record in found]

@@ -40,7 +40,7 @@ from penstock.samplers.results import (
     EVAL_POLL_SECONDS,
     Trajectories,
     answers_to,
-    as_traj_infos,
+    infos_from_messages,
     keys_of_trajectories,
     stop_if_enough,
     video_message,
@@ -409,8 +409,9 @@ class Sampler(TakesEnvFn, ABC):
         return self._as_infos(found, evaluation=slot == EVALUATION) if self._makes_infos else found
 
     def _as_infos(self, found: Trajectories, *, evaluation: bool = False) -> list[TrajInfo]:
-        """`found` as trajectory infos. With several agents, each knows whose it is."""
-        infos = as_traj_infos(self.config.traj_info_cls, found)
+        """`found`, ordered by time step, then env_rank. With several agents, each info knows whose it is."""
+        cls = self.config.traj_info_cls
+        infos = TrajInfo.from_records(found) if cls is TrajInfo else infos_from_messages(cls, found)
         if self._seating is not None:
             games = Counter[int]() if evaluation else self._games
             self._seating.name_infos(infos, keys_of_trajectories(found), games, evaluation=evaluation)
